@@ -1,0 +1,54 @@
+"""Exact sequence parallelism for cross-attention MLLMs: `model = patch_model(model, strategy="lv-xattn")`.
+
+Names load on first use, so that importing the package imports neither torch nor transformers.
+"""
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from mllm_seqpar.adapters import register_adapter
+    from mllm_seqpar.config import SeqParConfig
+    from mllm_seqpar.masks import FrameMask
+    from mllm_seqpar.patching import patch_model, unpatch_model
+    from mllm_seqpar.sharding import FrameShard, frame_range, shard_sequence, unshard_sequence
+
+__all__ = [
+    "FrameMask",
+    "FrameShard",
+    "SeqParConfig",
+    "frame_range",
+    "patch_model",
+    "register_adapter",
+    "shard_sequence",
+    "unpatch_model",
+    "unshard_sequence",
+]
+
+_HOME = {
+    "FrameMask": "masks",
+    "FrameShard": "sharding",
+    "SeqParConfig": "config",
+    "frame_range": "sharding",
+    "patch_model": "patching",
+    "register_adapter": "adapters",
+    "shard_sequence": "sharding",
+    "unpatch_model": "patching",
+    "unshard_sequence": "sharding",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name == "__version__":
+        from importlib.metadata import version
+
+        return version("mllm-seqpar")
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(f"{__name__}.{_HOME[name]}"), name)
+    globals()[name] = value  # the next use finds it without coming here
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *_HOME, "__version__"])
