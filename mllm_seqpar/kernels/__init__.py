@@ -1,0 +1,13 @@
+"""Block attention kernels behind one protocol, and the choice among them.
+
+    kernel, reason = choose_kernel("auto", q, k, causal=False, masked=False)
+    o, lse = kernel.forward(q, k, v, scale=scale)                       # one block; blocks merge by their lse
+    dq, dk, dv = kernel.backward(do, q, k, v, o, lse, scale=scale)      # o, lse of the MERGED rows; gradients add up
+
+`kernels.base` states what a kernel promises.
+"""
+
+from mllm_seqpar.kernels.base import BlockKernel
+from mllm_seqpar.kernels.registry import available_kernels, choose_kernel, kernel_names
+
+__all__ = ["BlockKernel", "available_kernels", "choose_kernel", "kernel_names"]

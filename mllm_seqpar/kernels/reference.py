@@ -1,0 +1,75 @@
+"""Dense attention in float64: slow, memory in S x T, and obviously right. Tests compare against it."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from mllm_seqpar.kernels import base
+
+
+class ReferenceKernel:
+    """Block attention that forms all scores in float64, on any device that has float64."""
+
+    name = "reference"
+
+    def why_not(self, q: Tensor, k: Tensor, *, causal: bool, masked: bool) -> str | None:
+        """Return None: the reference computes every block."""
+        return None
+
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, *, scale: float, causal: bool = False, mask: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Attend; float64 inside, float32 results (float64 for float64 inputs). See `BlockKernel.forward`."""
+        base.check_block(q, k, v, causal=causal, mask=mask)
+        if base.is_empty(q, k):
+            return base.empty_forward(q)
+        scores = _scores(q, k, scale, causal, mask)
+        lse = scores.logsumexp(dim=-1)
+        p = torch.exp(scores - base.safe_lse(lse).unsqueeze(-1))
+        o = torch.einsum("bgrst,bgtd->bgrsd", p, v.double())
+        out = base.accumulator(q.dtype)
+        return o.reshape(q.shape).to(out), lse.reshape(q.shape[:3]).to(out)
+
+    def backward(
+        self,
+        do: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        o: Tensor,
+        lse: Tensor,
+        *,
+        scale: float,
+        causal: bool = False,
+        mask: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Differentiate; float64 inside, float32 results (float64 for float64 inputs). See `BlockKernel.backward`."""
+        base.check_block(q, k, v, causal=causal, mask=mask)
+        base.check_final(do, q, o, lse)
+        if base.is_empty(q, k):
+            return base.empty_backward(q, k, v)
+        q5, do5, o5 = (_group(x, k.shape[1]).double() for x in (q, do, o))
+        p = torch.exp(
+            _scores(q, k, scale, causal, mask) - base.safe_lse(_group(lse, k.shape[1]).double()).unsqueeze(-1)
+        )
+        dp = torch.einsum("bgrsd,bgtd->bgrst", do5, v.double())
+        ds = p * (dp - (do5 * o5).sum(-1, keepdim=True)) * scale
+        dq = torch.einsum("bgrst,bgtd->bgrsd", ds, k.double()).reshape(q.shape)
+        dk = torch.einsum("bgrst,bgrsd->bgtd", ds, q5)
+        dv = torch.einsum("bgrst,bgrsd->bgtd", p, do5)
+        out = base.accumulator(q.dtype)
+        return dq.to(out), dk.to(out), dv.to(out)
+
+
+def _group(x: Tensor, groups: int) -> Tensor:
+    """(B, H, S, ...) -> (B, G, R, S, ...)."""
+    return x.reshape(x.shape[0], groups, x.shape[1] // groups, *x.shape[2:])
+
+
+def _scores(q: Tensor, k: Tensor, scale: float, causal: bool, mask: Tensor | None) -> Tensor:
+    """Return the scaled scores (B, G, R, S, T) in float64, -inf where hidden."""
+    scores = torch.einsum("bgrsd,bgtd->bgrst", _group(q, k.shape[1]).double(), k.double()) * scale
+    if causal:
+        mask = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device).tril().unsqueeze(0)
+    return scores if mask is None else scores.masked_fill(~mask[:, None, None], -torch.inf)

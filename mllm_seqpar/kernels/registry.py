@@ -1,0 +1,76 @@
+"""Which block kernels exist, and which one computes a given block.
+
+`auto` walks a fixed order of preference and takes the first kernel that can compute the block; the reason it returns
+says why each kernel before that was passed over. Nothing is cached, so nothing can go stale between groups or devices.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from mllm_seqpar.errors import ConfigError
+from mllm_seqpar.kernels.base import BlockKernel
+from mllm_seqpar.kernels.reference import ReferenceKernel
+from mllm_seqpar.kernels.tiled import TiledKernel
+from mllm_seqpar.kernels.torch_cpu import TorchCpuKernel
+
+_KERNELS: dict[str, Callable[[], BlockKernel]] = {
+    "torch_cpu": TorchCpuKernel,
+    "tiled": TiledKernel,
+    "reference": ReferenceKernel,
+}
+
+_AUTO = ("torch_cpu", "tiled")
+"""Order of preference of `auto`. "tiled" computes everything, so the walk always ends."""
+
+
+def kernel_names() -> list[str]:
+    """Return the names of all kernels, those that cannot run here included."""
+    return list(_KERNELS)
+
+
+def available_kernels() -> list[str]:
+    """Return the names of the kernels that can run on this machine with what is installed, on some dtype and shape."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    probes = [torch.empty(1, 1, 8, 64, dtype=torch.bfloat16, device=kind) for kind in {"cpu", device}]
+    return [
+        name
+        for name, build in _KERNELS.items()
+        if any(build().why_not(x, x, causal=False, masked=False) is None for x in probes)
+    ]
+
+
+def choose_kernel(name: str, q: Tensor, k: Tensor, *, causal: bool, masked: bool) -> tuple[BlockKernel, str]:
+    """Return the kernel for a block of q (B, H, S, D) against k (B, G, T, D), and why it was chosen.
+
+    Only device, dtype and shape of q and k are looked at. `masked` tells whether blocks will come with a mask.
+
+    Raises:
+        ConfigError: a name that does not exist, or a named kernel that cannot compute this block.
+    """
+    if name == "auto":
+        return _first_able(q, k, causal, masked)
+    if name not in _KERNELS:
+        raise ConfigError(f"kernel={name!r} does not exist; choose auto or one of {', '.join(_KERNELS)}")
+    kernel = _KERNELS[name]()
+    obstacle = kernel.why_not(q, k, causal=causal, masked=masked)
+    if obstacle is not None:
+        able = [x for x in _KERNELS if _KERNELS[x]().why_not(q, k, causal=causal, masked=masked) is None]
+        raise ConfigError(
+            f"kernel={name!r} cannot compute this block: it {obstacle}; choose auto or one of {', '.join(able)}"
+        )
+    return kernel, f"{name}: asked for by name"
+
+
+def _first_able(q: Tensor, k: Tensor, causal: bool, masked: bool) -> tuple[BlockKernel, str]:
+    passed_over: list[str] = []
+    for name in _AUTO:
+        kernel = _KERNELS[name]()
+        obstacle = kernel.why_not(q, k, causal=causal, masked=masked)
+        if obstacle is None:
+            return kernel, f"{name}: " + ("; ".join(passed_over) or "first choice")
+        passed_over.append(f"{name} {obstacle}")
+    raise AssertionError("the last kernel of the order computes every block")
