@@ -31,3 +31,7 @@ class DataError(SeqParError):
 
 class VideoError(SeqParError):
     """A video that cannot be read, or has nothing in it."""
+
+
+class TransferError(RuntimeError):
+    """A transfer between ranks that failed or timed out; usually another rank has ended."""

@@ -1,0 +1,101 @@
+"""Attention of replicated queries over sharded keys: what decoding does, and prefilling with replicated text.
+
+Every rank has the same q and its own keys. It computes (o, lse) over its own keys; the ranks' partial results are then
+merged (Star Attention, arXiv 2411.17116, phase 2; flash decoding across devices). Few rows: one all-gather. Many rows:
+each rank merges its share of them and the merged rows are gathered, which sends 2 (n - 1)/n of a result instead of n - 1.
+All ranks merge the same numbers in the same order, so they hold the same bits: sampling stays in step.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..comm import Communicator, Group, Recv, Send, as_communicator
+from ..errors import ConfigError, MaskError
+from ..masks import FrameMask, Tile, full_tile
+from ..sharding import frame_range
+from .api import accumulation
+from .block import BlockMath, Partial
+from .checks import check_qkv
+from .merge import merge_
+
+SCATTER_ROWS = 64
+"""From this many rows on, merging is shared out over the ranks."""
+
+
+def decode_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    group: Group = None,
+    mask: FrameMask | None = None,
+    scale: float | None = None,
+    kernel: str = "auto",
+    return_lse: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Queries that every rank holds, over keys of which every rank holds a part. For inference: no gradients.
+
+    Args:
+        q: (B, H, s_q, D), the same on every rank.
+        k, v: (B or 1, G, s_kv, D), this rank's keys; s_kv may differ by rank and be 0.
+        group: as for `lv_xattn`.
+        mask: which frames each row sees, the same on every rank; this rank holds `frame_range` of its frames.
+        scale: factor of q k^T; None: D ** -0.5.
+        kernel: block kernel by name, or "auto".
+        return_lse: also return lse (B, H, s_q) float32.
+
+    Returns:
+        o (B, H, s_q, D) in q.dtype, the same bits on every rank.
+
+    Raises:
+        ConfigError: when gradients are asked for; ShapeError, MaskError: shapes that do not fit.
+    """
+    if torch.is_grad_enabled() and any(t.requires_grad for t in (q, k, v)):
+        raise ConfigError("decode_attention has no backward pass; call it under torch.no_grad(), or use lv_xattn")
+    check_qkv(q, k, v)
+    comm = as_communicator(group)
+    tiles: tuple[Tile, ...]
+    if mask is None:
+        tiles = full_tile(q.shape[0], q.shape[2], k.shape[2])
+    else:
+        frames = frame_range(mask.total_frames, comm)
+        if mask.shape != (q.shape[0], q.shape[2]) or len(frames) * mask.tokens_per_frame != k.shape[2]:
+            raise MaskError(
+                f"mask: rows {mask.shape} and {len(frames)} frames of {mask.tokens_per_frame} tokens on this rank do not "
+                f"fit q {tuple(q.shape)} and k {tuple(k.shape)}"
+            )
+        tiles = mask.tiles(frames.start, frames.stop)
+    partial = Partial(q, accumulation(torch.float32, q.dtype))
+    BlockMath(kernel, q.shape[-1] ** -0.5 if scale is None else scale).forward(q, k, v, tiles, partial)
+    o, lse = merge_over_ranks(*partial.value, comm)
+    return (o.to(q.dtype), lse) if return_lse else o.to(q.dtype)
+
+
+def merge_over_ranks(o: Tensor, lse: Tensor, comm: Communicator) -> tuple[Tensor, Tensor]:
+    """Each rank's partial (o (B, H, s, D), lse (B, H, s)) of the same rows -> their merge, the same on every rank."""
+    if comm.size == 1:
+        return o, lse
+    both = torch.cat([o, lse.to(o.dtype).unsqueeze(-1)], dim=-1)  # one message instead of two
+    rows = both.shape[2]
+    if rows < max(SCATTER_ROWS, comm.size):
+        return _merge_all(comm.all_gather(both, "o"))
+    share = -(-rows // comm.size)
+    padded = torch.nn.functional.pad(both, (0, 0, 0, share * comm.size - rows))
+    parts = [part.contiguous() for part in padded.split(share, dim=2)]
+    arrived = [parts[comm.rank] if peer == comm.rank else torch.empty_like(parts[0]) for peer in range(comm.size)]
+    others = [peer for peer in range(comm.size) if peer != comm.rank]
+    comm.exchange([Send(p, parts[p], "o") for p in others], [Recv(p, arrived[p]) for p in others]).wait()
+    o_share, lse_share = _merge_all(arrived)
+    shares = comm.all_gather(torch.cat([o_share, lse_share.to(o.dtype).unsqueeze(-1)], dim=-1), "o")
+    whole = torch.cat(shares, dim=2)[:, :, :rows]
+    return whole[..., :-1].contiguous(), whole[..., -1].contiguous()
+
+
+def _merge_all(parts: list[Tensor]) -> tuple[Tensor, Tensor]:
+    """Merges the ranks' (o | lse) in rank order."""
+    o, lse = parts[0][..., :-1].clone(), parts[0][..., -1].clone()
+    for part in parts[1:]:
+        merge_(o, lse, part[..., :-1], part[..., -1])
+    return o, lse

@@ -1,0 +1,79 @@
+"""What a user may choose. One frozen dataclass, checked when it is made; nothing here reads the environment."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+import torch
+
+from .errors import ConfigError
+from .sharding import LAYOUTS
+
+# The values of the contract that this version implements; the others are refused by name, never approximated.
+CHOICES: dict[str, tuple[str, ...]] = {
+    "strategy": ("lv-xattn", "ring"),
+    "self_attention": ("ring", "local"),
+    "text_layout": LAYOUTS,
+    "logits": ("auto", "full", "local"),
+}
+PLANNED: dict[str, tuple[str, ...]] = {
+    "strategy": ("mesh", "ulysses", "auto"),
+    "self_attention": ("mesh", "ulysses", "star"),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class SeqParConfig:
+    """How a patched model runs; the fields of `patch_model`'s options.
+
+    Attributes:
+        strategy: cross-attention: "lv-xattn" moves Q, O and the log-sum-exp, "ring" moves K and V.
+        self_attention: the language model's own attention: "ring", or "local" (text not sharded at all: every rank
+            computes all text, only frames are shared out).
+        text_layout: how text tokens are dealt to ranks; zigzag and striped balance causal work.
+        tile: for the mesh strategy (not in this version): None.
+        recompute_visual: project K and V of visual tokens again in backward instead of keeping them.
+        kernel: block kernel by name, or "auto"; `mllm_seqpar.kernels.available_kernels()` lists them.
+        overlap: transfers under computation; False only to measure.
+        accumulate_dtype: what O is merged in and sent in: torch.float32, or None for the queries' dtype.
+        logits: "full": every rank gets the caller's whole logits; "local": its own tokens' only; "auto": full without
+            labels, local with labels.
+
+    Raises:
+        ConfigError: an unknown value, with the ones that are known.
+    """
+
+    strategy: str = "lv-xattn"
+    self_attention: str = "ring"
+    text_layout: str = "zigzag"
+    tile: tuple[int, int] | None = None
+    recompute_visual: bool = True
+    kernel: str = "auto"
+    overlap: bool = True
+    accumulate_dtype: torch.dtype | None = torch.float32
+    logits: str = "auto"
+
+    def __post_init__(self) -> None:
+        for name, allowed in CHOICES.items():
+            value = getattr(self, name)
+            if value in PLANNED.get(name, ()):
+                raise ConfigError(f"{name}: {value!r} is not in this version yet; choose one of {', '.join(allowed)}")
+            if value not in allowed:
+                raise ConfigError(f"{name}: {value!r} is unknown; choose one of {', '.join(allowed)}")
+        if self.accumulate_dtype not in (torch.float32, None):
+            raise ConfigError(
+                f"accumulate_dtype: {self.accumulate_dtype} cannot be used; choose torch.float32 (exact at any number of "
+                "ranks) or None (the queries' dtype: half the bytes, an error that grows with the ranks)"
+            )
+        if self.tile is not None:
+            raise ConfigError(f"tile: {self.tile} was given, but tiles belong to the mesh strategy, not in this version")
+        for name in ("recompute_visual", "overlap"):
+            if not isinstance(getattr(self, name), bool):
+                raise ConfigError(f"{name}: {getattr(self, name)!r} is not a bool; pass True or False")
+        if not isinstance(self.kernel, str):
+            raise ConfigError(f"kernel: {self.kernel!r} is not a kernel's name; pass 'auto' or a name")
+
+    @classmethod
+    def field_names(cls) -> tuple[str, ...]:
+        """The options of `patch_model`, in order."""
+        return tuple(f.name for f in fields(cls))

@@ -1,0 +1,58 @@
+"""The causal mask of a text whose tokens are dealt to ranks: padding, packed sequences and sliding windows included.
+
+In every layout a rank's tokens are in ascending order, so what a row sees of another rank's keys is one interval of
+them, cut by padding. Blocks in the future come out empty, blocks in the past full, the rest causal squares.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..errors import MaskError
+from ..sharding import sequence_positions
+from .intervals import interval_tiles
+from .tiles import Tile
+
+
+class CausalBlocks:
+    """Row p sees the keys ``first[p] <= key <= p`` that are `valid`; positions are global, tiles local to a block.
+
+    Args:
+        batch: batch size.
+        total: tokens of all ranks together, padding included.
+        size: ranks.
+        layout: how tokens are dealt to them.
+        first: (B or 1, total) int64 or None: the first key that row may see (sliding window, packed sequences).
+        valid: (B or 1, total) bool or None: keys that may be seen at all (padding).
+    """
+
+    def __init__(
+        self,
+        batch: int,
+        total: int,
+        size: int,
+        layout: str,
+        first: Tensor | None = None,
+        valid: Tensor | None = None,
+    ) -> None:
+        for name, tensor in (("first", first), ("valid", valid)):
+            if tensor is not None and (tensor.shape[-1] != total or tensor.shape[0] not in (1, batch)):
+                raise MaskError(f"CausalBlocks: {name} is {tuple(tensor.shape)}; expected ({batch} or 1, {total})")
+        self.batch = batch
+        self.positions = [sequence_positions(total, rank, size, layout) for rank in range(size)]
+        self.first = None if first is None else first.detach().cpu().expand(batch, total)
+        self.valid = None if valid is None or bool(valid.all()) else valid.detach().bool().cpu().expand(batch, total)
+        self._tiles: dict[tuple[int, int], tuple[Tile, ...]] = {}
+
+    def tiles(self, row: int, column: int) -> tuple[Tile, ...]:
+        """Planned on first use, then kept for the other layers and for the backward pass."""
+        if (row, column) not in self._tiles:
+            rows, keys = self.positions[row], self.positions[column]
+            high = torch.searchsorted(keys, rows, right=True).expand(self.batch, -1)
+            low = torch.zeros_like(high)
+            if self.first is not None:
+                low = torch.searchsorted(keys, self.first[:, rows].contiguous())
+            valid = None if self.valid is None else self.valid[:, keys]
+            self._tiles[row, column] = interval_tiles(low, high, keys.numel(), 1, valid)
+        return self._tiles[row, column]

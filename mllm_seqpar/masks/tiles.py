@@ -1,0 +1,105 @@
+"""Cutting a mask into rectangles that a block kernel computes: all visible, lower-triangular, or bounded and masked.
+
+A mask over one block (rows of one rank, keys of another) is never expanded as a whole. What is invisible is cut away,
+what is entirely visible needs no mask, a staircase of step one is a causal square, and only what remains is expanded,
+tile by tile, to at most `MAX_MASK` entries. Rows are merged into one tile only while at most a quarter more than the
+visible entries is computed, so a mask that hides most of the work makes that work vanish.
+
+Coordinates are local to the block. Masks speak of units (frames, or single tokens) of `tokens` keys each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Literal, Protocol
+
+import torch
+from torch import Tensor
+
+MAX_MASK = 1 << 22  # entries of an expanded mask tile: 4 MiB as bool, 16 MiB as a float32 bias
+WASTE = 1.25  # computed entries per visible entry that merging rows into one tile may cost
+
+Span = tuple[int, int]
+
+
+class Rule(Protocol):
+    """Says which keys of a block which rows see."""
+
+    def expand(self, batch: Span, rows: Span, keys: Span, device: torch.device) -> Tensor:
+        """The bool mask (batch, rows, keys) of one tile, True where visible."""
+
+
+@dataclass(frozen=True)
+class Tile:
+    """One rectangle of a block: batch items, query rows and keys as half-open spans.
+
+    kind "full": every row sees every key; "causal": as many rows as keys, row i sees keys up to i; "masked": by `rule`.
+    """
+
+    batch: Span
+    rows: Span
+    keys: Span
+    kind: Literal["full", "causal", "masked"] = "full"
+    rule: Rule | None = None
+
+    @property
+    def entries(self) -> int:
+        """Score entries computed per head."""
+        batch, rows, keys = (stop - start for start, stop in (self.batch, self.rows, self.keys))
+        return batch * (rows * (rows + 1) // 2 if self.kind == "causal" else rows * keys)
+
+    def mask(self, device: torch.device) -> Tensor | None:
+        """The expanded mask of a "masked" tile, else None."""
+        return self.rule.expand(self.batch, self.rows, self.keys, device) if self.rule is not None else None
+
+
+class Blocks(Protocol):
+    """The tiles of every block (row, column) of a distributed attention."""
+
+    def tiles(self, row: int, column: int) -> tuple[Tile, ...]:
+        """What to compute of attend(Q_row, KV_column); empty when no row sees any key."""
+
+
+def clip_rows(tile: Tile, start: int, stop: int) -> Iterator[Tile]:
+    """The part of `tile` whose rows lie in start <= row < stop, as zero, one or two tiles."""
+    first, last = max(tile.rows[0], start), min(tile.rows[1], stop)
+    if first >= last:
+        return
+    if tile.kind != "causal":
+        yield replace(tile, rows=(first, last))
+        return
+    above = first - tile.rows[0]  # rows cut off at the top: their keys are seen by all that remain
+    key = tile.keys[0]
+    if above:
+        yield replace(tile, rows=(first, last), keys=(key, key + above), kind="full")
+    yield replace(tile, rows=(first, last), keys=(key + above, key + last - tile.rows[0]))
+
+
+def full_tile(batch: int, rows: int, keys: int) -> tuple[Tile, ...]:
+    """The tiles of a block without a mask."""
+    return (Tile((0, batch), (0, rows), (0, keys)),) if batch and rows and keys else ()
+
+
+def masked_tiles(batch: Span, rows: Span, units: Span, tokens: int, rule: Rule) -> Iterator[Tile]:
+    """A masked rectangle cut so that no expanded mask exceeds `MAX_MASK` entries."""
+    height = max(1, min(rows[1] - rows[0], MAX_MASK // 256))
+    for top in range(rows[0], rows[1], height):
+        bottom = min(top + height, rows[1])
+        keys = (units[0] * tokens, units[1] * tokens)
+        width = max(1, MAX_MASK // (bottom - top))
+        for left in range(keys[0], keys[1], width):
+            yield Tile(batch, (top, bottom), (left, min(left + width, keys[1])), "masked", rule)
+
+
+@dataclass(frozen=True)
+class FullBlocks:
+    """No mask: every row sees every key. `key_lengths[j]` is the number of keys that rank j holds."""
+
+    batch: int
+    rows: int
+    key_lengths: tuple[int, ...]
+
+    def tiles(self, row: int, column: int) -> tuple[Tile, ...]:
+        """One tile, or none where rank `column` holds no keys."""
+        return full_tile(self.batch, self.rows, self.key_lengths[column])

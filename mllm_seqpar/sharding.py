@@ -1,0 +1,113 @@
+"""Who holds what: frames by contiguous ranges, text tokens by one of three layouts.
+
+All functions here are the same pure index arithmetic on every rank; `shard_sequence` and `unshard_sequence` apply it
+to tensors. Gradients: the objective is the sum of all ranks' losses, so the adjoint of a slice pads with zeros and the
+adjoint of an all-gather sums over ranks; averaging parameter gradients over the group then gives the gradient of one
+loss (contract, point 3).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from .comm import Group, as_communicator
+from .comm.autograd import gather_shards
+from .errors import ConfigError, ShapeError
+
+LAYOUTS = ("zigzag", "striped", "contiguous")
+
+
+@dataclass(frozen=True)
+class FrameShard:
+    """The frames ``start <= f < stop`` of `total`: what a caller who does not hold all frames passes.
+
+    `start` and `stop` must be this rank's `frame_range(total, group)`.
+    """
+
+    start: int
+    stop: int
+    total: int
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.start <= self.stop <= self.total:
+            raise ShapeError(
+                f"FrameShard: start={self.start}, stop={self.stop}, total={self.total}; needs 0 <= start <= stop <= total"
+            )
+
+
+def frame_bounds(total: int, size: int) -> list[tuple[int, int]]:
+    """(start, stop) of every rank's frames: contiguous, and the first ``total % size`` ranks take one more."""
+    base, extra = divmod(total, size)
+    starts = [rank * base + min(rank, extra) for rank in range(size + 1)]
+    return list(zip(starts[:-1], starts[1:], strict=True))
+
+
+def frame_range(total: int, group: Group = None) -> range:
+    """The global frame numbers that this rank of `group` holds out of `total`; may be empty."""
+    if total < 0:
+        raise ShapeError(f"frame_range: total={total}; needs a number of frames, 0 or more")
+    comm = as_communicator(group)
+    return range(*frame_bounds(total, comm.size)[comm.rank])
+
+
+def shard_multiple(size: int, layout: str) -> int:
+    """What the length of a sequence must be a multiple of to be dealt to `size` ranks in `layout`."""
+    if layout not in LAYOUTS:
+        raise ConfigError(f"text_layout: {layout!r} is unknown; choose one of {', '.join(LAYOUTS)}")
+    return size if size == 1 or layout != "zigzag" else 2 * size
+
+
+def padded_length(total: int, size: int, layout: str) -> int:
+    """The smallest length that is at least `total`, at least one step, and can be dealt to `size` ranks."""
+    step = shard_multiple(size, layout)
+    return max(step, (total + step - 1) // step * step)
+
+
+def sequence_positions(total: int, rank: int, size: int, layout: str) -> Tensor:
+    """The global positions of the tokens of `rank`, ascending, (total / size,) int64 on the CPU.
+
+    zigzag: chunks `rank` and ``2 * size - 1 - rank`` of ``2 * size`` equal chunks; striped: every size-th token from
+    `rank` on; contiguous: the rank-th of `size` equal chunks. Zigzag and striped share causal work out evenly.
+    """
+    step = shard_multiple(size, layout)
+    if total % step:
+        raise ShapeError(
+            f"a sequence of {total} tokens cannot be dealt to {size} ranks in the {layout} layout; pad it to a multiple "
+            f"of {step}, for example to {padded_length(total, size, layout)}"
+        )
+    if layout == "striped":
+        return torch.arange(rank, total, size)
+    if layout == "contiguous" or size == 1:
+        chunk = total // size
+        return torch.arange(rank * chunk, (rank + 1) * chunk)
+    chunk = total // (2 * size)
+    tail = 2 * size - 1 - rank
+    return torch.cat([torch.arange(rank * chunk, (rank + 1) * chunk), torch.arange(tail * chunk, (tail + 1) * chunk)])
+
+
+def shard_sequence(x: Tensor, dim: int, group: Group = None, layout: str = "zigzag") -> Tensor:
+    """(..., S, ...) the same on every rank -> this rank's (..., S / n, ...) along `dim`. No communication.
+
+    Raises:
+        ShapeError: when S is not a multiple of `shard_multiple(n, layout)`.
+    """
+    comm = as_communicator(group)
+    index = sequence_positions(x.shape[dim], comm.rank, comm.size, layout)
+    return x if comm.size == 1 else x.index_select(dim, index.to(x.device))
+
+
+def unshard_sequence(x: Tensor, dim: int, group: Group = None, layout: str = "zigzag") -> Tensor:
+    """This rank's (..., s, ...) -> the whole (..., n * s, ...) on every rank, in the original order; one all-gather.
+
+    The inverse of `shard_sequence`. Differentiable: the backward pass sums the ranks' gradients of each token.
+    """
+    comm = as_communicator(group)
+    if comm.size == 1:
+        return x
+    total = x.shape[dim] * comm.size
+    order = torch.cat([sequence_positions(total, rank, comm.size, layout) for rank in range(comm.size)])
+    gathered = torch.cat(gather_shards(x, comm), dim=dim)
+    return gathered.index_select(dim, torch.argsort(order).to(x.device))

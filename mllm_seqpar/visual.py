@@ -1,0 +1,186 @@
+"""The one shared copy of the visual features, and keys and values that are projected from it when they are needed.
+
+All cross-attention layers read the same features y. A layer's K and V are a function of y and of the layer's own
+submodules (norms, projections, LoRA adapters, quantised weights: whatever is there). They are computed for the forward
+pass, dropped, and computed again for the backward pass, so that a layer keeps nothing that grows with the number of
+visual tokens (arXiv 2502.02406, section 3.2).
+
+The backward pass re-projects in chunks of frames: the intermediate results of a projection (a normalised copy of y in
+float32, say) are as large as y or larger, and only one chunk of them is ever alive.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+from .attention.distributed import Plan
+from .attention.sources import AutocastState
+from .errors import ShapeError
+
+CHUNK_BYTES = 64 << 20
+"""Features projected at once. Fewer bytes than this are projected in one go, and only once in the backward pass."""
+
+Projection = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+
+
+@dataclass(frozen=True)
+class SharedVisual:
+    """This rank's visual features, one copy for all layers.
+
+    Attributes:
+        features: (frames, tokens, width), the frames of this rank; zero frames are fine.
+        index: (frames,) int64, a number per frame that projections may need (its rotary position, say).
+        total_frames: frames of all ranks together.
+    """
+
+    features: Tensor
+    index: Tensor
+    total_frames: int
+
+    def __post_init__(self) -> None:
+        if self.features.dim() != 3 or self.index.shape != self.features.shape[:1]:
+            raise ShapeError(
+                f"SharedVisual: features are {tuple(self.features.shape)} and index is {tuple(self.index.shape)}; "
+                "expected (frames, tokens, width) and (frames,)"
+            )
+
+
+@dataclass(frozen=True)
+class RecomputedKeys:
+    """A key source projected from shared features, in forward and again in backward.
+
+    Attributes:
+        plan: how the group attends to these keys.
+        visual: the shared features of this rank.
+        project: (features (f, tokens, width), index (f,)) -> k, v of shape (1, G, f * tokens, D), frame-major. It must
+            treat frames independently of each other, and do the same when called again.
+        modules: the modules whose parameters `project` uses.
+        dtype: dtype of k and v, that of the queries.
+    """
+
+    plan: Plan
+    visual: SharedVisual
+    project: Projection
+    modules: Sequence[nn.Module]
+    dtype: torch.dtype
+    _autocast: AutocastState = field(init=False)
+    _rng: tuple[Tensor, Tensor | None] | None = field(init=False)
+
+    def __post_init__(self) -> None:
+        device = self.visual.features.device
+        object.__setattr__(self, "_autocast", AutocastState.current(device.type))
+        object.__setattr__(self, "_rng", _rng_state(device) if self._draws_random_numbers() else None)
+
+    def inputs(self) -> Sequence[Tensor]:
+        """The features and the parameters that are trained."""
+        return self.visual.features, *self._parameters()
+
+    def saved(self, inputs: Sequence[Tensor]) -> Sequence[Tensor]:
+        """Only the features, by reference: parameters belong to their modules, which FSDP gathers again in backward."""
+        return inputs[:1]
+
+    def restored(self, saved: Sequence[Tensor]) -> Sequence[Tensor]:
+        """The features and the parameters as they are now."""
+        return saved[0], *self._parameters()
+
+    def keys_values(self, inputs: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+        """k and v of all frames of this rank, projected chunk by chunk without grad mode."""
+        with torch.no_grad(), self._as_in_forward():
+            parts = [self._project(inputs[0], chunk) for chunk in self._chunks()]
+        if len(parts) == 1:
+            return parts[0]
+        k, v = (torch.cat(tensors, dim=2) for tensors in zip(*parts, strict=True))
+        return k, v
+
+    def input_grads(
+        self, inputs: Sequence[Tensor], needed: Sequence[bool], dk: Tensor, dv: Tensor
+    ) -> Sequence[Tensor | None]:
+        """The chain rule through `project`, a chunk of frames at a time."""
+        features, *parameters = inputs
+        tokens = features.shape[1]
+        d_features = torch.zeros_like(features) if needed[0] else None
+        wanted = [p for p, n in zip(parameters, needed[1:], strict=True) if n]
+        sums = [torch.zeros_like(p, dtype=torch.promote_types(p.dtype, torch.float32)) for p in wanted]
+        if not any(needed):
+            return [None] * len(inputs)
+        with torch.enable_grad(), self._as_in_forward():
+            for chunk in self._chunks():
+                part = features[chunk].detach().requires_grad_(needed[0])
+                k, v = self._cast(*self.project(part, self.visual.index[chunk]))
+                keys = slice(chunk.start * tokens, chunk.start * tokens + k.shape[2])
+                outputs = [(x, g[:, :, keys].to(x.dtype)) for x, g in ((k, dk), (v, dv)) if x.requires_grad]
+                if not outputs:
+                    continue
+                targets = ([part] if needed[0] else []) + wanted
+                found = list(
+                    torch.autograd.grad([x for x, _ in outputs], targets, [g for _, g in outputs], allow_unused=True)
+                )
+                if d_features is not None:
+                    d_part = found.pop(0)
+                    if d_part is not None:
+                        d_features[chunk] = d_part
+                for total, grad in zip(sums, found, strict=True):
+                    if grad is not None:
+                        total += grad
+        done = iter(total.to(p.dtype) for p, total in zip(wanted, sums, strict=True))
+        return [d_features, *(next(done) if need else None for need in needed[1:])]
+
+    def _project(self, features: Tensor, chunk: slice) -> tuple[Tensor, Tensor]:
+        return self._cast(*self.project(features[chunk], self.visual.index[chunk]))
+
+    def _cast(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        return k.to(self.dtype).contiguous(), v.to(self.dtype).contiguous()
+
+    def _chunks(self) -> list[slice]:
+        features = self.visual.features
+        frames = features.shape[0]
+        step = max(1, CHUNK_BYTES // max(1, features.shape[1] * features.shape[2] * features.element_size()))
+        return [slice(start, min(start + step, frames)) for start in range(0, frames, step)] or [slice(0, 0)]
+
+    def _parameters(self) -> list[Tensor]:
+        seen: dict[int, Tensor] = {}
+        for module in self.modules:
+            for parameter in module.parameters():
+                if parameter.requires_grad:
+                    seen.setdefault(id(parameter), parameter)
+        return list(seen.values())
+
+    def _draws_random_numbers(self) -> bool:
+        dropouts = (m for module in self.modules for m in module.modules() if isinstance(m, nn.modules.dropout._DropoutNd))
+        return any(m.training and m.p > 0 for m in dropouts)
+
+    def _as_in_forward(self) -> _AsInForward:
+        return _AsInForward(self._autocast, self._rng, self.visual.features.device)
+
+
+class _AsInForward:
+    """Autocast as it was in the forward pass, and, where something draws random numbers, the same ones."""
+
+    def __init__(self, autocast: AutocastState, rng: tuple[Tensor, Tensor | None] | None, device: torch.device) -> None:
+        self._autocast, self._rng, self._device = autocast.again(), rng, device
+        devices = [device] if device.type == "cuda" else []
+        self._fork = torch.random.fork_rng(devices) if rng is not None else nullcontext()
+
+    def __enter__(self) -> None:
+        self._autocast.__enter__()
+        self._fork.__enter__()
+        if self._rng is not None:
+            torch.set_rng_state(self._rng[0])
+            if self._rng[1] is not None:
+                torch.cuda.set_rng_state(self._rng[1], self._device)
+
+    def __exit__(self, *error: object) -> None:
+        self._fork.__exit__(*error)  # type: ignore[arg-type]
+        self._autocast.__exit__(*error)  # type: ignore[arg-type]
+
+
+def _rng_state(device: torch.device) -> tuple[Tensor, Tensor | None]:
+    """The state to replay from; the generators then move on, so that the next layer draws other numbers."""
+    state = torch.get_rng_state(), torch.cuda.get_rng_state(device) if device.type == "cuda" else None
+    torch.rand((), device=device)
+    return state
