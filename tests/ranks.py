@@ -12,8 +12,8 @@
 
 Starting a process that imports torch takes seconds, a group among running ones milliseconds. So workers live until
 the session ends, and `ranks(n)` makes the first n of them one group of n. Each runs one thread and seeds torch with 0
-before each case. After a case that fails, the next one gets a new group; a case that hangs costs its workers: they say where
-they stand, are killed, and are started again when next needed. What a worker does is in `ranks_worker.py`.
+before each case. After a case that fails, the next one gets a new group; a case that hangs costs its workers: they say
+where they stand, are killed, and are started again when next needed. What a worker does is in `ranks_worker.py`.
 
 Arguments and results travel as bytes written by torch.save: no shared memory, no open files, and what comes back is
 detached and on the CPU.

@@ -1,0 +1,27 @@
+#!/usr/bin/env bash
+# Lint, types and all tests: bash scripts/test.sh [arguments of pytest, such as -k ring]
+# Makes its own .venv on first use. The tests run even when lint or types fail; the exit status tells either.
+set -euo pipefail
+
+root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
+cd "$root"
+source "$root/scripts/lib/venv.sh"
+ensure_venv "test,video"
+
+checks=0
+step() {
+    echo "== $*"
+    "$venv_python" -m "$@" || checks=1
+}
+step ruff check .
+step ruff format --check .
+step mypy
+
+if [[ "$checks" != 0 ]]; then
+    echo "== lint or types failed, see above; the tests run all the same"
+fi
+echo "== pytest $*"
+export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" # ranks are processes: more threads than cores slow all of them down
+tests=0
+"$venv_python" -m pytest "$@" || tests=$?
+exit $((tests != 0 ? tests : checks))
