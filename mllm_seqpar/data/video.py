@@ -1,0 +1,232 @@
+"""Which frames of a video are used: facts about the file and the plan of presentation times to read.
+
+Every rank makes the same plan from the same file without decoding anything: from the container's metadata where they
+say how many frames there are, else from a scan of its packets (demultiplexing only). Times are kept as integer ticks of
+the stream's own time base, so no rank can round differently. What a plan means: for each tick, the frame with the
+greatest presentation time not after it (and the first frame for ticks before it); `reader.read_frames` decodes that.
+"""
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+from ..errors import ConfigError, VideoError
+from ..log import get_logger
+
+_log = get_logger(__name__)
+
+
+def require_av() -> Any:
+    """The PyAV module, or an ImportError that names the extra to install."""
+    try:
+        import av
+    except ImportError as error:
+        raise ImportError(
+            "Reading videos needs PyAV, which is not installed: pip install 'mllm-seqpar[video]'"
+        ) from error
+    return av
+
+
+@dataclass(frozen=True, kw_only=True)
+class VideoInfo:
+    """What is known about a video without decoding it.
+
+    Attributes:
+        path: the file.
+        frames: number of frames.
+        fps: average frames per second.
+        duration: seconds from the first frame's start to the last one's end.
+        width, height: pixels of a coded frame (before a phone's rotation is applied).
+        start: presentation time of the first frame, in ticks of `time_base` seconds.
+        length: `duration` in ticks.
+        ticks: presentation time of every frame, ascending, when the packets were scanned; None when the container's
+            metadata were enough.
+    """
+
+    path: str
+    frames: int
+    fps: float
+    duration: float
+    width: int
+    height: int
+    start: int
+    length: int
+    time_base: Fraction
+    ticks: tuple[int, ...] | None = field(default=None, repr=False)
+
+
+@dataclass(frozen=True)
+class FramePlan:
+    """The frames to use of one video, in order: for entry i the frame shown at `ticks[i]`.
+
+    `ticks` count `time_base` seconds on the stream's own clock, on which the first frame has `start`.
+    """
+
+    path: str
+    ticks: tuple[int, ...] = field(repr=False)
+    time_base: Fraction
+    start: int
+
+    def __post_init__(self) -> None:
+        if not self.ticks or any(b < a for a, b in zip(self.ticks, self.ticks[1:], strict=False)):
+            raise ConfigError(f"{self.path}: a plan needs at least one tick, and ticks that do not go back")
+
+    def __len__(self) -> int:
+        return len(self.ticks)
+
+    def seconds(self, index: int) -> float:
+        """Time of entry `index`, counted from the first frame."""
+        return float((self.ticks[index] - self.start) * self.time_base)
+
+
+@contextmanager
+def open_video(path: str | os.PathLike[str]) -> Iterator[tuple[Any, Any]]:
+    """Opens a file and yields (container, video stream); VideoError when there is no such thing in it."""
+    av = require_av()
+    name = os.fspath(path)
+    if not os.path.isfile(name):
+        found = "a directory" if os.path.isdir(name) else "no such file"
+        raise VideoError(f"{name}: {found}; give the path of a video file")
+    if os.path.getsize(name) == 0:
+        raise VideoError(f"{name}: the file is empty (0 bytes); was the download interrupted?")
+    try:
+        container = av.open(name)
+    except (av.error.FFmpegError, OSError) as error:
+        raise VideoError(f"{name}: not a readable video ({reason(error)}); is it complete, is it a video?") from error
+    with container:
+        streams = [s for s in container.streams.video if not _is_cover_picture(s)]
+        if not streams:
+            kinds = ", ".join(sorted({str(s.type) for s in container.streams})) or "nothing"
+            raise VideoError(f"{name}: holds no video stream (found: {kinds}); give a file with moving pictures")
+        yield container, streams[0]
+
+
+def probe(path: str | os.PathLike[str]) -> VideoInfo:
+    """Facts about the video at `path`, from its metadata, or from a scan of its packets where those do not say.
+
+    Raises:
+        VideoError: the file is missing, corrupt, empty, without video, or without presentation times.
+    """
+    with open_video(path) as (container, stream):
+        if stream.frames > 0 and stream.duration and stream.start_time is not None and _index_agrees(stream):
+            return _info(path, stream, stream.frames, stream.start_time, stream.duration, None)
+        return _scan(path, container, stream)
+
+
+def scan(path: str | os.PathLike[str]) -> VideoInfo:
+    """As `probe`, but always reads every packet, so that `ticks` holds each frame's presentation time."""
+    with open_video(path) as (container, stream):
+        return _scan(path, container, stream)
+
+
+def plan_frames(
+    info: VideoInfo, *, fps: float | None = None, num_frames: int | None = None, max_frames: int | None = None
+) -> FramePlan:
+    """Chooses frames of a video: `fps` per second, or `num_frames` spread evenly, or all of them.
+
+    Args:
+        info: from `probe` or `scan`.
+        fps: frames at 0, 1/fps, 2/fps ... seconds; a rate at or above the video's own means every frame once.
+        num_frames: this many frames, in the middles of as many equal parts; every frame once if it has no more.
+        max_frames: where `fps` (or all frames) would give more, this many, spread evenly as by `num_frames`.
+
+    Returns:
+        A plan with at least one frame, the same on every rank that reads the same file.
+    """
+    for name, value in (("fps", fps), ("num_frames", num_frames), ("max_frames", max_frames)):
+        if value is not None and not value > 0:
+            raise ConfigError(f"{name} must be positive, got {value}")
+    if fps is not None and num_frames is not None:
+        raise ConfigError(f"give fps or num_frames, not both (got fps={fps}, num_frames={num_frames})")
+    native = Fraction(info.frames) / (info.length * info.time_base)
+    if fps is not None and fps < native:
+        step = 1 / (Fraction(fps).limit_denominator(1_000_000) * info.time_base)  # ticks from one to the next
+        wanted = -(-info.length // step)  # ceil: all k with k * step < length
+        if max_frames is None or wanted <= max_frames:
+            return _plan(info, [info.start + round(k * step) for k in range(int(wanted))])
+        return _spread(info, max_frames)
+    limit = min(n for n in (num_frames, max_frames, info.frames) if n is not None)
+    return _spread(info, limit)
+
+
+def _spread(info: VideoInfo, count: int) -> FramePlan:
+    if count < info.frames:
+        step = Fraction(info.length, count)
+        return _plan(info, [info.start + int((i + Fraction(1, 2)) * step) for i in range(count)])
+    ticks = info.ticks if info.ticks is not None else scan(info.path).ticks
+    assert ticks is not None
+    return _plan(info, ticks)
+
+
+def _plan(info: VideoInfo, ticks: Any) -> FramePlan:
+    return FramePlan(info.path, tuple(ticks), info.time_base, info.start)
+
+
+def _scan(path: str | os.PathLike[str], container: Any, stream: Any) -> VideoInfo:
+    av = require_av()
+    found: list[tuple[int, int]] = []
+    try:
+        for packet in container.demux(stream):
+            if packet.size == 0 or packet.is_discard:
+                continue
+            time = packet.pts if packet.pts is not None else packet.dts
+            if time is None:
+                raise VideoError(
+                    f"{path}: its packets carry no presentation times, so frames cannot be found by time; "
+                    "put it in a container that has them, e.g. ffmpeg -i IN -c copy OUT.mp4"
+                )
+            found.append((time, packet.duration or 0))
+    except av.error.FFmpegError as error:
+        raise VideoError(f"{path}: cannot be read after packet {len(found)} ({reason(error)})") from error
+    if not found:
+        raise VideoError(f"{path}: its video stream has no frames; was the recording interrupted?")
+    found.sort()
+    start, (last, tail) = found[0][0], found[-1]
+    if not tail:  # some containers do not say how long a frame is shown: as long as they are on average
+        tail = (last - start) // (len(found) - 1) if len(found) > 1 else round(1 / (25 * stream.time_base))
+    info = _info(path, stream, len(found), start, last + max(tail, 1) - start, tuple(t for t, _ in found))
+    claimed = (container.duration or 0) / av.time_base
+    if info.duration < 0.9 * claimed:
+        _log.warning("%s: its video ends at %.1f s of the %.1f s that the file claims", path, info.duration, claimed)
+    return info
+
+
+def _info(path: Any, stream: Any, frames: int, start: int, length: int, ticks: tuple[int, ...] | None) -> VideoInfo:
+    duration = length * stream.time_base
+    return VideoInfo(
+        path=os.fspath(Path(path)),
+        frames=frames,
+        fps=float(frames / duration),
+        duration=float(duration),
+        width=stream.codec_context.width,
+        height=stream.codec_context.height,
+        start=start,
+        length=length,
+        time_base=stream.time_base,
+        ticks=ticks,
+    )
+
+
+def index_of(stream: Any) -> Any:
+    """The container's own index of a stream when it lists every frame, else an empty tuple."""
+    entries = getattr(stream, "index_entries", ())  # newer PyAV only; without it we scan and decode forward
+    return entries if stream.frames and len(entries) == stream.frames else ()
+
+
+def _index_agrees(stream: Any) -> bool:
+    # A fragmented mp4 that is open only in part counts the frames of the fragments seen so far.
+    return not hasattr(stream, "index_entries") or len(index_of(stream)) > 0
+
+
+def _is_cover_picture(stream: Any) -> bool:
+    disposition = getattr(stream, "disposition", None)
+    return bool(disposition and "attached_pic" in str(disposition))
+
+
+def reason(error: Exception) -> str:
+    """What an error of FFmpeg says, without errno and path."""
+    return getattr(error, "strerror", None) or str(error) or type(error).__name__
