@@ -1,0 +1,221 @@
+"""Checkpoints from which training continues bit for bit on the same layout.
+
+OUTPUT/checkpoint-00000010/ holds
+    shards/         parameters that train, buffers and optimizer state, by torch.distributed.checkpoint: each rank
+                    writes its own shards, and another number of ranks can read them
+    random-R.pt     the random number generators of rank R
+    progress.json   step, epoch, layout, the arguments that decide the trajectory; its presence is the last thing
+                    written before the rename
+
+Everything goes to a directory with the suffix .tmp, which rank 0 renames once all ranks are done; a crash leaves the
+previous checkpoint as it was. Frozen parameters come from --model again and are not saved.
+
+The optimizer's state is read straight from its tensors and not through torch's get_optimizer_state_dict: that makes a
+state for parameters that never had a gradient (the last layer of a vision tower whose second-to-last hidden states are
+used, say) and then does not find it in the file.
+"""
+
+import json
+import os
+import random
+import re
+import shutil
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+
+from mllm_seqpar.errors import ConfigError, DataError
+from mllm_seqpar.log import get_logger
+
+_NAME = re.compile(r"checkpoint-(\d{8})")
+_log = get_logger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Progress:
+    """Where a run stands and under which conditions.
+
+    Attributes:
+        step: optimizer steps done.
+        epoch: passes over the data done.
+        batch: steps done in the current epoch.
+        dp: data parallel groups.
+        sp: ranks of each.
+        conditions: what must be equal to continue: arguments of the trajectory, digest of the data.
+    """
+
+    step: int
+    epoch: int
+    batch: int
+    dp: int
+    sp: int
+    conditions: dict[str, Any]
+
+
+def save_checkpoint(
+    output: Path, progress: Progress, model: nn.Module, optimizer: torch.optim.Optimizer, keep: int
+) -> Path:
+    """Writes a checkpoint, then deletes all but the newest `keep`. Every rank calls it.
+
+    Returns:
+        The directory of the checkpoint.
+    """
+    final = output / f"checkpoint-{progress.step:08d}"
+    draft = final.with_suffix(".tmp")
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    if rank == 0:
+        for left_over in output.glob("checkpoint-*.tmp"):
+            shutil.rmtree(left_over)
+        draft.mkdir(parents=True)
+    _barrier()
+    dcp.save(_state(model, optimizer), checkpoint_id=draft / "shards")
+    torch.save(_random_state(), draft / f"random-{rank}.pt")
+    _barrier()
+    if rank == 0:
+        (draft / "progress.json").write_text(json.dumps(asdict(progress), indent=1))
+        if final.exists():  # the same step again, after a resume from an earlier one
+            shutil.rmtree(final)
+        os.replace(draft, final)
+        for old in list_checkpoints(output)[:-keep]:
+            shutil.rmtree(old)
+    _barrier()
+    return final
+
+
+def list_checkpoints(output: Path) -> list[Path]:
+    """The complete checkpoints of a run, oldest first."""
+    if not output.is_dir():
+        return []
+    return sorted(p for p in output.iterdir() if _NAME.fullmatch(p.name) and (p / "progress.json").is_file())
+
+
+def find_checkpoint(resume: str | None, output: Path) -> Path | None:
+    """The checkpoint that `resume` means: None for None, and for "auto" when there is none yet.
+
+    Raises:
+        DataError: `resume` names something that is not a complete checkpoint.
+    """
+    if resume is None:
+        return None
+    if resume == "auto":
+        found = list_checkpoints(output)
+        return found[-1] if found else None
+    path = Path(resume)
+    if not (path / "progress.json").is_file():
+        known = ", ".join(p.name for p in list_checkpoints(path)) or "none"
+        raise DataError(
+            f"--resume {resume} is not a complete checkpoint (no progress.json in it); checkpoints inside it: {known}"
+        )
+    return path
+
+
+def read_progress(checkpoint: Path, conditions: dict[str, Any]) -> Progress:
+    """The progress of a checkpoint that may continue under `conditions`.
+
+    Raises:
+        ConfigError: a condition differs from the checkpoint's.
+        DataError: the file is damaged.
+    """
+    try:
+        progress = Progress(**json.loads((checkpoint / "progress.json").read_text()))
+    except (json.JSONDecodeError, TypeError) as error:
+        raise DataError(f"{checkpoint}/progress.json is damaged: {error}") from error
+    now = json.loads(json.dumps(conditions))  # as it comes back from a file: tuples are lists
+    names = sorted(progress.conditions.keys() | now.keys())
+    differing = [
+        f"{name}: {progress.conditions.get(name)!r} then, {now.get(name)!r} now"
+        for name in names
+        if progress.conditions.get(name) != now.get(name)
+    ]
+    if differing:
+        raise ConfigError(
+            f"cannot continue {checkpoint}: {'; '.join(differing)}. "
+            "Use the same options, or start anew without --resume"
+        )
+    return progress
+
+
+def load_checkpoint(checkpoint: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Puts parameters, buffers, optimizer state and random numbers back in place. Every rank calls it.
+
+    A rank that the checkpoint's layout did not have keeps its own random numbers.
+
+    Raises:
+        DataError: the checkpoint holds other parameters than the model.
+    """
+    reader = dcp.FileSystemReader(checkpoint / "shards")
+    known = reader.read_metadata().state_dict_metadata
+    _make_optimizer_state(model, optimizer, {name for name in known if name.startswith("optimizer/")})
+    state = _state(model, optimizer)
+    missing, surplus = sorted(state.keys() - known.keys()), sorted(known.keys() - state.keys())
+    if missing or surplus:
+        raise DataError(
+            f"{checkpoint} does not fit the model: it lacks {missing[:3]} ({len(missing)} in all) and has "
+            f"{surplus[:3]} ({len(surplus)} in all) too many; is --model or --freeze another one?"
+        )
+    dcp.load(state, storage_reader=reader)
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    random_file = checkpoint / f"random-{rank}.pt"
+    if random_file.is_file():
+        _set_random_state(torch.load(random_file, weights_only=True))
+
+
+def _state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """All tensors of a checkpoint by name: the live ones, which dcp writes from and reads into."""
+    names = _names(model)
+    state: dict[str, Any] = {f"model/{name}": p.detach() for p, name in names.items() if p.requires_grad}
+    persistent = model.state_dict().keys()
+    state |= {f"model/{name}": buffer for name, buffer in model.named_buffers() if name in persistent}
+    for parameter, values in optimizer.state.items():
+        for key, value in values.items():
+            state[f"optimizer/{names[parameter]}/{key}"] = value
+    return state
+
+
+def _make_optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer, saved: set[str]) -> None:
+    """Tensors of the right layout for every saved entry, for dcp to read into."""
+    for parameter, name in _names(model).items():
+        prefix = f"optimizer/{name}/"
+        keys = sorted(entry.removeprefix(prefix) for entry in saved if entry.startswith(prefix))
+        optimizer.state.pop(parameter, None)
+        if keys:
+            # AdamW counts steps in a scalar of its own; everything else has the layout of the parameter.
+            optimizer.state[parameter] = {
+                key: torch.tensor(0.0) if key == "step" else torch.zeros_like(parameter.detach()) for key in keys
+            }
+
+
+def _names(model: nn.Module) -> dict[Tensor, str]:
+    return {parameter: name for name, parameter in model.named_parameters()}
+
+
+def _random_state() -> dict[str, Any]:
+    kind, keys, *rest = np.random.get_state()
+    version, numbers, gauss = random.getstate()
+    return {
+        "torch": torch.get_rng_state(),
+        "cuda": torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None,
+        "numpy": [kind, torch.from_numpy(np.asarray(keys).astype(np.int64)), *rest],
+        "python": [version, list(numbers), gauss],
+    }
+
+
+def _set_random_state(state: dict[str, Any]) -> None:
+    torch.set_rng_state(state["torch"])
+    if state["cuda"] is not None and torch.cuda.is_available():
+        torch.cuda.set_rng_state(state["cuda"])
+    kind, keys, *rest = state["numpy"]
+    np.random.set_state((kind, keys.numpy().astype(np.uint32), *rest))
+    version, numbers, gauss = state["python"]
+    random.setstate((version, tuple(numbers), gauss))
+
+
+def _barrier() -> None:
+    if dist.is_initialized():
+        dist.barrier()

@@ -1,0 +1,83 @@
+"""How a run ends when something goes wrong: one line that says what, and no rank left behind.
+
+A rank that raises leaves at once, without waiting for others in a destructor. Its launcher then ends the ranks of the
+same node, and those that wait for it in a collective see the connection close, or at the latest the group's time limit.
+"""
+
+import os
+import sys
+import time
+import traceback
+from collections.abc import Callable, Sequence
+
+from mllm_seqpar.errors import AgreementError, SeqParError, TransferError
+
+BAD_INPUT = 2
+FAILED = 1
+
+_LOST = ("connection closed", "connection reset", "broken pipe", "timed out", "timeout", "socket", "peer", "nccl")
+
+
+def run(main: Callable[[Sequence[str]], None], argv: Sequence[str]) -> None:
+    """Calls `main(argv)`; an exception ends this process with a message on stderr and a status other than 0.
+
+    Errors of `mllm_seqpar.errors` print as one line; a collective that broke because another rank ended prints as one
+    line too; anything else with its traceback.
+    """
+    try:
+        main(argv)
+    except KeyboardInterrupt:
+        _leave("interrupted", 130, None)
+    except Exception as error:  # everything that main can raise must end the process
+        _leave(*describe(error), error)
+
+
+def describe(error: Exception) -> tuple[str, int]:
+    """(text for stderr, exit status) of an exception."""
+    if isinstance(error, AgreementError) or (isinstance(error, SeqParError) and same_everywhere(error)):
+        return ("" if _rank() else f"error: {error}"), BAD_INPUT  # every rank raised it: rank 0 speaks for all
+    if isinstance(error, SeqParError):
+        return f"error: {error}", BAD_INPUT
+    if isinstance(error, TransferError) or (isinstance(error, RuntimeError) and _lost_a_rank(error)):
+        first = str(error).strip().splitlines()
+        return f"stopped: another rank ended or does not answer ({first[0] if first else error!r})", FAILED
+    return "".join(traceback.format_exception(error)).rstrip(), FAILED
+
+
+def mark_same_everywhere(error: SeqParError) -> SeqParError:
+    """Notes that every rank raises this error, so that only rank 0 prints it."""
+    error.__dict__["_same_everywhere"] = True
+    return error
+
+
+def same_everywhere(error: SeqParError) -> bool:
+    """Whether `mark_same_everywhere` was called."""
+    return bool(error.__dict__.get("_same_everywhere"))
+
+
+def _lost_a_rank(error: RuntimeError) -> bool:
+    if type(error).__name__ in ("DistBackendError", "DistNetworkError", "DistStoreError"):
+        return True
+    text = str(error).lower()
+    return "gloo" in text and any(word in text for word in _LOST)
+
+
+def _rank() -> int:
+    return int(os.environ.get("RANK", "0"))
+
+
+def _leave(text: str, status: int, error: Exception | None) -> None:
+    if not text:
+        time.sleep(1.0)  # the launcher ends all ranks when the first one is gone: let rank 0 finish its line
+    else:
+        ranks = int(os.environ.get("WORLD_SIZE", "1"))
+        where = f"[rank {_rank()}] " if ranks > 1 else ""
+        print(where + text, file=sys.stderr, flush=True)  # noqa: T201 - the last words of a script
+    if error is not None and "TORCHELASTIC_ERROR_FILE" in os.environ:
+        # So that the launcher's summary names the error and not only an exit code.
+        from torch.distributed.elastic.multiprocessing.errors import get_error_handler
+
+        get_error_handler().record_exception(error)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)  # destructors of process groups may wait for the other ranks

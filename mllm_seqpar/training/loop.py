@@ -1,0 +1,242 @@
+"""A fine-tuning run from its command line to the final model.
+
+Order matters: everything that can be wrong on one rank only (arguments, files, data) is tried and then agreed upon by
+all ranks, before the first collective that a failed rank would leave the others waiting in. Then: load, patch, shard,
+resume, train.
+"""
+
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from mllm_seqpar.errors import ConfigError, SeqParError
+from mllm_seqpar.log import get_logger
+from mllm_seqpar.training import checkpoint as checkpoints
+from mllm_seqpar.training.accelerate_glue import Layout, make_layout, reshard, shard_model, start_accelerator
+from mllm_seqpar.training.agreement import require_agreement
+from mllm_seqpar.training.arguments import TRAJECTORY, TrainArguments, parse
+from mllm_seqpar.training.export import export_model
+from mllm_seqpar.training.feed import Feed, open_feed
+from mllm_seqpar.training.memory import peak_memory, reset_peak_memory
+from mllm_seqpar.training.metrics import MetricsFile
+from mllm_seqpar.training.model import choose_parameters, load_model, load_processor, parameter_groups
+from mllm_seqpar.training.order import TrainOrder, eval_order
+from mllm_seqpar.training.prefetch import read_ahead
+from mllm_seqpar.training.schedule import learning_rate, warmup_steps
+from mllm_seqpar.training.step import evaluate, train_step
+
+_log = get_logger(__name__)
+
+
+@dataclass
+class Run:
+    """Everything that one process of a run holds."""
+
+    args: TrainArguments
+    layout: Layout
+    device: torch.device
+    output: Path
+    model: nn.Module
+    processor: Any
+    optimizer: torch.optim.Optimizer
+    feed: Feed
+    eval_feed: Feed | None
+    order: TrainOrder
+    steps: int
+    conditions: dict[str, Any]
+    resume: Path | None
+
+
+def fine_tune(argv: Sequence[str]) -> None:
+    """Trains as the command line says; see `TrainArguments`. Every rank calls it.
+
+    Raises:
+        SeqParError: bad arguments, files, data; ranks that do not agree.
+    """
+    run = prepare(argv)
+    step = 0
+    if run.resume is not None:
+        step = checkpoints.read_progress(run.resume, run.conditions).step
+        checkpoints.load_checkpoint(run.resume, run.model, run.optimizer)
+        _log.info("continuing from %s", run.resume)
+    last = train(run, step)
+    if last < run.steps:
+        _log.info("stopped after step %d of %d, as --stop-after says; continue with --resume auto", last, run.steps)
+        return
+    reshard(run.model)
+    export_model(run.model, run.processor, run.output / "model")
+    _log.info("the final model is in %s", run.output / "model")
+
+
+def prepare(argv: Sequence[str]) -> Run:
+    """Everything before the first step, agreed upon by all ranks."""
+    args, problem = _try(parse, argv)
+    accelerator = start_accelerator(args.device, args.timeout) if args else start_accelerator()
+    require_agreement("arguments", asdict(args) if args else {}, problem)
+    assert args is not None  # or the agreement has raised
+    layout = make_layout(args.sp, accelerator.device.type)
+    torch.manual_seed(args.seed)
+
+    data, problem = _try(_open_data, args, layout)
+    require_agreement("data", data[-1] if data else {}, problem)
+    assert data is not None
+    processor, feed, eval_feed, order, resume, facts = data
+
+    model, problem = _try(_load_and_patch, args, layout)
+    require_agreement("model", {}, problem)
+    assert model is not None
+    optimizer = torch.optim.AdamW(
+        parameter_groups(model.named_parameters(), args.weight_decay),
+        lr=args.lr,
+        betas=(args.beta1, args.beta2),
+        eps=args.eps,
+    )
+    model, optimizer = shard_model(accelerator, model, optimizer)
+    steps = args.steps or max(1, round(args.epochs * order.steps_per_epoch))
+    conditions = {name: getattr(args, name) for name in sorted(TRAJECTORY)} | {"data": facts["training data"]}
+    _log.info(
+        "%d data parallel x %d sequence parallel ranks, %s; %d steps of %d samples, %d forward passes each",
+        layout.dp, layout.sp, args.strategy if layout.sp > 1 else "one rank to a sample",
+        steps, order.global_batch, order.micro_batches,
+    )  # fmt: skip
+    return Run(
+        args, layout, accelerator.device, Path(args.output), model, processor, optimizer, feed, eval_feed, order, steps,
+        conditions, resume,
+    )  # fmt: skip
+
+
+def _open_data(args: TrainArguments, layout: Layout):
+    """What can fail on one rank only; the last item is what all ranks must have in common."""
+    output = Path(args.output)
+    processor = load_processor(args.model)
+    feed = open_feed(args.data, processor, args, layout)
+    eval_feed = open_feed(args.eval_data, processor, args, layout) if args.eval_data else None
+    order = TrainOrder(
+        samples=len(feed),
+        global_batch=args.global_batch,
+        micro_batch=args.micro_batch,
+        dp=layout.dp,
+        seed=args.seed,
+    )
+    if args.resume is None and checkpoints.list_checkpoints(output):
+        raise ConfigError(
+            f"--output {output} has checkpoints of another run: continue it with --resume auto, or use another"
+        )
+    resume = checkpoints.find_checkpoint(args.resume, output)
+    facts = {"training data": feed.digest, "evaluation data": eval_feed and eval_feed.digest, "checkpoint": resume}
+    output.mkdir(parents=True, exist_ok=True)
+    return processor, feed, eval_feed, order, resume, facts
+
+
+def _load_and_patch(args: TrainArguments, layout: Layout) -> nn.Module:
+    model = load_model(args.model)
+    choose_parameters(model, args.freeze, args.train)
+    if args.gradient_checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})  # type: ignore[operator]
+    model.train()
+    if layout.sp > 1:
+        from mllm_seqpar import patch_model
+
+        patch_model(
+            model,
+            strategy=args.strategy,
+            group=layout.sp_group,
+            self_attention=args.self_attention,
+            text_layout=args.text_layout,
+            tile=args.tile_shape(),
+            kernel=args.kernel,
+            recompute_visual=args.recompute_visual,
+        )
+    return model
+
+
+def train(run: Run, start: int) -> int:
+    """Optimizer steps `start` ... until all, or --stop-after, are done; returns how many are done in all."""
+    args = run.args
+    stop = min(run.steps, args.stop_after or run.steps)
+    main = run.layout.rank == 0
+    metrics = MetricsFile(run.output / "metrics.jsonl" if main else None, keep=start)
+    bar = _progress_bar(run, start) if main and args.progress else None
+    warmup = warmup_steps(args.warmup, run.steps)
+    for step in range(start, stop):
+        rate = learning_rate(
+            step, steps=run.steps, peak=args.lr, floor=args.min_lr, warmup=warmup, schedule=args.schedule
+        )
+        row = _one_step(run, step, rate)
+        metrics.write(row)
+        done = step + 1
+        if bar:
+            bar.update()
+            bar.set_postfix(loss=f"{row['loss']:.4f}", norm=f"{row['grad_norm']:.3f}", frames=row["frames"])
+        if run.eval_feed and (done == run.steps or (args.eval_every and done % args.eval_every == 0)):
+            metrics.write(_evaluate(run, done))
+        if (args.save_every and done % args.save_every == 0) or (done == stop and done == args.stop_after):
+            _save(run, done)
+    if bar:
+        bar.close()
+    return max(start, stop)
+
+
+def _one_step(run: Run, step: int, rate: float) -> dict[str, Any]:
+    begun = time.perf_counter()
+    reset_peak_memory(run.device)
+    for group in run.optimizer.param_groups:
+        group["lr"] = rate
+    batches = [run.feed.batch(samples) for samples in run.order.step(step, run.layout.group_index)]
+    inputs: Iterator[dict[str, Any]] = read_ahead(batches, lambda batch: batch.inputs(run.device))
+    result = train_step(run.model, run.optimizer, batches, inputs, run.layout, run.args.clip, run.device)
+    return {
+        "step": step + 1,
+        "epoch": run.order.position(step)[0],
+        "loss": result.loss,
+        "grad_norm": result.grad_norm,
+        "lr": rate,
+        "tokens": result.tokens,
+        "targets": result.targets,
+        "frames": result.frames,
+        "seconds": round(time.perf_counter() - begun, 4),
+        "peak_memory_mib": peak_memory(run.device),
+    }
+
+
+def _evaluate(run: Run, step: int) -> dict[str, Any]:
+    assert run.eval_feed is not None
+    begun = time.perf_counter()
+    passes = eval_order(len(run.eval_feed), run.args.micro_batch, run.layout.dp, run.layout.group_index)
+    loss, targets = evaluate(
+        run.model, ((run.eval_feed.batch(own), counts) for own, counts in passes), run.layout, run.device
+    )
+    _log.info("step %d: evaluation loss %.4f over %d tokens", step, loss, targets)
+    return {"step": step, "eval_loss": loss, "targets": targets, "seconds": round(time.perf_counter() - begun, 4)}
+
+
+def _save(run: Run, step: int) -> None:
+    reshard(run.model)
+    epoch, batch = run.order.position(step)
+    progress = checkpoints.Progress(
+        step=step, epoch=epoch, batch=batch, dp=run.layout.dp, sp=run.layout.sp, conditions=run.conditions
+    )
+    path = checkpoints.save_checkpoint(run.output, progress, run.model, run.optimizer, run.args.keep)
+    _log.info("saved %s", path)
+
+
+def _progress_bar(run: Run, start: int):
+    from tqdm import tqdm
+
+    # In a log file a bar that moves ten times a second is noise.
+    pause = 0.2 if sys.stderr.isatty() else 10.0
+    return tqdm(total=run.steps, initial=start, unit="step", desc="training", mininterval=pause)
+
+
+def _try(make, *args) -> tuple[Any, SeqParError | None]:
+    """(result, None), or (None, the error), for `require_agreement` to raise on all ranks."""
+    try:
+        return make(*args), None
+    except SeqParError as error:
+        return None, error

@@ -1,0 +1,124 @@
+"""Loading a model and its processor, and choosing what of it trains."""
+
+from collections.abc import Iterable
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from mllm_seqpar.errors import ConfigError
+from mllm_seqpar.log import get_logger
+
+PARTS = {
+    "vision": ("vision_model", "vision_tower", "visual"),
+    "projector": ("vision2text_model", "multi_modal_projector"),
+    "language": ("language_model", "text_model"),
+}
+"""What model families call their parts; a part is the first of these modules that the model has."""
+
+_log = get_logger(__name__)
+
+
+def load_model(path: str) -> nn.Module:
+    """The model in directory `path` in float32: optimizers need master weights, FSDP casts for computation.
+
+    Raises:
+        ConfigError: there is no model, or its type is not known.
+    """
+    from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForImageTextToText
+
+    _register()
+    if not (Path(path) / "config.json").is_file():
+        raise ConfigError(f"--model {path}: no config.json there; give a directory that save_pretrained wrote")
+    try:
+        config = AutoConfig.from_pretrained(path)
+    except ValueError as error:
+        raise ConfigError(f"--model {path}: {_first_line(error)}") from error
+    for auto in (AutoModelForImageTextToText, AutoModelForCausalLM, AutoModel):
+        if type(config) in auto._model_mapping:
+            try:
+                return auto.from_pretrained(path, config=config, dtype=torch.float32)
+            except OSError as error:
+                raise ConfigError(f"--model {path}: {_first_line(error)}") from error
+    raise ConfigError(f"--model {path}: no model class is registered for {type(config).__name__}")
+
+
+def load_processor(path: str) -> Any:
+    """The processor in directory `path`.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    from transformers import AutoProcessor
+
+    _register()
+    try:
+        return AutoProcessor.from_pretrained(path)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"--model {path}: no processor there: {_first_line(error)}") from error
+
+
+def _register() -> None:
+    """Importing a native model registers it with transformers' Auto classes."""
+    import mllm_seqpar.models  # noqa: F401
+
+
+def choose_parameters(model: nn.Module, freeze: str, train: str) -> None:
+    """Sets `requires_grad`: everything trains but what `freeze` names, except what `train` names.
+
+    Args:
+        model: as loaded, before it is sharded.
+        freeze: names of `PARTS`, module paths, or patterns of parameter names with * and ?, comma-separated.
+        train: the same, comma-separated; wins over `freeze`.
+
+    Raises:
+        ConfigError: a name fits nothing, or nothing is left to train.
+    """
+    names = [name for name, _ in model.named_parameters()]
+    frozen = _covered(model, names, freeze, "--freeze") - _covered(model, names, train, "--train")
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(name not in frozen)
+    if len(frozen) == len(names):
+        raise ConfigError(f"--freeze {freeze}: nothing is left to train; freeze less or name parts with --train")
+    if frozen:
+        _log.info("%d of %d parameter tensors are frozen", len(frozen), len(names))
+
+
+def _covered(model: nn.Module, names: list[str], wanted: str, flag: str) -> set[str]:
+    covered: set[str] = set()
+    for item in filter(None, (part.strip() for part in wanted.split(","))):
+        prefixes = [name for name in PARTS.get(item, (item,)) if _has_module(model, name)]
+        found = {name for name in names if name.startswith(tuple(prefix + "." for prefix in prefixes))}
+        found |= {name for name in names if fnmatchcase(name, item)}
+        if not found:
+            children = ", ".join(name for name, _ in model.named_children())
+            raise ConfigError(
+                f"{flag} {item}: no parameter of {type(model).__name__} fits; give {', '.join(PARTS)}, a module path "
+                f"(below {children}) or a pattern such as '*.gate'"
+            )
+        covered |= found
+    return covered
+
+
+def _has_module(model: nn.Module, path: str) -> bool:
+    try:
+        model.get_submodule(path)
+    except AttributeError:
+        return False
+    return True
+
+
+def parameter_groups(named: Iterable[tuple[str, nn.Parameter]], weight_decay: float) -> list[dict[str, Any]]:
+    """AdamW's groups: matrices decay, vectors and scalars (norms, biases, gates) do not. Frozen ones are left out."""
+    training = [parameter for _, parameter in named if parameter.requires_grad]
+    groups = [
+        {"params": [p for p in training if p.dim() >= 2], "weight_decay": weight_decay},
+        {"params": [p for p in training if p.dim() < 2], "weight_decay": 0.0},
+    ]
+    return [group for group in groups if group["params"]]
+
+
+def _first_line(error: Exception) -> str:
+    return next(iter(str(error).strip().splitlines()), repr(error))
