@@ -1,0 +1,1 @@
+"""Models that this package brings along because no library has them for current transformers."""

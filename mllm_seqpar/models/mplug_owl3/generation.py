@@ -1,0 +1,77 @@
+"""What `generate` must know of the frames: they have no batch dimension, and go in once."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import GenerationMixin
+from transformers.cache_utils import Cache
+
+from mllm_seqpar.errors import ShapeError
+
+from .visual_inputs import visual_cache
+
+_FRAMES = ("pixel_values", "image_embeds")
+
+
+class MPlugOwl3GenerationMixin(GenerationMixin):
+    """`GenerationMixin` for flat lists of frames.
+
+    The prompt's layout (which row sees which frames) is fixed once, before the first step: later rows see all frames of
+    their sample, also when the model generates a placeholder token, and with or without a cache.
+    """
+
+    def count_frames(self, pixel_values: Tensor | None = None, image_embeds: Tensor | None = None, **_: Any) -> int:
+        """Frames of all samples among the model's inputs."""
+        return sum(frames.shape[0] for frames in (pixel_values, image_embeds) if frames is not None)
+
+    def _expand_inputs_for_generation(
+        self,
+        expand_size: int = 1,
+        is_encoder_decoder: bool = False,
+        input_ids: torch.LongTensor | None = None,
+        **model_kwargs: Any,
+    ) -> tuple[Tensor | None, dict[str, Any]]:
+        """Repeats each sample for its beams; the frames stay one flat list that a sample's beams share."""
+        if model_kwargs.get("media_layout") is None:
+            model_kwargs["media_layout"] = self._prompt_layout(input_ids, model_kwargs)
+        model_kwargs.pop("media_offset", None)
+        layout = model_kwargs.pop("media_layout").repeat_samples(expand_size)
+        frames = {name: model_kwargs.pop(name) for name in _FRAMES if name in model_kwargs}
+        input_ids, model_kwargs = super()._expand_inputs_for_generation(
+            expand_size=expand_size, is_encoder_decoder=is_encoder_decoder, input_ids=input_ids, **model_kwargs
+        )
+        return input_ids, model_kwargs | frames | {"media_layout": layout}
+
+    def _prompt_layout(self, input_ids: Tensor | None, model_kwargs: dict[str, Any]) -> Any:
+        embeds = model_kwargs.get("inputs_embeds")
+        length = (input_ids if embeds is None else embeds).shape[1]
+        position_ids = model_kwargs.get("position_ids")
+        return self.media_layout(
+            self.count_frames(**model_kwargs),
+            input_ids=input_ids if embeds is None else None,
+            media_offset=model_kwargs.get("media_offset"),
+            position_ids=None if position_ids is None else position_ids[:, -length:],
+        )
+
+    def prepare_inputs_for_generation(
+        self,
+        input_ids: Tensor,
+        past_key_values: Cache | None = None,
+        is_first_iteration: bool | None = False,
+        **kwargs: Any,
+    ) -> dict[str, Any]:
+        """As transformers'; the frames go in until their K and V are in the cache."""
+        inputs = super().prepare_inputs_for_generation(
+            input_ids, past_key_values=past_key_values, is_first_iteration=is_first_iteration, **kwargs
+        )
+        cached = visual_cache(past_key_values)
+        if cached is None or past_key_values.get_seq_length() == 0:
+            return inputs
+        passed = self.count_frames(**inputs)
+        if passed not in (0, cached.layout.total_frames):
+            raise ShapeError(
+                f"the cache holds {cached.layout.total_frames} frames and {passed} were passed; a conversation continues "
+                "with the frames it began with: pass those, or none, or start without the cache"
+            )
+        return {name: value for name, value in inputs.items() if name not in (*_FRAMES, "media_layout", "media_offset")}

@@ -1,0 +1,363 @@
+"""mPLUG-Owl3 for transformers 5: Qwen2 with hyper attention in a few layers, SigLIP, and one linear layer between.
+
+Shape legend: B samples, L text tokens, F frames of all samples in one flat list, T tokens a frame.
+"""
+
+import copy
+import os
+from dataclasses import fields
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers import initialization as init
+from transformers.cache_utils import Cache, DynamicCache
+from transformers.modeling_outputs import CausalLMOutputWithPast
+from transformers.models.qwen2.modeling_qwen2 import Qwen2ForCausalLM, Qwen2Model
+from transformers.models.siglip.modeling_siglip import SiglipVisionModel
+from transformers.utils import can_return_tuple
+
+from mllm_seqpar.errors import ConfigError, ShapeError
+
+from .checkpoint import checkpoint_keys, complete_config
+from .configuration import VARIANTS, MPlugOwl3Config
+from .generation import MPlugOwl3GenerationMixin
+from .hyper_attention import HyperAttention, HyperDecoderLayer
+from .media import MediaLayout, MediaOffset, media_layout
+from .visual_inputs import VisualCache, VisualInputs, visual_cache
+
+_HUB_ARGUMENTS = ("cache_dir", "force_download", "local_files_only", "token", "revision", "subfolder", "proxies")
+_CONFIG_OVERRIDES = {field.name for field in fields(MPlugOwl3Config)} - {"dtype", "variant"} | {"output_attentions"}
+_NO_SPLIT = ["Qwen2DecoderLayer", "HyperDecoderLayer", "SiglipEncoderLayer", "SiglipVisionEmbeddings"]
+
+
+class MPlugOwl3VisionModel(SiglipVisionModel):
+    """SigLIP's vision tower. A class of its own, so that transformers' renaming rules for SigLIP leave its names alone."""
+
+    def penultimate(self, pixel_values: Tensor) -> Tensor:
+        """(F, T, width) of frames (F, 3, H, W): `hidden_states[-2]`, without running the last layer, which it skips.
+
+        Raises:
+            ShapeError: frames of another size than the tower's.
+        """
+        config = self.config
+        grid = config.image_size // config.patch_size
+        if pixel_values.dim() != 4 or any(side // config.patch_size != grid for side in pixel_values.shape[2:]):
+            raise ShapeError(
+                f"pixel_values has shape {tuple(pixel_values.shape)}; expected "
+                f"(frames, {config.num_channels}, {config.image_size}, {config.image_size})"
+            )
+        hidden_states = self.embeddings(pixel_values)
+        for layer in self.encoder.layers[:-1]:
+            hidden_states = layer(hidden_states, None)
+        return hidden_states
+
+
+class HyperQwen2Model(Qwen2Model):
+    """Qwen2 with hyper attention in `config.hyper_layers`; `visual` in its keyword arguments reaches every layer."""
+
+    config: MPlugOwl3Config
+    _no_split_modules = ["Qwen2DecoderLayer", "HyperDecoderLayer"]
+    _supports_flash_attn = False  # the frames' masks and the joint softmax have no form there
+    _supports_flex_attn = False
+    _can_compile_fullgraph = False
+
+    def __init__(self, config: MPlugOwl3Config) -> None:
+        super().__init__(config)
+        for number in config.hyper_layers or []:
+            self.layers[number - 1] = HyperDecoderLayer(config, number - 1)
+        self.post_init()
+
+    @torch.no_grad()
+    def _init_weights(self, module: nn.Module) -> None:
+        super()._init_weights(module)
+        if isinstance(module, HyperAttention) and module.gate is not None:
+            init.zeros_(module.gate)
+
+
+class HyperQwen2ForCausalLM(Qwen2ForCausalLM):
+    """The language model: `HyperQwen2Model` and the vocabulary's projection."""
+
+    config: MPlugOwl3Config
+    _no_split_modules = ["Qwen2DecoderLayer", "HyperDecoderLayer"]
+    _supports_flash_attn = False
+    _supports_flex_attn = False
+    _can_compile_fullgraph = False
+
+    def __init__(self, config: MPlugOwl3Config) -> None:
+        super(Qwen2ForCausalLM, self).__init__(config)  # not its own __init__, which would build a second Qwen2Model
+        self.model = HyperQwen2Model(config)
+        self.vocab_size = config.vocab_size
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.post_init()
+
+
+class MPlugOwl3PreTrainedModel(PreTrainedModel):
+    """Loading of published checkpoints; what both transformers and accelerate need to know of the model."""
+
+    config: MPlugOwl3Config
+    base_model_prefix = ""
+    input_modalities = ("image", "video", "text")
+    supports_gradient_checkpointing = True
+    _no_split_modules = _NO_SPLIT
+    _skip_keys_device_placement = ["past_key_values"]
+    _supports_sdpa = True
+    _supports_flash_attn = False
+    _supports_flex_attn = False
+    _supports_attention_backend = True
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        pretrained_model_name_or_path: str | os.PathLike | None,
+        *model_args: Any,
+        config: MPlugOwl3Config | str | os.PathLike | None = None,
+        **kwargs: Any,
+    ) -> Self:
+        """As `PreTrainedModel.from_pretrained`; finds the variant from the weights, and reads safetensors only.
+
+        `variant="gated"` or `"fused"` states the variant, and must then be what the weights are; any other value is
+        transformers' name of a file variant.
+
+        Raises:
+            DataError: no safetensors.
+            ConfigError: config and weights disagree on the variant.
+        """
+        if kwargs.get("use_safetensors") is False:
+            raise ConfigError("use_safetensors is False; only safetensors are loaded: leave it out")
+        hub = {name: kwargs[name] for name in _HUB_ARGUMENTS if kwargs.get(name) is not None}
+        if not isinstance(config, MPlugOwl3Config):
+            config = MPlugOwl3Config.from_pretrained(config or pretrained_model_name_or_path, **hub)
+        else:
+            config = copy.deepcopy(config)
+        if kwargs.get("variant") in VARIANTS:
+            config.variant = kwargs.pop("variant")
+        for name in [name for name in kwargs if name in _CONFIG_OVERRIDES]:
+            setattr(config, name, kwargs.pop(name))
+        state_dict = kwargs.get("state_dict")
+        keys = checkpoint_keys(pretrained_model_name_or_path, **hub) if state_dict is None else set(state_dict)
+        complete_config(config, keys)
+        kwargs["use_safetensors"] = True
+        return super().from_pretrained(pretrained_model_name_or_path, *model_args, config=config, **kwargs)
+
+    def gradient_checkpointing_enable(
+        self, gradient_checkpointing_kwargs: dict | None = None, *args: Any, **kwargs: Any
+    ) -> None:
+        """As transformers', without `use_reentrant=True`, whose backward would run through the shared frames twice."""
+        if (gradient_checkpointing_kwargs or {}).get("use_reentrant"):
+            raise ConfigError(
+                "use_reentrant is True; hyper layers share the frames' features, which reentrant checkpointing cannot "
+                "differentiate: pass gradient_checkpointing_kwargs={'use_reentrant': False}, or nothing"
+            )
+        super().gradient_checkpointing_enable(gradient_checkpointing_kwargs, *args, **kwargs)
+
+
+class MPlugOwl3ForConditionalGeneration(MPlugOwl3PreTrainedModel, MPlugOwl3GenerationMixin):
+    """Text that continues text and frames.
+
+    Attributes:
+        language_model: `HyperQwen2ForCausalLM`.
+        vision_model: SigLIP's vision tower.
+        vision2text_model: the tower's width to the text's.
+    """
+
+    def __init__(self, config: MPlugOwl3Config) -> None:
+        if config.variant is None:
+            raise ConfigError(
+                f"config.variant is None; from_pretrained finds it from the weights, a new model needs one of {VARIANTS}"
+            )
+        super().__init__(config)
+        self.language_model = HyperQwen2ForCausalLM(config)
+        self.vision_model = MPlugOwl3VisionModel(config.vision_config)
+        self.vision2text_model = nn.Linear(config.vision_config.hidden_size, config.hidden_size)
+        self.post_init()
+
+    def get_input_embeddings(self) -> nn.Module:
+        """The token embedding."""
+        return self.language_model.get_input_embeddings()
+
+    def set_input_embeddings(self, value: nn.Module) -> None:
+        """Replaces the token embedding."""
+        self.language_model.set_input_embeddings(value)
+
+    def get_output_embeddings(self) -> nn.Module:
+        """The vocabulary's projection."""
+        return self.language_model.lm_head
+
+    def set_output_embeddings(self, new_embeddings: nn.Module) -> None:
+        """Replaces the vocabulary's projection."""
+        self.language_model.lm_head = new_embeddings
+
+    def get_decoder(self) -> nn.Module:
+        """The language model without the vocabulary's projection."""
+        return self.language_model.model
+
+    def encode_frames(self, pixel_values: Tensor) -> Tensor:
+        """(F, T, hidden) features of frames (F, 3, H, W), what `image_embeds` takes: tower, then `vision2text_model`."""
+        return self.vision2text_model(self.vision_model.penultimate(pixel_values))
+
+    def media_layout(
+        self,
+        total_frames: int,
+        *,
+        input_ids: Tensor | None = None,
+        media_offset: MediaOffset | None = None,
+        position_ids: Tensor | None = None,
+    ) -> MediaLayout:
+        """`media.media_layout` with this model's variant and placeholder."""
+        return media_layout(
+            self.config.variant,
+            total_frames=total_frames,
+            input_ids=input_ids,
+            image_token_id=self.config.image_token_id,
+            media_offset=media_offset,
+            position_ids=position_ids,
+        )
+
+    def _frame_features(self, pixel_values: Tensor | None, image_embeds: Tensor | None) -> Tensor | None:
+        """(F, T, hidden) of what was passed, or None without frames."""
+        if pixel_values is not None and image_embeds is not None:
+            raise ShapeError("pass either pixel_values or image_embeds, not both")
+        if pixel_values is not None and pixel_values.shape[0]:
+            return self.encode_frames(pixel_values)
+        if image_embeds is None or not image_embeds.shape[0]:
+            return None
+        if image_embeds.dim() != 3 or image_embeds.shape[2] != self.config.hidden_size:
+            raise ShapeError(
+                f"image_embeds has shape {tuple(image_embeds.shape)}; expected (frames, tokens, {self.config.hidden_size}), "
+                "the frames of all samples one after another"
+            )
+        embedding = self.get_input_embeddings().weight
+        dtype = image_embeds.dtype if torch.is_autocast_enabled(embedding.device.type) else embedding.dtype
+        return image_embeds.to(device=embedding.device, dtype=dtype)
+
+    def _cache_for(self, past_key_values: Cache | None, use_cache: bool | None) -> tuple[Cache | None, bool]:
+        """The cache of this call, made when it is missing, so that the visual K and V have a place beside it."""
+        if use_cache is None:
+            use_cache = self.config.use_cache
+        if self.training and self.language_model.model.gradient_checkpointing:
+            use_cache = False  # the layers would drop it, each with a warning
+        if use_cache and past_key_values is None:
+            past_key_values = DynamicCache(config=self.config)
+        return past_key_values, use_cache
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        pixel_values: Tensor | None = None,
+        media_offset: MediaOffset | None = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        past_key_values: Cache | None = None,
+        inputs_embeds: Tensor | None = None,
+        labels: Tensor | None = None,
+        shift_labels: Tensor | None = None,
+        image_embeds: Tensor | None = None,
+        media_layout: MediaLayout | None = None,
+        use_cache: bool | None = None,
+        logits_to_keep: int | Tensor = 0,
+        **kwargs: Any,
+    ) -> CausalLMOutputWithPast:
+        """Logits of the text, and the loss when there are labels.
+
+        Args:
+            input_ids: (B, L), one placeholder token per frame.
+            pixel_values: (F, 3, H, W), the frames of all samples, one sample after another.
+            media_offset: as published for the variant; computed from the placeholder tokens when None.
+            attention_mask: (B, L) text mask, 0 at padding, on either side.
+            position_ids: (B, L); continues the cache, from 0, when None.
+            past_key_values: cache of earlier tokens. The frames' K and V are kept with it, and later calls pass none.
+            inputs_embeds: (B, L, hidden) in place of `input_ids`; then `media_offset` is needed with frames.
+            labels: (B, L), not shifted; -100 is left out of the loss.
+            shift_labels: (B, L), shifted already, in place of `labels`.
+            image_embeds: (F, T, hidden) in place of `pixel_values`; what `encode_frames` returns.
+            media_layout: which rows see which frames, counted from the cache's first token; in place of `media_offset`.
+            use_cache: whether to return a cache; `config.use_cache` when None.
+            logits_to_keep: the number of last positions to compute logits of, or their indices; 0: all.
+            **kwargs: to the language model, its layers and its attention function, and the loss (`num_items_in_batch`).
+
+        Raises:
+            ShapeError: frames, placeholders and text that do not fit each other.
+        """
+        if (input_ids is None) == (inputs_embeds is None):
+            raise ShapeError("pass either input_ids or inputs_embeds")
+        if inputs_embeds is None:
+            inputs_embeds = self.get_input_embeddings()(input_ids)
+        past_key_values, use_cache = self._cache_for(past_key_values, use_cache)
+        past_length = 0 if past_key_values is None else int(past_key_values.get_seq_length())
+        if position_ids is None:
+            end = past_length + inputs_embeds.shape[1]
+            position_ids = torch.arange(past_length, end, device=inputs_embeds.device)[None]
+        embeds = self._frame_features(pixel_values, image_embeds)
+        visual = _cached_visual(past_key_values, past_length, inputs_embeds.shape[1], embeds)
+        if visual is None and (embeds is not None or past_length == 0):
+            row_offset = past_length if media_layout is None else 0
+            if media_layout is None:
+                total = 0 if embeds is None else embeds.shape[0]
+                media_layout = self.media_layout(
+                    total, input_ids=input_ids, media_offset=media_offset, position_ids=position_ids
+                )
+            visual = _new_visual(media_layout, row_offset, embeds, past_key_values, past_length, inputs_embeds.shape[:2])
+        outputs = self.language_model.model(
+            attention_mask=attention_mask,
+            position_ids=position_ids,
+            past_key_values=past_key_values,
+            inputs_embeds=inputs_embeds,
+            use_cache=use_cache,
+            visual=visual,
+            **kwargs,
+        )
+        rows = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
+        logits = self.language_model.lm_head(outputs.last_hidden_state[:, rows])
+        loss = None
+        if labels is not None or shift_labels is not None:
+            loss = self.loss_function(
+                logits=logits, labels=labels, vocab_size=self.config.vocab_size, shift_labels=shift_labels, **kwargs
+            )
+        return CausalLMOutputWithPast(
+            loss=loss,
+            logits=logits,
+            past_key_values=outputs.past_key_values,
+            hidden_states=outputs.hidden_states,
+            attentions=outputs.attentions,
+        )
+
+
+def _cached_visual(cache: Cache | None, past_length: int, length: int, embeds: Tensor | None) -> VisualInputs | None:
+    """What tokens that continue a cache see of the frames whose K and V are in it."""
+    if past_length == 0 and visual_cache(cache) is not None:
+        cache.visual = None  # a cache that was reset: those frames belong to its earlier text
+    cached = visual_cache(cache)
+    if cached is None:
+        return None
+    if embeds is not None:
+        raise ShapeError(
+            f"{embeds.shape[0]} frames were passed with a cache that holds {cached.layout.total_frames} frames already; "
+            "pass new frames with the whole conversation and without the cache"
+        )
+    return cached.inputs(past_length, length)
+
+
+def _new_visual(
+    layout: MediaLayout,
+    row_offset: int,
+    embeds: Tensor | None,
+    cache: Cache | None,
+    past_length: int,
+    text_shape: tuple[int, int],
+) -> VisualInputs | None:
+    """What the tokens of this call see of the frames passed with it; with a cache, the place for their K and V."""
+    total = 0 if embeds is None else embeds.shape[0]
+    if layout.total_frames != total or layout.first.shape[0] != text_shape[0]:
+        raise ShapeError(
+            f"media_layout is for {layout.first.shape[0]} samples and {layout.total_frames} frames; the call has "
+            f"{text_shape[0]} samples and {total} frames"
+        )
+    if embeds is None:
+        return None
+    visual = VisualCache(layout, row_offset=row_offset, tokens_per_frame=embeds.shape[1])
+    if cache is not None:
+        cache.visual = visual
+    return visual.inputs(past_length, text_shape[1], embeds)

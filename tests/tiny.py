@@ -1,0 +1,81 @@
+"""A tiny mPLUG-Owl3 for tests: the real classes, random weights, and nothing left at a value that hides a mistake."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import SiglipVisionConfig
+
+from mllm_seqpar.models.mplug_owl3 import MPlugOwl3Config, MPlugOwl3ForConditionalGeneration
+
+IMAGE_TOKEN = 255
+IMAGE_SIZE = 28
+TOKENS_PER_FRAME = 4
+
+
+def tiny_config(variant: str | None = "gated", **overrides: Any) -> MPlugOwl3Config:
+    """4 layers of width 64, hyper layers 1 and 3, 4 heads over 2 KV heads of 16; 4 tokens a frame."""
+    vision: dict[str, Any] = {
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 2,
+        "image_size": IMAGE_SIZE,
+        "patch_size": 14,
+    }
+    fields: dict[str, Any] = {
+        "variant": variant,
+        "hyper_layers": [1, 3],
+        "image_token_id": IMAGE_TOKEN,
+        "vocab_size": 256,
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 4096,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "pad_token_id": 0,
+    }
+    vision |= overrides.pop("vision", {})
+    return MPlugOwl3Config(**(fields | {"vision_config": SiglipVisionConfig(**vision)} | overrides))
+
+
+def tiny_model(variant: str = "gated", seed: int = 0, **overrides: Any) -> MPlugOwl3ForConditionalGeneration:
+    """A model in eval mode. Norms are not ones, biases and gates not zeros, and attention is far from uniform."""
+    generator = torch.Generator().manual_seed(seed)
+    model = MPlugOwl3ForConditionalGeneration(tiny_config(variant, **overrides)).eval()
+
+    def normal(like: Tensor, scale: float) -> Tensor:
+        return torch.randn(like.shape, generator=generator).to(like.dtype) * scale
+
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if name.endswith(".gate"):
+                weight.copy_(normal(weight, 1.0))
+            elif "norm" in name and name.endswith("weight"):
+                weight.copy_(1 + normal(weight, 0.2))
+            elif name.endswith("bias"):
+                weight.copy_(normal(weight, 0.3))
+            elif "embed" in name or "probe" in name:
+                weight.copy_(normal(weight, 0.5))
+            else:
+                fan_in = weight[0].numel()
+                scale = 2.0 if "q_proj" in name or "k_proj" in name or "v_kv_proj" in name else 1.0
+                weight.copy_(normal(weight, scale * fan_in**-0.5))
+    return model
+
+
+def tiny_frames(count: int, seed: int = 0) -> Tensor:
+    """(count, 3, 28, 28) random frames."""
+    return torch.randn(count, 3, IMAGE_SIZE, IMAGE_SIZE, generator=torch.Generator().manual_seed(seed))
+
+
+def tiny_text(*frames: int, length: int = 12, seed: int = 0) -> Tensor:
+    """(B, length) tokens with as many placeholders per sample as `frames` says, spread and never side by side at the end."""
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(3, IMAGE_TOKEN, (len(frames), length), generator=generator)
+    for sample, count in enumerate(frames):
+        ids[sample, torch.randperm(length - 2, generator=generator)[:count] + 1] = IMAGE_TOKEN
+    return ids
