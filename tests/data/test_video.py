@@ -150,7 +150,7 @@ def test_a_file_cut_between_frames_is_not_padded_with_its_last_picture(long_clip
 
 
 def test_a_picture_that_the_decoder_patches_up_is_refused(clips: Path) -> None:
-    path = write_clip(clips / "patched.avi", codec="mpeg4")
+    path = write_clip(clips / "patched.avi", codec="mpeg4", frames=300, options={"g": "25"})
     data = bytearray(path.read_bytes())
     middle = len(data) // 2
     data[middle : middle + 3000] = bytes(3000)
