@@ -167,8 +167,3 @@ def unfold_groups(x: Tensor, heads: int) -> Tensor:
 def safe_lse(lse: Tensor) -> Tensor:
     """Return lse with -inf replaced so that exp(score - lse) is 0 in those rows, not NaN."""
     return lse.masked_fill(lse == -torch.inf, LOWEST)
-
-
-def hide_rows(lse: Tensor, mask: Tensor) -> Tensor:
-    """Return lse (B, H, S) with -inf for the rows to which mask (B or 1, S, T) shows no key."""
-    return lse.masked_fill(~mask.any(dim=-1).unsqueeze(1), -torch.inf)

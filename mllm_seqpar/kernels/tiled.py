@@ -3,9 +3,9 @@
 This is the kernel without prerequisites and what `auto` falls back to. Sums are kept in float32 (float64 for float64
 inputs), so the partial results that travel are not rounded to bf16.
 
-Scores are formed for a tile of rows x keys at a time, all heads at once, with the query heads of one key head as rows of
-a single matrix (keys are never expanded). Forward is the online softmax (FlashAttention-2, algorithm 1), backward its
-algorithm 2 with the final log-sum-exp given.
+Scores are formed for a tile of rows x keys at a time, all heads at once, with the query heads of one key head as rows
+of a single matrix (keys are never expanded). Forward is the online softmax (FlashAttention-2, algorithm 1), backward
+its algorithm 2 with the final log-sum-exp given.
 """
 
 from __future__ import annotations

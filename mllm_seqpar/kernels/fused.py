@@ -1,0 +1,199 @@
+"""What all kernels that call a fused operator share: checks, grouped heads, masks and empty blocks.
+
+A fused operator attends (B, H, S, D) to (B, G, T, D) and nothing else can be relied upon: it may crash on empty
+blocks, leave hidden rows undefined, want equal heads, want an additive bias. `FusedKernel` turns every block of the
+protocol into calls that any of them handles, so that a new operator is two short methods.
+
+* Not causal: the R = H / G query heads of a key head are folded into rows, (B, H, S, D) -> (B, G, R * S, D). No key is
+  expanded, and rows are independent, so this is the same attention.
+* Causal with G < H: the operator's own grouping where it has it, otherwise one call for each of the R heads of a group.
+* Masked: the additive bias is built for a bounded tile of rows x keys at a time; tiles merge by log-sum-exp.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import product
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from mllm_seqpar.kernels import base
+from mllm_seqpar.kernels.partials import RunningSoftmax
+
+BIAS_ALIGNMENT = 16
+"""Rows of a bias are stored this many entries apart (or a multiple): the CUDA operators read it in vectors."""
+
+
+class Call(NamedTuple):
+    """How one call of an operator attends: at most one of `causal` and `bias` (B or 1, 1, S, T) is set."""
+
+    scale: float
+    causal: bool = False
+    bias: Tensor | None = None
+
+
+class FusedKernel:
+    """Base of the kernels around a fused operator; see `BlockKernel` for what it promises."""
+
+    name = ""
+    grouped_causal = True
+    """Whether the operator takes G < H key heads itself."""
+    mask_entries = 1 << 20
+    mask_keys = 1024
+    """Entries of a bias, and keys of a tile, computed at once when there is a mask."""
+
+    def why_not(self, q: Tensor, k: Tensor, *, causal: bool, masked: bool) -> str | None:
+        """Return why the operator cannot compute this block, or None."""
+        raise NotImplementedError
+
+    def _run_forward(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]:
+        """Call the operator on at least one row and one key; o of hidden rows may be anything, lse is (B, H, S)."""
+        raise NotImplementedError
+
+    def _run_backward(
+        self, do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, call: Call
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Call the operator's backward on at least one row and one key; lse is contiguous, float32, without -inf."""
+        raise NotImplementedError
+
+    def _key_step(self, q: Tensor, k: Tensor) -> int:
+        """Return how many keys to compute at once without a mask: all of them, unless an operator needs less."""
+        return k.shape[2]
+
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, *, scale: float, causal: bool = False, mask: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Attend. See `BlockKernel.forward`."""
+        base.check_block(q, k, v, causal=causal, mask=mask)
+        if base.is_empty(q, k):
+            return base.empty_forward(q)
+        if causal and q.shape[2] > 1:
+            return self._forward_causal(q, k, v, Call(scale, causal=True))
+        pieces = self._pieces(q, k, mask)
+        if len(pieces) == 1:
+            return self._forward_piece(q, k, v, scale, mask)
+        o, lse = base.empty_forward(q)
+        for rows, keys in pieces:
+            part = self._forward_piece(q[:, :, rows], k[:, :, keys], v[:, :, keys], scale, _cut(mask, rows, keys))
+            RunningSoftmax(o[:, :, rows], lse[:, :, rows]).add(*part)
+        return o, lse
+
+    def backward(
+        self,
+        do: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        o: Tensor,
+        lse: Tensor,
+        *,
+        scale: float,
+        causal: bool = False,
+        mask: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Differentiate. See `BlockKernel.backward`."""
+        base.check_block(q, k, v, causal=causal, mask=mask)
+        base.check_final(do, q, o, lse)
+        if base.is_empty(q, k):
+            return base.empty_backward(q, k, v)
+        lse = base.safe_lse(lse.float())
+        if causal and q.shape[2] > 1:
+            return self._backward_causal(do, q, k, v, o, lse, Call(scale, causal=True))
+        pieces = self._pieces(q, k, mask)
+        if len(pieces) == 1:
+            return self._backward_piece(do, q, k, v, o, lse, scale, mask)
+        dq, dk, dv = base.empty_backward(q, k, v)
+        for rows, keys in pieces:
+            do_, q_, o_, lse_ = (x[:, :, rows] for x in (do, q, o, lse))
+            k_, v_, mask_ = k[:, :, keys], v[:, :, keys], _cut(mask, rows, keys)
+            part = self._backward_piece(do_, q_, k_, v_, o_, lse_, scale, mask_)
+            for whole, where, piece in zip((dq, dk, dv), (rows, keys, keys), part, strict=True):
+                whole[:, :, where] += piece
+        return dq, dk, dv
+
+    def _forward_piece(
+        self, q: Tensor, k: Tensor, v: Tensor, scale: float, mask: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        groups, heads = k.shape[1], q.shape[1]
+        call = Call(scale, bias=_bias(mask, q, groups))
+        o, lse = self._run_forward(base.fold_groups(q, groups), k, v, call)
+        # Operators hand the log-sum-exp out in layouts of their own, which no view may unfold.
+        o, lse = base.unfold_groups(o, heads), base.unfold_groups(lse.contiguous(), heads)
+        if mask is None:
+            return o, lse
+        hidden = ~mask.any(dim=-1).unsqueeze(1)
+        return o.masked_fill(hidden.unsqueeze(-1), 0.0), lse.masked_fill(hidden, -torch.inf)
+
+    def _backward_piece(
+        self,
+        do: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        o: Tensor,
+        lse: Tensor,
+        scale: float,
+        mask: Tensor | None,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        groups, heads = k.shape[1], q.shape[1]
+        call = Call(scale, bias=_bias(mask, q, groups))
+        do, q, o, lse = (base.fold_groups(x, groups) for x in (do, q, o, lse))
+        dq, dk, dv = self._run_backward(do, q, k, v, o, lse.contiguous(), call)
+        return base.unfold_groups(dq, heads), dk, dv
+
+    def _forward_causal(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]:
+        if self.grouped_causal or q.shape[1] == k.shape[1]:
+            o, lse = self._run_forward(q, k, v, call)
+            return o, lse.contiguous()
+        parts = [self._run_forward(q_head, k, v, call) for q_head in _by_head_of_group(q, k)]
+        o, lse = (torch.stack(part, dim=2).flatten(1, 2) for part in zip(*parts, strict=True))
+        return o, lse
+
+    def _backward_causal(
+        self, do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, call: Call
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        if self.grouped_causal or q.shape[1] == k.shape[1]:
+            return self._run_backward(do, q, k, v, o, lse.contiguous(), call)
+        dqs, (_, dk, dv) = [], base.empty_backward(q, k, v)
+        for do_head, q_head, o_head, lse_head in zip(*(_by_head_of_group(x, k) for x in (do, q, o, lse)), strict=True):
+            dq, dk_part, dv_part = self._run_backward(do_head, q_head, k, v, o_head, lse_head.contiguous(), call)
+            dqs.append(dq)
+            dk += dk_part
+            dv += dv_part
+        return torch.stack(dqs, dim=2).flatten(1, 2), dk, dv
+
+    def _pieces(self, q: Tensor, k: Tensor, mask: Tensor | None) -> list[tuple[slice, slice]]:
+        """Return the (rows, keys) to compute one after another, so that no bias or copy outgrows its bound."""
+        rows, keys = q.shape[2], k.shape[2]
+        if mask is None:
+            return list(product(_ranges(rows, rows), _ranges(keys, self._key_step(q, k))))
+        entries_per_row = mask.shape[0] * (q.shape[1] // k.shape[1]) * min(keys, self.mask_keys)
+        row_step = max(1, self.mask_entries // entries_per_row)
+        return list(product(_ranges(rows, row_step), _ranges(keys, self.mask_keys)))
+
+
+def _bias(mask: Tensor | None, q: Tensor, groups: int) -> Tensor | None:
+    """Bool (B, S, T) -> additive (B, 1, R * S, T) for folded rows: -inf where hidden, rows at aligned distances."""
+    if mask is None:
+        return None
+    batch, rows, keys = mask.shape
+    repeat = q.shape[1] // groups
+    width = -(-keys // BIAS_ALIGNMENT) * BIAS_ALIGNMENT
+    bias = q.new_zeros(batch, repeat, rows, width, dtype=torch.float32 if q.device.type == "cpu" else q.dtype)
+    bias[..., :keys].masked_fill_(~mask.unsqueeze(1), -torch.inf)
+    return bias.view(batch, 1, repeat * rows, width)[..., :keys]
+
+
+def _by_head_of_group(x: Tensor, k: Tensor) -> list[Tensor]:
+    """(B, H, ...) -> R views (B, G, ...), the r-th query head of every key head."""
+    return list(x.unflatten(1, (k.shape[1], -1)).unbind(2))
+
+
+def _cut(mask: Tensor | None, rows: slice, keys: slice) -> Tensor | None:
+    return None if mask is None else mask[:, rows, keys]
+
+
+def _ranges(length: int, step: int) -> Iterator[slice]:
+    return (slice(start, min(start + step, length)) for start in range(0, length, step))

@@ -1,0 +1,113 @@
+"""Random blocks, their dense float64 attention, and the kernels to try them on."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import Tensor
+
+from mllm_seqpar.kernels import available_kernels, choose_kernel
+from mllm_seqpar.kernels.base import BlockKernel
+
+CPU_KERNELS = ["reference", "tiled", "torch_cpu"]
+CUDA_KERNELS = ["tiled", "cuda_flash", "cuda_cudnn", "cuda_efficient", "flash_attn"]
+
+on_every_kernel = pytest.mark.parametrize(
+    ("name", "device"),
+    [(name, "cpu") for name in CPU_KERNELS]
+    + [pytest.param(name, "cuda", marks=pytest.mark.gpu) for name in CUDA_KERNELS],
+)
+
+
+@dataclass
+class Block:
+    """One block, the gradient of its output, and whether it is causal or masked."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    do: Tensor
+    causal: bool = False
+    mask: Tensor | None = None
+
+    @property
+    def how(self) -> dict:
+        """What forward and backward take beside the tensors."""
+        return {"scale": self.q.shape[-1] ** -0.5, "causal": self.causal, "mask": self.mask}
+
+
+def block(
+    *,
+    batch: int = 2,
+    heads: int = 4,
+    groups: int = 2,
+    rows: int = 33,
+    keys: int = 70,
+    dim: int = 16,
+    dtype: torch.dtype = torch.float32,
+    device: str = "cpu",
+    causal: bool = False,
+    masked: bool = False,
+    size: float = 1.0,
+    seed: int = 0,
+) -> Block:
+    """Make a random block; drawn on CPU, so that a case is the same on every device."""
+    if device == "cuda" and not torch.cuda.is_available():
+        pytest.skip("no CUDA device")
+    g = torch.Generator().manual_seed(seed)
+
+    def draw(*shape: int, size: float = 1.0) -> Tensor:
+        return (size * torch.randn(*shape, generator=g)).to(device, dtype)
+
+    q, do = draw(batch, heads, rows, dim, size=size), draw(batch, heads, rows, dim)
+    k, v = draw(batch, groups, keys, dim), draw(batch, groups, keys, dim)
+    mask = None
+    if masked:
+        mask = (torch.rand(batch, rows, keys, generator=g) < 0.4).to(device)
+        mask[:, ::5] = False
+    return Block(q, k, v, do, causal, mask)
+
+
+def kernel_for(name: str, b: Block) -> BlockKernel:
+    """Return the kernel, or skip the test with its own reason when it says that it cannot compute this block."""
+    if name not in available_kernels():
+        pytest.skip(f"{name} is not available here")
+    kernel, _ = choose_kernel("reference", b.q, b.k, causal=False, masked=False)
+    if name != "reference":
+        from mllm_seqpar.kernels.registry import _KERNELS
+
+        kernel = _KERNELS[name]()
+    obstacle = kernel.why_not(b.q, b.k, causal=b.causal, masked=b.mask is not None)
+    if obstacle is not None:
+        pytest.skip(f"{name} {obstacle}")
+    return kernel
+
+
+@dataclass
+class Dense:
+    """Attention and its gradients as one float64 softmax over all keys, by autograd: independent of every kernel."""
+
+    o: Tensor
+    lse: Tensor
+    dq: Tensor
+    dk: Tensor
+    dv: Tensor
+
+
+def dense(b: Block) -> Dense:
+    """Compute the block in float64 by autograd through an ordinary softmax."""
+    q, k, v = (x.detach().double().requires_grad_() for x in (b.q, b.k, b.v))
+    repeat = q.shape[1] // k.shape[1]
+    scores = q @ k.repeat_interleave(repeat, dim=1).mT * b.how["scale"]
+    visible = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device)
+    visible = visible.tril()[None] if b.causal else visible[None]
+    visible = visible if b.mask is None else b.mask
+    scores = scores.masked_fill(~visible[:, None], -torch.inf)
+    lse = torch.logsumexp(scores, dim=-1)
+    sees = visible.any(-1)[:, None, :, None]
+    p = torch.softmax(scores.masked_fill(~sees, 0.0), dim=-1).masked_fill(~sees, 0.0)
+    o = p @ v.repeat_interleave(repeat, dim=1)
+    dq, dk, dv = torch.autograd.grad(o, (q, k, v), b.do.double())
+    return Dense(o.detach(), lse.detach(), dq, dk, dv)

@@ -1,0 +1,46 @@
+"""How far from float64 a result may be, in one place, with the reason for each size.
+
+Errors are relative in the Frobenius norm: |x - exact| / |exact|. Attention outputs average many keys, so single entries
+can be near zero while the tensor is right; a norm over the tensor neither hides a wrong block nor trips over those.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+EXACT = {
+    # Sums of some thousand products of 24-bit numbers: 1e-6 to 3e-6 in practice. The project's promise is 1e-5, and a
+    # dropped key, a wrong mask bit or a phantom key shows at 1e-3 and above for the lengths the tests use.
+    torch.float32: 1e-5,
+    # The inputs are exact in float64 and nothing is rounded to less on the way.
+    torch.float64: 1e-12,
+    # One rounding of o to 8 bits is 2e-3, of the probabilities inside the kernel 2e-3 more; gradients add a third
+    # (ds). Only a backstop: how good 16-bit kernels must be is relative to one device's own kernel, below.
+    torch.bfloat16: 2e-2,
+    # As bf16, with 11 bits.
+    torch.float16: 2.5e-3,
+}
+"""Largest relative error to float64 by dtype of the inputs."""
+
+AGAINST_ONE_DEVICE = 1.5
+"""Times the error of one device's own attention in the same 16-bit dtype: blocks that are rounded one by one."""
+
+AGAINST_ONE_DEVICE_FLOAT32_PARTIALS = 1.1
+"""The same for kernels whose partial results are float32: nothing is rounded that one device does not round too."""
+
+DRIFT = 0.1
+"""Largest mean error over mean absolute error: rounding has no direction, a lost or a phantom key has one."""
+
+
+def relative_error(x: Tensor, exact: Tensor) -> float:
+    """|x - exact| / |exact| in float64; |x| where exact is zero, so that anything there counts."""
+    x, exact = x.detach().double(), exact.detach().double()
+    size = exact.norm()
+    return float((x - exact).norm() / size) if size > 0 else float(x.norm())
+
+
+def drift(x: Tensor, exact: Tensor) -> float:
+    """|mean error| over mean |error|: near 0 for rounding, near 1 for an error with a direction."""
+    error = x.detach().double() - exact.detach().double()
+    return float(error.mean().abs() / error.abs().mean().clamp_min(1e-300))
