@@ -74,7 +74,7 @@ def save_checkpoint(
             shutil.rmtree(left_over)
         draft.mkdir(parents=True)
     _barrier()
-    dcp.save(_state(model, optimizer), checkpoint_id=draft / "shards")
+    dcp.save(_state(model, optimizer), checkpoint_id=draft / "shards", no_dist=not dist.is_initialized())
     torch.save(_random_state(), draft / f"random-{rank}.pt")
     _barrier()
     if rank == 0:
@@ -159,7 +159,7 @@ def load_checkpoint(checkpoint: Path, model: nn.Module, optimizer: torch.optim.O
             f"{checkpoint} does not fit the model: it lacks {missing[:3]} ({len(missing)} in all) and has "
             f"{surplus[:3]} ({len(surplus)} in all) too many; is --model or --freeze another one?"
         )
-    dcp.load(state, storage_reader=reader)
+    dcp.load(state, storage_reader=reader, no_dist=not dist.is_initialized())
     rank = dist.get_rank() if dist.is_initialized() else 0
     random_file = checkpoint / f"random-{rank}.pt"
     if random_file.is_file():

@@ -15,6 +15,7 @@ from mllm_seqpar.errors import AgreementError, SeqParError, TransferError
 BAD_INPUT = 2
 FAILED = 1
 
+_STOPPED = "stopped:"
 _LOST = ("connection closed", "connection reset", "broken pipe", "timed out", "timeout", "socket", "peer", "nccl")
 
 
@@ -27,9 +28,9 @@ def run(main: Callable[[Sequence[str]], None], argv: Sequence[str]) -> None:
     try:
         main(argv)
     except KeyboardInterrupt:
-        _leave("interrupted", 130, None)
+        _leave("interrupted", 130)
     except Exception as error:  # everything that main can raise must end the process
-        _leave(*describe(error), error)
+        _leave(*describe(error))
 
 
 def describe(error: Exception) -> tuple[str, int]:
@@ -40,7 +41,7 @@ def describe(error: Exception) -> tuple[str, int]:
         return f"error: {error}", BAD_INPUT
     if isinstance(error, TransferError) or (isinstance(error, RuntimeError) and _lost_a_rank(error)):
         first = str(error).strip().splitlines()
-        return f"stopped: another rank ended or does not answer ({first[0] if first else error!r})", FAILED
+        return f"{_STOPPED} another rank ended or does not answer ({first[0] if first else error!r})", FAILED
     return "".join(traceback.format_exception(error)).rstrip(), FAILED
 
 
@@ -66,18 +67,14 @@ def _rank() -> int:
     return int(os.environ.get("RANK", "0"))
 
 
-def _leave(text: str, status: int, error: Exception | None) -> None:
-    if not text:
-        time.sleep(1.0)  # the launcher ends all ranks when the first one is gone: let rank 0 finish its line
-    else:
+def _leave(text: str, status: int) -> None:
+    if text:
         ranks = int(os.environ.get("WORLD_SIZE", "1"))
         where = f"[rank {_rank()}] " if ranks > 1 else ""
         print(where + text, file=sys.stderr, flush=True)  # noqa: T201 - the last words of a script
-    if error is not None and "TORCHELASTIC_ERROR_FILE" in os.environ:
-        # So that the launcher's summary names the error and not only an exit code.
-        from torch.distributed.elastic.multiprocessing.errors import get_error_handler
-
-        get_error_handler().record_exception(error)
     sys.stdout.flush()
     sys.stderr.flush()
+    if not text or text.startswith(_STOPPED):
+        # Not the cause: the launcher reports the first rank that leaves as the root cause, and ends all the others.
+        time.sleep(3.0)
     os._exit(status)  # destructors of process groups may wait for the other ranks

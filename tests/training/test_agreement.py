@@ -1,6 +1,7 @@
 """Layer: gloo ranks. Ranks that differ, or of which one failed, all raise the same message."""
 
 import pytest
+
 from mllm_seqpar.errors import AgreementError, ConfigError, DataError
 from mllm_seqpar.training.agreement import require_agreement
 from ranks import ranks

@@ -3,6 +3,7 @@
 import json
 
 import pytest
+
 from mllm_seqpar.errors import ConfigError, DataError
 from mllm_seqpar.training.agreement import require_agreement
 from mllm_seqpar.training.arguments import TRAJECTORY, TrainArguments, parse
