@@ -73,7 +73,7 @@ def tiny_frames(count: int, seed: int = 0) -> Tensor:
 
 
 def tiny_text(*frames: int, length: int = 12, seed: int = 0) -> Tensor:
-    """(B, length) tokens with as many placeholders per sample as `frames` says, spread and never side by side at the end."""
+    """(B, length) tokens with as many placeholders per sample as `frames` says, never at an end."""
     generator = torch.Generator().manual_seed(seed)
     ids = torch.randint(3, IMAGE_TOKEN, (len(frames), length), generator=generator)
     for sample, count in enumerate(frames):

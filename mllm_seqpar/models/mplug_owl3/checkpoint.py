@@ -47,8 +47,8 @@ def checkpoint_keys(path: str | os.PathLike, **hub: Any) -> set[str]:
     pickled = [name for name in _PICKLED if find(name) is not None]
     if pickled:
         raise DataError(
-            f"{os.fspath(path)!r} holds {pickled[0]} and no safetensors; only safetensors are loaded. Convert it where it "
-            "is trusted: load the pickled state dict and write it with safetensors.torch.save_file"
+            f"{os.fspath(path)!r} holds {pickled[0]} and no safetensors; only safetensors are loaded. Convert it where "
+            "it is trusted: load the pickled state dict and write it with safetensors.torch.save_file"
         )
     raise DataError(f"{os.fspath(path)!r} holds neither {_SINGLE} nor {_INDEX}; expected a checkpoint in safetensors")
 
@@ -64,9 +64,10 @@ def complete_config(config: MPlugOwl3Config, keys: set[str]) -> None:
     found = "gated" if any(key.endswith(_GATE) for key in keys) else "fused"
     if config.variant not in (None, found):
         raise ConfigError(
-            f"the config says variant={config.variant!r} and the weights are {found!r} (they "
-            f"{'have' if found == 'gated' else 'do not have'} self_attn.gate); leave variant out, or set it to {found!r}"
+            f"the config says variant={config.variant!r}, and the weights "
+            f"{'have' if found == 'gated' else 'do not have'} self_attn.gate, so they "
+            f"are {found!r}: leave variant out, or set it to {found!r}"
         )
     config.variant = found
     if any(key.startswith("vision_model.") for key in keys):
-        config.vision_config.vision_use_head = any(key.startswith("vision_model.head.") for key in keys)
+        config.vision.vision_use_head = any(key.startswith("vision_model.head.") for key in keys)

@@ -1,4 +1,4 @@
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 from transformers import Qwen2Config, SiglipVisionConfig
 from transformers.configuration_utils import PreTrainedConfig
@@ -7,7 +7,8 @@ from mllm_seqpar.errors import ConfigError
 
 VARIANTS = ("gated", "fused")
 
-# Rotary types whose frequencies depend on the longest position of a call: text and frames, rotated apart, would disagree.
+# Rotary types whose frequencies depend on the longest position of a call: text and frames, rotated apart, would not
+# agree.
 _LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")
 
 
@@ -21,8 +22,8 @@ class MPlugOwl3Config(Qwen2Config):
         hyper_layers: the decoder layers with hyper attention, counted from 1 as published: layer index i is one when
             i + 1 is in the list.
         vision_config: a `SiglipVisionConfig`, or its dict.
-        variant: "gated" (visual attention has its own softmax and a learned gate mixes it in), "fused" (one softmax over
-            visual and text keys), or None while it is unknown.
+        variant: "gated" (visual attention has its own softmax and a learned gate mixes it in), "fused" (one softmax
+            over visual and text keys), or None while it is unknown.
         image_token_id: the placeholder token, one per frame. Needed only where `media_offset` is not given.
 
     Raises:
@@ -49,18 +50,24 @@ class MPlugOwl3Config(Qwen2Config):
         super().__post_init__(**kwargs)
         self._check()
 
+    @property
+    def vision(self) -> SiglipVisionConfig:
+        """`vision_config`, which is a config and no dict any more once this object exists."""
+        return cast(SiglipVisionConfig, self.vision_config)
+
     def _check(self) -> None:
         if self.variant is not None and self.variant not in VARIANTS:
             raise ConfigError(f"variant is {self.variant!r}; it is one of {', '.join(VARIANTS)}, or None to be found")
-        outside = [number for number in self.hyper_layers if not 1 <= number <= self.num_hidden_layers]
-        if outside or len(set(self.hyper_layers)) != len(self.hyper_layers):
+        layers = self.hyper_layers or []
+        outside = [number for number in layers if not 1 <= number <= self.num_hidden_layers]
+        if outside or len(set(layers)) != len(layers):
             raise ConfigError(
-                f"hyper_layers is {self.hyper_layers}; it lists distinct layers counted from 1, at most "
+                f"hyper_layers is {layers}; it lists distinct layers counted from 1, at most "
                 f"num_hidden_layers={self.num_hidden_layers}"
             )
         rope_type = (self.rope_parameters or {}).get("rope_type", "default")
         if rope_type in _LENGTH_DEPENDENT_ROPE:
             raise ConfigError(
-                f"rope_type is {rope_type!r}, whose frequencies depend on the sequence length; frames and text need the "
-                "same ones: use default, linear, yarn or llama3"
+                f"rope_type is {rope_type!r}, whose frequencies depend on the sequence length; frames and text need "
+                "the same ones: use default, linear, yarn or llama3"
             )

@@ -45,13 +45,15 @@ class MPlugOwl3GenerationMixin(GenerationMixin):
 
     def _prompt_layout(self, input_ids: Tensor | None, model_kwargs: dict[str, Any]) -> Any:
         embeds = model_kwargs.get("inputs_embeds")
-        length = (input_ids if embeds is None else embeds).shape[1]
+        prompt = input_ids if embeds is None else embeds
         position_ids = model_kwargs.get("position_ids")
+        if position_ids is not None and prompt is not None:
+            position_ids = position_ids[:, -prompt.shape[1] :]
         return self.media_layout(
             self.count_frames(**model_kwargs),
             input_ids=input_ids if embeds is None else None,
             media_offset=model_kwargs.get("media_offset"),
-            position_ids=None if position_ids is None else position_ids[:, -length:],
+            position_ids=position_ids,
         )
 
     def prepare_inputs_for_generation(
@@ -66,12 +68,12 @@ class MPlugOwl3GenerationMixin(GenerationMixin):
             input_ids, past_key_values=past_key_values, is_first_iteration=is_first_iteration, **kwargs
         )
         cached = visual_cache(past_key_values)
-        if cached is None or past_key_values.get_seq_length() == 0:
+        if past_key_values is None or cached is None or past_key_values.get_seq_length() == 0:
             return inputs
         passed = self.count_frames(**inputs)
         if passed not in (0, cached.layout.total_frames):
             raise ShapeError(
-                f"the cache holds {cached.layout.total_frames} frames and {passed} were passed; a conversation continues "
+                f"the cache holds {cached.layout.total_frames} frames and {passed} were passed; a conversation goes on "
                 "with the frames it began with: pass those, or none, or start without the cache"
             )
         return {name: value for name, value in inputs.items() if name not in (*_FRAMES, "media_layout", "media_offset")}

@@ -4,8 +4,8 @@ Shape legend: B samples, L text tokens, K text keys (cached ones included), F fr
 H query heads, G KV heads, D head dim, C = H * D channels.
 
 The parts (projections, rotary embedding, mixing) are methods of their own, so that a distributed forward can be put
-together from them. `forward` puts them together for one process: each sample's rows attend to that sample's frames only,
-in blocks of rows (`visual_inputs.row_blocks`).
+together from them. `forward` puts them together for one process: each sample's rows attend to that sample's frames
+only, in blocks of rows (`visual_inputs.row_blocks`).
 """
 
 from collections.abc import Callable
@@ -86,6 +86,8 @@ class HyperAttention(Qwen2Attention):
 
         `sees` is (B, L) bool. A row that sees nothing keeps its self-attention untouched.
         """
+        if self.gate is None:
+            raise TypeError("the fused variant has no gate: its parts meet in one softmax")
         share = torch.sigmoid(self.gate).to(text_out.dtype)
         return torch.where(sees[..., None], text_out * (1 - share) + visual_out * share, text_out)
 
@@ -170,7 +172,7 @@ class HyperAttention(Qwen2Attention):
         return out.flatten(2), weights
 
     def _attend_frames(self, q: Tensor, k: Tensor, v: Tensor, visual: VisualInputs) -> Tensor:
-        """(B, L, C): attention of every row over the frames it sees, with a softmax of its own; 0 where it sees none."""
+        """(B, L, C): attention of every row over the frames it sees, with a softmax of its own; 0 without any."""
         samples = []
         for sample, blocks in enumerate(visual.blocks):
             parts = []
@@ -221,7 +223,7 @@ class HyperAttention(Qwen2Attention):
         return torch.cat(samples).flatten(2), _joined(sample_weights, dim=0)
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """(1, rows, H, D) of q (1, H, rows, D), with a mask (rows, keys) or none: boolean (True: visible) or additive."""
+        """(1, rows, H, D) of q (1, H, rows, D); mask (rows, keys), boolean (True: visible) or additive, or None."""
         if self.config._attn_implementation == "eager":
             if mask is not None and mask.dtype == torch.bool:
                 mask = torch.zeros_like(mask, dtype=q.dtype).masked_fill(~mask, torch.finfo(q.dtype).min)
@@ -267,8 +269,8 @@ def _text_mask(attention_mask: Tensor | None, q: Tensor, k: Tensor) -> Tensor | 
     if attention_mask is not None:
         if attention_mask.dim() != 4 or attention_mask.shape[1] != 1:
             raise TypeError(
-                f"the fused variant needs the text mask as (batch, 1, rows, keys) and got {tuple(attention_mask.shape)}; "
-                "use attn_implementation 'sdpa' or 'eager'"
+                f"the fused variant needs the text mask as (batch, 1, rows, keys) and got "
+                f"{tuple(attention_mask.shape)}; use attn_implementation 'sdpa' or 'eager'"
             )
         return attention_mask[:, 0, :, :keys]
     if length == 1:

@@ -3,8 +3,8 @@
 Shape legend: B samples, L text tokens, F frames of all samples in one flat list, sample after sample.
 
 Both published variants mark each frame by one placeholder token in the text. They differ in whether the placeholder
-itself sees its frame, in the position that rotates the frame's keys, and in how `media_offset` says all this. After this
-module they do not differ any more: a row of text sees the half-open interval of frames [first, stop).
+itself sees its frame, in the position that rotates the frame's keys, and in how `media_offset` says all this. After
+this module they do not differ any more: a row of text sees the half-open interval of frames [first, stop).
 """
 
 from dataclasses import dataclass, replace
@@ -40,7 +40,7 @@ class MediaLayout:
         return self.frame_position.shape[0]
 
     def rows(self, start: int, length: int) -> tuple[Tensor, Tensor]:
-        """(first, stop), each (B, length), of the tokens from `start` on; tokens past the layout see their whole sample."""
+        """(first, stop), each (B, length), of the tokens from `start` on; later ones see their whole sample."""
         known = max(0, min(self.first.shape[1] - start, length))
         first, stop = (
             torch.cat([part[:, start : start + known], edge[:, None].expand(-1, length - known)], dim=1)
@@ -74,13 +74,13 @@ def media_layout(
         total_frames: frames of all samples.
         input_ids: (B, L); without it `media_offset` and `position_ids` are needed.
         image_token_id: the placeholder token; not needed with `media_offset`.
-        media_offset: as published for the variant; computed from the placeholders when None. The fused variant also takes
-            an integer tensor (B, N) whose rows are filled up with negative numbers.
+        media_offset: as published for the variant; computed from the placeholders when None. The fused variant also
+            takes an integer tensor (B, N) whose rows are filled up with negative numbers.
         position_ids: (B, L) or (1, L), the rotary positions of the text; 0, 1, 2, ... when None.
 
     Raises:
         ConfigError: unknown variant, or no way to tell the placeholders.
-        ShapeError: placeholders and frames do not fit each other, or `media_offset` does not fit the text or the frames.
+        ShapeError: placeholders and frames do not fit each other, or `media_offset` does not fit the text or frames.
     """
     if variant not in ("gated", "fused"):
         raise ConfigError(f"variant is {variant!r}; it is 'gated' or 'fused'")
@@ -93,7 +93,8 @@ def media_layout(
             if total_frames == 0:
                 return _from_placeholders(variant, torch.zeros_like(positions, dtype=torch.bool), positions)
             raise ConfigError(
-                "cannot tell which tokens stand for frames: set config.image_token_id and pass input_ids, or pass media_offset"
+                "cannot tell which tokens stand for frames: set config.image_token_id and pass input_ids, or pass "
+                "media_offset"
             )
         _check_count(placeholders, total_frames)
         return _from_placeholders(variant, placeholders, positions)
@@ -133,7 +134,7 @@ def _check_count(placeholders: Tensor, total_frames: int) -> None:
             "image_embeds was passed: pass the frames, or take the placeholders out"
         )
     raise ShapeError(
-        f"the text has placeholders for {found} frames (by sample: {per_sample}) and {total_frames} frames were passed; "
+        f"the text has placeholders for {found} frames (by sample: {per_sample}), and {total_frames} were passed; "
         "each frame needs exactly one placeholder"
     )
 
@@ -214,15 +215,16 @@ def _sample_ranges(first: Tensor, sees: Tensor, counts: list[int] | None, total_
     for sample in range(first.shape[0]):
         has_frames = bool(sees[sample].any()) if counts is None else counts[sample] > 0
         seen = first[sample][sees[sample]]
-        start = seen.min() if seen.numel() else first[sample].max()
-        starts.append(int(start) if has_frames else None)
+        start = int(seen.min() if seen.numel() else first[sample].max())
+        starts.append(start if has_frames else None)
     edges = sorted({start for start in starts if start is not None} | {total_frames})
-    ranges = [(0, 0) if start is None else (start, edges[min(edges.index(start) + 1, len(edges) - 1)]) for start in starts]
+    following = dict(zip(edges, [*edges[1:], total_frames], strict=True))
+    ranges = [(0, 0) if begin is None else (begin, following[begin]) for begin in starts]
     if edges[0] != 0:
-        raise ShapeError(f"media_offset begins with frame {edges[0]}; the {edges[0]} frames before it belong to no sample")
-    for sample, (start, end) in enumerate(ranges):
-        if counts is not None and counts[sample] != end - start:
+        raise ShapeError(f"media_offset begins with frame {edges[0]}; the frames before it belong to no sample")
+    for sample, (begin, end) in enumerate(ranges):
+        if counts is not None and counts[sample] != end - begin:
             raise ShapeError(
-                f"sample {sample} has {counts[sample]} placeholders, and media_offset gives it the frames {start} to {end}"
+                f"sample {sample} has {counts[sample]} placeholders; media_offset gives it frames {begin} to {end}"
             )
     return ranges

@@ -6,7 +6,7 @@ Shape legend: B samples, L text tokens, F frames of all samples in one flat list
 import copy
 import os
 from dataclasses import fields
-from typing import Any, Self
+from typing import Any, Self, cast
 
 import torch
 from torch import Tensor, nn
@@ -33,7 +33,7 @@ _NO_SPLIT = ["Qwen2DecoderLayer", "HyperDecoderLayer", "SiglipEncoderLayer", "Si
 
 
 class MPlugOwl3VisionModel(SiglipVisionModel):
-    """SigLIP's vision tower. A class of its own, so that transformers' renaming rules for SigLIP leave its names alone."""
+    """SigLIP's vision tower; a class of its own, so that transformers' renaming rules for SigLIP pass it by."""
 
     def penultimate(self, pixel_values: Tensor) -> Tensor:
         """(F, T, width) of frames (F, 3, H, W): `hidden_states[-2]`, without running the last layer, which it skips.
@@ -127,19 +127,23 @@ class MPlugOwl3PreTrainedModel(PreTrainedModel):
         if kwargs.get("use_safetensors") is False:
             raise ConfigError("use_safetensors is False; only safetensors are loaded: leave it out")
         hub = {name: kwargs[name] for name in _HUB_ARGUMENTS if kwargs.get(name) is not None}
-        if not isinstance(config, MPlugOwl3Config):
-            config = MPlugOwl3Config.from_pretrained(config or pretrained_model_name_or_path, **hub)
+        if isinstance(config, MPlugOwl3Config):
+            own = copy.deepcopy(config)
         else:
-            config = copy.deepcopy(config)
+            own = MPlugOwl3Config.from_pretrained(config or pretrained_model_name_or_path, **hub)
         if kwargs.get("variant") in VARIANTS:
-            config.variant = kwargs.pop("variant")
+            own.variant = kwargs.pop("variant")
         for name in [name for name in kwargs if name in _CONFIG_OVERRIDES]:
-            setattr(config, name, kwargs.pop(name))
-        state_dict = kwargs.get("state_dict")
-        keys = checkpoint_keys(pretrained_model_name_or_path, **hub) if state_dict is None else set(state_dict)
-        complete_config(config, keys)
+            setattr(own, name, kwargs.pop(name))
+        if kwargs.get("state_dict") is not None:
+            keys = set(kwargs["state_dict"])
+        elif pretrained_model_name_or_path is not None:
+            keys = checkpoint_keys(pretrained_model_name_or_path, **hub)
+        else:
+            raise ConfigError("pass a directory or hub name, or a state_dict together with config")
+        complete_config(own, keys)
         kwargs["use_safetensors"] = True
-        return super().from_pretrained(pretrained_model_name_or_path, *model_args, config=config, **kwargs)
+        return super().from_pretrained(pretrained_model_name_or_path, *model_args, config=own, **kwargs)
 
     def gradient_checkpointing_enable(
         self, gradient_checkpointing_kwargs: dict | None = None, *args: Any, **kwargs: Any
@@ -165,12 +169,12 @@ class MPlugOwl3ForConditionalGeneration(MPlugOwl3PreTrainedModel, MPlugOwl3Gener
     def __init__(self, config: MPlugOwl3Config) -> None:
         if config.variant is None:
             raise ConfigError(
-                f"config.variant is None; from_pretrained finds it from the weights, a new model needs one of {VARIANTS}"
+                f"config.variant is None; from_pretrained finds it from the weights, for a new model say {VARIANTS}"
             )
         super().__init__(config)
         self.language_model = HyperQwen2ForCausalLM(config)
         self.vision_model = MPlugOwl3VisionModel(config.vision_config)
-        self.vision2text_model = nn.Linear(config.vision_config.hidden_size, config.hidden_size)
+        self.vision2text_model = nn.Linear(config.vision.hidden_size, config.hidden_size)
         self.post_init()
 
     def get_input_embeddings(self) -> nn.Module:
@@ -187,14 +191,14 @@ class MPlugOwl3ForConditionalGeneration(MPlugOwl3PreTrainedModel, MPlugOwl3Gener
 
     def set_output_embeddings(self, new_embeddings: nn.Module) -> None:
         """Replaces the vocabulary's projection."""
-        self.language_model.lm_head = new_embeddings
+        self.language_model.lm_head = new_embeddings  # type: ignore[assignment]
 
     def get_decoder(self) -> nn.Module:
         """The language model without the vocabulary's projection."""
         return self.language_model.model
 
     def encode_frames(self, pixel_values: Tensor) -> Tensor:
-        """(F, T, hidden) features of frames (F, 3, H, W), what `image_embeds` takes: tower, then `vision2text_model`."""
+        """(F, T, hidden) of frames (F, 3, H, W): the tower, then `vision2text_model`; what `image_embeds` takes."""
         return self.vision2text_model(self.vision_model.penultimate(pixel_values))
 
     def media_layout(
@@ -207,7 +211,7 @@ class MPlugOwl3ForConditionalGeneration(MPlugOwl3PreTrainedModel, MPlugOwl3Gener
     ) -> MediaLayout:
         """`media.media_layout` with this model's variant and placeholder."""
         return media_layout(
-            self.config.variant,
+            str(self.config.variant),
             total_frames=total_frames,
             input_ids=input_ids,
             image_token_id=self.config.image_token_id,
@@ -225,12 +229,12 @@ class MPlugOwl3ForConditionalGeneration(MPlugOwl3PreTrainedModel, MPlugOwl3Gener
             return None
         if image_embeds.dim() != 3 or image_embeds.shape[2] != self.config.hidden_size:
             raise ShapeError(
-                f"image_embeds has shape {tuple(image_embeds.shape)}; expected (frames, tokens, {self.config.hidden_size}), "
-                "the frames of all samples one after another"
+                f"image_embeds has shape {tuple(image_embeds.shape)}; expected (frames, tokens, "
+                f"{self.config.hidden_size}), the frames of all samples one after another"
             )
-        embedding = self.get_input_embeddings().weight
-        dtype = image_embeds.dtype if torch.is_autocast_enabled(embedding.device.type) else embedding.dtype
-        return image_embeds.to(device=embedding.device, dtype=dtype)
+        weight = cast(Tensor, self.get_input_embeddings().weight)
+        dtype = image_embeds.dtype if torch.is_autocast_enabled(weight.device.type) else weight.dtype
+        return image_embeds.to(device=weight.device, dtype=dtype)
 
     def _cache_for(self, past_key_values: Cache | None, use_cache: bool | None) -> tuple[Cache | None, bool]:
         """The cache of this call, made when it is missing, so that the visual K and V have a place beside it."""
@@ -299,7 +303,7 @@ class MPlugOwl3ForConditionalGeneration(MPlugOwl3PreTrainedModel, MPlugOwl3Gener
                 media_layout = self.media_layout(
                     total, input_ids=input_ids, media_offset=media_offset, position_ids=position_ids
                 )
-            visual = _new_visual(media_layout, row_offset, embeds, past_key_values, past_length, inputs_embeds.shape[:2])
+            visual = _new_visual(media_layout, row_offset, embeds, past_key_values, past_length, inputs_embeds)
         outputs = self.language_model.model(
             attention_mask=attention_mask,
             position_ids=position_ids,
@@ -325,7 +329,7 @@ class MPlugOwl3ForConditionalGeneration(MPlugOwl3PreTrainedModel, MPlugOwl3Gener
         )
 
 
-def _cached_visual(cache: Cache | None, past_length: int, length: int, embeds: Tensor | None) -> VisualInputs | None:
+def _cached_visual(cache: Any, past_length: int, length: int, embeds: Tensor | None) -> VisualInputs | None:
     """What tokens that continue a cache see of the frames whose K and V are in it."""
     if past_length == 0 and visual_cache(cache) is not None:
         cache.visual = None  # a cache that was reset: those frames belong to its earlier text
@@ -334,7 +338,7 @@ def _cached_visual(cache: Cache | None, past_length: int, length: int, embeds: T
         return None
     if embeds is not None:
         raise ShapeError(
-            f"{embeds.shape[0]} frames were passed with a cache that holds {cached.layout.total_frames} frames already; "
+            f"{embeds.shape[0]} frames were passed with a cache that holds {cached.layout.total_frames} already; "
             "pass new frames with the whole conversation and without the cache"
         )
     return cached.inputs(past_length, length)
@@ -344,20 +348,21 @@ def _new_visual(
     layout: MediaLayout,
     row_offset: int,
     embeds: Tensor | None,
-    cache: Cache | None,
+    cache: Any,
     past_length: int,
-    text_shape: tuple[int, int],
+    inputs_embeds: Tensor,
 ) -> VisualInputs | None:
     """What the tokens of this call see of the frames passed with it; with a cache, the place for their K and V."""
     total = 0 if embeds is None else embeds.shape[0]
-    if layout.total_frames != total or layout.first.shape[0] != text_shape[0]:
+    batch, length, _ = inputs_embeds.shape
+    if layout.total_frames != total or layout.first.shape[0] != batch:
         raise ShapeError(
             f"media_layout is for {layout.first.shape[0]} samples and {layout.total_frames} frames; the call has "
-            f"{text_shape[0]} samples and {total} frames"
+            f"{batch} samples and {total} frames"
         )
     if embeds is None:
         return None
     visual = VisualCache(layout, row_offset=row_offset, tokens_per_frame=embeds.shape[1])
     if cache is not None:
         cache.visual = visual
-    return visual.inputs(past_length, text_shape[1], embeds)
+    return visual.inputs(past_length, length, embeds)
