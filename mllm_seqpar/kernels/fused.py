@@ -43,6 +43,8 @@ class FusedKernel:
     mask_entries = 1 << 20
     mask_keys = 1024
     """Entries of a bias, and keys of a tile, computed at once when there is a mask."""
+    bias_dtype: torch.dtype | None = None
+    """Dtype of a bias; None is that of q."""
 
     def why_not(self, q: Tensor, k: Tensor, *, causal: bool, masked: bool) -> str | None:
         """Return why the operator cannot compute this block, or None."""
@@ -117,7 +119,7 @@ class FusedKernel:
         self, q: Tensor, k: Tensor, v: Tensor, scale: float, mask: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         groups, heads = k.shape[1], q.shape[1]
-        call = Call(scale, bias=_bias(mask, q, groups))
+        call = Call(scale, bias=self._bias(mask, q, groups))
         o, lse = self._run_forward(base.fold_groups(q, groups), k, v, call)
         # Operators hand the log-sum-exp out in layouts of their own, which no view may unfold.
         o, lse = base.unfold_groups(o, heads), base.unfold_groups(lse.contiguous(), heads)
@@ -138,7 +140,7 @@ class FusedKernel:
         mask: Tensor | None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         groups, heads = k.shape[1], q.shape[1]
-        call = Call(scale, bias=_bias(mask, q, groups))
+        call = Call(scale, bias=self._bias(mask, q, groups))
         do, q, o, lse = (base.fold_groups(x, groups) for x in (do, q, o, lse))
         dq, dk, dv = self._run_backward(do, q, k, v, o, lse.contiguous(), call)
         return base.unfold_groups(dq, heads), dk, dv
@@ -173,17 +175,16 @@ class FusedKernel:
         row_step = max(1, self.mask_entries // entries_per_row)
         return list(product(_ranges(rows, row_step), _ranges(keys, self.mask_keys)))
 
-
-def _bias(mask: Tensor | None, q: Tensor, groups: int) -> Tensor | None:
-    """Bool (B, S, T) -> additive (B, 1, R * S, T) for folded rows: -inf where hidden, rows at aligned distances."""
-    if mask is None:
-        return None
-    batch, rows, keys = mask.shape
-    repeat = q.shape[1] // groups
-    width = -(-keys // BIAS_ALIGNMENT) * BIAS_ALIGNMENT
-    bias = q.new_zeros(batch, repeat, rows, width, dtype=torch.float32 if q.device.type == "cpu" else q.dtype)
-    bias[..., :keys].masked_fill_(~mask.unsqueeze(1), -torch.inf)
-    return bias.view(batch, 1, repeat * rows, width)[..., :keys]
+    def _bias(self, mask: Tensor | None, q: Tensor, groups: int) -> Tensor | None:
+        """Bool (B, S, T) -> additive (B, 1, R * S, T) for folded rows: -inf where hidden, rows at aligned distances."""
+        if mask is None:
+            return None
+        batch, rows, keys = mask.shape
+        repeat = q.shape[1] // groups
+        width = -(-keys // BIAS_ALIGNMENT) * BIAS_ALIGNMENT
+        bias = q.new_zeros(batch, repeat, rows, width, dtype=self.bias_dtype or q.dtype)
+        bias[..., :keys].masked_fill_(~mask.unsqueeze(1), -torch.inf)
+        return bias.view(batch, 1, repeat * rows, width)[..., :keys]
 
 
 def _by_head_of_group(x: Tensor, k: Tensor) -> list[Tensor]:

@@ -13,17 +13,23 @@ from torch import Tensor
 
 from mllm_seqpar.errors import ConfigError
 from mllm_seqpar.kernels.base import BlockKernel
+from mllm_seqpar.kernels.flash_attn import FlashAttnKernel
 from mllm_seqpar.kernels.reference import ReferenceKernel
 from mllm_seqpar.kernels.tiled import TiledKernel
 from mllm_seqpar.kernels.torch_cpu import TorchCpuKernel
+from mllm_seqpar.kernels.torch_cuda import CudaCudnnKernel, CudaEfficientKernel, CudaFlashKernel
 
 _KERNELS: dict[str, Callable[[], BlockKernel]] = {
+    "flash_attn": FlashAttnKernel,
+    "cuda_flash": CudaFlashKernel,
+    "cuda_cudnn": CudaCudnnKernel,
+    "cuda_efficient": CudaEfficientKernel,
     "torch_cpu": TorchCpuKernel,
     "tiled": TiledKernel,
     "reference": ReferenceKernel,
 }
 
-_AUTO = ("torch_cpu", "tiled")
+_AUTO = ("flash_attn", "cuda_flash", "cuda_efficient", "torch_cpu", "tiled")
 """Order of preference of `auto`. "tiled" computes everything, so the walk always ends."""
 
 

@@ -28,6 +28,7 @@ class TorchCpuKernel(FusedKernel):
     """Block attention by torch's fused CPU operator, float32 partials for every input dtype. See `BlockKernel`."""
 
     name = "torch_cpu"
+    bias_dtype = torch.float32
 
     def why_not(self, q: Tensor, k: Tensor, *, causal: bool, masked: bool) -> str | None:
         """Return why the operator cannot compute this block, or None."""

@@ -1,0 +1,215 @@
+"""The contracts of the CUDA operators, computed on CPU, for machines without a GPU.
+
+Each function takes and returns what the operator does, by its schema and its source (torch 2.13: attention.cu,
+attention_backward.cu, flash_api.cpp, cudnn/MHA.cpp; flash-attn 2.6 and 2.8), refuses what it refuses, and hands out the
+layouts that it hands out: a log-sum-exp padded with +inf, one with a fourth dim, garbage where the operator promises
+nothing. What is tested with it is our half, the adaptation; the operators themselves need the GPU tests.
+"""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mllm_seqpar.kernels.torch_cuda import POINTER_ALIGNMENT
+
+
+def _check(*tensors: Tensor) -> None:
+    for x in tensors:
+        assert x.stride(-1) == 1 and x.data_ptr() % POINTER_ALIGNMENT == 0
+        strides = [s for s, n in zip(x.stride()[:-1], x.shape[:-1], strict=True) if n > 1]
+        assert all(s * x.element_size() % POINTER_ALIGNMENT == 0 for s in strides)
+        assert x.numel() > 0
+
+
+def _scores(q: Tensor, k: Tensor, scale: float, causal: bool, bias: Tensor | None) -> Tensor:
+    repeat = q.shape[1] // k.shape[1]
+    scores = q.double() @ k.double().repeat_interleave(repeat, dim=1).mT * scale
+    if causal:
+        scores = scores.masked_fill(~torch.ones(scores.shape[-2:], dtype=torch.bool).tril(), -torch.inf)
+    return scores if bias is None else scores + bias.double()
+
+
+def _forward(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool, bias: Tensor | None = None) -> tuple:
+    _check(q, k, v)
+    assert q.dtype == k.dtype == v.dtype
+    scores = _scores(q, k, scale, causal, bias)
+    lse = scores.logsumexp(-1)
+    hidden = lse == -torch.inf
+    p = torch.softmax(scores, -1)
+    o = p @ v.double().repeat_interleave(q.shape[1] // k.shape[1], dim=1)
+    # Hidden rows: the operators' promise is nothing, so the worst is assumed.
+    return o.masked_fill(hidden.unsqueeze(-1), torch.nan).to(q.dtype), lse.masked_fill(hidden, 0.0).float()
+
+
+def _backward(
+    do: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    o: Tensor,
+    lse: Tensor,
+    scale: float,
+    causal: bool,
+    bias: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    _check(q, k, v, o, do)
+    assert q.dtype == k.dtype == v.dtype == o.dtype == do.dtype and lse.dtype == torch.float32
+    groups, repeat = k.shape[1], q.shape[1] // k.shape[1]
+    p = torch.exp(_scores(q, k, scale, causal, bias) - lse.double().unsqueeze(-1))
+    dp = do.double() @ v.double().repeat_interleave(repeat, dim=1).mT
+    ds = p * (dp - (do.double() * o.double()).sum(-1, keepdim=True)) * scale
+    dq = ds @ k.double().repeat_interleave(repeat, dim=1)
+    dk, dv = (x.unflatten(1, (groups, repeat)).sum(2) for x in (ds.mT @ q.double(), p.mT @ do.double()))
+    return dq.to(q.dtype), dk.to(q.dtype), dv.to(q.dtype)
+
+
+def _flash(q, k, v, dropout_p, is_causal, return_debug_mask, *, scale) -> tuple:
+    assert q.shape[-1] % 8 == 0 and not (is_causal and q.shape[2] != k.shape[2])
+    o, lse = _forward(q, k, v, scale, is_causal)
+    return o, lse, None, None, q.shape[2], k.shape[2], None, None, None
+
+
+def _flash_backward(do, q, k, v, o, lse, cum_q, cum_k, max_q, max_k, p, causal, seed, offset, *, scale) -> tuple:
+    assert cum_q is None and cum_k is None and (max_q, max_k) == (q.shape[2], k.shape[2])
+    assert lse.shape == q.shape[:3] and lse.is_contiguous()
+    return _backward(do, q, k, v, o, lse, scale, causal)
+
+
+def _check_bias(bias: Tensor | None, q: Tensor, k: Tensor) -> None:
+    if bias is not None:
+        assert bias.dtype == q.dtype and bias.shape == (*q.shape[:3], k.shape[2]) and bias.stride(3) == 1
+        vector = 16 // q.element_size()
+        assert all(s % vector == 0 for s in bias.stride()[:3]) and bias.data_ptr() % POINTER_ALIGNMENT == 0
+
+
+def _efficient(q, k, v, bias, compute_log_sumexp, dropout_p, is_causal, *, scale) -> tuple:
+    assert q.shape[1] == k.shape[1] and compute_log_sumexp
+    _check_bias(bias, q, k)
+    o, lse = _forward(q, k, v, scale, is_causal, bias)
+    lse = torch.nn.functional.pad(lse, (0, -lse.shape[-1] % 32), value=torch.inf)
+    return o.transpose(1, 2).contiguous().transpose(1, 2), lse, None, None
+
+
+def _efficient_backward(do, q, k, v, bias, o, lse, seed, offset, p, wanted, is_causal, *, scale) -> tuple:
+    assert q.shape[1] == k.shape[1] and wanted == [True, True, True, False]
+    _check_bias(bias, q, k)
+    rows = q.shape[2]
+    assert lse.shape == (*q.shape[:2], -(-rows // 32) * 32) and (lse[..., rows:] == torch.inf).all()
+    return *_backward(do, q, k, v, o, lse[..., :rows], scale, is_causal, bias), None
+
+
+def _cudnn(q, k, v, bias, compute_log_sumexp, dropout_p, is_causal, return_debug_mask, *, scale) -> tuple:
+    assert bias is None and k.shape[2] > 1 and all(x.is_contiguous() for x in (q, k, v))
+    o, lse = _forward(q, k, v, scale, is_causal)
+    return o, lse.unsqueeze(-1), None, None, q.shape[2], k.shape[2], None, None, None
+
+
+def _cudnn_backward(do, q, k, v, o, lse, seed, offset, bias, cum_q, cum_k, max_q, max_k, p, causal, *, scale) -> tuple:
+    assert bias is None and k.shape[2] > 1 and (max_q, max_k) == (q.shape[2], k.shape[2])
+    assert all(x.is_contiguous() for x in (do, q, k, v, o, lse)) and lse.shape == (*q.shape[:3], 1)
+    return _backward(do, q, k, v, o, lse.squeeze(-1), scale, causal)
+
+
+aten = SimpleNamespace(
+    _scaled_dot_product_flash_attention=_flash,
+    _scaled_dot_product_flash_attention_backward=_flash_backward,
+    _scaled_dot_product_efficient_attention=_efficient,
+    _scaled_dot_product_efficient_attention_backward=_efficient_backward,
+    _scaled_dot_product_cudnn_attention=_cudnn,
+    _scaled_dot_product_cudnn_attention_backward=_cudnn_backward,
+)
+
+
+def _bhsd(*tensors: Tensor) -> list[Tensor]:
+    return [x.transpose(1, 2) for x in tensors]
+
+
+class FlashAttn28:
+    """The low-level pair as flash-attn 2.7 and 2.8 declare it."""
+
+    @staticmethod
+    def _flash_attn_forward(
+        q,
+        k,
+        v,
+        dropout_p,
+        softmax_scale,
+        causal,
+        window_size_left,
+        window_size_right,
+        softcap,
+        alibi_slopes,
+        return_softmax,
+    ) -> tuple:
+        assert (window_size_left, window_size_right, softcap, return_softmax) == (-1, -1, 0.0, False)
+        o, lse = _forward(*_bhsd(q, k, v), softmax_scale, causal)
+        return o.transpose(1, 2), lse, None, None
+
+    @staticmethod
+    def _flash_attn_backward(
+        dout,
+        q,
+        k,
+        v,
+        out,
+        softmax_lse,
+        dq,
+        dk,
+        dv,
+        dropout_p,
+        softmax_scale,
+        causal,
+        window_size_left,
+        window_size_right,
+        softcap,
+        alibi_slopes,
+        deterministic,
+        rng_state=None,
+    ) -> Tensor:
+        grads = _backward(*_bhsd(dout, q, k, v, out), softmax_lse, softmax_scale, causal)
+        for into, grad in zip((dq, dk, dv), grads, strict=True):
+            assert into.is_contiguous()
+            into.copy_(grad.transpose(1, 2))
+        return softmax_lse
+
+
+class FlashAttn26:
+    """The pair as flash-attn 2.5 and 2.6 declare it: a window of two, padded copies among the results."""
+
+    @staticmethod
+    def _flash_attn_forward(
+        q, k, v, dropout_p, softmax_scale, causal, window_size, alibi_slopes, return_softmax
+    ) -> tuple:
+        assert window_size == (-1, -1)
+        o, lse = _forward(*_bhsd(q, k, v), softmax_scale, causal)
+        return o.transpose(1, 2), q, k, v, o, lse, None, None
+
+    @staticmethod
+    def _flash_attn_backward(
+        dout,
+        q,
+        k,
+        v,
+        out,
+        softmax_lse,
+        dq,
+        dk,
+        dv,
+        dropout_p,
+        softmax_scale,
+        causal,
+        window_size,
+        alibi_slopes,
+        deterministic,
+        rng_state=None,
+    ) -> tuple:
+        minus = {"window_size_left": -1, "window_size_right": -1, "softcap": 0.0}
+        arguments: dict[str, Any] = {"alibi_slopes": None, "deterministic": deterministic, **minus}
+        FlashAttn28._flash_attn_backward(
+            dout, q, k, v, out, softmax_lse, dq, dk, dv, dropout_p, softmax_scale, causal, **arguments
+        )
+        return dq, dk, dv, softmax_lse
