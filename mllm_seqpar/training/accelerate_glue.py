@@ -123,10 +123,22 @@ def shard_model(accelerator, model: nn.Module, optimizer: torch.optim.Optimizer)
         accelerator.state.fsdp_plugin.mixed_precision_policy = MixedPrecisionPolicy(
             param_dtype=torch.bfloat16, reduce_dtype=torch.float32
         )
+    if accelerator.is_fsdp2 and accelerator.state.fsdp_plugin.transformer_cls_names_to_wrap is None:
+        accelerator.state.fsdp_plugin.transformer_cls_names_to_wrap = layer_classes(model)
     model, optimizer = accelerator.prepare(model, optimizer)
     if dist.is_initialized():
         require_sharded(model)
     return model, getattr(optimizer, "optimizer", optimizer)
+
+
+def layer_classes(model: nn.Module) -> list[str]:
+    """Names of the classes whose instances are sharded as units of their own: the model's `_no_split_modules`.
+
+    transformers collects that list from the classes of all parts, and it may name some that this model has no instance
+    of (the text half of SigLIP), which accelerate would refuse.
+    """
+    present = {type(module).__name__ for module in model.modules()}
+    return sorted(present & set(getattr(model, "_no_split_modules", None) or ()))
 
 
 def reshard(model: nn.Module) -> None:

@@ -20,6 +20,9 @@ import os
 import random
 import re
 import shutil
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -74,7 +77,8 @@ def save_checkpoint(
             shutil.rmtree(left_over)
         draft.mkdir(parents=True)
     _barrier()
-    dcp.save(_state(model, optimizer), checkpoint_id=draft / "shards", no_dist=not dist.is_initialized())
+    with _quiet_alone():
+        dcp.save(_state(model, optimizer), checkpoint_id=draft / "shards")
     torch.save(_random_state(), draft / f"random-{rank}.pt")
     _barrier()
     if rank == 0:
@@ -159,7 +163,8 @@ def load_checkpoint(checkpoint: Path, model: nn.Module, optimizer: torch.optim.O
             f"{checkpoint} does not fit the model: it lacks {missing[:3]} ({len(missing)} in all) and has "
             f"{surplus[:3]} ({len(surplus)} in all) too many; is --model or --freeze another one?"
         )
-    dcp.load(state, storage_reader=reader, no_dist=not dist.is_initialized())
+    with _quiet_alone():
+        dcp.load(state, storage_reader=reader)
     rank = dist.get_rank() if dist.is_initialized() else 0
     random_file = checkpoint / f"random-{rank}.pt"
     if random_file.is_file():
@@ -214,6 +219,14 @@ def _set_random_state(state: dict[str, Any]) -> None:
     np.random.set_state((kind, keys.numpy().astype(np.uint32), *rest))
     version, numbers, gauss = state["python"]
     random.setstate((version, tuple(numbers), gauss))
+
+
+@contextmanager
+def _quiet_alone() -> Iterator[None]:
+    """A single process is meant: without this, dcp warns of it at every checkpoint."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
+        yield
 
 
 def _barrier() -> None:

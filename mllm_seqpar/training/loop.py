@@ -15,8 +15,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from mllm_seqpar.config import SeqParConfig
 from mllm_seqpar.errors import ConfigError, SeqParError
 from mllm_seqpar.log import get_logger
+from mllm_seqpar.patching import patch_model
 from mllm_seqpar.training import checkpoint as checkpoints
 from mllm_seqpar.training.accelerate_glue import Layout, make_layout, reshard, shard_model, start_accelerator
 from mllm_seqpar.training.agreement import require_agreement
@@ -76,7 +78,7 @@ def fine_tune(argv: Sequence[str]) -> None:
 
 def prepare(argv: Sequence[str]) -> Run:
     """Everything before the first step, agreed upon by all ranks."""
-    args, problem = _try(parse, argv)
+    args, problem = _try(_arguments, argv)
     accelerator = start_accelerator(args.device, args.timeout) if args else start_accelerator()
     require_agreement("arguments", asdict(args) if args else {}, problem)
     assert args is not None  # or the agreement has raised
@@ -111,6 +113,23 @@ def prepare(argv: Sequence[str]) -> Run:
     )  # fmt: skip
 
 
+def _arguments(argv: Sequence[str]) -> TrainArguments:
+    args = parse(argv)
+    _seqpar_config(args)
+    return args
+
+
+def _seqpar_config(args: TrainArguments) -> SeqParConfig:
+    return SeqParConfig(
+        strategy=args.strategy,
+        self_attention=args.self_attention,
+        text_layout=args.text_layout,
+        tile=args.tile_shape(),
+        kernel=args.kernel,
+        recompute_visual=args.recompute_visual,
+    )
+
+
 def _open_data(args: TrainArguments, layout: Layout):
     """What can fail on one rank only; the last item is what all ranks must have in common."""
     output = Path(args.output)
@@ -141,18 +160,7 @@ def _load_and_patch(args: TrainArguments, layout: Layout) -> nn.Module:
         model.gradient_checkpointing_enable({"use_reentrant": False})  # type: ignore[operator]
     model.train()
     if layout.sp > 1:
-        from mllm_seqpar import patch_model
-
-        patch_model(
-            model,
-            strategy=args.strategy,
-            group=layout.sp_group,
-            self_attention=args.self_attention,
-            text_layout=args.text_layout,
-            tile=args.tile_shape(),
-            kernel=args.kernel,
-            recompute_visual=args.recompute_visual,
-        )
+        patch_model(model, group=layout.sp_group, config=_seqpar_config(args))
     return model
 
 

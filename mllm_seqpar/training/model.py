@@ -1,5 +1,7 @@
 """Loading a model and its processor, and choosing what of it trains."""
 
+import importlib
+import pkgutil
 from collections.abc import Iterable
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -8,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from mllm_seqpar import models
 from mllm_seqpar.errors import ConfigError
 from mllm_seqpar.log import get_logger
 
@@ -61,8 +64,9 @@ def load_processor(path: str) -> Any:
 
 
 def _register() -> None:
-    """Importing a native model registers it with transformers' Auto classes."""
-    import mllm_seqpar.models  # noqa: F401
+    """Imports the native models, each of which registers itself with transformers' Auto classes."""
+    for package in pkgutil.iter_modules(models.__path__, models.__name__ + "."):
+        importlib.import_module(package.name)
 
 
 def choose_parameters(model: nn.Module, freeze: str, train: str) -> None:
