@@ -145,16 +145,15 @@ class MPlugOwl3PreTrainedModel(PreTrainedModel):
         kwargs["use_safetensors"] = True
         return super().from_pretrained(pretrained_model_name_or_path, *model_args, config=own, **kwargs)
 
-    def gradient_checkpointing_enable(
-        self, gradient_checkpointing_kwargs: dict | None = None, *args: Any, **kwargs: Any
-    ) -> None:
-        """As transformers', without `use_reentrant=True`, whose backward would run through the shared frames twice."""
-        if (gradient_checkpointing_kwargs or {}).get("use_reentrant"):
+    def _set_gradient_checkpointing(self, *args: Any, **kwargs: Any) -> None:
+        # Every public way to switch checkpointing on, in all supported versions, comes through here.
+        function = kwargs.get("gradient_checkpointing_func")
+        if getattr(function, "keywords", {}).get("use_reentrant"):
             raise ConfigError(
                 "use_reentrant is True; hyper layers share the frames' features, which reentrant checkpointing cannot "
                 "differentiate: pass gradient_checkpointing_kwargs={'use_reentrant': False}, or nothing"
             )
-        super().gradient_checkpointing_enable(gradient_checkpointing_kwargs, *args, **kwargs)
+        super()._set_gradient_checkpointing(*args, **kwargs)
 
 
 class MPlugOwl3ForConditionalGeneration(MPlugOwl3PreTrainedModel, MPlugOwl3GenerationMixin):
@@ -315,6 +314,8 @@ class MPlugOwl3ForConditionalGeneration(MPlugOwl3PreTrainedModel, MPlugOwl3Gener
         )
         rows = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
         logits = self.language_model.lm_head(outputs.last_hidden_state[:, rows])
+        if shift_labels is not None:
+            shift_labels = shift_labels.contiguous()  # transformers' loss takes a view of it
         loss = None
         if labels is not None or shift_labels is not None:
             loss = self.loss_function(

@@ -1,0 +1,209 @@
+"""One process: the model against a dense float64 computation that shares no code with it (`mplug_owl3_reference`)."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from mllm_seqpar.models.mplug_owl3 import visual_inputs
+from mplug_owl3_reference import Numbers, reference_logits, reference_loss
+from tiny import IMAGE_TOKEN, tiny_frames, tiny_model, tiny_text
+
+VARIANTS = ("gated", "fused")
+
+# float32 against float64 through 4 layers: 2e-6 in gradients, less in logits. A wrong mask or position shows as 1e-2.
+TOLERANCE = 5e-6
+
+
+def numbers(model: torch.nn.Module) -> Numbers:
+    config = model.config
+    return Numbers(
+        variant=config.variant,
+        heads=config.num_attention_heads,
+        kv_heads=config.num_key_value_heads,
+        head_dim=config.hidden_size // config.num_attention_heads,
+        hyper_layers=tuple(config.hyper_layers),
+        vision_heads=config.vision_config.num_attention_heads,
+        vision_layers=config.vision_config.num_hidden_layers,
+        layers=config.num_hidden_layers,
+    )
+
+
+def double_state(model: torch.nn.Module) -> dict[str, Tensor]:
+    return {name: value.detach().double() for name, value in model.state_dict().items()}
+
+
+def expected(model: torch.nn.Module, input_ids: Tensor, frames: Tensor, state: dict | None = None) -> list[Tensor]:
+    """Logits of each sample on its own; the flat list of frames is dealt out by counting placeholders."""
+    state = double_state(model) if state is None else state
+    logits, used = [], 0
+    for sample in input_ids.tolist():
+        at = [position for position, token in enumerate(sample) if token == IMAGE_TOKEN]
+        own = frames[used : used + len(at)].double()
+        used += len(at)
+        logits.append(reference_logits(state, numbers(model), sample, at, own))
+    return logits
+
+
+def error(found: Tensor, reference: Tensor) -> float:
+    return ((found.double() - reference).norm() / reference.norm()).item()
+
+
+CASES = {
+    "one sample": (3,),
+    "uneven frames": (4, 1),
+    "a sample without frames first": (0, 3),
+    "a sample without frames last": (2, 0),
+    "three samples": (1, 0, 5),
+    "text only": (0, 0),
+}
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_logits(variant: str, case: str, attention: str) -> None:
+    model = tiny_model(variant)
+    model.set_attn_implementation(attention)
+    ids, frames = tiny_text(*CASES[case]), tiny_frames(sum(CASES[case]))
+    logits = model(ids, frames).logits
+    for found, reference in zip(logits, expected(model, ids, frames), strict=True):
+        assert error(found, reference) < TOLERANCE
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("placeholders", [[0], [0, 1, 2, 3], [11], [9, 10, 11], [0, 5, 11]])
+def test_placeholders_at_the_edges(variant: str, placeholders: list[int]) -> None:
+    model = tiny_model(variant)
+    ids = tiny_text(0)
+    ids[0, placeholders] = IMAGE_TOKEN
+    frames = tiny_frames(len(placeholders))
+    assert error(model(ids, frames).logits[0], expected(model, ids, frames)[0]) < TOLERANCE
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_many_rows_and_frames_cut_into_blocks(variant: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows with one interval go without a mask, the others in masks of bounded size; the cuts must not show."""
+    monkeypatch.setattr(visual_inputs, "SHORT_RUN", 4)
+    monkeypatch.setattr(visual_inputs, "MASK_ELEMENTS", 3 * 5 * 4)
+    model = tiny_model(variant)
+    ids = tiny_text(9, 0, 7, length=40)
+    ids[0, 30:] = 7  # a long run with one interval after the frames
+    frames = tiny_frames(int((ids == IMAGE_TOKEN).sum()))
+    logits = model(ids, frames).logits
+    for found, reference in zip(logits, expected(model, ids, frames), strict=True):
+        assert error(found, reference) < TOLERANCE
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_padding_changes_nothing(variant: str, side: str, attention: str) -> None:
+    model = tiny_model(variant)
+    model.set_attn_implementation(attention)
+    samples = [tiny_text(3, length=12, seed=1), tiny_text(2, length=7, seed=2), tiny_text(0, length=9, seed=3)]
+    frames = tiny_frames(5)
+    ids = torch.zeros(3, 12, dtype=torch.long)
+    mask = torch.zeros_like(ids)
+    rows = []
+    for index, sample in enumerate(samples):
+        length = sample.shape[1]
+        rows.append(slice(12 - length, 12) if side == "left" else slice(0, length))
+        ids[index, rows[-1]], mask[index, rows[-1]] = sample[0], 1
+    positions = (mask.cumsum(1) - 1).clamp(min=0)
+    for position_ids in (positions, None):  # rotary positions matter only relative to each other
+        logits = model(ids, frames, attention_mask=mask, position_ids=position_ids).logits
+        references = [
+            expected(model, samples[0], frames[:3])[0],
+            expected(model, samples[1], frames[3:])[0],
+            expected(model, samples[2], frames[:0])[0],
+        ]
+        for index, reference in enumerate(references):
+            assert error(logits[index, rows[index]], reference) < TOLERANCE
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_loss_and_every_gradient(variant: str) -> None:
+    model = tiny_model(variant)
+    ids, frames = tiny_text(3, 0, 2), tiny_frames(5).requires_grad_()
+    labels = ids.clone()
+    labels[0, :4] = -100
+    labels[2, 6:9] = -100
+    loss = model(ids, frames, labels=labels).loss
+    loss.backward()
+
+    state = {name: value.requires_grad_() for name, value in double_state(model).items()}
+    copied = frames.detach().double().requires_grad_()
+    reference = reference_loss(expected(model, ids, copied, state), labels.tolist())
+    reference.backward()
+
+    assert abs(loss.item() - reference.item()) < TOLERANCE * reference.item()
+    assert error(frames.grad, copied.grad) < TOLERANCE
+    unused = {name for name, weight in model.named_parameters() if weight.grad is None}
+    assert unused == {name for name, value in state.items() if value.grad is None}
+    for name, weight in model.named_parameters():
+        if name not in unused and name.endswith("k_proj.bias"):
+            # The gradient of a key bias is 0 in SigLIP, and in Qwen2 small: absolute, against the weight's.
+            scale = model.get_parameter(name.replace("bias", "weight")).grad.norm().item()
+            assert (weight.grad.double() - state[name].grad).norm().item() < TOLERANCE * scale, name
+        elif name not in unused:
+            assert error(weight.grad, state[name].grad) < TOLERANCE, name
+
+
+def test_the_last_vision_layer_is_not_used() -> None:
+    model = tiny_model("gated")
+    ids, frames = tiny_text(2), tiny_frames(2)
+    before = model(ids, frames).logits
+    with torch.no_grad():
+        for name, weight in model.vision_model.named_parameters():
+            if name.startswith(("encoder.layers.2.", "post_layernorm", "head")):
+                weight.fill_(float("nan"))
+    assert torch.equal(model(ids, frames).logits, before)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_loss_options(variant: str) -> None:
+    model = tiny_model(variant)
+    ids, frames = tiny_text(3, 1), tiny_frames(4)
+    labels = ids.clone()
+    labels[:, :5] = -100
+    usual = model(ids, frames, labels=labels).loss
+    shifted = torch.nn.functional.pad(labels, (0, 1), value=-100)[:, 1:]
+    assert torch.equal(model(ids, frames, shift_labels=shifted).loss, usual)
+    targets = int((shifted != -100).sum())
+    by_count = model(ids, frames, labels=labels, num_items_in_batch=4 * targets).loss
+    assert torch.allclose(by_count, usual / 4)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_bfloat16_stays_near(variant: str) -> None:
+    model = tiny_model(variant)
+    ids, frames = tiny_text(4, 2), tiny_frames(6)
+    reference = torch.stack(expected(model, ids, frames))
+    logits = model.bfloat16()(ids, frames.bfloat16()).logits
+    assert logits.dtype == torch.bfloat16
+    assert error(logits, reference) < 0.05  # 8 bits of mantissa through 4 layers
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_features_in_place_of_pixels(variant: str) -> None:
+    model = tiny_model(variant)
+    ids, frames = tiny_text(3, 2), tiny_frames(5)
+    features = model.encode_frames(frames)
+    assert torch.equal(model(ids, image_embeds=features).logits, model(ids, frames).logits)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_gradient_checkpointing_gives_the_same_gradients(variant: str) -> None:
+    ids, frames = tiny_text(3, 2), tiny_frames(5)
+    gradients = []
+    for checkpointing in (False, True):
+        model = tiny_model(variant).train()
+        if checkpointing:
+            model.gradient_checkpointing_enable()
+        output = model(ids, frames, labels=ids)
+        assert (output.past_key_values is None) == checkpointing
+        output.loss.backward()
+        gradients.append({name: weight.grad for name, weight in model.named_parameters()})
+    for name, gradient in gradients[0].items():
+        assert (gradient is None) == (gradients[1][name] is None), name
+        assert gradient is None or torch.equal(gradient, gradients[1][name]), name
