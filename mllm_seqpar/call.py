@@ -1,0 +1,130 @@
+"""One forward pass of a patched model: what all its layers share. It travels to them as a keyword argument.
+
+Two ways to run. "sharded": text and frames are dealt to the ranks, for training and for any pass without a cache.
+"replicated": every rank has all text and its own frames, for generating with a cache. An object of its own, not a
+container of tensors, so that FSDP, checkpointing and autocast hand it through as it is; and not kept on a module, so
+that a recomputation in backward sees what its forward pass saw.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from .attention.api import accumulation
+from .attention.decode import decode_attention
+from .attention.distributed import Plan
+from .attention.joint import attend
+from .attention.sources import GivenKeys, KeySource
+from .context import SeqParContext
+from .errors import ConfigError
+from .masks import Blocks, FrameBlocks, FrameMask
+from .sharding import frame_bounds
+from .text import TextShards
+from .visual import Projection, RecomputedKeys, SharedVisual
+
+
+@dataclass(frozen=True)
+class VisualShards:
+    """The frames of one forward pass: this rank's features, and what each text row sees of all frames.
+
+    Attributes:
+        visual: this rank's features.
+        blocks: the visible tiles of every block.
+        key_lengths: visual keys of every rank.
+        sees: (B, s) bool, this rank's rows that see any frame.
+    """
+
+    visual: SharedVisual
+    blocks: Blocks
+    key_lengths: tuple[int, ...]
+    sees: Tensor
+
+    @classmethod
+    def of(cls, visual: SharedVisual, mask: FrameMask, text: TextShards) -> VisualShards:
+        """From the mask of ALL text rows (B, L), in order; padding rows see nothing."""
+        rows = FrameMask(
+            None if mask.bounds is None else (text.pad(mask.bounds[0], 1), text.pad(mask.bounds[1], 1)),
+            None if mask.visible is None else text.pad(mask.visible, 1),
+            mask.tokens_per_frame,
+            mask.total_frames,
+        )
+        frames = frame_bounds(mask.total_frames, text.comm.size)
+        by_rank = [rows.take(text.positions(rank)) for rank in range(text.comm.size)]
+        key_lengths = tuple((stop - start) * mask.tokens_per_frame for start, stop in frames)
+        return cls(visual, FrameBlocks(by_rank, frames), key_lengths, by_rank[text.comm.rank].sees_any())
+
+
+@dataclass(frozen=True)
+class SeqParCall:
+    """What the layers of one forward pass need to know.
+
+    Attributes:
+        context: group and configuration.
+        text: how the text is dealt to ranks; None in a replicated pass.
+        frames: the frames of a sharded pass; None without any.
+        frame_mask: what every text row sees, in a replicated pass with frames.
+    """
+
+    context: SeqParContext
+    text: TextShards | None = None
+    frames: VisualShards | None = None
+    frame_mask: FrameMask | None = None
+
+    @property
+    def shards_text(self) -> bool:
+        """Whether hidden states hold this rank's tokens only."""
+        return self.text is not None and self.context.config.self_attention != "local"
+
+    def text_keys(self, k: Tensor, v: Tensor, window: int | None = None) -> GivenKeys:
+        """This rank's text keys (B, G, s, D), causal, by the configured self-attention."""
+        assert self.text is not None
+        size = self.context.comm.size
+        return GivenKeys(self._plan((1, size), self.text.blocks(window), (self.text.local,) * size, k.dtype), k, v)
+
+    def visual_keys(self, project: Projection, modules: Sequence[nn.Module], dtype: torch.dtype) -> KeySource:
+        """The visual keys that a layer projects from the shared features, by the configured strategy."""
+        assert self.frames is not None
+        size, config = self.context.comm.size, self.context.config
+        plan = self._plan(
+            (size, 1) if config.strategy == "lv-xattn" else (1, size),
+            self.frames.blocks,
+            self.frames.key_lengths,
+            dtype,
+        )
+        if config.recompute_visual:
+            return RecomputedKeys(plan, self.frames.visual, project, modules, dtype)
+        k, v = project(self.frames.visual.features, self.frames.visual.index)
+        return GivenKeys(plan, k.to(dtype), v.to(dtype))
+
+    def attend(self, q: Tensor, sources: Sequence[KeySource], scale: float) -> Tensor:
+        """q (B, H, s, D) -> o (B, H, s, D): one softmax over all sources' keys of all ranks."""
+        o, _ = attend(q, sources, comm=self.context.comm, scale=scale, kernel=self.context.config.kernel)
+        return o
+
+    def attend_replicated(self, q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+        """q (B, H, L, D), the same on every rank, over the ranks' visual keys -> (o, lse), the same on every rank."""
+        if torch.is_grad_enabled() and any(t.requires_grad for t in (q, k, v)):
+            raise ConfigError(
+                "use_cache: a pass with a cache has no backward pass when sequence-parallel; run it under "
+                "torch.no_grad(), or pass use_cache=False to train"
+            )
+        result = decode_attention(
+            q,
+            k,
+            v,
+            group=self.context.comm,
+            mask=self.frame_mask,
+            scale=scale,
+            kernel=self.context.config.kernel,
+            return_lse=True,
+        )
+        assert isinstance(result, tuple)
+        return result
+
+    def _plan(self, tile: tuple[int, int], blocks: Blocks, key_lengths: tuple[int, ...], dtype: torch.dtype) -> Plan:
+        config = self.context.config
+        return Plan(tile, blocks, key_lengths, accumulation(config.accumulate_dtype, dtype), config.overlap)

@@ -1,0 +1,137 @@
+"""`patch_model` and `unpatch_model`: collect every site, check all, replace, report; and undo without a trace."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeVar
+
+from torch import nn
+
+from .adapters import find_adapter
+from .agreement import agree_on_text
+from .comm import Group, as_communicator
+from .config import SeqParConfig
+from .context import SeqParContext
+from .errors import AdapterError, ConfigError
+from .log import get_logger
+
+_log = get_logger(__name__)
+_ATTRIBUTE = "_mllm_seqpar"
+_ABSENT = object()
+ModelT = TypeVar("ModelT", bound=nn.Module)
+
+
+@dataclass
+class Patch:
+    """The changes made to one model instance, and how to undo them."""
+
+    adapter: str
+    context: SeqParContext
+    _undo: list[tuple[Any, str, Any, Any]] = field(default_factory=list)
+
+    def set(self, owner: Any, name: str, value: Any) -> None:
+        """Sets an attribute on an instance (never on a class), remembering what the instance itself had there."""
+        self._undo.append((owner, name, vars(owner).get(name, _ABSENT), value))
+        object.__setattr__(owner, name, value)
+
+    def undo(self) -> None:
+        """Restores every attribute, last change first.
+
+        Raises:
+            AdapterError: somebody has replaced one of the attributes since; nothing is changed then.
+        """
+        for owner, name, _, value in self._undo:
+            if vars(owner).get(name, _ABSENT) is not value:
+                raise AdapterError(
+                    f"unpatch_model: {type(owner).__name__}.{name} was replaced by something else after patch_model; "
+                    "undo that first (accelerate: unwrap_model(model, keep_fp32_wrapper=False))"
+                )
+        for owner, name, before, _ in reversed(self._undo):
+            if before is _ABSENT:
+                object.__delattr__(owner, name)
+            else:
+                object.__setattr__(owner, name, before)
+        self._undo.clear()
+
+
+def patch_model(
+    model: ModelT,
+    strategy: str | None = None,
+    *,
+    group: Group = None,
+    config: SeqParConfig | None = None,
+    **options: Any,
+) -> ModelT:
+    """Makes this model instance sequence-parallel over `group`, in place, and returns it. Call it on every rank.
+
+    Afterwards every rank passes the same inputs as to the unpatched model: text and frames are sharded inside, the
+    loss, logits and generated tokens are the unpatched model's, and averaging each parameter's gradient over the group
+    (what DDP and FSDP do) gives the unpatched gradient. State dict, saving and loading are untouched.
+
+    Args:
+        model: a model of a known family, or a wrapper (PEFT, DDP) of one; before or after `fully_shard`.
+        strategy: how cross-attention is distributed; None: the config's, by default "lv-xattn".
+        group: ProcessGroup, one-dimensional DeviceMesh, or None: the whole world (one process: a group of one).
+        config: all options at once.
+        **options: single fields of `SeqParConfig`, over those of `config`.
+
+    Raises:
+        ConfigError: an unknown option or value.
+        AdapterError: no adapter for this model, or it is patched already.
+        AgreementError: the ranks pass different options or models; on every rank.
+    """
+    if config is not None and not isinstance(config, SeqParConfig):
+        raise ConfigError(f"config: expected a SeqParConfig, got {type(config).__name__}")
+    unknown = sorted(set(options) - set(SeqParConfig.field_names()))
+    if unknown:
+        raise ConfigError(
+            f"patch_model: unknown option {', '.join(unknown)}; the options are {', '.join(SeqParConfig.field_names())}"
+        )
+    if strategy is not None:
+        options["strategy"] = strategy
+    chosen = replace(config or SeqParConfig(), **options)
+    adapter, inner = find_adapter(model)
+    if _ATTRIBUTE in vars(inner):
+        raise AdapterError(
+            f"patch_model: this {type(inner).__name__} is patched already ({vars(inner)[_ATTRIBUTE].context.config}); "
+            "call unpatch_model first to change its options"
+        )
+    context = SeqParContext(as_communicator(group), chosen)
+    agree_on_text(context.comm, "patch_model", f"{adapter.name} {type(inner).__name__} {chosen}")
+    adapter.check(inner, context)
+    patch = Patch(adapter.name, context)
+    try:
+        adapter.install(inner, context, patch)
+    except BaseException:
+        patch.undo()
+        raise
+    object.__setattr__(inner, _ATTRIBUTE, patch)
+    _log.info(
+        "%s is sequence-parallel over %d rank(s): cross-attention by %s, self-attention by %s (%s text)",
+        type(inner).__name__,
+        context.comm.size,
+        chosen.strategy,
+        chosen.self_attention,
+        chosen.text_layout,
+    )
+    return model
+
+
+def unpatch_model(model: ModelT) -> ModelT:
+    """Undoes `patch_model` in place, without a trace, and returns the model.
+
+    Raises:
+        AdapterError: the model is not patched, or its forward was replaced by somebody else meanwhile.
+    """
+    for module in model.modules():
+        patch = vars(module).get(_ATTRIBUTE)
+        if patch is not None:
+            patch.undo()
+            object.__delattr__(module, _ATTRIBUTE)
+            return model
+    raise AdapterError(f"unpatch_model: this {type(model).__name__} is not patched")
+
+
+def patch_of(model: nn.Module) -> Patch | None:
+    """The patch of a model (or of what a wrapper holds), or None: its context, and with it the byte counter."""
+    return next((vars(m)[_ATTRIBUTE] for m in model.modules() if _ATTRIBUTE in vars(m)), None)
