@@ -62,11 +62,13 @@ class SeqParConfig:
                 raise ConfigError(f"{name}: {value!r} is unknown; choose one of {', '.join(allowed)}")
         if self.accumulate_dtype not in (torch.float32, None):
             raise ConfigError(
-                f"accumulate_dtype: {self.accumulate_dtype} cannot be used; choose torch.float32 (exact at any number of "
-                "ranks) or None (the queries' dtype: half the bytes, an error that grows with the ranks)"
+                f"accumulate_dtype: {self.accumulate_dtype} cannot be used; choose torch.float32 (exact at any number "
+                "of ranks) or None (the queries' dtype: half the bytes, an error that grows with the ranks)"
             )
         if self.tile is not None:
-            raise ConfigError(f"tile: {self.tile} was given, but tiles belong to the mesh strategy, not in this version")
+            raise ConfigError(
+                f"tile: {self.tile} was given, but tiles belong to the mesh strategy, not in this version"
+            )
         for name in ("recompute_visual", "overlap"):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(f"{name}: {getattr(self, name)!r} is not a bool; pass True or False")

@@ -34,7 +34,8 @@ class FrameShard:
     def __post_init__(self) -> None:
         if not 0 <= self.start <= self.stop <= self.total:
             raise ShapeError(
-                f"FrameShard: start={self.start}, stop={self.stop}, total={self.total}; needs 0 <= start <= stop <= total"
+                f"FrameShard: start={self.start}, stop={self.stop}, total={self.total}; "
+                "needs 0 <= start <= stop <= total"
             )
 
 
@@ -75,8 +76,8 @@ def sequence_positions(total: int, rank: int, size: int, layout: str) -> Tensor:
     step = shard_multiple(size, layout)
     if total % step:
         raise ShapeError(
-            f"a sequence of {total} tokens cannot be dealt to {size} ranks in the {layout} layout; pad it to a multiple "
-            f"of {step}, for example to {padded_length(total, size, layout)}"
+            f"a sequence of {total} tokens cannot be dealt to {size} ranks in the {layout} layout; pad it to a "
+            f"multiple of {step}, for example to {padded_length(total, size, layout)}"
         )
     if layout == "striped":
         return torch.arange(rank, total, size)

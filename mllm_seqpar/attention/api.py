@@ -7,7 +7,6 @@ exact: what one softmax over all ranks' keys gives.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Literal, overload
 
 import torch
@@ -15,9 +14,10 @@ from torch import Tensor
 
 from ..comm import Communicator, Group, as_communicator
 from ..errors import MaskError, ShapeError
+from ..kernels import choose_kernel
 from ..masks import Blocks, CausalBlocks, FrameMask, FullBlocks
-from ..sharding import frame_bounds
-from .checks import agree_on_keys, check_qkv
+from ..sharding import LAYOUTS, frame_bounds, sequence_positions
+from .checks import agree_on_keys, check_accumulation, check_mask, check_qkv, dtype_code, scale_bits
 from .distributed import Plan
 from .joint import attend
 from .sources import GivenKeys
@@ -25,13 +25,31 @@ from .sources import GivenKeys
 
 @overload
 def lv_xattn(
-    q: Tensor, k: Tensor, v: Tensor, *, group: Group = ..., mask: FrameMask | None = ..., scale: float | None = ...,
-    kernel: str = ..., overlap: bool = ..., accumulate_dtype: torch.dtype | None = ..., return_lse: Literal[False] = ...,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    group: Group = ...,
+    mask: FrameMask | None = ...,
+    scale: float | None = ...,
+    kernel: str = ...,
+    overlap: bool = ...,
+    accumulate_dtype: torch.dtype | None = ...,
+    return_lse: Literal[False] = ...,
 ) -> Tensor: ...
 @overload
 def lv_xattn(
-    q: Tensor, k: Tensor, v: Tensor, *, group: Group = ..., mask: FrameMask | None = ..., scale: float | None = ...,
-    kernel: str = ..., overlap: bool = ..., accumulate_dtype: torch.dtype | None = ..., return_lse: Literal[True],
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    group: Group = ...,
+    mask: FrameMask | None = ...,
+    scale: float | None = ...,
+    kernel: str = ...,
+    overlap: bool = ...,
+    accumulate_dtype: torch.dtype | None = ...,
+    return_lse: Literal[True],
 ) -> tuple[Tensor, Tensor]: ...
 def lv_xattn(
     q: Tensor,
@@ -62,7 +80,8 @@ def lv_xattn(
         o (B, H, s_q, D) in q.dtype. A row that sees nothing has o = 0 and lse = -inf. Differentiable in q, k, v.
 
     Raises:
-        ShapeError, MaskError: shapes that do not fit; AgreementError: ranks that disagree, on every rank.
+        ShapeError, MaskError, ConfigError: arguments that do not fit, on the rank that has them; AgreementError: ranks
+            that disagree, on every rank, and arguments that another rank refused.
     """
     comm = as_communicator(group)
     return _attend_one(q, k, v, comm, (comm.size, 1), mask, scale, kernel, overlap, accumulate_dtype, return_lse)
@@ -70,15 +89,35 @@ def lv_xattn(
 
 @overload
 def ring_attention(
-    q: Tensor, k: Tensor, v: Tensor, *, group: Group = ..., causal: bool = ..., layout: str = ...,
-    mask: FrameMask | None = ..., scale: float | None = ..., kernel: str = ..., overlap: bool = ...,
-    accumulate_dtype: torch.dtype | None = ..., return_lse: Literal[False] = ...,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    group: Group = ...,
+    causal: bool = ...,
+    layout: str = ...,
+    mask: FrameMask | None = ...,
+    scale: float | None = ...,
+    kernel: str = ...,
+    overlap: bool = ...,
+    accumulate_dtype: torch.dtype | None = ...,
+    return_lse: Literal[False] = ...,
 ) -> Tensor: ...
 @overload
 def ring_attention(
-    q: Tensor, k: Tensor, v: Tensor, *, group: Group = ..., causal: bool = ..., layout: str = ...,
-    mask: FrameMask | None = ..., scale: float | None = ..., kernel: str = ..., overlap: bool = ...,
-    accumulate_dtype: torch.dtype | None = ..., return_lse: Literal[True],
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    group: Group = ...,
+    causal: bool = ...,
+    layout: str = ...,
+    mask: FrameMask | None = ...,
+    scale: float | None = ...,
+    kernel: str = ...,
+    overlap: bool = ...,
+    accumulate_dtype: torch.dtype | None = ...,
+    return_lse: Literal[True],
 ) -> tuple[Tensor, Tensor]: ...
 def ring_attention(
     q: Tensor,
@@ -105,15 +144,11 @@ def ring_attention(
     The other arguments, the result and the errors are those of `lv_xattn`.
     """
     comm = as_communicator(group)
-    blocks: Blocks | None = None
-    if causal:
-        if mask is not None:
-            raise MaskError("ring_attention: causal=True and a FrameMask exclude each other; pass one of them")
-        if q.dim() == 4 and q.shape[2] != k.shape[2]:
-            raise ShapeError(f"ring_attention: causal attention needs as many keys as queries; got {q.shape[2]} and {k.shape[2]}")
-        blocks = CausalBlocks(q.shape[0], q.shape[2] * comm.size, comm.size, layout)
+    if causal and mask is not None:
+        raise MaskError("ring_attention: causal=True and a FrameMask exclude each other; pass one of them")
     return _attend_one(
-        q, k, v, comm, (1, comm.size), mask, scale, kernel, overlap, accumulate_dtype, return_lse, blocks
+        *(q, k, v, comm, (1, comm.size), mask, scale, kernel, overlap, accumulate_dtype, return_lse),
+        layout=layout if causal else None,
     )
 
 
@@ -129,39 +164,49 @@ def _attend_one(
     overlap: bool,
     accumulate_dtype: torch.dtype | None,
     return_lse: bool,
-    blocks: Blocks | None = None,
+    layout: str | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    check_qkv(q, k, v)
-    key_lengths = agree_on_keys(q, k, comm)
-    if blocks is None:
-        blocks = blocks_for(mask, q, key_lengths, comm)
+    """`layout`: the mask is causal, and this is how the sequence was dealt."""
+    frames = [] if mask is None else frame_bounds(mask.total_frames, comm.size)
+
+    def check() -> dict[str, int]:
+        check_qkv(q, k, v)
+        check_accumulation(accumulate_dtype)
+        choose_kernel(kernel, q, k, causal=layout is not None, masked=mask is not None)
+        facts = {
+            "strategy": tile[0],
+            "scale": scale_bits(_scale(scale, q)),
+            "accumulate_dtype": dtype_code(accumulate_dtype),
+        }
+        if layout is not None:
+            if q.shape[2] != k.shape[2]:
+                raise ShapeError(f"causal attention needs as many keys as queries; got {q.shape[2]} and {k.shape[2]}")
+            sequence_positions(q.shape[2] * comm.size, comm.rank, comm.size, layout)
+            facts["layout"] = 1 + LAYOUTS.index(layout)
+        if mask is not None:
+            check_mask(mask, q, k, frames[comm.rank])
+            facts |= {"mask form": 1 if mask.bounds is not None else 2, "mask frames": mask.total_frames}
+            facts["mask tokens per frame"] = mask.tokens_per_frame
+        return facts
+
+    def mask_is_new() -> int:
+        return int(mask is not None and not mask.has_blocks(comm, frames))
+
+    key_lengths, new = agree_on_keys(q, k, comm, check, mask_is_new)
+    blocks: Blocks = FullBlocks(q.shape[0], q.shape[2], key_lengths)
+    if layout is not None:
+        blocks = CausalBlocks(q.shape[0], q.shape[2] * comm.size, comm.size, layout)
+    elif mask is not None:
+        blocks = mask.blocks(comm, frames, anew=any(new))
     plan = Plan(tile, blocks, key_lengths, accumulation(accumulate_dtype, q.dtype), overlap)
-    o, lse = attend(
-        q, [GivenKeys(plan, k, v)], comm=comm, scale=q.shape[-1] ** -0.5 if scale is None else scale, kernel=kernel
-    )
+    o, lse = attend(q, [GivenKeys(plan, k, v)], comm=comm, scale=_scale(scale, q), kernel=kernel)
     return (o, lse) if return_lse else o
+
+
+def _scale(scale: float | None, q: Tensor) -> float:
+    return q.shape[-1] ** -0.5 if scale is None else float(scale)
 
 
 def accumulation(dtype: torch.dtype | None, of: torch.dtype) -> torch.dtype:
     """What partial results are summed in: `dtype`, or wider where the inputs are; None: as the inputs."""
     return of if dtype is None else torch.promote_types(dtype, of)
-
-
-def blocks_for(mask: FrameMask | None, q: Tensor, key_lengths: Sequence[int], comm: Communicator) -> Blocks:
-    """The tiles of all blocks for this rank's frame mask, after checking that it fits q and the ranks' keys.
-
-    Raises:
-        MaskError: the mask has other rows than q, or the keys are not those of `frame_range` of its frames.
-    """
-    if mask is None:
-        return FullBlocks(q.shape[0], q.shape[2], tuple(key_lengths))
-    if mask.shape != (q.shape[0], q.shape[2]):
-        raise MaskError(f"mask: has (batch, rows) {mask.shape}; this rank's q has {(q.shape[0], q.shape[2])}")
-    frames = frame_bounds(mask.total_frames, comm.size)
-    expected = tuple((stop - start) * mask.tokens_per_frame for start, stop in frames)
-    if expected != tuple(key_lengths):
-        raise MaskError(
-            f"mask: {mask.total_frames} frames of {mask.tokens_per_frame} tokens mean {list(expected)} keys on the ranks "
-            f"(frame_range), but they hold {list(key_lengths)}"
-        )
-    return mask.blocks(comm, frames)

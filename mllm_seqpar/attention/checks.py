@@ -2,24 +2,33 @@
 
 from __future__ import annotations
 
+import struct
+from collections.abc import Callable, Mapping
+
 import torch
 from torch import Tensor
 
 from ..comm import Communicator
-from ..errors import AgreementError, ShapeError
+from ..errors import AgreementError, ConfigError, MaskError, SeqParError, ShapeError
+from ..masks import FrameMask
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
+_OF_TENSORS = ("q batch", "q heads", "q rows", "head dim", "k batch", "k heads", "dtype")
+_OF_CALL = ("strategy", "layout", "scale", "accumulate_dtype", "mask form", "mask frames", "mask tokens per frame")
+
 
 def check_qkv(q: Tensor, k: Tensor, v: Tensor) -> None:
-    """Raises ShapeError unless q (B, H, s_q, D) and k, v (B or 1, G, s_kv, D) fit: G divides H, one dtype, one device."""
+    """Raises ShapeError unless q (B, H, s_q, D) and k, v (B or 1, G, s_kv, D) fit: G divides H; one dtype, device."""
     shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
     if q.dim() != 4 or k.dim() != 4 or k.shape != v.shape:
         raise ShapeError(f"expected q (B, H, s_q, D) and k, v of one shape (B, G, s_kv, D); got {shapes}")
     if k.shape[0] not in (1, q.shape[0]) or k.shape[3] != q.shape[3]:
         raise ShapeError(f"k and v must have q's head dim, and its batch or a batch of 1; got {shapes}")
     if k.shape[1] < 1 or q.shape[1] % k.shape[1]:
-        raise ShapeError(f"{q.shape[1]} query heads cannot share {k.shape[1]} key-value heads: no whole multiple; got {shapes}")
+        raise ShapeError(
+            f"{q.shape[1]} query heads cannot share {k.shape[1]} key-value heads: no whole multiple; got {shapes}"
+        )
     if not q.dtype == k.dtype == v.dtype or not q.device == k.device == v.device:
         raise ShapeError(
             f"q, k and v must share one dtype and device; got {q.dtype} on {q.device}, {k.dtype} on {k.device}, "
@@ -29,20 +38,92 @@ def check_qkv(q: Tensor, k: Tensor, v: Tensor) -> None:
         raise ShapeError(f"q, k and v must be floating point ({', '.join(map(str, _DTYPES))}); got {q.dtype}")
 
 
-def agree_on_keys(q: Tensor, k: Tensor, comm: Communicator) -> tuple[int, ...]:
-    """The number of keys of every rank; one small gather.
+def check_accumulation(dtype: torch.dtype | None) -> None:
+    """Raises ConfigError for anything but a floating dtype or None."""
+    if dtype is not None and dtype not in _DTYPES:
+        raise ConfigError(f"accumulate_dtype: {dtype!r} cannot be used; choose torch.float32, or None for q's dtype")
+
+
+def check_mask(mask: FrameMask, q: Tensor, k: Tensor, frames: tuple[int, int]) -> None:
+    """Raises MaskError unless the mask has q's rows and k holds the keys of the frames start <= f < stop."""
+    if mask.shape != (q.shape[0], q.shape[2]):
+        raise MaskError(f"mask: has (batch, rows) {mask.shape}; this rank's q has {(q.shape[0], q.shape[2])}")
+    keys = (frames[1] - frames[0]) * mask.tokens_per_frame
+    if keys != k.shape[2]:
+        raise MaskError(
+            f"mask: of its {mask.total_frames} frames of {mask.tokens_per_frame} tokens this rank holds frames "
+            f"{frames[0]} to {frames[1]} (frame_range), which means {keys} keys; k has {k.shape[2]}"
+        )
+
+
+def scale_bits(scale: float) -> int:
+    """A float as an integer that is equal only for the same float."""
+    return struct.unpack("<q", struct.pack("<d", scale))[0]
+
+
+def agree_on_keys(
+    q: Tensor,
+    k: Tensor,
+    comm: Communicator,
+    check: Callable[[], Mapping[str, int]],
+    own: Callable[[], int],
+) -> tuple[tuple[int, ...], list[int]]:
+    """The number of keys of every rank, and every rank's `own` number; one small gather.
+
+    Args:
+        q, k: this rank's tensors.
+        comm: the group.
+        check: raises what is wrong with this rank's arguments, q and k among them, and returns what else must be the
+            same on every rank: numbers under names of `_OF_CALL`.
+        own: another number, which may differ by rank.
 
     Raises:
-        AgreementError: on every rank, when ranks disagree in anything but the number of keys.
+        AgreementError: on every rank, when ranks disagree in anything but the number of keys; and on the ranks whose
+            arguments are in order, when `check` raises on another.
     """
-    if comm.size == 1:
-        return (k.shape[2],)
-    mine = [*q.shape, k.shape[0], k.shape[1], k.shape[3], _DTYPES.index(q.dtype), k.shape[2]]
-    everyone = comm.gather_ints(mine)
-    if any(row[:-1] != everyone[0][:-1] for row in everyone):
-        rows = "; ".join(
-            f"rank {r}: q {tuple(row[:4])}, k batch {row[4]}, heads {row[5]}, dim {row[6]}, {_DTYPES[row[7]]}"
-            for r, row in enumerate(everyone)
+    error: SeqParError | None = None
+    facts = [0] * len(_OF_TENSORS + _OF_CALL)
+    keys = also = 0
+    try:
+        of_call = check()
+        of_tensors = (*q.shape, k.shape[0], k.shape[1], _DTYPES.index(q.dtype))
+        facts = [*of_tensors, *(of_call.get(name, 0) for name in _OF_CALL)]
+        keys, also = k.shape[2], own()
+    except SeqParError as caught:
+        error = caught
+    everyone = comm.gather_ints([int(error is not None), *facts, keys, also])
+    if error is not None:
+        raise error
+    _compare([row[:-2] for row in everyone], comm.rank)
+    return tuple(row[-2] for row in everyone), [row[-1] for row in everyone]
+
+
+def _compare(everyone: list[list[int]], rank: int) -> None:
+    failed = [r for r, row in enumerate(everyone) if row[0]]
+    if failed:
+        raise AgreementError(
+            f"rank {', '.join(map(str, failed))} of the group refused its arguments; its own message says why. Those "
+            f"of this rank, {rank}, are in order"
         )
-        raise AgreementError(f"the ranks of the group pass tensors that do not fit each other. {rows}")
-    return tuple(row[-1] for row in everyone)
+    differing = [
+        f"{name}: " + ", ".join(f"rank {r} has {_show(name, row[i])}" for r, row in enumerate(everyone))
+        for i, name in enumerate(_OF_TENSORS + _OF_CALL, start=1)
+        if len({row[i] for row in everyone}) > 1
+    ]
+    if differing:
+        raise AgreementError(
+            f"the ranks of the group pass arguments that do not fit each other. {'; '.join(differing)}"
+        )
+
+
+def dtype_code(dtype: torch.dtype | None) -> int:
+    """A number for a dtype, as `agree_on_keys` wants it; 0 for None."""
+    return 0 if dtype is None else 1 + _DTYPES.index(dtype)
+
+
+def _show(name: str, value: int) -> str:
+    if name == "dtype":
+        return str(_DTYPES[value])
+    if name == "accumulate_dtype":
+        return str(_DTYPES[value - 1]) if value else "None"
+    return f"{struct.unpack('<d', struct.pack('<q', value))[0]:g}" if name == "scale" else str(value)

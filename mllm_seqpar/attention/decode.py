@@ -2,8 +2,8 @@
 
 Every rank has the same q and its own keys. It computes (o, lse) over its own keys; the ranks' partial results are then
 merged (Star Attention, arXiv 2411.17116, phase 2; flash decoding across devices). Few rows: one all-gather. Many rows:
-each rank merges its share of them and the merged rows are gathered, which sends 2 (n - 1)/n of a result instead of n - 1.
-All ranks merge the same numbers in the same order, so they hold the same bits: sampling stays in step.
+each rank merges its share of them and the merged rows are gathered: 2 (n - 1)/n of a result sent instead of n - 1. All
+ranks merge the same numbers in the same order, so they hold the same bits: sampling stays in step.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ import torch
 from torch import Tensor
 
 from ..comm import Communicator, Group, Recv, Send, as_communicator
-from ..errors import ConfigError, MaskError
+from ..errors import ConfigError
 from ..masks import FrameMask, Tile, full_tile
 from ..sharding import frame_range
 from .api import accumulation
 from .block import BlockMath, Partial
-from .checks import check_qkv
+from .checks import check_mask, check_qkv
 from .merge import merge_
 
 SCATTER_ROWS = 64
@@ -61,11 +61,7 @@ def decode_attention(
         tiles = full_tile(q.shape[0], q.shape[2], k.shape[2])
     else:
         frames = frame_range(mask.total_frames, comm)
-        if mask.shape != (q.shape[0], q.shape[2]) or len(frames) * mask.tokens_per_frame != k.shape[2]:
-            raise MaskError(
-                f"mask: rows {mask.shape} and {len(frames)} frames of {mask.tokens_per_frame} tokens on this rank do not "
-                f"fit q {tuple(q.shape)} and k {tuple(k.shape)}"
-            )
+        check_mask(mask, q, k, (frames.start, frames.stop))
         tiles = mask.tiles(frames.start, frames.stop)
     partial = Partial(q, accumulation(torch.float32, q.dtype))
     BlockMath(kernel, q.shape[-1] ** -0.5 if scale is None else scale).forward(q, k, v, tiles, partial)

@@ -34,7 +34,11 @@ def as_communicator(group: Group = None) -> Communicator:
         return LoopbackCommunicator(LoopbackWorld(1), 0)
     if group is None or isinstance(group, dist.ProcessGroup):
         return ProcessGroupCommunicator(group)
-    raise ConfigError(f"group: expected a ProcessGroup, a one-dimensional DeviceMesh or None, got {type(group).__name__}")
+    if group is dist.GroupMember.NON_GROUP_MEMBER:
+        raise ConfigError("group: this process is not a member of the group given; call it on the group's members only")
+    raise ConfigError(
+        f"group: expected a ProcessGroup, a one-dimensional DeviceMesh or None, got {type(group).__name__}"
+    )
 
 
 __all__ = [

@@ -29,7 +29,8 @@ class _GatherShards(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
         # float32 on the wire: a sum of n terms in bf16 would lose what the parts still had
-        return ctx.comm.reduce_scatter([g.float() if g.element_size() < 4 else g for g in grads]).to(grads[0].dtype), None
+        wide = [g.float() if g.element_size() < 4 else g for g in grads]
+        return ctx.comm.reduce_scatter(wide).to(grads[0].dtype), None
 
 
 class _GroupSum(torch.autograd.Function):
@@ -45,7 +46,7 @@ class _GroupSum(torch.autograd.Function):
         return comm.all_reduce(x, "loss")
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         return grad * ctx.size, None
 
 

@@ -8,7 +8,7 @@ ranks as threads of one process, so that one GPU, or none, can run every schedul
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -84,6 +84,14 @@ class Communicator(ABC):
             return [list(values)]
         x = torch.tensor(list(values), dtype=torch.int64, device=self.device)
         return [part.tolist() for part in self.all_gather(x, "agreement")]
+
+    @property
+    @abstractmethod
+    def identity(self) -> Hashable:
+        """Equal for two communicators that are the same rank of the same group, for what is kept per group.
+
+        It refers to the group itself, so that no other group can come to have the same identity while it is kept.
+        """
 
     @property
     def device(self) -> torch.device:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -41,7 +41,9 @@ class LoopbackWorld:
         waited = 0.0
         while waited < self.timeout:
             if self.failed.is_set():
-                raise TransferError(f"loopback rank {target}: another rank failed; its error is reported beside this one")
+                raise TransferError(
+                    f"loopback rank {target}: another rank failed; its error is reported beside this one"
+                )
             try:
                 return self._boxes[source, target].get(timeout=0.05)
             except queue.Empty:
@@ -75,7 +77,13 @@ class LoopbackCommunicator(Communicator):
         self.world, self.rank, self.size = world, rank, world.size
         self.bytes = ByteCounter()
 
+    @property
+    def identity(self) -> Hashable:
+        """The world and the rank; all groups of one are alike."""
+        return (self.world, self.rank) if self.size > 1 else None
+
     def exchange(self, sends: Sequence[Send], recvs: Sequence[Recv]) -> Pending:
+        """See `Communicator.exchange`."""
         check_contiguous(sends, recvs)
         for peer, tensor, label in sends:
             self.bytes.add(label, tensor.numel() * tensor.element_size())
@@ -83,6 +91,7 @@ class LoopbackCommunicator(Communicator):
         return _PendingCopies(self.world, self.rank, recvs)
 
     def all_gather(self, x: Tensor, label: str = "gather") -> list[Tensor]:
+        """See `Communicator.all_gather`."""
         x = x.detach().contiguous()
         out = [x if peer == self.rank else torch.empty_like(x) for peer in range(self.size)]
         others = [peer for peer in range(self.size) if peer != self.rank]
@@ -90,6 +99,7 @@ class LoopbackCommunicator(Communicator):
         return out
 
     def reduce_scatter(self, parts: Sequence[Tensor], label: str = "reduce_scatter") -> Tensor:
+        """See `Communicator.reduce_scatter`."""
         mine = parts[self.rank].detach().contiguous()
         arrived = [mine if peer == self.rank else torch.empty_like(mine) for peer in range(self.size)]
         others = [peer for peer in range(self.size) if peer != self.rank]
@@ -98,6 +108,7 @@ class LoopbackCommunicator(Communicator):
         return torch.stack(arrived).sum(0)  # in rank order: the same bits run to run
 
     def all_reduce(self, x: Tensor, label: str = "reduce") -> Tensor:
+        """See `Communicator.all_reduce`."""
         return torch.stack(self.all_gather(x, label)).sum(0)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -50,12 +50,18 @@ class ProcessGroupCommunicator(Communicator):
         self.bytes = ByteCounter()
 
     @property
+    def identity(self) -> Hashable:
+        """The process group, in which this process has one rank."""
+        return self.group
+
+    @property
     def device(self) -> torch.device:
         """CUDA's current device for NCCL, the CPU otherwise."""
         nccl_only = dist.get_backend(self.group) == "nccl"
         return torch.device("cuda", torch.cuda.current_device()) if nccl_only else torch.device("cpu")
 
     def exchange(self, sends: Sequence[Send], recvs: Sequence[Recv]) -> Pending:
+        """See `Communicator.exchange`."""
         check_contiguous(sends, recvs)
         ops = [dist.P2POp(dist.isend, s.tensor, group=self.group, group_peer=s.peer) for s in sends]
         ops += [dist.P2POp(dist.irecv, r.buffer, group=self.group, group_peer=r.peer) for r in recvs]
@@ -67,18 +73,22 @@ class ProcessGroupCommunicator(Communicator):
         return _PendingWorks(self, list(works), what)
 
     def all_gather(self, x: Tensor, label: str = "gather") -> list[Tensor]:
+        """See `Communicator.all_gather`."""
         x = x.contiguous()
         if self.size == 1:
             return [x]
         out = [torch.empty_like(x) for _ in range(self.size)]
         self.bytes.add(label, (self.size - 1) * x.numel() * x.element_size())
         if x.dtype is torch.bool:  # gloo and NCCL gather bytes, not bools
-            self._guard(label, lambda: dist.all_gather([o.view(torch.uint8) for o in out], x.view(torch.uint8), self.group))
+            self._guard(
+                label, lambda: dist.all_gather([o.view(torch.uint8) for o in out], x.view(torch.uint8), self.group)
+            )
         else:
             self._guard(label, lambda: dist.all_gather(out, x, self.group))
         return out
 
     def reduce_scatter(self, parts: Sequence[Tensor], label: str = "reduce_scatter") -> Tensor:
+        """See `Communicator.reduce_scatter`."""
         if self.size == 1:
             return parts[0].clone()
         flat = torch.stack([part.reshape(-1) for part in parts])
@@ -88,6 +98,7 @@ class ProcessGroupCommunicator(Communicator):
         return out.view(parts[0].shape)
 
     def all_reduce(self, x: Tensor, label: str = "reduce") -> Tensor:
+        """See `Communicator.all_reduce`."""
         out = x.clone(memory_format=torch.contiguous_format)
         if self.size > 1:
             self.bytes.add(label, 2 * (self.size - 1) * out.numel() * out.element_size() // self.size)

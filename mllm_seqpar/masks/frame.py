@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from functools import cached_property
 
 import torch
@@ -25,7 +25,7 @@ class FrameMask:
     def __init__(self, bounds: tuple[Tensor, Tensor] | None, visible: Tensor | None, tokens: int, total: int) -> None:
         self.bounds, self.visible = bounds, visible
         self.tokens_per_frame, self.total_frames = tokens, total
-        self._by_group: dict[tuple[int, tuple[tuple[int, int], ...]], FrameBlocks] = {}
+        self._by_group: dict[tuple[Hashable, tuple[tuple[int, int], ...]], FrameBlocks] = {}
 
     @classmethod
     def from_intervals(cls, first: Tensor, stop: Tensor, tokens_per_frame: int, total_frames: int) -> FrameMask:
@@ -92,13 +92,18 @@ class FrameMask:
             return interval_tiles(self.bounds[0] - start, self.bounds[1] - start, stop - start, self.tokens_per_frame)
         return dense_tiles(self._table[..., start:stop], self.tokens_per_frame)
 
-    def blocks(self, comm: Communicator, frames: Sequence[tuple[int, int]]) -> FrameBlocks:
+    def has_blocks(self, comm: Communicator, frames: Sequence[tuple[int, int]]) -> bool:
+        """Whether `blocks` was called with these arguments before and needs no transfer."""
+        return (comm.identity, tuple(frames)) in self._by_group
+
+    def blocks(self, comm: Communicator, frames: Sequence[tuple[int, int]], *, anew: bool = False) -> FrameBlocks:
         """The tiles of every block, when this mask's rows are this rank's and rank j holds the frames frames[j].
 
-        The other ranks' rows are gathered on the first call for a group and kept, for all layers.
+        The other ranks' rows are gathered on the first call for a group and kept, for all layers. `anew` gathers them
+        again: all ranks must gather when one of them has to, and only the caller can know that (`has_blocks`).
         """
-        key = (id(comm), tuple(frames))
-        if key not in self._by_group:
+        key = (comm.identity, tuple(frames))
+        if anew or key not in self._by_group:
             table = self._table.to(comm.device)
             gathered = [part.cpu() for part in comm.all_gather(table, "mask")]
             masks = [
@@ -127,4 +132,4 @@ class FrameBlocks:
 
 def _check_counts(where: str, tokens: int, frames: int) -> None:
     if tokens < 1 or frames < 0:
-        raise MaskError(f"FrameMask.{where}: tokens_per_frame={tokens}, frames={frames}; needs at least 1 and at least 0")
+        raise MaskError(f"FrameMask.{where}: tokens_per_frame={tokens}, frames={frames}; the least is 1 and 0")
