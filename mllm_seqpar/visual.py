@@ -88,6 +88,10 @@ class RecomputedKeys:
         """The features and the parameters as they are now."""
         return saved[0], *self._parameters()
 
+    def without_inputs(self) -> RecomputedKeys:
+        """Itself: the features are the one copy that all layers share."""
+        return self
+
     def keys_values(self, inputs: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
         """k and v of all frames of this rank, projected chunk by chunk without grad mode."""
         with torch.no_grad(), self._as_in_forward():
@@ -151,7 +155,9 @@ class RecomputedKeys:
         return list(seen.values())
 
     def _draws_random_numbers(self) -> bool:
-        dropouts = (m for module in self.modules for m in module.modules() if isinstance(m, nn.modules.dropout._DropoutNd))
+        dropouts = (
+            m for module in self.modules for m in module.modules() if isinstance(m, nn.modules.dropout._DropoutNd)
+        )
         return any(m.training and m.p > 0 for m in dropouts)
 
     def _as_in_forward(self) -> _AsInForward:
@@ -176,7 +182,7 @@ class _AsInForward:
 
     def __exit__(self, *error: object) -> None:
         self._fork.__exit__(*error)  # type: ignore[arg-type]
-        self._autocast.__exit__(*error)  # type: ignore[arg-type]
+        self._autocast.__exit__(*error)
 
 
 def _rng_state(device: torch.device) -> tuple[Tensor, Tensor | None]:

@@ -61,7 +61,7 @@ class Sum:
         if self._value is None and x.shape == self._shape and x.dtype == self._dtype:
             self._value = x.contiguous()
         else:
-            self.value[batch, :, rows] += x
+            self.value[batch, :, rows].add_(x)
 
 
 @dataclass(frozen=True)

@@ -46,8 +46,8 @@ def block_tiles(blocks: Blocks, block: Block, rows: int) -> list[Tile]:
 class _Forward:
     """Rows carry q ahead and (o, lse) behind; columns carry k and v ahead."""
 
-    def __init__(self, comm: Communicator, plan: Plan, math: BlockMath, q: Tensor, k: Tensor, v: Tensor) -> None:
-        self.plan, self.math, self.q, self.k = plan, math, q, k
+    def __init__(self, plan: Plan, math: BlockMath, q: Tensor, k: Tensor, v: Tensor) -> None:
+        self.plan, self.math, self.q = plan, math, q
         self.home: Mapping[Axis, Bundle] = {"rows": {"q": q}, "columns": {"k": k, "v": v}}
         self._partials: dict[int, Partial] = {}
 
@@ -78,7 +78,12 @@ class _Backward:
     """Rows carry q, o, do, lse ahead and dq behind; columns carry k, v ahead and dk, dv behind."""
 
     def __init__(
-        self, comm: Communicator, plan: Plan, math: BlockMath, saved: tuple[Tensor, Tensor, Tensor, Tensor], k: Tensor, v: Tensor
+        self,
+        plan: Plan,
+        math: BlockMath,
+        saved: tuple[Tensor, Tensor, Tensor, Tensor],
+        k: Tensor,
+        v: Tensor,
     ) -> None:
         q, o, lse, do = saved
         self.plan, self.math = plan, math
@@ -125,7 +130,7 @@ def distributed_forward(
     comm: Communicator, plan: Plan, math: BlockMath, q: Tensor, k: Tensor, v: Tensor
 ) -> tuple[Tensor, Tensor]:
     """This rank's q, k, v, contiguous -> (o in plan.accumulate_dtype, lse) of its rows over all ranks' keys."""
-    work = _Forward(comm, plan, math, q, k, v)
+    work = _Forward(plan, math, q, k, v)
     run_schedule(schedule_for(plan.tile, comm.rank, backward=False), comm, work, overlap=plan.overlap)
     return work.partial(comm.rank).value
 
@@ -139,7 +144,7 @@ def distributed_backward(
     v: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(q, o, lse, do) of this rank's rows, final, and its k, v -> dq of its rows, dk and dv of its keys, in float32."""
-    work = _Backward(comm, plan, math, saved, k, v)
+    work = _Backward(plan, math, saved, k, v)
     run_schedule(schedule_for(plan.tile, comm.rank, backward=True), comm, work, overlap=plan.overlap)
     q = saved[0]
     pieces = (("dq", q), ("dk", k), ("dv", v))

@@ -14,11 +14,12 @@ of visual keys (arXiv 2502.02406, section 3.2).
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from ..comm import Communicator
 from .block import BlockMath, Partial
@@ -37,7 +38,8 @@ class _JointAttention(torch.autograd.Function):
     """Local shapes: q, o, do (B, H, s_q, D), lse (B, H, s_q) float32; globally s_q becomes n s_q, dealt to the ranks.
 
     Forward: o = softmax(scale q [K_1; ...; K_m]^T) [V_1; ...; V_m] over all sources' keys on all ranks.
-    Backward: P = exp(scale q K^T - lse), dV = P^T do, dS = P (do V^T - rowsum(do o)), dq = scale dS K, dK = scale dS^T q.
+    Backward: P = exp(scale q K^T - lse), dV = P^T do, dS = P (do V^T - rowsum(do o)), dq = scale dS K,
+    dK = scale dS^T q.
     """
 
     @staticmethod
@@ -54,12 +56,13 @@ class _JointAttention(torch.autograd.Function):
             ctx.counts.append((len(its_inputs), len(kept)))
         o, lse = total.value
         o = o.to(q.dtype)
-        ctx.call = call
+        ctx.call = replace(call, sources=tuple(source.without_inputs() for source in call.sources))
         ctx.save_for_backward(q_home, o, lse, *saved)
         ctx.mark_non_differentiable(lse)
         return o, lse
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, do: Tensor, _: Tensor | None) -> tuple[Tensor | None, ...]:
         call: _Call = ctx.call
         q, o, lse, *saved = ctx.saved_tensors

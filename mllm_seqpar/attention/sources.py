@@ -15,7 +15,9 @@ from .distributed import Plan
 class KeySource(Protocol):
     """One set of keys of a joint softmax, with the plan by which the group attends to it."""
 
-    plan: Plan
+    @property
+    def plan(self) -> Plan:
+        """How the group attends to these keys."""
 
     def inputs(self) -> Sequence[Tensor]:
         """The tensors that k and v are computed from and that gradients may flow to; the same number every time."""
@@ -33,6 +35,12 @@ class KeySource(Protocol):
 
     def restored(self, saved: Sequence[Tensor]) -> Sequence[Tensor]:
         """All inputs, in the order of `inputs`, from what was kept."""
+
+    def without_inputs(self) -> KeySource:
+        """What the backward pass holds on to: this source without tensors that `saved` names.
+
+        Only what goes through autograd's saved tensors can be dropped by activation checkpointing, or offloaded.
+        """
 
 
 @dataclass(frozen=True)
@@ -65,6 +73,10 @@ class GivenKeys:
     def restored(self, saved: Sequence[Tensor]) -> Sequence[Tensor]:
         """What was kept."""
         return saved
+
+    def without_inputs(self) -> GivenKeys:
+        """The plan alone."""
+        return GivenKeys(self.plan, self.k.new_empty(0), self.v.new_empty(0))
 
 
 @dataclass(frozen=True)

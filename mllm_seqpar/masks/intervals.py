@@ -104,7 +104,7 @@ def _tiles_of_rows(batch: Span, low: Tensor, high: Tensor, tokens: int, rule: In
 
 
 def _runs(low: Tensor, high: Tensor, stairs: bool) -> Iterator[_Run]:
-    """Maximal runs of rows that see the same units, and of rows that see one unit more each; rows of nothing left out."""
+    """Maximal runs of rows that see the same units, or one unit more each; rows that see nothing are left out."""
     rows = low.numel()
     if rows == 0:
         return
