@@ -7,7 +7,7 @@ resume, train.
 
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -29,7 +29,6 @@ from mllm_seqpar.training.memory import peak_memory, reset_peak_memory
 from mllm_seqpar.training.metrics import MetricsFile
 from mllm_seqpar.training.model import choose_parameters, load_model, load_processor, parameter_groups
 from mllm_seqpar.training.order import TrainOrder, eval_order
-from mllm_seqpar.training.prefetch import read_ahead
 from mllm_seqpar.training.schedule import learning_rate, warmup_steps
 from mllm_seqpar.training.step import evaluate, train_step
 
@@ -197,8 +196,7 @@ def _one_step(run: Run, step: int, rate: float) -> dict[str, Any]:
     for group in run.optimizer.param_groups:
         group["lr"] = rate
     batches = [run.feed.batch(samples) for samples in run.order.step(step, run.layout.group_index)]
-    inputs: Iterator[dict[str, Any]] = read_ahead(batches, lambda batch: batch.inputs(run.device))
-    result = train_step(run.model, run.optimizer, batches, inputs, run.layout, run.args.clip, run.device)
+    result = train_step(run.model, run.optimizer, batches, run.layout, run.args.clip, run.device)
     return {
         "step": step + 1,
         "epoch": run.order.position(step)[0],

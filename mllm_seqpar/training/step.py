@@ -7,7 +7,7 @@ averages gradients over all ranks, the sp ranks of a group give the group's grad
 """
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from mllm_seqpar.errors import DataError
 from mllm_seqpar.training.accelerate_glue import Layout, reshard
+from mllm_seqpar.training.prefetch import read_ahead
 
 
 class Batch(Protocol):
@@ -25,8 +26,14 @@ class Batch(Protocol):
     tokens: int
     frames: int
 
-    def inputs(self, device: torch.device) -> dict[str, Any]:
-        """The keyword arguments of the model's forward, labels among them, on `device`."""
+    def inputs(self, device: torch.device, filler: bool) -> dict[str, Any]:
+        """The keyword arguments of the model's forward, labels among them, on `device`.
+
+        Args:
+            device: of the model.
+            filler: this batch has no frames and another group's has. Adds a sample of one frame and no targets: under
+                FSDP all ranks must run the same modules forward and backward, the vision tower among them.
+        """
         ...
 
 
@@ -44,8 +51,7 @@ class StepResult:
 def train_step(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
-    batches: list[Any],
-    inputs: Iterator[dict[str, Any]],
+    batches: Sequence[Batch],
     layout: Layout,
     clip: float,
     device: torch.device,
@@ -56,7 +62,6 @@ def train_step(
         model: prepared; gradients are averaged over all ranks by FSDP.
         optimizer: torch's own, its learning rate set.
         batches: this group's micro-batches of the step.
-        inputs: their model inputs in the same order, made as they are needed.
         layout: of the ranks.
         clip: maximal global norm; 0 for none.
         device: of the model.
@@ -64,11 +69,13 @@ def train_step(
     Raises:
         DataError: the step has no target token, or loss or gradients are not finite.
     """
-    counts = [float(sum(getattr(b, name) for b in batches)) for name in ("targets", "tokens", "frames")]
-    targets, tokens, frames = layout.sum_over_dp(counts, device)
+    counts = [float(sum(b.targets for b in batches)), float(sum(b.tokens for b in batches))]
+    targets, tokens, *frames = layout.sum_over_dp([*counts, *(float(b.frames) for b in batches)], device)
     if targets == 0:
         raise DataError("a step without a single target token; every sample needs an answer of the assistant")
     total = 0.0
+    fillers = [batch.frames == 0 < anywhere for batch, anywhere in zip(batches, frames, strict=True)]
+    inputs = read_ahead(zip(batches, fillers, strict=True), lambda item: item[0].inputs(device, item[1]))
     for batch, arguments in zip(batches, inputs, strict=True):
         loss = model(**arguments).loss
         (loss * (batch.targets * layout.dp / targets)).backward()
@@ -82,7 +89,7 @@ def train_step(
         )
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
-    return StepResult(loss_sum / targets, norm, int(targets), int(tokens), int(frames))
+    return StepResult(loss_sum / targets, norm, int(targets), int(tokens), int(sum(frames)))
 
 
 def clip_gradients(model: nn.Module, maximum: float) -> float:
@@ -104,7 +111,7 @@ def _whole(value: Tensor) -> Tensor:
 
 def evaluate(
     model: nn.Module,
-    batches: Iterable[tuple[Any, bool]],
+    batches: Iterable[tuple[Batch, bool]],
     layout: Layout,
     device: torch.device,
 ) -> tuple[float, int]:
@@ -121,7 +128,8 @@ def evaluate(
     try:
         with torch.no_grad():
             for batch, counts in batches:
-                loss = model(**batch.inputs(device)).loss
+                anywhere = layout.sum_over_dp([float(batch.frames)], device)[0]
+                loss = model(**batch.inputs(device, batch.frames == 0 < anywhere)).loss
                 if counts:
                     total += loss.item() * batch.targets
                     targets += batch.targets
