@@ -160,7 +160,9 @@ def _work_dtype(x: Tensor) -> torch.dtype:
 def _matmul(a: Tensor, b: Tensor) -> Tensor:
     """(B, G, M, K) x (B, G, K, N) -> (B, G, M, N), summed and returned in float32 (float64 for float64)."""
     acc = base.accumulator(a.dtype)
-    if a.dtype == acc:
-        return torch.matmul(a, b)
-    product = torch.bmm(a.flatten(0, 1), b.flatten(0, 1), out_dtype=acc)
+    # Under autocast these products would be rounded to 16 bits, whatever dtype they were asked for in.
+    with torch.autocast(a.device.type, enabled=False):
+        if a.dtype == acc:
+            return torch.matmul(a, b)
+        product = torch.bmm(a.flatten(0, 1), b.flatten(0, 1), out_dtype=acc)
     return product.view(*a.shape[:2], *product.shape[1:])

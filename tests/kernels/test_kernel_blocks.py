@@ -8,6 +8,7 @@ import pytest
 import torch
 from kernel_cases import Block, Dense, block, dense, kernel_for, on_every_kernel
 from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from mllm_seqpar.kernels.base import BlockKernel
 from mllm_seqpar.kernels.partials import RunningSoftmax
@@ -53,6 +54,23 @@ def check(got: Dense, b: Block) -> None:
         value = getattr(got, name)
         assert value.isfinite().all(), name
         assert relative_error(value, getattr(exact, name)) <= bound, name
+
+
+class LargestTensor(TorchDispatchMode):
+    """Bytes of the largest tensor that any operator returns while this is active."""
+
+    bytes = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        for x in result if isinstance(result, tuple) else (result,):
+            if isinstance(x, torch.Tensor) and x.untyped_storage().data_ptr() not in self._given(args):
+                self.bytes = max(self.bytes, x.untyped_storage().nbytes())
+        return result
+
+    @staticmethod
+    def _given(args) -> set[int]:
+        return {x.untyped_storage().data_ptr() for x in args if isinstance(x, torch.Tensor)}
 
 
 KINDS = {"plain": {}, "causal": {"causal": True, "keys": 33}, "masked": {"masked": True}}
@@ -165,6 +183,46 @@ def test_final_output_and_its_gradient_as_views(name, device, kind):
     views = (b.do.mT.contiguous().mT, b.q, b.k, b.v, o.mT.contiguous().mT, lse.mT.contiguous().mT)
     for x, y in zip(kernel.backward(*views, **b.how), wanted, strict=True):
         torch.testing.assert_close(x, y, rtol=1e-5, atol=1e-5)
+
+
+@on_every_kernel
+@pytest.mark.parametrize("kind", KINDS)
+def test_autocast_does_not_reach_inside(name, device, kind):
+    """Models run attention under autocast; inputs that are float32 there stay float32 here."""
+    b = block(device=device, **KINDS[kind])
+    kernel = kernel_for(name, b)
+    with torch.autocast(device, dtype=torch.bfloat16):
+        check(run(kernel, b), b)
+
+
+@pytest.mark.parametrize("name", ["tiled", "torch_cpu"])
+@pytest.mark.parametrize("kind", ["plain", "causal", "masked"])
+def test_scores_never_exist_beyond_a_tile(name, kind):
+    """2,048 rows x 2,048 keys x 8 heads are 128 MiB of scores; a tile, and what is returned, are far less."""
+    n = 2048
+    b = block(batch=1, heads=8, groups=2, rows=n, keys=n, causal=kind == "causal", masked=kind == "masked")
+    kernel = kernel_for(name, b)
+    with LargestTensor() as largest:
+        run(kernel, b)
+    # The bool mask itself is n * n bytes.
+    assert largest.bytes <= max(n * n, 4 * (1 << 20))
+
+
+def test_long_keys_are_not_copied_to_float32_at_once():
+    b = block(batch=1, heads=2, groups=2, rows=4, keys=20_000, dim=64, dtype=torch.bfloat16)
+    kernel = kernel_for("torch_cpu", b)
+    with LargestTensor() as largest:
+        o, lse = kernel.forward(b.q, b.k, b.v, **b.how)
+    assert largest.bytes <= 4 * b.k[:, :, :8192].numel()
+
+
+@pytest.mark.parametrize("name", ["reference", "tiled", "torch_cpu"])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_partial_results_on_cpu_are_float32(name, kind, dtype):
+    b = block(dtype=dtype, **KINDS[kind])
+    got = run(kernel_for(name, b), b)
+    assert {x.dtype for x in (got.o, got.lse, got.dq, got.dk, got.dv)} == {torch.float32}
 
 
 @on_every_kernel
