@@ -14,6 +14,8 @@ from torch import Tensor
 
 from .tiles import WASTE, Span, Tile, masked_tiles
 
+MAX_SEGMENTS = 64  # rectangles that one group of rows may fall into; beyond, it is one, masked
+
 
 @dataclass(frozen=True)
 class DenseRule:
@@ -54,7 +56,7 @@ def _tiles_of_rows(batch: Span, visible: Tensor, rule: DenseRule) -> Iterator[Ti
 
 def _as_bits(row: Tensor) -> int:
     """Frame f is bit 8 f, so that the bytes of the bool tensor are the number."""
-    return int.from_bytes(bytes(row.to(torch.uint8).tolist()), "little")
+    return int.from_bytes(row.contiguous().view(torch.uint8).numpy().tobytes(), "little")
 
 
 def _tiles_of_group(batch: Span, rows: Span, union: int, common: int, rule: DenseRule) -> Iterator[Tile]:
@@ -63,13 +65,14 @@ def _tiles_of_group(batch: Span, rows: Span, union: int, common: int, rule: Dens
     frames = rule.visible.shape[-1]
     # 0 nobody sees the frame, 1 some rows do, 2 all do
     some, every = union.to_bytes(frames, "little"), (common & union).to_bytes(frames, "little")
-    state = [a + b for a, b in zip(some, every, strict=True)]
-    start = 0
-    for stop in range(1, frames + 1):
-        if stop < frames and state[stop] == state[start]:
-            continue
+    state = torch.frombuffer(bytearray(some + every), dtype=torch.uint8).view(2, frames).sum(0)
+    edges = [0, *(state.diff().nonzero().flatten() + 1).tolist(), frames]
+    if len(edges) > MAX_SEGMENTS:
+        seen = state.nonzero().flatten()
+        yield from masked_tiles(batch, rows, (int(seen[0]), int(seen[-1]) + 1), rule.tokens, rule)
+        return
+    for start, stop in zip(edges[:-1], edges[1:], strict=True):
         if state[start] == 2:
             yield Tile(batch, rows, (start * rule.tokens, stop * rule.tokens))
         elif state[start] == 1:
             yield from masked_tiles(batch, rows, (start, stop), rule.tokens, rule)
-        start = stop

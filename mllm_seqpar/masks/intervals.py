@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -34,8 +35,7 @@ class IntervalRule:
         return seen
 
 
-@dataclass
-class _Run:
+class _Run(NamedTuple):
     """Consecutive rows [top, bottom) that all see [low, high), or with `stair` a unit more from row to row."""
 
     top: int
@@ -43,6 +43,31 @@ class _Run:
     low: int
     high: int  # of the first row
     stair: bool = False
+
+
+class _Group:
+    """Runs that become one rectangle: what all of them see, what any of them sees, and how much that is."""
+
+    def __init__(self) -> None:
+        self.runs = 0
+
+    def accepts(self, run: _Run) -> bool:
+        """Whether the rectangle around the group and `run` costs little more than what is visible in it."""
+        if not self.runs:
+            return True
+        area = (run.bottom - self.top) * (max(self.right, run.high) - min(self.left, run.low))
+        return area <= WASTE * (self.visible + (run.bottom - run.top) * (run.high - run.low))
+
+    def add(self, run: _Run) -> None:
+        if not self.runs:
+            self.top, self.bottom, self.visible, self.gap = run.top, run.top, 0, False
+            self.left, self.right, self.inner_left, self.inner_right = run.low, run.high, run.low, run.high
+        self.runs += 1
+        self.gap |= run.top != self.bottom  # rows between that see nothing
+        self.bottom = run.bottom
+        self.visible += (run.bottom - run.top) * (run.high - run.low)
+        self.left, self.inner_left = min(self.left, run.low), max(self.inner_left, run.low)
+        self.right, self.inner_right = max(self.right, run.high), min(self.inner_right, run.high)
 
 
 def interval_tiles(low: Tensor, high: Tensor, units: int, tokens: int, valid: Tensor | None = None) -> tuple[Tile, ...]:
@@ -86,20 +111,18 @@ def _with_holes(tile: Tile, valid: Tensor | None, rule: IntervalRule) -> Iterato
 
 
 def _tiles_of_rows(batch: Span, low: Tensor, high: Tensor, tokens: int, rule: IntervalRule) -> Iterator[Tile]:
-    group: list[_Run] = []
+    group = _Group()
     for run in _runs(low, high, stairs=tokens == 1):
-        if run.stair:
+        if run.stair or not group.accepts(run):
             yield from _tiles_of_group(batch, group, tokens, rule)
-            group = []
+            group = _Group()
+        if run.stair:
             square, rows = run.high - 1, (run.top, run.bottom)
             if square > run.low:
                 yield Tile(batch, rows, (run.low, square))
             yield Tile(batch, rows, (square, square + run.bottom - run.top), "causal")
-        elif group and not _worth_merging([*group, run]):
-            yield from _tiles_of_group(batch, group, tokens, rule)
-            group = [run]
         else:
-            group.append(run)
+            group.add(run)
     yield from _tiles_of_group(batch, group, tokens, rule)
 
 
@@ -136,25 +159,16 @@ def _single_rows(start: int, stop: int, lows: list[int], highs: list[int]) -> It
             yield _Run(row, row + 1, lows[row], highs[row])
 
 
-def _worth_merging(runs: list[_Run]) -> bool:
-    visible = sum((run.bottom - run.top) * (run.high - run.low) for run in runs)
-    width = max(run.high for run in runs) - min(run.low for run in runs)
-    return (runs[-1].bottom - runs[0].top) * width <= WASTE * visible
-
-
-def _tiles_of_group(batch: Span, runs: list[_Run], tokens: int, rule: IntervalRule) -> Iterator[Tile]:
+def _tiles_of_group(batch: Span, group: _Group, tokens: int, rule: IntervalRule) -> Iterator[Tile]:
     """What all rows of a group see is one full tile; what only some see, left and right of it, is masked."""
-    if not runs:
+    if not group.runs:
         return
-    rows = (runs[0].top, runs[-1].bottom)
-    left, right = min(run.low for run in runs), max(run.high for run in runs)
-    gap = any(a.bottom != b.top for a, b in zip(runs[:-1], runs[1:], strict=True))
-    inner_left, inner_right = max(run.low for run in runs), min(run.high for run in runs)
-    if gap or inner_left >= inner_right:
-        yield from masked_tiles(batch, rows, (left, right), tokens, rule)
+    rows = (group.top, group.bottom)
+    if group.gap or group.inner_left >= group.inner_right:
+        yield from masked_tiles(batch, rows, (group.left, group.right), tokens, rule)
         return
-    yield Tile(batch, rows, (inner_left * tokens, inner_right * tokens))
-    if left < inner_left:
-        yield from masked_tiles(batch, rows, (left, inner_left), tokens, rule)
-    if inner_right < right:
-        yield from masked_tiles(batch, rows, (inner_right, right), tokens, rule)
+    yield Tile(batch, rows, (group.inner_left * tokens, group.inner_right * tokens))
+    if group.left < group.inner_left:
+        yield from masked_tiles(batch, rows, (group.left, group.inner_left), tokens, rule)
+    if group.inner_right < group.right:
+        yield from masked_tiles(batch, rows, (group.inner_right, group.right), tokens, rule)

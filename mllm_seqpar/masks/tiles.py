@@ -83,11 +83,16 @@ def full_tile(batch: int, rows: int, keys: int) -> tuple[Tile, ...]:
 
 def masked_tiles(batch: Span, rows: Span, units: Span, tokens: int, rule: Rule) -> Iterator[Tile]:
     """A masked rectangle cut so that no expanded mask exceeds `MAX_MASK` entries."""
-    height = max(1, min(rows[1] - rows[0], MAX_MASK // 256))
+    items = batch[1] - batch[0]
+    if items > MAX_MASK // 256:
+        for first in range(*batch, MAX_MASK // 256):
+            yield from masked_tiles((first, min(first + MAX_MASK // 256, batch[1])), rows, units, tokens, rule)
+        return
+    height = max(1, min(rows[1] - rows[0], MAX_MASK // (256 * items)))
     for top in range(rows[0], rows[1], height):
         bottom = min(top + height, rows[1])
         keys = (units[0] * tokens, units[1] * tokens)
-        width = max(1, MAX_MASK // (bottom - top))
+        width = max(1, MAX_MASK // (items * (bottom - top)))
         for left in range(keys[0], keys[1], width):
             yield Tile(batch, (top, bottom), (left, min(left + width, keys[1])), "masked", rule)
 
