@@ -121,7 +121,7 @@ def test_scattered_frames_do_not_become_thousands_of_tiles() -> None:
 @pytest.mark.parametrize("batch", [1, 3])
 def test_no_mask_is_expanded_beyond_the_limit(batch: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tiles, "MAX_MASK", 1024)
-    monkeypatch.setattr("masks.painting.MAX_MASK", 600)
+    monkeypatch.setattr("masks.painting.MAX_MASK", 1024)
     row = torch.arange(70).expand(batch, -1)
     zero = torch.zeros_like(row)
     assert_paints(interval_tiles(zero, row // 2 + 1, 40, 60), shown(zero, row // 2 + 1, 40, 60), WASTE)
