@@ -78,7 +78,8 @@ def train_step(
     inputs = read_ahead(zip(batches, fillers, strict=True), lambda item: item[0].inputs(device, item[1]))
     for batch, arguments in zip(batches, inputs, strict=True):
         loss = model(**arguments).loss
-        (loss * (batch.targets * layout.dp / targets)).backward()
+        if loss.requires_grad:  # not where all that trains is what frames go through, and no group has any
+            (loss * (batch.targets * layout.dp / targets)).backward()
         total += loss.item() * batch.targets
     loss_sum = layout.sum_over_dp([total], device)[0]
     norm = clip_gradients(model, clip)
