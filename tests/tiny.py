@@ -3,8 +3,9 @@
 from typing import Any
 
 import torch
+from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 from torch import Tensor
-from transformers import SiglipVisionConfig
+from transformers import PreTrainedTokenizerFast, SiglipVisionConfig
 
 from mllm_seqpar.models.mplug_owl3 import MPlugOwl3Config, MPlugOwl3ForConditionalGeneration
 
@@ -78,3 +79,18 @@ def tiny_text(*frames: int, length: int = 12, seed: int = 0) -> Tensor:
     for sample, count in enumerate(frames):
         ids[sample, torch.randperm(length - 2, generator=generator)[:count] + 1] = IMAGE_TOKEN
     return ids
+
+
+def tiny_tokenizer(*, placeholder: bool = True, end_of_document: bool = True) -> PreTrainedTokenizerFast:
+    """Bytes as characters and ChatML's marks, 255 tokens or fewer; `placeholder` is the token of the tiny model."""
+    marks = ["<pad>", "<unk>", "<|im_start|>", "<|im_end|>"] + ["<|endoftext|>"] * end_of_document
+    characters = [chr(code) for code in range(32, 127)] + ["\n"]
+    vocabulary = {token: number for number, token in enumerate(marks + characters)}
+    if placeholder:
+        vocabulary["<|image|>"] = IMAGE_TOKEN
+    backend = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    backend.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
+    backend.add_special_tokens([*marks, *(["<|image|>"] if placeholder else [])])
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend, pad_token="<pad>", unk_token="<unk>", eos_token="<|im_end|>", padding_side="left"
+    )

@@ -5,8 +5,10 @@ Importing this package makes the model known to transformers' Auto classes.
 
 from .configuration import MPlugOwl3Config
 from .hyper_attention import HyperAttention, HyperDecoderLayer
+from .image_processing import MPlugOwl3ImageProcessor
 from .media import MediaLayout, media_layout
 from .modeling import MPlugOwl3ForConditionalGeneration
+from .processing import MPlugOwl3Processor
 from .registration import register
 from .visual_inputs import VisualCache, VisualInputs
 
@@ -15,6 +17,8 @@ __all__ = [
     "HyperDecoderLayer",
     "MPlugOwl3Config",
     "MPlugOwl3ForConditionalGeneration",
+    "MPlugOwl3ImageProcessor",
+    "MPlugOwl3Processor",
     "MediaLayout",
     "VisualCache",
     "VisualInputs",

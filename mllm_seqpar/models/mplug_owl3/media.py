@@ -15,7 +15,7 @@ from torch import Tensor
 from mllm_seqpar.errors import ConfigError, ShapeError
 
 MediaOffset = Tensor | list[Tensor] | list[list[int]]
-"""`media_offset` as published: (B, L, 2) integers (gated), or the placeholders' positions of each sample (fused)."""
+"""As published: (B, L, 2) integers (gated), or the placeholders' positions of each sample (fused; taken by both)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,8 +74,8 @@ def media_layout(
         total_frames: frames of all samples.
         input_ids: (B, L); without it `media_offset` and `position_ids` are needed.
         image_token_id: the placeholder token; not needed with `media_offset`.
-        media_offset: as published for the variant; computed from the placeholders when None. The fused variant also
-            takes an integer tensor (B, N) whose rows are filled up with negative numbers.
+        media_offset: as published for the variant; computed from the placeholders when None. Both variants take the
+            fused one's form, and it also as an integer tensor (B, N) whose rows are filled up with negative numbers.
         position_ids: (B, L) or (1, L), the rotary positions of the text; 0, 1, 2, ... when None.
 
     Raises:
@@ -98,10 +98,15 @@ def media_layout(
             )
         _check_count(placeholders, total_frames)
         return _from_placeholders(variant, placeholders, positions)
-    if variant == "fused":
+    if not (isinstance(media_offset, Tensor) and media_offset.dim() == 3):
         marked = _marks(media_offset, positions)
         _check_count(marked, total_frames)
         return _from_placeholders(variant, marked, positions)
+    if variant == "fused":
+        raise ShapeError(
+            f"media_offset has shape {tuple(media_offset.shape)}, which is the gated variant's form; the fused variant "
+            "takes the placeholders' positions of each sample"
+        )
     return _from_offsets(media_offset, positions, total_frames, placeholders)
 
 
@@ -145,8 +150,8 @@ def _marks(media_offset: MediaOffset, positions: Tensor) -> Tensor:
     if len(media_offset) != batch or (isinstance(media_offset, Tensor) and media_offset.dim() != 2):
         found = tuple(media_offset.shape) if isinstance(media_offset, Tensor) else f"{len(media_offset)} lists"
         raise ShapeError(
-            f"media_offset has {found} for {batch} samples; the fused variant takes one list of placeholder positions "
-            "per sample"
+            f"media_offset has {found} for {batch} samples; expected one list of placeholder positions per sample, "
+            "or for the gated variant (batch, length, 2) integers"
         )
     marked = torch.zeros_like(positions, dtype=torch.bool)
     for sample, listed in enumerate(media_offset):
@@ -178,13 +183,15 @@ def _from_placeholders(variant: str, placeholders: Tensor, positions: Tensor) ->
 
 
 def _from_offsets(
-    media_offset: MediaOffset, positions: Tensor, total_frames: int, placeholders: Tensor | None
+    media_offset: Tensor, positions: Tensor, total_frames: int, placeholders: Tensor | None
 ) -> MediaLayout:
     """The layout of the gated variant's published (B, L, 2) offsets."""
     batch, length = positions.shape
-    if not isinstance(media_offset, Tensor) or media_offset.shape != (batch, length, 2):
-        found = tuple(media_offset.shape) if isinstance(media_offset, Tensor) else type(media_offset).__name__
-        raise ShapeError(f"media_offset is {found}; the gated variant takes integers of shape {(batch, length, 2)}")
+    if media_offset.shape != (batch, length, 2):
+        raise ShapeError(
+            f"media_offset has shape {tuple(media_offset.shape)}; the gated variant takes integers of shape "
+            f"{(batch, length, 2)}"
+        )
     first, stop = media_offset.to(device=positions.device, dtype=torch.long).unbind(-1)
     stop = torch.where(stop < 0, first, stop)  # published as -1000000: the row sees nothing
     sees = stop > first

@@ -3,10 +3,12 @@ from transformers import (
     AutoModel,
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
+    AutoProcessor,
 )
 
 from .configuration import MPlugOwl3Config
 from .modeling import MPlugOwl3ForConditionalGeneration
+from .processing import MPlugOwl3Processor
 
 
 def register() -> None:
@@ -14,3 +16,4 @@ def register() -> None:
     AutoConfig.register(MPlugOwl3Config.model_type, MPlugOwl3Config, exist_ok=True)
     for auto in (AutoModel, AutoModelForCausalLM, AutoModelForImageTextToText):
         auto.register(MPlugOwl3Config, MPlugOwl3ForConditionalGeneration, exist_ok=True)
+    AutoProcessor.register(MPlugOwl3Config, MPlugOwl3Processor, exist_ok=True)

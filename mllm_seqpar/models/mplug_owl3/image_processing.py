@@ -1,0 +1,125 @@
+"""Frames to `pixel_values`, in torch alone: torchvision has no build for some machines, and decoders give tensors."""
+
+from collections.abc import Iterable, Sequence
+from typing import Any, TypedDict
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from transformers.feature_extraction_utils import BatchFeature
+from transformers.image_processing_base import ImageProcessingMixin
+
+from mllm_seqpar.errors import ShapeError
+
+Frame = Any
+"""A picture: PIL image, or array or tensor, uint8 (0 to 255) or floating (0 to 1), (H, W, 3) or (3, H, W)."""
+
+_AT_ONCE = 32  # frames of one size that are resized together
+
+
+class ImageOptions(TypedDict, total=False):
+    """What `MPlugOwl3ImageProcessor.from_pretrained` takes in place of what is saved."""
+
+    image_size: int
+    image_mean: list[float]
+    image_std: list[float]
+
+
+class MPlugOwl3ImageProcessor(ImageProcessingMixin):
+    """Resizes frames to a square, bicubic with antialiasing and whatever their aspect, and normalises them.
+
+"""A picture: PIL image, or array or tensor, (H, W, 3) or (3, H, W), uint8 (0 to 255) or floating (0 to 1)."""
+
+    Attributes:
+        image_size: side of the square; a vision tower of 27 x 27 patches of 14 takes 378 and 384 alike.
+        image_mean: per channel, of values from 0 to 1.
+        image_std: per channel.
+    """
+
+    model_input_names = ["pixel_values"]
+    valid_kwargs = ImageOptions
+
+    def __init__(
+        self,
+        image_size: int = 378,
+        image_mean: Sequence[float] = (0.5, 0.5, 0.5),
+        image_std: Sequence[float] = (0.5, 0.5, 0.5),
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(**kwargs)
+        self.image_size = image_size
+        self.image_mean = list(image_mean)
+        self.image_std = list(image_std)
+
+    def __call__(self, images: Frame | Iterable[Frame], **_: Any) -> BatchFeature:
+        """`pixel_values` (F, 3, size, size), float32, of one frame, several, or an array of frames.
+
+        Raises:
+            ShapeError: something that is no colour picture.
+        """
+        frames = [_as_tensor(frame, number) for number, frame in enumerate(frame_list(images))]
+        resized: list[Tensor] = []
+        start = 0
+        while start < len(frames):
+            stop = start
+            while stop < min(len(frames), start + _AT_ONCE) and _alike(frames[stop], frames[start]):
+                stop += 1
+            resized.append(self._normalised(self._resized(torch.stack(frames[start:stop]))))
+            start = stop
+        empty = torch.zeros(0, 3, self.image_size, self.image_size)
+        return BatchFeature({"pixel_values": torch.cat(resized) if resized else empty})
+
+    def preprocess(self, images: Frame | Iterable[Frame], **kwargs: Any) -> BatchFeature:
+        """The same as calling it."""
+        return self(images, **kwargs)
+
+    def _resized(self, frames: Tensor) -> Tensor:
+        """(F, 3, size, size) float32 from 0 to 1, of frames (F, 3, H, W), uint8 or floating."""
+        if frames.shape[2:] != (self.image_size, self.image_size):
+            whole = frames.dtype == torch.uint8
+            if whole and frames.device.type != "cpu":
+                frames = frames.float() / 255  # the integer kernel, which rounds as picture libraries do, is for CPUs
+            frames = F.interpolate(frames, size=(self.image_size,) * 2, mode="bicubic", antialias=True)
+            if frames.is_floating_point():
+                frames = frames.clamp(0, 1)
+                frames = (frames * 255).round() / 255 if whole else frames
+        return frames.float() / 255 if frames.dtype == torch.uint8 else frames.float()
+
+    def _normalised(self, frames: Tensor) -> Tensor:
+        mean, std = (
+            torch.tensor(part, device=frames.device)[:, None, None] for part in (self.image_mean, self.image_std)
+        )
+        return (frames - mean) / std
+
+
+def frame_list(images: Any) -> list[Frame]:
+    """The pictures of what is one picture, an array or tensor of several, or any iterable of them."""
+    if isinstance(images, (np.ndarray, Tensor)):
+        return list(images) if images.ndim == 4 else [images]
+    return [images] if hasattr(images, "convert") else list(images)
+
+
+def _as_tensor(frame: Any, number: int) -> Tensor:
+    """(3, H, W), uint8 or floating."""
+    if hasattr(frame, "convert"):  # a PIL image, without importing PIL
+        frame = np.array(frame.convert("RGB"))
+    if isinstance(frame, np.ndarray):
+        frame = torch.from_numpy(np.ascontiguousarray(frame))
+    if not isinstance(frame, Tensor) or frame.dim() != 3 or 3 not in (frame.shape[0], frame.shape[2]):
+        found = tuple(frame.shape) if isinstance(frame, Tensor) else type(frame).__name__
+        raise ShapeError(f"frame {number} is {found}; expected a picture, (height, width, 3) or (3, height, width)")
+    if frame.shape[2] == 3:
+        frame = frame.permute(2, 0, 1)
+    if frame.dtype != torch.uint8 and not frame.is_floating_point():
+        raise ShapeError(f"frame {number} is {frame.dtype}; expected uint8 from 0 to 255, or floating from 0 to 1")
+    if frame.is_floating_point() and frame.numel() and not (frame.min() >= 0 and frame.max() <= 1):
+        raise ShapeError(
+            f"frame {number} is floating and reaches from {frame.min():.3g} to {frame.max():.3g}; expected 0 to 1, or "
+            "uint8"
+        )
+    return frame
+
+
+def _alike(one: Tensor, other: Tensor) -> bool:
+    return one.shape == other.shape and one.dtype == other.dtype and one.device == other.device

@@ -1,0 +1,207 @@
+"""One process: frames, conversations and their placeholders, from raw pictures to what the model takes."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from transformers import AutoProcessor
+
+from mllm_seqpar.errors import DataError, ShapeError
+from mllm_seqpar.models.mplug_owl3 import MPlugOwl3ImageProcessor, MPlugOwl3Processor
+from tiny import IMAGE_TOKEN, tiny_model, tiny_tokenizer
+
+
+def picture(seed: int, height: int = 40, width: int = 50) -> np.ndarray:
+    return np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8)
+
+
+def processor(**options: Any) -> MPlugOwl3Processor:
+    return MPlugOwl3Processor(MPlugOwl3ImageProcessor(image_size=28), tiny_tokenizer(), **options)
+
+
+CHAT = [
+    {"role": "user", "content": [{"type": "video"}, {"type": "text", "text": "what colour?"}]},
+    {"role": "assistant", "content": "red"},
+]
+
+
+class TestImages:
+    def test_every_form_of_a_picture_gives_the_same(self) -> None:
+        image_processor = MPlugOwl3ImageProcessor(image_size=28)
+        array = picture(0)
+        forms = [array, Image.fromarray(array), torch.from_numpy(array), torch.from_numpy(array).permute(2, 0, 1)]
+        for form in forms:
+            values = image_processor(form)["pixel_values"]
+            assert values.shape == (1, 3, 28, 28) and values.dtype == torch.float32
+            assert torch.equal(values, image_processor(forms[0])["pixel_values"])
+
+    def test_resizing_is_that_of_a_picture_library(self) -> None:
+        array = picture(1, 90, 60)
+        found = (MPlugOwl3ImageProcessor(image_size=28)(array)["pixel_values"] * 0.5 + 0.5) * 255
+        reference = np.asarray(Image.fromarray(array).resize((28, 28), Image.Resampling.BICUBIC), dtype=np.float32)
+        assert (found[0] - torch.from_numpy(reference).permute(2, 0, 1)).abs().max() <= 1.001
+
+    def test_the_right_size_is_only_normalised(self) -> None:
+        array = picture(2, 28, 28)
+        values = MPlugOwl3ImageProcessor(image_size=28)(array)["pixel_values"][0]
+        assert torch.allclose(values, torch.from_numpy(array).permute(2, 0, 1) / 127.5 - 1, atol=1e-6)
+
+    def test_sizes_and_types_may_mix_in_order(self) -> None:
+        image_processor = MPlugOwl3ImageProcessor(image_size=28)
+        frames = [picture(0), picture(1), picture(2, 30, 30), torch.rand(3, 28, 28), picture(3)]
+        together = image_processor(frames)["pixel_values"]
+        assert torch.equal(together, torch.cat([image_processor(frame)["pixel_values"] for frame in frames]))
+        assert image_processor([])["pixel_values"].shape == (0, 3, 28, 28)
+
+    @pytest.mark.parametrize(
+        "frame",
+        [
+            np.zeros((4, 4), np.uint8),
+            np.zeros((4, 4, 4), np.uint8),
+            torch.full((3, 4, 4), 7.0),
+            torch.zeros(3, 4, 4).int(),
+        ],
+    )
+    def test_what_is_no_picture_is_refused(self, frame: Any) -> None:
+        with pytest.raises(ShapeError, match="frame 1 is .*expected"):
+            MPlugOwl3ImageProcessor()([picture(0), frame])
+
+    def test_saves_and_loads(self, tmp_path: Path) -> None:
+        MPlugOwl3ImageProcessor(image_size=56, image_mean=(0.1, 0.2, 0.3)).save_pretrained(tmp_path)
+        assert (tmp_path / "preprocessor_config.json").exists()
+        loaded = MPlugOwl3ImageProcessor.from_pretrained(tmp_path)
+        assert (loaded.image_size, loaded.image_mean) == (56, [0.1, 0.2, 0.3])
+
+
+class TestConversations:
+    def test_format(self) -> None:
+        text = processor().apply_chat_template(CHAT)
+        assert text == (
+            "<|im_start|>system\n<|im_end|>\n<|im_start|>user\n<|video|>what colour?<|im_end|>"
+            "\n<|im_start|>assistant\nred<|im_end|><|endoftext|>"
+        )
+        asked = processor().apply_chat_template(CHAT[:1], add_generation_prompt=True)
+        assert asked == text.removesuffix("red<|im_end|><|endoftext|>")
+        with_system = processor().apply_chat_template([{"role": "system", "content": "be brief"}, CHAT[0]])
+        assert with_system.startswith("<|im_start|>system\nbe brief<|im_end|>\n<|im_start|>user\n")
+
+    def test_a_video_becomes_one_placeholder_per_frame(self) -> None:
+        encoded = processor().encode(CHAT, frames_per_video=[3])
+        at = (encoded["input_ids"][0] == IMAGE_TOKEN).nonzero().flatten()
+        assert at.diff().tolist() == [1, 1]
+        assert encoded["media_offset"].tolist() == [at.tolist()]
+
+    def test_spans_enclose_a_video(self) -> None:
+        both = processor(video_span=True)
+        encoded = both.encode(CHAT, frames_per_video=[2])
+        text = both.decode(encoded["input_ids"][0]).replace(" ", "")
+        assert "<|start_video_frame|><|image|><|image|><|end_video_frame|>what" in text
+
+    def test_labels_are_the_answers(self) -> None:
+        chat = [*CHAT, {"role": "user", "content": "sure?"}, {"role": "assistant", "content": "yes"}]
+        encoded = processor().encode(chat, frames_per_video=[2], return_labels=True)
+        labels = encoded["labels"][0]
+        assert torch.equal(labels[labels != -100], encoded["input_ids"][0][labels != -100])
+        learned = processor().decode(labels[labels != -100]).replace(" ", "")
+        assert learned == "red<|im_end|><|endoftext|>yes<|im_end|><|endoftext|>"
+
+    @pytest.mark.parametrize("side", ["left", "right"])
+    def test_a_batch_is_padded_and_its_positions_move_along(self, side: str) -> None:
+        chats = [CHAT, [{"role": "user", "content": "no video"}], [{"role": "user", "content": "a<|image|>b<|video|>"}]]
+        encoded = processor().encode(chats, frames_per_video=[4, 2], padding_side=side, return_labels=True)
+        ids, mask = encoded["input_ids"], encoded["attention_mask"]
+        assert mask.sum(1).tolist() == [
+            int(processor().encode(chat, frames_per_video=counts)["attention_mask"].sum())
+            for chat, counts in zip(chats, ([4], [], [2]), strict=True)
+        ]
+        assert bool(mask[1, 0] == (side == "right"))
+        for row, offsets in zip(ids, encoded["media_offset"], strict=True):
+            assert offsets[offsets >= 0].tolist() == (row == IMAGE_TOKEN).nonzero().flatten().tolist()
+        assert (encoded["media_offset"] >= 0).sum(1).tolist() == [4, 0, 3]
+        assert bool((encoded["labels"][mask == 0] == -100).all())
+
+    def test_a_tokenizer_without_the_placeholder_still_marks_each_frame_once(self) -> None:
+        plain = MPlugOwl3Processor(MPlugOwl3ImageProcessor(image_size=28), tiny_tokenizer(placeholder=False))
+        assert plain.image_token_id is None and processor().image_token_id == IMAGE_TOKEN
+        encoded = plain.encode(CHAT, frames_per_video=[2])
+        assert encoded["media_offset"][0].diff().tolist() == [len("<|image|>")]
+
+    def test_a_tokenizer_without_end_of_document_ends_with_the_turn(self) -> None:
+        bare = MPlugOwl3Processor(MPlugOwl3ImageProcessor(), tiny_tokenizer(end_of_document=False))
+        assert bare.apply_chat_template(CHAT).endswith("red<|im_end|>")
+
+    @pytest.mark.parametrize(
+        ("chat", "message"),
+        [
+            ([{"role": "robot", "content": "x"}], "message 0 has the role 'robot'"),
+            ([{"role": "user", "content": [{"type": "audio"}]}], "message 0 holds .*audio"),
+            ([{"role": "user", "content": [{"type": "text"}]}], "message 0 holds"),
+            ([{"role": "user", "content": None}], "message 0 holds"),
+            ([CHAT[0], {"role": "assistant", "content": "<|image|>"}], "message 1 of role 'assistant'"),
+        ],
+    )
+    def test_malformed_conversations(self, chat: list, message: str) -> None:
+        with pytest.raises(DataError, match=message):
+            processor().encode(chat, frames_per_video=[1])
+
+    @pytest.mark.parametrize("counts", [[], [1, 2]])
+    def test_videos_and_placeholders_must_fit(self, counts: list[int]) -> None:
+        with pytest.raises(DataError, match="video"):
+            processor().encode(CHAT, frames_per_video=counts)
+
+
+class TestCall:
+    def test_frames_follow_the_placeholders(self) -> None:
+        frames = [picture(seed) for seed in range(6)]
+        text = ["a<|image|>b<|video|>", "<|video|><|image|>"]
+        both = processor()
+        inputs = both(images=[frames[0], frames[5]], text=text, videos=[frames[1:3], frames[3:5]])
+        assert torch.equal(inputs["pixel_values"], both.image_processor(frames)["pixel_values"])
+        assert (inputs["media_offset"] >= 0).sum(1).tolist() == [3, 3]
+
+    @pytest.mark.parametrize("variant", ["gated", "fused"])
+    def test_the_model_takes_what_comes_out(self, variant: str) -> None:
+        model = tiny_model(variant)
+        chat = [
+            {
+                "role": "user",
+                "content": [
+                    {"type": "video", "video": [picture(0), picture(1)]},
+                    {"type": "image", "image": picture(2)},
+                    {"type": "text", "text": "?"},
+                ],
+            }
+        ]
+        inputs = processor().apply_chat_template(chat, tokenize=True, add_generation_prompt=True)
+        with_offsets = model(**inputs).logits
+        del inputs["media_offset"]
+        assert torch.equal(model(**inputs).logits, with_offsets)
+
+    def test_images_and_placeholders_must_fit(self) -> None:
+        with pytest.raises(DataError, match="the text has 1 .* and 2 images"):
+            processor()(images=[picture(0), picture(1)], text="<|image|>")
+        with pytest.raises(DataError, match="unknown arguments: colour"):
+            processor()(text="a", colour="red")
+        with pytest.raises(DataError, match="text is None"):
+            processor()(images=picture(0))
+
+    def test_one_picture_and_one_video_need_no_list(self) -> None:
+        both = processor()
+        assert both(images=picture(0), text="<|image|>")["pixel_values"].shape[0] == 1
+        video = torch.from_numpy(np.stack([picture(0), picture(1)]))
+        assert both(text="<|video|>", videos=video)["pixel_values"].shape[0] == 2
+
+
+def test_saves_and_loads(tmp_path: Path) -> None:
+    tiny_model("gated").save_pretrained(tmp_path)
+    processor(video_span=True).save_pretrained(tmp_path)
+    for loaded in (AutoProcessor.from_pretrained(tmp_path), MPlugOwl3Processor.from_pretrained(tmp_path)):
+        assert isinstance(loaded, MPlugOwl3Processor) and loaded.video_span
+        assert loaded.image_processor.image_size == 28
+        again = loaded.encode(CHAT, frames_per_video=[2])
+        assert torch.equal(
+            again["input_ids"], processor(video_span=True).encode(CHAT, frames_per_video=[2])["input_ids"]
+        )
