@@ -13,7 +13,7 @@ from transformers.image_processing_base import ImageProcessingMixin
 from mllm_seqpar.errors import ShapeError
 
 Frame = Any
-"""A picture: PIL image, or array or tensor, uint8 (0 to 255) or floating (0 to 1), (H, W, 3) or (3, H, W)."""
+"""A picture: PIL image, or array or tensor, (H, W, 3) or (3, H, W), uint8 (0 to 255) or floating (0 to 1)."""
 
 _AT_ONCE = 32  # frames of one size that are resized together
 
@@ -29,7 +29,7 @@ class ImageOptions(TypedDict, total=False):
 class MPlugOwl3ImageProcessor(ImageProcessingMixin):
     """Resizes frames to a square, bicubic with antialiasing and whatever their aspect, and normalises them.
 
-"""A picture: PIL image, or array or tensor, (H, W, 3) or (3, H, W), uint8 (0 to 255) or floating (0 to 1)."""
+    Published models also cut large still images into tiles. Not here: an image is one frame, as in a video.
 
     Attributes:
         image_size: side of the square; a vision tower of 27 x 27 patches of 14 takes 378 and 384 alike.
