@@ -1,0 +1,96 @@
+"""What one attention call sends, as formulas: pure arithmetic, without torch.
+
+The transfer layer counts what is really sent (`Communicator.bytes`); tests hold the two equal. Elements that one of n
+ranks sends per call, with s_q rows per rank and, for even shares, s_kv keys per rank (H query heads, G key heads,
+head dim D):
+
+    LV-XAttn (arXiv 2502.02406)         forward   (n - 1) s_q H D  +  (n - 1) s_q H (D + 1)
+                                        backward  (n - 1) s_q H (4 D + 1)
+    Ring Attention (arXiv 2310.01889)   forward   2 (n - 1) s_kv G D
+                                        backward  4 (n - 1) s_kv G D
+
+The paper's Ring Attention moves K and V expanded to all query heads, which is G = H here (`expanded`). Its 0.48% for
+Video-MME on mPLUG-Owl3-7B is the forward pass with 2-byte Q, K, V and 4-byte O and log-sum-exp: `video_mme`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+
+@dataclass(frozen=True, kw_only=True)
+class Problem:
+    """One call of a distributed attention, as seen by one rank.
+
+    Attributes:
+        rows: query rows of each rank, s_q.
+        keys: keys of every rank, s_kv.
+        heads, kv_heads, dim: H, G, D.
+        batch, key_batch: batch items of q, and of k and v (1 where all items of q share the keys).
+        rank: whose bytes are asked for; ranks differ only where their numbers of keys do.
+        element: bytes of an element of q, k, v, o and their gradients' inputs.
+        accumulated: bytes of an element of what is summed over ranks: O forward, dQ, dK, dV backward.
+    """
+
+    rows: int
+    keys: tuple[int, ...]
+    heads: int
+    kv_heads: int
+    dim: int
+    batch: int = 1
+    key_batch: int = 1
+    rank: int = 0
+    element: int = 2
+    accumulated: int = 4
+
+    @property
+    def ranks(self) -> int:
+        """n."""
+        return len(self.keys)
+
+
+LSE_BYTES = 4
+
+
+def lv_xattn_bytes(problem: Problem, *, backward: bool) -> dict[str, int]:
+    """Bytes that LV-XAttn sends per rank and call, by label: q, o, lse forward; q, o, do, lse, dq backward."""
+    rows = (problem.ranks - 1) * problem.batch * problem.heads * problem.rows
+    wide = rows * problem.dim
+    if not backward:
+        return {"q": wide * problem.element, "o": wide * problem.accumulated, "lse": rows * LSE_BYTES}
+    inputs = {name: wide * problem.element for name in ("q", "o", "do")}
+    return inputs | {"lse": rows * LSE_BYTES, "dq": wide * problem.accumulated}
+
+
+def ring_bytes(problem: Problem, *, backward: bool) -> dict[str, int]:
+    """Bytes that Ring Attention sends per rank and call, by label: k, v forward; k, v, dk, dv backward.
+
+    K and V of all ranks pass through a rank on their way, except those of the rank after it, where they end; dK and dV
+    of all ranks, except its own, which end here.
+    """
+    width = problem.key_batch * problem.kv_heads * problem.dim
+    after = (problem.rank + 1) % problem.ranks
+    total = sum(problem.keys)
+    ahead = (total - problem.keys[after]) * width * problem.element
+    sent = {"k": ahead, "v": ahead}
+    if backward:
+        behind = (total - problem.keys[problem.rank]) * width * problem.accumulated
+        sent |= {"dk": behind, "dv": behind}
+    return sent
+
+
+def expanded(problem: Problem) -> Problem:
+    """The same with K and V repeated for every query head, as the paper's Ring Attention moves them."""
+    return replace(problem, kv_heads=problem.heads)
+
+
+def video_mme(ranks: int, *, element: int = 2, accumulated: int = 4) -> Problem:
+    """The paper's Video-MME case: mPLUG-Owl3-7B, 5,514 query rows, 2,386 frames of 729 tokens = 1,739,394 keys.
+
+    Rows are padded to a multiple of `ranks`; frames are dealt whole, the first ranks taking one more.
+    """
+    base, extra = divmod(2386, ranks)
+    keys = tuple((base + (rank < extra)) * 729 for rank in range(ranks))
+    return Problem(
+        rows=-(-5514 // ranks), keys=keys, heads=28, kv_heads=4, dim=128, element=element, accumulated=accumulated
+    )
