@@ -1,17 +1,23 @@
 """Videos, the features store, chat data and the needle task. Needs the extra `video` to decode, nothing to import."""
 
+from .chat import ChatBatch, ChatDataset, ChatSample, collate, load_local_frames
 from .features import FeatureStore, model_fingerprint, open_features, save_features, source_meta
 from .reader import read_frames
 from .sources import FrameSource, ImageListSource, VideoSource
 from .video import FramePlan, VideoInfo, plan_frames, probe, scan
 
 __all__ = [
+    "ChatBatch",
+    "ChatDataset",
+    "ChatSample",
     "FeatureStore",
     "FramePlan",
     "FrameSource",
     "ImageListSource",
     "VideoInfo",
     "VideoSource",
+    "collate",
+    "load_local_frames",
     "model_fingerprint",
     "open_features",
     "plan_frames",

@@ -1,0 +1,297 @@
+"""Chats about videos and pictures: a JSONL file, and micro-batches of it whose frames each rank reads its part of.
+
+One conversation per line:
+
+    {"messages": [{"role": "user", "content": [{"type": "video", "path": "a.mp4"}, {"type": "text", "text": "..."}]},
+                  {"role": "assistant", "content": "..."}]}
+
+Parts that show something: {"type": "video", "path": FILE}, with "fps", "num_frames" or "max_frames" of its own if
+wanted; {"type": "video", "images": [FILE, ...]}, a list of pictures as a video; {"type": "image", "path": FILE}.
+Relative paths start at the JSONL's folder. Other keys of a line are ignored.
+
+Which frames a micro-batch has is known without decoding any, on every rank the same. They form one flat list, sample
+after sample in the order of the text's placeholders; a rank decodes the range of it that it owns and nothing else.
+"""
+
+import hashlib
+import json
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import accumulate
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from ..errors import DataError, VideoError
+from .sources import FrameSource, ImageListSource, VideoSource
+
+DEFAULT_FPS = 1.0
+"""Frames a second of a video for which neither the data nor the caller says anything."""
+
+_SAMPLING = ("fps", "num_frames", "max_frames")
+_MARKS = ("<|image|>", "<|video|>", "<|im_start|>", "<|im_end|>")
+
+
+class ChatProcessor(Protocol):
+    """What this module needs of a processor; `MPlugOwl3Processor` is one."""
+
+    image_processor: Any
+
+    def encode(self, conversations: Any, *, frames_per_video: Sequence[int], return_labels: bool, **kwargs: Any) -> Any:
+        """`input_ids`, `attention_mask`, `labels` and `media_offset` of conversations, with the frames elsewhere."""
+        ...
+
+
+@dataclass(frozen=True)
+class ChatSample:
+    """One conversation and what it shows, nothing of it decoded.
+
+    Attributes:
+        line: in the JSONL, from 1.
+        messages: as the processor takes them.
+        sources: what the parts show, in order.
+        frames_per_video: frames of each part of type video.
+    """
+
+    line: int
+    messages: list[Mapping[str, Any]]
+    sources: tuple[FrameSource, ...]
+    frames_per_video: tuple[int, ...]
+
+    @property
+    def frames(self) -> int:
+        """Frames of all its sources."""
+        return sum(len(source) for source in self.sources)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChatBatch:
+    """A micro-batch: text, padded, and where its frames come from.
+
+    Attributes:
+        input_ids, attention_mask: (B, L).
+        labels: (B, L); the answers and their ends, -100 elsewhere.
+        media_offset: (B, N), positions of the placeholders, filled up with -1.
+        sources: of all samples, in the order of the flat list of frames.
+        frames: length of that list.
+        lines: of the samples in the JSONL.
+    """
+
+    input_ids: Tensor
+    attention_mask: Tensor
+    labels: Tensor
+    media_offset: Tensor
+    sources: tuple[FrameSource, ...]
+    frames: int
+    lines: tuple[int, ...]
+
+    @property
+    def targets(self) -> int:
+        """Tokens that the loss counts."""
+        return int((self.labels[:, 1:] != -100).sum())
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of text without padding."""
+        return int(self.attention_mask.sum())
+
+
+class ChatDataset:
+    """The conversations of a JSONL file; all lines are checked on opening, videos when a sample is asked for.
+
+    Args:
+        path: of the JSONL.
+        processor: turns conversations into tokens.
+        fps, num_frames, max_frames: frames to take of each video (`plan_frames`). `fps` or `num_frames` here takes the
+            place of what a line says; `max_frames` here is a limit on top of it.
+        max_length: most tokens of a sample; a longer one is refused.
+
+    Raises:
+        DataError: a line that is no conversation, with its number and what is wrong.
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        processor: ChatProcessor,
+        *,
+        fps: float | None = None,
+        num_frames: int | None = None,
+        max_frames: int | None = None,
+        max_length: int | None = None,
+    ) -> None:
+        self.path = Path(path)
+        self.processor = processor
+        self.max_length = max_length
+        self._rate = {"fps": fps, "num_frames": num_frames}
+        self._limit = max_frames
+        try:
+            content = self.path.read_bytes()
+        except OSError as error:
+            raise DataError(f"{self.path}: cannot be read ({error.strerror}); give a JSONL file of chats") from error
+        self.digest = hashlib.blake2b(content, digest_size=16).hexdigest()
+        rows = ((number, row) for number, row in enumerate(content.splitlines(), 1) if row.strip())
+        self._rows = [(number, self._messages(number, row)) for number, row in rows]
+        if not self._rows:
+            raise DataError(f"{self.path}: holds no conversation; give a JSONL file with one on each line")
+        self._open_video = lru_cache(maxsize=65_536)(VideoSource.open)  # later epochs need not probe again
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, index: int) -> ChatSample:
+        number, messages = self._rows[index]
+        sources: list[FrameSource] = []
+        counts: list[int] = []
+        for part in _media(messages):
+            try:
+                source = self._source(part)
+            except VideoError as error:
+                raise VideoError(f"{self.path}:{number}: {error}") from error
+            sources.append(source)
+            if part["type"] == "video":
+                counts.append(len(source))
+        return ChatSample(number, messages, tuple(sources), tuple(counts))
+
+    def batch(self, indices: Sequence[int]) -> ChatBatch:
+        """The samples with these numbers as one micro-batch; decodes nothing.
+
+        Raises:
+            DataError: a sample longer than `max_length`.
+            VideoError: a video that cannot be opened, with line and path.
+        """
+        return collate([self[index] for index in indices], self.processor, self.max_length, str(self.path))
+
+    def _source(self, part: Mapping[str, Any]) -> FrameSource:
+        if part["type"] == "image" or "images" in part:
+            names = part["images"] if "images" in part else [part["path"]]
+            return ImageListSource([self.path.parent / name for name in names])
+        own = {name: part.get(name) for name in _SAMPLING}
+        if any(self._rate.values()):
+            own |= self._rate
+        if not (own["fps"] or own["num_frames"]):
+            own["fps"] = DEFAULT_FPS
+        limits = [n for n in (own["max_frames"], self._limit) if n is not None]
+        return self._open_video(str(self.path.parent / part["path"]), **own | {"max_frames": min(limits, default=None)})
+
+    def _messages(self, number: int, row: bytes) -> list[Mapping[str, Any]]:
+        try:
+            record = json.loads(row)
+        except ValueError as error:
+            raise DataError(f"{self.path}:{number}: not JSON ({error}); each line holds one conversation") from error
+        try:
+            return check_messages(record.get("messages") if isinstance(record, dict) else None, self.path.parent)
+        except DataError as error:
+            raise DataError(f"{self.path}:{number}: {error}") from error
+
+
+def collate(
+    samples: Sequence[ChatSample], processor: ChatProcessor, max_length: int | None = None, name: str = "data"
+) -> ChatBatch:
+    """Samples as one micro-batch, padded on the right; their frames as one list of sources."""
+    counts = [count for sample in samples for count in sample.frames_per_video]
+    encoded = processor.encode(
+        [sample.messages for sample in samples], frames_per_video=counts, return_labels=True, padding_side="right"
+    )
+    lengths = encoded["attention_mask"].sum(1).tolist()
+    for sample, length in zip(samples, lengths, strict=True):
+        if max_length is not None and length > max_length:
+            raise DataError(
+                f"{name}:{sample.line}: {length} tokens ({sample.frames} of them stand for frames), more than "
+                f"max_length = {max_length}; raise it, or take fewer frames"
+            )
+    return ChatBatch(
+        input_ids=encoded["input_ids"],
+        attention_mask=encoded["attention_mask"],
+        labels=encoded["labels"],
+        media_offset=encoded["media_offset"],
+        sources=tuple(source for sample in samples for source in sample.sources),
+        frames=sum(sample.frames for sample in samples),
+        lines=tuple(sample.line for sample in samples),
+    )
+
+
+def load_local_frames(batch: ChatBatch, frames: range, image_processor: Any, *, at_once: int = 32) -> Tensor:
+    """Decodes frames of a batch's flat list, those of this rank: (len(frames), 3, S, S) as the model takes them.
+
+    Args:
+        batch: the micro-batch.
+        frames: as `frame_range(batch.frames, group)` gives it; may be empty and may span several samples.
+        image_processor: takes uint8 frames (n, 3, H, W), returns `pixel_values`.
+        at_once: decoded frames held at a time besides the result.
+    """
+    parts = []
+    ends = list(accumulate(len(source) for source in batch.sources))
+    for source, end in zip(batch.sources, ends, strict=True):
+        first = end - len(source)
+        low, high = max(frames.start, first), min(frames.stop, end)
+        if low < high:
+            for decoded in source.read(low - first, high - first, batch=at_once):
+                parts.append(image_processor(decoded)["pixel_values"])
+    return torch.cat(parts) if parts else image_processor(torch.empty(0, 3, 1, 1))["pixel_values"]
+
+
+def check_messages(messages: Any, folder: Path) -> list[Mapping[str, Any]]:
+    """The messages of a conversation to learn from, if they are well formed and their files exist.
+
+    Raises:
+        DataError: what is wrong with which message.
+    """
+    if not isinstance(messages, list) or not messages:
+        raise DataError('needs "messages", a list of {"role": ..., "content": ...}')
+    for number, message in enumerate(messages):
+        role = message.get("role") if isinstance(message, dict) else None
+        if role not in ("system", "user", "assistant"):
+            raise DataError(f"message {number} has the role {role!r}; it is one of system, user, assistant")
+        content = message.get("content")
+        for part in [{"type": "text", "text": content}] if isinstance(content, str) else content or [None]:
+            fault = _part_fault(part, role, folder)
+            if fault:
+                raise DataError(f"message {number} ({role}): {fault}")
+    if all(message["role"] != "assistant" for message in messages):
+        raise DataError("has no message of the assistant, so there is nothing to learn from it")
+    return messages
+
+
+def _part_fault(part: Any, role: str, folder: Path) -> str | None:
+    """What is wrong with one part of a message's content, or None."""
+    kind = part.get("type") if isinstance(part, dict) else None
+    if kind == "text":
+        text = part.get("text")
+        if not isinstance(text, str):
+            return f"a text part without text: {part!r:.80}"
+        found = [mark for mark in _MARKS if mark in text]
+        return f"its text holds {found[0]}; show media by parts, and leave ChatML's marks out" if found else None
+    if kind not in ("video", "image"):
+        return f"{part!r:.80} is no part; a part has the type text, video or image"
+    if role != "user":
+        return f"shows {'an' if kind == 'image' else 'a'} {kind}; only a user shows something"
+    listed = part.get("images") if kind == "video" and "images" in part else [part.get("path")]
+    if not isinstance(listed, list) or not listed or not all(isinstance(name, str) for name in listed):
+        return f'a part of type {kind} needs "path", a file' + (', or "images", a list' if kind == "video" else "")
+    if "images" in part and ("path" in part or kind == "image"):
+        return 'both "path" and "images"' if kind == "video" else 'an image has a "path"'
+    missing = [name for name in listed if not (folder / name).is_file()]
+    if missing:
+        return f"{folder / missing[0]}: no such file"
+    for name in _SAMPLING:
+        value, kinds = part.get(name), (int, float) if name == "fps" else (int,)
+        if value is not None and (type(value) not in kinds or value <= 0):
+            return f"{name} is {value!r}; it is {'a' if name == 'fps' else 'a whole'} number above 0"
+    if part.get("fps") is not None and part.get("num_frames") is not None:
+        return "both fps and num_frames; give one of them"
+    return None
+
+
+def _media(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    return [
+        part
+        for message in messages
+        if not isinstance(message["content"], str)
+        for part in message["content"]
+        if part["type"] != "text"
+    ]
