@@ -123,7 +123,7 @@ def make_tokenizer(texts: Sequence[str] = ()) -> Any:
     split = pre_tokenizers.Split(Regex(r"\n| ?\w+| ?[^\w\s]| "), behavior="isolated")
     known = [QUESTION, *COLOURS, "system\nuser\nassistant\n", *texts]
     found = {word.strip(" ") for text in known for word, _ in split.pre_tokenize_str(text)}
-    words = {form for word in found for form in (word, f" {word}")}  # at the start of a text, and after a space
+    words = {form for word in found | {""} for form in (word, f" {word}")} - {""}  # at a start, and after a space
     vocabulary = {word: number for number, word in enumerate([*special, *sorted(words - set(special))])}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
     tokenizer.pre_tokenizer = split
