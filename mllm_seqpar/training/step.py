@@ -22,9 +22,20 @@ from mllm_seqpar.training.prefetch import read_ahead
 class Batch(Protocol):
     """What the steps need to know of one micro-batch; `mllm_seqpar.training.feed` makes them."""
 
-    targets: int
-    tokens: int
-    frames: int
+    @property
+    def targets(self) -> int:
+        """Tokens that the loss counts."""
+        ...
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of text."""
+        ...
+
+    @property
+    def frames(self) -> int:
+        """Frames of the whole group."""
+        ...
 
     def inputs(self, device: torch.device, filler: bool) -> dict[str, Any]:
         """The keyword arguments of the model's forward, labels among them, on `device`.

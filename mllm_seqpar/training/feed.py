@@ -1,0 +1,148 @@
+"""What the model is fed: micro-batches of a chat file, of whose frames a rank decodes its own and no other."""
+
+import json
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mllm_seqpar.agreement import fingerprint
+from mllm_seqpar.data.chat import ChatBatch, ChatDataset, load_local_frames
+from mllm_seqpar.errors import ConfigError, DataError
+from mllm_seqpar.sharding import FrameShard, frame_range
+from mllm_seqpar.training.accelerate_glue import Layout
+from mllm_seqpar.training.arguments import TrainArguments
+
+
+@dataclass(frozen=True)
+class FedBatch:
+    """One micro-batch of this rank's group: text known, frames still in their files.
+
+    Attributes:
+        chat: text, and where the frames are.
+        processor: its image processor makes `pixel_values`.
+        layout: of the ranks; those of one sequence parallel group share the frames.
+    """
+
+    chat: ChatBatch
+    processor: Any
+    layout: Layout
+
+    @property
+    def targets(self) -> int:
+        """Tokens that the loss counts."""
+        return self.chat.targets
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of text, placeholders among them."""
+        return self.chat.tokens
+
+    @property
+    def frames(self) -> int:
+        """Frames of the whole group."""
+        return self.chat.frames
+
+    def inputs(self, device: torch.device, filler: bool) -> dict[str, Any]:
+        """Arguments of the model's forward; decodes this rank's frames. See `mllm_seqpar.training.step.Batch`."""
+        names = ("input_ids", "attention_mask", "labels", "media_offset")
+        made: dict[str, Any] = {name: getattr(self.chat, name) for name in names}
+        total, own = self.frames, frame_range(self.frames, self.layout.sp_group)
+        if filler:
+            made = with_filler(made, self._placeholder())
+            total, own = 1, frame_range(1, self.layout.sp_group)
+            black = torch.zeros(len(own), 3, 32, 32, dtype=torch.uint8)
+            made["pixel_values"] = self.processor.image_processor(black)["pixel_values"]
+        elif total:
+            made["pixel_values"] = load_local_frames(self.chat, own, self.processor.image_processor)
+        else:
+            del made["media_offset"]
+        if total and self.layout.sp > 1:
+            made["visual_shard"] = FrameShard(own.start, own.stop, total)
+        moved = {name: x.to(device) if isinstance(x, Tensor) else x for name, x in made.items()}
+        return moved | {"use_cache": False}
+
+    def _placeholder(self) -> int:
+        token = self.processor.image_token_id
+        if token is None:
+            raise ConfigError(
+                "some groups have frames and this one has none: that needs a tokenizer with a single token for "
+                "<|image|>; add it as a special token, or use --sp with all ranks"
+            )
+        return token
+
+
+def with_filler(text: dict[str, Tensor], placeholder: int) -> dict[str, Tensor]:
+    """The text of B samples without frames and one more, which shows one frame and has no targets.
+
+    Its loss counts nothing, so every gradient through it is exactly zero; but it is there, on every rank.
+
+    Args:
+        text: `input_ids`, `attention_mask`, `labels` (B, L); L is 2 or more.
+        placeholder: token that stands for the frame.
+    """
+    rows = {name: torch.zeros_like(text["input_ids"][:1]) for name in ("input_ids", "attention_mask", "labels")}
+    rows["input_ids"][0, 0] = placeholder
+    rows["attention_mask"][0, :2] = 1  # in one variant only the token after the placeholder sees the frame
+    rows["labels"].fill_(-100)
+    made = {name: torch.cat([text[name], row]) for name, row in rows.items()}
+    batch = text["input_ids"].shape[0]
+    return made | {"media_offset": torch.tensor([[-1]] * batch + [[0]])}
+
+
+class Feed:
+    """The micro-batches of a chat file, for one rank.
+
+    Attributes:
+        digest: of the file's content and of the names and sizes of the media it names.
+    """
+
+    def __init__(self, dataset: ChatDataset, processor: Any, layout: Layout) -> None:
+        self._dataset = dataset
+        self._processor = processor
+        self._layout = layout
+        media = (f"{name} {size}" for name, size in media_sizes(dataset.path))
+        self.digest = f"{dataset.digest[:16]}-{fingerprint(chr(10).join(media)):016x}"
+
+    def __len__(self) -> int:
+        return len(self._dataset)
+
+    def batch(self, samples: Sequence[int]) -> FedBatch:
+        """The samples with these numbers as one micro-batch; decodes nothing.
+
+        Raises:
+            DataError: a sample that teaches nothing, or that is too long.
+            VideoError: a video that cannot be opened.
+        """
+        chat = self._dataset.batch(samples)
+        if chat.targets == 0:
+            lines = ", ".join(map(str, chat.lines))
+            raise DataError(f"{self._dataset.path}, line {lines}: no token to learn; the assistant must say something")
+        return FedBatch(chat, self._processor, self._layout)
+
+
+def media_sizes(path: str | os.PathLike[str]) -> Iterator[tuple[str, int]]:
+    """(name, bytes) of each video and picture that a chat file names, in order; -1 for a missing one."""
+    folder = Path(path).parent
+    for line in Path(path).read_bytes().splitlines():
+        messages = json.loads(line).get("messages", ()) if line.strip() else ()
+        parts = (part for message in messages if isinstance(message["content"], list) for part in message["content"])
+        for part in parts:
+            for name in part.get("images") or [part.get("path")]:
+                if name:
+                    file = folder / name
+                    yield name, file.stat().st_size if file.is_file() else -1
+
+
+def open_feed(path: str, processor: Any, args: TrainArguments, layout: Layout) -> Feed:
+    """The feed of a chat file under a run's arguments.
+
+    Raises:
+        DataError: the file is missing or malformed.
+    """
+    dataset = ChatDataset(path, processor, fps=args.fps, max_frames=args.max_frames, max_length=args.max_length)
+    return Feed(dataset, processor, layout)
