@@ -8,6 +8,6 @@
 """
 
 from mllm_seqpar.kernels.base import BlockKernel
-from mllm_seqpar.kernels.registry import available_kernels, choose_kernel, kernel_names
+from mllm_seqpar.kernels.registry import available_kernels, choose_kernel, kernel_by_name, kernel_names
 
-__all__ = ["BlockKernel", "available_kernels", "choose_kernel", "kernel_names"]
+__all__ = ["BlockKernel", "available_kernels", "choose_kernel", "kernel_by_name", "kernel_names"]

@@ -30,8 +30,9 @@ class FlashAttnKernel(FusedKernel):
         """Return why the package cannot compute this block, or None."""
         if q.device.type != "cuda":
             return f"needs CUDA tensors, got {q.device.type}"
-        if importlib.util.find_spec("flash_attn") is None:
-            return "is not installed (pip install mllm-seqpar[flash])"
+        obstacle = _why_not_installed()
+        if obstacle is not None:
+            return obstacle
         if q.dtype not in (torch.bfloat16, torch.float16):
             return f"computes in bfloat16, float16, not in {q.dtype}"
         capability = torch.cuda.get_device_capability(q.device)
@@ -39,7 +40,7 @@ class FlashAttnKernel(FusedKernel):
             return f"needs compute capability 8.0, got {capability[0]}.{capability[1]}"
         if q.shape[-1] % 8:
             return f"needs a head dim that is a multiple of 8, got {q.shape[-1]}"
-        return why_not_flash2(q.shape[-1], masked, capability) or _why_not_installed()
+        return why_not_flash2(q.shape[-1], masked, capability)
 
     def _run_forward(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]:
         q, k, v = (vectors(x).transpose(1, 2) for x in (q, k, v))
@@ -104,7 +105,9 @@ def _interface() -> Any:
 
 @cache
 def _why_not_installed() -> str | None:
-    """Import the package once: a build for another torch or CUDA is installed, and yet cannot be used."""
+    """Look for the package once per process; one built for another torch or CUDA is there and yet cannot be used."""
+    if importlib.util.find_spec("flash_attn") is None:
+        return "is not installed (pip install mllm-seqpar[flash])"
     try:
         interface = _interface()
     except (ImportError, OSError) as error:

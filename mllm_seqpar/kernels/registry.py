@@ -49,6 +49,17 @@ def available_kernels() -> list[str]:
     ]
 
 
+def kernel_by_name(name: str) -> BlockKernel:
+    """Return the kernel of that name, whether it can run here or not.
+
+    Raises:
+        ConfigError: a name that does not exist.
+    """
+    if name not in _KERNELS:
+        raise ConfigError(f"kernel={name!r} does not exist; choose auto or one of {', '.join(_KERNELS)}")
+    return _KERNELS[name]()
+
+
 def choose_kernel(name: str, q: Tensor, k: Tensor, *, causal: bool, masked: bool) -> tuple[BlockKernel, str]:
     """Return the kernel for a block of q (B, H, S, D) against k (B, G, T, D), and why it was chosen.
 
@@ -59,9 +70,7 @@ def choose_kernel(name: str, q: Tensor, k: Tensor, *, causal: bool, masked: bool
     """
     if name == "auto":
         return _first_able(q, k, causal, masked)
-    if name not in _KERNELS:
-        raise ConfigError(f"kernel={name!r} does not exist; choose auto or one of {', '.join(_KERNELS)}")
-    kernel = _KERNELS[name]()
+    kernel = kernel_by_name(name)
     obstacle = kernel.why_not(q, k, causal=causal, masked=masked)
     if obstacle is not None:
         able = [x for x in _KERNELS if _KERNELS[x]().why_not(q, k, causal=causal, masked=masked) is None]

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from mllm_seqpar.kernels import available_kernels, choose_kernel
+from mllm_seqpar.kernels import available_kernels, kernel_by_name
 from mllm_seqpar.kernels.base import BlockKernel
 
 CPU_KERNELS = ["reference", "tiled", "torch_cpu"]
@@ -74,11 +74,7 @@ def kernel_for(name: str, b: Block) -> BlockKernel:
     """Return the kernel, or skip the test with its own reason when it says that it cannot compute this block."""
     if name not in available_kernels():
         pytest.skip(f"{name} is not available here")
-    kernel, _ = choose_kernel("reference", b.q, b.k, causal=False, masked=False)
-    if name != "reference":
-        from mllm_seqpar.kernels.registry import _KERNELS
-
-        kernel = _KERNELS[name]()
+    kernel = kernel_by_name(name)
     obstacle = kernel.why_not(b.q, b.k, causal=b.causal, masked=b.mask is not None)
     if obstacle is not None:
         pytest.skip(f"{name} {obstacle}")
