@@ -1,4 +1,4 @@
-"""Layer: pure Python. Schedules for 1 to 16 ranks, played through on paper: who holds what and who sends what to whom."""
+"""Layer: pure Python. Schedules for 1 to 16 ranks, played through on paper: who holds what, who sends what to whom."""
 
 from __future__ import annotations
 

@@ -1,0 +1,305 @@
+"""One distributed attention call as a case: every rank makes its own inputs from the seed, runs, and reports.
+
+    results = run_loopback(n, run_case, case)           # all ranks in this process
+    results = ranks(n).run(over_gloo, [case, ...])      # real processes
+    assert_exact(case, results)
+
+Shapes as everywhere: q (B, H, S, D) with S rows of all ranks, k and v (B or 1, G, T, D).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from attention.dense import dense_attention
+from mllm_seqpar.attention import lv_xattn, ring_attention
+from mllm_seqpar.attention.api import accumulation
+from mllm_seqpar.attention.distributed import Plan
+from mllm_seqpar.attention.joint import attend
+from mllm_seqpar.attention.sources import GivenKeys
+from mllm_seqpar.comm import Communicator, as_communicator
+from mllm_seqpar.masks import CausalBlocks, FrameMask, FullBlocks
+from mllm_seqpar.sharding import frame_bounds, frame_range, padded_length, sequence_positions
+from tolerances import EXACT, relative_error
+
+GRADS = ("dq", "dk", "dv")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """What is computed.
+
+    Attributes:
+        op: "lv" or "ring", cross-attention; "causal", text over itself; "joint", text by ring and frames by LV-XAttn in
+            one softmax.
+        rows: query rows of all ranks, before padding to what the layout needs.
+        frames, tokens: visual keys of all ranks.
+        mask: a name of `frame_table`, or None; with `table`, as FrameMask.from_dense instead of intervals.
+        text: a name of `text_limits`; for "causal" and "joint".
+        shared_keys: k and v have a batch of 1.
+        size: factor of q, and with it of the logits.
+    """
+
+    op: str
+    rows: int = 12
+    batch: int = 1
+    shared_keys: bool = False
+    heads: int = 4
+    groups: int = 2
+    dim: int = 8
+    frames: int = 7
+    tokens: int = 3
+    mask: str | None = None
+    table: bool = False
+    layout: str = "zigzag"
+    text: str = "plain"
+    size: float = 1.0
+    dtype: torch.dtype = torch.float32
+    accumulate: torch.dtype | None = torch.float32
+    kernel: str = "auto"
+    overlap: bool = True
+    seed: int = 0
+
+    def total(self, n: int) -> int:
+        """Rows after padding."""
+        return padded_length(self.rows, n, self.layout)
+
+
+def frame_table(case: Case, rows: int) -> tuple[Tensor, Tensor] | Tensor:
+    """(first, stop), each (B, rows), or a table (B, rows, F), by the name in `case.mask`."""
+    generator = torch.Generator().manual_seed(case.seed + 7)
+    shape, frames = (case.batch, rows), case.frames
+    row = torch.arange(rows).expand(shape)
+    zero = torch.zeros(shape, dtype=torch.int64)
+    match case.mask:
+        case "random":  # about a third of the rows see nothing anywhere
+            return (
+                torch.randint(0, frames + 1, shape, generator=generator),
+                torch.randint(0, frames + 1, shape, generator=generator),
+            )
+        case "growing":
+            return zero, row * (frames + 1) // rows
+        case "one frame":  # hidden from a row on every rank but one
+            return row % frames, row % frames + 1
+        case "first frame":  # all ranks but the first have nothing for anybody
+            return zero, zero + 1
+        case "last frame":
+            return zero + frames - 1, zero + frames
+        case "nothing":
+            return zero, zero
+        case "some rows":  # rows of one rank see, rows of the others do not
+            return zero, torch.where(row < rows // 3, frames, 0)
+        case "holes":
+            return torch.rand(*shape, frames, generator=generator) < 0.5
+    raise ValueError(case.mask)
+
+
+def frame_mask(case: Case, total: int, rows: Tensor) -> FrameMask | None:
+    """The mask of the rows given; rows beyond `case.rows` are padding that sees nothing."""
+    if case.mask is None:
+        return None
+    table = frame_table(case, total)
+    real = torch.arange(total) < case.rows
+    if isinstance(table, Tensor):
+        return FrameMask.from_dense((table & real[:, None])[:, rows], case.tokens)
+    first, stop = table[0], torch.where(real, table[1], 0)
+    if case.table:
+        frame = torch.arange(case.frames)
+        return FrameMask.from_dense(((frame >= first[..., None]) & (frame < stop[..., None]))[:, rows], case.tokens)
+    return FrameMask.from_intervals(first[:, rows], stop[:, rows], case.tokens, case.frames)
+
+
+def visible_frames(case: Case, total: int) -> Tensor | None:
+    """(B, rows, keys) bool, by definition."""
+    mask = frame_mask(case, total, torch.arange(total))
+    if mask is None:
+        return None
+    if mask.visible is not None:
+        table = mask.visible
+    else:
+        frame = torch.arange(case.frames)
+        table = (frame >= mask.bounds[0][..., None]) & (frame < mask.bounds[1][..., None])
+    return table.repeat_interleave(case.tokens, -1)
+
+
+def text_limits(case: Case, total: int) -> tuple[Tensor | None, Tensor | None]:
+    """(first, valid) of CausalBlocks by the name in `case.text`; what was added to fill the layout is not valid."""
+    position = torch.arange(total)
+    real = position < case.rows
+    valid = None if bool(real.all()) else real[None]
+    match case.text:
+        case "plain":
+            return None, valid
+        case "window":
+            return (position - 2).clamp(min=0)[None], valid
+        case "packed":
+            return torch.where(position < total // 3, 0, total // 3)[None], valid
+        case "padded":  # on the right, each batch item elsewhere; the last has a single token
+            lengths = torch.linspace(case.rows, 1, case.batch + 1).long()[1:]
+            return None, position < lengths[:, None]
+        case "padded left":  # the first rows see nothing at all
+            starts = torch.arange(1, case.batch + 1) * case.rows // (case.batch + 2)
+            return None, (position >= starts[:, None]) & real
+    raise ValueError(case.text)
+
+
+def visible_text(case: Case, total: int) -> Tensor:
+    """(B, rows, rows) bool, by definition."""
+    position = torch.arange(total)
+    visible = (position <= position[:, None]).expand(case.batch, -1, -1)
+    first, valid = text_limits(case, total)
+    if first is not None:
+        visible = visible & (position >= first[..., None])
+    return visible if valid is None else visible & valid[:, None]
+
+
+def inputs(case: Case, total: int) -> dict[str, Tensor]:
+    """q, do (B, H, total, D); k, v over frames; text_k, text_v (B, G, total, D)."""
+    generator = torch.Generator().manual_seed(case.seed)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator).to(case.dtype)
+
+    rows = (case.batch, case.heads, total, case.dim)
+    keys = (1 if case.shared_keys else case.batch, case.groups, case.frames * case.tokens, case.dim)
+    made = {"q": normal(*rows) * case.size, "do": normal(*rows), "k": normal(*keys), "v": normal(*keys)}
+    text = (case.batch, case.groups, total, case.dim)
+    return made | {"text_k": normal(*text), "text_v": normal(*text)}
+
+
+def run_case(comm: Communicator, case: Case, again: int = 1) -> dict[str, Any]:
+    """This rank's o, lse, dq (its rows, in the order of the layout), dk, dv (its keys), text_dk, text_dv, and bytes."""
+    total = case.total(comm.size)
+    whole = inputs(case, total)
+    rows = sequence_positions(total, comm.rank, comm.size, case.layout)
+    frames = frame_range(case.frames, comm)
+    keys = slice(frames.start * case.tokens, frames.stop * case.tokens)
+    own = {name: whole[name][:, :, rows] for name in ("q", "do", "text_k", "text_v")}
+    own |= {name: whole[name][:, :, keys] for name in ("k", "v")}
+    mask = frame_mask(case, total, rows)
+    for _ in range(again):
+        leaves = {name: x.clone().requires_grad_() for name, x in own.items() if name != "do"}
+        comm.bytes.reset()
+        o, lse = _call(comm, case, leaves, mask, total)
+        forward = dict(comm.bytes.sent)
+        comm.bytes.reset()
+        o.backward(own["do"])
+    grads = {
+        {"q": "dq", "k": "dk", "v": "dv", "text_k": "text_dk", "text_v": "text_dv"}[n]: x.grad
+        for n, x in leaves.items()
+    }
+    return {"o": o.detach(), "lse": lse, **grads, "forward": forward, "backward": dict(comm.bytes.sent)}
+
+
+def _call(
+    comm: Communicator, case: Case, x: dict[str, Tensor], mask: FrameMask | None, total: int
+) -> tuple[Tensor, Tensor]:
+    options: dict[str, Any] = {
+        "group": comm,
+        "kernel": case.kernel,
+        "overlap": case.overlap,
+        "accumulate_dtype": case.accumulate,
+        "return_lse": True,
+    }
+    if case.op == "lv":
+        return lv_xattn(x["q"], x["k"], x["v"], mask=mask, **options)
+    if case.op == "ring":
+        return ring_attention(x["q"], x["k"], x["v"], mask=mask, **options)
+    if case.op == "causal" and case.text == "plain" and total == case.rows:
+        return ring_attention(x["q"], x["text_k"], x["text_v"], causal=True, layout=case.layout, **options)
+    n, dtype = comm.size, accumulation(case.accumulate, case.dtype)
+    first, valid = text_limits(case, total)
+    text = CausalBlocks(case.batch, total, n, case.layout, first, valid)
+    sources = [GivenKeys(Plan((1, n), text, (total // n,) * n, dtype, case.overlap), x["text_k"], x["text_v"])]
+    if case.op == "joint":
+        bounds = frame_bounds(case.frames, n)
+        lengths = tuple((stop - start) * case.tokens for start, stop in bounds)
+        full = FullBlocks(case.batch, total // n, lengths)
+        blocks = full if mask is None else mask.blocks(comm, bounds)
+        sources.insert(0, GivenKeys(Plan((n, 1), blocks, lengths, dtype, case.overlap), x["k"], x["v"]))
+    return attend(x["q"], sources, comm=comm, scale=case.dim**-0.5, kernel=case.kernel)
+
+
+def over_gloo(rank: int, world: int, cases: list[Case], again: int = 1) -> list[dict[str, Any]]:
+    """`run_case` for several cases, for `ranks(n).run`."""
+    comm = as_communicator(None)
+    return [run_case(comm, case, again) for case in cases]
+
+
+@cache
+def exact(case: Case, n: int) -> dict[str, Tensor]:
+    """What one dense float64 attention gives for everything."""
+    total = case.total(n)
+    x = {name: t.double().requires_grad_() for name, t in inputs(case, total).items()}
+    seen = visible_frames(case, total)
+    text = ["text_k", "text_v"]
+    names = {"causal": [text], "joint": [["k", "v"], text]}.get(case.op, [["k", "v"]])
+    k, v = (torch.cat([x[pair[i]].expand(case.batch, -1, -1, -1) for pair in names], dim=2) for i in (0, 1))
+    parts = []
+    if ["k", "v"] in names:
+        everything = torch.ones(case.batch, total, case.frames * case.tokens, dtype=torch.bool)
+        parts.append(everything if seen is None else seen)
+    if text in names:
+        parts.append(visible_text(case, total))
+    o, lse = dense_attention(x["q"], k, v, torch.cat(parts, dim=-1), case.dim**-0.5)
+    o.backward(x["do"].detach())
+    found = {"o": o.detach(), "lse": lse.detach(), "dq": x["q"].grad}
+    return found | {f"{p}d{t}": x[f"{p}{t}"].grad for p in ("", "text_") for t in "kv" if x[f"{p}{t}"].grad is not None}
+
+
+def assemble(case: Case, results: list[dict[str, Any]]) -> dict[str, Tensor]:
+    """The ranks' results as whole tensors in the original order."""
+    n = len(results)
+    total = case.total(n)
+    order = torch.cat([sequence_positions(total, rank, n, case.layout) for rank in range(n)]).argsort()
+    whole = {}
+    for name, x in results[0].items():
+        if not isinstance(x, Tensor):
+            continue
+        parts = torch.cat([result[name] for result in results], dim=2)
+        whole[name] = parts if name in ("dk", "dv") else parts[:, :, order]
+    return whole
+
+
+def errors(case: Case, results: list[dict[str, Any]]) -> dict[str, float]:
+    """Relative error to float64 of o, lse, and every gradient by itself; what must be zero or -inf must be exactly."""
+    reference, found = exact(case, len(results)), assemble(case, results)
+    assert set(reference) == set(found), (set(reference), set(found))
+    for name, x in found.items():
+        assert not x.isnan().any(), f"{name} has NaN: {case}"
+        assert x.shape == reference[name].shape, name
+    blind = reference["lse"] == float("-inf")
+    assert torch.equal(found["lse"] == float("-inf"), blind), f"rows that see nothing: {case}"
+    for name in ("o", "dq"):
+        assert not found[name][blind].any(), f"{name} of a row that sees nothing must be 0: {case}"
+    return {
+        name: relative_error(found[name][~blind], reference[name][~blind])
+        if name == "lse"
+        else relative_error(found[name], reference[name])
+        for name in reference
+    }
+
+
+def assert_exact(case: Case, results: list[dict[str, Any]]) -> None:
+    """Every output and every gradient, one by one, within the table's tolerance."""
+    for name, error in errors(case, results).items():
+        assert error <= EXACT[case.dtype], f"{name} is off by {error:.1e} with {len(results)} ranks: {case}"
+
+
+def same_bits(first: list[dict[str, Any]], second: list[dict[str, Any]]) -> bool:
+    """Whether two runs gave the same bits on every rank."""
+    return all(
+        torch.equal(a[name], b[name])
+        for a, b in zip(first, second, strict=True)
+        for name in a
+        if isinstance(a[name], Tensor)
+    )
+
+
+Run = Callable[[int, Case], list[dict[str, Any]]]
