@@ -24,26 +24,30 @@ PARTS = {
 _log = get_logger(__name__)
 
 
-def load_model(path: str) -> nn.Module:
-    """The model in directory `path` in float32: optimizers need master weights, FSDP casts for computation.
+def load_model(path: str, dtype: torch.dtype | str = torch.float32) -> nn.Module:
+    """The model in directory `path`.
+
+    Args:
+        path: a directory that `save_pretrained` wrote, or a published checkpoint.
+        dtype: for training float32: optimizers need master weights, FSDP casts for computation. "auto": the checkpoint's.
 
     Raises:
-        ConfigError: there is no model, or its type is not known.
+        ConfigError: there is no model, it cannot be read, or its type is not known.
     """
+    from safetensors import SafetensorError
     from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForImageTextToText
 
     _register()
-    if not (Path(path) / "config.json").is_file():
-        raise ConfigError(f"--model {path}: no config.json there; give a directory that save_pretrained wrote")
+    _require_directory(path)
     try:
         config = AutoConfig.from_pretrained(path)
-    except ValueError as error:
+    except (OSError, ValueError) as error:
         raise ConfigError(f"--model {path}: {_first_line(error)}") from error
     for auto in (AutoModelForImageTextToText, AutoModelForCausalLM, AutoModel):
         if type(config) in auto._model_mapping:
             try:
-                return auto.from_pretrained(path, config=config, dtype=torch.float32)
-            except OSError as error:
+                return auto.from_pretrained(path, config=config, dtype=dtype)
+            except (OSError, SafetensorError) as error:
                 raise ConfigError(f"--model {path}: {_first_line(error)}") from error
     raise ConfigError(f"--model {path}: no model class is registered for {type(config).__name__}")
 
@@ -57,10 +61,16 @@ def load_processor(path: str) -> Any:
     from transformers import AutoProcessor
 
     _register()
+    _require_directory(path)
     try:
         return AutoProcessor.from_pretrained(path)
     except (OSError, ValueError) as error:
         raise ConfigError(f"--model {path}: no processor there: {_first_line(error)}") from error
+
+
+def _require_directory(path: str) -> None:
+    if not (Path(path) / "config.json").is_file():
+        raise ConfigError(f"--model {path}: no config.json there; give a directory that save_pretrained wrote")
 
 
 def _register() -> None:

@@ -151,7 +151,8 @@ def test_an_odd_rank_ends_all(inputs: Path, tmp_path: Path, odd: tuple[str, ...]
 
 
 def test_bad_arguments_are_one_line(inputs: Path, tmp_path: Path) -> None:
-    done = launch(1, SCRIPT, "--model", tmp_path, "--data", inputs / "train.jsonl", "--output", tmp_path / "o")
+    given = ("--model", tmp_path, "--data", inputs / "train.jsonl", "--output", tmp_path / "out")
+    done = launch(1, SCRIPT, *given, config="configs/fsdp2_cpu_2.yaml")
     assert done.returncode != 0
     ours = [line for line in done.output.splitlines() if line.startswith("error: ")]
     assert ours == [f"error: --model {tmp_path}: no config.json there; give a directory that save_pretrained wrote"]
