@@ -70,4 +70,6 @@ def complete_config(config: MPlugOwl3Config, keys: set[str]) -> None:
         )
     config.variant = found
     if any(key.startswith("vision_model.") for key in keys):
-        config.vision.vision_use_head = any(key.startswith("vision_model.head.") for key in keys)
+        has_head = any(key.startswith("vision_model.head.") for key in keys)
+        if getattr(config.vision, "vision_use_head", True) != has_head:
+            config.vision.vision_use_head = has_head

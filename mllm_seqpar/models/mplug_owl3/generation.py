@@ -9,6 +9,7 @@ from transformers.cache_utils import Cache
 
 from mllm_seqpar.errors import ShapeError
 
+from .media import MediaLayout
 from .visual_inputs import visual_cache
 
 _FRAMES = ("pixel_values", "image_embeds")
@@ -43,14 +44,18 @@ class MPlugOwl3GenerationMixin(GenerationMixin):
         )
         return input_ids, model_kwargs | frames | {"media_layout": layout}
 
-    def _prompt_layout(self, input_ids: Tensor | None, model_kwargs: dict[str, Any]) -> Any:
+    def _prompt_layout(self, input_ids: Tensor | None, model_kwargs: dict[str, Any]) -> MediaLayout:
+        total = self.count_frames(**model_kwargs)
+        cached = visual_cache(model_kwargs.get("past_key_values"))
+        if cached is not None and total == 0:
+            return cached.layout  # the conversation goes on; its frames are in the cache
         embeds = model_kwargs.get("inputs_embeds")
         prompt = input_ids if embeds is None else embeds
         position_ids = model_kwargs.get("position_ids")
         if position_ids is not None and prompt is not None:
             position_ids = position_ids[:, -prompt.shape[1] :]
         return self.media_layout(
-            self.count_frames(**model_kwargs),
+            total,
             input_ids=input_ids if embeds is None else None,
             media_offset=model_kwargs.get("media_offset"),
             position_ids=position_ids,
@@ -60,12 +65,17 @@ class MPlugOwl3GenerationMixin(GenerationMixin):
         self,
         input_ids: Tensor,
         past_key_values: Cache | None = None,
+        inputs_embeds: Tensor | None = None,
         is_first_iteration: bool | None = False,
         **kwargs: Any,
     ) -> dict[str, Any]:
         """As transformers'; the frames go in until their K and V are in the cache."""
         inputs = super().prepare_inputs_for_generation(
-            input_ids, past_key_values=past_key_values, is_first_iteration=is_first_iteration, **kwargs
+            input_ids,
+            past_key_values=past_key_values,
+            inputs_embeds=inputs_embeds,
+            is_first_iteration=is_first_iteration,
+            **kwargs,
         )
         cached = visual_cache(past_key_values)
         if past_key_values is None or cached is None or past_key_values.get_seq_length() == 0:

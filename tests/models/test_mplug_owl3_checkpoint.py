@@ -1,0 +1,274 @@
+"""One process: configurations and checkpoints, ours and in the published form."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForImageTextToText, SiglipVisionConfig
+
+from mllm_seqpar.errors import ConfigError, DataError, ShapeError
+from mllm_seqpar.models.mplug_owl3 import MPlugOwl3Config, MPlugOwl3ForConditionalGeneration, register
+from tiny import IMAGE_TOKEN, tiny_config, tiny_frames, tiny_model, tiny_text
+
+VARIANTS = ("gated", "fused")
+
+# The first lines of a published config.json, with this test's sizes: written for transformers 4, without what we add.
+PUBLISHED = {
+    "architectures": ["mPLUGOwl3Model"],
+    "attention_dropout": 0.0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "hidden_act": "silu",
+    "hidden_size": 64,
+    "hyper_layers": [1, 3],
+    "initializer_range": 0.02,
+    "intermediate_size": 96,
+    "max_position_embeddings": 32768,
+    "max_window_layers": 28,
+    "model_type": "mplugowl3",
+    "num_attention_heads": 4,
+    "num_hidden_layers": 4,
+    "num_key_value_heads": 2,
+    "rms_norm_eps": 1e-06,
+    "rope_theta": 1000000.0,
+    "sliding_window": 131072,
+    "tie_word_embeddings": False,
+    "torch_dtype": "float32",
+    "transformers_version": "4.41.2",
+    "use_cache": False,
+    "use_sliding_window": False,
+    "vision_config": {
+        "hidden_size": 32,
+        "image_size": 28,
+        "intermediate_size": 48,
+        "model_type": "siglip_vision_model",
+        "num_attention_heads": 2,
+        "num_hidden_layers": 3,
+        "patch_size": 14,
+    },
+    "vocab_size": 256,
+}
+
+
+def published_names(variant: str, head: bool = True) -> set[str]:
+    """The tensors of a published checkpoint of these sizes."""
+    names = {"language_model.model.embed_tokens.weight", "language_model.model.norm.weight"}
+    names |= {"language_model.lm_head.weight", "vision2text_model.weight", "vision2text_model.bias"}
+    for layer in range(4):
+        parts = ["input_layernorm.weight", "post_attention_layernorm.weight", "self_attn.o_proj.weight"]
+        parts += [f"self_attn.{part}_proj.{kind}" for part in "qkv" for kind in ("weight", "bias")]
+        parts += [f"mlp.{part}_proj.weight" for part in ("gate", "up", "down")]
+        if layer in (0, 2):
+            parts += ["self_attn.v_kv_proj.weight", "self_attn.v_kv_proj.bias"]
+            parts += ["self_attn.gate"] if variant == "gated" else []
+        names |= {f"language_model.model.layers.{layer}.{part}" for part in parts}
+    vision = ["embeddings.patch_embedding.weight", "embeddings.patch_embedding.bias"]
+    vision += ["embeddings.position_embedding.weight", "post_layernorm.weight", "post_layernorm.bias"]
+    modules = ["layer_norm1", "layer_norm2", "mlp.fc1", "mlp.fc2"]
+    modules += [f"self_attn.{part}_proj" for part in ("q", "k", "v", "out")]
+    vision += [f"encoder.layers.{n}.{part}.{k}" for n in range(3) for part in modules for k in ("weight", "bias")]
+    if head:
+        vision += ["head.probe", "head.attention.in_proj_weight", "head.attention.in_proj_bias"]
+        parts = ["attention.out_proj", "layernorm", "mlp.fc1", "mlp.fc2"]
+        vision += [f"head.{part}.{kind}" for part in parts for kind in ("weight", "bias")]
+    return names | {f"vision_model.{name}" for name in vision}
+
+
+def publish(variant: str, directory: Path, shards: int = 1, head: bool = True) -> MPlugOwl3ForConditionalGeneration:
+    """Writes a checkpoint as published and returns the model it was taken from."""
+    model = tiny_model(variant, rope_parameters={"rope_type": "default", "rope_theta": 1e6})
+    tensors = {name: value for name, value in model.state_dict().items() if head or ".head." not in name}
+    (directory / "config.json").write_text(json.dumps(PUBLISHED))
+    if shards == 1:
+        save_file(tensors, directory / "model.safetensors", {"format": "pt"})
+        return model
+    where = {}
+    for shard in range(shards):
+        file = f"model-{shard + 1:05d}-of-{shards:05d}.safetensors"
+        own = {name: value for number, (name, value) in enumerate(tensors.items()) if number % shards == shard}
+        save_file(own, directory / file, {"format": "pt"})
+        where |= dict.fromkeys(own, file)
+    (directory / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": where}))
+    return model
+
+
+def fields_of(config: MPlugOwl3Config) -> dict[str, Any]:
+    """What a config says, without where it came from and the dtype that loading notes down."""
+    fields = config.to_dict()
+    vision = fields.pop("vision_config")
+    left_out = ("_name_or_path", "dtype", "architectures")
+    return {"vision": {k: v for k, v in vision.items() if k not in left_out}} | {
+        name: value for name, value in fields.items() if name not in left_out
+    }
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_the_names_are_the_published_ones(variant: str, tmp_path: Path) -> None:
+    model = tiny_model(variant)
+    assert set(model.state_dict()) == published_names(variant)
+    model.save_pretrained(tmp_path)
+    assert set(load_file(tmp_path / "model.safetensors")) == published_names(variant)
+
+
+@pytest.mark.parametrize("shards", [1, 3])
+@pytest.mark.parametrize("head", [True, False])
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_a_published_checkpoint_loads(variant: str, head: bool, shards: int, tmp_path: Path) -> None:
+    model = publish(variant, tmp_path, shards, head)
+    for auto in (MPlugOwl3ForConditionalGeneration, AutoModel, AutoModelForCausalLM, AutoModelForImageTextToText):
+        loaded, report = auto.from_pretrained(tmp_path, output_loading_info=True)
+        assert not any(report.values()), report
+        assert isinstance(loaded, MPlugOwl3ForConditionalGeneration) and not loaded.training
+    assert loaded.config.variant == variant and loaded.config.rope_parameters["rope_theta"] == 1e6
+    assert loaded.config.use_cache is False and loaded.config.vision_config.vision_use_head is head
+    loaded.config.image_token_id = IMAGE_TOKEN
+    ids, frames = tiny_text(3, 1), tiny_frames(4)
+    assert torch.equal(loaded(ids, frames).logits, model(ids, frames).logits)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_save_and_load_again(variant: str, tmp_path: Path) -> None:
+    model = tiny_model(variant)
+    model.save_pretrained(tmp_path, max_shard_size="100KB")
+    assert len(list(tmp_path.glob("*.safetensors"))) > 1
+    loaded = AutoModel.from_pretrained(tmp_path)
+    for name, value in model.state_dict().items():
+        assert torch.equal(loaded.state_dict()[name], value), name
+    assert fields_of(loaded.config) == fields_of(model.config)
+
+
+def test_options_of_from_pretrained(tmp_path: Path) -> None:
+    publish("gated", tmp_path)
+    load = MPlugOwl3ForConditionalGeneration.from_pretrained
+    assert load(tmp_path, dtype=torch.bfloat16).dtype == torch.bfloat16
+    assert load(tmp_path, attn_implementation="eager").config.vision_config._attn_implementation == "eager"
+    assert load(tmp_path, use_cache=True, image_token_id=7).config.image_token_id == 7
+    assert load(tmp_path, variant="gated").config.variant == "gated"
+    config = MPlugOwl3Config.from_pretrained(tmp_path)
+    assert load(tmp_path, config=config).config.variant == "gated" and config.variant is None
+    assert load(tmp_path, config=str(tmp_path)).config.variant == "gated"
+    state = load_file(tmp_path / "model.safetensors")
+    assert load(None, config=config, state_dict=state).config.variant == "gated"
+    with pytest.raises(ConfigError, match="variant='fused', and the weights have self_attn.gate"):
+        load(tmp_path, variant="fused")
+    with pytest.raises(ConfigError, match="use_safetensors is False"):
+        load(tmp_path, use_safetensors=False)
+    with pytest.raises(ConfigError, match="together with config"):
+        load(None, config=config)
+
+
+@pytest.mark.parametrize(("file", "message"), [("pytorch_model.bin", "holds pytorch_model.bin"), (None, "neither")])
+def test_only_safetensors_are_loaded(file: str | None, message: str, tmp_path: Path) -> None:
+    model = publish("fused", tmp_path)
+    (tmp_path / "model.safetensors").unlink()
+    if file:
+        torch.save(model.state_dict(), tmp_path / file)
+    with pytest.raises(DataError, match=f"{message}.*safetensors"):
+        AutoModel.from_pretrained(tmp_path)
+
+
+def test_another_models_weights_are_refused(tmp_path: Path) -> None:
+    publish("fused", tmp_path)
+    save_file({"language_model.model.norm.weight": torch.ones(64)}, tmp_path / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ConfigError, match="not an mPLUG-Owl3 checkpoint"):
+        AutoModel.from_pretrained(tmp_path)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_tied_embeddings(variant: str, tmp_path: Path) -> None:
+    """The smaller backbones share one matrix between embedding and output."""
+    model = tiny_model(variant, tie_word_embeddings=True)
+    assert model.get_output_embeddings().weight is model.get_input_embeddings().weight
+    model.save_pretrained(tmp_path)
+    assert "language_model.lm_head.weight" not in load_file(tmp_path / "model.safetensors")
+    loaded = AutoModel.from_pretrained(tmp_path)
+    assert loaded.get_output_embeddings().weight is loaded.get_input_embeddings().weight
+    ids, frames = tiny_text(2), tiny_frames(2)
+    assert torch.equal(loaded(ids, frames).logits, model(ids, frames).logits)
+
+
+def test_new_weights_are_in_place() -> None:
+    """A model that is made and not loaded: gates half open, and no parameter left as memory had it."""
+    model = MPlugOwl3ForConditionalGeneration(tiny_config("gated"))
+    for index in (0, 2):
+        assert torch.equal(model.language_model.model.layers[index].self_attn.gate, torch.zeros(64))
+    assert all(bool(weight.isfinite().all()) and weight.abs().max() < 10 for weight in model.parameters())
+
+
+def test_embeddings_can_grow() -> None:
+    model = tiny_model("gated")
+    model.resize_token_embeddings(260)
+    assert model.config.vocab_size == 260
+    ids = tiny_text(1)
+    ids[0, 0] = 259
+    assert model(ids, tiny_frames(1), labels=ids).logits.shape == (1, 12, 260)
+
+
+class TestConfig:
+    def test_round_trip(self, tmp_path: Path) -> None:
+        config = tiny_config("fused", image_token_id=9)
+        config.save_pretrained(tmp_path)
+        loaded = AutoConfig.from_pretrained(tmp_path)
+        assert isinstance(loaded, MPlugOwl3Config) and fields_of(loaded) == fields_of(config)
+        assert isinstance(loaded.vision_config, SiglipVisionConfig) and loaded.vision_config.hidden_size == 32
+
+    def test_defaults(self) -> None:
+        config = MPlugOwl3Config()
+        assert (config.variant, config.image_token_id, config.hyper_layers) == (None, None, [])
+        assert isinstance(config.vision_config, SiglipVisionConfig)
+
+    @pytest.mark.parametrize(
+        ("fields", "message"),
+        [
+            ({"variant": "blended"}, "variant is 'blended'; it is one of gated, fused"),
+            ({"hyper_layers": [0, 2]}, "counted from 1"),
+            ({"hyper_layers": [5]}, "num_hidden_layers=4"),
+            ({"hyper_layers": [2, 2]}, "distinct"),
+            ({"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}}, "rope_type is 'dynamic'"),
+        ],
+    )
+    def test_what_cannot_be_is_refused(self, fields: dict[str, Any], message: str) -> None:
+        with pytest.raises(ConfigError, match=message):
+            tiny_config(**fields)
+
+    def test_a_new_model_needs_its_variant(self) -> None:
+        with pytest.raises(ConfigError, match="variant is None"):
+            MPlugOwl3ForConditionalGeneration(tiny_config(None))
+
+    def test_registering_twice_changes_nothing(self) -> None:
+        register()
+        assert type(AutoModel.from_config(tiny_config())) is MPlugOwl3ForConditionalGeneration
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        ({}, "either input_ids or inputs_embeds"),
+        ({"input_ids": tiny_text(0), "inputs_embeds": torch.zeros(1, 12, 64)}, "either input_ids or inputs_embeds"),
+        ({"input_ids": tiny_text(2)}, "neither pixel_values nor image_embeds"),
+        ({"input_ids": tiny_text(2), "pixel_values": tiny_frames(3)}, "2 frames .*, and 3 were passed"),
+        ({"input_ids": tiny_text(1), "pixel_values": torch.zeros(1, 3, 56, 56)}, r"\(frames, 3, 28, 28\)"),
+        ({"input_ids": tiny_text(1), "pixel_values": torch.zeros(3, 28, 28)}, r"\(frames, 3, 28, 28\)"),
+        ({"input_ids": tiny_text(1), "image_embeds": torch.zeros(1, 4, 32)}, r"\(frames, tokens, 64\)"),
+        (
+            {"input_ids": tiny_text(1), "image_embeds": torch.zeros(1, 4, 64), "pixel_values": tiny_frames(1)},
+            "not both",
+        ),
+    ],
+)
+def test_calls_that_do_not_fit(call: dict[str, Any], message: str) -> None:
+    with pytest.raises(ShapeError, match=message):
+        tiny_model("gated")(**call)
+
+
+def test_reentrant_checkpointing_is_refused() -> None:
+    with pytest.raises(ConfigError, match="use_reentrant"):
+        tiny_model("gated").gradient_checkpointing_enable({"use_reentrant": True})
+
+
+def test_attention_without_a_form_for_frames_is_refused() -> None:
+    with pytest.raises(ValueError, match="(?i)flex"):
+        MPlugOwl3ForConditionalGeneration._from_config(tiny_config(), attn_implementation="flex_attention")

@@ -1,0 +1,217 @@
+"""One process: `generate` against running the whole text again for each token, without a cache."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import LogitsProcessor, LogitsProcessorList, StaticCache
+
+from mllm_seqpar.errors import ShapeError
+from tiny import IMAGE_TOKEN, tiny_frames, tiny_model, tiny_text
+
+VARIANTS = ("gated", "fused")
+NEW = 5
+
+
+def padded(side: str = "left") -> tuple[Tensor, Tensor, Tensor]:
+    """Three samples of uneven length with 3, 0 and 2 frames: ids, attention mask, frames."""
+    samples = [tiny_text(3, length=11, seed=1), tiny_text(0, length=7, seed=2), tiny_text(2, length=9, seed=3)]
+    ids = torch.zeros(3, 11, dtype=torch.long)
+    mask = torch.zeros_like(ids)
+    for row, sample in enumerate(samples):
+        ids[row, 11 - sample.shape[1] :], mask[row, 11 - sample.shape[1] :] = sample[0], 1
+    return ids, mask, tiny_frames(5)
+
+
+def generate(model: Any, ids: Tensor, **options: Any) -> Any:
+    options = {"max_new_tokens": NEW, "min_new_tokens": NEW, "do_sample": False} | options
+    return model.generate(ids, **options)
+
+
+def run_again(model: Any, ids: Tensor, mask: Tensor, frames: Tensor) -> tuple[Tensor, Tensor]:
+    """Greedy tokens and their logits, by a whole forward pass per token; eos is kept out like `min_new_tokens` does."""
+    logits = []
+    for _ in range(NEW):
+        positions = (mask.cumsum(1) - 1).clamp(min=0)
+        logits.append(model(ids, frames, attention_mask=mask, position_ids=positions, use_cache=False).logits[:, -1])
+        scores = logits[-1].clone()
+        scores[:, 2] = -torch.inf
+        ids = torch.cat([ids, scores.argmax(-1, keepdim=True)], dim=1)
+        mask = torch.cat([mask, mask.new_ones(len(mask), 1)], dim=1)
+    return ids, torch.stack(logits)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"use_cache": False}, {"cache_implementation": "static"}, {"prompt_lookup_num_tokens": 2, "one": True}],
+    ids=["cache", "no cache", "static cache", "assisted"],
+)
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("variant", VARIANTS)
+@torch.no_grad()
+def test_greedy(variant: str, attention: str, options: dict) -> None:
+    model = tiny_model(variant)
+    model.set_attn_implementation(attention)
+    ids, mask, frames = padded()
+    options = dict(options)
+    if options.pop("one", False):  # transformers assists one sample at a time
+        ids, mask, frames = ids[:1], mask[:1], frames[:3]
+    expected, logits = run_again(model, ids, mask, frames)
+    found = generate(
+        model,
+        ids,
+        attention_mask=mask,
+        pixel_values=frames,
+        output_logits=True,
+        return_dict_in_generate=True,
+        **options,
+    )
+    assert torch.equal(found.sequences, expected)
+    assert (torch.stack(found.logits) - logits).abs().max() < 1e-4
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_padding_and_company_change_nothing(variant: str) -> None:
+    model = tiny_model(variant)
+    ids, mask, frames = padded()
+    together = generate(model, ids, attention_mask=mask, pixel_values=frames)
+    for row, own in enumerate((frames[:3], None, frames[3:])):
+        alone = generate(model, ids[row : row + 1, mask[row].bool()], pixel_values=own)
+        assert torch.equal(alone[0, -NEW:], together[row, -NEW:])
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"num_beams": 3},
+        {"num_beams": 3, "num_return_sequences": 2},
+        {"do_sample": True, "num_return_sequences": 3},
+        {"do_sample": True, "num_beams": 2},
+    ],
+    ids=["beams", "several beams", "samples", "sampled beams"],
+)
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_repeated_samples_share_their_frames(variant: str, options: dict) -> None:
+    """Flat frame lists are not repeated. The references: no cache, and each sample on its own."""
+    model = tiny_model(variant)
+    ids, mask, frames = padded()
+    results = []
+    for cached in (True, False):
+        torch.manual_seed(3)
+        results.append(generate(model, ids, attention_mask=mask, pixel_values=frames, use_cache=cached, **options))
+    assert torch.equal(*results)
+    if not options.get("do_sample"):
+        per_sample = options.get("num_return_sequences", 1)
+        for row, own in enumerate((frames[:3], None, frames[3:])):
+            alone = generate(model, ids[row : row + 1, mask[row].bool()], pixel_values=own, **options)
+            assert torch.equal(alone[:, -NEW:], results[0][row * per_sample : (row + 1) * per_sample, -NEW:])
+
+
+@pytest.mark.parametrize("given", ["features", "features and offsets", "embeddings"])
+@pytest.mark.parametrize("variant", VARIANTS)
+@torch.no_grad()
+def test_other_forms_of_the_inputs(variant: str, given: str) -> None:
+    model = tiny_model(variant)
+    ids, mask, frames = padded()
+    expected = generate(model, ids, attention_mask=mask, pixel_values=frames)[:, -NEW:]
+    inputs: dict[str, Any] = {"image_embeds": model.encode_frames(frames), "attention_mask": mask}
+    if given != "features":
+        inputs["media_offset"] = [(row == IMAGE_TOKEN).nonzero().flatten() for row in ids]
+        model.config.image_token_id = None
+    if given == "embeddings":
+        found = generate(model, None, inputs_embeds=model.get_input_embeddings()(ids), **inputs)
+    else:
+        found = generate(model, ids, **inputs)
+    assert torch.equal(found[:, -NEW:], expected)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_frames_are_encoded_and_projected_once(variant: str) -> None:
+    model = tiny_model(variant)
+    calls: dict[str, int] = {}
+
+    def count(name: str) -> Any:
+        return lambda *_: calls.__setitem__(name, calls.get(name, 0) + 1)
+
+    model.vision2text_model.register_forward_hook(count("encode"))
+    for index in (0, 2):
+        model.language_model.model.layers[index].self_attn.v_kv_proj.register_forward_hook(count(f"layer {index}"))
+    ids, mask, frames = padded()
+    generate(model, ids, attention_mask=mask, pixel_values=frames)
+    assert calls == {"encode": 1, "layer 0": 1, "layer 2": 1}
+
+
+class Force(LogitsProcessor):
+    """Makes the model say the placeholder as its second new token."""
+
+    def __init__(self, length: int) -> None:
+        self.length = length
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        if input_ids.shape[1] == self.length + 1:
+            scores = torch.full_like(scores, -torch.inf)
+            scores[:, IMAGE_TOKEN] = 0
+        return scores
+
+
+@pytest.mark.parametrize("frames", [3, 0])
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_a_generated_placeholder_is_only_a_token(variant: str, frames: int) -> None:
+    model = tiny_model(variant)
+    ids = tiny_text(frames)
+    pixels = {"pixel_values": tiny_frames(frames)} if frames else {}
+    forced = LogitsProcessorList([Force(ids.shape[1])])
+    results = [generate(model, ids, logits_processor=forced, use_cache=cached, **pixels) for cached in (True, False)]
+    assert results[0][0, ids.shape[1] + 1] == IMAGE_TOKEN
+    assert torch.equal(*results)
+
+
+@pytest.mark.parametrize("pass_frames_again", [True, False])
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_a_conversation_goes_on_with_its_cache(variant: str, pass_frames_again: bool) -> None:
+    model = tiny_model(variant)
+    ids, frames = tiny_text(3), tiny_frames(3)
+    first = generate(model, ids, pixel_values=frames, return_dict_in_generate=True)
+    longer = torch.cat([first.sequences, torch.tensor([[5, 6, 7, 8]])], dim=1)
+    again = {"pixel_values": frames} if pass_frames_again else {}
+    found = generate(model, longer, past_key_values=first.past_key_values, **again)
+    assert torch.equal(found, generate(model, longer, pixel_values=frames, use_cache=False))
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_frames_after_a_cached_text(variant: str) -> None:
+    """A first turn without frames, and frames in the second: they lie after what the cache holds."""
+    model = tiny_model(variant)
+    text, shown, frames = tiny_text(0, seed=4), tiny_text(2, seed=5), tiny_frames(2)
+    cache = model(text).past_key_values
+    continued = model(shown, frames, past_key_values=cache).logits
+    whole = model(torch.cat([text, shown], dim=1), frames).logits[:, text.shape[1] :]
+    assert (continued - whole).abs().max() < 1e-4
+    after = tiny_text(0, length=3, seed=6)
+    stepped = model(after, past_key_values=cache).logits
+    whole = model(torch.cat([text, shown, after], dim=1), frames).logits[:, -3:]
+    assert (stepped - whole).abs().max() < 1e-4
+
+
+def test_new_frames_for_a_cache_that_has_some_are_refused() -> None:
+    model = tiny_model("gated")
+    ids = tiny_text(3)
+    cache = model(ids, tiny_frames(3)).past_key_values
+    with pytest.raises(ShapeError, match="1 frames were passed with a cache that holds 3"):
+        model(tiny_text(1), tiny_frames(1), past_key_values=cache)
+    longer = torch.cat([ids, tiny_text(1)], dim=1)
+    with pytest.raises(ShapeError, match="the cache holds 3 frames and 4 were passed"):
+        generate(model, longer, pixel_values=tiny_frames(4), past_key_values=cache)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_a_cache_that_was_reset_forgets_the_frames(variant: str) -> None:
+    model = tiny_model(variant)
+    ids, text = tiny_text(3), tiny_text(0, seed=9)
+    cache = StaticCache(config=model.config, max_cache_len=20)
+    model(ids, tiny_frames(3), past_key_values=cache)
+    assert cache.visual is not None
+    cache.reset()
+    assert (model(text, past_key_values=cache).logits - model(text).logits).abs().max() < 1e-4
+    assert cache.visual is None

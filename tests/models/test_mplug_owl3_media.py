@@ -1,0 +1,187 @@
+"""One process, integers only: which row sees which frame, against loops over the published rules."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from mllm_seqpar.errors import ConfigError, ShapeError
+from mllm_seqpar.models.mplug_owl3 import MediaLayout, media_layout
+from mllm_seqpar.models.mplug_owl3.visual_inputs import row_blocks
+from tiny import IMAGE_TOKEN, tiny_text
+
+VARIANTS = ("gated", "fused")
+NOTHING = -1000000  # published: a row of a sample without images
+
+
+def published_offset(variant: str, ids: Tensor) -> Tensor | list[Tensor]:
+    """`media_offset` as the published processors build it, by loops."""
+    if variant == "fused":
+        return [(row == IMAGE_TOKEN).nonzero().flatten() for row in ids]
+    offset, before = torch.zeros(*ids.shape, 2, dtype=torch.long), 0
+    for sample, row in enumerate(ids.tolist()):
+        placeholders = [position for position, token in enumerate(row) if token == IMAGE_TOKEN]
+        for token in range(len(row)):
+            started = sum(placeholder < token for placeholder in placeholders)
+            offset[sample, token, 0] = before
+            offset[sample, token, 1] = before + started if placeholders else NOTHING
+        before += len(placeholders)
+    return offset
+
+
+def visible(layout: MediaLayout) -> list[list[set[int]]]:
+    return [
+        [set(range(first, stop)) for first, stop in zip(firsts, stops, strict=True)]
+        for firsts, stops in zip(layout.first.tolist(), layout.stop.tolist(), strict=True)
+    ]
+
+
+def rules(variant: str, ids: Tensor) -> list[list[set[int]]]:
+    rows, before = [], 0
+    for row in ids.tolist():
+        placeholders = [position for position, token in enumerate(row) if token == IMAGE_TOKEN]
+        rows.append(
+            [
+                {before + j for j, at in enumerate(placeholders) if (at < token if variant == "gated" else at <= token)}
+                for token in range(len(row))
+            ]
+        )
+        before += len(placeholders)
+    return rows
+
+
+@pytest.mark.parametrize("counts", [(3,), (0, 2), (2, 0, 4), (0, 0)])
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_placeholders_and_published_offsets_say_the_same(variant: str, counts: tuple[int, ...]) -> None:
+    ids, total = tiny_text(*counts), sum(counts)
+    forms = [
+        media_layout(variant, total_frames=total, input_ids=ids, image_token_id=IMAGE_TOKEN),
+        media_layout(variant, total_frames=total, input_ids=ids, media_offset=published_offset(variant, ids)),
+        media_layout(
+            variant,
+            total_frames=total,
+            position_ids=torch.arange(ids.shape[1])[None],
+            media_offset=published_offset(variant, ids),
+        ),
+        media_layout(  # positions serve both variants
+            variant,
+            total_frames=total,
+            input_ids=ids,
+            media_offset=[p.tolist() for p in published_offset("fused", ids)],
+        ),
+    ]
+    ends = torch.tensor(counts).cumsum(0).tolist()
+    own = [[end - count, end] for end, count in zip(ends, counts, strict=True)]
+    late = 1 if variant == "gated" else 0
+    at = [position + late for row in published_offset("fused", ids) for position in row.tolist()]
+    for layout in forms:
+        assert visible(layout) == rules(variant, ids)
+        assert layout.frame_position.tolist() == at
+        assert [r for r, n in zip(layout.sample_range.tolist(), counts, strict=True) if n] == [
+            r for r, n in zip(own, counts, strict=True) if n
+        ]
+        assert all(start == end for (start, end), n in zip(layout.sample_range.tolist(), counts, strict=True) if n == 0)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_frames_lie_where_position_ids_say(variant: str) -> None:
+    ids = torch.tensor([[9, IMAGE_TOKEN, 9, IMAGE_TOKEN]])
+    for position_ids in (torch.tensor([[0, 10, 20, 30]]), torch.tensor([0, 10, 20, 30])[None].expand(1, -1)):
+        expected = [20, 31] if variant == "gated" else [10, 30]
+        for offset in (None, published_offset(variant, ids)):
+            layout = media_layout(
+                variant,
+                total_frames=2,
+                input_ids=ids,
+                image_token_id=IMAGE_TOKEN,
+                position_ids=position_ids,
+                media_offset=offset,
+            )
+            assert layout.frame_position.tolist() == expected
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_a_frame_nobody_sees_yet_belongs_to_its_sample(variant: str) -> None:
+    ids = torch.tensor([[9, 9, IMAGE_TOKEN], [9, IMAGE_TOKEN, 9]])
+    for offset in (None, published_offset(variant, ids)):
+        layout = media_layout(variant, total_frames=2, input_ids=ids, image_token_id=IMAGE_TOKEN, media_offset=offset)
+        assert layout.sample_range.tolist() == [[0, 1], [1, 2]]
+        first, stop = layout.rows(3, 2)
+        assert first.tolist() == [[0, 0], [1, 1]] and stop.tolist() == [[1, 1], [2, 2]]
+
+
+def test_rows_across_the_end_of_the_prompt_and_repeated_samples() -> None:
+    layout = media_layout("gated", total_frames=3, input_ids=tiny_text(2, 1), image_token_id=IMAGE_TOKEN)
+    first, stop = layout.rows(10, 4)
+    assert torch.equal(first[:, :2], layout.first[:, 10:]) and torch.equal(stop[:, :2], layout.stop[:, 10:])
+    assert first[:, 2:].tolist() == [[0, 0], [2, 2]] and stop[:, 2:].tolist() == [[2, 2], [3, 3]]
+    beams = layout.repeat_samples(3)
+    assert beams.total_frames == 3 and beams.sample_range.tolist() == [[0, 2]] * 3 + [[2, 3]] * 3
+    assert torch.equal(beams.stop[2], layout.stop[0]) and torch.equal(beams.stop[3], layout.stop[1])
+
+
+def test_gated_offsets_of_repeated_samples_share_frames() -> None:
+    ids = tiny_text(2, 1)
+    offset = published_offset("gated", ids).repeat_interleave(2, dim=0)
+    layout = media_layout("gated", total_frames=3, input_ids=ids.repeat_interleave(2, dim=0), media_offset=offset)
+    assert layout.sample_range.tolist() == [[0, 2], [0, 2], [2, 3], [2, 3]]
+
+
+IDS = torch.tensor([[9, IMAGE_TOKEN, 9, IMAGE_TOKEN, 9], [9, 9, 9, IMAGE_TOKEN, 9]])
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "message"),
+    [
+        ({"total_frames": 2}, ShapeError, r"placeholders for 3 frames \(by sample: \[2, 1\]\), and 2 were passed"),
+        ({"total_frames": 0}, ShapeError, "neither pixel_values nor image_embeds"),
+        ({"image_token_id": None}, ConfigError, "set config.image_token_id"),
+        ({"input_ids": None}, ShapeError, "pass input_ids or position_ids"),
+        ({"position_ids": torch.zeros(2, 4, dtype=torch.long)}, ShapeError, r"position_ids has shape \(2, 4\)"),
+        ({"variant": "blended"}, ConfigError, "'gated' or 'fused'"),
+        ({"media_offset": [[1, 3], [3]], "total_frames": 4}, ShapeError, "and 4 were passed"),
+        ({"media_offset": [[1, 3, 3]]}, ShapeError, "1 lists for 2 samples"),
+        ({"media_offset": [[3, 1], [3]]}, ShapeError, "of sample 0"),
+        ({"media_offset": [[1, 3], [5]]}, ShapeError, "stay below 5"),
+        ({"variant": "fused", "media_offset": torch.zeros(2, 5, 2)}, ShapeError, "gated variant's form"),
+        ({"media_offset": torch.zeros(2, 4, 2)}, ShapeError, r"of shape \(2, 5, 2\)"),
+        ({"media_offset": published_offset("gated", IDS) + 1}, ShapeError, "3 frames were passed"),
+        ({"media_offset": published_offset("gated", IDS) - 1}, ShapeError, "media_offset reaches from frame -1"),
+        (
+            {"media_offset": published_offset("gated", IDS) + 1, "total_frames": 4, "image_token_id": None},
+            ShapeError,
+            "begins with frame 1",
+        ),
+        (
+            {"media_offset": published_offset("gated", IDS), "total_frames": 4},
+            ShapeError,
+            "sample 1 has 1 placeholders",
+        ),
+    ],
+)
+def test_what_does_not_fit_is_refused(changes: dict, error: type[Exception], message: str) -> None:
+    arguments = {"variant": "gated", "total_frames": 3, "input_ids": IDS, "image_token_id": IMAGE_TOKEN} | changes
+    with pytest.raises(error, match=message):
+        media_layout(arguments.pop("variant"), **arguments)
+
+
+@pytest.mark.parametrize("short_run", [1, 2, 32])
+@pytest.mark.parametrize("limit", [1, 40, 1 << 24])
+def test_blocks_cover_every_row_once_with_bounded_masks(
+    short_run: int, limit: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from mllm_seqpar.models.mplug_owl3 import visual_inputs
+
+    monkeypatch.setattr(visual_inputs, "SHORT_RUN", short_run)
+    monkeypatch.setattr(visual_inputs, "MASK_ELEMENTS", limit)
+    first = [0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 2, 2]
+    stop = [0, 0, 1, 2, 3, 3, 3, 3, 0, 4, 4, 5]
+    blocks = row_blocks(first, stop, tokens_per_frame=4)
+    assert [row for block in blocks for row in range(block.start, block.stop)] == list(range(len(first)))
+    for block in blocks:
+        own = [set(range(first[row], stop[row])) for row in range(block.start, block.stop)]
+        frames = set(range(block.first_frame, block.stop_frame))
+        assert set().union(*own) <= frames
+        assert block.uniform == all(row == frames for row in own)
+        assert all(own) or not any(own)
+        if not block.uniform:
+            assert len(own) * len(frames) * 4 <= limit
