@@ -29,7 +29,8 @@ def load_model(path: str, dtype: torch.dtype | str = torch.float32) -> nn.Module
 
     Args:
         path: a directory that `save_pretrained` wrote, or a published checkpoint.
-        dtype: for training float32: optimizers need master weights, FSDP casts for computation. "auto": the checkpoint's.
+        dtype: for training float32: optimizers need master weights, FSDP casts for computation. "auto": that of the
+            checkpoint.
 
     Raises:
         ConfigError: there is no model, it cannot be read, or its type is not known.

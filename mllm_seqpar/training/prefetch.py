@@ -1,6 +1,6 @@
 """Reading ahead: the next micro-batch's frames are decoded while the current one is computed."""
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
@@ -8,7 +8,7 @@ Item = TypeVar("Item")
 Made = TypeVar("Made")
 
 
-def read_ahead(items: Iterable[Item], make: Callable[[Item], Made]) -> Iterator[Made]:
+def read_ahead(items: Iterable[Item], make: Callable[[Item], Made]) -> Generator[Made, None, None]:
     """Yields ``make(item)`` in order; each is begun in another thread while the caller works on the one before.
 
     One item ahead and one thread: at most two items exist at a time, and what `make` does happens in the same order on

@@ -1,0 +1,29 @@
+"""Asking about long videos: each rank encodes its share of the frames, and generation looks at all of them.
+
+    with launched_ranks() as (comm, device):
+        model = patch_model(load_for_inference(path, "auto", device), group=comm)
+        video = encode_video(model, processor, VideoSource.open("movie.mp4", fps=1), group=comm)
+        print(answer(model, processor, "What happens?", video).text)
+
+`scripts/infer_long_video.py` is this with a command line, a progress bar and features that are kept on disk.
+"""
+
+from .answering import Answer, Sampling, answer
+from .encoding import EncodedVideo, encode_video
+from .keeping import load_video, open_store, save_video
+from .launching import launched_ranks
+from .model import load_for_inference, shard_weights
+
+__all__ = [
+    "Answer",
+    "EncodedVideo",
+    "Sampling",
+    "answer",
+    "encode_video",
+    "load_for_inference",
+    "load_video",
+    "open_store",
+    "save_video",
+    "shard_weights",
+    "launched_ranks",
+]

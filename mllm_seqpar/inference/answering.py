@@ -1,0 +1,174 @@
+"""Asking about an encoded video: the prompt, generation over sharded features, and the text as it comes."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.generation.streamers import BaseStreamer
+
+from ..errors import ConfigError
+from .encoding import EncodedVideo
+
+_VIDEO = "<|video|>"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sampling:
+    """How tokens are chosen.
+
+    Attributes:
+        max_new_tokens: at most.
+        temperature: 0 takes the most likely token each time; above, tokens are drawn.
+        top_p: draw among the most likely tokens that have this much probability together.
+        seed: of the draws; every question begins with it.
+    """
+
+    max_new_tokens: int = 256
+    temperature: float = 0.0
+    top_p: float = 1.0
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        rules = {
+            "max_new_tokens": (self.max_new_tokens > 0, "1 or more"),
+            "temperature": (self.temperature >= 0, "0 or more"),
+            "top_p": (0 < self.top_p <= 1, "more than 0 and at most 1"),
+        }
+        for name, (good, allowed) in rules.items():
+            if not good:
+                raise ConfigError(f"{name}: {getattr(self, name)!r} is not allowed; give {allowed}")
+
+    def for_generate(self) -> dict[str, Any]:
+        """Arguments of `generate`; None takes back what a model's own generation config says."""
+        draws = self.temperature > 0
+        return {
+            "max_new_tokens": self.max_new_tokens,
+            "do_sample": draws,
+            "temperature": self.temperature if draws else None,
+            "top_p": self.top_p if draws else None,
+            "top_k": 0 if draws else None,
+            "num_beams": 1,
+        }
+
+
+@dataclass(frozen=True, kw_only=True)
+class Answer:
+    """What the model said, the same on every rank.
+
+    Attributes:
+        text: without special tokens.
+        tokens: the generated token ids, the end's included.
+        prompt_tokens: length of the prompt.
+        prefill_seconds: until the first token.
+        decode_seconds: for the others.
+    """
+
+    text: str
+    tokens: list[int]
+    prompt_tokens: int
+    prefill_seconds: float
+    decode_seconds: float
+
+
+def answer(
+    model: nn.Module,
+    processor: Any,
+    question: str,
+    video: EncodedVideo,
+    sampling: Sampling | None = None,
+    *,
+    on_text: Callable[[str], object] | None = None,
+) -> Answer:
+    """Answers a question about a video. Every rank of the model's group calls it with the same question.
+
+    Args:
+        model: patched by `patch_model`, over the group that encoded the video.
+        processor: makes the prompt (`encode`) and text of tokens.
+        question: the user's words; the video goes before them, unless they say themselves where, by "<|video|>".
+        video: from `encode_video`, or read from a store. Nothing of it is changed: ask as often as you like.
+        sampling: the most likely tokens by default.
+        on_text: called with each piece of text as it is generated.
+
+    Raises:
+        AgreementError: the ranks ask different things.
+    """
+    sampling = sampling or Sampling()
+    prompt = processor.encode(_conversation(question), frames_per_video=[video.frames], add_generation_prompt=True)
+    prompt = {name: value.to(video.features.device) for name, value in prompt.items()}
+    streamer = TextPieces(processor.tokenizer, on_text)
+    torch.manual_seed(sampling.seed)
+    output = model.generate(  # type: ignore[operator]
+        **prompt,
+        image_embeds=video.features,
+        visual_shard=video.shard,
+        use_cache=True,
+        streamer=streamer,
+        **sampling.for_generate(),
+    )
+    length = prompt["input_ids"].shape[1]
+    tokens = output[0, length:].tolist()
+    return Answer(
+        text=processor.tokenizer.decode(tokens, skip_special_tokens=True),
+        tokens=tokens,
+        prompt_tokens=length,
+        prefill_seconds=streamer.prefill_seconds,
+        decode_seconds=streamer.decode_seconds,
+    )
+
+
+def _conversation(question: str) -> list[dict[str, Any]]:
+    parts = [] if _VIDEO in question else [{"type": "video"}]
+    return [{"role": "user", "content": [*parts, {"type": "text", "text": question}]}]
+
+
+class TextPieces(BaseStreamer):
+    """Turns tokens into text as they come, and keeps the time.
+
+    A piece is held back while its last character is incomplete: byte-level tokens may end inside one.
+    """
+
+    def __init__(self, tokenizer: Any, on_text: Callable[[str], object] | None) -> None:
+        self._tokenizer, self._on_text = tokenizer, on_text
+        self._tokens: list[int] = []  # of the line that is being written
+        self._written = 0  # characters of it
+        self._times = [time.perf_counter()]
+
+    @property
+    def prefill_seconds(self) -> float:
+        """From the start to the first token."""
+        return self._times[1] - self._times[0] if len(self._times) > 1 else 0.0
+
+    @property
+    def decode_seconds(self) -> float:
+        """From the first token to the last."""
+        return self._times[-1] - self._times[1] if len(self._times) > 1 else 0.0
+
+    def put(self, value: Tensor) -> None:
+        """Takes the prompt first, then one token at a time."""
+        if value.dim() > 1:
+            return
+        self._times.append(time.perf_counter())
+        if self._on_text is not None:
+            self._tokens += value.tolist()
+            self._write(held_back="\N{REPLACEMENT CHARACTER}")
+
+    def end(self) -> None:
+        """Writes what is held back."""
+        if self._on_text is not None:
+            self._write(held_back=None)
+
+    def _write(self, held_back: str | None) -> None:
+        assert self._on_text is not None
+        text = self._tokenizer.decode(self._tokens, skip_special_tokens=True)
+        if held_back is not None and text.endswith(held_back):
+            return
+        if len(text) > self._written:
+            self._on_text(text[self._written :])
+        self._written = len(text)
+        if text.endswith("\n"):  # a new line depends on none before it; keeps the work per token bounded
+            self._tokens, self._written = [], 0

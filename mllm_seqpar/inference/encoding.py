@@ -1,0 +1,182 @@
+"""Encoding a video on several ranks: each reads and encodes its own frames, a bounded number at a time.
+
+All ranks go in rounds of one batch. A round begins with one small gather: how many frames each rank has encoded, which
+is what the progress bar shows, and whether one has failed, so that a damaged part of the file stops all ranks within a
+batch and not when the others are done. While one batch is encoded, a thread reads and prepares the next: two batches of
+pixels exist at most, whatever the length of the video. What remains is the features, of this rank's frames.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Iterator
+from contextlib import closing
+from dataclasses import dataclass
+from itertools import count
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+
+from ..comm import Communicator, Group, as_communicator
+from ..data.sources import FrameSource
+from ..errors import AdapterError, ConfigError, VideoError
+from ..sharding import FrameShard, frame_bounds
+from ..training.prefetch import read_ahead
+from .together import settle
+
+
+@dataclass(frozen=True)
+class EncodedVideo:
+    """The visual features of one video, sharded over the ranks of a group.
+
+    Attributes:
+        features: (f, tokens, hidden), those of this rank's frames; what the model takes as `image_embeds`.
+        shard: which frames of the video these are.
+    """
+
+    features: Tensor
+    shard: FrameShard
+
+    @property
+    def frames(self) -> int:
+        """Frames of the whole video."""
+        return self.shard.total
+
+    @property
+    def visual_tokens(self) -> int:
+        """Visual tokens of the whole video."""
+        return self.shard.total * self.features.shape[1]
+
+
+def encode_video(
+    model: nn.Module,
+    processor: Any,
+    source: FrameSource,
+    *,
+    group: Group = None,
+    batch: int = 8,
+    progress: Callable[[int], object] | None = None,
+) -> EncodedVideo:
+    """Reads and encodes this rank's frames of a video. Every rank of the group calls it, with the same source.
+
+    Args:
+        model: has `encode_frames`, as the native mPLUG-Owl3 has; patched or not. Where its parameters are sharded
+            (FSDP2), all ranks must be in the group.
+        processor: its `image_processor` makes `pixel_values` of uint8 frames (b, 3, H, W).
+        source: the frames, a `VideoSource` for example.
+        group: the ranks to share the frames, as for `patch_model`.
+        batch: frames read and encoded at once.
+        progress: called after each round with the number of frames encoded so far by all ranks.
+
+    Raises:
+        VideoError: this rank's part of the video cannot be read.
+        AgreementError: another rank's part cannot; its message is quoted.
+    """
+    comm = as_communicator(group)
+    if batch < 1:
+        raise ConfigError(f"batch: {batch} frames at once is not possible; give 1 or more")
+    if not hasattr(model, "encode_frames"):
+        raise AdapterError(
+            f"encode_video: {type(model).__name__} has no method encode_frames, so frames cannot be encoded"
+        )
+    if len(source) == 0:
+        raise VideoError("encode_video: the source has no frames; give one with at least one")
+    bounds = frame_bounds(len(source), comm.size)
+    start, stop = bounds[comm.rank]
+    encoder = _Encoder(model, stop - start)
+    with torch.no_grad(), closing(_batches(source, start, stop, batch, processor)) as batches:
+        while True:
+            pixels = encoder.attempt(batches)
+            done = _agree(comm, encoder)
+            if progress is not None:
+                progress(sum(done))
+            if done == [last - first for first, last in bounds]:
+                break
+            encoder.take(pixels)
+            del pixels  # before the thread goes on to the batch after the next
+        return EncodedVideo(encoder.features(), FrameShard(start, stop, len(source)))
+
+
+def _batches(source: FrameSource, start: int, stop: int, batch: int, processor: Any) -> Generator[Tensor, None, None]:
+    """Yields `pixel_values` (at most `batch`, 3, height, width) of a range of frames, one read ahead."""
+    reader = source.read(start, stop, batch=batch)
+
+    def read_next(_: int) -> Tensor | None:
+        frames = next(reader, None)
+        return None if frames is None else processor.image_processor(frames)["pixel_values"]
+
+    # Where pictures change their size a source gives smaller batches, so their number is not known before.
+    with closing(read_ahead(count(), read_next)) as ahead:
+        for pixels in ahead:
+            if pixels is None:
+                return
+            yield pixels
+            del pixels
+
+
+class _Encoder:
+    """This rank's features as they grow, and what stopped it."""
+
+    def __init__(self, model: Any, frames: int) -> None:
+        weight = next(model.parameters())
+        self._model, self._device, self._dtype = model, weight.device, weight.dtype
+        # FSDP gathers parameters as modules run: a rank that has no frames in a round runs them all the same.
+        self._in_step = any(isinstance(module, FSDPModule) for module in model.modules())
+        self._frames = frames
+        self._features: Tensor | None = None
+        self.done = 0
+        self.error: Exception | None = None
+
+    def attempt(self, batches: Iterator[Tensor]) -> Tensor | None:
+        """The next batch, or None: there is no other, or it cannot be read, of which `error` then tells."""
+        if self.error is not None:
+            return None
+        try:
+            pixels = next(batches, None)
+            if pixels is None and self.done < self._frames:
+                raise VideoError(f"the video gave {self.done} of {self._frames} frames asked of it")
+            return pixels
+        except Exception as error:  # noqa: BLE001 - raised when the other ranks know
+            self.error = error
+            return None
+
+    def take(self, pixels: Tensor | None) -> None:
+        """Encodes a batch; without one, does what keeps the ranks in step."""
+        if self._in_step:  # the others are in the same gathers: nobody would hear of an error before the time limit
+            self._encode(pixels)
+        elif pixels is not None:
+            try:
+                self._encode(pixels)
+            except Exception as error:  # noqa: BLE001 - raised when the other ranks know
+                self.error = error
+
+    def _encode(self, pixels: Tensor | None) -> None:
+        encoded = self._model.encode_frames(self._blank() if pixels is None else self._moved(pixels))
+        if self._features is None:
+            self._features = encoded.new_empty((self._frames, *encoded.shape[1:]))
+        if pixels is not None:
+            self._features[self.done : self.done + encoded.shape[0]] = encoded
+            self.done += encoded.shape[0]
+
+    def features(self) -> Tensor:
+        """(f, tokens, hidden) of all frames of this rank."""
+        if self._features is None:  # no frames here; their shape is known when one is encoded
+            self._encode(None)
+        assert self._features is not None and self.done == self._frames
+        return self._features
+
+    def _moved(self, pixels: Tensor) -> Tensor:
+        return pixels.to(device=self._device, dtype=self._dtype)
+
+    def _blank(self) -> Tensor:
+        vision = self._model.config.vision_config
+        return self._moved(torch.zeros(1, vision.num_channels, vision.image_size, vision.image_size))
+
+
+def _agree(comm: Communicator, encoder: _Encoder) -> list[int]:
+    """Frames that each rank has encoded; when a rank has failed, all raise."""
+    rows = comm.gather_ints([encoder.done, int(encoder.error is not None)])
+    if any(failed for _, failed in rows):
+        settle(comm, "reading the video", encoder.error)
+    return [done for done, _ in rows]

@@ -1,0 +1,19 @@
+"""Ask about a long video over several processes.
+
+    accelerate launch --config_file configs/fsdp2_cpu_2.yaml scripts/infer_long_video.py \\
+        --model DIR --video movie.mp4 --fps 1 --question "Who opens the door?" --question "When?"
+
+torchrun, or plain python for one process, do as well. --help lists the options. The work is in mllm_seqpar/inference/.
+"""
+
+import sys
+
+from transformers.utils import logging
+
+from mllm_seqpar.inference.session import infer
+from mllm_seqpar.training.failure import run
+
+if __name__ == "__main__":
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    run(infer, sys.argv[1:])
