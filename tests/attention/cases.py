@@ -9,7 +9,6 @@ Shapes as everywhere: q (B, H, S, D) with S rows of all ranks, k and v (B or 1, 
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -18,12 +17,13 @@ import torch
 from torch import Tensor
 
 from attention.dense import dense_attention
+from comm.strict import StrictLoopback
 from mllm_seqpar.attention import lv_xattn, ring_attention
 from mllm_seqpar.attention.api import accumulation
 from mllm_seqpar.attention.distributed import Plan
 from mllm_seqpar.attention.joint import attend
 from mllm_seqpar.attention.sources import GivenKeys
-from mllm_seqpar.comm import Communicator, as_communicator
+from mllm_seqpar.comm import Communicator, LoopbackCommunicator, as_communicator
 from mllm_seqpar.masks import CausalBlocks, FrameMask, FullBlocks
 from mllm_seqpar.sharding import frame_bounds, frame_range, padded_length, sequence_positions
 from tolerances import EXACT, relative_error
@@ -175,6 +175,8 @@ def inputs(case: Case, total: int) -> dict[str, Tensor]:
 
 def run_case(comm: Communicator, case: Case, again: int = 1) -> dict[str, Any]:
     """This rank's o, lse, dq (its rows, in the order of the layout), dk, dv (its keys), text_dk, text_dv, and bytes."""
+    if isinstance(comm, LoopbackCommunicator):
+        comm = StrictLoopback(comm)
     total = case.total(comm.size)
     whole = inputs(case, total)
     rows = sequence_positions(total, comm.rank, comm.size, case.layout)
@@ -300,6 +302,3 @@ def same_bits(first: list[dict[str, Any]], second: list[dict[str, Any]]) -> bool
         for name in a
         if isinstance(a[name], Tensor)
     )
-
-
-Run = Callable[[int, Case], list[dict[str, Any]]]
