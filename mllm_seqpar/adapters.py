@@ -53,10 +53,20 @@ def register_adapter(adapter: Adapter) -> None:
 
 
 def adapters() -> dict[str, Adapter]:
-    """All known families by name: registered ones first, then entry points, then those of this package."""
+    """All known families by name: registered ones first, then entry points, then those of this package.
+
+    Raises:
+        AdapterError: an entry point that cannot be loaded.
+    """
     found = dict(_registered)
     for point in entry_points(group=ENTRY_POINTS):
-        adapter = point.load()()
+        try:
+            adapter = point.load()()
+        except Exception as error:
+            raise AdapterError(
+                f"the entry point {point.name} = {point.value} of the group {ENTRY_POINTS} cannot be loaded "
+                f"({type(error).__name__}: {error}); repair or uninstall the package that declares it"
+            ) from error
         found.setdefault(adapter.name, adapter)
     for module in _BUILT_IN:
         adapter = import_module(module).adapter()

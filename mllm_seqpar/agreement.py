@@ -7,7 +7,7 @@ numbers, raises on EVERY rank, with what each of them found.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 from .comm import Communicator
 from .errors import AgreementError
@@ -37,14 +37,7 @@ def agree(comm: Communicator, what: str, names: tuple[str, ...], describe: Calla
     except Exception as caught:  # noqa: BLE001 - raised again below, after the others have been told
         error = caught
     everyone = comm.gather_ints([int(error is not None), *(int(values.get(name, 0)) for name in names)])
-    if error is not None:
-        raise error
-    failed = [rank for rank, row in enumerate(everyone) if row[0]]
-    if failed:
-        raise AgreementError(
-            f"{what}: rank {', '.join(map(str, failed))} of the group failed while checking its inputs; its own "
-            f"message says why. This is rank {comm.rank}, whose inputs are in order"
-        )
+    _raise_failures(comm, what, [row[0] for row in everyone], error)
     differing = [i for i in range(len(names)) if len({row[i + 1] for row in everyone}) > 1]
     if differing:
         found = "; ".join(
@@ -57,15 +50,38 @@ def agree(comm: Communicator, what: str, names: tuple[str, ...], describe: Calla
         )
 
 
-def agree_on_text(comm: Communicator, what: str, text: str) -> None:
-    """Raises AgreementError on every rank, quoting all ranks, unless all have the same text (a configuration, say)."""
-    if comm.size == 1:
-        return
-    numbers = comm.gather_ints([fingerprint(text), len(text.encode())])
-    if all(row == numbers[0] for row in numbers):
-        return
-    room = max(row[1] for row in numbers)
+def agree_on_text(comm: Communicator, what: str, describe: Callable[[], str]) -> None:
+    """Raises on every rank, quoting all ranks, unless `describe` gives the same text on all (a configuration, say).
+
+    What `describe` raises is raised here, and makes the other ranks raise too.
+
+    Raises:
+        AgreementError: the ranks differ, or another rank's `describe` raised.
+    """
+    error: Exception | None = None
+    text = ""
+    try:
+        text = describe()
+    except Exception as caught:  # noqa: BLE001 - raised again below, after the others have been told
+        error = caught
     raw = text.encode()
+    facts = comm.gather_ints([int(error is not None), fingerprint(text), len(raw)])
+    _raise_failures(comm, what, [row[0] for row in facts], error)
+    if all(row == facts[0] for row in facts):
+        return
+    room = max(row[2] for row in facts)
     texts = comm.gather_ints(list(raw) + [0] * (room - len(raw)))
-    quoted = "; ".join(f"rank {r}: {bytes(b for b in row if b).decode()}" for r, row in enumerate(texts))
+    quoted = "; ".join(f"rank {r}: {bytes(row[: facts[r][2]]).decode()}" for r, row in enumerate(texts))
     raise AgreementError(f"{what}: the ranks of the group disagree. {quoted}. Pass the same on every rank")
+
+
+def _raise_failures(comm: Communicator, what: str, failed: Sequence[int], error: Exception | None) -> None:
+    """Raises this rank's own error, or, when others failed, one that names them."""
+    if error is not None:
+        raise error
+    ranks = [rank for rank, value in enumerate(failed) if value]
+    if ranks:
+        raise AgreementError(
+            f"{what}: rank {', '.join(map(str, ranks))} of the group failed while checking its arguments; its own "
+            f"message says why. This is rank {comm.rank}, whose arguments are in order"
+        )

@@ -7,8 +7,8 @@ from typing import Any, TypeVar
 
 from torch import nn
 
-from .adapters import find_adapter
-from .agreement import agree_on_text
+from .adapters import Adapter, find_adapter
+from .agreement import agree_on_text, fingerprint
 from .comm import Group, as_communicator
 from .config import SeqParConfig
 from .context import SeqParContext
@@ -53,6 +53,17 @@ class Patch:
                 object.__setattr__(owner, name, before)
         self._undo.clear()
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Refuses copy.deepcopy and pickling: what was patched in belongs to this one model and this process's group.
+
+        Raises:
+            AdapterError: always.
+        """
+        raise AdapterError(
+            "a patched model cannot be copied or pickled; call unpatch_model(model) first and patch the copy anew, or "
+            "save with save_pretrained or state_dict, which patching does not touch"
+        )
+
 
 def patch_model(
     model: ModelT,
@@ -80,25 +91,24 @@ def patch_model(
         AdapterError: no adapter for this model, or it is patched already.
         AgreementError: the ranks pass different options or models; on every rank.
     """
-    if config is not None and not isinstance(config, SeqParConfig):
-        raise ConfigError(f"config: expected a SeqParConfig, got {type(config).__name__}")
-    unknown = sorted(set(options) - set(SeqParConfig.field_names()))
-    if unknown:
-        raise ConfigError(
-            f"patch_model: unknown option {', '.join(unknown)}; the options are {', '.join(SeqParConfig.field_names())}"
-        )
-    if strategy is not None:
-        options["strategy"] = strategy
-    chosen = replace(config or SeqParConfig(), **options)
-    adapter, inner = find_adapter(model)
-    if _ATTRIBUTE in vars(inner):
-        raise AdapterError(
-            f"patch_model: this {type(inner).__name__} is patched already ({vars(inner)[_ATTRIBUTE].context.config}); "
-            "call unpatch_model first to change its options"
-        )
-    context = SeqParContext(as_communicator(group), chosen)
-    agree_on_text(context.comm, "patch_model", f"{adapter.name} {type(inner).__name__} {chosen}")
-    adapter.check(inner, context)
+    comm = as_communicator(group)
+    found: list[tuple[Adapter, nn.Module, SeqParContext]] = []
+
+    def describe() -> str:
+        context = SeqParContext(comm, _chosen(strategy, config, options))
+        adapter, inner = find_adapter(model)
+        if _ATTRIBUTE in vars(inner):
+            before = vars(inner)[_ATTRIBUTE].context.config
+            raise AdapterError(
+                f"patch_model: this {type(inner).__name__} is patched already ({before}); call unpatch_model first to "
+                "change its options"
+            )
+        adapter.check(inner, context)
+        found.append((adapter, inner, context))
+        return f"{adapter.name} {type(inner).__name__}, parameters {_shapes(inner):x}, {context.config}"
+
+    agree_on_text(comm, "patch_model", describe)
+    adapter, inner, context = found[0]
     patch = Patch(adapter.name, context)
     try:
         adapter.install(inner, context, patch)
@@ -109,12 +119,30 @@ def patch_model(
     _log.info(
         "%s is sequence-parallel over %d rank(s): cross-attention by %s, self-attention by %s (%s text)",
         type(inner).__name__,
-        context.comm.size,
-        chosen.strategy,
-        chosen.self_attention,
-        chosen.text_layout,
+        comm.size,
+        context.config.strategy,
+        context.config.self_attention,
+        context.config.text_layout,
     )
     return model
+
+
+def _chosen(strategy: str | None, config: SeqParConfig | None, options: dict[str, Any]) -> SeqParConfig:
+    if config is not None and not isinstance(config, SeqParConfig):
+        raise ConfigError(f"config: expected a SeqParConfig, got {type(config).__name__}")
+    unknown = sorted(set(options) - set(SeqParConfig.field_names()))
+    if unknown:
+        raise ConfigError(
+            f"patch_model: unknown option {', '.join(unknown)}; the options are {', '.join(SeqParConfig.field_names())}"
+        )
+    return replace(config or SeqParConfig(), **options, **({} if strategy is None else {"strategy": strategy}))
+
+
+def _shapes(model: nn.Module) -> int:
+    """A number that two models share when their parameters have the same names, shapes and dtypes, and train alike."""
+    return fingerprint(
+        " ".join(f"{name}{tuple(p.shape)}{p.dtype}{p.requires_grad}" for name, p in model.named_parameters())
+    )
 
 
 def unpatch_model(model: ModelT) -> ModelT:

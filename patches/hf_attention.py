@@ -37,11 +37,12 @@ def seqpar_attention(
 
     The mask of a sharded pass is the call's own (`seqpar.text`); `attention_mask` is used in the other passes.
     """
+    if seqpar is not None:
+        refuse_dropout(dropout)  # in a replicated pass, too: each rank would drop other weights
     if seqpar is None or not seqpar.shards_text:
         return sdpa_attention_forward(
             module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
         )
-    refuse_dropout(dropout)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     o = seqpar.attend(query, [seqpar.text_keys(key, value, sliding_window)], scale)
     return o.transpose(1, 2), None

@@ -7,21 +7,47 @@ from typing import Any
 
 import torch
 
+from mllm_seqpar.agreement import agree_on_text
 from mllm_seqpar.comm import Communicator
 from mllm_seqpar.context import SeqParContext
+from mllm_seqpar.errors import ConfigError
 from mllm_seqpar.patching import Patch
 
 
 def patch_generate(model: Any, context: SeqParContext, patch: Patch) -> None:
-    """Starts every `generate` from rank 0's random state, so that sampling draws the same tokens on all ranks."""
+    """Compares the ranks' generation settings, and starts every `generate` from rank 0's random state.
+
+    A rank that stopped after fewer tokens than the others would leave them waiting; one that drew other random numbers
+    would go on with another text.
+    """
     unpatched = model.generate
 
     @functools.wraps(unpatched)
     def generate(*args: Any, **kwargs: Any) -> Any:
-        share_random_state(context.comm, next(model.parameters()).device)
+        if context.comm.size > 1:
+            given = kwargs.get("generation_config") or (args[1] if len(args) > 1 else None)
+            agree_on_text(context.comm, "generate", lambda: _settings(given or model.generation_config, kwargs))
+            share_random_state(context.comm, next(model.parameters()).device)
         return unpatched(*args, **kwargs)
 
     patch.set(model, "generate", generate)
+
+
+def _settings(config: Any, kwargs: dict[str, Any]) -> str:
+    """What decides how many tokens are generated and how, as text. The forward pass compares the inputs."""
+    settings = {**config.to_dict(), **kwargs}
+    if settings.get("max_time") is not None:
+        raise ConfigError(
+            f"max_time={settings['max_time']}: the ranks' clocks would end generation at different tokens; use "
+            "max_new_tokens"
+        )
+    return ", ".join(f"{name}={value!r}" for name, value in sorted(settings.items()) if _is_setting(value))
+
+
+def _is_setting(value: Any) -> bool:
+    if isinstance(value, (list, tuple)):
+        return all(map(_is_setting, value))
+    return isinstance(value, (bool, int, float, str))
 
 
 def share_random_state(comm: Communicator, device: torch.device) -> None:

@@ -5,6 +5,7 @@ Shape legend: B samples, L text tokens, F frames of all samples and ranks, f fra
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -27,13 +28,18 @@ _NAMES = (
     "values per frame",
     "kind of frames (1 pixels, 2 features)",
     "cached tokens",
+    "cache asked for",
+    "gradients wanted",
     "labels given",
     "attention mask given",
     "checksum of token ids",
     "checksum of labels",
     "checksum of the attention mask",
-    "gradients wanted",
+    "checksum of position ids",
+    "checksum of what says where the frames belong",
+    "checksum of pixels",
 )
+_SAMPLED_PIXELS = 4096
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,7 +55,11 @@ class Inputs:
         frames_are_features: which of the two they are.
         both_kinds: the caller passed both, which is refused.
         visual_shard: this rank's part of the frames, when `frames` holds only that.
+        places: what else says where frames belong in the text, to be compared between ranks.
         past_key_values: the cache, or None.
+        use_cache: whether a cache is used or to be made.
+        packed: whether positions tell packed sequences apart when there is no mask: where the unpatched model would
+            make no cache, as everywhere in transformers.
     """
 
     input_ids: Tensor | None
@@ -62,7 +72,10 @@ class Inputs:
     frames_are_features: bool
     both_kinds: bool
     visual_shard: FrameShard | None
+    places: tuple[Tensor, ...]
     past_key_values: Any
+    use_cache: bool
+    packed: bool
 
     @property
     def text(self) -> Tensor:
@@ -111,35 +124,58 @@ class Inputs:
         return None if self.labels is None else shifted(self.labels)
 
 
-def agree_on_inputs(comm: Communicator, inputs: Inputs) -> None:
-    """Raises on every rank of the group unless all pass the same text and the same number of frames.
+def agree_on_inputs(comm: Communicator, inputs: Inputs, check: Callable[[], None]) -> None:
+    """Raises on every rank of the group unless all pass the same text, the same number of frames, and the same pixels.
+
+    Token ids, masks, positions and labels are compared by checksums. So are the pixels, by a sample of them, where
+    every rank has all; features may differ in their last bits from device to device, and are compared by shape.
+
+    Args:
+        comm: the group.
+        inputs: what this rank was given.
+        check: the model family's own checks; what it raises, the other ranks are told of.
 
     Raises:
-        ShapeError: on the rank whose own inputs do not fit together; AgreementError: on the other ranks.
+        SeqParError: on the rank whose own inputs do not fit together; AgreementError: on the other ranks.
     """
-    agree(comm, "forward pass", _NAMES, lambda: _numbers(comm, inputs))
+
+    def describe() -> dict[str, int]:
+        check()
+        return _numbers(comm, inputs)
+
+    agree(comm, "forward pass", _NAMES, describe)
 
 
 def _numbers(comm: Communicator, inputs: Inputs) -> dict[str, int]:
     _check_frames(comm, inputs)
     labels = inputs.shift_labels if inputs.shift_labels is not None else inputs.labels
-    kind = 0 if inputs.frames is None else 1 + inputs.frames_are_features
-    values = (
+    frames = inputs.frames
+    kind = 0 if frames is None else 1 + inputs.frames_are_features
+    counts = [
         inputs.batch,
         inputs.length,
         inputs.total_frames,
-        int(inputs.visual_shard is not None),
-        0 if inputs.frames is None else inputs.frames[0:0].numel() or _product(inputs.frames.shape[1:]),
+        inputs.visual_shard is not None,
+        0 if frames is None else math.prod(frames.shape[1:]),
         kind,
         inputs.past_length,
-        int(labels is not None),
-        int(inputs.attention_mask is not None),
+        inputs.use_cache,
+        torch.is_grad_enabled(),
+        labels is not None,
+        inputs.attention_mask is not None,
+    ]
+    everyone_has_all_pixels = frames is not None and kind == 1 and inputs.visual_shard is None
+    checksums = [
         _checksum(inputs.input_ids),
         _checksum(labels),
         _checksum(inputs.attention_mask),
-        int(torch.is_grad_enabled()),
-    )
-    return dict(zip(_NAMES, values, strict=True))
+        _checksum(inputs.position_ids),
+        _checksum(*inputs.places),
+        _checksum(_sampled_bits(frames)) if everyone_has_all_pixels and frames is not None else torch.zeros(()),
+    ]
+    device = inputs.text.device
+    read = torch.stack([x.to(device, torch.long) for x in checksums]).tolist()  # one wait for the device, not six
+    return dict(zip(_NAMES, [*map(int, counts), *read], strict=True))
 
 
 def _check_frames(comm: Communicator, inputs: Inputs) -> None:
@@ -156,26 +192,42 @@ def _check_frames(comm: Communicator, inputs: Inputs) -> None:
             f"visual_shard: rank {comm.rank} of {comm.size} holds frames {expected[0]} to {expected[1]} of "
             f"{shard.total} (frame_range), but {shard} was given"
         )
-    if frames is not None and frames.shape[0] != shard.stop - shard.start:
+    if frames is None:
+        raise ShapeError(
+            f"visual_shard: {shard} was given and neither pixel_values nor image_embeds; a rank without frames passes "
+            "an empty tensor, for example of shape (0, 3, height, width)"
+        )
+    if frames.shape[0] != shard.stop - shard.start:
         raise ShapeError(
             f"visual_shard: {shard} means {shard.stop - shard.start} frames, {frames.shape[0]} were passed"
         )
 
 
-def _product(sizes: tuple[int, ...]) -> int:
-    result = 1
-    for size in sizes:
-        result *= size
-    return result
-
-
-def _checksum(x: Tensor | None) -> int:
+def _checksum(*tensors: Tensor | None) -> Tensor:
     """A number that changes when an entry does, or two change places."""
-    if x is None:
-        return 0
-    x = x.reshape(-1).long()
+    given = [x.detach().reshape(-1).long() for x in tensors if x is not None]
+    if not given:
+        return torch.zeros((), dtype=torch.long)
+    x = torch.cat(given)
     weights = torch.arange(1, x.numel() + 1, device=x.device) * 2654435761 % 2147483647
-    return int(((x + 1) * weights).sum())
+    return ((x + 1) * weights).sum()
+
+
+def _sampled_bits(frames: Tensor) -> Tensor:
+    """The bits of some values of every part of the frames, evenly spread: enough to tell two videos apart."""
+    flat = frames.detach().reshape(-1)
+    return flat[:: max(1, flat.numel() // _SAMPLED_PIXELS)].float().view(torch.int32)
+
+
+def flat_places(*places: Any) -> tuple[Tensor, ...]:
+    """What says where frames belong (None, tensors, lists of them or of numbers), as tensors to compare."""
+    flat: list[Tensor] = []
+    for place in places:
+        if isinstance(place, (list, tuple)):
+            flat += [torch.tensor([len(place)]), *flat_places(*place)]
+        elif place is not None:
+            flat.append(torch.as_tensor(place).reshape(-1).cpu())
+    return tuple(flat)
 
 
 def needs_every_module(model: nn.Module) -> bool:
@@ -189,8 +241,9 @@ def local_features(
     """(f, tokens, width): the features of this rank's frames; the vision tower runs on those only.
 
     A rank without frames runs the tower on one empty frame and keeps nothing of it, so that its parameters get zero
-    gradients rather than none and FSDP's gathers stay in step. For the same reason a batch without any frame encodes
-    one under FSDP, which no token sees; otherwise it gives None.
+    gradients rather than none and FSDP's gathers stay in step. For the same reason a batch without any frame has one
+    under FSDP, which no token sees: encoded when the caller passes pixels or nothing, all zeros when the caller passes
+    an empty `image_embeds`, which says that other groups run no tower either. Without FSDP it gives None.
     """
     frames, total = inputs.frames, inputs.total_frames
     rank, size = context.comm.rank, context.comm.size
@@ -198,21 +251,22 @@ def local_features(
     if total == 0:
         if not needs_every_module(model):
             return None
-        blank = encode(_blank_frame(model, weight))
+        if frames is not None and inputs.frames_are_features:
+            blank = frames.new_zeros((1, *frames.shape[1:]), dtype=weight.dtype, device=weight.device)
+        else:
+            vision = model.config.vision_config
+            shape = (1, vision.num_channels, vision.image_size, vision.image_size)
+            blank = encode(torch.zeros(shape, device=weight.device, dtype=weight.dtype))
         return blank if rank == 0 else blank[:0]
     assert frames is not None
     if inputs.visual_shard is None:
         start, stop = frame_bounds(total, size)[rank]
-        frames = frames[start:stop]
+        mine = frames[start:stop]
+    else:
+        mine = frames
     if inputs.frames_are_features:
-        dtype = frames.dtype if torch.is_autocast_enabled(weight.device.type) else weight.dtype
-        return frames.to(device=weight.device, dtype=dtype)
-    if frames.shape[0]:
-        return encode(frames)
-    return encode(_blank_frame(model, weight))[:0]
-
-
-def _blank_frame(model: Any, weight: Tensor) -> Tensor:
-    vision = model.config.vision_config
-    shape = (1, vision.num_channels, vision.image_size, vision.image_size)
-    return torch.zeros(shape, device=weight.device, dtype=weight.dtype)
+        dtype = mine.dtype if torch.is_autocast_enabled(weight.device.type) else weight.dtype
+        return mine.to(device=weight.device, dtype=dtype)
+    if mine.shape[0]:
+        return encode(mine)
+    return encode(frames.new_zeros((1, *frames.shape[1:])))[:0]  # of the caller's size: what fails does so everywhere

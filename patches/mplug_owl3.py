@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import types
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,8 +20,8 @@ from mllm_seqpar.attention.block import BlockMath, Partial
 from mllm_seqpar.call import SeqParCall, VisualShards
 from mllm_seqpar.context import SeqParContext
 from mllm_seqpar.errors import AdapterError, ShapeError
-from mllm_seqpar.loss import sharded_causal_lm_loss
 from mllm_seqpar.masks import FrameMask
+from mllm_seqpar.models.mplug_owl3.media import MediaLayout
 from mllm_seqpar.models.mplug_owl3.visual_inputs import VisualCache, visual_cache
 from mllm_seqpar.patching import Patch
 from mllm_seqpar.sharding import FrameShard, frame_bounds
@@ -29,8 +30,11 @@ from mllm_seqpar.visual import SharedVisual
 
 from . import hf_attention
 from .hf_generation import patch_generate
-from .hf_inputs import Inputs, agree_on_inputs, local_features
-from .text_masks import causal_tiles, text_shards
+from .hf_inputs import Inputs, agree_on_inputs, flat_places, local_features
+from .hf_outputs import kept_rows, refuse_attentions, sharded_outputs, whole_text_loss
+from .text_masks import causal_tiles, text_shards, whole_text_mask
+
+_MODELS = "mllm_seqpar.models.mplug_owl3."
 
 
 class MPlugOwl3Adapter:
@@ -40,7 +44,10 @@ class MPlugOwl3Adapter:
 
     def matches(self, model: nn.Module) -> bool:
         """Whether it is `MPlugOwl3ForConditionalGeneration`, also after `fully_shard` made it a class of its own."""
-        return any(c.__name__ == "MPlugOwl3ForConditionalGeneration" for c in type(model).__mro__)
+        return any(
+            c.__name__ == "MPlugOwl3ForConditionalGeneration" and c.__module__.startswith(_MODELS)
+            for c in type(model).__mro__
+        )
 
     def check(self, model: Any, context: SeqParContext) -> None:
         """Every decoder layer must be one that the patch knows, and every hyper layer a hyper attention."""
@@ -108,7 +115,7 @@ def _hyper_forward(attention: Any) -> Any:
 
 
 def _sharded(self: Any, q: Tensor, k: Tensor, v: Tensor, visual_norm: Any, seqpar: SeqParCall) -> Tensor:
-    """(B, s, C) before the output projection; text keys go by the self-attention's schedule, visual ones by strategy."""
+    """(B, s, C) before `o_proj`; text keys go by the self-attention's schedule, visual ones by the strategy."""
     hf_attention.refuse_dropout(self._dropout)
     assert seqpar.text is not None
     if not seqpar.shards_text:  # the text lives whole on every rank: its rows are shared out for this attention only
@@ -142,7 +149,8 @@ def _replicated(
     visual_norm: Any,
     seqpar: SeqParCall,
 ) -> Tensor:
-    """(B, L, C) before the output projection, the same on every rank; the frames' K and V stay where they are."""
+    """(B, L, C) before `o_proj`, the same on every rank; the frames' K and V stay where they are."""
+    hf_attention.refuse_dropout(self._dropout)
     if visual is None:
         return self._attend_text(q, k, v, attention_mask)[0]
     visual_k, visual_v = self.visual_states(visual, visual_norm, past_key_values)
@@ -162,6 +170,41 @@ def _channels(o: Tensor) -> Tensor:
     return o.transpose(1, 2).flatten(2)
 
 
+@dataclass(frozen=True, kw_only=True)
+class _Inputs(Inputs):
+    """With what mPLUG-Owl3 is told about the places of the frames."""
+
+    media_offset: Any
+    media_layout: MediaLayout | None
+
+    def layout(self, model: Any) -> MediaLayout:
+        """Which row sees which frames, of all ranks; raises what the unpatched model would raise."""
+        if self.media_layout is None:
+            return model.media_layout(
+                self.total_frames,
+                input_ids=self.input_ids,
+                media_offset=self.media_offset,
+                position_ids=self.positions(),
+            )
+        samples, frames = self.media_layout.first.shape[0], self.media_layout.total_frames
+        if (samples, frames) != (self.batch, self.total_frames):
+            raise ShapeError(
+                f"media_layout is for {samples} samples and {frames} frames; the call has {self.batch} samples and "
+                f"{self.total_frames} frames"
+            )
+        return self.media_layout
+
+    def check(self, model: Any, kwargs: dict[str, Any]) -> None:
+        """What only one rank may have got wrong, and must not leave the others waiting for it."""
+        refuse_attentions(model.config, kwargs)
+        width = model.config.hidden_size
+        if self.frames is not None and self.frames_are_features and self.frames.shape[2:] != (width,):
+            raise ShapeError(
+                f"image_embeds has shape {tuple(self.frames.shape)}; expected (frames, tokens, {width}), the frames of "
+                "all samples one after another"
+            )
+
+
 def _model_forward(model: Any, context: SeqParContext) -> Any:
     unpatched = model.forward
 
@@ -177,13 +220,15 @@ def _model_forward(model: Any, context: SeqParContext) -> Any:
         labels: Tensor | None = None,
         shift_labels: Tensor | None = None,
         image_embeds: Tensor | None = None,
-        media_layout: Any = None,
+        media_layout: MediaLayout | None = None,
         use_cache: bool | None = None,
         logits_to_keep: int | Tensor = 0,
         visual_shard: FrameShard | None = None,
         **kwargs: Any,
     ) -> CausalLMOutputWithPast:
-        inputs = Inputs(
+        _, unpatched_caches = self._cache_for(past_key_values, use_cache)
+        layout = () if media_layout is None else (media_layout.first, media_layout.stop, media_layout.frame_position)
+        inputs = _Inputs(
             input_ids=input_ids,
             inputs_embeds=inputs_embeds,
             attention_mask=attention_mask,
@@ -194,61 +239,69 @@ def _model_forward(model: Any, context: SeqParContext) -> Any:
             frames_are_features=image_embeds is not None,
             both_kinds=pixel_values is not None and image_embeds is not None,
             visual_shard=visual_shard,
+            places=flat_places(media_offset, *layout),
             past_key_values=past_key_values,
+            use_cache=past_key_values is not None or bool(use_cache and unpatched_caches),
+            packed=not unpatched_caches,
+            media_offset=media_offset,
+            media_layout=media_layout,
         )
-        if past_key_values is None and not use_cache:
-            return _sharded_pass(self, context, inputs, media_offset, media_layout, logits_to_keep, kwargs)
-        return _replicated_pass(self, context, inputs, media_offset, media_layout, logits_to_keep, kwargs)
+        run = _replicated_pass if inputs.use_cache else _sharded_pass
+        return run(self, context, inputs, logits_to_keep, kwargs)
 
     forward.__doc__ = (unpatched.__doc__ or "") + _VISUAL_SHARD
     return types.MethodType(can_return_tuple(forward), model)
 
 
 _VISUAL_SHARD = """
-        Sequence-parallel (patched by mllm_seqpar): `visual_shard` says that `pixel_values` or `image_embeds` hold only this
-        rank's frames of `visual_shard.total`. Without `use_cache=True` or a cache no cache is returned.
+        Sequence-parallel (patched by mllm_seqpar): `visual_shard` says that `pixel_values` or `image_embeds` hold only
+        this rank's frames of `visual_shard.total`. Without `use_cache=True` or a cache no cache is returned.
 """
 
 
 def _sharded_pass(
-    self: Any, context: SeqParContext, inputs: Inputs, media_offset: Any, layout: Any, logits_to_keep: Any, kwargs: Any
+    self: Any, context: SeqParContext, inputs: _Inputs, logits_to_keep: int | Tensor, kwargs: dict[str, Any]
 ) -> CausalLMOutputWithPast:
     """Text and frames dealt to the ranks."""
-    agree_on_inputs(context.comm, inputs)
-    text = text_shards(context, inputs)
-    positions = inputs.positions()
-    if layout is None:
-        layout = self.media_layout(
-            inputs.total_frames, input_ids=inputs.input_ids, media_offset=media_offset, position_ids=positions
-        )
+    agree_on_inputs(context.comm, inputs, lambda: inputs.check(self, kwargs))
+    text, layout, positions = text_shards(context, inputs), inputs.layout(self), inputs.positions()
     features = local_features(self, context, inputs, self.encode_frames)
     frames = None if features is None else _visual_shards(context, inputs, layout, text, features)
     call = SeqParCall(context, text=text, frames=frames)
+    ids, embeds = inputs.input_ids, inputs.inputs_embeds
+    # a mapping is taken as it is, and empty here: the text masks of a sharded pass are the call's own
+    mask: Any = dict.fromkeys(self.config.layer_types)
     if call.shards_text:
         positions = text.shard(positions, 1)
-    embeds = inputs.inputs_embeds
-    if embeds is None:
-        ids = inputs.text
-        embeds = self.get_input_embeddings()(text.shard(ids, 1) if call.shards_text else ids)
-    elif call.shards_text:
-        embeds = text.shard(embeds, 1)
+        ids, embeds = (None if x is None else text.shard(x, 1) for x in (ids, embeds))
+    else:
+        mask = whole_text_mask(inputs)
     outputs = self.language_model.model(
-        inputs_embeds=embeds,
+        inputs_embeds=self.get_input_embeddings()(ids) if embeds is None else embeds,
         position_ids=positions,
-        # a mapping is taken as it is: the masks of a sharded pass are the call's own
-        attention_mask=dict.fromkeys(self.config.layer_types) if call.shards_text else inputs.attention_mask,
+        attention_mask=mask,
         use_cache=False,
         seqpar=call,
         **kwargs,
     )
-    return _outputs(self, call, inputs, outputs, logits_to_keep, kwargs.get("num_items_in_batch"))
+    return sharded_outputs(
+        call,
+        inputs,
+        outputs.last_hidden_state,
+        outputs.hidden_states,
+        lm_head=self.language_model.lm_head,
+        loss_function=self.loss_function,
+        vocab_size=self.config.vocab_size,
+        num_items=kwargs.get("num_items_in_batch"),
+        logits_to_keep=logits_to_keep,
+    )
 
 
 def _visual_shards(
-    context: SeqParContext, inputs: Inputs, layout: Any, text: TextShards, features: Tensor
+    context: SeqParContext, inputs: Inputs, layout: MediaLayout, text: TextShards, features: Tensor
 ) -> VisualShards:
     total, tokens = inputs.total_frames, features.shape[1]
-    if total == 0:  # the one frame that is encoded only to keep the ranks in step, and that nobody sees
+    if total == 0:  # the one frame that is there only to keep the ranks in step, and that nobody sees
         nobody = torch.zeros(inputs.batch, inputs.length, dtype=torch.long)
         index = torch.zeros(features.shape[0], dtype=torch.long, device=features.device)
         return VisualShards.of(
@@ -260,77 +313,22 @@ def _visual_shards(
     return VisualShards.of(visual, FrameMask.from_intervals(first, last, tokens, total), text)
 
 
-def _outputs(
-    self: Any, call: SeqParCall, inputs: Inputs, outputs: Any, logits_to_keep: int | Tensor, num_items: Any
-) -> CausalLMOutputWithPast:
-    """Loss, and logits as `config.logits` says, of a sharded pass."""
-    config, text, hidden = call.context.config, call.text, outputs.last_hidden_state
-    assert text is not None
-    targets, loss, logits = inputs.target_labels(), None, None
-    whole = config.logits == "full" or (config.logits == "auto" and targets is None)
-    if targets is not None and call.shards_text:
-        logits = self.language_model.lm_head(hidden)
-        loss = sharded_causal_lm_loss(logits, targets, text, num_items)
-    if whole or not call.shards_text:
-        # hidden states are gathered rather than logits: they are a vocabulary's width narrower
-        states = text.unshard(hidden, 1) if call.shards_text else hidden
-        rows = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
-        logits = self.language_model.lm_head(states[:, rows])
-        if targets is not None and loss is None:
-            loss = self.loss_function(
-                logits=logits,
-                labels=None,
-                vocab_size=self.config.vocab_size,
-                shift_labels=targets,
-                num_items_in_batch=num_items,
-            )
-    elif logits is None:
-        logits = self.language_model.lm_head(hidden)
-    states = outputs.hidden_states
-    if states is not None and call.shards_text:
-        states = tuple(text.unshard(state, 1) for state in states)
-    return CausalLMOutputWithPast(loss=loss, logits=logits, hidden_states=states)
-
-
 def _replicated_pass(
-    self: Any, context: SeqParContext, inputs: Inputs, media_offset: Any, layout: Any, logits_to_keep: Any, kwargs: Any
+    self: Any, context: SeqParContext, inputs: _Inputs, logits_to_keep: int | Tensor, kwargs: dict[str, Any]
 ) -> CausalLMOutputWithPast:
     """All text on every rank, frames dealt out; the first pass of a prompt, and every step of decoding."""
-    cache, past, length = inputs.past_key_values, inputs.past_length, inputs.length
+    cache, past = inputs.past_key_values, inputs.past_length
     if cache is None:
         cache = DynamicCache(config=self.config)
     if past == 0:
         cache.visual = None  # of an earlier text, when the cache was reset
-        agree_on_inputs(context.comm, inputs)
-    positions = inputs.positions()
-    kept: VisualCache | None = visual_cache(cache)
-    visual = None
-    if inputs.total_frames and kept is not None:
-        raise ShapeError(
-            f"{inputs.total_frames} frames were passed with a cache that holds {kept.layout.total_frames} already; pass new "
-            "frames with the whole conversation and without the cache"
-        )
-    if inputs.total_frames:
-        offset = past if layout is None else 0
-        if layout is None:
-            layout = self.media_layout(
-                inputs.total_frames, input_ids=inputs.input_ids, media_offset=media_offset, position_ids=positions
-            )
-        features = local_features(self, context, inputs, self.encode_frames)
-        assert features is not None
-        kept = cache.visual = VisualCache(layout, row_offset=offset, tokens_per_frame=features.shape[1])
-        visual = kept.inputs(past, length, features)
-        start, stop = frame_bounds(inputs.total_frames, context.comm.size)[context.comm.rank]
-        visual.frame_position = layout.frame_position[start:stop]  # K and V are those of this rank's frames
-    elif kept is not None:
-        visual = kept.inputs(past, length)
-    mask = None
-    if visual is not None and kept is not None:
-        mask = FrameMask.from_intervals(visual.first, visual.stop, kept.tokens_per_frame, kept.layout.total_frames)
+    if past == 0 or inputs.input_ids is None or inputs.input_ids.shape[1] > 1:  # not each step of decoding
+        agree_on_inputs(context.comm, inputs, lambda: inputs.check(self, kwargs))
+    visual, mask = _replicated_visual(self, context, inputs, cache)
     embeds = inputs.inputs_embeds
     outputs = self.language_model.model(
         inputs_embeds=self.get_input_embeddings()(inputs.input_ids) if embeds is None else embeds,
-        position_ids=positions,
+        position_ids=inputs.positions(),
         attention_mask=inputs.attention_mask,
         past_key_values=cache,
         use_cache=True,
@@ -338,17 +336,41 @@ def _replicated_pass(
         seqpar=SeqParCall(context, frame_mask=mask),
         **kwargs,
     )
-    rows = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
-    hidden = outputs.last_hidden_state[:, rows]
+    hidden = outputs.last_hidden_state[:, kept_rows(logits_to_keep)]
     if hidden.shape[1] == 1 and not hidden.requires_grad:
         # ranks that pick tokens from different bits would drift apart and then hang: all take rank 0's
         hidden = context.comm.broadcast(hidden, "hidden")
     logits = self.language_model.lm_head(hidden)
     targets, loss = inputs.target_labels(), None
     if targets is not None:
-        loss = self.loss_function(
-            logits=logits, labels=None, vocab_size=self.config.vocab_size, shift_labels=targets, **kwargs
-        )
+        num_items = kwargs.get("num_items_in_batch")
+        loss = whole_text_loss(logits, targets, self.loss_function, self.config.vocab_size, num_items)
     return CausalLMOutputWithPast(
         loss=loss, logits=logits, past_key_values=outputs.past_key_values, hidden_states=outputs.hidden_states
     )
+
+
+def _replicated_visual(self: Any, context: SeqParContext, inputs: _Inputs, cache: Any) -> tuple[Any, FrameMask | None]:
+    """(the frames of this pass or of the cache, what its rows see of them); (None, None) without any."""
+    kept: VisualCache | None = visual_cache(cache)
+    past, total = inputs.past_length, inputs.total_frames
+    if total and kept is not None:
+        raise ShapeError(
+            f"{total} frames were passed with a cache that holds {kept.layout.total_frames} already; pass new frames "
+            "with the whole conversation and without the cache"
+        )
+    features = None
+    if total or past == 0:
+        layout = inputs.layout(self)
+        features = local_features(self, context, inputs, self.encode_frames)  # FSDP wants it without frames, too
+    if total:
+        assert features is not None
+        offset = past if inputs.media_layout is None else 0
+        kept = cache.visual = VisualCache(layout, row_offset=offset, tokens_per_frame=features.shape[1])
+    if kept is None:
+        return None, None
+    visual = kept.inputs(past, inputs.length, features if total else None)
+    if total:
+        start, stop = frame_bounds(total, context.comm.size)[context.comm.rank]
+        visual.frame_position = layout.frame_position[start:stop]  # K and V are those of this rank's frames
+    return visual, FrameMask.from_intervals(visual.first, visual.stop, kept.tokens_per_frame, kept.layout.total_frames)

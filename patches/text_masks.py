@@ -37,8 +37,16 @@ def text_shards(context: SeqParContext, inputs: Inputs) -> TextShards:
     if mask is not None and (not isinstance(mask, Tensor) or tuple(mask.shape) != shape):
         found = tuple(mask.shape) if isinstance(mask, Tensor) else type(mask).__name__
         raise MaskError(f"attention_mask: sequence-parallel text takes a padding mask of shape {shape}, got {found}")
-    first = None if mask is not None else packed_starts(inputs.positions())
+    first = packed_starts(inputs.positions()) if mask is None and inputs.packed else None
     return TextShards(*shape, context.comm, context.config.text_layout, mask, first)
+
+
+def whole_text_mask(inputs: Inputs) -> Tensor | None:
+    """The attention mask for text that every rank has whole: transformers' own, packed sequences and all."""
+    mask = inputs.attention_mask
+    if mask is None and not inputs.packed:  # a mask of ones keeps transformers from looking at positions
+        return torch.ones(inputs.batch, inputs.length, dtype=torch.long, device=inputs.text.device)
+    return mask
 
 
 def causal_tiles(mask: Tensor | None, q: Tensor, k: Tensor) -> Iterable[Tile]:

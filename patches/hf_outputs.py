@@ -1,0 +1,89 @@
+"""Loss and logits of a pass, from the last hidden states: what the caller would get of the unpatched model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import Tensor, nn
+from transformers.modeling_outputs import CausalLMOutputWithPast
+
+from mllm_seqpar.call import SeqParCall
+from mllm_seqpar.errors import ConfigError
+from mllm_seqpar.loss import sharded_causal_lm_loss
+
+from .hf_inputs import Inputs
+
+
+def kept_rows(logits_to_keep: int | Tensor) -> slice | Tensor:
+    """The rows that `logits_to_keep` asks for: that many last ones (0: all), or those with these indices."""
+    return slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
+
+
+def refuse_attentions(config: Any, kwargs: dict[str, Any]) -> None:
+    """Raises ConfigError when attention weights are asked for: no rank ever has them."""
+    asked = kwargs.get("output_attentions")
+    if asked or (asked is None and getattr(config, "output_attentions", False)):
+        raise ConfigError(
+            "output_attentions=True: attention weights do not exist in distributed attention, which never computes a "
+            "row's scores in one place; leave it out, or unpatch_model(model) to look at them"
+        )
+
+
+def whole_text_loss(
+    logits: Tensor, targets: Tensor, loss_function: Callable[..., Tensor], vocab_size: int, num_items: Any
+) -> Tensor:
+    """The loss of logits (B, L, V) of the whole text, targets (B, L) shifted already."""
+    return loss_function(
+        logits=logits,
+        labels=None,
+        vocab_size=vocab_size,
+        shift_labels=targets.contiguous(),  # transformers' loss takes a view of it
+        num_items_in_batch=num_items,
+    )
+
+
+def sharded_outputs(
+    call: SeqParCall,
+    inputs: Inputs,
+    hidden: Tensor,
+    hidden_states: Sequence[Tensor] | None,
+    *,
+    lm_head: nn.Module,
+    loss_function: Callable[..., Tensor],
+    vocab_size: int,
+    num_items: Any,
+    logits_to_keep: int | Tensor,
+) -> CausalLMOutputWithPast:
+    """Loss, and logits as `config.logits` says, of a sharded pass.
+
+    Args:
+        call: the pass.
+        inputs: its inputs.
+        hidden: (B, s, width), last hidden states of this rank's tokens; of all tokens when the text is not sharded.
+        hidden_states: those of every layer, or None when they were not asked for.
+        lm_head: the vocabulary's projection.
+        loss_function: the model's own, for text that is not sharded.
+        vocab_size: for the loss function.
+        num_items: `num_items_in_batch`, or None.
+        logits_to_keep: rows of the whole text; asking for some gives those, whatever `config.logits` says.
+    """
+    text, targets = call.text, inputs.target_labels()
+    assert text is not None
+    every_row = isinstance(logits_to_keep, int) and logits_to_keep == 0
+    choice = call.context.config.logits
+    if not call.shards_text:
+        logits = lm_head(hidden[:, kept_rows(logits_to_keep)])
+        loss = None if targets is None else whole_text_loss(logits, targets, loss_function, vocab_size, num_items)
+        return CausalLMOutputWithPast(loss=loss, logits=logits, hidden_states=hidden_states)
+    loss = logits = None
+    if targets is not None:
+        logits = lm_head(hidden)
+        loss = sharded_causal_lm_loss(logits, targets, text, num_items)
+    if choice == "full" or not every_row or (choice == "auto" and targets is None):
+        # hidden states are gathered rather than logits: they are a vocabulary's width narrower
+        logits = lm_head(text.unshard(hidden, 1)[:, kept_rows(logits_to_keep)])
+    elif logits is None:
+        logits = lm_head(hidden)
+    states = None if hidden_states is None else tuple(text.unshard(state, 1) for state in hidden_states)
+    return CausalLMOutputWithPast(loss=loss, logits=logits, hidden_states=states)
