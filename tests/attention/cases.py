@@ -44,6 +44,7 @@ class Case:
         text: a name of `text_limits`; for "causal" and "joint".
         shared_keys: k and v have a batch of 1.
         size: factor of q, and with it of the logits.
+        offset: what is added to all logits of every even row, and taken from those of every odd row.
     """
 
     op: str
@@ -60,6 +61,7 @@ class Case:
     layout: str = "zigzag"
     text: str = "plain"
     size: float = 1.0
+    offset: float = 0.0
     dtype: torch.dtype = torch.float32
     accumulate: torch.dtype | None = torch.float32
     kernel: str = "auto"
@@ -170,7 +172,11 @@ def inputs(case: Case, total: int) -> dict[str, Tensor]:
     keys = (1 if case.shared_keys else case.batch, case.groups, case.frames * case.tokens, case.dim)
     made = {"q": normal(*rows) * case.size, "do": normal(*rows), "k": normal(*keys), "v": normal(*keys)}
     text = (case.batch, case.groups, total, case.dim)
-    return made | {"text_k": normal(*text), "text_v": normal(*text)}
+    made |= {"text_k": normal(*text), "text_v": normal(*text)}
+    if case.offset:
+        made["k"][..., 0] = made["text_k"][..., 0] = 1.0
+        made["q"][..., 0] = case.offset * case.dim**0.5 * (1 - 2 * (torch.arange(total) % 2))
+    return made
 
 
 def run_case(comm: Communicator, case: Case, again: int = 1) -> dict[str, Any]:

@@ -1,0 +1,121 @@
+"""Layer: one process. 16-bit inputs and extreme logits: the error to float64, and that it does not grow with n."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from attention.cases import Case, errors, exact, inputs, run_case
+from mllm_seqpar.comm import run_loopback
+from mllm_seqpar.kernels import registry
+from mllm_seqpar.kernels.tiled import TiledKernel
+from tolerances import AGAINST_ONE_DEVICE, AGAINST_ONE_DEVICE_FLOAT32_PARTIALS, drift, relative_error
+
+NAMES = ("o", "dq", "dk", "dv")
+FLOAT32_PARTIALS = ("torch_cpu", "tiled")
+
+
+class Rounding(TiledKernel):
+    """What fused CUDA kernels do: every block's result is rounded to the input's dtype."""
+
+    name = "rounding"
+
+    def forward(self, q: Tensor, *args, **options) -> tuple[Tensor, Tensor]:
+        o, lse = super().forward(q, *args, **options)
+        return o.to(q.dtype), lse
+
+    def backward(self, do: Tensor, q: Tensor, *args, **options) -> tuple[Tensor, Tensor, Tensor]:
+        dq, dk, dv = super().backward(do, q, *args, **options)
+        return dq.to(q.dtype), dk.to(q.dtype), dv.to(q.dtype)
+
+
+@pytest.fixture(autouse=True)
+def _rounding_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(registry._KERNELS, "rounding", Rounding)
+
+
+def bf16(op: str, kernel: str, accumulate: torch.dtype | None = torch.float32) -> Case:
+    return Case(
+        op=op,
+        rows=128,
+        frames=64,
+        tokens=64,
+        dim=32,
+        layout="contiguous",
+        dtype=torch.bfloat16,
+        kernel=kernel,
+        accumulate=accumulate,
+    )
+
+
+@cache
+def found(case: Case, n: int) -> dict[str, float]:
+    return errors(case, run_loopback(n, run_case, case))
+
+
+@cache
+def one_device() -> dict[str, float]:
+    """The errors of torch's own attention on one device, in bf16."""
+    case = bf16("lv", "auto")
+    x = {name: t.requires_grad_(name in "qkv") for name, t in inputs(case, case.rows).items()}
+    o = scaled_dot_product_attention(x["q"], x["k"], x["v"], enable_gqa=True)
+    o.backward(x["do"])
+    reference = exact(case, 1)
+    results = {"o": o, "dq": x["q"].grad, "dk": x["k"].grad, "dv": x["v"].grad}
+    return {name: relative_error(result, reference[name]) for name, result in results.items()}
+
+
+@pytest.mark.parametrize("n", [2, 16])
+@pytest.mark.parametrize("op", ["lv", "ring"])
+@pytest.mark.parametrize("kernel", [*FLOAT32_PARTIALS, "rounding"])
+def test_bf16_is_as_good_as_one_device(kernel: str, op: str, n: int) -> None:
+    limit = AGAINST_ONE_DEVICE_FLOAT32_PARTIALS if kernel in FLOAT32_PARTIALS else AGAINST_ONE_DEVICE
+    for name in NAMES:
+        assert found(bf16(op, kernel), n)[name] <= limit * one_device()[name], name
+
+
+@pytest.mark.parametrize("op", ["lv", "ring"])
+@pytest.mark.parametrize("kernel", [*FLOAT32_PARTIALS, "rounding"])
+def test_the_error_does_not_grow_with_the_ring(kernel: str, op: str) -> None:
+    for name in NAMES:
+        assert found(bf16(op, kernel), 16)[name] <= 1.1 * found(bf16(op, kernel), 2)[name], name
+
+
+@pytest.mark.parametrize("op", ["lv", "ring"])
+def test_accumulating_in_bf16_grows_with_the_ring(op: str) -> None:
+    """Why float32 is the default: with None, O (and the gradients) are rounded once per hop."""
+    few, many = (found(bf16(op, "tiled", None), n) for n in (2, 16))
+    assert many["o"] > 1.3 * few["o"] and many["o"] > 1.5 * found(bf16(op, "tiled"), 16)["o"]
+
+
+def test_bf16_errors_have_no_direction() -> None:
+    """Dropping or doubling some keys may hide within a rounding's size, but not in the mean."""
+    case = bf16("lv", "auto")
+    results = run_loopback(4, run_case, case)
+    o = torch.cat([result["o"] for result in results], dim=2)
+    assert drift(o, exact(case, 4)["o"]) < 0.1
+
+
+@pytest.mark.parametrize("kernel", ["torch_cpu", "tiled", "reference"])
+@pytest.mark.parametrize("op", ["lv", "ring", "joint"])
+def test_logits_around_plus_and_minus_ten_thousand(op: str, kernel: str) -> None:
+    """exp(1e4) is infinite, exp(-1e4) is 0. A float32 log-sum-exp of 1e4 is known to 5e-4, and so are all weights."""
+    case = Case(op=op, rows=24, batch=2, frames=6, tokens=4, offset=1e4, kernel=kernel, mask="random")
+    results = run_loopback(3, run_case, case)
+    assert {float(x) for r in results for x in (r["lse"] / 1e4).round().unique()} >= {-1.0, 1.0}
+    for name, error in errors(case, results).items():
+        assert error < 5e-3, f"{name}: {error:.1e}"
+
+
+@pytest.mark.parametrize("op", ["lv", "ring", "joint"])
+def test_logits_that_are_tens_of_thousands_apart(op: str) -> None:
+    """Weights of exactly 0 and 1: the output is one key's value, gradients of q and k are as good as 0."""
+    case = Case(op=op, rows=24, frames=6, tokens=4, size=1e4, layout="contiguous", mask="random")
+    found = run_loopback(3, run_case, case)
+    assert all(bool(result[name].isfinite().all()) for result in found for name in NAMES)
+    found = errors(case, found)
+    assert found["o"] < 1e-5 and found["dv"] < 1e-5
