@@ -1,0 +1,110 @@
+"""Layer: one process, then gloo ranks. The bytes that the transfer layer counts are those of the formulas."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from attention.cases import Case, over_gloo, run_case
+from mllm_seqpar.attention import decode_attention
+from mllm_seqpar.attention.decode import SCATTER_ROWS
+from mllm_seqpar.attention.traffic import Problem, lv_xattn_bytes, ring_bytes
+from mllm_seqpar.comm import Communicator, run_loopback
+from mllm_seqpar.sharding import frame_bounds
+from ranks import ranks
+
+SIZES = (1, 2, 3, 4, 5, 8)
+CONTROL = ("agreement", "mask")
+"""What is sent to make sure that ranks agree and know each other's masks: a few numbers, beside the formulas."""
+
+CASES = [
+    Case(op="lv"),
+    Case(op="lv", frames=8, batch=2, groups=1, dtype=torch.bfloat16),  # O and dQ in float32 beside 2-byte Q
+    Case(op="lv", frames=2, mask="growing", batch=2, shared_keys=True),  # what a mask hides is known, not sent less
+    Case(op="lv", dtype=torch.bfloat16, accumulate=None),
+    Case(op="lv", dtype=torch.float64, frames=3),
+    Case(op="ring"),
+    Case(op="ring", frames=2, batch=2, groups=1, dtype=torch.bfloat16),  # uneven frames, ranks without any
+    Case(op="ring", frames=9, mask="holes", batch=2, shared_keys=True),
+    Case(op="ring", dtype=torch.bfloat16, accumulate=None),
+    Case(op="causal", rows=48, groups=4, dtype=torch.bfloat16),
+]
+
+
+def problem(case: Case, n: int, rank: int) -> Problem:
+    total = case.total(n)
+    keys = [(stop - start) * case.tokens for start, stop in frame_bounds(case.frames, n)]
+    if case.op == "causal":
+        keys = [total // n] * n
+    return Problem(
+        rows=total // n,
+        keys=tuple(keys),
+        heads=case.heads,
+        kv_heads=case.groups,
+        dim=case.dim,
+        batch=case.batch,
+        key_batch=1 if case.shared_keys else case.batch,
+        rank=rank,
+        element=case.dtype.itemsize,
+        accumulated=torch.promote_types(case.accumulate or case.dtype, case.dtype).itemsize,
+    )
+
+
+def assert_counted(case: Case, n: int, results: list[dict]) -> None:
+    formula = lv_xattn_bytes if case.op == "lv" else ring_bytes
+    for rank, result in enumerate(results):
+        for backward in (False, True):
+            sent = dict(result["backward" if backward else "forward"])
+            control = sum(sent.pop(label, 0) for label in CONTROL)
+            assert control == 0 if backward else control < 4096 * n
+            expected = {k: b for k, b in formula(problem(case, n, rank), backward=backward).items() if b}
+            if case.dtype is torch.float64 and "lse" in expected:
+                expected["lse"] *= 2  # float64 log-sum-exp
+            assert {label: b for label, b in sent.items() if b} == expected, (rank, backward)
+
+
+@pytest.mark.parametrize("n", SIZES)
+@pytest.mark.parametrize("case", CASES)
+def test_counted_bytes_are_those_of_the_formulas(case: Case, n: int) -> None:
+    assert_counted(case, n, run_loopback(n, run_case, case))
+
+
+@pytest.mark.parametrize("n", SIZES)
+def test_a_joint_softmax_sends_the_sum_of_its_parts(n: int) -> None:
+    case = Case(op="joint", rows=32, batch=2, shared_keys=True)
+    for rank, result in enumerate(run_loopback(n, run_case, case)):
+        frames, text = (
+            problem(case, n, rank),
+            problem(Case(**{**vars(case), "op": "causal", "shared_keys": False}), n, rank),
+        )
+        for backward in (False, True):
+            parts = lv_xattn_bytes(frames, backward=backward), ring_bytes(text, backward=backward)
+            assert sum(result["backward" if backward else "forward"].values()) == sum(
+                map(sum, (p.values() for p in parts))
+            )
+
+
+def decode(comm: Communicator, rows: int) -> dict[str, int]:
+    x = torch.randn(2, 4, rows, 8)
+    with torch.no_grad():
+        decode_attention(x, x[:, :2], x[:, :2], group=comm)
+    return dict(comm.bytes.sent)
+
+
+@pytest.mark.parametrize("n", [1, 2, 3, 4, 8])
+def test_decoding_sends_results_only(n: int) -> None:
+    """Few rows: (n - 1) of (O, log-sum-exp). Many rows: 2 (n - 1)/n of them, however many ranks there are."""
+    row = 2 * 4 * (8 + 1) * 4
+    few, many = 3, SCATTER_ROWS + 1
+    share = -(-many // n)
+    for sent in run_loopback(n, decode, few):
+        assert sum(sent.values()) == (n - 1) * few * row
+    for sent in run_loopback(n, decode, many):
+        assert sum(sent.values()) == 2 * (n - 1) * share * row
+
+
+@pytest.mark.parametrize("n", [2, 3, 4])
+def test_counted_bytes_over_gloo(n: int) -> None:
+    by_rank = ranks(n).run(over_gloo, CASES)
+    for i, case in enumerate(CASES):
+        assert_counted(case, n, [results[i] for results in by_rank])
