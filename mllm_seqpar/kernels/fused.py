@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from mllm_seqpar.kernels import base
-from mllm_seqpar.kernels.partials import RunningSoftmax
+from mllm_seqpar.kernels.partials import merge_
 
 BIAS_ALIGNMENT = 16
 """Rows of a bias are stored this many entries apart (or a multiple): the CUDA operators read it in vectors."""
@@ -79,7 +79,7 @@ class FusedKernel:
         o, lse = base.empty_forward(q)
         for rows, keys in pieces:
             part = self._forward_piece(q[:, :, rows], k[:, :, keys], v[:, :, keys], scale, _cut(mask, rows, keys))
-            RunningSoftmax(o[:, :, rows], lse[:, :, rows]).add(*part)
+            merge_(o[:, :, rows], lse[:, :, rows], *part)
         return o, lse
 
     def backward(

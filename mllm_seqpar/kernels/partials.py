@@ -1,4 +1,8 @@
-"""Adding up the blocks of the same rows, inside a kernel that walks over its keys piece by piece."""
+"""Merging partial results of the same rows: associative, commutative, safe for rows that see nothing.
+
+l = logaddexp(l1, l2), o = exp(l1 - l) o1 + exp(l2 - l) o2. Only exponentials of numbers that are never positive are
+taken, so nothing overflows at any logit. Both -inf: o = 0, l = -inf.
+"""
 
 from __future__ import annotations
 
@@ -6,21 +10,14 @@ import torch
 from torch import Tensor
 
 
-class RunningSoftmax:
-    """Output and log-sum-exp of some rows over the keys seen so far, in the dtype of `o`.
+def merge_(o: Tensor, lse: Tensor, o_new: Tensor, lse_new: Tensor) -> None:
+    """Merge the block (o_new, lse_new) into (o, lse) in place; o (..., S, D) is float32 or float64, lse is (..., S).
 
-    o_BHSD and lse_BHS are filled in place; start from zeros and -inf. Only exponentials of differences from the larger
-    log-sum-exp are taken, so nothing overflows at any logit.
+    Rows that have seen nothing yet are zeros and -inf.
     """
-
-    def __init__(self, o: Tensor, lse: Tensor) -> None:
-        self.o, self.lse = o, lse
-
-    def add(self, o: Tensor, lse: Tensor) -> None:
-        """Merge a block (o, lse) of the same rows. Rows hidden on both sides stay at 0 and -inf."""
-        total = torch.logaddexp(self.lse, lse)
-        # -inf - (-inf) is NaN: where nothing has been seen yet subtract 0, which leaves the weight exp(-inf) = 0.
-        anchor = total.masked_fill(total == -torch.inf, 0.0)
-        self.o.mul_(torch.exp(self.lse - anchor).unsqueeze(-1))
-        self.o.addcmul_(o.to(self.o.dtype), torch.exp(lse - anchor).unsqueeze(-1))
-        self.lse.copy_(total)
+    total = torch.logaddexp(lse, lse_new)
+    # -inf - (-inf) would be NaN: where nothing has been seen subtract 0, which leaves the weight exp(-inf) = 0.
+    weight = torch.exp(lse_new - total.masked_fill(total == -torch.inf, 0.0)).unsqueeze(-1)
+    # The two weights sum to 1, so this is o + weight (o_new - o), in one pass over o.
+    o.lerp_(o_new.to(o.dtype), weight.to(o.dtype))
+    lse.copy_(total)

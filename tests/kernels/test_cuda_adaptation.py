@@ -13,7 +13,7 @@ from kernel_cases import block, dense
 
 from mllm_seqpar.errors import ConfigError
 from mllm_seqpar.kernels import choose_kernel, flash_attn, torch_cuda
-from mllm_seqpar.kernels.partials import RunningSoftmax
+from mllm_seqpar.kernels.partials import merge_
 from tolerances import EXACT, relative_error
 
 TORCH = {
@@ -67,7 +67,7 @@ def test_merged_backward_and_float32_output(emulated):
     halves = [(s, None if b.mask is None else b.mask[:, :, s]) for s in (slice(0, 40), slice(40, None))]
     scale = b.how["scale"]
     for s, mask in halves:
-        RunningSoftmax(o, lse).add(*emulated.forward(b.q, b.k[:, :, s], b.v[:, :, s], scale=scale, mask=mask))
+        merge_(o, lse, *emulated.forward(b.q, b.k[:, :, s], b.v[:, :, s], scale=scale, mask=mask))
     dq = sum(
         emulated.backward(b.do, b.q, b.k[:, :, s], b.v[:, :, s], o, lse, scale=scale, mask=mask)[0].float()
         for s, mask in halves

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from mllm_seqpar.kernels.base import BlockKernel
-from mllm_seqpar.kernels.partials import RunningSoftmax
+from mllm_seqpar.kernels.partials import merge_
 from tolerances import (
     AGAINST_ONE_DEVICE,
     AGAINST_ONE_DEVICE_FLOAT32_PARTIALS,
@@ -36,7 +36,7 @@ def run_in_two(kernel: BlockKernel, b: Block, cut: int) -> Dense:
     o = torch.zeros(b.q.shape, dtype=wide, device=b.q.device)
     lse = torch.full(b.q.shape[:3], -torch.inf, dtype=wide, device=b.q.device)
     for half in halves:
-        RunningSoftmax(o, lse).add(*kernel.forward(half.q, half.k, half.v, **half.how))
+        merge_(o, lse, *kernel.forward(half.q, half.k, half.v, **half.how))
     parts = [kernel.backward(h.do, h.q, h.k, h.v, o, lse, **h.how) for h in halves]
     dq = parts[0][0].to(wide) + parts[1][0].to(wide)
     return Dense(o, lse, dq, *(torch.cat([parts[0][i], parts[1][i]], dim=2) for i in (1, 2)))
@@ -241,7 +241,7 @@ def test_sixteen_bits_against_one_device(name, device, dtype):
     lse = torch.full(b.q.shape[:3], -torch.inf, device=device)
     parts = [kernel.forward(b.q, b.k[:, :, s], b.v[:, :, s], **b.how) for s in pieces]
     for part in parts:
-        RunningSoftmax(merged_o, lse).add(*part)
+        merge_(merged_o, lse, *part)
     grads = [kernel.backward(b.do, b.q, b.k[:, :, s], b.v[:, :, s], merged_o, lse, **b.how) for s in pieces]
     dq = torch.stack([g[0].float() for g in grads]).sum(0)
     dk, dv = (torch.cat([g[i] for g in grads], dim=2) for i in (1, 2))

@@ -1,0 +1,47 @@
+"""Rows of the table of `gpu_check.py`, and the file in which a part hands them to the parent process."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line: what was checked on what, what was found, what is allowed, the verdict (None: there is no limit)."""
+
+    check: str
+    subject: str
+    found: str
+    allowed: str = ""
+    ok: bool | None = None
+
+
+def write(path: Path, row: Row) -> None:
+    """Append a row to a file."""
+    with path.open("a") as file:
+        file.write(json.dumps(asdict(row)) + "\n")
+
+
+def read(path: Path) -> list[Row]:
+    """Return the rows of a file, none when there is no file. A last line cut short by a crash is left out."""
+    rows = []
+    for line in path.read_text().splitlines() if path.exists() else []:
+        try:
+            rows.append(Row(**json.loads(line)))
+        except json.JSONDecodeError:
+            continue
+    return rows
+
+
+def table(rows: list[Row]) -> str:
+    """Return the rows as a text table."""
+    verdict = {True: "ok", False: "FAILED", None: "-"}
+    lines = [("check", "on", "found", "allowed", "")]
+    lines += [(row.check, row.subject, row.found, row.allowed, verdict[row.ok]) for row in rows]
+    widths = [max(len(line[i]) for line in lines) for i in range(4)]
+    return "\n".join(
+        "  ".join(text.ljust(width) for text, width in zip(line[:4], widths, strict=True)) + "  " + line[4]
+        for line in lines
+    )
