@@ -7,7 +7,10 @@
 """
 
 import logging
+import os
 import sys
+
+from transformers.utils.logging import disable_progress_bar
 
 from mllm_seqpar.training.failure import run
 from mllm_seqpar.training.loop import fine_tune
@@ -15,4 +18,6 @@ from mllm_seqpar.training.loop import fine_tune
 if __name__ == "__main__":
     logging.getLogger("mllm_seqpar").addHandler(logging.StreamHandler())
     logging.getLogger("mllm_seqpar").setLevel(logging.INFO)
+    if os.environ.get("RANK", "0") != "0":
+        disable_progress_bar()  # one bar while the weights load, not one from each rank
     run(fine_tune, sys.argv[1:])
