@@ -1,0 +1,215 @@
+"""Layer: one process, then gloo ranks. Bad use of the functional layer ends in a typed error, on every rank, soon."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from mllm_seqpar.attention import lv_xattn, ring_attention
+from mllm_seqpar.comm import Communicator, as_communicator, run_loopback
+from mllm_seqpar.errors import AgreementError, ConfigError, MaskError, SeqParError, ShapeError
+from mllm_seqpar.masks import FrameMask
+from ranks import ranks
+
+Call = Callable[[Communicator], Any]
+
+
+def qkv(rows: int = 4, keys: int = 6, heads: int = 4, groups: int = 2, batch: int = 2) -> tuple[Tensor, Tensor, Tensor]:
+    k = torch.randn(batch, groups, keys, 8)
+    return torch.randn(batch, heads, rows, 8), k, k.clone()
+
+
+def everything(rows: int, frames: int) -> FrameMask:
+    return FrameMask.from_dense(torch.ones(2, rows, frames, dtype=torch.bool), 3)
+
+
+WRONG_EVERYWHERE: dict[str, tuple[Call, type[SeqParError], str]] = {
+    "three dims": (lambda g: lv_xattn(*(x[0] for x in qkv()), group=g), ShapeError, "expected q"),
+    "three dims, causal": (
+        lambda g: ring_attention(*(x[0] for x in qkv()), group=g, causal=True),
+        ShapeError,
+        "expected q",
+    ),
+    "k and v differ": (lambda g: lv_xattn(*qkv()[:2], qkv()[2][:, :, :5], group=g), ShapeError, "k, v of one shape"),
+    "head dim": (lambda g: lv_xattn(qkv()[0][..., :4], *qkv()[1:], group=g), ShapeError, "q's head dim"),
+    "key batch": (lambda g: lv_xattn(qkv(batch=3)[0], *qkv(batch=2)[1:], group=g), ShapeError, "a batch of 1"),
+    "heads": (lambda g: lv_xattn(*qkv(heads=3), group=g), ShapeError, "3 query heads cannot share 2"),
+    "dtypes": (lambda g: ring_attention(qkv()[0].bfloat16(), *qkv()[1:], group=g), ShapeError, "share one dtype"),
+    "integers": (lambda g: lv_xattn(*(x.int() for x in qkv()), group=g), ShapeError, "must be floating point"),
+    "kernel": (lambda g: lv_xattn(*qkv(), group=g, kernel="fast"), ConfigError, "'fast' does not exist; choose auto"),
+    "accumulate": (
+        lambda g: lv_xattn(*qkv(), group=g, accumulate_dtype=torch.int64),
+        ConfigError,
+        "torch.int64 cannot be used",
+    ),
+    "layout": (
+        lambda g: ring_attention(*qkv(4, 4), group=g, causal=True, layout="spiral"),
+        ConfigError,
+        "'spiral' is unknown; choose one of zigzag",
+    ),
+    "odd rows": (
+        lambda g: ring_attention(*qkv(3, 3), group=g, causal=True),
+        ShapeError,
+        "cannot be dealt to 2 ranks in the zigzag layout",
+    ),
+    "causal keys": (lambda g: ring_attention(*qkv(4, 6), group=g, causal=True), ShapeError, "as many keys as queries"),
+    "causal and mask": (
+        lambda g: ring_attention(*qkv(4, 4), group=g, causal=True, mask=everything(4, 2)),
+        MaskError,
+        "exclude each other",
+    ),
+    "mask rows": (
+        lambda g: lv_xattn(*qkv(4, 3), group=g, mask=everything(5, 2)),
+        MaskError,
+        r"\(batch, rows\) \(2, 5\)",
+    ),
+    "mask frames": (lambda g: lv_xattn(*qkv(4, 6), group=g, mask=everything(4, 6)), MaskError, "of its 6 frames of 3"),
+}
+
+
+def calls(comm: Communicator) -> dict[str, str]:
+    """What each of the calls raises."""
+    found = {}
+    for name, (call, _, _) in WRONG_EVERYWHERE.items():
+        try:
+            call(comm)
+            found[name] = "nothing"
+        except Exception as error:  # noqa: BLE001 - the test looks at what it is
+            found[name] = f"{type(error).__name__}: {error}"
+    return found
+
+
+@pytest.fixture(scope="module")
+def raised() -> list[dict[str, str]]:
+    return run_loopback(2, calls)
+
+
+@pytest.mark.parametrize("name", list(WRONG_EVERYWHERE))
+def test_what_is_wrong_everywhere_is_named_on_every_rank(name: str, raised: list[dict[str, str]]) -> None:
+    _, kind, message = WRONG_EVERYWHERE[name]
+    for found in raised:
+        assert found[name].startswith(f"{kind.__name__}: ") and re.search(message, found[name]), found[name]
+
+
+def odd_one_out(comm: Communicator, what: str) -> Any:
+    """All ranks but the last agree."""
+    odd = comm.rank == comm.size - 1
+    x = qkv(keys=3 if "mask" in what else 6)
+    mask = everything(4, comm.size)
+    options: dict[str, dict[str, Any]] = {
+        "scale": {"scale": 0.5 if odd else None},
+        "accumulate_dtype": {"accumulate_dtype": None if odd else torch.float32},
+        "mask missing": {"mask": None if odd else mask},
+        "mask form": {"mask": FrameMask.from_intervals(*torch.zeros(2, 2, 4).long(), 3, comm.size) if odd else mask},
+        "mask frames": {"mask": everything(4, comm.size * 3) if odd else mask},
+        "kernel": {"kernel": "none" if odd else "auto"},
+    }
+    match what:
+        case "rows" if odd:
+            x = qkv(rows=5)
+        case "heads" if odd:
+            x = qkv(heads=8)
+        case "batch" if odd:
+            x = qkv(batch=3)
+        case "dtype" if odd:
+            x = tuple(t.bfloat16() for t in x)
+        case "bad shape" if odd:
+            x = (x[0], x[1], x[2][:, :, :2])
+        case "strategy" if odd:
+            return ring_attention(*x, group=comm)
+        case "layout":
+            return ring_attention(*qkv(4, 4), group=comm, causal=True, layout="striped" if odd else "zigzag")
+        case "causal" if odd:
+            return ring_attention(*qkv(6, 6), group=comm, causal=True)
+        case "causal":
+            return ring_attention(*qkv(6, 6), group=comm)
+    return lv_xattn(*x, group=comm, **options.get(what, {}))
+
+
+DISAGREEMENTS = {
+    "rows": "q rows: rank 0 has 4, rank 1 has 4, rank 2 has 5",
+    "heads": "q heads: rank 0 has 4",
+    "batch": "q batch: rank 0 has 2",
+    "dtype": "dtype: rank 0 has torch.float32, rank 1 has torch.float32, rank 2 has torch.bfloat16",
+    "strategy": "strategy",
+    "layout": "layout",
+    "causal": "layout",
+    "scale": "scale: rank 0 has 0.353553, rank 1 has 0.353553, rank 2 has 0.5",
+    "accumulate_dtype": "rank 2 has None",
+    "mask missing": "mask form",
+    "mask form": "mask form",
+}
+ONE_RANK_WRONG = {"kernel": ConfigError, "bad shape": ShapeError, "mask frames": MaskError}
+
+
+def caught(comm: Communicator, what: str) -> Exception:
+    try:
+        odd_one_out(comm, what)
+    except Exception as error:  # noqa: BLE001 - the test looks at what it is
+        return error
+    return AssertionError("nothing was raised")
+
+
+@pytest.mark.parametrize("what", list(DISAGREEMENTS))
+def test_ranks_that_disagree_all_say_so(what: str) -> None:
+    for error in run_loopback(3, caught, what):
+        assert isinstance(error, AgreementError) and DISAGREEMENTS[what] in str(error), error
+
+
+@pytest.mark.parametrize("what", list(ONE_RANK_WRONG))
+def test_one_ranks_error_reaches_the_others(what: str) -> None:
+    *others, odd = run_loopback(3, caught, what)
+    assert isinstance(odd, ONE_RANK_WRONG[what]), odd
+    for error in others:
+        assert isinstance(error, AgreementError) and "rank 2 of the group refused its arguments" in str(error)
+
+
+def test_different_numbers_of_keys_are_no_disagreement() -> None:
+    def run(comm: Communicator) -> Tensor:
+        return lv_xattn(*qkv(keys=comm.rank), group=comm)
+
+    assert all(o.shape == (2, 4, 4, 8) for o in run_loopback(3, run))
+
+
+def test_a_mask_kept_on_some_ranks_only_is_gathered_by_all() -> None:
+    """A caller may build its mask anew on one rank and reuse it on another."""
+
+    def run(comm: Communicator) -> list[Tensor]:
+        torch.manual_seed(0)
+        x = qkv(keys=3)
+        kept = everything(4, comm.size)
+        first = lv_xattn(*x, group=comm, mask=kept)
+        return [first, lv_xattn(*x, group=comm, mask=kept if comm.rank else everything(4, comm.size))]
+
+    for first, second in run_loopback(3, run, timeout=10):
+        assert torch.equal(first, second)
+
+
+def test_a_mask_may_be_used_in_several_groups() -> None:
+    """What a mask keeps about one group must not be taken for another's, however short-lived their objects are."""
+    mask = everything(4, 2)
+    x = qkv(keys=6)
+    for _ in range(20):
+        lv_xattn(*x, mask=mask)  # a group of one
+        two = run_loopback(2, lambda comm: lv_xattn(x[0], x[1][:, :, :3], x[2][:, :, :3], group=comm, mask=mask))
+        assert torch.equal(two[0], two[1])
+    assert len(mask._by_group) >= 2
+
+
+def over_gloo(rank: int, world: int, whats: list[str]) -> list[Exception]:
+    return [caught(as_communicator(None), what) for what in whats]
+
+
+def test_disagreement_over_gloo_is_found_within_seconds_and_the_group_can_go_on() -> None:
+    whats = [*DISAGREEMENTS, *ONE_RANK_WRONG]
+    ranks(3).run(over_gloo, whats[:1])  # the workers' start is not the test's time
+    start = time.monotonic()
+    for results in ranks(3).run(over_gloo, whats):
+        assert all(isinstance(error, SeqParError) for error in results), results
+    assert time.monotonic() - start < 30
