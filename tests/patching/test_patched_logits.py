@@ -1,0 +1,130 @@
+"""Layer: gloo ranks. Which logits a caller gets, how little of the text a rank holds, and what is sent for it."""
+
+import pytest
+import torch
+from patched import PATIENCE, TOLERANCE, Case, error, inputs_of, model_of
+
+from mllm_seqpar import patch_model, unpatch_model
+from mllm_seqpar.patching import patch_of
+from mllm_seqpar.sharding import padded_length, sequence_positions
+from mllm_seqpar.visual import SharedVisual
+from ranks import ranks
+
+CASE = Case(frames=(2, 1), length=13)
+INDICES = torch.tensor([0, 5, 12])
+
+
+def logits_of_every_mode(rank: int, world: int, variant: str) -> dict[str, torch.Tensor]:
+    model = model_of(variant, CASE)
+    labelled = inputs_of(variant, CASE, model)
+    plain = {name: x for name, x in labelled.items() if name != "labels"}
+    found = {}
+    for mode in ("auto", "full", "local"):
+        patch_model(model, logits=mode)
+        with torch.no_grad():
+            found[f"{mode} labels"] = model(**labelled).logits
+            found[f"{mode} plain"] = model(**plain).logits
+            found[f"{mode} last"] = model(**plain, logits_to_keep=1).logits
+            found[f"{mode} some"] = model(**plain, logits_to_keep=INDICES).logits
+            found[f"{mode} cached"] = model(**plain, use_cache=True, logits_to_keep=2).logits
+            found[f"{mode} tuple"] = model(**plain, return_dict=False)[0]
+        unpatch_model(model)
+    return found
+
+
+@pytest.mark.parametrize("variant", ["gated", "fused"])
+def test_modes(variant: str) -> None:
+    world = 3
+    model = model_of(variant, CASE)
+    with torch.no_grad():
+        whole = model(**inputs_of(variant, CASE, model)).logits
+    padded = torch.nn.functional.pad(whole, (0, 0, 0, padded_length(13, world, "zigzag") - 13))
+    for rank, found in enumerate(ranks(world).run(logits_of_every_mode, variant, timeout=PATIENCE)):
+        at = sequence_positions(padded.shape[1], rank, world, "zigzag")
+        real = at < 13
+        for name, logits in found.items():
+            expected = whole
+            if name in ("auto labels", "local labels", "local plain", "local tuple"):
+                logits, expected = logits[:, real], padded[:, at][:, real]
+            elif name.endswith("last"):
+                expected = whole[:, -1:]
+            elif name.endswith("some"):
+                expected = whole[:, INDICES]
+            elif name.endswith("cached"):
+                expected = whole[:, -2:]
+            assert error(logits, expected) < TOLERANCE, name
+
+
+def local_sizes(rank: int, world: int, case: Case) -> dict[str, list[int]]:
+    """Tokens of each decoder layer's input, frames that the tower saw, frames that the layers share."""
+    model = model_of("gated", case)
+    found: dict[str, list[int]] = {"tokens": [], "tower": [], "frames": []}
+    handles = [
+        layer.register_forward_pre_hook(lambda _, args: found["tokens"].append(args[0].shape[1]))
+        for layer in model.language_model.model.layers
+    ]
+    handles.append(
+        model.vision_model.embeddings.register_forward_pre_hook(lambda _, args: found["tower"].append(len(args[0])))
+    )
+    handles.append(
+        model.language_model.model.layers[0].register_forward_pre_hook(
+            lambda _, args, kwargs: found["frames"].append(len(_shared(kwargs).features)), with_kwargs=True
+        )
+    )
+    patch_model(model)
+    model(**inputs_of("gated", case, model))
+    unpatch_model(model)
+    for handle in handles:
+        handle.remove()
+    return found
+
+
+def _shared(kwargs: dict) -> SharedVisual:
+    return kwargs["seqpar"].frames.visual
+
+
+def test_a_rank_holds_its_share_only() -> None:
+    case = Case(frames=(3, 2), length=16)
+    for rank, found in enumerate(ranks(4).run(local_sizes, case, timeout=PATIENCE)):
+        frames = [2, 1, 1, 1][rank]
+        assert found == {"tokens": [4] * 4, "tower": [frames], "frames": [frames]}
+    one_frame = ranks(4).run(local_sizes, Case(frames=(1,), length=16), timeout=PATIENCE)
+    assert [found["frames"] for found in one_frame] == [[1], [0], [0], [0]]
+    assert all(found["tower"] == [1] for found in one_frame)  # an empty one, for the sake of the parameters' gradients
+
+
+def sent_by(rank: int, world: int, variant: str, options: dict) -> dict[str, int]:
+    model = model_of(variant, CASE)
+    patch_model(model, **options)
+    patch = patch_of(model)
+    assert patch is not None
+    patch.context.comm.bytes.reset()
+    model(**inputs_of(variant, CASE, model)).loss.backward()
+    sent = dict(patch.context.comm.bytes.sent)
+    unpatch_model(model)
+    return sent
+
+
+@pytest.mark.parametrize("strategy", ["lv-xattn", "ring"])
+@pytest.mark.parametrize("variant", ["gated", "fused"])
+def test_bytes_sent(variant: str, strategy: str) -> None:
+    """One forward and backward pass sends what facts/algorithms.md says, for 4 layers of which 2 also see frames."""
+    world, batch, heads, groups, dim, per_frame = 3, 2, 4, 2, 16, 4
+    s = padded_length(CASE.length, world, "zigzag") // world
+    hops, item = world - 1, 4
+    for rank, sent in enumerate(ranks(world).run(sent_by, variant, {"strategy": strategy}, timeout=PATIENCE)):
+        frames = [1, 1, 1][rank]
+        text_kv = 4 * batch * s * groups * dim  # of 4 layers; k forward, k again and dk backward, the same for v
+        expected = {"k": 2 * hops * text_kv, "v": 2 * hops * text_kv, "dk": hops * text_kv, "dv": hops * text_kv}
+        if strategy == "lv-xattn":
+            rows, statistics = 2 * batch * s * heads * dim, 2 * batch * s * heads
+            expected |= {"q": 2 * hops * rows, "o": 2 * hops * rows, "do": hops * rows, "dq": hops * rows}
+            expected["lse"] = 2 * hops * statistics
+        else:
+            visual_kv = 2 * frames * per_frame * groups * dim
+            for name, times in (("k", 2), ("v", 2), ("dk", 1), ("dv", 1)):
+                expected[name] += times * hops * visual_kv
+        assert {name: sent[name] for name in expected} == {name: item * n for name, n in expected.items()}
+        rest = {name: n for name, n in sent.items() if name not in expected}
+        # beside attention: one number of the loss, and the comparison of inputs
+        assert set(rest) == {"loss", "agreement"} and sum(rest.values()) < 1024
