@@ -123,7 +123,7 @@ def test_a_published_checkpoint_loads(variant: str, head: bool, shards: int, tmp
         assert not any(report.values()), report
         assert isinstance(loaded, MPlugOwl3ForConditionalGeneration) and not loaded.training
     assert loaded.config.variant == variant and loaded.config.rope_parameters["rope_theta"] == 1e6
-    assert loaded.config.use_cache is False and loaded.config.vision_config.vision_use_head is head
+    assert loaded.config.use_cache is False and hasattr(loaded.vision_model, "head") is head
     loaded.config.image_token_id = IMAGE_TOKEN
     ids, frames = tiny_text(3, 1), tiny_frames(4)
     assert torch.equal(loaded(ids, frames).logits, model(ids, frames).logits)

@@ -44,8 +44,14 @@ def run_again(model: Any, ids: Tensor, mask: Tensor, frames: Tensor) -> tuple[Te
 
 @pytest.mark.parametrize(
     "options",
-    [{}, {"use_cache": False}, {"cache_implementation": "static"}, {"prompt_lookup_num_tokens": 2, "one": True}],
-    ids=["cache", "no cache", "static cache", "assisted"],
+    [
+        {},
+        {"use_cache": False},
+        {"cache_implementation": "static"},
+        {"cache_implementation": "static", "one": True},
+        {"prompt_lookup_num_tokens": 2, "one": True},
+    ],
+    ids=["cache", "no cache", "static cache", "static cache without padding", "assisted"],
 )
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -55,7 +61,7 @@ def test_greedy(variant: str, attention: str, options: dict) -> None:
     model.set_attn_implementation(attention)
     ids, mask, frames = padded()
     options = dict(options)
-    if options.pop("one", False):  # transformers assists one sample at a time
+    if options.pop("one", False):  # without padding masks are left out, and transformers assists one sample at a time
         ids, mask, frames = ids[:1], mask[:1], frames[:3]
     expected, logits = run_again(model, ids, mask, frames)
     found = generate(

@@ -75,6 +75,7 @@ def test_placeholders_and_published_offsets_say_the_same(variant: str, counts: t
     at = [position + late for row in published_offset("fused", ids) for position in row.tolist()]
     for layout in forms:
         assert visible(layout) == rules(variant, ids)
+        assert bool((layout.stop >= layout.first).all())
         assert layout.frame_position.tolist() == at
         assert [r for r, n in zip(layout.sample_range.tolist(), counts, strict=True) if n] == [
             r for r, n in zip(own, counts, strict=True) if n
