@@ -131,7 +131,7 @@ def text(row: dict) -> str:
     if "problem" in row:
         return head + row["problem"]
     ratios = f"{row['forward_ratio']:6.2f} {row['backward_ratio']:6.2f}"
-    speeds = f"{row['forward_tflops']:7.2f} {row['backward_tflops']:7.2f}"
+    speeds = f"{row['forward_tflops']:7.3f} {row['backward_tflops']:7.3f}"
     return head + f"{row['forward_ms']:9.2f} {row['backward_ms']:9.2f} {ratios} {speeds}"
 
 
