@@ -129,13 +129,15 @@ def _conversation(question: str) -> list[dict[str, Any]]:
 class TextPieces(BaseStreamer):
     """Turns tokens into text as they come, and keeps the time.
 
-    A piece is held back while its last character is incomplete: byte-level tokens may end inside one.
+    Decoding a token needs those before it (whether a space precedes it, say), but not many: tokens are decoded together
+    with the piece before, once with and once without. A piece is held back while its last character is incomplete:
+    byte-level tokens may end inside one.
     """
 
     def __init__(self, tokenizer: Any, on_text: Callable[[str], object] | None) -> None:
         self._tokenizer, self._on_text = tokenizer, on_text
-        self._tokens: list[int] = []  # of the line that is being written
-        self._written = 0  # characters of it
+        self._tokens: list[int] = []  # of the piece written last, and of what is not written yet
+        self._written = 0  # how many of them are the former
         self._times = [time.perf_counter()]
 
     @property
@@ -153,22 +155,22 @@ class TextPieces(BaseStreamer):
         if value.dim() > 1:
             return
         self._times.append(time.perf_counter())
-        if self._on_text is not None:
-            self._tokens += value.tolist()
-            self._write(held_back="\N{REPLACEMENT CHARACTER}")
+        self._tokens += value.tolist()
+        self._write(complete_only=True)
 
     def end(self) -> None:
         """Writes what is held back."""
-        if self._on_text is not None:
-            self._write(held_back=None)
+        self._write(complete_only=False)
 
-    def _write(self, held_back: str | None) -> None:
-        assert self._on_text is not None
-        text = self._tokenizer.decode(self._tokens, skip_special_tokens=True)
-        if held_back is not None and text.endswith(held_back):
+    def _write(self, complete_only: bool) -> None:
+        if self._on_text is None:
             return
-        if len(text) > self._written:
-            self._on_text(text[self._written :])
-        self._written = len(text)
-        if text.endswith("\n"):  # a new line depends on none before it; keeps the work per token bounded
-            self._tokens, self._written = [], 0
+        before, text = self._decode(self._tokens[: self._written]), self._decode(self._tokens)
+        if len(text) <= len(before) or (complete_only and text.endswith("\N{REPLACEMENT CHARACTER}")):
+            return
+        self._on_text(text[len(before) :])
+        self._tokens = self._tokens[self._written :]
+        self._written = len(self._tokens)
+
+    def _decode(self, tokens: list[int]) -> str:
+        return self._tokenizer.decode(tokens, skip_special_tokens=True)

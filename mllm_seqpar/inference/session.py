@@ -9,6 +9,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from torch import nn
 from ..comm import Communicator
 from ..data.features import FeatureStore, source_meta
 from ..data.sources import VideoSource
-from ..errors import SeqParError
+from ..errors import ConfigError, SeqParError
 from ..patching import patch_of
 from ..training.model import load_processor
 from .answering import Answer, answer
@@ -104,10 +105,24 @@ def _open(args: InferArguments, saves: bool) -> Inputs:
     store = None
     if args.features is not None:
         store = open_store(args.features, args.model, source, args.frame_options())
+    if saves:
+        _try_outputs(args)
     made_of = {}
     if saves and args.save_features is not None and source is not None:
         made_of = origin(source, args.model, args.frames_of_video())
     return Inputs(model_files(args.model), processor, source, store, made_of)
+
+
+def _try_outputs(args: InferArguments) -> None:
+    """What cannot be written is better known before the video is encoded than after."""
+    try:
+        if args.save_features is not None:
+            Path(args.save_features).mkdir(parents=True, exist_ok=True)
+        if args.report is not None:
+            Path(args.report).parent.mkdir(parents=True, exist_ok=True)
+            Path(args.report).touch()
+    except OSError as error:
+        raise ConfigError(f"{error.filename}: cannot be written ({error.strerror}); choose another place") from error
 
 
 def _video(
