@@ -11,8 +11,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 
 from mllm_seqpar.agreement import agree
 from mllm_seqpar.comm import Communicator
@@ -230,9 +232,26 @@ def flat_places(*places: Any) -> tuple[Tensor, ...]:
     return tuple(flat)
 
 
-def needs_every_module(model: nn.Module) -> bool:
-    """Whether skipping a module on one rank stalls the others: FSDP2 gathers parameters as a module's forward runs."""
-    return any(isinstance(module, FSDPModule) for module in model.modules())
+def frames_anywhere(model: nn.Module, total: int) -> bool:
+    """Whether any of the ranks that FSDP2 keeps in step with this one has frames in this pass.
+
+    FSDP2 gathers a module's parameters when it runs, and reduces gradients of the same parameters on all ranks: a rank
+    that skips a module stalls the others. Groups of one job may have other batches, so they ask each other: one number,
+    largest of all, over the mesh that the parameters are sharded on.
+
+    Args:
+        model: sharded by FSDP2, or not: then only `total` counts.
+        total: frames of this rank's own group.
+    """
+    if not any(isinstance(module, FSDPModule) for module in model.modules()):
+        return total > 0
+    mesh = next((p.device_mesh for p in model.parameters() if isinstance(p, DTensor)), None)
+    if mesh is None:  # one unit for all, gathered already, and nobody to ask: as if somebody had some
+        return True
+    found = torch.tensor(int(total > 0), device=mesh.device_type)
+    for dim in range(mesh.ndim):
+        dist.all_reduce(found, dist.ReduceOp.MAX, group=mesh.get_group(dim))
+    return bool(found)
 
 
 def local_features(
@@ -242,14 +261,16 @@ def local_features(
 
     A rank without frames runs the tower on one empty frame and keeps nothing of it, so that its parameters get zero
     gradients rather than none and FSDP's gathers stay in step. For the same reason a batch without any frame has one
-    under FSDP, which no token sees: encoded when the caller passes pixels or nothing, all zeros when the caller passes
-    an empty `image_embeds`, which says that other groups run no tower either. Without FSDP it gives None.
+    when other ranks under the same FSDP have some, which no token sees: encoded when the caller passes pixels or
+    nothing, all zeros when the caller passes an empty `image_embeds`, which says that the others run no tower either.
+    Without frames anywhere it gives None, and the parameters get no gradient, as unpatched.
     """
     frames, total = inputs.frames, inputs.total_frames
     rank, size = context.comm.rank, context.comm.size
     weight = next(p for p in model.get_input_embeddings().parameters())
+    somewhere = frames_anywhere(model, total)
     if total == 0:
-        if not needs_every_module(model):
+        if not somewhere:
             return None
         if frames is not None and inputs.frames_are_features:
             blank = frames.new_zeros((1, *frames.shape[1:]), dtype=weight.dtype, device=weight.device)
