@@ -1,0 +1,251 @@
+"""Layer: one process. Keys projected from the shared features, dropped after forward, projected again in backward."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from attention.dense import dense_attention
+from comm.strict import StrictLoopback
+from mllm_seqpar import visual
+from mllm_seqpar.attention.distributed import Plan
+from mllm_seqpar.attention.joint import attend
+from mllm_seqpar.attention.sources import GivenKeys
+from mllm_seqpar.comm import Communicator, as_communicator, run_loopback
+from mllm_seqpar.errors import ShapeError
+from mllm_seqpar.masks import FullBlocks
+from mllm_seqpar.sharding import frame_bounds
+from mllm_seqpar.visual import RecomputedKeys, SharedVisual
+from tolerances import EXACT, relative_error
+
+HEADS, GROUPS, DIM, WIDTH, TOKENS = 4, 2, 8, 12, 3
+
+
+class Projector(nn.Module):
+    """A layer's own way from features to K and V: norm, projection, an adapter with dropout, a frame's position."""
+
+    def __init__(self, dropout: float = 0.0, seed: int = 0) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.kv = nn.Linear(WIDTH, 2 * GROUPS * DIM)
+        self.lora_a, self.lora_b = nn.Linear(WIDTH, 2, bias=False), nn.Linear(2, 2 * GROUPS * DIM, bias=False)
+        self.dropout = nn.Dropout(dropout)
+        generator = torch.Generator().manual_seed(seed)  # not the global one, which the ranks' threads share
+        for parameter in self.parameters():
+            nn.init.normal_(parameter, std=WIDTH**-0.5, generator=generator)
+
+    def forward(self, features: Tensor, index: Tensor) -> tuple[Tensor, Tensor]:
+        y = self.norm(features)
+        y = self.kv(y) + self.lora_b(self.dropout(self.lora_a(y)))
+        y = y * (1 + 0.1 * index[:, None, None])
+        k, v = y.view(1, -1, GROUPS, 2, DIM).transpose(1, 2).unbind(-2)
+        return k, v
+
+
+@dataclass(frozen=True)
+class Setting:
+    frames: int = 7
+    layers: int = 2
+    dropout: float = 0.0
+    frozen: tuple[str, ...] = ()
+    features_need_grad: bool = True
+    recompute: bool = True
+    autocast: bool = False
+    tile: str = "lv"
+
+
+def whole(setting: Setting) -> tuple[Tensor, Tensor]:
+    """All ranks' features and rows (B, H, S, D)."""
+    generator = torch.Generator().manual_seed(5)
+    features = torch.randn(setting.frames, TOKENS, WIDTH, generator=generator)
+    return features, torch.randn(2, HEADS, 12, DIM, generator=generator)
+
+
+def modules(setting: Setting) -> list[Projector]:
+    made = [Projector(setting.dropout, seed) for seed in range(setting.layers)]
+    for module in made:
+        for name, parameter in module.named_parameters():
+            parameter.requires_grad_(not name.startswith(setting.frozen) if setting.frozen else True)
+    return made
+
+
+def run(comm: Communicator, setting: Setting) -> dict[str, Any]:
+    """o of this rank's rows, gradients of its features and of the layers' parameters."""
+    comm = StrictLoopback(comm)
+    features, rows = whole(setting)
+    bounds = frame_bounds(setting.frames, comm.size)
+    mine = slice(*bounds[comm.rank])
+    y = features[mine].clone().requires_grad_(setting.features_need_grad)
+    q = rows[:, :, torch.arange(12).chunk(comm.size)[comm.rank]].clone().requires_grad_()
+    shared = SharedVisual(y, torch.arange(setting.frames)[mine], setting.frames)
+    lengths = tuple((stop - start) * TOKENS for start, stop in bounds)
+    tile = (comm.size, 1) if setting.tile == "lv" else (1, comm.size)
+    plan = Plan(tile, FullBlocks(2, q.shape[2], lengths), lengths, torch.float32)
+    made = modules(setting)
+    o = q
+    with torch.autocast("cpu", torch.bfloat16, enabled=setting.autocast):
+        for module in made:
+            if setting.recompute:
+                source = RecomputedKeys(plan, shared, module, [module], torch.float32)
+            else:
+                source = GivenKeys(plan, *(x.float() for x in module(shared.features, shared.index)))
+            o = o + attend(o, [source], comm=comm, scale=DIM**-0.5)[0]
+    o.square().sum().backward()
+    grads = {f"{i}.{n}": p.grad for i, m in enumerate(made) for n, p in m.named_parameters()}
+    return {"o": o.detach(), "dq": q.grad, "features": y.grad, "parameters": grads}
+
+
+def dense(setting: Setting) -> dict[str, Any]:
+    """The same by one dense float64 attention, all layers' keys as ordinary tensors."""
+    features, rows = (x.double() for x in whole(setting))
+    made = [module.double() for module in modules(setting)]
+    features.requires_grad_(setting.features_need_grad)
+    q = o = rows.requires_grad_()
+    for module in made:
+        k, v = module(features, torch.arange(setting.frames).double())
+        o = o + dense_attention(o, k, v, None, DIM**-0.5)[0]
+    o.square().sum().backward()
+    grads = {f"{i}.{n}": p.grad for i, m in enumerate(made) for n, p in m.named_parameters()}
+    return {"o": o.detach(), "dq": q.grad, "features": features.grad, "parameters": grads}
+
+
+def assert_exact(setting: Setting, results: list[dict[str, Any]]) -> None:
+    reference = dense(setting)
+    for name, dim in (("o", 2), ("dq", 2), ("features", 0)):
+        if reference[name] is None:
+            assert all(result[name] is None for result in results)
+            continue
+        found = torch.cat([result[name] for result in results], dim=dim)
+        assert relative_error(found, reference[name]) <= EXACT[torch.float32], name
+    for name, grad in reference["parameters"].items():
+        of_ranks = [result["parameters"][name] for result in results]
+        if grad is None:
+            assert of_ranks == [None] * len(results), f"{name} is frozen"
+        else:
+            assert relative_error(sum(of_ranks), grad) <= EXACT[torch.float32], name
+
+
+@pytest.mark.parametrize("n", [1, 2, 3, 4])
+@pytest.mark.parametrize("tile", ["lv", "ring"])
+def test_gradients_reach_features_projections_and_adapters_summed_over_layers(tile: str, n: int) -> None:
+    for frames in (7, 2, 1):
+        assert_exact(Setting(frames=frames, tile=tile), run_loopback(n, run, Setting(frames=frames, tile=tile)))
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [
+        Setting(frozen=("kv", "norm")),  # LoRA
+        Setting(frozen=("norm", "kv", "lora_a", "lora_b")),  # the features alone learn
+        Setting(features_need_grad=False),
+        Setting(frozen=("norm", "kv", "lora"), features_need_grad=False),  # only q learns
+        Setting(recompute=False),
+    ],
+)
+def test_whatever_is_frozen(setting: Setting) -> None:
+    assert_exact(setting, run_loopback(3, run, setting))
+
+
+def test_chunks_of_frames_give_what_one_piece_gives(monkeypatch: pytest.MonkeyPatch) -> None:
+    setting = Setting()
+    monkeypatch.setattr(visual, "CHUNK_BYTES", 2 * TOKENS * WIDTH * 4)
+    source = RecomputedKeys(
+        None, SharedVisual(torch.zeros(7, TOKENS, WIDTH), torch.zeros(7), 7), None, [], torch.float32
+    )
+    assert [chunk.stop - chunk.start for chunk in source._chunks()] == [2, 2, 2, 1]
+    assert_exact(setting, run_loopback(2, run, setting))
+
+
+@pytest.mark.parametrize("frames_at_once", [1, 3, 100])
+def test_dropout_draws_the_same_numbers_again(frames_at_once: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The chain rule holds for one function only: what is differentiated must be what gave v in the forward pass."""
+    monkeypatch.setattr(visual, "CHUNK_BYTES", frames_at_once * TOKENS * WIDTH * 4)
+    module = Projector(dropout=0.5)
+    features = torch.randn(5, TOKENS, WIDTH)
+    shared = SharedVisual(features, torch.arange(5), 5)
+    plan = Plan((1, 1), FullBlocks(1, 2, (15,)), (15,), torch.float32)
+    source = RecomputedKeys(plan, shared, module, [module], torch.float32)
+    first = source.keys_values(source.inputs())
+    torch.rand(100)  # others draw numbers meanwhile
+    second = source.keys_values(source.inputs())
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+    # v is linear in lora_b: <dv, v> with everything else fixed is <d lora_b, lora_b> plus what kv contributes
+    dv = torch.randn_like(first[1])
+    grads = dict(
+        zip(
+            ["features", *(n for n, _ in module.named_parameters())],
+            source.input_grads(source.inputs(), [True] * 7, torch.zeros_like(dv), dv),
+            strict=True,
+        )
+    )
+    found = sum(
+        (grads[name] * dict(module.named_parameters())[name]).sum()
+        for name in ("kv.weight", "kv.bias", "lora_b.weight")
+    )
+    assert torch.allclose(found, (dv * first[1]).sum(), rtol=1e-4)
+    other = RecomputedKeys(plan, shared, module, [module], torch.float32)
+    assert not torch.equal(other.keys_values(other.inputs())[0], first[0]), "the next layer draws other numbers"
+
+
+def test_autocast_is_in_force_again_in_the_backward_pass() -> None:
+    """Recomputed K and V are those of the forward pass, so gradients are those without recomputation, to rounding."""
+    plain, again = (run_loopback(2, run, Setting(autocast=True, recompute=r)) for r in (False, True))
+    for a, b in zip(plain, again, strict=True):
+        assert torch.equal(a["o"], b["o"]) and torch.equal(a["dq"], b["dq"])
+        for name, grad in a["parameters"].items():
+            assert relative_error(b["parameters"][name], grad) < 1e-2, name
+    assert not torch.equal(plain[0]["o"], run_loopback(2, run, Setting())[0]["o"]), "autocast changed nothing"
+
+
+def bytes_kept(call: Callable[[], Tensor], known: list[Tensor]) -> int:
+    """Bytes of all storages that autograd keeps, other than those of the tensors given."""
+    storages: dict[int, int] = {}
+
+    def keep(x: Tensor) -> Tensor:
+        storages[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
+        return x
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
+        o = call()
+    for x in known:
+        storages.pop(x.untyped_storage().data_ptr(), None)
+    assert o.requires_grad
+    return sum(storages.values())
+
+
+def kept_per_layer(frames: int, recompute: bool) -> int:
+    module = Projector()
+    y = torch.randn(frames, TOKENS, WIDTH, requires_grad=True)
+    shared = SharedVisual(y, torch.zeros(frames, dtype=torch.int64), frames)
+    q = torch.randn(1, HEADS, 6, DIM, requires_grad=True)
+    length = (frames * TOKENS,)
+    plan = Plan((1, 1), FullBlocks(1, 6, length), length, torch.float32)
+
+    def layer() -> Tensor:
+        if recompute:
+            source = RecomputedKeys(plan, shared, module, [module], torch.float32)
+        else:
+            source = GivenKeys(plan, *module(shared.features, shared.index))
+        return attend(q, [source], comm=as_communicator(None), scale=1.0)[0]
+
+    return bytes_kept(layer, [y, *module.parameters()])
+
+
+def test_what_a_layer_keeps_does_not_grow_with_the_video() -> None:
+    row = HEADS * 6 * 4
+    expected = row * DIM + row * DIM + row  # q, o, log-sum-exp in float32
+    assert [kept_per_layer(frames, recompute=True) for frames in (8, 16, 64)] == [expected] * 3
+    few, many = (kept_per_layer(frames, recompute=False) for frames in (8, 16))
+    assert many - few >= 8 * TOKENS * 2 * GROUPS * DIM * 4, "K and V at least"
+
+
+def test_features_of_other_shapes_are_refused() -> None:
+    with pytest.raises(ShapeError, match=r"features are \(4, 12\)"):
+        SharedVisual(torch.zeros(4, 12), torch.zeros(4), 4)
+    with pytest.raises(ShapeError, match=r"index is \(3,\)"):
+        SharedVisual(torch.zeros(4, 2, 12), torch.zeros(3), 4)
