@@ -15,6 +15,7 @@ from mllm_seqpar.attention import lv_xattn, ring_attention
 from mllm_seqpar.comm import Communicator, as_communicator, run_loopback
 from mllm_seqpar.errors import AgreementError, ConfigError, MaskError, SeqParError, ShapeError
 from mllm_seqpar.masks import FrameMask
+from mllm_seqpar.sharding import frame_bounds
 from ranks import ranks
 
 Call = Callable[[Communicator], Any]
@@ -191,15 +192,20 @@ def test_a_mask_kept_on_some_ranks_only_is_gathered_by_all() -> None:
         assert torch.equal(first, second)
 
 
-def test_a_mask_may_be_used_in_several_groups() -> None:
-    """What a mask keeps about one group must not be taken for another's, however short-lived their objects are."""
-    mask = everything(4, 2)
-    x = qkv(keys=6)
-    for _ in range(20):
-        lv_xattn(*x, mask=mask)  # a group of one
-        two = run_loopback(2, lambda comm: lv_xattn(x[0], x[1][:, :, :3], x[2][:, :, :3], group=comm, mask=mask))
-        assert torch.equal(two[0], two[1])
-    assert len(mask._by_group) >= 2
+def test_what_a_mask_keeps_for_one_group_is_not_taken_for_anothers() -> None:
+    """Communicators come and go, at the same addresses; a stale hit would use other rows, or skip a gather and hang."""
+    first, second = everything(4, 2), everything(4, 2)
+    nothing = FrameMask.from_dense(torch.zeros(2, 4, 2, dtype=torch.bool), 3)
+    x = qkv(keys=3)
+
+    def run(comm: Communicator, of_second: FrameMask) -> tuple[bool, Tensor]:
+        mask = first if comm.rank == 0 else of_second
+        known = mask.has_blocks(comm, frame_bounds(2, 2))
+        return known, lv_xattn(*x, group=comm, mask=mask)
+
+    for i in range(20):
+        (known, _), (_, o) = run_loopback(2, run, second if i % 2 else nothing)
+        assert not known and bool(o.any()) == bool(i % 2)
 
 
 def over_gloo(rank: int, world: int, whats: list[str]) -> list[Exception]:
