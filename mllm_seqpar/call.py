@@ -27,6 +27,18 @@ from .text import TextShards
 from .visual import Projection, RecomputedKeys, SharedVisual
 
 
+def as_attended(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """Tensors in the dtype that attention computes in: autocast's where it is on, as it does for torch's own attention.
+
+    Under autocast q and k leave the rotary embedding in float32 while v is what the projection gave.
+    """
+    device = tensors[0].device.type
+    if not torch.is_autocast_enabled(device):
+        return tensors
+    narrow = torch.get_autocast_dtype(device)
+    return tuple(x if x.dtype is torch.float64 else x.to(narrow) for x in tensors)
+
+
 @dataclass(frozen=True)
 class VisualShards:
     """The frames of one forward pass: this rank's features, and what each text row sees of all frames.

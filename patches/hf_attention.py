@@ -14,7 +14,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-from mllm_seqpar.call import SeqParCall
+from mllm_seqpar.call import SeqParCall, as_attended
 from mllm_seqpar.errors import ConfigError
 from mllm_seqpar.patching import Patch
 
@@ -43,6 +43,7 @@ def seqpar_attention(
         return sdpa_attention_forward(
             module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
         )
+    query, key, value = as_attended(query, key, value)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     o = seqpar.attend(query, [seqpar.text_keys(key, value, sliding_window)], scale)
     return o.transpose(1, 2), None

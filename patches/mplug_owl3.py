@@ -17,7 +17,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.utils import can_return_tuple
 
 from mllm_seqpar.attention.block import BlockMath, Partial
-from mllm_seqpar.call import SeqParCall, VisualShards
+from mllm_seqpar.call import SeqParCall, VisualShards, as_attended
 from mllm_seqpar.context import SeqParContext
 from mllm_seqpar.errors import AdapterError, ShapeError
 from mllm_seqpar.masks import FrameMask
@@ -104,7 +104,7 @@ def _hyper_forward(attention: Any) -> Any:
             )
         q, k, v = self.project_text(hidden_states, position_embeddings)
         if seqpar.text is not None:
-            return self.output(_sharded(self, q, k, v, visual_norm, seqpar)), None
+            return self.output(_sharded(self, *as_attended(q, k, v), visual_norm, seqpar)), None
         if past_key_values is not None:
             k, v = past_key_values.update(k, v, self.layer_idx)
         return self.output(
@@ -154,6 +154,7 @@ def _replicated(
     if visual is None:
         return self._attend_text(q, k, v, attention_mask)[0]
     visual_k, visual_v = self.visual_states(visual, visual_norm, past_key_values)
+    q, k, v, visual_k, visual_v = as_attended(q, k, v, visual_k, visual_v)
     o_visual, lse_visual = seqpar.attend_replicated(q, visual_k, visual_v, self.scaling)
     if not self.fused:
         text_out, _ = self._attend_text(q, k, v, attention_mask)

@@ -1,0 +1,206 @@
+"""Layer: gloo ranks. Checkpointing, precision, frozen parts and LoRA; what a layer keeps for backward."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from patched import PATIENCE, Case, average, error, inputs_of, run_case, worst_gradient
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+
+from mllm_seqpar import patch_model
+from ranks import ranks
+from tiny import tiny_frames, tiny_model, tiny_text
+
+BATCH = Case(frames=(3, 2))
+ONE_FRAME = Case(frames=(1,), length=9)  # one rank of two has none
+
+
+def lora(model: Any) -> Any:
+    from peft import LoraConfig, get_peft_model
+
+    torch.manual_seed(5)
+    wrapped = get_peft_model(
+        model, LoraConfig(r=4, target_modules=["q_proj", "v_kv_proj", "k_proj"], init_lora_weights=False)
+    )
+    return wrapped
+
+
+def freeze(model: Any, but: str = "", only: str = "") -> Any:
+    for name, weight in model.named_parameters():
+        weight.requires_grad_(only in name if only else but not in name)
+    return model
+
+
+PREPARED = {
+    "gradient checkpointing": lambda model: model.gradient_checkpointing_enable() or model,
+    "frozen tower": lambda model: freeze(model, but="vision_model"),
+    "frozen language model": lambda model: freeze(model, but="language_model"),
+    "only v_kv_proj trains": lambda model: freeze(model, only="v_kv_proj"),
+    "only the projector trains": lambda model: freeze(model, only="vision2text_model"),
+    "only the gate's layer norm trains": lambda model: freeze(model, only="layers.2.input_layernorm"),
+    "LoRA": lora,
+    "LoRA with checkpointing": lambda model: lora(PREPARED["gradient checkpointing"](model)),
+}
+
+
+def prepared(variant: str, how: str) -> Any:
+    return PREPARED[how](tiny_model(variant).train())
+
+
+def prepared_rank(rank: int, world: int, variant: str, how: str, case: Case, options: dict) -> Any:
+    model = prepared(variant, how)
+    patch_model(model, **options)
+    inputs = inputs_of(variant, case, tiny_model(variant))
+    outcome = run_case(model, inputs)
+    average(outcome.grads, world)
+    return outcome
+
+
+@pytest.mark.parametrize("how", PREPARED)
+def test_equals_unpatched_when(how: str) -> None:
+    for variant, case, options in (
+        ("gated", BATCH, {}),
+        ("fused", ONE_FRAME, {}),
+        ("fused", BATCH, {"recompute_visual": False, "strategy": "ring"}),
+    ):
+        expected = run_case(prepared(variant, how), inputs_of(variant, case, tiny_model(variant)))
+        outcomes = ranks(2).run(prepared_rank, variant, how, case, options, timeout=PATIENCE)
+        assert outcomes[0].loss == pytest.approx(expected.loss, rel=1e-5)
+        value, name = worst_gradient(outcomes[0].grads, expected.grads)
+        assert value < 1e-5, (value, name)
+
+
+def with_dropout(rank: int, world: int, checkpointing: bool) -> Any:
+    """LoRA dropout before v_kv_proj, seeded alike; the recomputation in backward must drop the same."""
+    from peft import LoraConfig, get_peft_model
+
+    model = tiny_model("gated").train()
+    torch.manual_seed(5)
+    settings = LoraConfig(r=4, target_modules=["v_kv_proj"], init_lora_weights=False, lora_dropout=0.5)
+    model = get_peft_model(model, settings)
+    if checkpointing:
+        model.gradient_checkpointing_enable()
+    patch_model(model)
+    weight = next(p for name, p in model.named_parameters() if name.endswith("v_kv_proj.lora_B.default.weight"))
+    inputs = inputs_of("gated", BATCH, tiny_model("gated"))
+    torch.manual_seed(9)
+    model(**inputs).loss.backward()
+    assert weight.grad is not None
+    direction, found = torch.ones_like(weight), weight.grad.sum()
+    losses = []
+    for sign in (1, -1):
+        with torch.no_grad():
+            weight.add_(direction, alpha=sign * 1e-3)
+            torch.manual_seed(9)
+            losses.append(model(**inputs).loss.double())
+            weight.sub_(direction, alpha=sign * 1e-3)
+    return found, (losses[0] - losses[1]) / 2e-3
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_dropout_in_a_projection_drops_the_same_in_backward(checkpointing: bool) -> None:
+    """The gradient against a difference quotient with the same random numbers."""
+    outcomes = ranks(2).run(with_dropout, checkpointing, timeout=PATIENCE)
+    gradient = sum(found for found, _ in outcomes) / 2
+    assert gradient.item() == pytest.approx(outcomes[0][1].item(), rel=2e-2)
+
+
+def low_precision(rank: int, world: int, variant: str, how: str) -> Any:
+    model = tiny_model(variant).train()
+    inputs = inputs_of(variant, BATCH, model)
+    return narrow(model, inputs, how, patched=True, world=world)
+
+
+def narrow(model: Any, inputs: dict[str, Any], how: str, *, patched: bool, world: int = 1) -> Any:
+    """One pass in bf16: by autocast, as bf16 weights, or by FSDP2's policy."""
+    if how == "weights":
+        model.bfloat16()
+        inputs["pixel_values"] = inputs["pixel_values"].bfloat16()
+    if how == "policy" and patched:
+        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+        for layer in [*model.language_model.model.layers, *model.vision_model.encoder.layers]:
+            fully_shard(layer, mp_policy=policy)
+        fully_shard(model, mp_policy=policy)
+    if how == "checkpointed autocast":
+        model.gradient_checkpointing_enable()
+    if patched:
+        patch_model(model)
+    with torch.autocast("cpu", torch.bfloat16, enabled="autocast" in how):
+        loss = model(**inputs).loss
+    loss.backward()
+    grads = {name: weight.grad for name, weight in model.named_parameters()}
+    if how == "policy" and patched:
+        grads = {name: g.full_tensor() if isinstance(g, DTensor) else g for name, g in grads.items()}
+    elif patched:
+        average(grads, world)
+    return loss.item(), {name: grad for name, grad in grads.items() if grad is not None}
+
+
+@pytest.mark.parametrize("how", ["autocast", "checkpointed autocast", "weights", "policy"])
+@pytest.mark.parametrize("variant", ["gated", "fused"])
+def test_bf16_is_as_near_to_float32_as_unpatched(variant: str, how: str) -> None:
+    """All gradients together, against float32: no worse than the unpatched model in bf16, but for chance."""
+    model = tiny_model(variant).train()
+    exact = run_case(model, inputs_of(variant, BATCH, model))
+    plain = tiny_model(variant).train()
+    # FSDP2's policy makes everything bf16, as bf16 weights do
+    alone_how = "weights" if how == "policy" else how
+    alone, alone_grads = narrow(plain, inputs_of(variant, BATCH, plain), alone_how, patched=False)
+    outcomes = ranks(2).run(low_precision, variant, how, timeout=PATIENCE)
+    assert all(loss == outcomes[0][0] for loss, _ in outcomes)
+
+    def distance(grads: dict[str, torch.Tensor]) -> float:
+        names = sorted(name for name, grad in exact.grads.items() if grad is not None)
+        assert set(names) == set(grads)
+        return error(*(torch.cat([part[n].float().flatten() for n in names]) for part in (grads, exact.grads)))
+
+    assert distance(outcomes[0][1]) < 1.25 * distance(alone_grads)
+    assert abs(outcomes[0][0] - exact.loss) < 0.02 * exact.loss and abs(alone - exact.loss) < 0.02 * exact.loss
+
+
+def kept_bytes(rank: int, world: int, variant: str, frames: int, checkpointing: bool, recompute: bool) -> list[int]:
+    """Bytes that each hyper layer's attention keeps for backward, beyond the features that all layers share."""
+    model = tiny_model(variant).train()
+    freeze(model, but="vision_model")  # the tower keeps something for every frame, as it must
+    if checkpointing:
+        model.gradient_checkpointing_enable()
+    patch_model(model, recompute_visual=recompute)
+    ids = tiny_text(frames, length=40)
+    kept: list[int] = []
+    shared: set[int] = set()
+
+    def pack(x: torch.Tensor) -> torch.Tensor:
+        storage = x.untyped_storage()
+        if kept and storage.data_ptr() not in shared:
+            kept[-1] += x.numel() * x.element_size()
+        return x
+
+    def enter(_: Any, args: Any, kwargs: dict[str, Any]) -> None:
+        shared.add(kwargs["seqpar"].frames.visual.features.untyped_storage().data_ptr())
+        shared.update(weight.untyped_storage().data_ptr() for weight in model.parameters())
+        kept.append(0)
+
+    for number in model.config.hyper_layers:
+        model.language_model.model.layers[number - 1].register_forward_pre_hook(enter, with_kwargs=True)
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+        loss = model(ids, tiny_frames(frames), labels=ids).loss
+    sizes = list(kept)
+    kept.clear()
+    loss.backward()
+    return sizes
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("variant", ["gated", "fused"])
+def test_what_a_layer_keeps_does_not_grow_with_the_frames(variant: str, checkpointing: bool) -> None:
+    few, many = (ranks(2).run(kept_bytes, variant, frames, checkpointing, True, timeout=PATIENCE) for frames in (8, 32))
+    assert few == many and all(size > 0 for sizes in few for size in sizes[:1])
+
+
+def test_without_recomputation_it_grows() -> None:
+    """So the measurement above would see it."""
+    few, many = (ranks(2).run(kept_bytes, "gated", frames, False, False, timeout=PATIENCE) for frames in (8, 32))
+    assert all(b > a for ranks_ in zip(few, many, strict=True) for a, b in zip(*ranks_, strict=True))
