@@ -15,6 +15,20 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 
+LAYERS = ("pure Python", "one process", "gloo ranks", "real launch", "GPU")
+"""What a test module's docstring begins with, after "Layer: ", from the cheapest on."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The cheapest tests come first; within a layer the order stays."""
+    items.sort(key=lambda item: _cost((getattr(item, "module", None) and item.module.__doc__) or ""))
+
+
+def _cost(docstring: str) -> int:
+    layer = docstring.split(".")[0]
+    return max((i for i, name in enumerate(LAYERS) if name in layer), default=0)
+
+
 def pytest_sessionfinish() -> None:
     close_pool()
 
