@@ -20,6 +20,7 @@ MAY_IMPORT = {
     "data": CORE | {"numpy", "PIL", "safetensors", "av", "tokenizers", "transformers", "data"},
     "training": CORE
     | {"numpy", "safetensors", "transformers", "accelerate", "peft", "tqdm", "models", "data", "training"},
+    "inference": CORE | {"transformers", "tqdm", "models", "data", "training", "inference"},
     "patches": CORE | {"transformers", "models", "patches"},
 }
 OUTER_PARTS = MAY_IMPORT.keys() - {"core"}

@@ -12,9 +12,11 @@ from torch import Tensor, nn
 from transformers.generation.streamers import BaseStreamer
 
 from ..errors import ConfigError
+from ..log import get_logger
 from .encoding import EncodedVideo
 
 _VIDEO = "<|video|>"
+_log = get_logger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,6 +102,7 @@ def answer(
     sampling = sampling or Sampling()
     prompt = processor.encode(_conversation(question), frames_per_video=[video.frames], add_generation_prompt=True)
     prompt = {name: value.to(video.features.device) for name, value in prompt.items()}
+    _warn_if_long(model, prompt["input_ids"].shape[1] + sampling.max_new_tokens)
     streamer = TextPieces(processor.tokenizer, on_text)
     torch.manual_seed(sampling.seed)
     output = model.generate(  # type: ignore[operator]
@@ -119,6 +122,17 @@ def answer(
         prefill_seconds=streamer.prefill_seconds,
         decode_seconds=streamer.decode_seconds,
     )
+
+
+def _warn_if_long(model: Any, length: int) -> None:
+    longest = getattr(model.config, "max_position_embeddings", None)
+    if longest is not None and length > longest:
+        _log.warning(
+            "prompt and answer may take %d tokens, one per frame among them; the model was made for %d: take fewer "
+            "frames",
+            length,
+            longest,
+        )
 
 
 def _conversation(question: str) -> list[dict[str, Any]]:

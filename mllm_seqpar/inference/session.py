@@ -101,7 +101,7 @@ def _parsed(argv: Sequence[str]) -> tuple[InferArguments | None, SeqParError | N
 
 def _open(args: InferArguments, saves: bool) -> Inputs:
     processor = load_processor(args.model)
-    source = None if args.video is None else VideoSource.open(args.video, **args.frames_of_video())
+    source = None if args.video is None else _open_video(args.video, args.frames_of_video())
     store = None
     if args.features is not None:
         store = open_store(args.features, args.model, source, args.frame_options())
@@ -111,6 +111,13 @@ def _open(args: InferArguments, saves: bool) -> Inputs:
     if saves and args.save_features is not None and source is not None:
         made_of = origin(source, args.model, args.frames_of_video())
     return Inputs(model_files(args.model), processor, source, store, made_of)
+
+
+def _open_video(path: str, frames: dict[str, Any]) -> VideoSource:
+    try:
+        return VideoSource.open(path, **frames)
+    except ImportError as error:  # the message says what to install
+        raise ConfigError(str(error)) from error
 
 
 def _try_outputs(args: InferArguments) -> None:

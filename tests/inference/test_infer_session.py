@@ -12,8 +12,10 @@ import numpy as np
 import pytest
 import torch
 
-from mllm_seqpar.data import plan_frames, probe, read_frames
+from mllm_seqpar import patch_model
+from mllm_seqpar.data import VideoSource, plan_frames, probe, read_frames
 from mllm_seqpar.errors import AgreementError, ConfigError, DataError, VideoError
+from mllm_seqpar.inference import Sampling, answer, encode_video, load_for_inference
 from mllm_seqpar.inference.session import infer
 from mllm_seqpar.models.mplug_owl3 import MPlugOwl3ForConditionalGeneration, MPlugOwl3Processor
 from ranks import ranks
@@ -77,6 +79,20 @@ def test_answers_are_the_unpatched_models(folder: Path, world: int, model: str, 
     assert report["frames"] == len(plan_frames(probe(folder / "clip.mp4"), **frames))
     assert report["visual_tokens"] == 4 * report["frames"]
     assert len(report["peak_memory_mib"]) == len(report["bytes_sent"]) == world
+
+
+def test_the_pieces_without_the_script(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    model = patch_model(load_for_inference(str(folder / "gated"), "auto", torch.device("cpu")))
+    processor = MPlugOwl3Processor.from_pretrained(folder / "gated")
+    video = encode_video(model, processor, VideoSource.open(folder / "clip.mp4", fps=3))
+    sampling, pieces = Sampling(max_new_tokens=16), []
+    answers = [answer(model, processor, asked, video, sampling, on_text=pieces.append) for asked in QUESTIONS]
+    assert [result.tokens for result in answers] == unpatched(folder, "gated", fps=3)
+    assert "".join(pieces) == "".join(result.text for result in answers)
+    assert not caplog.records
+    model.config.max_position_embeddings = 40
+    answer(model, processor, QUESTIONS[0], video, sampling)
+    assert "the model was made for 40: take fewer frames" in caplog.text
 
 
 def test_answers_depend_on_the_video(folder: Path) -> None:
