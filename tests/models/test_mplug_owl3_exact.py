@@ -184,6 +184,23 @@ def test_bfloat16_stays_near(variant: str) -> None:
     assert error(logits, reference) < 0.05  # 8 bits of mantissa through 4 layers
 
 
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_autocast_stays_near(variant: str, attention: str) -> None:
+    model = tiny_model(variant)
+    model.set_attn_implementation(attention)
+    ids, frames = tiny_text(4, 2), tiny_frames(6)
+    reference = torch.stack(expected(model, ids, frames))
+    for inputs in ({"pixel_values": frames}, {"image_embeds": model.encode_frames(frames).detach()}):
+        with torch.autocast("cpu", torch.bfloat16):
+            output = model(ids, labels=ids, **inputs)
+        assert error(output.logits, reference) < 0.05
+        model.zero_grad()
+        output.loss.backward()
+        gradient = model.language_model.model.layers[0].self_attn.v_kv_proj.weight.grad
+        assert gradient.dtype == torch.float32 and bool(gradient.isfinite().all()) and gradient.norm() > 0
+
+
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_features_in_place_of_pixels(variant: str) -> None:
     model = tiny_model(variant)

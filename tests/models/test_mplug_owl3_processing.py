@@ -44,6 +44,12 @@ class TestImages:
         reference = np.asarray(Image.fromarray(array).resize((28, 28), Image.Resampling.BICUBIC), dtype=np.float32)
         assert (found[0] - torch.from_numpy(reference).permute(2, 0, 1)).abs().max() <= 1.001
 
+    def test_floating_frames_do_not_overshoot_at_edges(self) -> None:
+        frame = torch.zeros(3, 40, 50)
+        frame[:, 13:, 21:] = 1
+        values = MPlugOwl3ImageProcessor(image_size=28)(frame)["pixel_values"]
+        assert (values.min().item(), values.max().item()) == (-1, 1)
+
     def test_the_right_size_is_only_normalised(self) -> None:
         array = picture(2, 28, 28)
         values = MPlugOwl3ImageProcessor(image_size=28)(array)["pixel_values"][0]

@@ -27,7 +27,8 @@ from transformers.models.qwen2.modeling_qwen2 import (
 )
 
 from .configuration import MPlugOwl3Config
-from .visual_inputs import RowBlock, VisualInputs, visual_cache
+from .hyper_masks import joint_mask, text_visibility, visible_keys
+from .visual_inputs import VisualInputs, visual_cache
 
 
 class HyperAttention(Qwen2Attention):
@@ -182,7 +183,7 @@ class HyperAttention(Qwen2Attention):
                     parts.append(torch.zeros_like(rows).transpose(1, 2))
                     continue
                 keys = slice(block.first_frame * visual.tokens_per_frame, block.stop_frame * visual.tokens_per_frame)
-                mask = _visible_keys(visual, sample, block)
+                mask = visible_keys(visual, sample, block)
                 parts.append(self._attend(rows, k[:, :, keys], v[:, :, keys], mask)[0])
             samples.append(torch.cat(parts, dim=1))
         return torch.cat(samples).flatten(2)
@@ -198,18 +199,18 @@ class HyperAttention(Qwen2Attention):
         visual: VisualInputs,
     ) -> tuple[Tensor, Tensor | None]:
         """(B, L, C): one softmax over [visual keys; text keys]."""
-        text_mask = _text_mask(attention_mask, q, k)
+        text_mask = text_visibility(attention_mask, q, k)
         samples, sample_weights = [], []
         for sample, blocks in enumerate(visual.blocks):
             parts, part_weights = [], []
             one = slice(sample, sample + 1)
             for block in blocks:
                 keys = slice(block.first_frame * visual.tokens_per_frame, block.stop_frame * visual.tokens_per_frame)
-                visible = _visible_keys(visual, sample, block)
+                visible = visible_keys(visual, sample, block)
                 mask_rows = None
                 if text_mask is not None:
                     mask_rows = text_mask[sample % text_mask.shape[0], block.start : block.stop]
-                mask = _joint_mask(visible, keys.stop - keys.start, mask_rows, block.stop - block.start, k.shape[2])
+                mask = joint_mask(visible, keys.stop - keys.start, mask_rows, block.stop - block.start, k.shape[2])
                 out, weights = self._attend(
                     q[one, :, block.start : block.stop],
                     torch.cat([visual_k[:, :, keys], k[one]], dim=2),
@@ -252,45 +253,3 @@ class HyperDecoderLayer(Qwen2DecoderLayer):
 def _joined(weights: list[Tensor | None], dim: int) -> Tensor | None:
     present = [part for part in weights if part is not None]  # all of them, with eager attention, or none
     return torch.cat(present, dim) if present else None
-
-
-def _visible_keys(visual: VisualInputs, sample: int, block: RowBlock) -> Tensor | None:
-    """(rows, keys of the block's frames) bool, or None when every row sees all of them."""
-    if block.uniform:
-        return None
-    frames = torch.arange(block.first_frame, block.stop_frame, device=visual.first.device)
-    first, stop = (bound[sample, block.start : block.stop, None] for bound in (visual.first, visual.stop))
-    return ((first <= frames) & (frames < stop)).repeat_interleave(visual.tokens_per_frame, dim=1)
-
-
-def _text_mask(attention_mask: Tensor | None, q: Tensor, k: Tensor) -> Tensor | None:
-    """(B or 1, L, K), boolean or additive, or None when every text key is visible to every row."""
-    length, keys = q.shape[2], k.shape[2]
-    if attention_mask is not None:
-        if attention_mask.dim() != 4 or attention_mask.shape[1] != 1:
-            raise TypeError(
-                f"the fused variant needs the text mask as (batch, 1, rows, keys) and got "
-                f"{tuple(attention_mask.shape)}; use attn_implementation 'sdpa' or 'eager'"
-            )
-        return attention_mask[:, 0, :, :keys]
-    if length == 1:
-        return None
-    # transformers leaves the mask out where plain causal attention is meant: the first row sees the first key, and a
-    # static cache has more keys than there is text yet.
-    return torch.ones(length, keys, dtype=torch.bool, device=q.device).tril()[None]
-
-
-def _joint_mask(
-    visible: Tensor | None, visual_keys: int, text_mask: Tensor | None, rows: int, text_keys: int
-) -> Tensor | None:
-    """(rows, visual_keys + text_keys): both parts' masks side by side, in the text mask's form."""
-    if text_mask is None:
-        if visible is None:
-            return None
-        text_mask = torch.ones(rows, text_keys, dtype=torch.bool, device=visible.device)
-    if visible is None:
-        visible = torch.ones(rows, visual_keys, dtype=torch.bool, device=text_mask.device)
-    if text_mask.dtype != torch.bool:
-        hidden = torch.finfo(text_mask.dtype).min
-        visible = torch.zeros_like(visible, dtype=text_mask.dtype).masked_fill(~visible, hidden)
-    return torch.cat([visible, text_mask], dim=1)

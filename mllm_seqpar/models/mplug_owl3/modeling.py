@@ -3,157 +3,22 @@
 Shape legend: B samples, L text tokens, F frames of all samples in one flat list, T tokens a frame.
 """
 
-import copy
-import os
-from dataclasses import fields
-from typing import Any, Self, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
-from transformers import initialization as init
 from transformers.cache_utils import Cache, DynamicCache
 from transformers.modeling_outputs import CausalLMOutputWithPast
-from transformers.models.qwen2.modeling_qwen2 import Qwen2ForCausalLM, Qwen2Model
-from transformers.models.siglip.modeling_siglip import SiglipVisionModel
 from transformers.utils import can_return_tuple
 
 from mllm_seqpar.errors import ConfigError, ShapeError
 
-from .checkpoint import checkpoint_keys, complete_config
+from .backbones import HyperQwen2ForCausalLM, MPlugOwl3VisionModel
 from .configuration import VARIANTS, MPlugOwl3Config
 from .generation import MPlugOwl3GenerationMixin
-from .hyper_attention import HyperAttention, HyperDecoderLayer
 from .media import MediaLayout, MediaOffset, media_layout
+from .pretrained import MPlugOwl3PreTrainedModel
 from .visual_inputs import VisualCache, VisualInputs, visual_cache
-
-_HUB_ARGUMENTS = ("cache_dir", "force_download", "local_files_only", "token", "revision", "subfolder", "proxies")
-_CONFIG_OVERRIDES = {field.name for field in fields(MPlugOwl3Config)} - {"dtype", "variant"} | {"output_attentions"}
-_NO_SPLIT = ["Qwen2DecoderLayer", "HyperDecoderLayer", "SiglipEncoderLayer", "SiglipVisionEmbeddings"]
-
-
-class MPlugOwl3VisionModel(SiglipVisionModel):
-    """SigLIP's vision tower; a class of its own, so that transformers' renaming rules for SigLIP pass it by."""
-
-    def penultimate(self, pixel_values: Tensor) -> Tensor:
-        """(F, T, width) of frames (F, 3, H, W): `hidden_states[-2]`, without running the last layer, which it skips.
-
-        Raises:
-            ShapeError: frames of another size than the tower's.
-        """
-        config = self.config
-        grid = config.image_size // config.patch_size
-        if pixel_values.dim() != 4 or any(side // config.patch_size != grid for side in pixel_values.shape[2:]):
-            raise ShapeError(
-                f"pixel_values has shape {tuple(pixel_values.shape)}; expected "
-                f"(frames, {config.num_channels}, {config.image_size}, {config.image_size})"
-            )
-        hidden_states = self.embeddings(pixel_values)
-        for layer in self.encoder.layers[:-1]:
-            hidden_states = layer(hidden_states, None)
-        return hidden_states
-
-
-class HyperQwen2Model(Qwen2Model):
-    """Qwen2 with hyper attention in `config.hyper_layers`; `visual` in its keyword arguments reaches every layer."""
-
-    config: MPlugOwl3Config
-    _no_split_modules = ["Qwen2DecoderLayer", "HyperDecoderLayer"]
-    _supports_flash_attn = False  # the frames' masks and the joint softmax have no form there
-    _supports_flex_attn = False
-    _can_compile_fullgraph = False
-
-    def __init__(self, config: MPlugOwl3Config) -> None:
-        super().__init__(config)
-        for number in config.hyper_layers or []:
-            self.layers[number - 1] = HyperDecoderLayer(config, number - 1)
-        self.post_init()
-
-    @torch.no_grad()
-    def _init_weights(self, module: nn.Module) -> None:
-        super()._init_weights(module)
-        if isinstance(module, HyperAttention) and module.gate is not None:
-            init.zeros_(module.gate)
-
-
-class HyperQwen2ForCausalLM(Qwen2ForCausalLM):
-    """The language model: `HyperQwen2Model` and the vocabulary's projection."""
-
-    config: MPlugOwl3Config
-    _no_split_modules = ["Qwen2DecoderLayer", "HyperDecoderLayer"]
-    _supports_flash_attn = False
-    _supports_flex_attn = False
-    _can_compile_fullgraph = False
-
-    def __init__(self, config: MPlugOwl3Config) -> None:
-        super(Qwen2ForCausalLM, self).__init__(config)  # not its own __init__, which would build a second Qwen2Model
-        self.model = HyperQwen2Model(config)
-        self.vocab_size = config.vocab_size
-        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
-        self.post_init()
-
-
-class MPlugOwl3PreTrainedModel(PreTrainedModel):
-    """Loading of published checkpoints; what both transformers and accelerate need to know of the model."""
-
-    config: MPlugOwl3Config
-    base_model_prefix = ""
-    input_modalities = ("image", "video", "text")
-    supports_gradient_checkpointing = True
-    _no_split_modules = _NO_SPLIT
-    _skip_keys_device_placement = ["past_key_values"]
-    _supports_sdpa = True
-    _supports_flash_attn = False
-    _supports_flex_attn = False
-    _supports_attention_backend = True
-
-    @classmethod
-    def from_pretrained(
-        cls,
-        pretrained_model_name_or_path: str | os.PathLike | None,
-        *model_args: Any,
-        config: MPlugOwl3Config | str | os.PathLike | None = None,
-        **kwargs: Any,
-    ) -> Self:
-        """As `PreTrainedModel.from_pretrained`; finds the variant from the weights, and reads safetensors only.
-
-        `variant="gated"` or `"fused"` states the variant, and must then be what the weights are; any other value is
-        transformers' name of a file variant.
-
-        Raises:
-            DataError: no safetensors.
-            ConfigError: config and weights disagree on the variant.
-        """
-        if kwargs.get("use_safetensors") is False:
-            raise ConfigError("use_safetensors is False; only safetensors are loaded: leave it out")
-        hub = {name: kwargs[name] for name in _HUB_ARGUMENTS if kwargs.get(name) is not None}
-        if isinstance(config, MPlugOwl3Config):
-            own = copy.deepcopy(config)
-        else:
-            own = MPlugOwl3Config.from_pretrained(config or pretrained_model_name_or_path, **hub)
-        if kwargs.get("variant") in VARIANTS:
-            own.variant = kwargs.pop("variant")
-        for name in [name for name in kwargs if name in _CONFIG_OVERRIDES]:
-            setattr(own, name, kwargs.pop(name))
-        if kwargs.get("state_dict") is not None:
-            keys = set(kwargs["state_dict"])
-        elif pretrained_model_name_or_path is not None:
-            keys = checkpoint_keys(pretrained_model_name_or_path, **hub)
-        else:
-            raise ConfigError("pass a directory or hub name, or a state_dict together with config")
-        complete_config(own, keys)
-        kwargs["use_safetensors"] = True
-        return super().from_pretrained(pretrained_model_name_or_path, *model_args, config=own, **kwargs)
-
-    def _set_gradient_checkpointing(self, *args: Any, **kwargs: Any) -> None:
-        # Every public way to switch checkpointing on, in all supported versions, comes through here.
-        function = kwargs.get("gradient_checkpointing_func")
-        if getattr(function, "keywords", {}).get("use_reentrant"):
-            raise ConfigError(
-                "use_reentrant is True; hyper layers share the frames' features, which reentrant checkpointing cannot "
-                "differentiate: pass gradient_checkpointing_kwargs={'use_reentrant': False}, or nothing"
-            )
-        super()._set_gradient_checkpointing(*args, **kwargs)
 
 
 class MPlugOwl3ForConditionalGeneration(MPlugOwl3PreTrainedModel, MPlugOwl3GenerationMixin):

@@ -1,0 +1,76 @@
+"""The two models that mPLUG-Owl3 is made of: transformers' own classes, with the parts that differ swapped in.
+
+Shape legend: F frames, T tokens a frame, H and W the sides of a frame.
+"""
+
+import torch
+from torch import Tensor, nn
+from transformers import initialization as init
+from transformers.models.qwen2.modeling_qwen2 import Qwen2ForCausalLM, Qwen2Model
+from transformers.models.siglip.modeling_siglip import SiglipVisionModel
+
+from mllm_seqpar.errors import ShapeError
+
+from .configuration import MPlugOwl3Config
+from .hyper_attention import HyperAttention, HyperDecoderLayer
+
+
+class MPlugOwl3VisionModel(SiglipVisionModel):
+    """SigLIP's vision tower; a class of its own, so that transformers' renaming rules for SigLIP pass it by."""
+
+    def penultimate(self, pixel_values: Tensor) -> Tensor:
+        """(F, T, width) of frames (F, 3, H, W): `hidden_states[-2]`, without running the last layer, which it skips.
+
+        Raises:
+            ShapeError: frames of another size than the tower's.
+        """
+        config = self.config
+        grid = config.image_size // config.patch_size
+        if pixel_values.dim() != 4 or any(side // config.patch_size != grid for side in pixel_values.shape[2:]):
+            raise ShapeError(
+                f"pixel_values has shape {tuple(pixel_values.shape)}; expected "
+                f"(frames, {config.num_channels}, {config.image_size}, {config.image_size})"
+            )
+        hidden_states = self.embeddings(pixel_values)
+        for layer in self.encoder.layers[:-1]:
+            hidden_states = layer(hidden_states, None)
+        return hidden_states
+
+
+class HyperQwen2Model(Qwen2Model):
+    """Qwen2 with hyper attention in `config.hyper_layers`; `visual` in its keyword arguments reaches every layer."""
+
+    config: MPlugOwl3Config
+    _no_split_modules = ["Qwen2DecoderLayer", "HyperDecoderLayer"]
+    _supports_flash_attn = False  # the frames' masks and the joint softmax have no form there
+    _supports_flex_attn = False
+    _can_compile_fullgraph = False
+
+    def __init__(self, config: MPlugOwl3Config) -> None:
+        super().__init__(config)
+        for number in config.hyper_layers or []:
+            self.layers[number - 1] = HyperDecoderLayer(config, number - 1)
+        self.post_init()
+
+    @torch.no_grad()
+    def _init_weights(self, module: nn.Module) -> None:
+        super()._init_weights(module)
+        if isinstance(module, HyperAttention) and module.gate is not None:
+            init.zeros_(module.gate)
+
+
+class HyperQwen2ForCausalLM(Qwen2ForCausalLM):
+    """The language model: `HyperQwen2Model` and the vocabulary's projection."""
+
+    config: MPlugOwl3Config
+    _no_split_modules = ["Qwen2DecoderLayer", "HyperDecoderLayer"]
+    _supports_flash_attn = False
+    _supports_flex_attn = False
+    _can_compile_fullgraph = False
+
+    def __init__(self, config: MPlugOwl3Config) -> None:
+        super(Qwen2ForCausalLM, self).__init__(config)  # not its own __init__, which would build a second Qwen2Model
+        self.model = HyperQwen2Model(config)
+        self.vocab_size = config.vocab_size
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.post_init()
