@@ -53,16 +53,13 @@ class Patch:
                 object.__setattr__(owner, name, before)
         self._undo.clear()
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        """Refuses copy.deepcopy and pickling: what was patched in belongs to this one model and this process's group.
 
-        Raises:
-            AdapterError: always.
-        """
-        raise AdapterError(
-            "a patched model cannot be copied or pickled; call unpatch_model(model) first and patch the copy anew, or "
-            "save with save_pretrained or state_dict, which patching does not touch"
-        )
+def _refuse_copy(protocol: int) -> Any:
+    raise AdapterError(
+        "a patched model cannot be copied or pickled: what was patched in belongs to this instance and this process. "
+        "Call unpatch_model(model) first and patch the copy anew, or save with save_pretrained or state_dict, which "
+        "patching does not touch"
+    )
 
 
 def patch_model(
@@ -111,6 +108,7 @@ def patch_model(
     adapter, inner, context = found[0]
     patch = Patch(adapter.name, context)
     try:
+        patch.set(inner, "__reduce_ex__", _refuse_copy)
         adapter.install(inner, context, patch)
     except BaseException:
         patch.undo()

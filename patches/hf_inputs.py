@@ -142,14 +142,14 @@ def agree_on_inputs(comm: Communicator, inputs: Inputs, check: Callable[[], None
     """
 
     def describe() -> dict[str, int]:
+        _check_frames(comm, inputs)
         check()
-        return _numbers(comm, inputs)
+        return _numbers(inputs)
 
     agree(comm, "forward pass", _NAMES, describe)
 
 
-def _numbers(comm: Communicator, inputs: Inputs) -> dict[str, int]:
-    _check_frames(comm, inputs)
+def _numbers(inputs: Inputs) -> dict[str, int]:
     labels = inputs.shift_labels if inputs.shift_labels is not None else inputs.labels
     frames = inputs.frames
     kind = 0 if frames is None else 1 + inputs.frames_are_features
