@@ -103,7 +103,7 @@ def prepare(argv: Sequence[str]) -> Run:
     conditions = {name: getattr(args, name) for name in sorted(TRAJECTORY)} | {"data": facts["training data"]}
     _log.info(
         "%d data parallel x %d sequence parallel ranks, %s; %d steps of %d samples, %d forward passes each",
-        layout.dp, layout.sp, args.strategy if layout.sp > 1 else "one rank to a sample",
+        layout.dp, layout.sp, args.strategy,
         steps, order.global_batch, order.micro_batches,
     )  # fmt: skip
     return Run(
@@ -158,8 +158,8 @@ def _load_and_patch(args: TrainArguments, layout: Layout) -> nn.Module:
     if args.gradient_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})  # type: ignore[operator]
     model.train()
-    if layout.sp > 1:
-        patch_model(model, group=layout.sp_group, config=_seqpar_config(args))
+    # One rank to a sample is patched too: K and V of the frames are then recomputed, not kept.
+    patch_model(model, group=layout.sp_group, config=_seqpar_config(args))
     return model
 
 
@@ -180,7 +180,9 @@ def train(run: Run, start: int) -> int:
         done = step + 1
         if bar:
             bar.update()
-            bar.set_postfix(loss=f"{row['loss']:.4f}", norm=f"{row['grad_norm']:.3f}", frames=row["frames"])
+            bar.set_postfix(
+                loss=f"{row['loss']:.4f}", norm=f"{row['grad_norm']:.3f}", frames=row["frames"], refresh=False
+            )
         if run.eval_feed and (done == run.steps or (args.eval_every and done % args.eval_every == 0)):
             metrics.write(_evaluate(run, done))
         if (args.save_every and done % args.save_every == 0) or (done == stop and done == args.stop_after):
