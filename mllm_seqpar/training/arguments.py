@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, NoReturn
 
+from mllm_seqpar.config import CHOICES
 from mllm_seqpar.errors import ConfigError
 
 SCHEDULES = ("cosine", "linear", "constant")
@@ -33,10 +34,10 @@ class TrainArguments:
     eval_data: str | None = _option(None, "evaluation data, same format; loss only")
 
     sp: int | None = _option(None, "ranks that share one sample (sequence parallel degree); default: all ranks")
-    strategy: str = _option("lv-xattn", "cross-attention: lv-xattn, ring, mesh, ulysses, auto")
-    self_attention: str = _option("ring", "self-attention of the text: ring, mesh, ulysses, star, local")
+    strategy: str = _option("lv-xattn", f"cross-attention: {', '.join(CHOICES['strategy'])}")
+    self_attention: str = _option("ring", f"self-attention of the text: {', '.join(CHOICES['self_attention'])}")
     text_layout: str = _option("zigzag", "how text tokens are dealt to ranks: zigzag, striped, contiguous")
-    tile: str | None = _option(None, "tile of strategy mesh, as AxB")
+    tile: str | None = _option(None, "tile of the mesh strategy, as AxB; not in this version")
     kernel: str = _option("auto", "block attention kernel")
     recompute_visual: bool = _option(True, "recompute K and V of visual tokens in backward instead of keeping them")
 
