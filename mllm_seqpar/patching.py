@@ -133,7 +133,9 @@ def _chosen(strategy: str | None, config: SeqParConfig | None, options: dict[str
         raise ConfigError(
             f"patch_model: unknown option {', '.join(unknown)}; the options are {', '.join(SeqParConfig.field_names())}"
         )
-    return replace(config or SeqParConfig(), **options, **({} if strategy is None else {"strategy": strategy}))
+    if strategy is not None:
+        options = {**options, "strategy": strategy}
+    return replace(config or SeqParConfig(), **options)
 
 
 def _shapes(model: nn.Module) -> int:

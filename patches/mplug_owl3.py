@@ -104,7 +104,8 @@ def _hyper_forward(attention: Any) -> Any:
             )
         q, k, v = self.project_text(hidden_states, position_embeddings)
         if seqpar.text is not None:
-            return self.output(_sharded(self, *as_attended(q, k, v), visual_norm, seqpar)), None
+            q, k, v = as_attended(q, k, v)
+            return self.output(_sharded(self, q, k, v, visual_norm, seqpar)), None
         if past_key_values is not None:
             k, v = past_key_values.update(k, v, self.layer_idx)
         return self.output(
