@@ -23,7 +23,7 @@ from .attention.sources import AutocastState
 from .errors import ShapeError
 
 CHUNK_BYTES = 64 << 20
-"""Features projected at once. Fewer bytes than this are projected in one go, and only once in the backward pass."""
+"""Features projected at once: what bounds the intermediate results of a projection."""
 
 Projection = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 
@@ -48,6 +48,34 @@ class SharedVisual:
                 f"SharedVisual: features are {tuple(self.features.shape)} and index is {tuple(self.index.shape)}; "
                 "expected (frames, tokens, width) and (frames,)"
             )
+
+
+def frame_chunks(features: Tensor) -> list[slice]:
+    """The frames of features (frames, tokens, width) in chunks of at most `CHUNK_BYTES`; at least one, maybe empty."""
+    frames = features.shape[0]
+    step = max(1, CHUNK_BYTES // max(1, features.shape[1] * features.shape[2] * features.element_size()))
+    return [slice(start, min(start + step, frames)) for start in range(0, frames, step)] or [slice(0, 0)]
+
+
+def project_all(project: Projection, features: Tensor, index: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """k and v (1, G, frames * tokens, D) of all frames, contiguous, projected chunk by chunk; call it without grad mode.
+
+    Only one chunk of a projection's intermediate results is ever alive, and k and v exist once.
+    """
+    chunks, tokens = frame_chunks(features), features.shape[1]
+    whole: tuple[Tensor, ...] = ()
+    for chunk in chunks:
+        parts = [x.to(dtype) for x in project(features[chunk], index[chunk])]
+        if len(chunks) == 1:
+            k, v = (x.contiguous() for x in parts)
+            return k, v
+        if not whole:
+            keys = features.shape[0] * tokens
+            whole = tuple(x.new_empty((*x.shape[:2], keys, x.shape[3])) for x in parts)
+        for target, part in zip(whole, parts, strict=True):
+            target[:, :, chunk.start * tokens : chunk.stop * tokens] = part
+    k, v = whole
+    return k, v
 
 
 @dataclass(frozen=True)
@@ -95,11 +123,7 @@ class RecomputedKeys:
     def keys_values(self, inputs: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
         """k and v of all frames of this rank, projected chunk by chunk without grad mode."""
         with torch.no_grad(), self._as_in_forward():
-            parts = [self._project(inputs[0], chunk) for chunk in self._chunks()]
-        if len(parts) == 1:
-            return parts[0]
-        k, v = (torch.cat(tensors, dim=2) for tensors in zip(*parts, strict=True))
-        return k, v
+            return project_all(self.project, inputs[0], self.visual.index, self.dtype)
 
     def input_grads(
         self, inputs: Sequence[Tensor], needed: Sequence[bool], dk: Tensor, dv: Tensor
@@ -113,9 +137,9 @@ class RecomputedKeys:
         if not any(needed):
             return [None] * len(inputs)
         with torch.enable_grad(), self._as_in_forward():
-            for chunk in self._chunks():
+            for chunk in frame_chunks(features):
                 part = features[chunk].detach().requires_grad_(needed[0])
-                k, v = self._cast(*self.project(part, self.visual.index[chunk]))
+                k, v = (x.to(self.dtype) for x in self.project(part, self.visual.index[chunk]))
                 keys = slice(chunk.start * tokens, chunk.start * tokens + k.shape[2])
                 outputs = [(x, g[:, :, keys].to(x.dtype)) for x, g in ((k, dk), (v, dv)) if x.requires_grad]
                 if not outputs:
@@ -133,18 +157,6 @@ class RecomputedKeys:
                         total += grad
         done = iter(total.to(p.dtype) for p, total in zip(wanted, sums, strict=True))
         return [d_features, *(next(done) if need else None for need in needed[1:])]
-
-    def _project(self, features: Tensor, chunk: slice) -> tuple[Tensor, Tensor]:
-        return self._cast(*self.project(features[chunk], self.visual.index[chunk]))
-
-    def _cast(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        return k.to(self.dtype).contiguous(), v.to(self.dtype).contiguous()
-
-    def _chunks(self) -> list[slice]:
-        features = self.visual.features
-        frames = features.shape[0]
-        step = max(1, CHUNK_BYTES // max(1, features.shape[1] * features.shape[2] * features.element_size()))
-        return [slice(start, min(start + step, frames)) for start in range(0, frames, step)] or [slice(0, 0)]
 
     def _parameters(self) -> list[Tensor]:
         seen: dict[int, Tensor] = {}

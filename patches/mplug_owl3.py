@@ -26,7 +26,7 @@ from mllm_seqpar.models.mplug_owl3.visual_inputs import VisualCache, visual_cach
 from mllm_seqpar.patching import Patch
 from mllm_seqpar.sharding import FrameShard, frame_bounds
 from mllm_seqpar.text import TextShards
-from mllm_seqpar.visual import SharedVisual
+from mllm_seqpar.visual import Projection, SharedVisual, project_all
 
 from . import hf_attention
 from .hf_generation import patch_generate
@@ -125,11 +125,7 @@ def _sharded(self: Any, q: Tensor, k: Tensor, v: Tensor, visual_norm: Any, seqpa
     if seqpar.frames is None:
         o = _channels(seqpar.attend(q, [text], self.scaling))
     else:
-
-        def project(features: Tensor, frame_position: Tensor) -> tuple[Tensor, Tensor]:
-            return self.project_visual(visual_norm(features), frame_position)
-
-        visual = seqpar.visual_keys(project, [visual_norm, self.v_kv_proj], q.dtype)
+        visual = seqpar.visual_keys(_projection(self, visual_norm), [visual_norm, self.v_kv_proj], q.dtype)
         if self.fused:
             o = _channels(seqpar.attend(q, [text, visual], self.scaling))
         else:
@@ -154,7 +150,7 @@ def _replicated(
     hf_attention.refuse_dropout(self._dropout)
     if visual is None:
         return self._attend_text(q, k, v, attention_mask)[0]
-    visual_k, visual_v = self.visual_states(visual, visual_norm, past_key_values)
+    visual_k, visual_v = _cached_keys_values(self, past_key_values, visual, visual_norm, q.dtype)
     q, k, v, visual_k, visual_v = as_attended(q, k, v, visual_k, visual_v)
     o_visual, lse_visual = seqpar.attend_replicated(q, visual_k, visual_v, self.scaling)
     if not self.fused:
@@ -165,6 +161,22 @@ def _replicated(
     math.forward(q, k, v, causal_tiles(attention_mask, q, k), partial)
     partial.add(o_visual, lse_visual)
     return _channels(partial.value[0].to(q.dtype))
+
+
+def _projection(self: Any, visual_norm: Any) -> Projection:
+    """Frames' features (f, tokens, width) and positions (f,) to k, v by the layer's own norm and projection."""
+    return lambda features, frame_position: self.project_visual(visual_norm(features), frame_position)
+
+
+def _cached_keys_values(
+    self: Any, past_key_values: Any, visual: Any, visual_norm: Any, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """This rank's K and V of the frames: kept beside the text cache, projected once per prompt, in chunks."""
+    states = visual_cache(past_key_values).states
+    if self.layer_idx not in states:
+        project = _projection(self, visual_norm)
+        states[self.layer_idx] = project_all(project, visual.embeds, visual.frame_position, dtype)
+    return states[self.layer_idx]
 
 
 def _channels(o: Tensor) -> Tensor:

@@ -20,7 +20,7 @@ from mllm_seqpar.comm import Communicator, as_communicator, run_loopback
 from mllm_seqpar.errors import ShapeError
 from mllm_seqpar.masks import FullBlocks
 from mllm_seqpar.sharding import frame_bounds
-from mllm_seqpar.visual import RecomputedKeys, SharedVisual
+from mllm_seqpar.visual import RecomputedKeys, SharedVisual, frame_chunks
 from tolerances import EXACT, relative_error
 
 HEADS, GROUPS, DIM, WIDTH, TOKENS = 4, 2, 8, 12, 3
@@ -157,7 +157,7 @@ def test_chunks_of_frames_give_what_one_piece_gives(monkeypatch: pytest.MonkeyPa
     source = RecomputedKeys(
         None, SharedVisual(torch.zeros(7, TOKENS, WIDTH), torch.zeros(7), 7), None, [], torch.float32
     )
-    assert [chunk.stop - chunk.start for chunk in source._chunks()] == [2, 2, 2, 1]
+    assert [chunk.stop - chunk.start for chunk in frame_chunks(source.visual.features)] == [2, 2, 2, 1]
     assert_exact(setting, run_loopback(2, run, setting))
 
 
