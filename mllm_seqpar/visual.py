@@ -58,7 +58,7 @@ def frame_chunks(features: Tensor) -> list[slice]:
 
 
 def project_all(project: Projection, features: Tensor, index: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """k and v (1, G, frames * tokens, D) of all frames, contiguous, projected chunk by chunk; call it without grad mode.
+    """k and v (1, G, frames * tokens, D) of all frames, contiguous, chunk by chunk; call it without grad mode.
 
     Only one chunk of a projection's intermediate results is ever alive, and k and v exist once.
     """
