@@ -21,7 +21,7 @@ EVERYWHERE = {
 """For 1 to 4 ranks."""
 
 ONCE = {
-    "two tokens, no frames": Case(frames=(0,), length=2),
+    "two tokens, no frames": Case(frames=(0,), length=2, labels="every row"),  # a row of one key has no gradient of q
     "right padding": Case(frames=(2, 3), padding="right"),
     "packed sequences": Case(frames=(3,), length=13, packed=(5, 8)),
     "positions that look packed, with a cache": Case(
