@@ -64,14 +64,11 @@ def agree_on_text(comm: Communicator, what: str, describe: Callable[[], str]) ->
         text = describe()
     except Exception as caught:  # noqa: BLE001 - raised again below, after the others have been told
         error = caught
-    raw = text.encode()
-    facts = comm.gather_ints([int(error is not None), fingerprint(text), len(raw)])
+    facts = comm.gather_ints([int(error is not None), fingerprint(text)])
     _raise_failures(comm, what, [row[0] for row in facts], error)
     if all(row == facts[0] for row in facts):
         return
-    room = max(row[2] for row in facts)
-    texts = comm.gather_ints(list(raw) + [0] * (room - len(raw)))
-    quoted = "; ".join(f"rank {r}: {bytes(row[: facts[r][2]]).decode()}" for r, row in enumerate(texts))
+    quoted = "; ".join(f"rank {rank}: {told}" for rank, told in enumerate(comm.gather_texts(text)))
     raise AgreementError(f"{what}: the ranks of the group disagree. {quoted}. Pass the same on every rank")
 
 

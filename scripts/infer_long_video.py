@@ -11,7 +11,7 @@ import sys
 from transformers.utils import logging
 
 from mllm_seqpar.inference.session import infer
-from mllm_seqpar.training.failure import run
+from mllm_seqpar.running.failure import run
 
 if __name__ == "__main__":
     logging.set_verbosity_error()

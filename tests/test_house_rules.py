@@ -18,9 +18,9 @@ MAY_IMPORT = {
     "core": CORE,
     "models": CORE | {"numpy", "PIL", "safetensors", "tokenizers", "transformers", "models"},
     "data": CORE | {"numpy", "PIL", "safetensors", "av", "tokenizers", "transformers", "data"},
-    "training": CORE
-    | {"numpy", "safetensors", "transformers", "accelerate", "peft", "tqdm", "models", "data", "training"},
-    "inference": CORE | {"transformers", "tqdm", "models", "data", "training", "inference"},
+    "running": CORE | {"safetensors", "transformers", "tqdm", "models", "running"},
+    "training": CORE | {"numpy", "accelerate", "peft", "data", "running", "training"},
+    "inference": CORE | {"transformers", "data", "running", "inference"},
     "patches": CORE | {"transformers", "models", "patches"},
 }
 OUTER_PARTS = MAY_IMPORT.keys() - {"core"}

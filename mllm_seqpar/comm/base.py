@@ -85,6 +85,17 @@ class Communicator(ABC):
         x = torch.tensor(list(values), dtype=torch.int64, device=self.device)
         return [part.tolist() for part in self.all_gather(x, "agreement")]
 
+    def gather_texts(self, text: str) -> list[str]:
+        """One text of any length on every rank -> all ranks' texts, by rank. Synchronises with the host."""
+        if self.size == 1:
+            return [text]
+        raw = text.encode()
+        lengths = [row[0] for row in self.gather_ints([len(raw)])]
+        padded = raw.ljust(max(*lengths, 1), b"\0")
+        x = torch.tensor(list(padded), dtype=torch.uint8, device=self.device)
+        rows = self.all_gather(x, "agreement")
+        return [bytes(row.tolist()[:length]).decode() for row, length in zip(rows, lengths, strict=True)]
+
     @property
     @abstractmethod
     def identity(self) -> Hashable:

@@ -21,9 +21,9 @@ from torch.distributed.fsdp import FSDPModule
 from ..comm import Communicator, Group, as_communicator
 from ..data.sources import FrameSource
 from ..errors import AdapterError, ConfigError, VideoError
+from ..running.prefetch import read_ahead
+from ..running.together import settle
 from ..sharding import FrameShard, frame_bounds
-from ..training.prefetch import read_ahead
-from .together import settle
 
 
 @dataclass(frozen=True)

@@ -12,9 +12,9 @@ from ..comm import Communicator
 from ..data.features import FeatureStore, model_fingerprint, open_features, save_features, source_meta
 from ..data.sources import VideoSource
 from ..errors import DataError
+from ..running.together import together
 from ..sharding import FrameShard, frame_range
 from .encoding import EncodedVideo
-from .together import gather_texts, together
 
 SAMPLING = ("fps", "num_frames", "max_frames")
 """The options that say which frames of a video are used."""
@@ -32,7 +32,7 @@ def save_video(directory: str, video: EncodedVideo, comm: Communicator, meta: Ma
     Raises:
         DataError: this rank cannot write; AgreementError: another rank cannot.
     """
-    origin = json.loads(gather_texts(comm, json.dumps(dict(meta)))[0])
+    origin = json.loads(comm.gather_texts(json.dumps(dict(meta)))[0])
 
     def write() -> None:
         try:

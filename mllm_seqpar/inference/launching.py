@@ -6,15 +6,12 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 
 from ..comm import Communicator, as_communicator
-from ..errors import ConfigError
-
-DEVICES = ("auto", "cpu", "cuda")
+from ..running.devices import on_cuda, time_limit
 
 
 @contextmanager
@@ -32,21 +29,14 @@ def launched_ranks(device: str = "auto", timeout: float | None = None) -> Iterat
     Raises:
         ConfigError: cuda is asked for, and this node has too few GPUs.
     """
-    world, local_world = _number("WORLD_SIZE", 1), _number("LOCAL_WORLD_SIZE", 1)
-    gpus = torch.cuda.device_count()
-    if device == "cuda" and gpus < local_world:
-        raise ConfigError(
-            f"--device cuda: this node has {gpus} GPUs for {local_world} processes; start fewer, or use --device cpu"
-        )
-    asked_for_cpu = os.environ.get("ACCELERATE_USE_CPU", "").lower() in ("1", "true")
-    on_cuda = device == "cuda" or (device == "auto" and gpus >= local_world and not asked_for_cpu)
-    place = torch.device("cuda", _number("LOCAL_RANK", 0)) if on_cuda else torch.device("cpu")
-    if on_cuda:
+    cuda = on_cuda(device)
+    place = torch.device("cuda", _number("LOCAL_RANK", 0)) if cuda else torch.device("cpu")
+    if cuda:
         torch.cuda.set_device(place)
-    starts = world > 1 and not dist.is_initialized()
+    starts = _number("WORLD_SIZE", 1) > 1 and not dist.is_initialized()
     if starts:
-        limit = timedelta(seconds=timeout or (600 if on_cuda else 300))
-        dist.init_process_group("nccl" if on_cuda else "gloo", timeout=limit, device_id=place if on_cuda else None)
+        limit = time_limit(timeout, cuda)
+        dist.init_process_group("nccl" if cuda else "gloo", timeout=limit, device_id=place if cuda else None)
     yield as_communicator(None), place
     if starts:
         dist.destroy_process_group()

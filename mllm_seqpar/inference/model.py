@@ -13,8 +13,7 @@ from ..comm import Communicator
 from ..config import SeqParConfig
 from ..errors import ConfigError
 from ..patching import patch_model
-from ..training.accelerate_glue import layer_classes
-from ..training.model import load_model
+from ..running.loading import layer_classes, load_model
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 

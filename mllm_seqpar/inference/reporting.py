@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -13,7 +12,8 @@ from pathlib import Path
 import torch
 
 from ..comm import Communicator
-from ..training.memory import peak_memory
+from ..running.memory import peak_memory
+from ..running.progress import progress_bar
 from .answering import Answer
 from .encoding import EncodedVideo
 
@@ -49,10 +49,7 @@ def frames_bar(total: int, what: str, show: bool) -> Iterator[Callable[[int], No
     if not show:
         yield lambda done: None
         return
-    from tqdm import tqdm
-
-    # In a log file a bar that moves ten times a second is noise.
-    with tqdm(total=total, unit="frame", desc=what, mininterval=0.2 if sys.stderr.isatty() else 10.0) as bar:
+    with progress_bar(total, "frame", what) as bar:
         yield lambda done: bar.update(done - bar.n)
 
 

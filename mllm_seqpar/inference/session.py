@@ -18,9 +18,10 @@ from torch import nn
 from ..comm import Communicator
 from ..data.features import FeatureStore, source_meta
 from ..data.sources import VideoSource
-from ..errors import ConfigError, SeqParError
+from ..errors import ConfigError
 from ..patching import patch_of
-from ..training.model import load_processor
+from ..running.loading import load_processor
+from ..running.together import attempt, settle, together
 from .answering import Answer, answer
 from .arguments import InferArguments, parse
 from .encoding import EncodedVideo, encode_video
@@ -28,7 +29,6 @@ from .keeping import load_video, open_store, origin, save_video
 from .launching import launched_ranks
 from .model import distribute, load_for_inference, model_files
 from .reporting import ENCODE, Stages, frames_bar, make_report
-from .together import settle, together
 
 
 @dataclass(frozen=True)
@@ -66,9 +66,9 @@ def infer(argv: Sequence[str]) -> None:
     Raises:
         SeqParError: bad arguments, files, a video that cannot be read; ranks that do not agree.
     """
-    args, problem = _parsed(argv)
+    args, problem = attempt(lambda: parse(argv))
     with launched_ranks(*((args.device, args.timeout) if args else ())) as (comm, device):
-        settle(comm, "arguments", problem, {name: str(value) for name, value in asdict(args).items()} if args else {})
+        settle(comm, "arguments", problem, asdict(args) if args else {})
         assert args is not None  # or all ranks have raised
         _run(args, comm, device)
 
@@ -90,13 +90,6 @@ def _run(args: InferArguments, comm: Communicator, device: torch.device) -> None
         print(report.line(), file=sys.stderr, flush=True)  # noqa: T201 - standard output has the answers alone
         if args.report:
             report.write(args.report)
-
-
-def _parsed(argv: Sequence[str]) -> tuple[InferArguments | None, SeqParError | None]:
-    try:
-        return parse(argv), None
-    except SeqParError as error:
-        return None, error
 
 
 def _open(args: InferArguments, saves: bool) -> Inputs:

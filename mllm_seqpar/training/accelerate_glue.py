@@ -2,7 +2,6 @@
 
 import os
 from dataclasses import dataclass
-from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -10,6 +9,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from mllm_seqpar.errors import ConfigError
+from mllm_seqpar.running.devices import on_cuda, time_limit
+from mllm_seqpar.running.loading import layer_classes
 from mllm_seqpar.training.accelerate_cpu import enable_fsdp2_on_cpu, require_sharded
 
 
@@ -17,18 +18,19 @@ def start_accelerator(device: str = "auto", timeout: float | None = None):
     """The accelerator of this process: process group with a time limit, device, precision of the launch config.
 
     Args:
-        device: cpu, cuda, or auto: cuda when this node has a GPU for each of its processes.
-        timeout: seconds after which a collective that another rank has not joined fails; None for 600 on GPUs and 300
-            on CPU, where the ranks share fewer cores but nobody waits for half an hour.
+        device: see `mllm_seqpar.running.devices.on_cuda`.
+        timeout: seconds after which a collective that another rank has not joined fails; None for the default of
+            `mllm_seqpar.running.devices.time_limit`.
 
     Raises:
-        ConfigError: several processes without FSDP2, fp16, or accumulation set in accelerate's config.
+        ConfigError: too few GPUs for cuda, several processes without FSDP2, fp16, or accumulation set in accelerate's
+            config.
     """
     from accelerate import Accelerator
     from accelerate.utils import InitProcessGroupKwargs
 
-    cpu = not _on_cuda(device)
-    limit = timedelta(seconds=timeout or (300 if cpu else 600))
+    cpu = not on_cuda(device)
+    limit = time_limit(timeout, not cpu)
     accelerator = Accelerator(cpu=cpu, kwargs_handlers=[InitProcessGroupKwargs(timeout=limit)])
     if dist.is_initialized():
         if os.environ.get("ACCELERATE_USE_FSDP", "").lower() != "true" or os.environ.get("FSDP_VERSION") != "2":
@@ -46,14 +48,6 @@ def start_accelerator(device: str = "auto", timeout: float | None = None):
             "the loss is a mean over tokens: use --global-batch and --micro-batch"
         )
     return accelerator
-
-
-def _on_cuda(device: str) -> bool:
-    if device == "auto":
-        return torch.cuda.device_count() >= int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    if device == "cuda" and not torch.cuda.is_available():
-        raise ConfigError("--device cuda: torch sees no GPU here; use --device cpu or auto")
-    return device == "cuda"
 
 
 @dataclass(frozen=True)
@@ -129,16 +123,6 @@ def shard_model(accelerator, model: nn.Module, optimizer: torch.optim.Optimizer)
     if dist.is_initialized():
         require_sharded(model)
     return model, getattr(optimizer, "optimizer", optimizer)
-
-
-def layer_classes(model: nn.Module) -> list[str]:
-    """Names of the classes whose instances are sharded as units of their own: the model's `_no_split_modules`.
-
-    transformers collects that list from the classes of all parts, and it may name some that this model has no instance
-    of (the text half of SigLIP), which accelerate would refuse.
-    """
-    present = {type(module).__name__ for module in model.modules()}
-    return sorted(present & set(getattr(model, "_no_split_modules", None) or ()))
 
 
 def reshard(model: nn.Module) -> None:

@@ -5,7 +5,6 @@ all ranks, before the first collective that a failed rank would leave the others
 resume, train.
 """
 
-import sys
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -15,20 +14,23 @@ from typing import Any
 import torch
 from torch import nn
 
+from mllm_seqpar.comm import as_communicator
 from mllm_seqpar.config import SeqParConfig
-from mllm_seqpar.errors import ConfigError, SeqParError
+from mllm_seqpar.errors import ConfigError
 from mllm_seqpar.log import get_logger
 from mllm_seqpar.patching import patch_model
+from mllm_seqpar.running.loading import load_model, load_processor
+from mllm_seqpar.running.memory import peak_memory, reset_peak_memory
+from mllm_seqpar.running.progress import progress_bar
+from mllm_seqpar.running.together import attempt, settle, together
 from mllm_seqpar.training import checkpoint as checkpoints
 from mllm_seqpar.training.accelerate_glue import Layout, make_layout, reshard, shard_model, start_accelerator
-from mllm_seqpar.training.agreement import require_agreement
 from mllm_seqpar.training.arguments import TRAJECTORY, TrainArguments, parse
 from mllm_seqpar.training.export import export_model
 from mllm_seqpar.training.feed import Feed, open_feed
-from mllm_seqpar.training.memory import peak_memory, reset_peak_memory
 from mllm_seqpar.training.metrics import MetricsFile
-from mllm_seqpar.training.model import choose_parameters, load_model, load_processor, parameter_groups
 from mllm_seqpar.training.order import TrainOrder, eval_order
+from mllm_seqpar.training.parameters import choose_parameters, parameter_groups
 from mllm_seqpar.training.schedule import learning_rate, warmup_steps
 from mllm_seqpar.training.step import evaluate, train_step
 
@@ -77,21 +79,20 @@ def fine_tune(argv: Sequence[str]) -> None:
 
 def prepare(argv: Sequence[str]) -> Run:
     """Everything before the first step, agreed upon by all ranks."""
-    args, problem = _try(_arguments, argv)
+    args, problem = attempt(lambda: _arguments(argv))
     accelerator = start_accelerator(args.device, args.timeout) if args else start_accelerator()
-    require_agreement("arguments", asdict(args) if args else {}, problem)
-    assert args is not None  # or the agreement has raised
+    comm = as_communicator()
+    settle(comm, "arguments", problem, asdict(args) if args else {})
+    assert args is not None  # or all ranks have raised
     layout = make_layout(args.sp, accelerator.device.type)
     torch.manual_seed(args.seed)
 
-    data, problem = _try(_open_data, args, layout)
-    require_agreement("data", data[-1] if data else {}, problem)
-    assert data is not None
-    processor, feed, eval_feed, order, resume, facts = data
-
-    model, problem = _try(_load_and_patch, args, layout)
-    require_agreement("model", {}, problem)
-    assert model is not None
+    processor, feed, eval_feed, order, resume, facts = together(
+        comm, "data", lambda: _open_data(args, layout), lambda opened: opened[-1]
+    )
+    model = together(comm, "model", lambda: _load(args))
+    # One rank to a sample is patched too: K and V of the frames are then recomputed, not kept.
+    together(comm, "patch", lambda: patch_model(model, group=layout.sp_group, config=_seqpar_config(args)))
     optimizer = torch.optim.AdamW(
         parameter_groups(model.named_parameters(), args.weight_decay),
         lr=args.lr,
@@ -152,15 +153,12 @@ def _open_data(args: TrainArguments, layout: Layout):
     return processor, feed, eval_feed, order, resume, facts
 
 
-def _load_and_patch(args: TrainArguments, layout: Layout) -> nn.Module:
+def _load(args: TrainArguments) -> nn.Module:
     model = load_model(args.model)
     choose_parameters(model, args.freeze, args.train)
     if args.gradient_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})  # type: ignore[operator]
-    model.train()
-    # One rank to a sample is patched too: K and V of the frames are then recomputed, not kept.
-    patch_model(model, group=layout.sp_group, config=_seqpar_config(args))
-    return model
+    return model.train()
 
 
 def train(run: Run, start: int) -> int:
@@ -169,7 +167,7 @@ def train(run: Run, start: int) -> int:
     stop = min(run.steps, args.stop_after or run.steps)
     main = run.layout.rank == 0
     metrics = MetricsFile(run.output / "metrics.jsonl" if main else None, keep=start)
-    bar = _progress_bar(run, start) if main and args.progress else None
+    bar = progress_bar(run.steps, "step", "training", done=start) if main and args.progress else None
     warmup = warmup_steps(args.warmup, run.steps)
     for step in range(start, stop):
         rate = learning_rate(
@@ -232,19 +230,3 @@ def _save(run: Run, step: int) -> None:
     )
     path = checkpoints.save_checkpoint(run.output, progress, run.model, run.optimizer, run.args.keep)
     _log.info("saved %s", path)
-
-
-def _progress_bar(run: Run, start: int):
-    from tqdm import tqdm
-
-    # In a log file a bar that moves ten times a second is noise.
-    pause = 0.2 if sys.stderr.isatty() else 10.0
-    return tqdm(total=run.steps, initial=start, unit="step", desc="training", mininterval=pause)
-
-
-def _try(make, *args) -> tuple[Any, SeqParError | None]:
-    """(result, None), or (None, the error), for `require_agreement` to raise on all ranks."""
-    try:
-        return make(*args), None
-    except SeqParError as error:
-        return None, error

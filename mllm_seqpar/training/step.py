@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from mllm_seqpar.errors import DataError
+from mllm_seqpar.running.prefetch import read_ahead
 from mllm_seqpar.training.accelerate_glue import Layout, reshard
-from mllm_seqpar.training.prefetch import read_ahead
 
 
 class Batch(Protocol):

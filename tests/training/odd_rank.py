@@ -10,8 +10,8 @@ import signal
 import sys
 
 from mllm_seqpar.errors import VideoError
+from mllm_seqpar.running.failure import run
 from mllm_seqpar.training import loop
-from mllm_seqpar.training.failure import run
 
 split = sys.argv.index("--")
 (what, *value), arguments = sys.argv[1:split], sys.argv[split + 1 :]

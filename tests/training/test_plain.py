@@ -5,12 +5,9 @@ import json
 import pytest
 
 from mllm_seqpar.errors import ConfigError, DataError
-from mllm_seqpar.training.agreement import require_agreement
 from mllm_seqpar.training.arguments import TRAJECTORY, TrainArguments, parse
-from mllm_seqpar.training.failure import describe
 from mllm_seqpar.training.metrics import MetricsFile, read_metrics
 from mllm_seqpar.training.order import TrainOrder, eval_order
-from mllm_seqpar.training.prefetch import read_ahead
 from mllm_seqpar.training.schedule import learning_rate, warmup_steps
 
 NEEDED = ["--model", "m", "--data", "d", "--output", "o"]
@@ -106,28 +103,3 @@ def test_metrics_are_cut_back_to_the_resumed_step(tmp_path) -> None:
     path.write_text("hello\n" + json.dumps({"step": 1}) + "\n")
     with pytest.raises(DataError, match="line 1 is not JSON"):
         read_metrics(path)
-
-
-def test_reading_ahead_keeps_the_order_and_raises_in_place() -> None:
-    assert list(read_ahead(range(5), lambda x: x * x)) == [0, 1, 4, 9, 16]
-    assert list(read_ahead([], str)) == []
-    got = []
-    with pytest.raises(ZeroDivisionError):
-        for value in read_ahead([1, 2, 0, 3], lambda x: 2 / x):
-            got.append(value)
-    assert got == [2.0, 1.0]
-
-
-def test_an_error_of_ours_is_one_line_and_others_keep_their_traceback() -> None:
-    assert describe(ConfigError("no")) == ("error: no", 2)
-    text, status = describe(RuntimeError("[../gloo/transport/tcp/pair.cc:547] Connection closed by peer [::1]:1"))
-    assert text.startswith("stopped: another rank ended")
-    assert status == 1
-    text, status = describe(KeyError("x"))
-    assert "KeyError: 'x'" in text
-
-
-def test_one_process_agrees_with_itself() -> None:
-    require_agreement("arguments", {"sp": 1})
-    with pytest.raises(ConfigError, match="bad"):
-        require_agreement("arguments", {}, ConfigError("bad"))

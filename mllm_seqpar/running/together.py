@@ -1,7 +1,8 @@
 """Steps that can fail on one rank only: all ranks learn of it, and stop, before the next thing they do together.
 
-A rank that cannot read its part of a video would otherwise leave, or wait, while the others stand in a collective that
-it never joins. Here every rank tells after such a step what stopped it, if anything, and what it found; all compare.
+A rank with another option, other data, or a file that only it cannot read would otherwise leave, or wait, while the
+others stand in a collective that it never joins. Here every rank tells after such a step what stopped it, if anything,
+and what it found; all compare.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from typing import Any, TypeVar
 
 from ..comm import Communicator
 from ..errors import AgreementError, SeqParError
-from ..training.failure import mark_same_everywhere
+from .failure import leave_to_rank_0
 
 Made = TypeVar("Made")
 
@@ -28,30 +29,37 @@ def together(
     Args:
         comm: the group; every rank calls this.
         what: the subject, for messages.
-        work: the step. It must not communicate.
+        work: the step. It must not communicate, unless it then ends on all ranks (as `patch_model` does).
         facts: from the result, name -> what all ranks must have in common; compared as text.
 
     Raises:
         AgreementError: another rank failed, and the message says with what, or the facts differ.
         Exception: what `work` raised here.
     """
-    error: Exception | None = None
-    found: dict[str, str] = {}
+    made, error = attempt(lambda: (done := work(), facts(done)))
+    settle(comm, what, error, made[1] if made else {})
+    assert made is not None  # or `settle` has raised
+    return made[0]
+
+
+def attempt(work: Callable[[], Made]) -> tuple[Made | None, Exception | None]:
+    """(result, None), or (None, the exception), for `settle`: the first half of `together`."""
     try:
-        made = work()
-        found = {name: str(value) for name, value in facts(made).items()}
-    except Exception as caught:  # noqa: BLE001 - raised below, when the other ranks know
-        error = caught
-    settle(comm, what, error, found)
-    return made
+        return work(), None
+    except Exception as error:  # noqa: BLE001 - raised by `settle`, when the other ranks know
+        return None, error
 
 
-def settle(comm: Communicator, what: str, error: Exception | None, facts: Mapping[str, str] | None = None) -> None:
+def settle(comm: Communicator, what: str, error: Exception | None, facts: Mapping[str, Any] | None = None) -> None:
     """The second half of `together`: raises on every rank unless no rank has an `error` and all have equal `facts`."""
-    rows = [json.loads(text) for text in gather_texts(comm, json.dumps([_told(error), dict(facts or {})]))]
+    mine = [_told(error), {name: str(value) for name, value in (facts or {}).items()}]
+    rows = [json.loads(text) for text in comm.gather_texts(json.dumps(mine))]
     told = [row[0] for row in rows]
     if error is not None:
-        raise mark_same_everywhere(error) if isinstance(error, SeqParError) else error
+        # Rank 0 quotes all that failed when it did not fail itself. Otherwise it speaks for those with the same error.
+        if isinstance(error, SeqParError) and told[0] in (None, told[comm.rank]):
+            leave_to_rank_0(error)
+        raise error
     if any(told):
         failed = "; ".join(f"{_ranks(who)}: {text}" for text, who in _by_value(told) if text)
         raise AgreementError(f"{what}: {failed}")
@@ -65,14 +73,6 @@ def settle(comm: Communicator, what: str, error: Exception | None, facts: Mappin
             for name, by_rank in differing.items()
         )
         raise AgreementError(f"{what}: the ranks differ in {listed}. Start all ranks with the same options and files")
-
-
-def gather_texts(comm: Communicator, text: str) -> list[str]:
-    """The text of every rank of the group, by rank."""
-    raw = text.encode()
-    lengths = [row[0] for row in comm.gather_ints([len(raw)])]
-    rows = comm.gather_ints([*raw, *[0] * (max(lengths) - len(raw))])
-    return [bytes(row[:length]).decode() for row, length in zip(rows, lengths, strict=True)]
 
 
 def _told(error: Exception | None) -> str | None:

@@ -35,25 +35,28 @@ def run(main: Callable[[Sequence[str]], None], argv: Sequence[str]) -> None:
 
 def describe(error: Exception) -> tuple[str, int]:
     """(text for stderr, exit status) of an exception."""
-    if isinstance(error, AgreementError) or (isinstance(error, SeqParError) and same_everywhere(error)):
-        return ("" if _rank() else f"error: {error}"), BAD_INPUT  # every rank raised it: rank 0 speaks for all
+    if isinstance(error, AgreementError) or (isinstance(error, SeqParError) and left_to_rank_0(error)):
+        return ("" if _rank() else f"error: {error}"), BAD_INPUT  # rank 0 speaks for all
     if isinstance(error, SeqParError):
         return f"error: {error}", BAD_INPUT
     if isinstance(error, TransferError) or (isinstance(error, RuntimeError) and _lost_a_rank(error)):
-        first = str(error).strip().splitlines()
-        return f"{_STOPPED} another rank ended or does not answer ({first[0] if first else error!r})", FAILED
+        return f"{_STOPPED} another rank ended or does not answer ({first_line(error)})", FAILED
     return "".join(traceback.format_exception(error)).rstrip(), FAILED
 
 
-def mark_same_everywhere(error: SeqParError) -> SeqParError:
-    """Notes that every rank raises this error, so that only rank 0 prints it."""
-    error.__dict__["_same_everywhere"] = True
-    return error
+def leave_to_rank_0(error: SeqParError) -> None:
+    """Notes that what rank 0 raises tells of this error too, so that the other ranks need not print it."""
+    error.__dict__["_left_to_rank_0"] = True
 
 
-def same_everywhere(error: SeqParError) -> bool:
-    """Whether `mark_same_everywhere` was called."""
-    return bool(error.__dict__.get("_same_everywhere"))
+def left_to_rank_0(error: SeqParError) -> bool:
+    """Whether `leave_to_rank_0` was called."""
+    return bool(error.__dict__.get("_left_to_rank_0"))
+
+
+def first_line(error: Exception) -> str:
+    """The first line of an error's text, or its `repr` when it has none."""
+    return next(iter(str(error).strip().splitlines()), repr(error))
 
 
 def _lost_a_rank(error: RuntimeError) -> bool:

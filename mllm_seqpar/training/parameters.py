@@ -1,16 +1,11 @@
-"""Loading a model and its processor, and choosing what of it trains."""
+"""Choosing what of a model trains, and how its parameters are grouped for the optimizer."""
 
-import importlib
-import pkgutil
 from collections.abc import Iterable
 from fnmatch import fnmatchcase
-from pathlib import Path
 from typing import Any
 
-import torch
 from torch import nn
 
-from mllm_seqpar import models
 from mllm_seqpar.errors import ConfigError
 from mllm_seqpar.log import get_logger
 
@@ -22,62 +17,6 @@ PARTS = {
 """What model families call their parts; a part is the first of these modules that the model has."""
 
 _log = get_logger(__name__)
-
-
-def load_model(path: str, dtype: torch.dtype | str = torch.float32) -> nn.Module:
-    """The model in directory `path`.
-
-    Args:
-        path: a directory that `save_pretrained` wrote, or a published checkpoint.
-        dtype: for training float32: optimizers need master weights, FSDP casts for computation. "auto": that of the
-            checkpoint.
-
-    Raises:
-        ConfigError: there is no model, it cannot be read, or its type is not known.
-    """
-    from safetensors import SafetensorError
-    from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForImageTextToText
-
-    _register()
-    _require_directory(path)
-    try:
-        config = AutoConfig.from_pretrained(path)
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"--model {path}: {_first_line(error)}") from error
-    for auto in (AutoModelForImageTextToText, AutoModelForCausalLM, AutoModel):
-        if type(config) in auto._model_mapping:
-            try:
-                return auto.from_pretrained(path, config=config, dtype=dtype)
-            except (OSError, SafetensorError) as error:
-                raise ConfigError(f"--model {path}: {_first_line(error)}") from error
-    raise ConfigError(f"--model {path}: no model class is registered for {type(config).__name__}")
-
-
-def load_processor(path: str) -> Any:
-    """The processor in directory `path`.
-
-    Raises:
-        ConfigError: there is none.
-    """
-    from transformers import AutoProcessor
-
-    _register()
-    _require_directory(path)
-    try:
-        return AutoProcessor.from_pretrained(path)
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"--model {path}: no processor there: {_first_line(error)}") from error
-
-
-def _require_directory(path: str) -> None:
-    if not (Path(path) / "config.json").is_file():
-        raise ConfigError(f"--model {path}: no config.json there; give a directory that save_pretrained wrote")
-
-
-def _register() -> None:
-    """Imports the native models, each of which registers itself with transformers' Auto classes."""
-    for package in pkgutil.iter_modules(models.__path__, models.__name__ + "."):
-        importlib.import_module(package.name)
 
 
 def choose_parameters(model: nn.Module, freeze: str, train: str) -> None:
@@ -133,7 +72,3 @@ def parameter_groups(named: Iterable[tuple[str, nn.Parameter]], weight_decay: fl
         {"params": [p for p in training if p.dim() < 2], "weight_decay": 0.0},
     ]
     return [group for group in groups if group["params"]]
-
-
-def _first_line(error: Exception) -> str:
-    return next(iter(str(error).strip().splitlines()), repr(error))

@@ -1,0 +1,81 @@
+"""Loading a model and its processor from a directory, and what of a model is sharded as a unit."""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from .. import models
+from ..errors import ConfigError
+from .failure import first_line
+
+
+def load_model(path: str, dtype: torch.dtype | str = torch.float32) -> nn.Module:
+    """The model in directory `path`.
+
+    Args:
+        path: a directory that `save_pretrained` wrote, or a published checkpoint.
+        dtype: for training float32: optimizers need master weights, FSDP casts for computation. "auto": that of the
+            checkpoint.
+
+    Raises:
+        ConfigError: there is no model, it cannot be read, or its type is not known.
+    """
+    from safetensors import SafetensorError
+    from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForImageTextToText
+
+    _register()
+    _require_directory(path)
+    try:
+        config = AutoConfig.from_pretrained(path)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"--model {path}: {first_line(error)}") from error
+    for auto in (AutoModelForImageTextToText, AutoModelForCausalLM, AutoModel):
+        if type(config) in auto._model_mapping:
+            try:
+                return auto.from_pretrained(path, config=config, dtype=dtype)
+            except (OSError, SafetensorError) as error:
+                raise ConfigError(f"--model {path}: {first_line(error)}") from error
+    raise ConfigError(f"--model {path}: no model class is registered for {type(config).__name__}")
+
+
+def load_processor(path: str) -> Any:
+    """The processor in directory `path`.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    from transformers import AutoProcessor
+
+    _register()
+    _require_directory(path)
+    try:
+        return AutoProcessor.from_pretrained(path)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"--model {path}: no processor there: {first_line(error)}") from error
+
+
+def layer_classes(model: nn.Module) -> list[str]:
+    """Names of the classes whose instances are sharded as units of their own: the model's `_no_split_modules`.
+
+    transformers collects that list from the classes of all parts, and it may name some that this model has no instance
+    of (the text half of SigLIP), which accelerate would refuse.
+    """
+    present = {type(module).__name__ for module in model.modules()}
+    return sorted(present & set(getattr(model, "_no_split_modules", None) or ()))
+
+
+def _require_directory(path: str) -> None:
+    if not (Path(path) / "config.json").is_file():
+        raise ConfigError(f"--model {path}: no config.json there; give a directory that save_pretrained wrote")
+
+
+def _register() -> None:
+    """Imports the native models, each of which registers itself with transformers' Auto classes."""
+    for package in pkgutil.iter_modules(models.__path__, models.__name__ + "."):
+        importlib.import_module(package.name)

@@ -1,0 +1,73 @@
+"""A command line from a frozen dataclass: its fields are the options, its annotations their types."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import types
+from collections.abc import Sequence
+from typing import Any, NoReturn, TypeVar, get_args, get_origin, get_type_hints
+
+from ..errors import ConfigError
+
+Arguments = TypeVar("Arguments")
+
+
+def option(text: str, default: Any = dataclasses.MISSING) -> Any:
+    """A field of the dataclass: what --help says of it, and its default; without one the option is required."""
+    return dataclasses.field(default=default, metadata={"help": text})
+
+
+class Options:
+    """What the dataclasses of options have in common."""
+
+    def _require(self, name: str, good: bool, allowed: str) -> None:
+        if not good:
+            raise ConfigError(f"--{name.replace('_', '-')}: {getattr(self, name)!r} is not allowed; give {allowed}")
+
+
+def parse_options(kind: type[Arguments], argv: Sequence[str], *, prog: str, description: str) -> Arguments:
+    """The options in `argv` (without the program's name) as a `kind`.
+
+    Underscores become dashes, a bool has a --no- form, a tuple takes its option several times.
+
+    Raises:
+        ConfigError: an unknown option, a value of the wrong type, or what `kind` itself refuses.
+    """
+    # SUPPRESS: the dataclass has the defaults.
+    parser = _Parser(prog=prog, description=description, argument_default=argparse.SUPPRESS)
+    hints = get_type_hints(kind)
+    for item in dataclasses.fields(kind):  # type: ignore[arg-type]
+        _add(parser, item, hints[item.name])
+    values = vars(parser.parse_args(argv))
+    return kind(**{name: tuple(value) if isinstance(value, list) else value for name, value in values.items()})
+
+
+class _Parser(argparse.ArgumentParser):
+    """Reports through an exception: under a launcher every rank parses, and one line is enough."""
+
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(f"{message}; --help lists the options")
+
+
+def _add(parser: argparse.ArgumentParser, item: dataclasses.Field, hint: Any) -> None:
+    flag, text = "--" + item.name.replace("_", "-"), item.metadata["help"].replace("%", "%%")
+    required = item.default is dataclasses.MISSING
+    if not required and item.default not in (None, "", ()):
+        text += f" (default: {item.default})"
+    if hint is bool:
+        parser.add_argument(flag, action=argparse.BooleanOptionalAction, help=text)
+        return
+    parser.add_argument(
+        flag,
+        type=_value_type(hint),
+        action="append" if get_origin(hint) is tuple else "store",
+        required=required,
+        help=text,
+        metavar=item.name.upper(),
+    )
+
+
+def _value_type(hint: Any) -> Any:
+    """What makes a value of text: float for ``float | None``, str for ``tuple[str, ...]``."""
+    return next(part for part in get_args(hint) if part is not types.NoneType) if get_args(hint) else hint
