@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from .comm import Communicator
 from .config import SeqParConfig
+from .log import get_logger
+
+_log = get_logger(__name__)
 
 
 @dataclass(frozen=True)
@@ -19,3 +22,18 @@ class SeqParContext:
 
     comm: Communicator
     config: SeqParConfig
+    _reported: list[bool] = field(default_factory=list, repr=False, compare=False)
+
+    def report_shares(self, tokens: tuple[int, int], frames: tuple[int, int]) -> None:
+        """Logs once what a rank holds of the first pass: a degree that shards nothing would show here.
+
+        Args:
+            tokens: (of this rank, of the text).
+            frames: (of this rank, of the group).
+        """
+        if not self._reported:
+            self._reported.append(True)
+            _log.info(
+                "rank %d of %d holds %d of %d text tokens (padding included) and %d of %d frames",
+                *(self.comm.rank, self.comm.size, *tokens, *frames),
+            )

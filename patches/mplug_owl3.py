@@ -282,6 +282,9 @@ def _sharded_pass(
     features = local_features(self, context, inputs, self.encode_frames)
     frames = None if features is None else _visual_shards(context, inputs, layout, text, features)
     call = SeqParCall(context, text=text, frames=frames)
+    held = text.local if call.shards_text else inputs.length
+    start, stop = frame_bounds(inputs.total_frames, context.comm.size)[context.comm.rank]
+    context.report_shares((held, inputs.length), (stop - start, inputs.total_frames))
     ids, embeds = inputs.input_ids, inputs.inputs_embeds
     # a mapping is taken as it is, and empty here: the text masks of a sharded pass are the call's own
     mask: Any = dict.fromkeys(self.config.layer_types)

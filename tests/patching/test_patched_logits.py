@@ -128,3 +128,36 @@ def test_bytes_sent(variant: str, strategy: str) -> None:
         rest = {name: n for name, n in sent.items() if name not in expected}
         # beside attention: one number of the loss, and the comparison of inputs
         assert set(rest) == {"loss", "agreement"} and sum(rest.values()) < 1024
+
+
+def logits_under_autocast(rank: int, world: int, variant: str) -> list[torch.Tensor]:
+    model = model_of(variant, PROMPT)
+    patch_model(model)
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        found = two_passes(model, inputs_of(variant, PROMPT, model))
+    unpatch_model(model)
+    return found
+
+
+PROMPT = Case(frames=(2, 1), length=13, labels=None)
+
+
+def two_passes(model: torch.nn.Module, inputs: dict) -> list[torch.Tensor]:
+    """A prompt with a cache, and one more token for each sample."""
+    first = model(**inputs, use_cache=True)
+    second = model(input_ids=inputs["input_ids"][:, :1], past_key_values=first.past_key_values)
+    return [first.logits, second.logits]
+
+
+@pytest.mark.parametrize("variant", ["gated", "fused"])
+def test_a_cache_under_autocast(variant: str) -> None:
+    model = model_of(variant, PROMPT)
+    with torch.no_grad():
+        exact = two_passes(model, inputs_of(variant, PROMPT, model))
+        with torch.autocast("cpu", torch.bfloat16):
+            alone = two_passes(model, inputs_of(variant, PROMPT, model))
+    outcomes = ranks(2).run(logits_under_autocast, variant, timeout=PATIENCE)
+    for found in outcomes:
+        assert all(torch.equal(mine, first) for mine, first in zip(found, outcomes[0], strict=True))
+        for mine, unpatched, truth in zip(found, alone, exact, strict=True):
+            assert error(mine, truth) < 1.25 * error(unpatched, truth)

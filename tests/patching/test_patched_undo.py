@@ -246,3 +246,16 @@ def test_without_torch_distributed_it_is_a_group_of_one() -> None:
 def test_the_attention_function_is_registered_under_a_name_of_its_own() -> None:
     patch_model(tiny_model())
     assert AttentionInterface()["mllm_seqpar"].__module__.endswith("hf_attention")
+
+
+def test_the_first_pass_says_what_a_rank_holds(caplog: pytest.LogCaptureFixture) -> None:
+    model = tiny_model()
+    with caplog.at_level("INFO", logger="mllm_seqpar"):
+        patch_model(model)
+        model(tiny_text(2), tiny_frames(2))
+        model(tiny_text(2), tiny_frames(2))
+    assert [record.getMessage() for record in caplog.records] == [
+        "MPlugOwl3ForConditionalGeneration is sequence-parallel over 1 rank(s): cross-attention by lv-xattn, "
+        "self-attention by ring (zigzag text)",
+        "rank 0 of 1 holds 12 of 12 text tokens (padding included) and 2 of 2 frames",
+    ]
