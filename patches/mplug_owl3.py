@@ -150,8 +150,8 @@ def _replicated(
     hf_attention.refuse_dropout(self._dropout)
     if visual is None:
         return self._attend_text(q, k, v, attention_mask)[0]
+    q, k, v = as_attended(q, k, v)
     visual_k, visual_v = _cached_keys_values(self, past_key_values, visual, visual_norm, q.dtype)
-    q, k, v, visual_k, visual_v = as_attended(q, k, v, visual_k, visual_v)
     o_visual, lse_visual = seqpar.attend_replicated(q, visual_k, visual_v, self.scaling)
     if not self.fused:
         text_out, _ = self._attend_text(q, k, v, attention_mask)
@@ -172,11 +172,12 @@ def _cached_keys_values(
     self: Any, past_key_values: Any, visual: Any, visual_norm: Any, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
     """This rank's K and V of the frames: kept beside the text cache, projected once per prompt, in chunks."""
-    states = visual_cache(past_key_values).states
-    if self.layer_idx not in states:
+    kept = visual_cache(past_key_values)
+    assert kept is not None  # a replicated pass with frames has one
+    if self.layer_idx not in kept.states:
         project = _projection(self, visual_norm)
-        states[self.layer_idx] = project_all(project, visual.embeds, visual.frame_position, dtype)
-    return states[self.layer_idx]
+        kept.states[self.layer_idx] = project_all(project, visual.embeds, visual.frame_position, dtype)
+    return kept.states[self.layer_idx]
 
 
 def _channels(o: Tensor) -> Tensor:

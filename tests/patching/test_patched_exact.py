@@ -25,7 +25,7 @@ ONCE = {
     "right padding": Case(frames=(2, 3), padding="right"),
     "packed sequences": Case(frames=(3,), length=13, packed=(5, 8)),
     "positions that look packed, with a cache": Case(
-        frames=(3, 1), packed=(5, 8), arguments={"position_ids": torch.cat([torch.arange(5), torch.arange(8)])[None]}
+        frames=(3, 1), arguments={"position_ids": torch.cat([torch.arange(5), torch.arange(8)])[None]}
     ),
     "sliding window": Case(frames=(3, 2), model=SLIDING),
     "sliding window and packed": Case(frames=(3,), packed=(7, 6), model=SLIDING),
