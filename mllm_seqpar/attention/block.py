@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from ..kernels import choose_kernel
+from ..kernels import BlockKernel, choose_kernel
+from ..kernels.partials import merge_
 from ..masks import Tile
-from .merge import merge_
 
 
 class Partial:
@@ -64,6 +65,18 @@ class Sum:
             self.value[batch, :, rows].add_(x)
 
 
+class _Part(NamedTuple):
+    """A tile cut out of a block: where it lies, its q, k, v, and how its kernel is called."""
+
+    kernel: BlockKernel
+    batch: slice
+    rows: slice
+    key_batch: slice
+    keys: slice
+    qkv: tuple[Tensor, Tensor, Tensor]
+    how: dict[str, Any]
+
+
 @dataclass(frozen=True)
 class BlockMath:
     """How blocks are computed: which kernel, with which scale."""
@@ -73,14 +86,9 @@ class BlockMath:
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, tiles: Iterable[Tile], out: Partial) -> None:
         """Merges the attention of q over the visible keys into `out`."""
-        for tile in per_batch_item(tiles, q.shape[0], k.shape[0]):
-            batch, rows, keys = slice(*tile.batch), slice(*tile.rows), slice(*tile.keys)
-            of_keys = batch if k.shape[0] == q.shape[0] else slice(0, 1)
-            q_t, k_t, v_t = q[batch, :, rows], k[of_keys, :, keys], v[of_keys, :, keys]
-            causal, mask = tile.kind == "causal", tile.mask(q.device)
-            kernel, _ = choose_kernel(self.kernel, q_t, k_t, causal=causal, masked=mask is not None)
-            o, lse = kernel.forward(q_t, k_t, v_t, scale=self.scale, causal=causal, mask=mask)
-            out.add(o, lse, batch, rows)
+        for part in self._parts(q, k, v, tiles):
+            o, lse = part.kernel.forward(*part.qkv, **part.how)
+            out.add(o, lse, part.batch, part.rows)
 
     def backward(
         self,
@@ -95,19 +103,23 @@ class BlockMath:
     ) -> None:
         """Adds the block's dq, dk, dv to `grads`; o and lse are final, merged over all keys of those rows."""
         dq, dk, dv = grads
+        for part in self._parts(q, k, v, tiles):
+            do_t, o_t, lse_t = (x[part.batch, :, part.rows] for x in (do, o, lse))
+            dq_t, dk_t, dv_t = part.kernel.backward(do_t, *part.qkv, o_t, lse_t, **part.how)
+            dq.add(dq_t, part.batch, part.rows)
+            dk.add(dk_t, part.key_batch, part.keys)
+            dv.add(dv_t, part.key_batch, part.keys)
+
+    def _parts(self, q: Tensor, k: Tensor, v: Tensor, tiles: Iterable[Tile]) -> Iterator[_Part]:
+        """Cuts the tiles out of a block, and finds each the kernel that can compute it."""
         for tile in per_batch_item(tiles, q.shape[0], k.shape[0]):
             batch, rows, keys = slice(*tile.batch), slice(*tile.rows), slice(*tile.keys)
-            of_keys = batch if k.shape[0] == q.shape[0] else slice(0, 1)
-            q_t, k_t, v_t = q[batch, :, rows], k[of_keys, :, keys], v[of_keys, :, keys]
+            key_batch = batch if k.shape[0] == q.shape[0] else slice(0, 1)
+            q_t, k_t, v_t = q[batch, :, rows], k[key_batch, :, keys], v[key_batch, :, keys]
             causal, mask = tile.kind == "causal", tile.mask(q.device)
             kernel, _ = choose_kernel(self.kernel, q_t, k_t, causal=causal, masked=mask is not None)
-            of_rows = (t[batch, :, rows] for t in (o, lse))
-            dq_t, dk_t, dv_t = kernel.backward(
-                do[batch, :, rows], q_t, k_t, v_t, *of_rows, scale=self.scale, causal=causal, mask=mask
-            )
-            dq.add(dq_t, batch, rows)
-            dk.add(dk_t, of_keys, keys)
-            dv.add(dv_t, of_keys, keys)
+            how = {"scale": self.scale, "causal": causal, "mask": mask}
+            yield _Part(kernel, batch, rows, key_batch, keys, (q_t, k_t, v_t), how)
 
 
 def per_batch_item(tiles: Iterable[Tile], batch: int, key_batch: int) -> Iterator[Tile]:

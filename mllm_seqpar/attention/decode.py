@@ -13,12 +13,12 @@ from torch import Tensor
 
 from ..comm import Communicator, Group, Recv, Send, as_communicator
 from ..errors import ConfigError
+from ..kernels.partials import merge_
 from ..masks import FrameMask, Tile, full_tile
 from ..sharding import frame_range
 from .api import accumulation
 from .block import BlockMath, Partial
 from .checks import check_mask, check_qkv
-from .merge import merge_
 
 SCATTER_ROWS = 64
 """From this many rows on, merging is shared out over the ranks."""

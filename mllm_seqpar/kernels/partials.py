@@ -1,7 +1,9 @@
-"""Merging partial results of the same rows: associative, commutative, safe for rows that see nothing.
+"""Merging partial results (o, lse) of the same rows: associative, commutative, safe for rows that see nothing.
 
 l = logaddexp(l1, l2), o = exp(l1 - l) o1 + exp(l2 - l) o2. Only exponentials of numbers that are never positive are
 taken, so nothing overflows at any logit. Both -inf: o = 0, l = -inf.
+
+Shapes: o (..., S, D), lse (..., S) float32 (float64 where o is), natural logarithm.
 """
 
 from __future__ import annotations
@@ -11,7 +13,7 @@ from torch import Tensor
 
 
 def merge_(o: Tensor, lse: Tensor, o_new: Tensor, lse_new: Tensor) -> None:
-    """Merge the block (o_new, lse_new) into (o, lse) in place; o (..., S, D) is float32 or float64, lse is (..., S).
+    """Merge (o_new, lse_new) into (o, lse) in place; o keeps its dtype, the arithmetic is at least float32.
 
     Rows that have seen nothing yet are zeros and -inf.
     """
@@ -19,5 +21,16 @@ def merge_(o: Tensor, lse: Tensor, o_new: Tensor, lse_new: Tensor) -> None:
     # -inf - (-inf) would be NaN: where nothing has been seen subtract 0, which leaves the weight exp(-inf) = 0.
     weight = torch.exp(lse_new - total.masked_fill(total == -torch.inf, 0.0)).unsqueeze(-1)
     # The two weights sum to 1, so this is o + weight (o_new - o), in one pass over o.
-    o.lerp_(o_new.to(o.dtype), weight.to(o.dtype))
+    if o.dtype in (torch.float32, torch.float64):
+        o.lerp_(o_new.to(o.dtype), weight.to(o.dtype))
+    else:
+        o.copy_(torch.lerp(o.float(), o_new.float(), weight))
     lse.copy_(total)
+
+
+def merge(first: tuple[Tensor, Tensor], second: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    """(o1, l1), (o2, l2) -> their merge as new tensors; o has the wider of the two dtypes."""
+    dtype = torch.promote_types(first[0].dtype, second[0].dtype)
+    o, lse = first[0].to(dtype, copy=True), first[1].clone()
+    merge_(o, lse, *second)
+    return o, lse
