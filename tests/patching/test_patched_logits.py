@@ -108,7 +108,7 @@ def sent_by(rank: int, world: int, variant: str, options: dict) -> dict[str, int
 @pytest.mark.parametrize("strategy", ["lv-xattn", "ring"])
 @pytest.mark.parametrize("variant", ["gated", "fused"])
 def test_bytes_sent(variant: str, strategy: str) -> None:
-    """One forward and backward pass sends what the formulas of mllm_seqpar/attention/traffic.py say, for 4 layers of which 2 also see frames."""
+    """One forward and backward pass sends what the formulas of `traffic` say; 4 layers, of which 2 also see frames."""
     world, batch, heads, groups, dim, per_frame = 3, 2, 4, 2, 16, 4
     s = padded_length(CASE.length, world, "zigzag") // world
     hops, item = world - 1, 4
