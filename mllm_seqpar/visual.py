@@ -97,12 +97,12 @@ class RecomputedKeys:
     modules: Sequence[nn.Module]
     dtype: torch.dtype
     _autocast: AutocastState = field(init=False)
-    _rng: tuple[Tensor, Tensor | None] | None = field(init=False)
+    _seed: int | None = field(init=False)
 
     def __post_init__(self) -> None:
         device = self.visual.features.device
         object.__setattr__(self, "_autocast", AutocastState.current(device.type))
-        object.__setattr__(self, "_rng", _rng_state(device) if self._draws_random_numbers() else None)
+        object.__setattr__(self, "_seed", _draw_seed() if self._draws_random_numbers() else None)
 
     def inputs(self) -> Sequence[Tensor]:
         """The features and the parameters that are trained."""
@@ -173,32 +173,31 @@ class RecomputedKeys:
         return any(m.training and m.p > 0 for m in dropouts)
 
     def _as_in_forward(self) -> _AsInForward:
-        return _AsInForward(self._autocast, self._rng, self.visual.features.device)
+        return _AsInForward(self._autocast, self._seed, self.visual.features.device)
 
 
 class _AsInForward:
     """Autocast as it was in the forward pass, and, where something draws random numbers, the same ones."""
 
-    def __init__(self, autocast: AutocastState, rng: tuple[Tensor, Tensor | None] | None, device: torch.device) -> None:
-        self._autocast, self._rng, self._device = autocast.again(), rng, device
+    def __init__(self, autocast: AutocastState, seed: int | None, device: torch.device) -> None:
+        self._autocast, self._seed, self._device = autocast.again(), seed, device
         devices = [device] if device.type == "cuda" else []
-        self._fork = torch.random.fork_rng(devices) if rng is not None else nullcontext()
+        self._fork = torch.random.fork_rng(devices) if seed is not None else nullcontext()
 
     def __enter__(self) -> None:
         self._autocast.__enter__()
         self._fork.__enter__()
-        if self._rng is not None:
-            torch.set_rng_state(self._rng[0])
-            if self._rng[1] is not None:
-                torch.cuda.set_rng_state(self._rng[1], self._device)
+        if self._seed is not None:
+            torch.default_generator.manual_seed(self._seed)
+            if self._device.type == "cuda":
+                with torch.cuda.device(self._device):
+                    torch.cuda.manual_seed(self._seed)
 
     def __exit__(self, *error: object) -> None:
         self._fork.__exit__(*error)  # type: ignore[arg-type]
         self._autocast.__exit__(*error)
 
 
-def _rng_state(device: torch.device) -> tuple[Tensor, Tensor | None]:
-    """The state to replay from; the generators then move on, so that the next layer draws other numbers."""
-    state = torch.get_rng_state(), torch.cuda.get_rng_state(device) if device.type == "cuda" else None
-    torch.rand((), device=device)
-    return state
+def _draw_seed() -> int:
+    """A seed of this call's own to replay from, drawn from the CPU's generator, which checkpointing replays too."""
+    return int(torch.randint(2**62, ()))
