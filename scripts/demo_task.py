@@ -43,12 +43,12 @@ class DemoTask:
     patch: int = 8
 
 
-FINETUNE = "--steps 240 --global-batch 16 --micro-batch 8 --lr 3e-3 --warmup 30 --schedule cosine --weight-decay 0.01"
+FINETUNE = "--steps 200 --global-batch 16 --micro-batch 8 --lr 3e-3 --warmup 30 --schedule cosine --weight-decay 0.01"
 """Options of scripts/finetune.py that the recipe was found with."""
 
 
 def demo_config(tokenizer: Any, task: DemoTask, variant: str = "gated") -> MPlugOwl3Config:
-    """A small mPLUG-Owl3: two layers of width 128, both with hyper attention; 4 heads over 2 KV heads."""
+    """A small mPLUG-Owl3: two layers of width 128, both with hyper attention; 2 heads over one KV head."""
     vision = SiglipVisionConfig(
         hidden_size=32,
         intermediate_size=64,
@@ -65,8 +65,8 @@ def demo_config(tokenizer: Any, task: DemoTask, variant: str = "gated") -> MPlug
         hidden_size=128,
         intermediate_size=256,
         num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
         max_position_embeddings=32768,
         rope_parameters={"rope_type": "default", "rope_theta": 1e12},
         initializer_range=0.1,
