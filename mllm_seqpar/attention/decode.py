@@ -34,6 +34,7 @@ def decode_attention(
     scale: float | None = None,
     kernel: str = "auto",
     return_lse: bool = False,
+    units_per_frame: int = 1,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Queries that every rank holds, over keys of which every rank holds a part. For inference: no gradients.
 
@@ -45,6 +46,8 @@ def decode_attention(
         scale: factor of q k^T; None: D ** -0.5.
         kernel: block kernel by name, or "auto".
         return_lse: also return lse (B, H, s_q) float32.
+        units_per_frame: the mask's "frames" are parts of frames (tiles of a picture), that many to each; `frame_range`
+            deals whole ones.
 
     Returns:
         o (B, H, s_q, D) in q.dtype, the same bits on every rank.
@@ -60,9 +63,10 @@ def decode_attention(
     if mask is None:
         tiles = full_tile(q.shape[0], q.shape[2], k.shape[2])
     else:
-        frames = frame_range(mask.total_frames, comm)
-        check_mask(mask, q, k, (frames.start, frames.stop))
-        tiles = mask.tiles(frames.start, frames.stop)
+        frames = frame_range(mask.total_frames // units_per_frame, comm)
+        start, stop = frames.start * units_per_frame, frames.stop * units_per_frame
+        check_mask(mask, q, k, (start, stop))
+        tiles = mask.tiles(start, stop)
     partial = Partial(q, accumulation(torch.float32, q.dtype))
     BlockMath(kernel, q.shape[-1] ** -0.5 if scale is None else scale).forward(q, k, v, tiles, partial)
     o, lse = merge_over_ranks(*partial.value, comm)
