@@ -1,30 +1,34 @@
 """One forward pass of a patched model: what all its layers share. It travels to them as a keyword argument.
 
-Two ways to run. "sharded": text and frames are dealt to the ranks, for training and for any pass without a cache.
-"replicated": every rank has all text and its own frames, for generating with a cache. An object of its own, not a
-container of tensors, so that FSDP, checkpointing and autocast hand it through as it is; and not kept on a module, so
-that a recomputation in backward sees what its forward pass saw.
+Three ways to run. "sharded": text and frames are dealt to the ranks, for training and for any pass without a cache.
+"replicated": every rank has all text and its own frames, for generating with a cache. A long prompt is read sharded
+with a cache: its K and V, the text's and the frames', then stay with their ranks while later passes are replicated.
+
+An object of its own, not a container of tensors, so that FSDP, checkpointing and autocast hand it through as it is; and
+not kept on a module, so that a recomputation in backward sees what its forward pass saw.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
 
 from .attention.api import accumulation
-from .attention.decode import decode_attention
+from .attention.block import BlockMath, Partial
+from .attention.decode import decode_attention, merge_over_ranks
 from .attention.distributed import Plan
 from .attention.joint import attend
 from .attention.sources import GivenKeys, KeySource
+from .cached_text import CachedRows
 from .context import SeqParContext
 from .errors import ConfigError
 from .masks import Blocks, FrameBlocks, FrameMask
 from .sharding import frame_bounds
 from .text import TextShards
-from .visual import Projection, RecomputedKeys, SharedVisual
+from .visual import KeptVisual, Projection, RecomputedKeys, SharedVisual
 
 
 def as_attended(*tensors: Tensor) -> tuple[Tensor, ...]:
@@ -56,15 +60,24 @@ class VisualShards:
     sees: Tensor
 
     @classmethod
-    def of(cls, visual: SharedVisual, mask: FrameMask, text: TextShards) -> VisualShards:
-        """From the mask of ALL text rows (B, L), in order; padding rows see nothing."""
+    def of(cls, visual: SharedVisual, mask: FrameMask, text: TextShards, units_per_frame: int = 1) -> VisualShards:
+        """From the mask of ALL text rows (B, L), in order; padding rows see nothing.
+
+        Args:
+            visual: this rank's features, by units.
+            mask: speaks of units, `units_per_frame` to a frame; frames are what ranks hold whole.
+            text: how the rows are dealt.
+            units_per_frame: the tiles of a picture, for example.
+        """
         rows = FrameMask(
             None if mask.bounds is None else (text.pad(mask.bounds[0], 1), text.pad(mask.bounds[1], 1)),
             None if mask.visible is None else text.pad(mask.visible, 1),
             mask.tokens_per_frame,
             mask.total_frames,
         )
-        frames = frame_bounds(mask.total_frames, text.comm.size)
+        total = mask.total_frames // units_per_frame
+        bounds = frame_bounds(total, text.comm.size)
+        frames = [(start * units_per_frame, stop * units_per_frame) for start, stop in bounds]
         by_rank = [rows.take(text.positions(rank)) for rank in range(text.comm.size)]
         key_lengths = tuple((stop - start) * mask.tokens_per_frame for start, stop in frames)
         return cls(visual, FrameBlocks(by_rank, frames), key_lengths, by_rank[text.comm.rank].sees_any())
@@ -79,12 +92,20 @@ class SeqParCall:
         text: how the text is dealt to ranks; None in a replicated pass.
         frames: the frames of a sharded pass; None without any.
         frame_mask: what every text row sees, in a replicated pass with frames.
+        units_per_frame: units of `frame_mask` that make a frame.
+        rows: further facts of the rows of this pass, (B, s) each, by name.
+        kept: the frames' K and V, in a pass with a cache.
+        cached: the text's K and V, in a pass with a cache whose text stays dealt to the ranks.
     """
 
     context: SeqParContext
     text: TextShards | None = None
     frames: VisualShards | None = None
     frame_mask: FrameMask | None = None
+    units_per_frame: int = 1
+    rows: Mapping[str, Tensor] = field(default_factory=dict)
+    kept: KeptVisual | None = None
+    cached: CachedRows | None = None
 
     @property
     def shards_text(self) -> bool:
@@ -97,7 +118,36 @@ class SeqParCall:
         size = self.context.comm.size
         return GivenKeys(self._plan((1, size), self.text.blocks(window), (self.text.local,) * size, k.dtype), k, v)
 
-    def visual_keys(self, project: Projection, modules: Sequence[nn.Module], dtype: torch.dtype) -> KeySource:
+    def cross_attend(
+        self, q: Tensor, layer: Hashable, project: Projection, modules: Sequence[nn.Module], scale: float
+    ) -> Tensor:
+        """The cross-attention of one layer, in every kind of pass.
+
+        Args:
+            q: (B, H, s, D), the rows of this pass on this rank.
+            layer: names the layer, for what is kept while decoding.
+            project: (features (f, tokens, width), index (f,)) -> k, v (1, G, f * tokens, D), frame by frame.
+            modules: those that `project` uses.
+            scale: factor of q k^T.
+
+        Returns:
+            o (B, H, s, D) in the dtype of q; rows that see nothing are 0.
+        """
+        given = q.dtype
+        (q,) = as_attended(q)
+        if self.text is None:
+            assert self.kept is not None
+            k, v = self.kept.keys_values(layer, project, q.dtype)
+            return self.attend_replicated(q, k, v, scale)[0].to(given)
+        keys = self.visual_keys(layer, project, modules, q.dtype)
+        if self.shards_text:
+            return self.attend(q, [keys], scale).to(given)
+        # the text lives whole on every rank: its rows are shared out for this attention only
+        return self.text.unshard(self.attend(self.text.shard(q, 2), [keys], scale), 2).to(given)
+
+    def visual_keys(
+        self, layer: Hashable, project: Projection, modules: Sequence[nn.Module], dtype: torch.dtype
+    ) -> KeySource:
         """The visual keys that a layer projects from the shared features, by the configured strategy."""
         assert self.frames is not None
         size, config = self.context.comm.size, self.context.config
@@ -107,6 +157,8 @@ class SeqParCall:
             self.frames.key_lengths,
             dtype,
         )
+        if self.kept is not None:
+            return GivenKeys(plan, *self.kept.keys_values(layer, project, dtype))
         if config.recompute_visual:
             return RecomputedKeys(plan, self.frames.visual, project, modules, dtype)
         k, v = project(self.frames.visual.features, self.frames.visual.index)
@@ -130,12 +182,23 @@ class SeqParCall:
             v,
             group=self.context.comm,
             mask=self.frame_mask,
+            units_per_frame=self.units_per_frame,
             scale=scale,
             kernel=self.context.config.kernel,
             return_lse=True,
         )
         assert isinstance(result, tuple)
         return result
+
+    def attend_cached_text(
+        self, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """q (B, H, L, D), the same on every rank, over the text K and V that each rank keeps -> (o, lse) likewise."""
+        assert self.cached is not None
+        partial = Partial(q, accumulation(torch.float32, q.dtype))
+        tiles = self.cached.tiles(q.shape[0], window)
+        BlockMath(self.context.config.kernel, scale).forward(q, k, v, tiles, partial)
+        return merge_over_ranks(*partial.value, self.context.comm)
 
     def _plan(self, tile: tuple[int, int], blocks: Blocks, key_lengths: tuple[int, ...], dtype: torch.dtype) -> Plan:
         config = self.context.config

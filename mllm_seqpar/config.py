@@ -36,6 +36,9 @@ class SeqParConfig:
         kernel: block kernel by name, or "auto"; `mllm_seqpar.kernels.available_kernels()` lists them.
         overlap: transfers under computation; False only to measure.
         accumulate_dtype: what O is merged in and sent in: torch.float32, or None for the queries' dtype.
+        shard_prompt_from: `generate` reads prompts of at least this many tokens with their text dealt to the ranks (by
+            `self_attention`), and the text's K and V stay dealt while decoding. Below, every rank has all text, which
+            saves an exchange per layer and token; None: always so.
         logits: "full": every rank gets the caller's whole logits; "local": its own tokens' only; "auto": full without
             labels, local with labels.
 
@@ -52,6 +55,7 @@ class SeqParConfig:
     overlap: bool = True
     accumulate_dtype: torch.dtype | None = torch.float32
     logits: str = "auto"
+    shard_prompt_from: int | None = 16384
 
     def __post_init__(self) -> None:
         for name, allowed in CHOICES.items():
@@ -72,6 +76,12 @@ class SeqParConfig:
         for name in ("recompute_visual", "overlap"):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(f"{name}: {getattr(self, name)!r} is not a bool; pass True or False")
+        if self.shard_prompt_from is not None and (
+            not isinstance(self.shard_prompt_from, int) or isinstance(self.shard_prompt_from, bool)
+        ):
+            raise ConfigError(
+                f"shard_prompt_from: {self.shard_prompt_from!r} is not a number of tokens; pass an int or None"
+            )
         if not isinstance(self.kernel, str):
             raise ConfigError(f"kernel: {self.kernel!r} is not a kernel's name; pass 'auto' or a name")
 

@@ -69,6 +69,16 @@ class TextShards:
         """This rank's (..., s, ...) -> the caller's (..., L, ...) on every rank, without padding. Differentiable."""
         return unshard_sequence(x, dim, self.comm, self.layout).narrow(dim, 0, self.length)
 
+    def gather_rows(self, x: Tensor, rows: Tensor) -> Tensor:
+        """This rank's (B, s, C) -> the caller's rows with these indices, (B, r, C) everywhere. Not differentiable."""
+        place = torch.full((self.padded,), -1)
+        place[self._mine] = torch.arange(self.local)
+        mine = place[rows.cpu()]
+        out = x.new_zeros((x.shape[0], rows.numel(), *x.shape[2:]))
+        here = (mine >= 0).nonzero().flatten()
+        out[:, here.to(x.device)] = x[:, mine[here].to(x.device)].detach()
+        return out if self.comm.size == 1 else self.comm.all_reduce(out, "hidden")
+
     def blocks(self, window: int | None = None) -> CausalBlocks:
         """The causal blocks; with `window`, a row sees that many keys at most, itself included."""
         if window not in self._blocks:

@@ -11,9 +11,10 @@ float32, say) are as large as y or larger, and only one chunk of them is ever al
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -76,6 +77,34 @@ def project_all(project: Projection, features: Tensor, index: Tensor, dtype: tor
             target[:, :, chunk.start * tokens : chunk.stop * tokens] = part
     k, v = whole
     return k, v
+
+
+class KeptVisual:
+    """K and V of one prompt's frames for decoding: each layer projects this rank's once, and they stay here.
+
+    Attributes:
+        total_frames: frames of all ranks together; 0 where an empty one only keeps the ranks in step.
+        units: what masks speak of, of all ranks together (frames, or tiles of them).
+        tokens_per_unit: keys of one.
+        note: what the model family wants to remember of the prompt.
+    """
+
+    def __init__(self, visual: SharedVisual, total_frames: int, note: Any = None) -> None:
+        self.total_frames, self.note = total_frames, note
+        self.units, self.tokens_per_unit = visual.total_frames, visual.features.shape[1]
+        self.states: dict[Hashable, tuple[Tensor, Tensor]] = {}
+        self._visual: SharedVisual | None = visual
+
+    def keys_values(self, layer: Hashable, project: Projection, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """k and v (1, G, keys of this rank, D) of a layer, projected on its first call."""
+        if layer not in self.states:
+            assert self._visual is not None, f"layer {layer} has not seen the prompt's first pass"
+            self.states[layer] = project_all(project, self._visual.features, self._visual.index, dtype)
+        return self.states[layer]
+
+    def close(self) -> None:
+        """After the first pass: every layer has its K and V, and the features can go."""
+        self._visual = None
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,8 @@
 """The one thing registered globally: an attention function of transformers' interface, under a name of our own.
 
 It is selected on the text config of a patched instance only; `sdpa` and the others stay as they are. In a sharded pass
-it is causal Ring Attention; in every other pass (decoding, or text that is not sharded) it is transformers' own sdpa.
+it is causal Ring Attention; over a cache whose K and V stay dealt to the ranks, each rank's part merged; in every other
+pass (decoding, or text that is not sharded) it is transformers' own sdpa.
 """
 
 from __future__ import annotations
@@ -39,6 +40,12 @@ def seqpar_attention(
     """
     if seqpar is not None:
         refuse_dropout(dropout)  # in a replicated pass, too: each rank would drop other weights
+    if seqpar is not None and seqpar.cached is not None:
+        given = query.dtype
+        query, key, value = as_attended(query, key, value)
+        scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+        o, _ = seqpar.attend_cached_text(query, key, value, scale, sliding_window)
+        return o.transpose(1, 2).to(given), None
     if seqpar is None or not seqpar.shards_text:
         return sdpa_attention_forward(
             module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs

@@ -11,14 +11,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
+from torch import Tensor
 
 from mllm_seqpar.agreement import agree
 from mllm_seqpar.comm import Communicator
-from mllm_seqpar.context import SeqParContext
 from mllm_seqpar.errors import ShapeError
 from mllm_seqpar.sharding import FrameShard, frame_bounds
 
@@ -62,6 +58,8 @@ class Inputs:
         use_cache: whether a cache is used or to be made.
         packed: whether positions tell packed sequences apart when there is no mask: where the unpatched model would
             make no cache, as everywhere in transformers.
+        extras: (F, ...) or (f, ...) each: what else belongs to each frame, its aspect ratio for example.
+        frame_names: the arguments that frames come by, pixels first, for messages.
     """
 
     input_ids: Tensor | None
@@ -78,6 +76,8 @@ class Inputs:
     past_key_values: Any
     use_cache: bool
     packed: bool
+    extras: tuple[Tensor, ...] = ()
+    frame_names: tuple[str, ...] = ("pixel_values", "image_embeds")
 
     @property
     def text(self) -> Tensor:
@@ -183,7 +183,7 @@ def _numbers(inputs: Inputs) -> dict[str, int]:
 def _check_frames(comm: Communicator, inputs: Inputs) -> None:
     shard, frames = inputs.visual_shard, inputs.frames
     if inputs.both_kinds:
-        raise ShapeError("pass either pixel_values or image_embeds, not both")
+        raise ShapeError(f"pass either {' or '.join(inputs.frame_names)}, not both")
     if shard is None:
         return
     if not isinstance(shard, FrameShard):
@@ -196,13 +196,15 @@ def _check_frames(comm: Communicator, inputs: Inputs) -> None:
         )
     if frames is None:
         raise ShapeError(
-            f"visual_shard: {shard} was given and neither pixel_values nor image_embeds; a rank without frames passes "
-            "an empty tensor, for example of shape (0, 3, height, width)"
+            f"visual_shard: {shard} was given and none of {', '.join(inputs.frame_names)}; a rank without frames "
+            "passes an empty tensor, for example of shape (0, 3, height, width)"
         )
-    if frames.shape[0] != shard.stop - shard.start:
-        raise ShapeError(
-            f"visual_shard: {shard} means {shard.stop - shard.start} frames, {frames.shape[0]} were passed"
-        )
+    for tensor in (frames, *inputs.extras):
+        if tensor.shape[0] != shard.stop - shard.start:
+            raise ShapeError(
+                f"visual_shard: {shard} means {shard.stop - shard.start} frames, {tensor.shape[0]} were passed, in a "
+                f"tensor of shape {tuple(tensor.shape)}"
+            )
 
 
 def _checksum(*tensors: Tensor | None) -> Tensor:
@@ -221,6 +223,11 @@ def _sampled_bits(frames: Tensor) -> Tensor:
     return flat[:: max(1, flat.numel() // _SAMPLED_PIXELS)].float().view(torch.int32)
 
 
+def fingerprint_of(frames: Tensor) -> tuple[int, ...]:
+    """Shape and checksum of a sample: whether the frames passed now are those passed before."""
+    return (*frames.shape, int(_checksum(_sampled_bits(frames))))
+
+
 def flat_places(*places: Any) -> tuple[Tensor, ...]:
     """What says where frames belong (None, tensors, lists of them or of numbers), as tensors to compare."""
     flat: list[Tensor] = []
@@ -230,64 +237,3 @@ def flat_places(*places: Any) -> tuple[Tensor, ...]:
         elif place is not None:
             flat.append(torch.as_tensor(place).reshape(-1).cpu())
     return tuple(flat)
-
-
-def frames_anywhere(model: nn.Module, total: int) -> bool:
-    """Whether any of the ranks that FSDP2 keeps in step with this one has frames in this pass.
-
-    FSDP2 gathers a module's parameters when it runs, and reduces gradients of the same parameters on all ranks: a rank
-    that skips a module stalls the others. Groups of one job may have other batches, so they ask each other: one number,
-    largest of all, over the mesh that the parameters are sharded on.
-
-    Args:
-        model: sharded by FSDP2, or not: then only `total` counts.
-        total: frames of this rank's own group.
-    """
-    if not any(isinstance(module, FSDPModule) for module in model.modules()):
-        return total > 0
-    mesh = next((p.device_mesh for p in model.parameters() if isinstance(p, DTensor)), None)
-    if mesh is None:  # one unit for all, gathered already, and nobody to ask: as if somebody had some
-        return True
-    found = torch.tensor(int(total > 0), device=mesh.device_type)
-    for dim in range(mesh.ndim):
-        dist.all_reduce(found, dist.ReduceOp.MAX, group=mesh.get_group(dim))
-    return bool(found)
-
-
-def local_features(
-    model: Any, context: SeqParContext, inputs: Inputs, encode: Callable[[Tensor], Tensor]
-) -> Tensor | None:
-    """(f, tokens, width): the features of this rank's frames; the vision tower runs on those only.
-
-    A rank without frames runs the tower on one empty frame and keeps nothing of it, so that its parameters get zero
-    gradients rather than none and FSDP's gathers stay in step. For the same reason a batch without any frame has one
-    when other ranks under the same FSDP have some, which no token sees: encoded when the caller passes pixels or
-    nothing, all zeros when the caller passes an empty `image_embeds`, which says that the others run no tower either.
-    Without frames anywhere it gives None, and the parameters get no gradient, as unpatched.
-    """
-    frames, total = inputs.frames, inputs.total_frames
-    rank, size = context.comm.rank, context.comm.size
-    weight = next(p for p in model.get_input_embeddings().parameters())
-    somewhere = frames_anywhere(model, total)
-    if total == 0:
-        if not somewhere:
-            return None
-        if frames is not None and inputs.frames_are_features:
-            blank = frames.new_zeros((1, *frames.shape[1:]), dtype=weight.dtype, device=weight.device)
-        else:
-            vision = model.config.vision_config
-            shape = (1, vision.num_channels, vision.image_size, vision.image_size)
-            blank = encode(torch.zeros(shape, device=weight.device, dtype=weight.dtype))
-        return blank if rank == 0 else blank[:0]
-    assert frames is not None
-    if inputs.visual_shard is None:
-        start, stop = frame_bounds(total, size)[rank]
-        mine = frames[start:stop]
-    else:
-        mine = frames
-    if inputs.frames_are_features:
-        dtype = mine.dtype if torch.is_autocast_enabled(weight.device.type) else weight.dtype
-        return mine.to(device=weight.device, dtype=dtype)
-    if mine.shape[0]:
-        return encode(mine)
-    return encode(frames.new_zeros((1, *frames.shape[1:])))[:0]  # of the caller's size: what fails does so everywhere

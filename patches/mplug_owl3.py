@@ -12,27 +12,27 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers.cache_utils import Cache, DynamicCache
+from transformers.cache_utils import Cache
 from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.utils import can_return_tuple
 
 from mllm_seqpar.attention.block import BlockMath, Partial
-from mllm_seqpar.call import SeqParCall, VisualShards, as_attended
+from mllm_seqpar.call import SeqParCall, as_attended
 from mllm_seqpar.context import SeqParContext
 from mllm_seqpar.errors import AdapterError, ShapeError
 from mllm_seqpar.masks import FrameMask
 from mllm_seqpar.models.mplug_owl3.media import MediaLayout
 from mllm_seqpar.models.mplug_owl3.visual_inputs import VisualCache, visual_cache
 from mllm_seqpar.patching import Patch
-from mllm_seqpar.sharding import FrameShard, frame_bounds
-from mllm_seqpar.text import TextShards
-from mllm_seqpar.visual import Projection, SharedVisual, project_all
+from mllm_seqpar.sharding import FrameShard
+from mllm_seqpar.visual import Projection
 
 from . import hf_attention
+from .hf_cache import remembered
 from .hf_generation import patch_generate
-from .hf_inputs import Inputs, agree_on_inputs, flat_places, local_features
-from .hf_outputs import kept_rows, refuse_attentions, sharded_outputs, whole_text_loss
-from .text_masks import causal_tiles, text_shards, whole_text_mask
+from .hf_inputs import Inputs, flat_places
+from .hf_passes import Family, View, run_pass
+from .text_masks import causal_tiles
 
 _MODELS = "mllm_seqpar.models.mplug_owl3."
 
@@ -103,14 +103,12 @@ def _hyper_forward(attention: Any) -> Any:
                 hidden_states, position_embeddings, attention_mask, past_key_values, visual, visual_norm, **kwargs
             )
         q, k, v = self.project_text(hidden_states, position_embeddings)
+        if past_key_values is not None:
+            k, v = past_key_values.update(k, v, self.layer_idx)
         if seqpar.text is not None:
             q, k, v = as_attended(q, k, v)
             return self.output(_sharded(self, q, k, v, visual_norm, seqpar)), None
-        if past_key_values is not None:
-            k, v = past_key_values.update(k, v, self.layer_idx)
-        return self.output(
-            _replicated(self, q, k, v, attention_mask, past_key_values, visual, visual_norm, seqpar)
-        ), None
+        return self.output(_replicated(self, q, k, v, attention_mask, visual_norm, seqpar)), None
 
     return types.MethodType(forward, attention)
 
@@ -125,7 +123,8 @@ def _sharded(self: Any, q: Tensor, k: Tensor, v: Tensor, visual_norm: Any, seqpa
     if seqpar.frames is None:
         o = _channels(seqpar.attend(q, [text], self.scaling))
     else:
-        visual = seqpar.visual_keys(_projection(self, visual_norm), [visual_norm, self.v_kv_proj], q.dtype)
+        project, modules = _projection(self, visual_norm), [visual_norm, self.v_kv_proj]
+        visual = seqpar.visual_keys(self.layer_idx, project, modules, q.dtype)
         if self.fused:
             o = _channels(seqpar.attend(q, [text, visual], self.scaling))
         else:
@@ -136,29 +135,30 @@ def _sharded(self: Any, q: Tensor, k: Tensor, v: Tensor, visual_norm: Any, seqpa
 
 
 def _replicated(
-    self: Any,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    attention_mask: Tensor | None,
-    past_key_values: Any,
-    visual: Any,
-    visual_norm: Any,
-    seqpar: SeqParCall,
+    self: Any, q: Tensor, k: Tensor, v: Tensor, attention_mask: Tensor | None, visual_norm: Any, seqpar: SeqParCall
 ) -> Tensor:
     """(B, L, C) before `o_proj`, the same on every rank; the frames' K and V stay where they are."""
     hf_attention.refuse_dropout(self._dropout)
-    if visual is None:
+    if seqpar.kept is None and seqpar.cached is None:
         return self._attend_text(q, k, v, attention_mask)[0]
     q, k, v = as_attended(q, k, v)
-    visual_k, visual_v = _cached_keys_values(self, past_key_values, visual, visual_norm, q.dtype)
-    o_visual, lse_visual = seqpar.attend_replicated(q, visual_k, visual_v, self.scaling)
+    text: tuple[Tensor, Tensor] | None = None
+    if seqpar.cached is not None:
+        text = seqpar.attend_cached_text(q, k, v, self.scaling, self.sliding_window)
+    if seqpar.kept is None:
+        assert text is not None
+        return _channels(text[0].to(q.dtype))
+    keys = seqpar.kept.keys_values(self.layer_idx, _projection(self, visual_norm), q.dtype)
+    o_visual, lse_visual = seqpar.attend_replicated(q, *keys, self.scaling)
     if not self.fused:
-        text_out, _ = self._attend_text(q, k, v, attention_mask)
-        return self.mix(text_out, _channels(o_visual), visual.sees)
+        text_out = self._attend_text(q, k, v, attention_mask)[0] if text is None else _channels(text[0].to(q.dtype))
+        return self.mix(text_out, _channels(o_visual), seqpar.rows["sees"])
     partial = Partial(q, torch.promote_types(torch.float32, q.dtype))
-    math = BlockMath(seqpar.context.config.kernel, self.scaling)
-    math.forward(q, k, v, causal_tiles(attention_mask, q, k), partial)
+    if text is None:
+        math = BlockMath(seqpar.context.config.kernel, self.scaling)
+        math.forward(q, k, v, causal_tiles(attention_mask, q, k), partial)
+    else:
+        partial.add(*text)
     partial.add(o_visual, lse_visual)
     return _channels(partial.value[0].to(q.dtype))
 
@@ -166,18 +166,6 @@ def _replicated(
 def _projection(self: Any, visual_norm: Any) -> Projection:
     """Frames' features (f, tokens, width) and positions (f,) to k, v by the layer's own norm and projection."""
     return lambda features, frame_position: self.project_visual(visual_norm(features), frame_position)
-
-
-def _cached_keys_values(
-    self: Any, past_key_values: Any, visual: Any, visual_norm: Any, dtype: torch.dtype
-) -> tuple[Tensor, Tensor]:
-    """This rank's K and V of the frames: kept beside the text cache, projected once per prompt, in chunks."""
-    kept = visual_cache(past_key_values)
-    assert kept is not None  # a replicated pass with frames has one
-    if self.layer_idx not in kept.states:
-        project = _projection(self, visual_norm)
-        kept.states[self.layer_idx] = project_all(project, visual.embeds, visual.frame_position, dtype)
-    return kept.states[self.layer_idx]
 
 
 def _channels(o: Tensor) -> Tensor:
@@ -189,39 +177,99 @@ def _channels(o: Tensor) -> Tensor:
 class _Inputs(Inputs):
     """With what mPLUG-Owl3 is told about the places of the frames."""
 
+    model: Any
     media_offset: Any
     media_layout: MediaLayout | None
 
-    def layout(self, model: Any) -> MediaLayout:
-        """Which row sees which frames, of all ranks; raises what the unpatched model would raise."""
+    @functools.cached_property
+    def note(self) -> _Note:
+        """The layout; raises what the unpatched model would raise."""
         if self.media_layout is None:
-            return model.media_layout(
+            layout = self.model.media_layout(
                 self.total_frames,
                 input_ids=self.input_ids,
                 media_offset=self.media_offset,
                 position_ids=self.positions(),
             )
+            return _Note(layout, self.past_length)
         samples, frames = self.media_layout.first.shape[0], self.media_layout.total_frames
         if (samples, frames) != (self.batch, self.total_frames):
             raise ShapeError(
                 f"media_layout is for {samples} samples and {frames} frames; the call has {self.batch} samples and "
                 f"{self.total_frames} frames"
             )
-        return self.media_layout
+        return _Note(self.media_layout, 0)
 
-    def check(self, model: Any, kwargs: dict[str, Any]) -> None:
+
+@dataclass(frozen=True)
+class _Note:
+    """Which row sees which frames, counted from the text token `row_offset` of the cache."""
+
+    layout: MediaLayout
+    row_offset: int
+
+
+class MPlugOwl3Family(Family):
+    """mPLUG-Owl3: SigLIP frames in one flat list, a rotary position per frame."""
+
+    def encode(self, frames: Tensor, *extras: Tensor) -> Tensor:
+        """(f, 3, H, W) -> (f, tokens, hidden)."""
+        return self.model.encode_frames(frames)
+
+    def blank(self) -> tuple[Tensor, ...]:
+        """A black frame of the tower's size."""
+        vision, weight = self.model.config.vision_config, self.embedding_weight()
+        shape = (1, vision.num_channels, vision.image_size, vision.image_size)
+        return (torch.zeros(shape, device=weight.device, dtype=weight.dtype),)
+
+    def note(self, inputs: Inputs) -> _Note:
+        """The prompt's layout, for later passes."""
+        assert isinstance(inputs, _Inputs)
+        return inputs.note
+
+    def index(self, inputs: Inputs, units: int) -> Tensor:
+        """The frames' rotary positions."""
+        return self.note(inputs).layout.frame_position if inputs.total_frames else super().index(inputs, units)
+
+    def view(self, inputs: Inputs, units: int, tokens: int, note: _Note) -> View:
+        """The layout's rows."""
+        first, stop = note.layout.rows(inputs.past_length - note.row_offset, inputs.length)
+        return self._view(FrameMask.from_intervals(first, stop, tokens, units))
+
+    def nobody(self, inputs: Inputs, units: int, tokens: int) -> View:
+        """As for all families, with the fact that the layers read."""
+        return self._view(super().nobody(inputs, units, tokens).mask)
+
+    def _view(self, mask: FrameMask) -> View:
+        return View(mask, {"sees": mask.sees_any().to(self.embedding_weight().device)})
+
+    def check(self, inputs: Inputs, kwargs: dict[str, Any]) -> None:
         """What only one rank may have got wrong, and must not leave the others waiting for it."""
-        refuse_attentions(model.config, kwargs)
-        width = model.config.hidden_size
-        if self.frames is not None and self.frames_are_features and self.frames.shape[2:] != (width,):
+        super().check(inputs, kwargs)
+        width = self.model.config.hidden_size
+        if inputs.frames is not None and inputs.frames_are_features and inputs.frames.shape[2:] != (width,):
             raise ShapeError(
-                f"image_embeds has shape {tuple(self.frames.shape)}; expected (frames, tokens, {width}), the frames of "
-                "all samples one after another"
+                f"image_embeds has shape {tuple(inputs.frames.shape)}; expected (frames, tokens, {width}), the frames "
+                "of all samples one after another"
             )
+
+    def decode(
+        self, embeds: Tensor, positions: Tensor, mask: Any, cache: Cache | None, call: SeqParCall, **kwargs: Any
+    ) -> Any:
+        """The Qwen2 decoder."""
+        return self.model.language_model.model(
+            inputs_embeds=embeds,
+            position_ids=positions,
+            attention_mask=mask,
+            past_key_values=cache,
+            use_cache=cache is not None,
+            seqpar=call,
+            **kwargs,
+        )
 
 
 def _model_forward(model: Any, context: SeqParContext) -> Any:
-    unpatched = model.forward
+    unpatched, family = model.forward, MPlugOwl3Family(model, context)
 
     def forward(
         self: Any,
@@ -258,11 +306,11 @@ def _model_forward(model: Any, context: SeqParContext) -> Any:
             past_key_values=past_key_values,
             use_cache=past_key_values is not None or bool(use_cache and unpatched_caches),
             packed=not unpatched_caches,
+            model=self,
             media_offset=media_offset,
             media_layout=media_layout,
         )
-        run = _replicated_pass if inputs.use_cache else _sharded_pass
-        return run(self, context, inputs, logits_to_keep, kwargs)
+        return _with_native_cache(family, inputs, logits_to_keep, kwargs)
 
     forward.__doc__ = (unpatched.__doc__ or "") + _VISUAL_SHARD
     return types.MethodType(can_return_tuple(forward), model)
@@ -274,121 +322,16 @@ _VISUAL_SHARD = """
 """
 
 
-def _sharded_pass(
-    self: Any, context: SeqParContext, inputs: _Inputs, logits_to_keep: int | Tensor, kwargs: dict[str, Any]
-) -> CausalLMOutputWithPast:
-    """Text and frames dealt to the ranks."""
-    agree_on_inputs(context.comm, inputs, lambda: inputs.check(self, kwargs))
-    text, layout, positions = text_shards(context, inputs), inputs.layout(self), inputs.positions()
-    features = local_features(self, context, inputs, self.encode_frames)
-    frames = None if features is None else _visual_shards(context, inputs, layout, text, features)
-    call = SeqParCall(context, text=text, frames=frames)
-    held = text.local if call.shards_text else inputs.length
-    start, stop = frame_bounds(inputs.total_frames, context.comm.size)[context.comm.rank]
-    context.report_shares((held, inputs.length), (stop - start, inputs.total_frames))
-    ids, embeds = inputs.input_ids, inputs.inputs_embeds
-    # a mapping is taken as it is, and empty here: the text masks of a sharded pass are the call's own
-    mask: Any = dict.fromkeys(self.config.layer_types)
-    if call.shards_text:
-        positions = text.shard(positions, 1)
-        ids, embeds = (None if x is None else text.shard(x, 1) for x in (ids, embeds))
-    else:
-        mask = whole_text_mask(inputs)
-    outputs = self.language_model.model(
-        inputs_embeds=self.get_input_embeddings()(ids) if embeds is None else embeds,
-        position_ids=positions,
-        attention_mask=mask,
-        use_cache=False,
-        seqpar=call,
-        **kwargs,
-    )
-    return sharded_outputs(
-        call,
-        inputs,
-        outputs.last_hidden_state,
-        outputs.hidden_states,
-        lm_head=self.language_model.lm_head,
-        loss_function=self.loss_function,
-        vocab_size=self.config.vocab_size,
-        num_items=kwargs.get("num_items_in_batch"),
-        logits_to_keep=logits_to_keep,
-    )
-
-
-def _visual_shards(
-    context: SeqParContext, inputs: Inputs, layout: MediaLayout, text: TextShards, features: Tensor
-) -> VisualShards:
-    total, tokens = inputs.total_frames, features.shape[1]
-    if total == 0:  # the one frame that is there only to keep the ranks in step, and that nobody sees
-        nobody = torch.zeros(inputs.batch, inputs.length, dtype=torch.long)
-        index = torch.zeros(features.shape[0], dtype=torch.long, device=features.device)
-        return VisualShards.of(
-            SharedVisual(features, index, 1), FrameMask.from_intervals(nobody, nobody, tokens, 1), text
-        )
-    start, stop = frame_bounds(total, context.comm.size)[context.comm.rank]
-    visual = SharedVisual(features, layout.frame_position[start:stop].to(features.device), total)
-    first, last = layout.rows(0, inputs.length)
-    return VisualShards.of(visual, FrameMask.from_intervals(first, last, tokens, total), text)
-
-
-def _replicated_pass(
-    self: Any, context: SeqParContext, inputs: _Inputs, logits_to_keep: int | Tensor, kwargs: dict[str, Any]
-) -> CausalLMOutputWithPast:
-    """All text on every rank, frames dealt out; the first pass of a prompt, and every step of decoding."""
-    cache, past = inputs.past_key_values, inputs.past_length
-    if cache is None:
-        cache = DynamicCache(config=self.config)
-    if past == 0:
+def _with_native_cache(family: MPlugOwl3Family, inputs: _Inputs, logits_to_keep: Any, kwargs: dict[str, Any]) -> Any:
+    """Runs a pass and keeps up what the native `generate` looks at: the layout of the prompt, beside the cache."""
+    cache: Any = inputs.past_key_values
+    if cache is not None and inputs.past_length == 0:
         cache.visual = None  # of an earlier text, when the cache was reset
-    if past == 0 or inputs.input_ids is None or inputs.input_ids.shape[1] > 1:  # not each step of decoding
-        agree_on_inputs(context.comm, inputs, lambda: inputs.check(self, kwargs))
-    visual, mask = _replicated_visual(self, context, inputs, cache)
-    embeds = inputs.inputs_embeds
-    outputs = self.language_model.model(
-        inputs_embeds=self.get_input_embeddings()(inputs.input_ids) if embeds is None else embeds,
-        position_ids=inputs.positions(),
-        attention_mask=inputs.attention_mask,
-        past_key_values=cache,
-        use_cache=True,
-        visual=visual,
-        seqpar=SeqParCall(context, frame_mask=mask),
-        **kwargs,
-    )
-    hidden = outputs.last_hidden_state[:, kept_rows(logits_to_keep)]
-    if hidden.shape[1] == 1 and not hidden.requires_grad:
-        # ranks that pick tokens from different bits would drift apart and then hang: all take rank 0's
-        hidden = context.comm.broadcast(hidden, "hidden")
-    logits = self.language_model.lm_head(hidden)
-    targets, loss = inputs.target_labels(), None
-    if targets is not None:
-        num_items = kwargs.get("num_items_in_batch")
-        loss = whole_text_loss(logits, targets, self.loss_function, self.config.vocab_size, num_items)
-    return CausalLMOutputWithPast(
-        loss=loss, logits=logits, past_key_values=outputs.past_key_values, hidden_states=outputs.hidden_states
-    )
-
-
-def _replicated_visual(self: Any, context: SeqParContext, inputs: _Inputs, cache: Any) -> tuple[Any, FrameMask | None]:
-    """(the frames of this pass or of the cache, what its rows see of them); (None, None) without any."""
-    kept: VisualCache | None = visual_cache(cache)
-    past, total = inputs.past_length, inputs.total_frames
-    if total and kept is not None:
-        raise ShapeError(
-            f"{total} frames were passed with a cache that holds {kept.layout.total_frames} already; pass new frames "
-            "with the whole conversation and without the cache"
-        )
-    features = None
-    if total or past == 0:
-        layout = inputs.layout(self)
-        features = local_features(self, context, inputs, self.encode_frames)  # FSDP wants it without frames, too
-    if total:
-        assert features is not None
-        offset = past if inputs.media_layout is None else 0
-        kept = cache.visual = VisualCache(layout, row_offset=offset, tokens_per_frame=features.shape[1])
-    if kept is None:
-        return None, None
-    visual = kept.inputs(past, inputs.length, features if total else None)
-    if total:
-        start, stop = frame_bounds(total, context.comm.size)[context.comm.rank]
-        visual.frame_position = layout.frame_position[start:stop]  # K and V are those of this rank's frames
-    return visual, FrameMask.from_intervals(visual.first, visual.stop, kept.tokens_per_frame, kept.layout.total_frames)
+    out = run_pass(family, inputs, logits_to_keep, kwargs)
+    cache = out.past_key_values
+    kept = None if cache is None else remembered(cache).kept
+    if kept is not None and kept.note is not None and visual_cache(cache) is None:
+        note: _Note = kept.note
+        cache.visual = VisualCache(note.layout, row_offset=note.row_offset, tokens_per_frame=kept.tokens_per_unit)
+        cache.visual.states = kept.states
+    return out
