@@ -35,7 +35,20 @@ CASES: dict[str, tuple[Case, dict[str, Any]]] = {
     "ring, local text": (ONE.with_options(strategy="ring", self_attention="local"), {}),
     "local text, no cache": (TWO.with_options(self_attention="local"), {"use_cache": False}),
 }
-LOCAL = ("greedy, padded batch", "features", "no cache", "beams", "one frame")
+DEALT = {"shard_prompt_from": 2}
+CASES |= {
+    "dealt prompt": (ONE.with_options(**DEALT), {}),
+    "dealt prompt, padded batch": (TWO.with_options(**DEALT, text_layout="striped"), {}),
+    "dealt prompt, sampled": (TWO.with_options(**DEALT), {"do_sample": True, "temperature": 1.3, "top_k": 50}),
+    "dealt prompt, beams": (ONE.with_options(**DEALT, text_layout="contiguous"), {"num_beams": 3}),
+    "dealt prompt, several beams": (TWO.with_options(**DEALT), {"num_beams": 2, "num_return_sequences": 2}),
+    "dealt prompt, text only": (TEXT.with_options(**DEALT), {}),
+    "dealt prompt, sliding window": (WINDOW.with_options(**DEALT), {}),
+    "dealt prompt, looked up": (ONE.with_options(**DEALT), {"prompt_lookup_num_tokens": 3, "max_new_tokens": 12}),
+    "prompt looked up": (ONE, {"prompt_lookup_num_tokens": 3, "max_new_tokens": 12}),
+}
+"""The prompt is read with its text dealt to the ranks, and the text's K and V stay dealt."""
+LOCAL = ("greedy, padded batch", "dealt prompt", "features", "no cache", "beams", "one frame")
 """Run a second time with each rank passing its own frames only."""
 
 
@@ -106,6 +119,36 @@ def test_a_conversation_goes_on_with_the_cache(variant: str) -> None:
         assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
         keys = [2, 2, 1][rank] * 4
         assert counts == {"projected": [keys, keys], "kept": {0: keys, 2: keys}}
+
+
+def dealt_conversation(rank: int, world: int, variant: str) -> tuple[list[torch.Tensor], list[int]]:
+    """The two turns over a dealt cache, and how many text tokens' K this rank keeps in each layer after the first."""
+    case = ONE.with_options(shard_prompt_from=2)
+    model = model_of(variant, case)
+    inputs = inputs_of(variant, case, model)
+    patch_model(model, **case.options)
+    try:
+        first = model.generate(**inputs, **settings(return_dict_in_generate=True))
+        kept = [layer.keys.shape[2] for layer in first.past_key_values.layers]
+        assert first.past_key_values.get_seq_length() == first.sequences.shape[1] - 1
+        asked = torch.cat([first.sequences, torch.tensor([[7, 8, 9, 10]])], dim=1)
+        second = model.generate(asked, past_key_values=first.past_key_values, **settings())
+        return [first.sequences, second], kept
+    finally:
+        unpatch_model(model)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_a_dealt_prompt_stays_dealt(variant: str) -> None:
+    """Every token's K and V are on one rank only, about as many on each; and a second turn goes on with them."""
+    expected, _ = conversation(model_of(variant, ONE), inputs_of(variant, ONE, model_of(variant, ONE)))
+    outcomes = ranks(3).run(dealt_conversation, variant, timeout=PATIENCE)
+    for found, _ in outcomes:
+        assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+    in_all = expected[0].shape[1] - 1  # the last token has not been through the model
+    for layer in range(4):
+        kept = [counts[layer] for _, counts in outcomes]
+        assert sum(kept) == in_all and max(kept) <= in_all // 3 + 3, kept
 
 
 def different_settings(rank: int, world: int, given: list[dict[str, Any]]) -> None:
