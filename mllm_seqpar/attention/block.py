@@ -1,13 +1,13 @@
 """Computing one block, tile by tile, and holding what was computed for a row or a column.
 
-Shapes: q, o, do (B, H, S, D); k, v (B or 1, G, T, D), G dividing H; lse (B, H, S) float32. With one batch item of k and
-v, all batch items of q see the same keys (frames of all samples in one list; the mask tells them apart).
+Shapes: q, o, do (B, H, S, D); k, v (B, G, T, D), G dividing H; lse (B, H, S) float32. Batch items that share their keys
+are rows of one batch item here: `fold` and `unfold`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -16,6 +16,19 @@ from torch import Tensor
 from ..kernels import BlockKernel, choose_kernel
 from ..kernels.partials import merge_
 from ..masks import Tile
+
+Places = slice | Tensor
+"""Which rows or keys of a tensor: a span, or indices in ascending order, each once."""
+
+
+def fold(x: Tensor) -> Tensor:
+    """(B, H, S, ...) -> (1, H, B * S, ...), contiguous, item after item: batch items that share their keys."""
+    return x.transpose(0, 1).reshape(1, x.shape[1], x.shape[0] * x.shape[2], *x.shape[3:]).contiguous()
+
+
+def unfold(x: Tensor, batch: int) -> Tensor:
+    """(1, H, B * S, ...) -> (B, H, S, ...), a view."""
+    return x.reshape(x.shape[1], batch, x.shape[2] // batch, *x.shape[3:]).transpose(0, 1)
 
 
 class Partial:
@@ -34,13 +47,19 @@ class Partial:
             self._value = o, torch.full(o.shape[:-1], float("-inf"), dtype=wide, device=o.device)
         return self._value
 
-    def add(self, o: Tensor, lse: Tensor, batch: slice = slice(None), rows: slice = slice(None)) -> None:
+    def add(self, o: Tensor, lse: Tensor, batch: slice = slice(None), rows: Places = slice(None)) -> None:
         """Merges the result of some rows over further keys."""
         if self._value is None and o.shape == self._like.shape:
             self._value = o.to(self._dtype).contiguous(), lse.contiguous()
-        else:
-            mine = self.value
-            merge_(mine[0][batch, :, rows], mine[1][batch, :, rows], o, lse)
+            return
+        mine = [x[batch] for x in self.value]
+        if isinstance(rows, slice):
+            merge_(mine[0][:, :, rows], mine[1][:, :, rows], o, lse)
+            return
+        some = [x.index_select(2, rows) for x in mine]
+        merge_(some[0], some[1], o, lse)
+        for whole, part in zip(mine, some, strict=True):
+            whole.index_copy_(2, rows, part)
 
 
 class Sum:
@@ -57,12 +76,14 @@ class Sum:
             self._value = torch.zeros(self._shape, dtype=self._dtype, device=self._device)
         return self._value
 
-    def add(self, x: Tensor, batch: slice = slice(None), rows: slice = slice(None)) -> None:
+    def add(self, x: Tensor, batch: slice = slice(None), rows: Places = slice(None)) -> None:
         """Adds x to the batch items and rows (or keys) given."""
         if self._value is None and x.shape == self._shape and x.dtype == self._dtype:
             self._value = x.contiguous()
-        else:
+        elif isinstance(rows, slice):
             self.value[batch, :, rows].add_(x)
+        else:  # every index once: one addend to each row, so the sum has no order to depend on
+            self.value[batch].index_add_(2, rows, x.to(self._dtype))
 
 
 class _Part(NamedTuple):
@@ -71,7 +92,6 @@ class _Part(NamedTuple):
     kernel: BlockKernel
     batch: slice
     rows: slice
-    key_batch: slice
     keys: slice
     qkv: tuple[Tensor, Tensor, Tensor]
     how: dict[str, Any]
@@ -107,26 +127,15 @@ class BlockMath:
             do_t, o_t, lse_t = (x[part.batch, :, part.rows] for x in (do, o, lse))
             dq_t, dk_t, dv_t = part.kernel.backward(do_t, *part.qkv, o_t, lse_t, **part.how)
             dq.add(dq_t, part.batch, part.rows)
-            dk.add(dk_t, part.key_batch, part.keys)
-            dv.add(dv_t, part.key_batch, part.keys)
+            dk.add(dk_t, part.batch, part.keys)
+            dv.add(dv_t, part.batch, part.keys)
 
     def _parts(self, q: Tensor, k: Tensor, v: Tensor, tiles: Iterable[Tile]) -> Iterator[_Part]:
         """Cuts the tiles out of a block, and finds each the kernel that can compute it."""
-        for tile in per_batch_item(tiles, q.shape[0], k.shape[0]):
+        for tile in tiles:
             batch, rows, keys = slice(*tile.batch), slice(*tile.rows), slice(*tile.keys)
-            key_batch = batch if k.shape[0] == q.shape[0] else slice(0, 1)
-            q_t, k_t, v_t = q[batch, :, rows], k[key_batch, :, keys], v[key_batch, :, keys]
+            q_t, k_t, v_t = q[batch, :, rows], k[batch, :, keys], v[batch, :, keys]
             causal, mask = tile.kind == "causal", tile.mask(q.device)
             kernel, _ = choose_kernel(self.kernel, q_t, k_t, causal=causal, masked=mask is not None)
             how = {"scale": self.scale, "causal": causal, "mask": mask}
-            yield _Part(kernel, batch, rows, key_batch, keys, (q_t, k_t, v_t), how)
-
-
-def per_batch_item(tiles: Iterable[Tile], batch: int, key_batch: int) -> Iterator[Tile]:
-    """The tiles as they are, or one batch item at a time when all items share one batch item of keys."""
-    for tile in tiles:
-        if key_batch == batch:
-            yield tile
-        else:
-            for item in range(*tile.batch):
-                yield replace(tile, batch=(item, item + 1))
+            yield _Part(kernel, batch, rows, keys, (q_t, k_t, v_t), how)

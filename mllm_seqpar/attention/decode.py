@@ -17,7 +17,7 @@ from ..kernels.partials import merge_
 from ..masks import FrameMask, Tile, full_tile
 from ..sharding import frame_range
 from .api import accumulation
-from .block import BlockMath, Partial
+from .block import BlockMath, Partial, fold, unfold
 from .checks import check_mask, check_qkv
 
 SCATTER_ROWS = 64
@@ -59,17 +59,20 @@ def decode_attention(
         raise ConfigError("decode_attention has no backward pass; call it under torch.no_grad(), or use lv_xattn")
     check_qkv(q, k, v)
     comm = as_communicator(group)
+    batch = q.shape[0]
+    rows = fold(q) if k.shape[0] < batch else q
     tiles: tuple[Tile, ...]
     if mask is None:
-        tiles = full_tile(q.shape[0], q.shape[2], k.shape[2])
+        tiles = full_tile(rows.shape[0], rows.shape[2], k.shape[2])
     else:
         frames = frame_range(mask.total_frames // units_per_frame, comm)
         start, stop = frames.start * units_per_frame, frames.stop * units_per_frame
         check_mask(mask, q, k, (start, stop))
-        tiles = mask.tiles(start, stop)
-    partial = Partial(q, accumulation(torch.float32, q.dtype))
-    BlockMath(kernel, q.shape[-1] ** -0.5 if scale is None else scale).forward(q, k, v, tiles, partial)
-    o, lse = merge_over_ranks(*partial.value, comm)
+        tiles = (mask if rows is q else mask.folded()).tiles(start, stop)
+    partial = Partial(rows, accumulation(torch.float32, q.dtype))
+    BlockMath(kernel, q.shape[-1] ** -0.5 if scale is None else scale).forward(rows, k, v, tiles, partial)
+    o, lse = (x if rows is q else unfold(x, batch).contiguous() for x in partial.value)
+    o, lse = merge_over_ranks(o, lse, comm)
     return (o.to(q.dtype), lse) if return_lse else o.to(q.dtype)
 
 

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from ..comm import Communicator
 from ..masks import Blocks, Tile, clip_rows
-from .block import BlockMath, Partial, Sum
+from .block import BlockMath, Partial, Sum, fold, unfold
 from .executor import Bundle, run_schedule
 from .schedule import Axis, Block, schedule_for
 
@@ -32,6 +32,10 @@ class Plan:
     key_lengths: tuple[int, ...]
     accumulate_dtype: torch.dtype
     overlap: bool = True
+
+    def folded(self) -> Plan:
+        """The same for queries whose batch is folded into their rows (`block.fold`)."""
+        return replace(self, blocks=self.blocks.folded())
 
 
 def block_tiles(blocks: Blocks, block: Block, rows: int) -> list[Tile]:
@@ -129,7 +133,13 @@ def _shape(axis: Axis, owner: int, like: Tensor, plan: Plan) -> tuple[int, ...]:
 def distributed_forward(
     comm: Communicator, plan: Plan, math: BlockMath, q: Tensor, k: Tensor, v: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """This rank's q, k, v, contiguous -> (o in plan.accumulate_dtype, lse) of its rows over all ranks' keys."""
+    """This rank's q, k, v, contiguous -> (o in plan.accumulate_dtype, lse) of its rows over all ranks' keys.
+
+    Where k and v have a batch of 1 and q has not, its batch is folded into its rows for as long as this takes.
+    """
+    if k.shape[0] < q.shape[0]:
+        o, lse = distributed_forward(comm, plan.folded(), math, fold(q), k, v)
+        return unfold(o, q.shape[0]), unfold(lse, q.shape[0])
     work = _Forward(plan, math, q, k, v)
     run_schedule(schedule_for(plan.tile, comm.rank, backward=False), comm, work, overlap=plan.overlap)
     return work.partial(comm.rank).value
@@ -144,9 +154,13 @@ def distributed_backward(
     v: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(q, o, lse, do) of this rank's rows, final, and its k, v -> dq of its rows, dk and dv of its keys, in float32."""
+    q, o, lse, do = saved
+    if k.shape[0] < q.shape[0]:
+        folded = fold(q), fold(o), fold(lse), fold(do)
+        dq, dk, dv = distributed_backward(comm, plan.folded(), math, folded, k, v)
+        return unfold(dq, q.shape[0]), dk, dv
     work = _Backward(plan, math, saved, k, v)
     run_schedule(schedule_for(plan.tile, comm.rank, backward=True), comm, work, overlap=plan.overlap)
-    q = saved[0]
     pieces = (("dq", q), ("dk", k), ("dv", v))
     dq, dk, dv = (work.total(name, comm.rank, like).value for name, like in pieces)
     return dq, dk, dv

@@ -2,6 +2,7 @@
 
 from .causal import CausalBlocks
 from .frame import FrameBlocks, FrameMask
+from .rows import Rows
 from .tiles import Blocks, FullBlocks, Tile, clip_rows, full_tile
 
-__all__ = ["Blocks", "CausalBlocks", "FrameBlocks", "FrameMask", "FullBlocks", "Tile", "clip_rows", "full_tile"]
+__all__ = ["Blocks", "CausalBlocks", "FrameBlocks", "FrameMask", "FullBlocks", "Rows", "Tile", "clip_rows", "full_tile"]

@@ -11,8 +11,10 @@ from torch import Tensor
 
 from ..errors import MaskError
 from ..sharding import sequence_positions
+from .fold import FoldedBlocks
 from .intervals import interval_tiles
-from .tiles import Tile
+from .rows import Rows
+from .tiles import Blocks, Tile
 
 
 class CausalBlocks:
@@ -26,6 +28,8 @@ class CausalBlocks:
         first: (B or 1, total) int64 or None: the first key that row may see (sliding window, packed sequences).
         valid: (B or 1, total) bool or None: keys that may be seen at all (padding).
     """
+
+    prunes = False
 
     def __init__(
         self,
@@ -44,6 +48,7 @@ class CausalBlocks:
         self.first = None if first is None else first.detach().cpu().expand(batch, total)
         self.valid = None if valid is None or bool(valid.all()) else valid.detach().bool().cpu().expand(batch, total)
         self._tiles: dict[tuple[int, int], tuple[Tile, ...]] = {}
+        self._folded: FoldedBlocks | None = None
 
     def tiles(self, row: int, column: int) -> tuple[Tile, ...]:
         """Planned on first use, then kept for the other layers and for the backward pass."""
@@ -56,3 +61,19 @@ class CausalBlocks:
             valid = None if self.valid is None else self.valid[:, keys]
             self._tiles[row, column] = interval_tiles(low, high, keys.numel(), 1, valid)
         return self._tiles[row, column]
+
+    def rows(self, row: int, column: int) -> Rows | None:
+        """All of them: text attends to itself by moving K and V, and its rows stay at home."""
+        return None
+
+    def packed(self, row: int, column: int) -> tuple[Tile, ...]:
+        """The same as `tiles`."""
+        return self.tiles(row, column)
+
+    def folded(self) -> Blocks:
+        """The same item by item, for batch items that share their keys."""
+        if self.batch == 1:
+            return self
+        if self._folded is None:
+            self._folded = FoldedBlocks(self, self.positions[0].numel())
+        return self._folded

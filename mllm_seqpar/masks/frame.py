@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Hashable, Sequence
 from functools import cached_property
 
@@ -12,6 +13,7 @@ from ..comm import Communicator
 from ..errors import MaskError
 from .dense import dense_tiles
 from .intervals import interval_tiles
+from .rows import Rows
 from .tiles import Tile
 
 
@@ -26,6 +28,8 @@ class FrameMask:
         self.bounds, self.visible = bounds, visible
         self.tokens_per_frame, self.total_frames = tokens, total
         self._by_group: dict[tuple[Hashable, tuple[tuple[int, int], ...]], FrameBlocks] = {}
+        self._tiles: dict[tuple[int, int], tuple[Tile, ...]] = {}
+        self._folded: FrameMask | None = None
 
     @classmethod
     def from_intervals(cls, first: Tensor, stop: Tensor, tokens_per_frame: int, total_frames: int) -> FrameMask:
@@ -78,19 +82,40 @@ class FrameMask:
 
     def take(self, rows: Tensor) -> FrameMask:
         """The mask of the rows whose indices are given, (s,) int64, in that order."""
-        table = self._table[:, rows.cpu()]
+        return self._of(self._table[:, rows.cpu()])
+
+    def folded(self) -> FrameMask:
+        """The same with the batch folded into the rows, item after item: (1, B * s_q)."""
+        if self.shape[0] == 1:
+            return self
+        if self._folded is None:
+            self._folded = self._of(self._table.flatten(0, 1).unsqueeze(0))
+        return self._folded
+
+    def _of(self, table: Tensor) -> FrameMask:
+        """Other rows of the same frames, given as `_table` is."""
         bounds = (table[..., 0], table[..., 1]) if self.bounds is not None else None
         return FrameMask(bounds, None if bounds else table, self.tokens_per_frame, self.total_frames)
 
     def sees_any(self) -> Tensor:
         """(B, s_q) bool: rows that see at least one frame."""
-        return self.bounds[1] > self.bounds[0] if self.bounds is not None else self._table.any(-1)
+        return self.sees(0, self.total_frames)
+
+    def sees(self, start: int, stop: int) -> Tensor:
+        """(B, s_q) bool: rows that see at least one of the frames start <= f < stop."""
+        if self.bounds is not None:
+            return self.bounds[0].clamp(min=start) < self.bounds[1].clamp(max=stop)
+        return self._table[..., start:stop].any(-1)
 
     def tiles(self, start: int, stop: int) -> tuple[Tile, ...]:
-        """The tiles of all rows of this mask against the keys of the frames start <= f < stop."""
-        if self.bounds is not None:
-            return interval_tiles(self.bounds[0] - start, self.bounds[1] - start, stop - start, self.tokens_per_frame)
-        return dense_tiles(self._table[..., start:stop], self.tokens_per_frame)
+        """The tiles of all rows against the keys of the frames start <= f < stop; planned once, then kept."""
+        if (start, stop) not in self._tiles:
+            self._tiles[start, stop] = (
+                dense_tiles(self._table[..., start:stop], self.tokens_per_frame)
+                if self.bounds is None
+                else interval_tiles(self.bounds[0] - start, self.bounds[1] - start, stop - start, self.tokens_per_frame)
+            )
+        return self._tiles[start, stop]
 
     def has_blocks(self, comm: Communicator, frames: Sequence[tuple[int, int]]) -> bool:
         """Whether `blocks` was called with these arguments before and needs no transfer."""
@@ -106,28 +131,55 @@ class FrameMask:
         if anew or key not in self._by_group:
             table = self._table.to(comm.device)
             gathered = [part.cpu() for part in comm.all_gather(table, "mask")]
-            masks = [
-                FrameMask((t[..., 0], t[..., 1]), None, self.tokens_per_frame, self.total_frames)
-                if self.bounds is not None
-                else FrameMask(None, t, self.tokens_per_frame, self.total_frames)
-                for t in gathered
-            ]
-            self._by_group[key] = FrameBlocks(masks, frames)
+            self._by_group[key] = FrameBlocks([self._of(part) for part in gathered], frames)
         return self._by_group[key]
 
 
 class FrameBlocks:
-    """The tiles of every block: `masks[i]` are the rows of rank i, `frames[j]` the (start, stop) frames of rank j."""
+    """The tiles of every block: `masks[i]` are the rows of rank i, `frames[j]` the (start, stop) frames of rank j.
+
+    Everything is planned on first use, then kept for the other layers and for the backward pass.
+    """
 
     def __init__(self, masks: Sequence[FrameMask], frames: Sequence[tuple[int, int]]) -> None:
         self.masks, self.frames = list(masks), list(frames)
-        self._tiles: dict[tuple[int, int], tuple[Tile, ...]] = {}
+        self._rows: dict[tuple[int, int], Rows | None] = {}
+        self._packed: dict[tuple[int, int], tuple[Tile, ...]] = {}
+        self._folded: FrameBlocks | None = None
+
+    @cached_property
+    def prunes(self) -> bool:
+        """Whether any row sees nothing of a rank that is not its own."""
+        pairs = itertools.product(range(len(self.masks)), range(len(self.frames)))
+        return any(i != j and self.rows(i, j) is not None for i, j in pairs)
 
     def tiles(self, row: int, column: int) -> tuple[Tile, ...]:
-        """Planned on first use, then kept for the other layers and for the backward pass."""
-        if (row, column) not in self._tiles:
-            self._tiles[row, column] = self.masks[row].tiles(*self.frames[column])
-        return self._tiles[row, column]
+        """Those of the mask of rank `row` against the frames of rank `column`."""
+        return self.masks[row].tiles(*self.frames[column])
+
+    def rows(self, row: int, column: int) -> Rows | None:
+        """The rows of rank `row` that see a frame of rank `column` in any batch item; None: all of them."""
+        if (row, column) not in self._rows:
+            seen = self.masks[row].sees(*self.frames[column]).any(0)
+            self._rows[row, column] = None if bool(seen.all()) else Rows(seen.nonzero().flatten())
+        return self._rows[row, column]
+
+    def packed(self, row: int, column: int) -> tuple[Tile, ...]:
+        """The tiles of those rows alone: planned anew, since rows that were apart may now share a tile."""
+        rows = self.rows(row, column)
+        if rows is None:
+            return self.tiles(row, column)
+        if (row, column) not in self._packed:
+            self._packed[row, column] = self.masks[row].take(rows.index).tiles(*self.frames[column])
+        return self._packed[row, column]
+
+    def folded(self) -> FrameBlocks:
+        """With the batch of every rank's mask folded into its rows."""
+        if self.masks[0].shape[0] == 1:
+            return self
+        if self._folded is None:
+            self._folded = FrameBlocks([mask.folded() for mask in self.masks], self.frames)
+        return self._folded
 
 
 def _check_counts(where: str, tokens: int, frames: int) -> None:

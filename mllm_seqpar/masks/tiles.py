@@ -17,6 +17,8 @@ from typing import Literal, Protocol
 import torch
 from torch import Tensor
 
+from .rows import Rows
+
 MAX_MASK = 1 << 22  # entries of an expanded mask tile: 4 MiB as bool, 16 MiB as a float32 bias
 WASTE = 1.25  # computed entries per visible entry that merging rows into one tile may cost
 
@@ -55,10 +57,23 @@ class Tile:
 
 
 class Blocks(Protocol):
-    """The tiles of every block (row, column) of a distributed attention."""
+    """The tiles of every block (row, column) of a distributed attention; the same on every rank, and never changed."""
+
+    @property
+    def prunes(self) -> bool:
+        """Whether any rank has rows that see nothing of some other rank, so that `rows` says less than all."""
 
     def tiles(self, row: int, column: int) -> tuple[Tile, ...]:
         """What to compute of attend(Q_row, KV_column); empty when no row sees any key."""
+
+    def rows(self, row: int, column: int) -> Rows | None:
+        """The rows of rank `row` that see any key of rank `column`, in any batch item; None: take them all."""
+
+    def packed(self, row: int, column: int) -> tuple[Tile, ...]:
+        """The tiles of the block that has only the rows `rows`, side by side."""
+
+    def folded(self) -> Blocks:
+        """The same with the batch folded into the rows, item after item; see `mllm_seqpar.masks.fold`."""
 
 
 def clip_rows(tile: Tile, start: int, stop: int) -> Iterator[Tile]:
@@ -99,12 +114,26 @@ def masked_tiles(batch: Span, rows: Span, units: Span, tokens: int, rule: Rule) 
 
 @dataclass(frozen=True)
 class FullBlocks:
-    """No mask: every row sees every key. `key_lengths[j]` is the number of keys that rank j holds."""
+    """No mask: each of `length` rows sees every key. `key_lengths[j]` is the number of keys that rank j holds."""
 
     batch: int
-    rows: int
+    length: int
     key_lengths: tuple[int, ...]
+
+    prunes = False
 
     def tiles(self, row: int, column: int) -> tuple[Tile, ...]:
         """One tile, or none where rank `column` holds no keys."""
-        return full_tile(self.batch, self.rows, self.key_lengths[column])
+        return full_tile(self.batch, self.length, self.key_lengths[column])
+
+    def rows(self, row: int, column: int) -> Rows | None:
+        """All of them, also where there are no keys: without a mask every rank sends as much as its formula says."""
+        return None
+
+    def packed(self, row: int, column: int) -> tuple[Tile, ...]:
+        """The same as `tiles`."""
+        return self.tiles(row, column)
+
+    def folded(self) -> FullBlocks:
+        """As many rows in one batch item."""
+        return FullBlocks(1, self.batch * self.length, self.key_lengths)
