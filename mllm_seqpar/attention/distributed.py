@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from ..comm import Communicator
-from ..masks import Blocks, Tile, clip_rows
-from .block import BlockMath, Partial, Sum, fold, unfold
+from ..masks import Blocks, Rows, Tile, clip_rows
+from .block import BlockMath, Partial, Places, Sum, fold, unfold
 from .executor import Bundle, run_schedule
-from .schedule import Axis, Block, schedule_for
+from .schedule import Axis, Block, Move, schedule_for
 
 
 @dataclass(frozen=True)
@@ -33,72 +33,99 @@ class Plan:
     accumulate_dtype: torch.dtype
     overlap: bool = True
 
+    @property
+    def straight(self) -> bool:
+        """Whether rows go straight to the ranks whose keys they see: where they move, and the mask spares any."""
+        return self.tile[1] == 1 and self.blocks.prunes
+
     def folded(self) -> Plan:
         """The same for queries whose batch is folded into their rows (`block.fold`)."""
         return replace(self, blocks=self.blocks.folded())
 
 
-def block_tiles(blocks: Blocks, block: Block, rows: int) -> list[Tile]:
-    """The tiles of a block, cut to the part of its query rows that the schedule asks for."""
-    tiles = blocks.tiles(block.row, block.column)
-    if block.parts == 1:
-        return list(tiles)
-    start, stop = rows * block.part // block.parts, rows * (block.part + 1) // block.parts
-    return [part for tile in tiles for part in clip_rows(tile, start, stop)]
+class _Travelling:
+    """Which part of a piece travels between two ranks, and the tiles of the blocks that come out.
+
+    Where the mask prunes, rows go straight to each rank, and of them only those that see any of its keys; results are
+    of just those rows. Masks are known to all ranks, so both ends of a transfer cut the same rows.
+    """
+
+    def __init__(self, plan: Plan, math: BlockMath, rank: int, home: Mapping[Axis, Bundle]) -> None:
+        self.plan, self.math, self.rank, self.home = plan, math, rank, home
+
+    def leaving(self, move: Move, piece: Bundle) -> Bundle:
+        rows = self._rows(move.send, move.to)
+        return piece if rows is None else {name: rows.of(x) for name, x in piece.items()}
+
+    def shape(self, move: Move, like: Tensor) -> tuple[int, ...]:
+        if move.axis == "columns":
+            length = self.plan.key_lengths[move.recv]
+        else:
+            rows = self._rows(move.recv, self.rank if move.stream == "ahead" else move.source)
+            length = self.home["rows"]["q"].shape[2] if rows is None else rows.count
+        return (*like.shape[:2], length, *like.shape[3:])
+
+    def places(self, move: Move, device: torch.device) -> Places:
+        """The rows of the piece at home that a result is for, which `move` brought."""
+        rows = self._rows(move.recv, move.source) if move.axis == "rows" else None
+        return slice(None) if rows is None else rows.on(device)
+
+    def tiles(self, block: Block) -> Sequence[Tile]:
+        """The tiles of a block, cut to the part of its query rows that the schedule asks for."""
+        if self.plan.straight and block.row != block.column:
+            return self.plan.blocks.packed(block.row, block.column)
+        tiles = self.plan.blocks.tiles(block.row, block.column)
+        if block.parts == 1:
+            return tiles
+        rows = self.home["rows"]["q"].shape[2]
+        start, stop = rows * block.part // block.parts, rows * (block.part + 1) // block.parts
+        return [part for tile in tiles for part in clip_rows(tile, start, stop)]
+
+    def _rows(self, row: int, column: int) -> Rows | None:
+        return self.plan.blocks.rows(row, column) if self.plan.straight else None
 
 
-class _Forward:
+class _Forward(_Travelling):
     """Rows carry q ahead and (o, lse) behind; columns carry k and v ahead."""
 
-    def __init__(self, plan: Plan, math: BlockMath, q: Tensor, k: Tensor, v: Tensor) -> None:
-        self.plan, self.math, self.q = plan, math, q
-        self.home: Mapping[Axis, Bundle] = {"rows": {"q": q}, "columns": {"k": k, "v": v}}
+    def __init__(self, plan: Plan, math: BlockMath, rank: int, q: Tensor, k: Tensor, v: Tensor) -> None:
+        super().__init__(plan, math, rank, {"rows": {"q": q}, "columns": {"k": k, "v": v}})
         self._partials: dict[int, Partial] = {}
 
-    def shape(self, axis: Axis, owner: int, like: Tensor) -> tuple[int, ...]:
-        return _shape(axis, owner, like, self.plan)
-
-    def partial(self, row: int) -> Partial:
+    def partial(self, row: int, q: Tensor) -> Partial:
         if row not in self._partials:
-            self._partials[row] = Partial(self.q, self.plan.accumulate_dtype)
+            self._partials[row] = Partial(q, self.plan.accumulate_dtype)
         return self._partials[row]
 
     def compute(self, block: Block, rows: Bundle, columns: Bundle) -> None:
-        tiles = block_tiles(self.plan.blocks, block, rows["q"].shape[2])
-        self.math.forward(rows["q"], columns["k"], columns["v"], tiles, self.partial(block.row))
+        out = self.partial(block.row, rows["q"])
+        self.math.forward(rows["q"], columns["k"], columns["v"], self.tiles(block), out)
 
     def result(self, axis: Axis, owner: int) -> Bundle:
-        o, lse = self.partial(owner).value
-        del self._partials[owner]
+        o, lse = self._partials.pop(owner).value
         return {"o": o, "lse": lse}
 
-    def arrived(self, axis: Axis, owner: int, bundle: Bundle) -> None:
-        partial = self.partial(owner)
+    def arrived(self, move: Move, bundle: Bundle) -> None:
+        partial = self._partials[move.recv]
         partial.value  # noqa: B018 - what arrived is a buffer to be used again: merged into ours, never adopted
-        partial.add(bundle["o"], bundle["lse"])
+        partial.add(bundle["o"], bundle["lse"], rows=self.places(move, bundle["o"].device))
 
 
-class _Backward:
+class _Backward(_Travelling):
     """Rows carry q, o, do, lse ahead and dq behind; columns carry k, v ahead and dk, dv behind."""
 
     def __init__(
         self,
         plan: Plan,
         math: BlockMath,
+        rank: int,
         saved: tuple[Tensor, Tensor, Tensor, Tensor],
         k: Tensor,
         v: Tensor,
     ) -> None:
-        q, o, lse, do = saved
-        self.plan, self.math = plan, math
-        self.home: Mapping[Axis, Bundle] = {
-            "rows": {"q": q, "o": o, "do": do, "lse": lse},
-            "columns": {"k": k, "v": v},
-        }
+        rows: Bundle = dict(zip(("q", "o", "lse", "do"), saved, strict=True))
+        super().__init__(plan, math, rank, {"rows": rows, "columns": {"k": k, "v": v}})
         self._sums: dict[tuple[str, int], Sum] = {}
-
-    def shape(self, axis: Axis, owner: int, like: Tensor) -> tuple[int, ...]:
-        return _shape(axis, owner, like, self.plan)
 
     def total(self, name: str, owner: int, like: Tensor) -> Sum:
         if (name, owner) not in self._sums:
@@ -112,22 +139,17 @@ class _Backward:
             self.total("dk", block.column, k),
             self.total("dv", block.column, v),
         )
-        tiles = block_tiles(self.plan.blocks, block, q.shape[2])
-        self.math.backward(grads, rows["do"], q, k, v, rows["o"], rows["lse"], tiles)
+        self.math.backward(grads, rows["do"], q, k, v, rows["o"], rows["lse"], self.tiles(block))
 
     def result(self, axis: Axis, owner: int) -> Bundle:
         names = ("dq",) if axis == "rows" else ("dk", "dv")
         return {name: self._sums.pop((name, owner)).value for name in names}
 
-    def arrived(self, axis: Axis, owner: int, bundle: Bundle) -> None:
+    def arrived(self, move: Move, bundle: Bundle) -> None:
         for name, tensor in bundle.items():
-            total = self._sums[name, owner]
-            total.value.add_(tensor)
-
-
-def _shape(axis: Axis, owner: int, like: Tensor, plan: Plan) -> tuple[int, ...]:
-    """Rows are as long on every rank; a rank's columns are as long as it has keys."""
-    return tuple(like.shape) if axis == "rows" else (*like.shape[:2], plan.key_lengths[owner], *like.shape[3:])
+            total = self._sums[name, move.recv]
+            total.value  # noqa: B018 - as above: added to ours, never adopted
+            total.add(tensor, rows=self.places(move, tensor.device))
 
 
 def distributed_forward(
@@ -140,9 +162,10 @@ def distributed_forward(
     if k.shape[0] < q.shape[0]:
         o, lse = distributed_forward(comm, plan.folded(), math, fold(q), k, v)
         return unfold(o, q.shape[0]), unfold(lse, q.shape[0])
-    work = _Forward(plan, math, q, k, v)
-    run_schedule(schedule_for(plan.tile, comm.rank, backward=False), comm, work, overlap=plan.overlap)
-    return work.partial(comm.rank).value
+    work = _Forward(plan, math, comm.rank, q, k, v)
+    schedule = schedule_for(plan.tile, comm.rank, backward=False, straight=plan.straight)
+    run_schedule(schedule, comm, work, overlap=plan.overlap)
+    return work.partial(comm.rank, q).value
 
 
 def distributed_backward(
@@ -159,8 +182,9 @@ def distributed_backward(
         folded = fold(q), fold(o), fold(lse), fold(do)
         dq, dk, dv = distributed_backward(comm, plan.folded(), math, folded, k, v)
         return unfold(dq, q.shape[0]), dk, dv
-    work = _Backward(plan, math, saved, k, v)
-    run_schedule(schedule_for(plan.tile, comm.rank, backward=True), comm, work, overlap=plan.overlap)
+    work = _Backward(plan, math, comm.rank, saved, k, v)
+    schedule = schedule_for(plan.tile, comm.rank, backward=True, straight=plan.straight)
+    run_schedule(schedule, comm, work, overlap=plan.overlap)
     pieces = (("dq", q), ("dk", k), ("dv", v))
     dq, dk, dv = (work.total(name, comm.rank, like).value for name, like in pieces)
     return dq, dk, dv

@@ -7,15 +7,16 @@ in what arrived. Buffers of pieces that are done with are used again, so a call 
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from ..comm import Communicator, Recv, Send
-from .schedule import Axis, Block, Schedule
+from .schedule import Axis, Block, Move, Schedule
 
 Bundle = dict[str, Tensor]
 
@@ -26,8 +27,11 @@ class Work(Protocol):
     home: Mapping[Axis, Bundle]
     """This rank's own pieces, contiguous."""
 
-    def shape(self, axis: Axis, owner: int, like: Tensor) -> tuple[int, ...]:
-        """The shape that a tensor of rank `owner`'s piece of `axis` has, given another rank's tensor of that name."""
+    def leaving(self, move: Move, piece: Bundle) -> Bundle:
+        """What of a piece in hand goes ahead to the rank that `move` goes to; contiguous."""
+
+    def shape(self, move: Move, like: Tensor) -> tuple[int, ...]:
+        """The shape of a tensor that `move` brings, given the one of the same name that it takes away."""
 
     def compute(self, block: Block, rows: Bundle, columns: Bundle) -> None:
         """Computes one block and adds it to the results for its row and its column."""
@@ -35,8 +39,8 @@ class Work(Protocol):
     def result(self, axis: Axis, owner: int) -> Bundle:
         """This rank's result so far for that piece, which is about to leave; contiguous. Forgotten afterwards."""
 
-    def arrived(self, axis: Axis, owner: int, bundle: Bundle) -> None:
-        """Adds what the ranks before computed for that piece to this rank's own result for it."""
+    def arrived(self, move: Move, bundle: Bundle) -> None:
+        """Adds what other ranks computed for the piece of `move.recv`, and `move` brought, to this rank's own."""
 
 
 def run_schedule(schedule: Schedule, comm: Communicator, work: Work, *, overlap: bool = True) -> None:
@@ -54,16 +58,16 @@ def run_schedule(schedule: Schedule, comm: Communicator, work: Work, *, overlap:
     for index, step in enumerate(schedule):
         sends: list[Send] = []
         recvs: list[Recv] = []
-        incoming: list[tuple[str, Axis, int, Bundle]] = []
+        incoming: list[tuple[Move, Bundle]] = []
         for move in step.moves:
             if move.stream == "ahead":
-                leaving = held[move.axis, move.send]
+                leaving = work.leaving(move, held[move.axis, move.send])
             else:
                 leaving = work.result(move.axis, move.send)
-            buffers = pool.take({n: work.shape(move.axis, move.recv, t) for n, t in leaving.items()}, leaving)
+            buffers = pool.take({n: work.shape(move, t) for n, t in leaving.items()}, leaving)
             sends += [Send(move.to, tensor, name) for name, tensor in leaving.items() if tensor.numel()]
             recvs += [Recv(move.source, buffer) for buffer in buffers.values() if buffer.numel()]
-            incoming.append((move.stream, move.axis, move.recv, buffers))
+            incoming.append((move, buffers))
         pending = comm.exchange(sends, recvs)
         if not overlap:
             pending.wait()
@@ -71,11 +75,11 @@ def run_schedule(schedule: Schedule, comm: Communicator, work: Work, *, overlap:
             work.compute(block, held["rows", block.row], held["columns", block.column])
         if overlap:
             pending.wait()
-        for stream, axis, owner, buffers in incoming:
-            if stream == "ahead":
-                held[axis, owner] = buffers
+        for move, buffers in incoming:
+            if move.stream == "ahead":
+                held[move.axis, move.recv] = buffers
             else:
-                work.arrived(axis, owner, buffers)
+                work.arrived(move, buffers)
                 pool.give(buffers)
         for key in [key for key, last in last_use.items() if last == index and key[1] != comm.rank]:
             pool.give(held.pop(key))
@@ -94,18 +98,34 @@ def _last_uses(schedule: Schedule) -> dict[tuple[Axis, int], int]:
 
 
 class _Pool:
-    """Receive buffers by shape, dtype and device; a ring that allocates anew each hop pays for page faults."""
+    """Receive buffers by kind, that is by everything but length; a ring that allocates anew each hop pays page faults.
+
+    A piece takes the shortest free buffer that is long enough, and uses the front of it. Where all are too short the
+    longest makes way for a longer one, so there are never more of a kind than are in use at one time.
+    """
 
     def __init__(self) -> None:
-        self._free: defaultdict[tuple[tuple[int, ...], torch.dtype, torch.device], list[Tensor]] = defaultdict(list)
+        self._free: defaultdict[Hashable, list[Tensor]] = defaultdict(list)  # flat, shortest first
+        self._lent: dict[int, tuple[Hashable, Tensor]] = {}
 
     def take(self, shapes: Mapping[str, tuple[int, ...]], like: Mapping[str, Tensor]) -> Bundle:
         bundle = {}
         for name, shape in shapes.items():
-            free = self._free[shape, like[name].dtype, like[name].device]
-            bundle[name] = free.pop() if free else torch.empty(shape, dtype=like[name].dtype, device=like[name].device)
+            dtype, device = like[name].dtype, like[name].device
+            kind, size = (shape[:2], shape[3:], dtype, device), math.prod(shape)
+            free = self._free[kind]
+            fits = [i for i, flat in enumerate(free) if flat.numel() >= size]
+            if free and not fits:
+                free.pop()
+            flat = free.pop(fits[0]) if fits else torch.empty(size, dtype=dtype, device=device)
+            bundle[name] = flat[:size].view(shape)
+            if size:
+                self._lent[flat.data_ptr()] = kind, flat
         return bundle
 
     def give(self, bundle: Bundle) -> None:
         for tensor in bundle.values():
-            self._free[tuple(tensor.shape), tensor.dtype, tensor.device].append(tensor)
+            if tensor.numel():
+                kind, flat = self._lent.pop(tensor.data_ptr())
+                self._free[kind].append(flat)
+                self._free[kind].sort(key=Tensor.numel)

@@ -10,6 +10,10 @@ the roles exchanged, so both directions of both come from `rotation`. Two detail
 rank's own row and column never leaves home, which makes n - 1 hops of both streams, not n; and that block is computed
 in two parts, the first while the first piece comes in, the last while the last result comes home, so that no hop is
 left uncovered.
+
+Rows need not go round: in `direct` a rank's rows go to every other rank straight from home and results come straight
+back, as many transfers of as many rows. A ring must carry all rows past all ranks; going straight, each rank can be
+sent only the rows that see something of it (who sees what is not the schedule's business).
 """
 
 from __future__ import annotations
@@ -65,36 +69,59 @@ def rotation(size: int, rank: int, axis: Axis, *, results_travel: bool) -> Sched
     def piece(t: int) -> int:
         return (rank - t) % size
 
-    def block(t: int, part: int = 0, parts: int = 1) -> Block:
-        row, column = (piece(t), rank) if axis == "rows" else (rank, piece(t))
-        return Block(row, column, part, parts)
-
-    if size == 1:
-        return (Step((), (block(0),)),)
     steps = []
-    for t in range(size + 1 if results_travel else size):
+    for t, blocks in enumerate(_blocks(size, rank, axis, results_travel)):
         moves = []
         if t < size - 1:
             moves.append(Move("ahead", axis, piece(t), after, piece(t + 1), before))
         if results_travel and t >= 2:  # the result of step t - 1 leaves; that of the piece in hand arrives
             moves.append(Move("behind", axis, piece(t - 1), after, piece(t), before))
-        if not results_travel:
-            blocks = (block(t),)
-        elif t in (0, size):
-            blocks = (block(0, part=0 if t == 0 else 1, parts=2),)
-        else:
-            blocks = (block(t),)
         steps.append(Step(tuple(moves), blocks))
     return tuple(steps)
 
 
-def schedule_for(tile: tuple[int, int], rank: int, *, backward: bool) -> Schedule:
+def direct(size: int, rank: int) -> Schedule:
+    """The schedule of `rank` when rows go straight from their home to each other rank, and results straight back.
+
+    At step t the rank computes with the rows of rank - t, as in the ring; its own rows leave for rank + t one step
+    before, and what rank + t computed for them comes back one step behind.
+    """
+    steps = []
+    for t, blocks in enumerate(_blocks(size, rank, "rows", results_travel=True)):
+        moves = []
+        if t < size - 1:
+            coming = (rank - t - 1) % size
+            moves.append(Move("ahead", "rows", rank, (rank + t + 1) % size, coming, coming))
+        if t >= 2:
+            going = (rank - t + 1) % size
+            moves.append(Move("behind", "rows", going, going, rank, (rank + t - 1) % size))
+        steps.append(Step(tuple(moves), blocks))
+    return tuple(steps)
+
+
+def _blocks(size: int, rank: int, axis: Axis, results_travel: bool) -> list[tuple[Block, ...]]:
+    """What `rank` computes at each step: at step t with the piece of rank - t, and its own block in two parts."""
+
+    def block(t: int, part: int = 0, parts: int = 1) -> tuple[Block, ...]:
+        piece = (rank - t) % size
+        row, column = (piece, rank) if axis == "rows" else (rank, piece)
+        return (Block(row, column, part, parts),)
+
+    if size == 1 or not results_travel:
+        return [block(t) for t in range(size)]
+    return [block(0, 0, 2), *(block(t) for t in range(1, size)), block(0, 1, 2)]
+
+
+def schedule_for(tile: tuple[int, int], rank: int, *, backward: bool, straight: bool = False) -> Schedule:
     """The schedule of `rank` for a tile (a, b): (n, 1) is LV-XAttn, (1, n) is Ring Attention.
 
     Forward, a column's results stay with the row (nothing travels behind K and V); everything else travels home.
+    `straight`: rows do not go round, see `direct`.
     """
     rows, columns = tile
     if columns == 1:
+        if straight:
+            return direct(rows, rank)
         return rotation(rows, rank, "rows", results_travel=True)
     if rows == 1:
         return rotation(columns, rank, "columns", results_travel=backward)

@@ -9,12 +9,21 @@ head dim D):
     Ring Attention (arXiv 2310.01889)   forward   2 (n - 1) s_kv G D
                                         backward  4 (n - 1) s_kv G D
 
+Where a mask hides whole ranks from some rows, LV-XAttn's rows go straight to the ranks of which they see something, and
+nowhere else. With r(i, j) the rows of rank i that see any key of rank j, rank i then sends
+
+    forward   sum_j r(i, j) H D  +  sum_j r(j, i) H (D + 1)             over all j but i: rows out, results home
+    backward  sum_j r(i, j) H (3 D + 1)  +  sum_j r(j, i) H D
+
+which is the ring's where every r(i, j) is s_q, and never more, summed over ranks.
+
 The paper's Ring Attention moves K and V expanded to all query heads, which is G = H here (`expanded`). Its 0.48% for
 Video-MME on mPLUG-Owl3-7B is the forward pass with 2-byte Q, K, V and 4-byte O and log-sum-exp: `video_mme`.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 
@@ -52,14 +61,30 @@ class Problem:
 LSE_BYTES = 4
 
 
-def lv_xattn_bytes(problem: Problem, *, backward: bool) -> dict[str, int]:
-    """Bytes that LV-XAttn sends per rank and call, by label: q, o, lse forward; q, o, do, lse, dq backward."""
-    rows = (problem.ranks - 1) * problem.batch * problem.heads * problem.rows
-    wide = rows * problem.dim
+def lv_xattn_bytes(problem: Problem, *, backward: bool, seen: Sequence[Sequence[int]] | None = None) -> dict[str, int]:
+    """Bytes that LV-XAttn sends per rank and call, by label: q, o, lse forward; q, o, do, lse, dq backward.
+
+    Args:
+        problem: the call.
+        backward: which pass.
+        seen: with a mask, seen[i][j] = how many rows of rank i see any key of rank j: rows of all batch items where
+            they share their keys (key_batch 1), else row numbers that do in any batch item. None: every row sees
+            every rank.
+    """
+    if seen is None:
+        ahead = behind = (problem.ranks - 1) * problem.batch * problem.heads * problem.rows
+    else:
+        others = [rank for rank in range(problem.ranks) if rank != problem.rank]
+        ahead = sum(seen[problem.rank][j] for j in others) * problem.key_batch * problem.heads
+        behind = sum(seen[j][problem.rank] for j in others) * problem.key_batch * problem.heads
     if not backward:
-        return {"q": wide * problem.element, "o": wide * problem.accumulated, "lse": rows * LSE_BYTES}
-    inputs = {name: wide * problem.element for name in ("q", "o", "do")}
-    return inputs | {"lse": rows * LSE_BYTES, "dq": wide * problem.accumulated}
+        return {
+            "q": ahead * problem.dim * problem.element,
+            "o": behind * problem.dim * problem.accumulated,
+            "lse": behind * LSE_BYTES,
+        }
+    inputs = {name: ahead * problem.dim * problem.element for name in ("q", "o", "do")}
+    return inputs | {"lse": ahead * LSE_BYTES, "dq": behind * problem.dim * problem.accumulated}
 
 
 def ring_bytes(problem: Problem, *, backward: bool) -> dict[str, int]:

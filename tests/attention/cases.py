@@ -93,6 +93,13 @@ def frame_table(case: Case, rows: int) -> tuple[Tensor, Tensor] | Tensor:
             return zero, zero + 1
         case "last frame":
             return zero + frames - 1, zero + frames
+        case "all":
+            return zero, zero + frames
+        case "own sample":  # frames of all samples in one list, each sample's its own
+            item = torch.arange(case.batch)[:, None]
+            return zero + item * frames // case.batch, zero + (item + 1) * frames // case.batch
+        case "same place":  # early rows see early frames
+            return row * frames // rows, row * frames // rows + 1
         case "nothing":
             return zero, zero
         case "some rows":  # rows of one rank see, rows of the others do not

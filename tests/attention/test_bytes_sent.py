@@ -5,22 +5,29 @@ from __future__ import annotations
 import pytest
 import torch
 
-from attention.cases import Case, over_gloo, run_case
+from attention.cases import Case, over_gloo, run_case, visible_frames
 from mllm_seqpar.attention import decode_attention
 from mllm_seqpar.attention.decode import SCATTER_ROWS
 from mllm_seqpar.attention.traffic import Problem, lv_xattn_bytes, ring_bytes
 from mllm_seqpar.comm import Communicator, run_loopback
-from mllm_seqpar.sharding import frame_bounds
+from mllm_seqpar.sharding import frame_bounds, sequence_positions
 from ranks import ranks
 
-SIZES = (1, 2, 3, 4, 5, 8)
+SIZES = range(1, 9)
 CONTROL = ("agreement", "mask")
 """What is sent to make sure that ranks agree and know each other's masks: a few numbers, beside the formulas."""
 
 CASES = [
     Case(op="lv"),
     Case(op="lv", frames=8, batch=2, groups=1, dtype=torch.bfloat16),  # O and dQ in float32 beside 2-byte Q
-    Case(op="lv", frames=2, mask="growing", batch=2, shared_keys=True),  # what a mask hides is known, not sent less
+    Case(op="lv", frames=8, mask="all", batch=2),  # a mask that hides no rank from any row: round the ring
+    Case(op="lv", frames=2, mask="growing", batch=2, shared_keys=True),  # ranks without frames, of which none sees any
+    Case(op="lv", rows=50, frames=11, mask="one frame", batch=2, shared_keys=True, dtype=torch.bfloat16),
+    Case(op="lv", rows=32, frames=13, mask="random", batch=2, groups=1),  # rows are spared that no batch item needs
+    Case(op="lv", rows=32, frames=9, mask="holes", batch=2, shared_keys=True, accumulate=None),
+    Case(op="lv", rows=32, frames=9, mask="own sample", batch=3, shared_keys=True),
+    Case(op="lv", rows=32, frames=9, mask="some rows", table=True, batch=2),
+    Case(op="lv", mask="nothing"),
     Case(op="lv", dtype=torch.bfloat16, accumulate=None),
     Case(op="lv", dtype=torch.float64, frames=3),
     Case(op="ring"),
@@ -50,16 +57,42 @@ def problem(case: Case, n: int, rank: int) -> Problem:
     )
 
 
+def rows_that_see(case: Case, n: int) -> list[list[int]] | None:
+    """How many rows of rank i see any key of rank j: counted in the dense mask."""
+    total = case.total(n)
+    visible = visible_frames(case, total)
+    if visible is None:
+        return None
+    sees = torch.stack(
+        [
+            visible[..., start * case.tokens : stop * case.tokens].any(-1)
+            for start, stop in frame_bounds(case.frames, n)
+        ],
+        dim=-1,
+    )
+    if not case.shared_keys:
+        sees = sees.any(0, keepdim=True)
+    by_rank = [sequence_positions(total, rank, n, case.layout) for rank in range(n)]
+    return [sees[:, rows].sum((0, 1)).tolist() for rows in by_rank]
+
+
+def expected_bytes(case: Case, n: int, rank: int, *, backward: bool) -> dict[str, int]:
+    if case.op == "lv":
+        sent = lv_xattn_bytes(problem(case, n, rank), backward=backward, seen=rows_that_see(case, n))
+    else:
+        sent = ring_bytes(problem(case, n, rank), backward=backward)
+    if case.dtype is torch.float64 and "lse" in sent:
+        sent["lse"] *= 2  # float64 log-sum-exp
+    return {label: b for label, b in sent.items() if b}
+
+
 def assert_counted(case: Case, n: int, results: list[dict]) -> None:
-    formula = lv_xattn_bytes if case.op == "lv" else ring_bytes
     for rank, result in enumerate(results):
         for backward in (False, True):
             sent = dict(result["backward" if backward else "forward"])
             control = sum(sent.pop(label, 0) for label in CONTROL)
             assert control == 0 if backward else control < 4096 * n
-            expected = {k: b for k, b in formula(problem(case, n, rank), backward=backward).items() if b}
-            if case.dtype is torch.float64 and "lse" in expected:
-                expected["lse"] *= 2  # float64 log-sum-exp
+            expected = expected_bytes(case, n, rank, backward=backward)
             assert {label: b for label, b in sent.items() if b} == expected, (rank, backward)
 
 
@@ -67,6 +100,27 @@ def assert_counted(case: Case, n: int, results: list[dict]) -> None:
 @pytest.mark.parametrize("case", CASES)
 def test_counted_bytes_are_those_of_the_formulas(case: Case, n: int) -> None:
     assert_counted(case, n, run_loopback(n, run_case, case))
+
+
+@pytest.mark.parametrize("n", [2, 4, 8])
+def test_rows_that_see_one_frame_travel_once_at_most(n: int) -> None:
+    """The ring takes every row past n - 1 ranks; here a row has one rank to go to, or none but its own."""
+    case = Case(op="lv", rows=16 * n, frames=2 * n, mask="one frame", layout="contiguous")
+    seen = rows_that_see(case, n)
+    for backward in (False, True):
+        ring = sum(lv_xattn_bytes(problem(case, n, 0), backward=backward).values()) * n
+        sent = sum(
+            sum(lv_xattn_bytes(problem(case, n, rank), backward=backward, seen=seen).values()) for rank in range(n)
+        )
+        assert sent == ring // n, "each rank's rows see all ranks equally often"
+
+
+@pytest.mark.parametrize("n", [2, 4, 8])
+def test_samples_whose_frames_lie_with_their_rows_send_nothing(n: int) -> None:
+    """Row and frame of a video move together: rows near a rank's frames see that rank alone."""
+    case = Case(op="lv", rows=8 * n, frames=2 * n, mask="same place", layout="contiguous")
+    for result in run_loopback(n, run_case, case):
+        assert set(result["forward"]) <= set(CONTROL) and not result["backward"]
 
 
 @pytest.mark.parametrize("n", SIZES)
