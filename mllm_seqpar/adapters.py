@@ -19,7 +19,11 @@ if TYPE_CHECKING:
     from .patching import Patch
 
 ENTRY_POINTS = "mllm_seqpar.adapters"
-_BUILT_IN = ("mllm_seqpar.patches.mplug_owl3",)
+_BUILT_IN = (
+    "mllm_seqpar.patches.mplug_owl3",
+    "mllm_seqpar.patches.idefics",
+    "mllm_seqpar.patches.open_flamingo",
+)
 _registered: dict[str, Adapter] = {}
 
 

@@ -6,7 +6,7 @@ anew, has none.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor
@@ -27,11 +27,13 @@ class Remembered:
         kept: the frames' K and V.
         text: where the cached text tokens stand, when their K and V are dealt to the ranks.
         layers: the cache's own layers, whose place those of the dealt text have taken.
+        seen: fingerprints of the frames, where the family passes them again with every token.
     """
 
     kept: KeptVisual | None = None
     text: CachedText | None = None
     layers: list[Any] | None = None
+    seen: set[tuple[int, ...]] = field(default_factory=set)
 
 
 def remembered(cache: Cache) -> Remembered:

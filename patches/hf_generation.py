@@ -14,11 +14,18 @@ from mllm_seqpar.errors import ConfigError
 from mllm_seqpar.patching import Patch
 
 
-def patch_generate(model: Any, context: SeqParContext, patch: Patch) -> None:
+def patch_generate(model: Any, context: SeqParContext, patch: Patch, frames: tuple[str, ...] = ()) -> None:
     """Compares the ranks' generation settings, and starts every `generate` from rank 0's random state.
 
     A rank that stopped after fewer tokens than the others would leave them waiting; one that drew other random numbers
     would go on with another text.
+
+    Args:
+        model: what has `generate`.
+        context: of the patched model.
+        patch: takes the changes.
+        frames: arguments that hold frames, and stay as they are when samples are repeated for beams: a sample's beams
+            share its frames, which the model's mask must then know of (`visual_masks.sample_mask` does).
     """
     unpatched = model.generate
 
@@ -31,6 +38,18 @@ def patch_generate(model: Any, context: SeqParContext, patch: Patch) -> None:
         return unpatched(*args, **kwargs)
 
     patch.set(model, "generate", generate)
+    if frames:
+        patch.set(model, "_expand_inputs_for_generation", _keeping(model._expand_inputs_for_generation, frames))
+
+
+def _keeping(unpatched: Any, frames: tuple[str, ...]) -> Any:
+    @functools.wraps(unpatched)
+    def expand(*args: Any, **kwargs: Any) -> Any:
+        held = {name: kwargs.pop(name) for name in frames if kwargs.get(name) is not None}
+        ids, expanded = unpatched(*args, **kwargs)
+        return ids, expanded | held
+
+    return expand
 
 
 def _settings(config: Any, kwargs: dict[str, Any]) -> str:

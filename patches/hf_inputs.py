@@ -15,6 +15,7 @@ from torch import Tensor
 
 from mllm_seqpar.agreement import agree
 from mllm_seqpar.comm import Communicator
+from mllm_seqpar.context import SeqParContext
 from mllm_seqpar.errors import ShapeError
 from mllm_seqpar.sharding import FrameShard, frame_bounds
 
@@ -60,6 +61,7 @@ class Inputs:
             make no cache, as everywhere in transformers.
         extras: (F, ...) or (f, ...) each: what else belongs to each frame, its aspect ratio for example.
         frame_names: the arguments that frames come by, pixels first, for messages.
+        compare_frames: whether frames that all ranks have must be the same to the bit; what was computed may differ.
     """
 
     input_ids: Tensor | None
@@ -78,6 +80,7 @@ class Inputs:
     packed: bool
     extras: tuple[Tensor, ...] = ()
     frame_names: tuple[str, ...] = ("pixel_values", "image_embeds")
+    compare_frames: bool = True
 
     @property
     def text(self) -> Tensor:
@@ -166,7 +169,7 @@ def _numbers(inputs: Inputs) -> dict[str, int]:
         labels is not None,
         inputs.attention_mask is not None,
     ]
-    everyone_has_all_pixels = frames is not None and kind == 1 and inputs.visual_shard is None
+    everyone_has_all_pixels = frames is not None and kind == 1 and inputs.visual_shard is None and inputs.compare_frames
     checksums = [
         _checksum(inputs.input_ids),
         _checksum(labels),
@@ -226,6 +229,17 @@ def _sampled_bits(frames: Tensor) -> Tensor:
 def fingerprint_of(frames: Tensor) -> tuple[int, ...]:
     """Shape and checksum of a sample: whether the frames passed now are those passed before."""
     return (*frames.shape, int(_checksum(_sampled_bits(frames))))
+
+
+def makes_cache(context: SeqParContext, config: Any, use_cache: bool | None, past: Any, labels: Tensor | None) -> bool:
+    """Whether a pass fills or continues a cache: when there is one, or the caller asks for one.
+
+    A caller who does not say gets one only where it costs no rank anything, on one process, as unpatched: a cache wants
+    all text on every rank, and has no backward pass.
+    """
+    if past is not None or use_cache is not None:
+        return past is not None or bool(use_cache)
+    return context.comm.size == 1 and labels is None and not torch.is_grad_enabled() and bool(config.use_cache)
 
 
 def flat_places(*places: Any) -> tuple[Tensor, ...]:

@@ -30,12 +30,18 @@ from mllm_seqpar.visual import KeptVisual, SharedVisual
 
 from .hf_cache import Remembered, begin_prompt, can_be_dealt, deal_text, remembered
 from .hf_frames import local_features
-from .hf_inputs import Inputs, agree_on_inputs
+from .hf_inputs import Inputs, agree_on_inputs, fingerprint_of
 from .hf_outputs import kept_rows, refuse_attentions, sharded_outputs, whole_text_loss
 from .text_masks import text_shards, whole_text_mask
 
 BROADCAST_ROWS = 64
 """Hidden states of so few rows are rank 0's on every rank: ranks that pick tokens from other bits would drift apart."""
+
+VISUAL_SHARD = """
+        Sequence-parallel (patched by mllm_seqpar): `visual_shard` says that {frames} hold only this rank's frames of
+        `visual_shard.total`, in one flat list without a batch dimension. On several ranks a cache is returned only with
+        `use_cache=True`, or when one is passed.
+"""
 
 
 @dataclass(frozen=True)
@@ -57,7 +63,10 @@ class Family(ABC):
     Attributes:
         model: the patched model.
         context: its group and configuration.
+        repeats_frames: whether its `generate` passes the frames again with every token.
     """
+
+    repeats_frames = False
 
     def __init__(self, model: Any, context: SeqParContext) -> None:
         self.model, self.context = model, context
@@ -139,12 +148,8 @@ class Family(ABC):
         """(units,) a number for each unit of all ranks that projections may need."""
         return torch.zeros(units, dtype=torch.long)
 
-    def same_frames(self, inputs: Inputs, kept: KeptVisual) -> bool:
-        """Whether frames that come with a filled cache are those that it holds; others are refused."""
-        return False
-
-    def output(self, out: CausalLMOutputWithPast, features: Tensor | None) -> Any:
-        """The model's own kind of output."""
+    def output(self, out: CausalLMOutputWithPast, features: Tensor | None, inputs: Inputs) -> Any:
+        """The model's own kind of output; `features` are those of this rank's frames, None where none were encoded."""
         return out
 
 
@@ -179,7 +184,7 @@ def _sharded_pass(family: Family, inputs: Inputs, logits_to_keep: int | Tensor, 
         num_items=kwargs.get("num_items_in_batch"),
         logits_to_keep=logits_to_keep,
     )
-    return family.output(out, features)
+    return family.output(out, features, inputs)
 
 
 def _text_of(family: Family, inputs: Inputs, call: SeqParCall) -> tuple[Tensor, Tensor, Any]:
@@ -252,12 +257,12 @@ def _cached_pass(family: Family, inputs: Inputs, logits_to_keep: int | Tensor, k
         out = _replicated_pass(family, inputs, cache, beside, features, logits_to_keep, kwargs)
     if beside.kept is not None:
         beside.kept.close()
-    return family.output(out, features)
+    return family.output(out, features, inputs)
 
 
 def _keep_frames(family: Family, inputs: Inputs, beside: Remembered, past: int) -> Tensor | None:
     """Encodes frames that came with this pass, and makes a place for their K and V."""
-    if inputs.total_frames and beside.kept is not None and not family.same_frames(inputs, beside.kept):
+    if inputs.frames is not None and beside.kept is not None and fingerprint_of(inputs.frames) not in beside.seen:
         raise ShapeError(
             f"{inputs.total_frames} frames were passed with a cache that holds {beside.kept.total_frames} already; "
             "pass new frames with the whole conversation and without the cache"
@@ -268,6 +273,8 @@ def _keep_frames(family: Family, inputs: Inputs, beside: Remembered, past: int) 
     features = local_features(family, inputs)  # FSDP wants it without frames, too
     if features is not None:
         beside.kept = KeptVisual(_shared(family, inputs, features), inputs.total_frames, note)
+        if family.repeats_frames:
+            beside.seen = {fingerprint_of(x) for x in (inputs.frames, features) if x is not None}
     return features
 
 

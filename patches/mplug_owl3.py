@@ -31,7 +31,7 @@ from . import hf_attention
 from .hf_cache import remembered
 from .hf_generation import patch_generate
 from .hf_inputs import Inputs, flat_places
-from .hf_passes import Family, View, run_pass
+from .hf_passes import VISUAL_SHARD, Family, View, run_pass
 from .text_masks import causal_tiles
 
 _MODELS = "mllm_seqpar.models.mplug_owl3."
@@ -312,14 +312,8 @@ def _model_forward(model: Any, context: SeqParContext) -> Any:
         )
         return _with_native_cache(family, inputs, logits_to_keep, kwargs)
 
-    forward.__doc__ = (unpatched.__doc__ or "") + _VISUAL_SHARD
+    forward.__doc__ = (unpatched.__doc__ or "") + VISUAL_SHARD.format(frames="`pixel_values` or `image_embeds`")
     return types.MethodType(can_return_tuple(forward), model)
-
-
-_VISUAL_SHARD = """
-        Sequence-parallel (patched by mllm_seqpar): `visual_shard` says that `pixel_values` or `image_embeds` hold only
-        this rank's frames of `visual_shard.total`. Without `use_cache=True` or a cache no cache is returned.
-"""
 
 
 def _with_native_cache(family: MPlugOwl3Family, inputs: _Inputs, logits_to_keep: Any, kwargs: dict[str, Any]) -> Any:

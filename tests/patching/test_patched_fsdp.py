@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 import torch
-from patched import PATIENCE, Case, Inputs, error, inputs_of, local_frames, worst_gradient
+from patched import PATIENCE, Case, Inputs, inputs_of, local_frames
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from mllm_seqpar import patch_model
+from outcomes import error, worst_gradient
 from ranks import ranks
 from tiny import tiny_model
 

@@ -2,12 +2,13 @@
 
 import pytest
 import torch
-from patched import PATIENCE, TOLERANCE, Case, error, inputs_of, model_of
+from patched import PATIENCE, TOLERANCE, Case, inputs_of, model_of
 
 from mllm_seqpar import patch_model, unpatch_model
 from mllm_seqpar.patching import patch_of
 from mllm_seqpar.sharding import padded_length, sequence_positions
 from mllm_seqpar.visual import SharedVisual
+from outcomes import error
 from ranks import ranks
 
 CASE = Case(frames=(2, 1), length=13)

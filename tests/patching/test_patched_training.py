@@ -6,11 +6,12 @@ from typing import Any
 
 import pytest
 import torch
-from patched import PATIENCE, Case, average, error, inputs_of, run_case, worst_gradient
+from patched import PATIENCE, Case, inputs_of
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from mllm_seqpar import patch_model
+from outcomes import average, error, run_case, worst_gradient
 from ranks import ranks
 from tiny import tiny_frames, tiny_model, tiny_text
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from patched import PATIENCE, Case, error, inputs_of, model_of, reference
+from patched import PATIENCE, Case, inputs_of, model_of, reference
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from transformers import AttentionInterface, AttentionMaskInterface
@@ -19,6 +19,7 @@ from mllm_seqpar import SeqParConfig, adapters, patch_model, register_adapter, u
 from mllm_seqpar.errors import AdapterError, ConfigError
 from mllm_seqpar.models.mplug_owl3 import MPlugOwl3ForConditionalGeneration
 from mllm_seqpar.patching import patch_of
+from outcomes import error
 from ranks import ranks
 from tiny import tiny_config, tiny_frames, tiny_model, tiny_text
 
