@@ -8,6 +8,10 @@ cd "$root"
 source "$root/scripts/lib/venv.sh"
 ensure_venv "test,video"
 
+# Without its dependencies, so it cannot be one of the extra "test": it pins torch 2.0.1, and pip would install that.
+# Where it is installed already, pip looks nowhere.
+"$venv_python" -m pip install --quiet --disable-pip-version-check --no-deps "open-flamingo==2.0.1"
+
 checks=0
 step() {
     echo "== $*"
