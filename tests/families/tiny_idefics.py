@@ -31,8 +31,7 @@ class Case(FamilyCase):
     embeds: bool = False
 
 
-@functools.cache
-def _model(overrides: tuple[tuple[str, Any], ...]) -> IdeficsForVisionText2Text:
+def _build(overrides: tuple[tuple[str, Any], ...]) -> IdeficsForVisionText2Text:
     fields: dict[str, Any] = {
         "vocab_size": VOCABULARY,
         "additional_vocab_size": 0,
@@ -86,6 +85,23 @@ def _model(overrides: tuple[tuple[str, Any], ...]) -> IdeficsForVisionText2Text:
             else:
                 weight.copy_(drawn * weight[0].numel() ** -0.5)
     return model
+
+
+_model = functools.cache(_build)
+
+
+def fresh_model() -> Any:
+    """A new model to be trained."""
+    return _build(()).train()
+
+
+def shard_units(model: Any) -> list[nn.Module]:
+    """What FSDP2 shards as units: decoder layers, cross-attention blocks, the tower's layers."""
+    inner = model.model
+    return [*inner.layers, *inner.gated_cross_attn_layers, *inner.vision_model.encoder.layers]
+
+
+lora_targets = r"model\.(layers\.\d+\.self_attn|gated_cross_attn_layers\.\d+\.cross_attn)\.(q|k|v|o)_proj"
 
 
 def model_of(case: Case) -> Any:
