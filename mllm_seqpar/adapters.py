@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 ENTRY_POINTS = "mllm_seqpar.adapters"
 _BUILT_IN = (
     "mllm_seqpar.patches.mplug_owl3",
+    "mllm_seqpar.patches.mllama",
     "mllm_seqpar.patches.idefics",
     "mllm_seqpar.patches.open_flamingo",
 )

@@ -54,10 +54,14 @@ def error(found: Tensor, expected: Tensor) -> float:
 
 
 def worst_gradient(found: dict[str, Tensor | None], expected: dict[str, Tensor | None]) -> tuple[float, str]:
-    """The largest relative error of any gradient, and whose. A key bias has next to none: its weight's is the scale."""
+    """The largest relative error of any gradient, and whose. A key bias has next to none: its weight's is the scale.
+
+    A gate of one number is a sum over all tokens and channels that may cancel; all gates' gradients are their scale.
+    """
     assert found.keys() == expected.keys()
     worst = (0.0, "")
     largest = max((x.double().norm().item() for x in expected.values() if x is not None), default=0.0)
+    gates = sum(x.double().item() ** 2 for x in expected.values() if x is not None and x.numel() == 1) ** 0.5
     for name, reference_ in expected.items():
         mine = found[name]
         if reference_ is None or mine is None:
@@ -66,7 +70,7 @@ def worst_gradient(found: dict[str, Tensor | None], expected: dict[str, Tensor |
             continue
         scale = expected[name.replace("bias", "weight")] if name.endswith("k_proj.bias") else reference_
         assert scale is not None
-        size = scale.double().norm().item()
+        size = gates if reference_.numel() == 1 else scale.double().norm().item()
         if size < 1e-6 * largest:  # zero but for rounding (one visible key: nothing to choose): no scale of its own
             size = largest
         worst = max(worst, ((mine.double() - reference_.double()).norm().item() / size, name))
