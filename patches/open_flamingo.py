@@ -168,7 +168,7 @@ def _held(media: Media | None, cache: Cache | None) -> bool:
     if media is None or cache is None or not cache.get_seq_length():
         return False
     beside = remembered(cache)
-    if beside.kept is not None and beside.kept.note is not media.token:
+    if beside.kept is not None and beside.kept.note != media.token:
         beside.kept = None
     return beside.kept is not None
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from typing import Any
+from uuid import uuid4
 
 import torch
 from torch import Tensor
@@ -41,14 +42,14 @@ class Media:
         samples: how many samples they are of.
         shard: which part `pixels` is; None: all.
         features: (f, tokens, width), this rank's, once they were encoded to be kept.
-        token: tells these media from others without holding on to them.
+        token: tells these media from others without holding on to them, in copies of a cache too.
     """
 
     pixels: Tensor
     samples: int
     shard: FrameShard | None
     features: Tensor | None = None
-    token: object = field(default_factory=object)
+    token: str = field(default_factory=lambda: uuid4().hex)
 
     @property
     def total(self) -> int:
@@ -149,7 +150,7 @@ class FlamingoFamily(Family):
         """Never asked for: `check` refuses a pass without media."""
         raise ShapeError("vision_x: OpenFlamingo has no pass without media")
 
-    def note(self, inputs: Inputs) -> object:
+    def note(self, inputs: Inputs) -> str:
         """Which media a cache holds."""
         assert isinstance(inputs, MediaInputs) and inputs.media is not None
         return inputs.media.token
