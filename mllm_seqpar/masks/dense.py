@@ -1,35 +1,45 @@
 """Tiles of masks given as a table (row, frame), which may have holes.
 
-Each row's visible frames are one Python integer with a bit per frame, so that unions, intersections and counts over
-thousands of frames are single machine-speed operations.
+Each row's visible frames are one Python integer with a bit per frame, so that unions and counts over thousands of
+frames are single machine-speed operations.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from .tiles import WASTE, Span, Tile, masked_tiles
+from .tiles import WASTE, Picked, Span, Tile, masked_tiles
 
-MAX_SEGMENTS = 64  # rectangles that one group of rows may fall into; beyond, it is one, masked
+MAX_SEGMENTS = 16
+"""Rectangles that one group of rows may fall into; beyond, the keys that it sees are gathered into one."""
+
+MAX_PICKED = 1 << 16
+"""Keys that are gathered at a time: with 4 heads of 128 in 2 bytes, 128 MiB of K and V."""
 
 
 @dataclass(frozen=True)
 class DenseRule:
-    """Row (b, r) sees the keys of frame f when ``visible[b, r, f]``; visible (B, rows, frames) bool on the CPU."""
+    """Row (b, r) sees the keys of frame f when ``visible[b, r, f]``; visible (B, rows, frames) bool on the CPU.
+
+    With `picked`, (u,) int64 in ascending order, only those frames count, as if they lay side by side.
+    """
 
     visible: Tensor
     tokens: int
+    picked: Tensor | None = None
 
     def expand(self, batch: Span, rows: Span, keys: Span, device: torch.device) -> Tensor:
         """The bool mask (batch, rows, keys) of one tile."""
         first, last = keys[0] // self.tokens, -(-keys[1] // self.tokens)
-        seen = self.visible[slice(*batch), slice(*rows), first:last].to(device, non_blocking=True)
+        seen = self.visible[slice(*batch), slice(*rows)]
+        seen = seen[..., first:last] if self.picked is None else seen[..., self.picked[first:last]]
         start = keys[0] - first * self.tokens
-        return seen.repeat_interleave(self.tokens, dim=-1)[..., start : start + keys[1] - keys[0]]
+        expanded = seen.to(device, non_blocking=True).repeat_interleave(self.tokens, dim=-1)
+        return expanded[..., start : start + keys[1] - keys[0]]
 
 
 def dense_tiles(visible: Tensor, tokens: int) -> tuple[Tile, ...]:
@@ -44,14 +54,14 @@ def dense_tiles(visible: Tensor, tokens: int) -> tuple[Tile, ...]:
 
 
 def _tiles_of_rows(batch: Span, visible: Tensor, rule: DenseRule) -> Iterator[Tile]:
-    bits = [_as_bits(row) for row in visible]
     top, seen, union, common = 0, 0, 0, -1  # the group that is being grown: its rows start at `top`
-    for row, these in enumerate(bits):
-        if row > top and (row + 1 - top) * (union | these).bit_count() > WASTE * (seen + these.bit_count()):
+    for row, these in enumerate(map(_as_bits, visible)):
+        count = these.bit_count()
+        if row > top and (row + 1 - top) * (union | these).bit_count() > WASTE * (seen + count):
             yield from _tiles_of_group(batch, (top, row), union, common, rule)
             top, seen, union, common = row, 0, 0, -1
-        seen, union, common = seen + these.bit_count(), union | these, common & these
-    yield from _tiles_of_group(batch, (top, len(bits)), union, common, rule)
+        seen, union, common = seen + count, union | these, common & these
+    yield from _tiles_of_group(batch, (top, visible.shape[0]), union, common, rule)
 
 
 def _as_bits(row: Tensor) -> int:
@@ -59,20 +69,42 @@ def _as_bits(row: Tensor) -> int:
     return int.from_bytes(row.contiguous().view(torch.uint8).numpy().tobytes(), "little")
 
 
+def _as_table(bits: int, frames: int) -> Tensor:
+    """The inverse of `_as_bits`, (frames,) uint8."""
+    return torch.frombuffer(bytearray(bits.to_bytes(frames, "little")), dtype=torch.uint8)
+
+
+def _runs(bits: int) -> int:
+    """How many runs of neighbouring frames there are."""
+    return (bits & ~(bits << 8)).bit_count()
+
+
 def _tiles_of_group(batch: Span, rows: Span, union: int, common: int, rule: DenseRule) -> Iterator[Tile]:
     if not union:
         return
-    frames = rule.visible.shape[-1]
-    # 0 nobody sees the frame, 1 some rows do, 2 all do
-    some, every = union.to_bytes(frames, "little"), (common & union).to_bytes(frames, "little")
-    state = torch.frombuffer(bytearray(some + every), dtype=torch.uint8).view(2, frames).sum(0)
-    edges = [0, *(state.diff().nonzero().flatten() + 1).tolist(), frames]
-    if len(edges) > MAX_SEGMENTS:
-        seen = state.nonzero().flatten()
-        yield from masked_tiles(batch, rows, (int(seen[0]), int(seen[-1]) + 1), rule.tokens, rule)
+    frames, every = rule.visible.shape[-1], union & common
+    if _runs(every) + _runs(union & ~every) > MAX_SEGMENTS:
+        units = _as_table(union, frames).nonzero().flatten()
+        if _runs(union) == 1:
+            yield from masked_tiles(batch, rows, (int(units[0]), int(units[-1]) + 1), rule.tokens, rule)
+        else:
+            yield from _gathered(batch, rows, units, every == union, rule)
         return
+    state = _as_table(union, frames) + _as_table(every, frames)  # 0 nobody sees the frame, 1 some rows do, 2 all do
+    edges = [0, *(state.diff().nonzero().flatten() + 1).tolist(), frames]
     for start, stop in zip(edges[:-1], edges[1:], strict=True):
         if state[start] == 2:
             yield Tile(batch, rows, (start * rule.tokens, stop * rule.tokens))
         elif state[start] == 1:
             yield from masked_tiles(batch, rows, (start, stop), rule.tokens, rule)
+
+
+def _gathered(batch: Span, rows: Span, units: Tensor, full: bool, rule: DenseRule) -> Iterator[Tile]:
+    """The frames `units` as one rectangle, a limited number of keys at a time; `full`: all rows see all of them."""
+    for some in units.split(max(1, MAX_PICKED // rule.tokens)):
+        picked, keys = Picked(some, rule.tokens), (0, some.numel() * rule.tokens)
+        if full:
+            yield Tile(batch, rows, keys, picked=picked)
+            continue
+        for tile in masked_tiles(batch, rows, (0, some.numel()), rule.tokens, replace(rule, picked=some)):
+            yield replace(tile, picked=picked)

@@ -105,7 +105,9 @@ class FrameMask:
         """(B, s_q) bool: rows that see at least one of the frames start <= f < stop."""
         if self.bounds is not None:
             return self.bounds[0].clamp(min=start) < self.bounds[1].clamp(max=stop)
-        return self._table[..., start:stop].any(-1)
+        if stop <= start:
+            return self._table.new_zeros(self.shape)
+        return self._table[..., start:stop].view(torch.uint8).amax(-1).bool()  # `any` takes 30 times as long
 
     def tiles(self, start: int, stop: int) -> tuple[Tile, ...]:
         """The tiles of all rows against the keys of the frames start <= f < stop; planned once, then kept."""

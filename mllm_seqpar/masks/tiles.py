@@ -5,6 +5,9 @@ what is entirely visible needs no mask, a staircase of step one is a causal squa
 tile by tile, to at most `MAX_MASK` entries. Rows are merged into one tile only while at most a quarter more than the
 visible entries is computed, so a mask that hides most of the work makes that work vanish.
 
+Where the visible units lie scattered, with more gaps between them than rectangles are worth, their keys are gathered
+and computed as if they were neighbours (`Picked`): then no gap is computed either, and it is one rectangle.
+
 Coordinates are local to the block. Masks speak of units (frames, or single tokens) of `tokens` keys each.
 """
 
@@ -33,10 +36,26 @@ class Rule(Protocol):
 
 
 @dataclass(frozen=True)
+class Picked:
+    """Some units of a block, of `tokens` keys each, as if they lay side by side; units (u,) int64 on the CPU."""
+
+    units: Tensor
+    tokens: int
+
+    def keys(self, span: Span, device: torch.device) -> Tensor:
+        """Where in the block the keys of a span of the picked ones are, ascending (T,) int64."""
+        first, last = span[0] // self.tokens, -(-span[1] // self.tokens)
+        starts = self.units[first:last].to(device, non_blocking=True) * self.tokens
+        keys = (starts.unsqueeze(-1) + torch.arange(self.tokens, device=device)).flatten()
+        return keys[span[0] - first * self.tokens :][: span[1] - span[0]]
+
+
+@dataclass(frozen=True)
 class Tile:
     """One rectangle of a block: batch items, query rows and keys as half-open spans.
 
     kind "full": every row sees every key; "causal": as many rows as keys, row i sees keys up to i; "masked": by `rule`.
+    With `picked`, `keys` is a span of those keys.
     """
 
     batch: Span
@@ -44,12 +63,17 @@ class Tile:
     keys: Span
     kind: Literal["full", "causal", "masked"] = "full"
     rule: Rule | None = None
+    picked: Picked | None = None
 
     @property
     def entries(self) -> int:
         """Score entries computed per head."""
         batch, rows, keys = (stop - start for start, stop in (self.batch, self.rows, self.keys))
         return batch * (rows * (rows + 1) // 2 if self.kind == "causal" else rows * keys)
+
+    def places(self, device: torch.device) -> slice | Tensor:
+        """What selects this tile's keys among those of the block."""
+        return slice(*self.keys) if self.picked is None else self.picked.keys(self.keys, device)
 
     def mask(self, device: torch.device) -> Tensor | None:
         """The expanded mask of a "masked" tile, else None."""

@@ -15,10 +15,12 @@ def paint(tiles: Sequence[Tile], batch: int, rows: int, keys: int) -> tuple[Tens
     """(visible, computed), both (batch, rows, keys): how often each entry is visible in a tile, and lies in one."""
     visible, computed = torch.zeros(2, batch, rows, keys, dtype=torch.int64)
     for tile in tiles:
-        where = (slice(*tile.batch), slice(*tile.rows), slice(*tile.keys))
+        places = torch.arange(keys)[tile.places(torch.device("cpu"))]
+        where = (slice(*tile.batch), slice(*tile.rows), places)
         shape = tuple(stop - start for start, stop in (tile.batch, tile.rows, tile.keys))
         assert min(shape) > 0, tile
-        assert 0 <= tile.rows[0] and tile.rows[1] <= rows and 0 <= tile.keys[0] and tile.keys[1] <= keys, tile
+        assert 0 <= tile.rows[0] and tile.rows[1] <= rows and 0 <= tile.keys[0], tile
+        assert places.numel() == shape[2] and bool((places.diff() > 0).all()), "a span, or each key once, ascending"
         mask = tile.mask(torch.device("cpu"))
         if tile.kind == "full":
             assert mask is None

@@ -98,7 +98,7 @@ def test_holes_in_single_keys(seed: int) -> None:
 
 @pytest.mark.parametrize("density", [0.0, 0.1, 0.5, 0.95, 1.0])
 def test_dense_tables(density: float) -> None:
-    for rows, frames, tokens in ((1, 1, 1), (3, 9, 2), (20, 6, 3), (33, 17, 1)):
+    for rows, frames, tokens in ((1, 1, 1), (3, 9, 2), (20, 6, 3), (33, 17, 1), (5, 160, 2)):
         visible = torch.rand(2, rows, frames) < density
         assert_paints(dense_tiles(visible, tokens), visible.repeat_interleave(tokens, -1), WASTE)
 
@@ -110,12 +110,38 @@ def test_a_dense_table_and_intervals_say_the_same(name: str) -> None:
     assert_paints(dense_tiles(visible, 4), visible.repeat_interleave(4, -1), WASTE)
 
 
-def test_scattered_frames_do_not_become_thousands_of_tiles() -> None:
+def test_scattered_frames_are_one_tile_without_the_gaps() -> None:
     visible = torch.zeros(1, 2, 400, dtype=torch.bool)
     visible[:, :, ::2] = True
+    (tile,) = found = dense_tiles(visible, 2)
+    assert tile.picked is not None and tile.kind == "full"
+    assert_paints(found, visible.repeat_interleave(2, -1), 1.0)
+
+
+@pytest.mark.parametrize("batch", [1, 2])
+@pytest.mark.parametrize("limits", [(1 << 22, 1 << 16), (1024, 30)])
+def test_scattered_frames_that_rows_see_nearly_alike(
+    limits: tuple[int, int], batch: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Gathered and masked, also when neither the mask nor the gathered keys may be more than a few at a time."""
+    monkeypatch.setattr(tiles, "MAX_MASK", limits[0])
+    monkeypatch.setattr("masks.painting.MAX_MASK", limits[0])
+    monkeypatch.setattr(dense, "MAX_PICKED", limits[1])
+    visible = (torch.arange(200) % 3 < 1).repeat(batch, 12, 1)
+    visible &= torch.rand(1 if batch == 1 else batch, 12, 200) < 0.97
+    found = dense_tiles(visible, 4)
+    assert any(tile.picked is not None and tile.kind == "masked" for tile in found)
+    assert all(tile.keys[1] <= limits[1] for tile in found)
+    assert_paints(found, visible.repeat_interleave(4, -1), WASTE)
+
+
+def test_a_span_of_frames_of_which_rows_see_this_and_that_is_not_gathered() -> None:
+    visible = torch.ones(1, 6, 100, dtype=torch.bool)
+    for row in range(6):
+        visible[0, row, row + 1 : -1 : 9] = False
     found = dense_tiles(visible, 2)
-    assert len(found) <= dense.MAX_SEGMENTS
-    assert_paints(found, visible.repeat_interleave(2, -1))
+    assert all(tile.picked is None for tile in found) and len(found) == 1
+    assert_paints(found, visible.repeat_interleave(2, -1), WASTE)
 
 
 @pytest.mark.parametrize("batch", [1, 3])
