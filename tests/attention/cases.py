@@ -42,7 +42,7 @@ class Case:
         frames, tokens: visual keys of all ranks.
         mask: a name of `frame_table`, or None; with `table`, as FrameMask.from_dense instead of intervals.
         text: a name of `text_limits`; for "causal" and "joint".
-        shared_keys: k and v have a batch of 1.
+        shared_keys: k and v of the frames have a batch of 1; of the text, where there is nothing else.
         size: factor of q, and with it of the logits.
         offset: what is added to all logits of every even row, and taken from those of every odd row.
     """
@@ -106,6 +106,16 @@ def frame_table(case: Case, rows: int) -> tuple[Tensor, Tensor] | Tensor:
             return zero, torch.where(row < rows // 3, frames, 0)
         case "holes":
             return torch.rand(*shape, frames, generator=generator) < 0.5
+        case "every third frame":  # nearly: with many frames, scattered ones that neighbouring rows see alike
+            third = torch.arange(frames) % 3 == torch.arange(case.batch)[:, None, None] % 3
+            return third & (torch.rand(*shape, frames, generator=generator) < 0.95)
+        case "far frame":  # rows see one frame of the other half; every fifth row sees nothing anywhere
+            first = (row + 2 * rows // 3) % rows * frames // rows
+            return first, torch.where(row % 5 == 0, 0, first + 1)
+        case "one sample in one place":  # the first sample sees the first frames, the others what is left
+            item = torch.arange(case.batch)[:, None]
+            few = max(1, frames // 8)
+            return zero + (item > 0) * few, torch.where(item == 0, few, zero + frames)
     raise ValueError(case.mask)
 
 
@@ -178,7 +188,7 @@ def inputs(case: Case, total: int) -> dict[str, Tensor]:
     rows = (case.batch, case.heads, total, case.dim)
     keys = (1 if case.shared_keys else case.batch, case.groups, case.frames * case.tokens, case.dim)
     made = {"q": normal(*rows) * case.size, "do": normal(*rows), "k": normal(*keys), "v": normal(*keys)}
-    text = (case.batch, case.groups, total, case.dim)
+    text = (1 if case.shared_keys and case.op == "causal" else case.batch, case.groups, total, case.dim)
     made |= {"text_k": normal(*text), "text_v": normal(*text)}
     if case.offset:
         made["k"][..., 0] = made["text_k"][..., 0] = 1.0

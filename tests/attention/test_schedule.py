@@ -1,4 +1,7 @@
-"""Layer: pure Python. Schedules for 1 to 16 ranks, played through on paper: who holds what, who sends what to whom."""
+"""Layer: pure Python. Schedules for 1 to 16 ranks, played through on paper: who holds what, who sends what to whom.
+
+"lv-xattn" and "ring" go round a ring; in "straight" rows go from their home to each rank, and results straight back.
+"""
 
 from __future__ import annotations
 
@@ -45,15 +48,26 @@ def part_of(block: Block) -> Part:
     )
 
 
-def play(size: int, tile: tuple[int, int], backward: bool) -> list[Rank]:
+def steps_of(name: str, size: int, rank: int, backward: bool) -> Schedule:
+    tile = (1, size) if name == "ring" else (size, 1)
+    return schedule_for(tile, rank, backward=backward, straight=name == "straight")
+
+
+def play(name: str, size: int, backward: bool) -> list[Rank]:
     """Plays all ranks' schedules step by step; asserts whatever can go wrong on the way."""
-    ranks = [Rank(r, schedule_for(tile, r, backward=backward), {("rows", r), ("columns", r)}) for r in range(size)]
+    ranks = [Rank(r, steps_of(name, size, r, backward), {("rows", r), ("columns", r)}) for r in range(size)]
     assert len({len(rank.schedule) for rank in ranks}) == 1, "ranks must take as many steps"
     for t in range(len(ranks[0].schedule)):
         wire: defaultdict[tuple[int, int], list[tuple[Move, list[Part]]]] = defaultdict(list)
         for rank in ranks:
             for move in rank.schedule[t].moves:
-                assert (move.to, move.source) == ((rank.rank + 1) % size, (rank.rank - 1) % size), "one hop of the ring"
+                if name == "straight":
+                    home, away = (move.send, move.recv) if move.stream == "ahead" else (move.recv, move.send)
+                    assert home == rank.rank != away and {move.to, move.source} <= set(range(size)) - {home}
+                    assert away == (move.source if move.stream == "ahead" else move.to), "from home, and back to it"
+                else:
+                    ends = (rank.rank + 1) % size, (rank.rank - 1) % size
+                    assert (move.to, move.source) == ends, "one hop of the ring"
                 piece = (move.axis, move.send)
                 if move.stream == "ahead":
                     assert piece in rank.held, f"rank {rank.rank} passes on {piece} at step {t} without having it"
@@ -92,18 +106,14 @@ def play(size: int, tile: tuple[int, int], backward: bool) -> list[Rank]:
 CASES = [
     pytest.param(size, name, backward, id=f"{name}-{size}-{'backward' if backward else 'forward'}")
     for size in SIZES
-    for name in ("lv-xattn", "ring")
+    for name in ("lv-xattn", "straight", "ring")
     for backward in (False, True)
 ]
 
 
-def tile_of(name: str, size: int) -> tuple[int, int]:
-    return (size, 1) if name == "lv-xattn" else (1, size)
-
-
 @pytest.mark.parametrize("size,name,backward", CASES)
 def test_every_block_is_computed_once_and_every_result_comes_home(size: int, name: str, backward: bool) -> None:
-    ranks = play(size, tile_of(name, size), backward)
+    ranks = play(name, size, backward)
     halves = defaultdict(list)
     for rank in ranks:
         for step in rank.schedule:
@@ -124,11 +134,11 @@ def test_every_block_is_computed_once_and_every_result_comes_home(size: int, nam
 
 @pytest.mark.parametrize("size,name,backward", CASES)
 def test_hops_and_buffers(size: int, name: str, backward: bool) -> None:
-    ranks = play(size, tile_of(name, size), backward)
-    moving = "rows" if name == "lv-xattn" else "columns"
+    ranks = play(name, size, backward)
+    moving = "columns" if name == "ring" else "rows"
     for rank in ranks:
         hops = Counter((move.stream, move.axis) for step in rank.schedule for move in step.moves)
-        streams = [("ahead", moving)] + ([("behind", moving)] if name == "lv-xattn" or backward else [])
+        streams = [("ahead", moving)] + ([("behind", moving)] if name != "ring" or backward else [])
         assert hops == ({stream: size - 1 for stream in streams} if size > 1 else {})
         assert set(rank.came.values()) <= {1} and len(rank.came) == size - 1
         assert rank.most <= 2, "two buffers per kind: one computed with and passed on, one coming in"
@@ -137,8 +147,19 @@ def test_hops_and_buffers(size: int, name: str, backward: bool) -> None:
 @pytest.mark.parametrize("size,name,backward", CASES)
 def test_every_transfer_has_a_block_to_hide_behind(size: int, name: str, backward: bool) -> None:
     for rank in range(size):
-        for step in schedule_for(tile_of(name, size), rank, backward=backward):
+        for step in steps_of(name, size, rank, backward):
             assert step.blocks or not step.moves
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_straight_each_rank_meets_every_other_once_in_each_direction(size: int) -> None:
+    """What makes it possible to send each rank what it needs and no more."""
+    for rank in range(size):
+        moves = [move for step in steps_of("straight", size, rank, backward=False) for move in step.moves]
+        others = [other for other in range(size) if other != rank]
+        for stream in ("ahead", "behind"):
+            assert sorted(move.to for move in moves if move.stream == stream) == others
+            assert sorted(move.source for move in moves if move.stream == stream) == others
 
 
 @pytest.mark.parametrize("tile", [(2, 2), (3, 2)])
