@@ -11,6 +11,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from mllm_seqpar.call import SeqParCall
 from mllm_seqpar.errors import ConfigError
 from mllm_seqpar.loss import sharded_causal_lm_loss
+from mllm_seqpar.text import TextShards
 
 from .hf_inputs import Inputs
 
@@ -85,5 +86,25 @@ def sharded_outputs(
         logits = lm_head(text.unshard(hidden, 1)[:, kept_rows(logits_to_keep)])
     elif logits is None:
         logits = lm_head(hidden)
-    states = None if hidden_states is None else tuple(text.unshard(state, 1) for state in hidden_states)
-    return CausalLMOutputWithPast(loss=loss, logits=logits, hidden_states=states)
+    return CausalLMOutputWithPast(loss=loss, logits=logits, hidden_states=whole_states(text, hidden_states))
+
+
+def whole_states(text: TextShards, states: Sequence[Tensor | None] | None) -> tuple[Tensor | None, ...] | None:
+    """Hidden states (B, s, C) of the layers that were asked for -> (B, L, C) on every rank; None for other layers."""
+    return None if states is None else tuple(None if state is None else text.unshard(state, 1) for state in states)
+
+
+def refuse_reentrant(model: nn.Module) -> None:
+    """Raises ConfigError when layers are checkpointed the reentrant way.
+
+    That runs a backward pass of its own for each layer, and the features that all layers share would be gone after the
+    first.
+    """
+    for module in model.modules():
+        how = getattr(module, "_gradient_checkpointing_func", None)
+        if getattr(module, "gradient_checkpointing", False) and getattr(how, "keywords", {}).get("use_reentrant"):
+            raise ConfigError(
+                "gradient checkpointing with use_reentrant=True cannot share the visual features between layers; use "
+                'model.gradient_checkpointing_enable({"use_reentrant": False}), which is the default, or '
+                'TrainingArguments(gradient_checkpointing_kwargs={"use_reentrant": False})'
+            )

@@ -31,7 +31,14 @@ from mllm_seqpar.visual import KeptVisual, SharedVisual
 from .hf_cache import Remembered, begin_prompt, can_be_dealt, deal_text, remembered
 from .hf_frames import local_features
 from .hf_inputs import Inputs, agree_on_inputs, fingerprint_of
-from .hf_outputs import kept_rows, refuse_attentions, sharded_outputs, whole_text_loss
+from .hf_outputs import (
+    kept_rows,
+    refuse_attentions,
+    refuse_reentrant,
+    sharded_outputs,
+    whole_states,
+    whole_text_loss,
+)
 from .text_masks import text_shards, whole_text_mask
 
 BROADCAST_ROWS = 64
@@ -131,6 +138,8 @@ class Family(ABC):
     def check(self, inputs: Inputs, kwargs: dict[str, Any]) -> None:
         """Raises for inputs that do not fit together; the other ranks are told."""
         refuse_attentions(self.model.config, kwargs)
+        if self.model.training and torch.is_grad_enabled():
+            refuse_reentrant(self.model)
 
     def note(self, inputs: Inputs) -> Any:
         """What `view` must know of the prompt's frames, in later passes over the same cache too.
@@ -355,6 +364,4 @@ def _dealt_prompt(
         hidden = text.unshard(outputs.last_hidden_state, 1)
     else:
         hidden = text.gather_rows(outputs.last_hidden_state, torch.arange(inputs.length)[keep])
-    states = outputs.hidden_states
-    whole = None if states is None else tuple(text.unshard(state, 1) for state in states)
-    return _whole_outputs(family, inputs, hidden, whole, cache, kwargs)
+    return _whole_outputs(family, inputs, hidden, whole_states(text, outputs.hidden_states), cache, kwargs)

@@ -134,3 +134,23 @@ def test_dropout_is_refused_where_it_would_differ() -> None:
     patch_model(model)
     with pytest.raises(ValueError, match="dropout on attention weights is not supported"):
         model(**inputs_of(VIDEO, model))
+
+
+def test_reentrant_checkpointing_is_refused() -> None:
+    model = fresh_model()
+    model.gradient_checkpointing_enable({"use_reentrant": True})
+    patch_model(model)
+    with pytest.raises(ValueError, match="use_reentrant=True cannot share the visual features"):
+        model(**inputs_of(VIDEO, model))
+
+
+def test_hidden_states_of_chosen_layers() -> None:
+    model, inputs = model_of(ONE), inputs_of(ONE, model_of(ONE))
+    expected = model(**inputs, output_hidden_states=[0, 2]).hidden_states
+    patch_model(model)
+    try:
+        found = model(**inputs, output_hidden_states=[0, 2]).hidden_states
+    finally:
+        unpatch_model(model)
+    assert [state is None for state in found] == [state is None for state in expected]
+    assert torch.allclose(found[2], expected[2], rtol=1e-5, atol=1e-5)
