@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -102,7 +103,8 @@ def refuse_reentrant(model: nn.Module) -> None:
     """
     for module in model.modules():
         how = getattr(module, "_gradient_checkpointing_func", None)
-        if getattr(module, "gradient_checkpointing", False) and getattr(how, "keywords", {}).get("use_reentrant"):
+        keywords = how.keywords if isinstance(how, functools.partial) else {}
+        if getattr(module, "gradient_checkpointing", False) and keywords.get("use_reentrant"):
             raise ConfigError(
                 "gradient checkpointing with use_reentrant=True cannot share the visual features between layers; use "
                 'model.gradient_checkpointing_enable({"use_reentrant": False}), which is the default, or '
