@@ -49,19 +49,29 @@ def register_adapter(adapter: Adapter) -> None:
     """Adds a model family, or replaces the registered one of the same name.
 
     Raises:
-        AdapterError: the object lacks a part of the protocol.
+        AdapterError: the object lacks a part of the protocol, or is the class in place of an adapter.
     """
-    if not isinstance(adapter, Adapter):
-        missing = [name for name in ("name", "matches", "check", "install") if not hasattr(adapter, name)]
-        raise AdapterError(f"register_adapter: {type(adapter).__name__} lacks {', '.join(missing)}; see Adapter")
+    missing = _missing(adapter)
+    if missing:
+        raise AdapterError(f"register_adapter: {missing}")
     _registered[adapter.name] = adapter
+
+
+def _missing(adapter: object) -> str | None:
+    """What an object lacks to be an adapter, or None."""
+    if isinstance(adapter, type):
+        return f"the class {adapter.__name__} was given where an instance of it belongs"
+    if isinstance(adapter, Adapter):
+        return None
+    missing = [name for name in ("name", "matches", "check", "install") if not hasattr(adapter, name)]
+    return f"{type(adapter).__name__} lacks {', '.join(missing)}, parts of mllm_seqpar.adapters.Adapter"
 
 
 def adapters() -> dict[str, Adapter]:
     """All known families by name: registered ones first, then entry points, then those of this package.
 
     Raises:
-        AdapterError: an entry point that cannot be loaded.
+        AdapterError: an entry point that cannot be loaded, or gives something that is no adapter.
     """
     found = dict(_registered)
     for point in entry_points(group=ENTRY_POINTS):
@@ -72,6 +82,12 @@ def adapters() -> dict[str, Adapter]:
                 f"the entry point {point.name} = {point.value} of the group {ENTRY_POINTS} cannot be loaded "
                 f"({type(error).__name__}: {error}); repair or uninstall the package that declares it"
             ) from error
+        missing = _missing(adapter)
+        if missing:
+            raise AdapterError(
+                f"the entry point {point.name} = {point.value} of the group {ENTRY_POINTS} gives no adapter: "
+                f"{missing}. It must name what returns an adapter when called without arguments, such as its class"
+            )
         found.setdefault(adapter.name, adapter)
     for module in _BUILT_IN:
         adapter = import_module(module).adapter()
