@@ -47,7 +47,9 @@ def test_every_block_shows_its_part_of_the_causal_mask(name: str, layout: str) -
         for row in range(size):
             for column in range(size):
                 rows, keys = (sequence_positions(total, rank, size, layout) for rank in (row, column))
-                assert_paints(blocks.tiles(row, column), dense[:, rows][..., keys])
+                expected = dense[:, rows][..., keys]
+                assert_paints(blocks.tiles(row, column), expected)
+                assert_paints(blocks.folded().tiles(row, column), expected.flatten(0, 1)[None])
 
 
 def test_blocks_in_the_past_need_no_mask_and_those_in_the_future_no_work() -> None:

@@ -119,7 +119,7 @@ def test_scattered_frames_are_one_tile_without_the_gaps() -> None:
 
 
 @pytest.mark.parametrize("batch", [1, 2])
-@pytest.mark.parametrize("limits", [(1 << 22, 1 << 16), (1024, 30)])
+@pytest.mark.parametrize("limits", [(1 << 22, 1 << 16), (1024, 30), (1024, 1 << 16)])
 def test_scattered_frames_that_rows_see_nearly_alike(
     limits: tuple[int, int], batch: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -129,10 +129,10 @@ def test_scattered_frames_that_rows_see_nearly_alike(
     monkeypatch.setattr(dense, "MAX_PICKED", limits[1])
     visible = (torch.arange(200) % 3 < 1).repeat(batch, 12, 1)
     visible &= torch.rand(1 if batch == 1 else batch, 12, 200) < 0.97
-    found = dense_tiles(visible, 4)
+    found = dense_tiles(visible, 5)  # a mask's limit may cut through a frame
     assert any(tile.picked is not None and tile.kind == "masked" for tile in found)
     assert all(tile.keys[1] <= limits[1] for tile in found)
-    assert_paints(found, visible.repeat_interleave(4, -1), WASTE)
+    assert_paints(found, visible.repeat_interleave(5, -1), WASTE)
 
 
 def test_a_span_of_frames_of_which_rows_see_this_and_that_is_not_gathered() -> None:
