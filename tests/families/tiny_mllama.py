@@ -106,6 +106,20 @@ class Case(FamilyCase):
         return left.flip(1) if left is not None and self.padding == "right" else left
 
 
+def fresh_model() -> Any:
+    """A new model to be trained."""
+    return tiny_mllama().train()
+
+
+def shard_units(model: Any) -> list[Any]:
+    """What FSDP2 shards as units: decoder layers, the layers of both encoders."""
+    vision = model.model.vision_model
+    return [*model.model.language_model.layers, *vision.transformer.layers, *vision.global_transformer.layers]
+
+
+lora_targets = r"model\.language_model\.layers\.\d+\.(self|cross)_attn\.(q|k|v|o)_proj"
+
+
 @functools.cache
 def _kept(overrides: tuple[tuple[str, Any], ...]) -> Any:
     return tiny_mllama(**dict(overrides))
