@@ -66,6 +66,9 @@ def lv_xattn(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """LV-XAttn (arXiv 2502.02406): K and V stay where they are, Q and (O, lse) go round.
 
+    Under a mask by which some rows see nothing of some ranks they do not go round: each rank gets the rows that see
+    something of it, straight from where they are at home.
+
     Args:
         q, k, v: this rank's shards, see above; k and v hold the frames of `frame_range(total, group)`.
         group: ProcessGroup, one-dimensional DeviceMesh, or None for the whole world (one process: a group of one).

@@ -21,6 +21,7 @@ CASES = [
     Case(op="lv"),
     Case(op="lv", frames=8, batch=2, groups=1, dtype=torch.bfloat16),  # O and dQ in float32 beside 2-byte Q
     Case(op="lv", frames=8, mask="all", batch=2),  # a mask that hides no rank from any row: round the ring
+    Case(op="lv", frames=17, mask="all but one", batch=2, shared_keys=True),
     Case(op="lv", frames=2, mask="growing", batch=2, shared_keys=True),  # ranks without frames, of which none sees any
     Case(op="lv", rows=50, frames=11, mask="one frame", batch=2, shared_keys=True, dtype=torch.bfloat16),
     Case(op="lv", rows=32, frames=13, mask="random", batch=2, groups=1),  # rows are spared that no batch item needs
@@ -124,18 +125,19 @@ def test_samples_whose_frames_lie_with_their_rows_send_nothing(n: int) -> None:
 
 
 @pytest.mark.parametrize("n", SIZES)
-def test_a_joint_softmax_sends_the_sum_of_its_parts(n: int) -> None:
-    case = Case(op="joint", rows=32, batch=2, shared_keys=True)
+@pytest.mark.parametrize("mask", [None, "far frame"])
+def test_a_joint_softmax_sends_the_sum_of_its_parts(mask: str | None, n: int) -> None:
+    case = Case(op="joint", rows=32, batch=2, shared_keys=True, mask=mask)
+    seen = rows_that_see(case, n)
     for rank, result in enumerate(run_loopback(n, run_case, case)):
         frames, text = (
             problem(case, n, rank),
             problem(Case(**{**vars(case), "op": "causal", "shared_keys": False}), n, rank),
         )
         for backward in (False, True):
-            parts = lv_xattn_bytes(frames, backward=backward), ring_bytes(text, backward=backward)
-            assert sum(result["backward" if backward else "forward"].values()) == sum(
-                map(sum, (p.values() for p in parts))
-            )
+            parts = lv_xattn_bytes(frames, backward=backward, seen=seen), ring_bytes(text, backward=backward)
+            sent = {k: b for k, b in result["backward" if backward else "forward"].items() if k not in CONTROL}
+            assert sum(sent.values()) == sum(map(sum, (p.values() for p in parts)))
 
 
 def decode(comm: Communicator, rows: int) -> dict[str, int]:

@@ -32,6 +32,7 @@ MASKS = (
     ("one sample in one place", True),
     ("random", True),
     ("holes", False),
+    ("all but one", False),
 )
 BATCHES = ((1, False), (2, False), (2, True), (3, True))
 
@@ -123,7 +124,7 @@ def test_rows_go_round_the_ring_unless_one_can_be_spared_a_trip(n: int) -> None:
         blocks = blocks_of(Case(op="lv", rows=10 * n, batch=2, frames=10, mask=mask), n)
         return Plan(tile, blocks.folded() if shared else blocks, (30 // n,) * n, torch.float32).straight
 
-    assert not straight("all") and not straight("all", shared=False)
+    assert not straight("all") and not straight("all", shared=False) and not straight("all but one")
     assert straight("one frame") == straight("nothing") == straight("own sample") == (n > 1)
     assert not straight("one frame", tile=(1, n)), "where keys move, rows stay"
     if n == 2:  # each sample's frames are one rank's: only where samples are told apart is a row spared

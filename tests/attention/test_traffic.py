@@ -48,6 +48,21 @@ def test_elements_of_even_shares_are_those_of_the_table() -> None:
     assert elements(ring_bytes(one_byte, backward=True)) == 4 * (n - 1) * s_kv * groups * dim
 
 
+@pytest.mark.parametrize("backward", [False, True])
+def test_rows_that_see_every_rank_send_what_goes_round_the_ring(backward: bool) -> None:
+    n, rows = 4, 10
+    apart = Problem(rows=rows, keys=(30,) * n, heads=6, kv_heads=2, dim=8, batch=3, key_batch=3, rank=2)
+    shared = Problem(**{**vars(apart), "key_batch": 1})
+    for problem, count in ((apart, rows), (shared, 3 * rows)):
+        ring = lv_xattn_bytes(problem, backward=backward)
+        assert lv_xattn_bytes(problem, backward=backward, seen=[[count] * n] * n) == ring
+        spared = [[count] * n] * n
+        spared[2] = [0, 0, count, 0]  # no row of rank 2 sees another rank: it sends results only
+        found = lv_xattn_bytes(problem, backward=backward, seen=spared)
+        results = ("dq",) if backward else ("o", "lse")
+        assert found == {label: size if label in results else 0 for label, size in ring.items()}
+
+
 def test_one_rank_sends_nothing() -> None:
     alone = Problem(rows=8, keys=(100,), heads=4, kv_heads=2, dim=8)
     for backward in (False, True):
