@@ -96,6 +96,7 @@ class SeqParCall:
         rows: further facts of the rows of this pass, (B, s) each, by name.
         kept: the frames' K and V, in a pass with a cache.
         cached: the text's K and V, in a pass with a cache whose text stays dealt to the ranks.
+        tokens: of the text so far, this pass included, in a pass with a cache; a static cache is longer.
     """
 
     context: SeqParContext
@@ -106,6 +107,7 @@ class SeqParCall:
     rows: Mapping[str, Tensor] = field(default_factory=dict)
     kept: KeptVisual | None = None
     cached: CachedRows | None = None
+    tokens: int | None = None
 
     @property
     def shards_text(self) -> bool:

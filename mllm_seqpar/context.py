@@ -23,6 +23,17 @@ class SeqParContext:
     comm: Communicator
     config: SeqParConfig
     _reported: list[bool] = field(default_factory=list, repr=False, compare=False)
+    _passes: list[int] = field(default_factory=lambda: [0], repr=False, compare=False)
+
+    def compares_weights(self) -> bool:
+        """Whether this pass compares the ranks' weights: the 1st, 2nd, 4th, 8th ... do.
+
+        Ranks whose weights differ compute something that no model computes, and nothing else would show it. They differ
+        from the start (another checkpoint, adapters made without a seed), or drift apart in training when nobody
+        averages the gradients.
+        """
+        self._passes[0] += 1
+        return self.comm.size > 1 and self._passes[0].bit_count() == 1
 
     def report_shares(self, tokens: tuple[int, int], frames: tuple[int, int]) -> None:
         """Logs once what a rank holds of the first pass: a degree that shards nothing would show here.

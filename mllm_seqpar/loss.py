@@ -16,21 +16,26 @@ from .text import TextShards
 IGNORE = -100
 
 
-def shifted(labels: Tensor) -> Tensor:
+def shifted(labels: Tensor, ignore_index: int | None = None) -> Tensor:
     """(B, L) labels -> (B, L): each token's target is the label of the next; the last has none."""
-    return F.pad(labels[:, 1:], (0, 1), value=IGNORE)
+    return F.pad(labels[:, 1:], (0, 1), value=IGNORE if ignore_index is None else ignore_index)
 
 
 def sharded_causal_lm_loss(
-    logits: Tensor, shift_labels: Tensor, text: TextShards, num_items_in_batch: Tensor | int | None = None
+    logits: Tensor,
+    shift_labels: Tensor,
+    text: TextShards,
+    num_items_in_batch: Tensor | int | None = None,
+    ignore_index: int | None = None,
 ) -> Tensor:
     """The unpatched model's loss, the same number on every rank.
 
     Args:
         logits: (B, s, V), of this rank's tokens.
-        shift_labels: (B, L), shifted, of all tokens, the same on every rank; -100 is no target.
+        shift_labels: (B, L), shifted, of all tokens, the same on every rank.
         text: how tokens were dealt.
         num_items_in_batch: what to divide the sum by; None: the number of targets here (their mean).
+        ignore_index: the label that is no target; None: -100.
 
     Returns:
         float32 scalar. Its gradient, averaged over the group, is that of the unpatched loss.
@@ -39,9 +44,10 @@ def sharded_causal_lm_loss(
         raise ShapeError(
             f"labels are {tuple(shift_labels.shape)}; expected those of the text, {(text.batch, text.length)}"
         )
-    local = text.shard(shift_labels, 1, IGNORE).to(logits.device)
-    total = F.cross_entropy(logits.float().flatten(0, 1), local.flatten(), ignore_index=IGNORE, reduction="sum")
-    count: Tensor | int = (shift_labels != IGNORE).sum() if num_items_in_batch is None else num_items_in_batch
+    ignore = IGNORE if ignore_index is None else ignore_index
+    local = text.shard(shift_labels, 1, ignore).to(logits.device)
+    total = F.cross_entropy(logits.float().flatten(0, 1), local.flatten(), ignore_index=ignore, reduction="sum")
+    count: Tensor | int = (shift_labels != ignore).sum() if num_items_in_batch is None else num_items_in_batch
     if isinstance(count, Tensor):
         count = count.to(total.device)
     return group_sum(total, text.comm) / count

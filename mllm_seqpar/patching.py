@@ -13,6 +13,7 @@ from .comm import Group, as_communicator
 from .config import SeqParConfig
 from .context import SeqParContext
 from .errors import AdapterError, ConfigError
+from .kernels.registry import kernel_by_name
 from .log import get_logger
 
 _log = get_logger(__name__)
@@ -92,6 +93,8 @@ def patch_model(
     found: list[tuple[Adapter, nn.Module, SeqParContext]] = []
 
     def describe() -> str:
+        if not isinstance(model, nn.Module):
+            raise AdapterError(f"patch_model: expected a model, got {type(model).__name__}")
         context = SeqParContext(comm, _chosen(strategy, config, options))
         adapter, inner = find_adapter(model)
         if _ATTRIBUTE in vars(inner):
@@ -126,6 +129,8 @@ def patch_model(
 
 
 def _chosen(strategy: str | None, config: SeqParConfig | None, options: dict[str, Any]) -> SeqParConfig:
+    if isinstance(strategy, SeqParConfig):
+        raise ConfigError("strategy: got a SeqParConfig; pass it as config=...")
     if config is not None and not isinstance(config, SeqParConfig):
         raise ConfigError(f"config: expected a SeqParConfig, got {type(config).__name__}")
     unknown = sorted(set(options) - set(SeqParConfig.field_names()))
@@ -135,7 +140,10 @@ def _chosen(strategy: str | None, config: SeqParConfig | None, options: dict[str
         )
     if strategy is not None:
         options = {**options, "strategy": strategy}
-    return replace(config or SeqParConfig(), **options)
+    chosen = replace(config or SeqParConfig(), **options)
+    if chosen.kernel != "auto":
+        kernel_by_name(chosen.kernel)
+    return chosen
 
 
 def _shapes(model: nn.Module) -> int:

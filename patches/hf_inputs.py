@@ -6,12 +6,14 @@ Shape legend: B samples, L text tokens, F frames of all samples and ranks, f fra
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.tensor import DTensor
 
 from mllm_seqpar.agreement import agree
 from mllm_seqpar.comm import Communicator
@@ -37,8 +39,10 @@ _NAMES = (
     "checksum of position ids",
     "checksum of what says where the frames belong",
     "checksum of pixels",
+    "checksum of weights",
 )
 _SAMPLED_PIXELS = 4096
+_SAMPLED_WEIGHTS = 16  # of each parameter
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,7 +51,7 @@ class Inputs:
 
     Attributes:
         input_ids, inputs_embeds: (B, L) or (B, L, width); exactly one of them.
-        attention_mask: (B, tokens so far) or None.
+        attention_mask: (B, tokens so far) or None; over a static cache also what `generate` prepares of it.
         position_ids: (B or 1, L) or None.
         labels, shift_labels: (B, L) or None.
         frames: (F, ...) pixels or features, or with `visual_shard` this rank's (f, ...); None without frames.
@@ -66,7 +70,7 @@ class Inputs:
 
     input_ids: Tensor | None
     inputs_embeds: Tensor | None
-    attention_mask: Tensor | None
+    attention_mask: Any
     position_ids: Tensor | None
     labels: Tensor | None
     shift_labels: Tensor | None
@@ -120,16 +124,18 @@ class Inputs:
         start = self.past_length
         return torch.arange(start, start + self.length, device=self.text.device)[None]
 
-    def target_labels(self) -> Tensor | None:
-        """(B, L) labels, shifted, or None."""
+    def target_labels(self, ignore_index: int | None = None) -> Tensor | None:
+        """(B, L) labels, shifted, or None; the last token has none, which `ignore_index` (None: -100) says."""
         from mllm_seqpar.loss import shifted
 
         if self.shift_labels is not None:
             return self.shift_labels
-        return None if self.labels is None else shifted(self.labels)
+        return None if self.labels is None else shifted(self.labels, ignore_index)
 
 
-def agree_on_inputs(comm: Communicator, inputs: Inputs, check: Callable[[], None]) -> None:
+def agree_on_inputs(
+    comm: Communicator, inputs: Inputs, check: Callable[[], None], model: nn.Module | None = None
+) -> None:
     """Raises on every rank of the group unless all pass the same text, the same number of frames, and the same pixels.
 
     Token ids, masks, positions and labels are compared by checksums. So are the pixels, by a sample of them, where
@@ -139,6 +145,7 @@ def agree_on_inputs(comm: Communicator, inputs: Inputs, check: Callable[[], None
         comm: the group.
         inputs: what this rank was given.
         check: the model family's own checks; what it raises, the other ranks are told of.
+        model: whose weights are compared too, by a sample of them; None: not in this pass.
 
     Raises:
         SeqParError: on the rank whose own inputs do not fit together; AgreementError: on the other ranks.
@@ -147,12 +154,12 @@ def agree_on_inputs(comm: Communicator, inputs: Inputs, check: Callable[[], None
     def describe() -> dict[str, int]:
         _check_frames(comm, inputs)
         check()
-        return _numbers(inputs)
+        return _numbers(inputs, model)
 
     agree(comm, "forward pass", _NAMES, describe)
 
 
-def _numbers(inputs: Inputs) -> dict[str, int]:
+def _numbers(inputs: Inputs, model: nn.Module | None) -> dict[str, int]:
     labels = inputs.shift_labels if inputs.shift_labels is not None else inputs.labels
     frames = inputs.frames
     kind = 0 if frames is None else 1 + inputs.frames_are_features
@@ -173,10 +180,11 @@ def _numbers(inputs: Inputs) -> dict[str, int]:
     checksums = [
         _checksum(inputs.input_ids),
         _checksum(labels),
-        _checksum(inputs.attention_mask),
+        _checksum(*_mask_tensors(inputs.attention_mask)),
         _checksum(inputs.position_ids),
         _checksum(*inputs.places),
         _checksum(_sampled_bits(frames)) if everyone_has_all_pixels and frames is not None else torch.zeros(()),
+        torch.zeros(()) if model is None else _checksum(*_sampled_weights(model)),
     ]
     device = inputs.text.device
     read = torch.stack([x.to(device, torch.long) for x in checksums]).tolist()  # one wait for the device, not six
@@ -187,7 +195,7 @@ def _check_frames(comm: Communicator, inputs: Inputs) -> None:
     shard, frames = inputs.visual_shard, inputs.frames
     if inputs.both_kinds:
         raise ShapeError(f"pass either {' or '.join(inputs.frame_names)}, not both")
-    if shard is None:
+    if shard is None or (frames is None and inputs.past_length):  # `generate` goes on passing it when frames are cached
         return
     if not isinstance(shard, FrameShard):
         raise ShapeError(f"visual_shard: expected a FrameShard(start, stop, total), got {type(shard).__name__}")
@@ -220,10 +228,28 @@ def _checksum(*tensors: Tensor | None) -> Tensor:
     return ((x + 1) * weights).sum()
 
 
+def _mask_tensors(mask: Any) -> Sequence[Tensor | None]:
+    """The tensors of an attention mask: one, or one for each kind of layer."""
+    return list(mask.values()) if isinstance(mask, Mapping) else [mask]
+
+
 def _sampled_bits(frames: Tensor) -> Tensor:
     """The bits of some values of every part of the frames, evenly spread: enough to tell two videos apart."""
     flat = frames.detach().reshape(-1)
     return flat[:: max(1, flat.numel() // _SAMPLED_PIXELS)].float().view(torch.int32)
+
+
+def _sampled_weights(model: nn.Module) -> list[Tensor]:
+    """The bits of some values of every parameter that each rank has whole: not those that FSDP or others shard."""
+    if any(isinstance(module, FullyShardedDataParallel) for module in model.modules()):
+        return []
+    whole = (p.detach() for p in model.parameters() if not isinstance(p, DTensor) and p.numel() and not p.is_meta)
+    return [_some(p.reshape(-1)) for p in whole]
+
+
+def _some(flat: Tensor) -> Tensor:
+    values = flat[:: max(1, flat.numel() // _SAMPLED_WEIGHTS)]
+    return (values if values.is_floating_point() else values.to(torch.float32)).float().view(torch.int32)
 
 
 def fingerprint_of(frames: Tensor) -> tuple[int, ...]:

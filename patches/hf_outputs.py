@@ -32,8 +32,21 @@ def refuse_attentions(config: Any, kwargs: dict[str, Any]) -> None:
         )
 
 
+def refuse_other_losses(model: Any, has_labels: bool) -> None:
+    """Raises ConfigError where the text is dealt to ranks and the model's loss is not the cross-entropy of tokens."""
+    from transformers.loss.loss_utils import ForCausalLMLoss
+
+    function = getattr(model, "loss_function", ForCausalLMLoss)
+    if has_labels and function is not ForCausalLMLoss:
+        raise ConfigError(
+            f"loss_function: {getattr(function, '__name__', function)} is the model's own; of text that is dealt to "
+            "ranks only transformers' causal language-modelling loss can be computed. Patch with "
+            'self_attention="local", or leave the labels out and compute the loss from the logits'
+        )
+
+
 def whole_text_loss(
-    logits: Tensor, targets: Tensor, loss_function: Callable[..., Tensor], vocab_size: int, num_items: Any
+    logits: Tensor, targets: Tensor, loss_function: Callable[..., Tensor], vocab_size: int, arguments: dict[str, Any]
 ) -> Tensor:
     """The loss of logits (B, L, V) of the whole text, targets (B, L) shifted already."""
     return loss_function(
@@ -41,7 +54,7 @@ def whole_text_loss(
         labels=None,
         vocab_size=vocab_size,
         shift_labels=targets.contiguous(),  # transformers' loss takes a view of it
-        num_items_in_batch=num_items,
+        **arguments,
     )
 
 
@@ -54,7 +67,7 @@ def sharded_outputs(
     lm_head: nn.Module,
     loss_function: Callable[..., Tensor],
     vocab_size: int,
-    num_items: Any,
+    loss_arguments: dict[str, Any],
     logits_to_keep: int | Tensor,
 ) -> CausalLMOutputWithPast:
     """Loss, and logits as `config.logits` says, of a sharded pass.
@@ -67,21 +80,22 @@ def sharded_outputs(
         lm_head: the vocabulary's projection.
         loss_function: the model's own, for text that is not sharded.
         vocab_size: for the loss function.
-        num_items: `num_items_in_batch`, or None.
+        loss_arguments: the caller's further arguments, among them those of the loss (`num_items_in_batch`).
         logits_to_keep: rows of the whole text; asking for some gives those, whatever `config.logits` says.
     """
-    text, targets = call.text, inputs.target_labels()
+    text, targets = call.text, inputs.target_labels(loss_arguments.get("ignore_index"))
     assert text is not None
     every_row = isinstance(logits_to_keep, int) and logits_to_keep == 0
     choice = call.context.config.logits
-    if not call.shards_text:
+    if not call.shards_text or text.comm.size == 1:
         logits = lm_head(hidden[:, kept_rows(logits_to_keep)])
-        loss = None if targets is None else whole_text_loss(logits, targets, loss_function, vocab_size, num_items)
+        loss = None if targets is None else whole_text_loss(logits, targets, loss_function, vocab_size, loss_arguments)
         return CausalLMOutputWithPast(loss=loss, logits=logits, hidden_states=hidden_states)
     loss = logits = None
     if targets is not None:
         logits = lm_head(hidden)
-        loss = sharded_causal_lm_loss(logits, targets, text, num_items)
+        counted = {name: loss_arguments.get(name) for name in ("num_items_in_batch", "ignore_index")}
+        loss = sharded_causal_lm_loss(logits, targets, text, **counted)
     if choice == "full" or not every_row or (choice == "auto" and targets is None):
         # hidden states are gathered rather than logits: they are a vocabulary's width narrower
         logits = lm_head(text.unshard(hidden, 1)[:, kept_rows(logits_to_keep)])

@@ -34,6 +34,7 @@ from .hf_inputs import Inputs, agree_on_inputs, fingerprint_of
 from .hf_outputs import (
     kept_rows,
     refuse_attentions,
+    refuse_other_losses,
     refuse_reentrant,
     sharded_outputs,
     whole_states,
@@ -96,9 +97,14 @@ class Family(ABC):
         """A parameter of the language model: its device and dtype are those that features come in."""
         return next(iter(self.model.get_input_embeddings().parameters()))
 
+    @property
+    def loss_of(self) -> Any:
+        """What has the loss function: the model."""
+        return self.model
+
     def loss_function(self, **kwargs: Any) -> Tensor:
         """The model's own loss, for text that every rank has whole."""
-        return self.model.loss_function(**kwargs)
+        return self.loss_of.loss_function(**kwargs)
 
     def units_per_frame(self, inputs: Inputs) -> int:
         """What the mask speaks of, per frame."""
@@ -140,6 +146,8 @@ class Family(ABC):
         refuse_attentions(self.model.config, kwargs)
         if self.model.training and torch.is_grad_enabled():
             refuse_reentrant(self.model)
+        if self.context.comm.size > 1 and self.context.config.self_attention != "local" and not inputs.use_cache:
+            refuse_other_losses(self.loss_of, inputs.target_labels() is not None)
 
     def note(self, inputs: Inputs) -> Any:
         """What `view` must know of the prompt's frames, in later passes over the same cache too.
@@ -167,6 +175,11 @@ def run_pass(family: Family, inputs: Inputs, logits_to_keep: int | Tensor, kwarg
     return (_cached_pass if inputs.use_cache else _sharded_pass)(family, inputs, logits_to_keep, kwargs)
 
 
+def _agree(family: Family, inputs: Inputs, kwargs: dict[str, Any]) -> None:
+    compared = family.model if family.context.compares_weights() else None
+    agree_on_inputs(family.context.comm, inputs, lambda: family.check(inputs, kwargs), compared)
+
+
 def passed_through(text: Tensor) -> Tensor:
     """An attention mask that transformers hands on as it is: in a sharded pass the call has its own."""
     return torch.ones((1, 1, 1, 1), dtype=torch.bool, device=text.device)
@@ -175,7 +188,7 @@ def passed_through(text: Tensor) -> Tensor:
 def _sharded_pass(family: Family, inputs: Inputs, logits_to_keep: int | Tensor, kwargs: dict[str, Any]) -> Any:
     """Text and frames dealt to the ranks, no cache: training, evaluation, generation without a cache."""
     context = family.context
-    agree_on_inputs(context.comm, inputs, lambda: family.check(inputs, kwargs))
+    _agree(family, inputs, kwargs)
     text, note = text_shards(context, inputs), family.note(inputs)
     features = local_features(family, inputs)
     call = SeqParCall(context, text=text, **_frames_of(family, inputs, text, features, note))
@@ -190,7 +203,7 @@ def _sharded_pass(family: Family, inputs: Inputs, logits_to_keep: int | Tensor, 
         lm_head=family.lm_head,
         loss_function=family.loss_function,
         vocab_size=family.text_config.vocab_size,
-        num_items=kwargs.get("num_items_in_batch"),
+        loss_arguments=kwargs,
         logits_to_keep=logits_to_keep,
     )
     return family.output(out, features, inputs)
@@ -252,12 +265,12 @@ def _report(family: Family, inputs: Inputs, held: int) -> None:
 
 def _cached_pass(family: Family, inputs: Inputs, logits_to_keep: int | Tensor, kwargs: dict[str, Any]) -> Any:
     """A pass that fills or continues a cache: a prompt, or a step of decoding."""
-    context, past = family.context, inputs.past_length
+    past = inputs.past_length
     cache = inputs.past_key_values
     if cache is None:
         cache = DynamicCache(config=family.text_config)
     if past == 0 or inputs.length > 1:  # not each step of decoding
-        agree_on_inputs(context.comm, inputs, lambda: family.check(inputs, kwargs))
+        _agree(family, inputs, kwargs)
     beside = remembered(cache) if past else begin_prompt(cache)
     features = _keep_frames(family, inputs, beside, past)
     if past == 0 and _deals_prompt(family, inputs, cache):
@@ -298,6 +311,7 @@ def _replicated_pass(
 ) -> CausalLMOutputWithPast:
     """All text on every rank, frames dealt out; text K and V as the cache has them, whole or dealt."""
     mask, cached, kept = inputs.attention_mask, None, beside.kept
+    past = inputs.past_length
     if beside.text is not None:
         beside.text.extend(inputs.length)
         cached = CachedRows(beside.text, inputs.length, mask)
@@ -307,7 +321,7 @@ def _replicated_pass(
         view = _view(family, inputs, kept.units, kept.tokens_per_unit, kept.total_frames, kept.note)
         per_frame = kept.units // max(1, kept.total_frames)
         seen = {"frame_mask": view.mask, "units_per_frame": per_frame, "rows": view.rows, "kept": kept}
-    call = SeqParCall(family.context, cached=cached, **seen)
+    call = SeqParCall(family.context, cached=cached, tokens=past + inputs.length, **seen)
     embeds = inputs.inputs_embeds
     if embeds is None:
         assert inputs.input_ids is not None
@@ -323,10 +337,9 @@ def _whole_outputs(
     family: Family, inputs: Inputs, hidden: Tensor, states: Any, cache: Any, kwargs: dict[str, Any]
 ) -> CausalLMOutputWithPast:
     logits = family.lm_head(hidden)
-    targets, loss = inputs.target_labels(), None
+    targets, loss = inputs.target_labels(kwargs.get("ignore_index")), None
     if targets is not None:
-        vocabulary, num_items = family.text_config.vocab_size, kwargs.get("num_items_in_batch")
-        loss = whole_text_loss(logits, targets, family.loss_function, vocabulary, num_items)
+        loss = whole_text_loss(logits, targets, family.loss_function, family.text_config.vocab_size, kwargs)
     return CausalLMOutputWithPast(loss=loss, logits=logits, past_key_values=cache, hidden_states=states)
 
 

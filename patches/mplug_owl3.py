@@ -58,7 +58,8 @@ class MPlugOwl3Adapter:
             if isinstance(layer.self_attn, HyperAttention) is not (index in hyper):
                 raise AdapterError(
                     f"layer {index} has {type(layer.self_attn).__name__}, but config.hyper_layers is "
-                    f"{model.config.hyper_layers} (counted from 1)"
+                    f"{model.config.hyper_layers} (counted from 1); when something wraps the attention (PEFT's "
+                    "modules_to_save), patch the model before it is wrapped"
                 )
 
     def install(self, model: Any, context: SeqParContext, patch: Patch) -> None:
@@ -156,6 +157,7 @@ def _replicated(
     partial = Partial(q, torch.promote_types(torch.float32, q.dtype))
     if text is None:
         math = BlockMath(seqpar.context.config.kernel, self.scaling)
+        k, v = k[:, :, : seqpar.tokens], v[:, :, : seqpar.tokens]  # what comes after in a static cache is empty
         math.forward(q, k, v, causal_tiles(attention_mask, q, k), partial)
     else:
         partial.add(*text)

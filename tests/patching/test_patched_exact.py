@@ -32,6 +32,7 @@ ONCE = {
     "few targets, all on one rank": Case(frames=(2, 1), labels="few"),
     "labels shifted by the caller": Case(frames=(2, 1), labels="shifted"),
     "items counted by the caller": Case(frames=(2, 1), arguments={"num_items_in_batch": 37}),
+    "another label is no target": Case(frames=(2, 1), labels="every row", arguments={"ignore_index": 7}),
     "offsets given": Case(frames=(2, 0, 1), offsets=True),
     "gradients of pixels": Case(frames=(2, 1), wants_grad=("pixel_values",)),
     "gradients of features": Case(frames=(2, 1), features=True, wants_grad=("image_embeds",)),

@@ -1,5 +1,6 @@
 """Layer: gloo ranks. `generate` gives every rank the tokens of the unpatched model."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -35,6 +36,12 @@ CASES: dict[str, tuple[Case, dict[str, Any]]] = {
     "ring, local text": (ONE.with_options(strategy="ring", self_attention="local"), {}),
     "local text, no cache": (TWO.with_options(self_attention="local"), {"use_cache": False}),
 }
+CASES |= {
+    "static cache": (ONE, {"cache_implementation": "static"}),
+    "static cache, padded batch": (TWO, {"cache_implementation": "static"}),
+    "static cache, text only": (TEXT, {"cache_implementation": "static"}),
+    "looked up in repetitions": (replace(ONE, length=40), {"prompt_lookup_num_tokens": 2, "max_new_tokens": 30}),
+}
 DEALT = {"shard_prompt_from": 2}
 CASES |= {
     "dealt prompt": (ONE.with_options(**DEALT), {}),
@@ -48,7 +55,15 @@ CASES |= {
     "prompt looked up": (ONE, {"prompt_lookup_num_tokens": 3, "max_new_tokens": 12}),
 }
 """The prompt is read with its text dealt to the ranks, and the text's K and V stay dealt."""
-LOCAL = ("greedy, padded batch", "dealt prompt", "features", "no cache", "beams", "one frame")
+LOCAL = (
+    "greedy, padded batch",
+    "looked up in repetitions",
+    "dealt prompt",
+    "features",
+    "no cache",
+    "beams",
+    "one frame",
+)
 """Run a second time with each rank passing its own frames only."""
 
 

@@ -1,10 +1,13 @@
 """Layer: gloo ranks. Which logits a caller gets, how little of the text a rank holds, and what is sent for it."""
 
+from collections import Counter
+
 import pytest
 import torch
 from patched import PATIENCE, TOLERANCE, Case, inputs_of, model_of
 
 from mllm_seqpar import patch_model, unpatch_model
+from mllm_seqpar.attention.traffic import Problem, lv_xattn_bytes, ring_bytes
 from mllm_seqpar.patching import patch_of
 from mllm_seqpar.sharding import padded_length, sequence_positions
 from mllm_seqpar.visual import SharedVisual
@@ -106,26 +109,43 @@ def sent_by(rank: int, world: int, variant: str, options: dict) -> dict[str, int
     return sent
 
 
+def rows_that_see(variant: str, world: int) -> list[list[int]]:
+    """[i][j]: rows of rank i, of all samples, that see a frame of rank j; from the unpatched model's layout."""
+    model = model_of(variant, CASE)
+    inputs = inputs_of(variant, CASE, model)
+    layout = model.media_layout(3, input_ids=inputs["input_ids"], position_ids=torch.arange(CASE.length)[None])
+    first, stop = (bound[..., None] for bound in layout.rows(0, CASE.length))
+    sees = (first <= torch.arange(3)) & (torch.arange(3) < stop)  # of 3 ranks, each has one frame
+    total = padded_length(CASE.length, world, "zigzag")
+    counts = []
+    for rank in range(world):
+        rows = sequence_positions(total, rank, world, "zigzag")
+        counts.append(sees[:, rows[rows < CASE.length]].sum((0, 1)).tolist())
+    return counts
+
+
 @pytest.mark.parametrize("strategy", ["lv-xattn", "ring"])
 @pytest.mark.parametrize("variant", ["gated", "fused"])
 def test_bytes_sent(variant: str, strategy: str) -> None:
     """One forward and backward pass sends what the formulas of `traffic` say; 4 layers, of which 2 also see frames."""
     world, batch, heads, groups, dim, per_frame = 3, 2, 4, 2, 16, 4
     s = padded_length(CASE.length, world, "zigzag") // world
-    hops, item = world - 1, 4
+    seen = rows_that_see(variant, world)
     for rank, sent in enumerate(ranks(world).run(sent_by, variant, {"strategy": strategy}, timeout=PATIENCE)):
-        frames = [1, 1, 1][rank]
-        text_kv = 4 * batch * s * groups * dim  # of 4 layers; k forward, k again and dk backward, the same for v
-        expected = {"k": 2 * hops * text_kv, "v": 2 * hops * text_kv, "dk": hops * text_kv, "dv": hops * text_kv}
-        if strategy == "lv-xattn":
-            rows, statistics = 2 * batch * s * heads * dim, 2 * batch * s * heads
-            expected |= {"q": 2 * hops * rows, "o": 2 * hops * rows, "do": hops * rows, "dq": hops * rows}
-            expected["lse"] = 2 * hops * statistics
-        else:
-            visual_kv = 2 * frames * per_frame * groups * dim
-            for name, times in (("k", 2), ("v", 2), ("dk", 1), ("dv", 1)):
-                expected[name] += times * hops * visual_kv
-        assert {name: sent[name] for name in expected} == {name: item * n for name, n in expected.items()}
+        shape = {"heads": heads, "kv_heads": groups, "dim": dim, "batch": batch, "rank": rank, "element": 4}
+        text = Problem(rows=s, keys=(s,) * world, key_batch=batch, **shape)
+        visual = Problem(rows=s, keys=(per_frame,) * world, **shape)
+        expected: Counter[str] = Counter()
+        for backward in (False, True):
+            for _ in range(4):
+                expected.update(ring_bytes(text, backward=backward))
+            for _ in range(2):
+                if strategy == "lv-xattn":
+                    expected.update(lv_xattn_bytes(visual, backward=backward, seen=seen))
+                else:
+                    expected.update(ring_bytes(visual, backward=backward))
+        expected = +expected  # what is not sent is not counted
+        assert {name: sent[name] for name in expected} == dict(expected)
         rest = {name: n for name, n in sent.items() if name not in expected}
         # beside attention: one number of the loss, and the comparison of inputs
         assert set(rest) == {"loss", "agreement"} and sum(rest.values()) < 1024

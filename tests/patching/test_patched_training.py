@@ -205,3 +205,37 @@ def test_without_recomputation_it_grows() -> None:
     """So the measurement above would see it."""
     few, many = (ranks(2).run(kept_bytes, "gated", frames, False, False, timeout=PATIENCE) for frames in (8, 32))
     assert all(b > a for ranks_ in zip(few, many, strict=True) for a, b in zip(*ranks_, strict=True))
+
+
+def other_weights(rank: int, world: int, when: str) -> None:
+    """Ranks whose weights differ: from the start, or since the second of three passes."""
+    model = tiny_model("gated")
+    patch_model(model)
+    inputs = inputs_of("gated", BATCH, model)
+    for step in range(3):
+        if rank == 1 and when == ("at first", "later")[step == 1]:
+            with torch.no_grad():
+                model.language_model.lm_head.weight[0] += 1.0
+        model(**inputs)
+
+
+@pytest.mark.parametrize("when", ["at first", "later"])
+def test_ranks_with_other_weights(when: str) -> None:
+    errors = ranks(2).errors(other_weights, when, timeout=PATIENCE)
+    assert all("checksum of weights: rank 0 has" in str(error) for error in errors), errors
+
+
+def own_loss(rank: int, world: int) -> None:
+    model = tiny_model("gated")
+    model.loss_function = lambda **_: torch.zeros(())
+    patch_model(model)
+    model(**inputs_of("gated", BATCH, model))
+
+
+def test_a_loss_of_the_models_own_is_refused_where_text_is_dealt() -> None:
+    errors = ranks(2).errors(own_loss, timeout=PATIENCE)
+    assert all('Patch with self_attention="local"' in str(error) for error in errors), errors
+    model = tiny_model("gated")
+    model.loss_function = lambda **_: torch.full((), 42.0)
+    patch_model(model)
+    assert model(**inputs_of("gated", BATCH, model)).loss.item() == 42.0
