@@ -8,12 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-from harness import PATIENCE, settings
+from harness import PATIENCE, TOLERANCE, settings
 from tiny_mllama import PATCHES, TILES, Case, fresh_model, inputs_of, local_frames, model_of, tiny_config, tiny_mllama
 from transformers import MllamaForConditionalGeneration
 
 from mllm_seqpar import patch_model, unpatch_model
 from mllm_seqpar.errors import AdapterError
+from outcomes import error
 from ranks import ranks
 
 FOUR = Case(images=((3, 1, 2, 3),), labels=False)
@@ -82,6 +83,37 @@ def test_a_conversation_goes_on_with_the_cache(options: dict[str, Any]) -> None:
     expected = conversation(model_of(UNEVEN))
     for found in ranks(3).run(conversation_rank, options, timeout=PATIENCE):
         assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+def by_hand(model: Any) -> list[torch.Tensor]:
+    """A prompt, then two tokens and one, with a mask of the whole text, of which each pass has some rows."""
+    inputs, length = inputs_of(UNEVEN, model), UNEVEN.length + 4
+    generator = torch.Generator().manual_seed(5)
+    mask = (torch.rand(2, length, 3, TILES, generator=generator) < 0.4).long()
+    mask[:, [1, UNEVEN.length + 1, length - 2]] = 0  # rows that see nothing
+    ids = torch.randint(3, 90, (2, 3), generator=generator)
+    found, cache = [], None
+    with torch.no_grad():
+        for part in (inputs, {"input_ids": ids[:, :2]}, {"input_ids": ids[:, 2:]}):
+            out = model(**part | {"cross_attention_mask": mask}, past_key_values=cache, use_cache=True)
+            cache = out.past_key_values
+            found.append(out.logits)
+    return found
+
+
+def by_hand_rank(rank: int, world: int, options: dict[str, Any]) -> list[torch.Tensor]:
+    model = patch_model(model_of(UNEVEN), **options)
+    try:
+        return by_hand(model)
+    finally:
+        unpatch_model(model)
+
+
+@pytest.mark.parametrize("options", [{}, {"shard_prompt_from": 2}], ids=str)
+def test_passes_by_hand_with_a_mask_of_the_whole_text(options: dict[str, Any]) -> None:
+    expected = by_hand(model_of(UNEVEN))
+    for found in ranks(3).run(by_hand_rank, options, timeout=PATIENCE):
+        assert all(error(a, b) < TOLERANCE for a, b in zip(found, expected, strict=True))
 
 
 def traces(model: Any) -> dict[str, Any]:
