@@ -17,7 +17,16 @@ from ..errors import MaskError, ShapeError
 from ..kernels import choose_kernel
 from ..masks import Blocks, CausalBlocks, FrameMask, FullBlocks
 from ..sharding import LAYOUTS, frame_bounds, sequence_positions
-from .checks import agree_on_keys, check_accumulation, check_mask, check_qkv, dtype_code, scale_bits
+from .checks import (
+    agree_on_keys,
+    check_accumulation,
+    check_mask,
+    check_qkv,
+    dtype_code,
+    gradient_state,
+    scale_bits,
+    wants_gradients,
+)
 from .distributed import Plan
 from .joint import attend
 from .sources import GivenKeys
@@ -192,10 +201,14 @@ def _attend_one(
             facts["mask tokens per frame"] = mask.tokens_per_frame
         return facts
 
-    def mask_is_new() -> int:
-        return int(mask is not None and not mask.has_blocks(comm, frames))
+    def own() -> int:
+        mask_is_new = mask is not None and not mask.has_blocks(comm, frames)
+        return int(mask_is_new) + 2 * gradient_state(q, k, v)
 
-    key_lengths, new = agree_on_keys(q, k, comm, check, mask_is_new)
+    key_lengths, told = agree_on_keys(q, k, comm, check, own)
+    new = [number % 2 for number in told]
+    if wants_gradients([number // 2 for number in told]) and not any(t.requires_grad for t in (q, k, v)):
+        q = q.detach().requires_grad_()  # another rank's backward pass needs this one in it
     blocks: Blocks = FullBlocks(q.shape[0], q.shape[2], key_lengths)
     if layout is not None:
         blocks = CausalBlocks(q.shape[0], q.shape[2] * comm.size, comm.size, layout)

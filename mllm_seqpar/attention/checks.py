@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -96,6 +96,29 @@ def agree_on_keys(
         raise error
     _compare([row[:-2] for row in everyone], comm.rank)
     return tuple(row[-2] for row in everyone), [row[-1] for row in everyone]
+
+
+def gradient_state(*tensors: Tensor) -> int:
+    """0: this rank computes no gradients; 1: it would, but nothing of its own wants one; 2: something does."""
+    if not torch.is_grad_enabled():
+        return 0
+    return 2 if any(t.requires_grad for t in tensors) else 1
+
+
+def wants_gradients(states: Sequence[int]) -> bool:
+    """Whether there will be a backward pass, from every rank's `gradient_state`.
+
+    Raises:
+        AgreementError: some ranks want gradients and others compute none: their backward pass would wait for ever.
+    """
+    wanted = 2 in states
+    if wanted and 0 in states:
+        without = ", ".join(str(rank) for rank, state in enumerate(states) if state == 0)
+        raise AgreementError(
+            f"rank {without} of the group runs without gradients (torch.no_grad) where other ranks want them; the "
+            "backward pass needs all ranks"
+        )
+    return wanted
 
 
 def _compare(everyone: list[list[int]], rank: int) -> None:

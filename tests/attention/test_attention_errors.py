@@ -219,3 +219,31 @@ def test_disagreement_over_gloo_is_found_within_seconds_and_the_group_can_go_on(
     for results in ranks(3).run(over_gloo, whats):
         assert all(isinstance(error, SeqParError) for error in results), results
     assert time.monotonic() - start < 30
+
+
+def one_rank_has_nothing_to_train(rank: int, world: int) -> torch.Tensor:
+    """Keys that train on rank 0; rank 1 has no keys, and a query that does not train."""
+    q = torch.randn(1, 2, 3, 8, generator=torch.Generator().manual_seed(rank))
+    k = torch.randn(1, 2, 4 if rank == 0 else 0, 8, requires_grad=rank == 0)
+    lv_xattn(q, k, k * 1.0).sum().backward()
+    return torch.zeros(()) if k.grad is None else k.grad
+
+
+def test_a_rank_without_anything_to_train_takes_part_in_backward() -> None:
+    grad, _ = ranks(2).run(one_rank_has_nothing_to_train, timeout=60)
+    torch.manual_seed(0)
+    k = torch.randn(1, 2, 4, 8).double().requires_grad_()
+    q = torch.cat([torch.randn(1, 2, 3, 8, generator=torch.Generator().manual_seed(r)) for r in range(2)], 2).double()
+    torch.nn.functional.scaled_dot_product_attention(q, k, k).sum().backward()
+    assert k.grad is not None and torch.allclose(grad.double(), k.grad, rtol=1e-4, atol=1e-5)
+
+
+def one_rank_without_gradients(rank: int, world: int) -> None:
+    q = torch.randn(1, 2, 3, 8, requires_grad=True)
+    with torch.set_grad_enabled(rank == 0):
+        lv_xattn(q, q, q)
+
+
+def test_a_rank_without_gradients_is_named() -> None:
+    for error in ranks(2).errors(one_rank_without_gradients, timeout=60):
+        assert "rank 1 of the group runs without gradients (torch.no_grad)" in str(error)
