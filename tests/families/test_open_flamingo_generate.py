@@ -10,10 +10,11 @@ from typing import Any
 
 import pytest
 import torch
-from open_flamingo_cases import PATIENCE, Case, inputs_of, model_of, own_media
-from tiny_open_flamingo import LANGUAGE_MODELS, MEDIA, PAD, VOCABULARY, accept_missing_mask
+from open_flamingo_cases import PATIENCE, TOLERANCE, Case, inputs_of, model_of, own_media
+from tiny_open_flamingo import LANGUAGE_MODELS, MEDIA, PAD, VOCABULARY, accept_missing_mask, pixels
 
 from mllm_seqpar import patch_model, unpatch_model
+from outcomes import error
 from ranks import ranks
 
 TWO = Case(media=((1, 4, 7), (5,)), images=2, padding="left", labels=False)  # one time beyond the media, one not
@@ -88,7 +89,7 @@ def test_tokens(name: str) -> None:
 
 
 def projections(rank: int, world: int, name: str) -> tuple[list[int], list[int]]:
-    """How many tokens of media are projected, and how many are encoded, over a whole generation with beams."""
+    """How many tokens of media are projected, and how many are encoded: generation with beams, then cached media."""
     model, projected, encoded = model_of(name, TWO), [], []
     hooks = [
         block.attn.to_kv.register_forward_hook(lambda _, args, out: projected.append(out[..., 0].numel()))
@@ -99,6 +100,8 @@ def projections(rank: int, world: int, name: str) -> tuple[list[int], list[int]]
     patch_model(model)
     try:
         model.generate(**inputs_of(TWO), **settings(num_beams=3))
+        with torch.no_grad():
+            likelihoods(model, TWO, True)
     finally:
         unpatch_model(model)
         for hook in hooks:
@@ -107,10 +110,12 @@ def projections(rank: int, world: int, name: str) -> tuple[list[int], list[int]]
 
 
 def test_media_are_encoded_and_projected_once() -> None:
-    """Each by the rank that holds them, also for beams; unpatched, all of them for every beam and token."""
+    """Each by the rank that holds them, also for beams, and once for all texts that go on from one cache."""
     for rank, (projected, encoded) in enumerate(ranks(3).run(projections, "opt", timeout=PATIENCE)):
         own = [2, 1, 1][rank]
-        assert encoded == [own] and projected == [64 * own] * 2
+        assert encoded == [own] * 2  # one generation, one `cache_media`
+        # of each layer: once for the generation, for each of 3 texts without a cache, and for one with
+        assert projected == [64 * own] * 2 * (1 + 3 + 1)
 
 
 def likelihoods(model: Any, case: Case, own: bool) -> list[torch.Tensor]:
@@ -155,3 +160,28 @@ def test_media_cached_for_log_likelihoods(world: int, name: str, immediate: bool
     for found in ranks(world).run(patched_likelihoods, name, case, own, timeout=PATIENCE):
         for mine, theirs in zip(found, expected, strict=True):
             torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-5)
+
+
+def new_media(model: Any) -> torch.Tensor:
+    """A text that goes on with its cache and other media: the new rows see only those."""
+    inputs = inputs_of(TWO)
+    with torch.no_grad():
+        cache = model(**inputs, use_cache=True).past_key_values
+        answer = torch.tensor([[MEDIA, 5, 6], [7, MEDIA, 8]])
+        mask = torch.cat([inputs["attention_mask"], torch.ones_like(answer)], dim=1)
+        return model(pixels(2, 3, seed=5), answer, mask, past_key_values=cache, use_cache=True).logits
+
+
+def patched_new_media(rank: int, world: int, name: str) -> torch.Tensor:
+    model = patch_model(model_of(name, TWO))
+    try:
+        return new_media(model)
+    finally:
+        unpatch_model(model)
+
+
+@pytest.mark.parametrize("name", ["llama", "mpt"])
+def test_other_media_over_a_filled_cache(name: str) -> None:
+    expected = new_media(model_of(name, TWO))
+    for found in ranks(2).run(patched_new_media, name, timeout=PATIENCE):
+        assert error(found, expected) < TOLERANCE

@@ -62,8 +62,8 @@ def _language_model(name: str) -> nn.Module:
     if name == "llama":
         shape = {"hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2}
         return LlamaForCausalLM(LlamaConfig(**common, **shape, intermediate_size=48, max_position_embeddings=96))
-    if name == "mpt":  # three heads: slopes that are no powers of two
-        return MptForCausalLM(MptConfig(**common, d_model=48, n_heads=3, n_layers=2, max_seq_len=96))
+    if name == "mpt":  # a head dim that is no square: biases before the scale are no powers of two
+        return MptForCausalLM(MptConfig(**common, d_model=36, n_heads=3, n_layers=2, max_seq_len=96))
     assert name == "gpt_neox"
     shape = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48}
     return GPTNeoXForCausalLM(GPTNeoXConfig(**common, **shape, max_position_embeddings=96))
