@@ -16,7 +16,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
 from mllm_seqpar import FrameShard, adapters, patch_model, unpatch_model
 from mllm_seqpar.errors import AdapterError, ConfigError, ShapeError
 from mllm_seqpar.patches.open_flamingo_mpt import BIAS_DIMS, bias_dims
-from outcomes import average
+from outcomes import average, error
 from ranks import ranks
 from training import check_fsdp, check_lora
 
@@ -82,6 +82,29 @@ def test_unpatching_leaves_no_trace(name: str) -> None:
         assert now.keys() == was.keys(), path
         assert all(value is was[key] for key, value in now.items()), path
     assert torch.equal(model(**inputs).logits, logits)
+
+
+def narrow(rank: int, world: int, name: str, how: str, patched: bool) -> torch.Tensor:
+    """Logits in bfloat16, by weights or by autocast, in float32."""
+    model, inputs = tiny_flamingo(name), inputs_of(TWO)
+    if how == "weights":
+        model, inputs = model.bfloat16(), inputs | {"vision_x": inputs["vision_x"].bfloat16()}
+    if patched:
+        patch_model(model, logits="full")
+    with torch.autocast("cpu", torch.bfloat16, enabled=how == "autocast"):
+        out = model(**inputs)
+    out.loss.backward()
+    return out.logits.detach().float()
+
+
+@pytest.mark.parametrize("how", ["weights", "autocast"])
+@pytest.mark.parametrize("name", ["mpt", "opt"])
+def test_bfloat16(name: str, how: str) -> None:
+    """No further from float32 than the unpatched model is; MPT's biases are in float32 there, and exact here."""
+    expected = reference(name, TWO).logits
+    alone = error(narrow(0, 1, name, how, False), expected)
+    for found in ranks(2).run(narrow, name, how, True, timeout=PATIENCE):
+        assert error(found, expected) < 1.3 * alone
 
 
 ERRORS: dict[str, tuple[dict[str, Any], str]] = {
