@@ -4,6 +4,7 @@ from dataclasses import replace
 from typing import Any
 
 from tiny_mllama import Case, inputs_of, local_frames, model_of, unpatched_generate
+from transformers.cache_utils import DynamicLayer
 
 __all__ = ["EVERYWHERE", "GENERATED", "ONCE", "inputs_of", "local_frames", "model_of", "unpatched_generate"]
 
@@ -92,10 +93,6 @@ GENERATED: dict[str, tuple[Case, dict[str, Any]]] = {
     "states, beams": (STATES, {"num_beams": 3}),
     "states, beams, no cache": (STATES, BEAMS | {"use_cache": False}),
     "own states only, beams": (replace(STATES, local_frames=True), BEAMS),
-    "looked up": (ONE, LOOK_UP),
-    "looked up, holes": (Case(mask="scattered", labels=False), LOOK_UP),
-    "looked up, text only": (Case(images=((),), labels=False), LOOK_UP),
-    "dealt prompt, looked up": (ONE.with_options(**DEALT), LOOK_UP),
     "local text": (TWO.with_options(self_attention="local"), {}),
     "ring": (HOLES.with_options(strategy="ring"), {}),
     "dealt prompt": (TWO.with_options(**DEALT), {}),
@@ -107,3 +104,21 @@ GENERATED: dict[str, tuple[Case, dict[str, Any]]] = {
     "own images only, embeddings": (Case(images=UNEVEN, embeds=True, labels=False, local_frames=True), BEAMS),
     "own images only, no cache, beams": (OWN, BEAMS | {"use_cache": False}),
 }
+
+
+def _can_look_up() -> bool:
+    """Older versions of transformers cannot take back a token in a layer that has cached nothing."""
+    try:
+        DynamicLayer().crop(-1)
+    except TypeError:
+        return False
+    return True
+
+
+if _can_look_up():
+    GENERATED |= {
+        "looked up": (ONE, LOOK_UP),
+        "looked up, holes": (Case(mask="scattered", labels=False), LOOK_UP),
+        "looked up, text only": (Case(images=((),), labels=False), LOOK_UP),
+        "dealt prompt, looked up": (ONE.with_options(**DEALT), LOOK_UP),
+    }

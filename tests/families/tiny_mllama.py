@@ -128,6 +128,7 @@ def _kept(overrides: tuple[tuple[str, Any], ...]) -> Any:
 def model_of(case: Case) -> Any:
     """The case's model, kept between cases: patching it must leave no trace."""
     model = _kept(tuple(sorted(case.model.items())))
+    vars(model).pop("_previous_max_cache_length", None)  # of static caches, which ranks had in other cases or not
     model.set_attn_implementation("eager" if case.mask == "none" else "sdpa")
     model.zero_grad(set_to_none=True)
     return model.eval()
@@ -231,8 +232,10 @@ def unpatched_generate(model: Any, **inputs: Any) -> Tensor:
     """What `generate` of the unpatched model would give, where it fails over its cache, by a way that it can go.
 
     It looks up tokens in the prompt only without images (taking back a rejected token would cut off tiles, too), and
-    adds `cross_attention_states` to the cache with every token.
+    adds `cross_attention_states` to the cache with every token. Older ones have no room for tiles in a static cache.
     """
+    if "_prepare_static_cache" not in vars(type(model)):
+        inputs.pop("cache_implementation", None)
     if "pixel_values" in inputs:
         inputs.pop("prompt_lookup_num_tokens", None)
     if "cross_attention_states" in inputs:
