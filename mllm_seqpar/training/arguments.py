@@ -7,6 +7,7 @@ from mllm_seqpar.config import CHOICES
 from mllm_seqpar.running.devices import DEVICES
 from mllm_seqpar.running.options import Options, option, parse_options
 
+SAVE_DTYPES = ("source", "float32", "bfloat16", "float16")
 SCHEDULES = ("cosine", "linear", "constant")
 
 
@@ -59,6 +60,7 @@ class TrainArguments(Options):
     save_every: int = option("steps between checkpoints; 0: none but that of --stop-after", 0)
     keep: int = option("checkpoints to keep", 2)
     resume: str | None = option("continue from a checkpoint: auto (the latest in --output, if any) or its path", None)
+    save_dtype: str = option("dtype of the final model: source (that of --model), float32, bfloat16, float16", "source")
     seed: int = option("of the order of the data and of all random numbers", 0)
     device: str = option("auto, cpu or cuda", "auto")
     timeout: float | None = option("seconds until a silent rank is given up; default: 600 on GPUs, 300 on CPU", None)
@@ -75,6 +77,7 @@ class TrainArguments(Options):
             self._require(name, 0 <= getattr(self, name) < 1, "at least 0 and below 1")
         self._require("min_lr", 0 <= self.min_lr <= 1, "a part of --lr, from 0 to 1")
         self._require("schedule", self.schedule in SCHEDULES, f"one of {', '.join(SCHEDULES)}")
+        self._require("save_dtype", self.save_dtype in SAVE_DTYPES, f"one of {', '.join(SAVE_DTYPES)}")
         self._require("device", self.device in DEVICES, f"one of {', '.join(DEVICES)}")
         self.tile_shape()
 

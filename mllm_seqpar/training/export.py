@@ -1,15 +1,28 @@
 """The trained model as an ordinary directory: safetensors, config, processor."""
 
+import json
 import os
 import shutil
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import nn
 
+from mllm_seqpar.training.arguments import SAVE_DTYPES
 
-def export_model(model: nn.Module, processor: Any, directory: Path) -> None:
+
+def export_dtype(choice: str, source: str) -> torch.dtype | None:
+    """The dtype to save in: `choice` by name, "source": that of the directory `source`; None: as trained."""
+    if choice != "source":
+        return getattr(torch, choice)
+    config = json.loads((Path(source) / "config.json").read_text())
+    name = config.get("dtype") or config.get("torch_dtype")
+    return getattr(torch, name) if name in SAVE_DTYPES else None
+
+
+def export_model(model: nn.Module, processor: Any, directory: Path, dtype: torch.dtype | None = None) -> None:
     """Writes what `from_pretrained` of the unpatched, unsharded model reads. Every rank calls it, rank 0 writes.
 
     The whole model is gathered in rank 0's CPU memory. The directory appears at once, under its final name.
@@ -18,22 +31,35 @@ def export_model(model: nn.Module, processor: Any, directory: Path) -> None:
         model: prepared, resharded; parameter names are those of the model before patching and sharding.
         processor: saved beside it; None for none.
         directory: replaced when it exists.
+        dtype: what floating-point weights are saved in; None: as they are.
     """
     from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
-    state = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+    state: dict[str, Any] = get_model_state_dict(
+        model, options=StateDictOptions(full_state_dict=True, cpu_offload=True)
+    )
     if not dist.is_initialized() or dist.get_rank() == 0:
         for alias, name in _tied(model).items():
             state[alias] = state[name]  # one tensor again, which save_pretrained then writes once
+        if dtype is not None:
+            state = {name: x.to(dtype) if x.is_floating_point() else x for name, x in state.items()}
         draft = directory.with_name(directory.name + ".tmp")
         shutil.rmtree(draft, ignore_errors=True)
         model.save_pretrained(draft, state_dict=state)  # type: ignore[operator]  # a transformers model
+        if dtype is not None:
+            _tell_dtype(draft / "config.json", dtype)
         if processor is not None:
             processor.save_pretrained(draft)
         shutil.rmtree(directory, ignore_errors=True)
         os.replace(draft, directory)
     if dist.is_initialized():
         dist.barrier()
+
+
+def _tell_dtype(config: Path, dtype: torch.dtype) -> None:
+    """Loaders read the dtype from the config, where save_pretrained has written that of the trained parameters."""
+    fields = json.loads(config.read_text())
+    config.write_text(json.dumps(fields | {"dtype": str(dtype).removeprefix("torch.")}, indent=2) + "\n")
 
 
 def _tied(model: nn.Module) -> dict[str, str]:

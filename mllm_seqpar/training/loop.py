@@ -17,8 +17,11 @@ from torch import nn
 from mllm_seqpar.comm import as_communicator
 from mllm_seqpar.config import SeqParConfig
 from mllm_seqpar.errors import ConfigError
+from mllm_seqpar.kernels.registry import kernel_by_name
 from mllm_seqpar.log import get_logger
 from mllm_seqpar.patching import patch_model
+from mllm_seqpar.running.digest import model_digest
+from mllm_seqpar.running.failure import first_line
 from mllm_seqpar.running.loading import load_model, load_processor
 from mllm_seqpar.running.memory import peak_memory, reset_peak_memory
 from mllm_seqpar.running.progress import progress_bar
@@ -26,7 +29,7 @@ from mllm_seqpar.running.together import attempt, settle, together
 from mllm_seqpar.training import checkpoint as checkpoints
 from mllm_seqpar.training.accelerate_glue import Layout, make_layout, reshard, shard_model, start_accelerator
 from mllm_seqpar.training.arguments import TRAJECTORY, TrainArguments, parse
-from mllm_seqpar.training.export import export_model
+from mllm_seqpar.training.export import export_dtype, export_model
 from mllm_seqpar.training.feed import Feed, open_feed
 from mllm_seqpar.training.metrics import MetricsFile
 from mllm_seqpar.training.order import TrainOrder, eval_order
@@ -73,7 +76,7 @@ def fine_tune(argv: Sequence[str]) -> None:
         _log.info("stopped after step %d of %d, as --stop-after says; continue with --resume auto", last, run.steps)
         return
     reshard(run.model)
-    export_model(run.model, run.processor, run.output / "model")
+    export_model(run.model, run.processor, run.output / "model", export_dtype(run.args.save_dtype, run.args.model))
     _log.info("the final model is in %s", run.output / "model")
 
 
@@ -101,7 +104,8 @@ def prepare(argv: Sequence[str]) -> Run:
     )
     model, optimizer = shard_model(accelerator, model, optimizer)
     steps = args.steps or max(1, round(args.epochs * order.steps_per_epoch))
-    conditions = {name: getattr(args, name) for name in sorted(TRAJECTORY)} | {"data": facts["training data"]}
+    conditions = {name: getattr(args, name) for name in sorted(TRAJECTORY)}
+    conditions |= {"data": facts["training data"], "model's weights": facts["model's weights"]}
     _log.info(
         "%d data parallel x %d sequence parallel ranks, %s; %d steps of %d samples, %d forward passes each",
         layout.dp, layout.sp, args.strategy,
@@ -116,6 +120,8 @@ def prepare(argv: Sequence[str]) -> Run:
 def _arguments(argv: Sequence[str]) -> TrainArguments:
     args = parse(argv)
     _seqpar_config(args)
+    if args.kernel != "auto":
+        kernel_by_name(args.kernel)
     return args
 
 
@@ -149,7 +155,11 @@ def _open_data(args: TrainArguments, layout: Layout):
         )
     resume = checkpoints.find_checkpoint(args.resume, output)
     facts = {"training data": feed.digest, "evaluation data": eval_feed and eval_feed.digest, "checkpoint": resume}
-    output.mkdir(parents=True, exist_ok=True)
+    facts["model's weights"] = model_digest(args.model)  # frozen ones come from there when a run is resumed
+    try:
+        output.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"--output {output}: cannot be made ({first_line(error)})") from error
     return processor, feed, eval_feed, order, resume, facts
 
 
