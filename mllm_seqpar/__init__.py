@@ -12,11 +12,13 @@ if TYPE_CHECKING:
     from mllm_seqpar.masks import FrameMask
     from mllm_seqpar.patching import patch_model, unpatch_model
     from mllm_seqpar.sharding import FrameShard, frame_range, shard_sequence, unshard_sequence
+    from mllm_seqpar.training.trainer import SeqParTrainer
 
 __all__ = [
     "FrameMask",
     "FrameShard",
     "SeqParConfig",
+    "SeqParTrainer",
     "frame_range",
     "patch_model",
     "register_adapter",
@@ -29,6 +31,7 @@ _HOME = {
     "FrameMask": "masks",
     "FrameShard": "sharding",
     "SeqParConfig": "config",
+    "SeqParTrainer": "training.trainer",
     "frame_range": "sharding",
     "patch_model": "patching",
     "register_adapter": "adapters",

@@ -50,6 +50,21 @@ FSDP_ON_CPU = Gate(
     delete_when="accelerate keeps DistributedType.FSDP for cpu=True; then raise MINIMUM and stop assigning the state",
 )
 
+PARALLELISM_ON_CPU = Gate(
+    package="accelerate",
+    fixed_in=None,
+    reason="accelerate refuses a ParallelismConfig of more than one rank when it is made for CPU",
+    delete_when="Accelerator(cpu=True, parallelism_config=...) works over gloo; then pass it, and assign nothing",
+)
+
+CP_HOOKS = Gate(
+    package="accelerate",
+    fixed_in=None,
+    reason="with cp_size > 1 accelerate's prepare puts hooks on every self-attention that drop its mask, and prepares "
+    "a context manager that replaces torch's attention; its mesh cannot be had without them",
+    delete_when="accelerate has a cp_backend that leaves the model alone; then ask for that",
+)
+
 
 def release(version: str) -> tuple[int, ...]:
     """The release numbers of a version, without trailing zeros: "2.11.0+cpu" -> (2, 11).

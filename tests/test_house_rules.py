@@ -19,7 +19,7 @@ MAY_IMPORT = {
     "models": CORE | {"numpy", "PIL", "safetensors", "tokenizers", "transformers", "models"},
     "data": CORE | {"numpy", "PIL", "safetensors", "av", "tokenizers", "transformers", "data"},
     "running": CORE | {"safetensors", "transformers", "tqdm", "models", "running"},
-    "training": CORE | {"numpy", "accelerate", "peft", "data", "running", "training"},
+    "training": CORE | {"numpy", "accelerate", "peft", "transformers", "data", "running", "training"},
     "inference": CORE | {"transformers", "data", "running", "inference"},
     "patches": CORE | {"transformers", "models", "patches"},
 }

@@ -6,10 +6,14 @@ accelerate would have decided on a GPU into its state, and `require_sharded` loo
 accelerate that changes these names ends in an error and not in an unsharded model.
 """
 
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
 from torch import nn
 
-from mllm_seqpar._compat import FSDP_ON_CPU
+from mllm_seqpar._compat import FSDP_ON_CPU, PARALLELISM_ON_CPU
 from mllm_seqpar.errors import ConfigError
 
 
@@ -32,6 +36,27 @@ def enable_fsdp2_on_cpu(accelerator) -> None:
     accelerator.state.fsdp_plugin = FullyShardedDataParallelPlugin()
     if not accelerator.is_fsdp2:
         raise _changed("the accelerator does not report FSDP2 after its state was set")
+
+
+@contextmanager
+def without_launched_parallelism(cpu: bool) -> Iterator[None]:
+    """While an `Accelerator` is made on CPU: it would read parallelism from the launch config, and refuse it."""
+    name, hidden = "ACCELERATE_USE_PARALLELISM_CONFIG", None
+    if cpu and PARALLELISM_ON_CPU.applies():
+        hidden = os.environ.pop(name, None)
+    try:
+        yield
+    finally:
+        if hidden is not None:
+            os.environ[name] = hidden
+
+
+def set_parallelism_on_cpu(accelerator, parallelism) -> None:
+    """Gives an `Accelerator` on CPU the device mesh that a `ParallelismConfig` describes, over gloo."""
+    accelerator.state.parallelism_config = parallelism
+    accelerator.state.device_mesh = parallelism.get_device_mesh("cpu")
+    if accelerator.parallelism_config is not parallelism or accelerator.torch_device_mesh is None:
+        raise _changed("the accelerator does not report the parallelism after its state was set")
 
 
 def require_sharded(model: nn.Module) -> None:

@@ -110,6 +110,15 @@ def shard_model(accelerator, model: nn.Module, optimizer: torch.optim.Optimizer)
     Raises:
         ConfigError: parameters came back whole.
     """
+    set_fsdp_units(accelerator, model)
+    model, optimizer = accelerator.prepare(model, optimizer)
+    if dist.is_initialized():
+        require_sharded(model)
+    return model, getattr(optimizer, "optimizer", optimizer)
+
+
+def set_fsdp_units(accelerator, model: nn.Module) -> None:
+    """Tells accelerate, when it shards by FSDP2, which layers are units and how their gradients are reduced."""
     if accelerator.mixed_precision == "bf16" and accelerator.is_fsdp2:
         from torch.distributed.fsdp import MixedPrecisionPolicy
 
@@ -119,10 +128,6 @@ def shard_model(accelerator, model: nn.Module, optimizer: torch.optim.Optimizer)
         )
     if accelerator.is_fsdp2 and accelerator.state.fsdp_plugin.transformer_cls_names_to_wrap is None:
         accelerator.state.fsdp_plugin.transformer_cls_names_to_wrap = layer_classes(model)
-    model, optimizer = accelerator.prepare(model, optimizer)
-    if dist.is_initialized():
-        require_sharded(model)
-    return model, getattr(optimizer, "optimizer", optimizer)
 
 
 def reshard(model: nn.Module) -> None:

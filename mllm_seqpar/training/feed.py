@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 from mllm_seqpar.agreement import fingerprint
-from mllm_seqpar.data.chat import ChatBatch, ChatDataset, load_local_frames
-from mllm_seqpar.errors import ConfigError, DataError
+from mllm_seqpar.data.chat import ChatBatch, ChatDataset, load_local_pictures
+from mllm_seqpar.data.families import chat_family
+from mllm_seqpar.errors import DataError
 from mllm_seqpar.sharding import FrameShard, frame_range
 from mllm_seqpar.training.accelerate_glue import Layout
 from mllm_seqpar.training.arguments import TrainArguments
@@ -24,7 +25,7 @@ class FedBatch:
 
     Attributes:
         chat: text, and where the frames are.
-        processor: its image processor makes `pixel_values`.
+        processor: of the model; its family says what forward takes.
         layout: of the ranks; those of one sequence parallel group share the frames.
     """
 
@@ -49,49 +50,23 @@ class FedBatch:
 
     def inputs(self, device: torch.device, filler: bool) -> dict[str, Any]:
         """Arguments of the model's forward; decodes this rank's frames. See `mllm_seqpar.training.step.Batch`."""
-        names = ("input_ids", "attention_mask", "labels", "media_offset")
-        made: dict[str, Any] = {name: getattr(self.chat, name) for name in names}
-        total, own = self.frames, frame_range(self.frames, self.layout.sp_group)
-        if filler:
-            made = with_filler(made, self._placeholder())
-            total, own = 1, frame_range(1, self.layout.sp_group)
-            black = torch.zeros(len(own), 3, 32, 32, dtype=torch.uint8)
-            made["pixel_values"] = self.processor.image_processor(black)["pixel_values"]
+        family = chat_family(self.processor)
+        arguments: dict[str, Any] = family.arguments(self.chat.text)
+        total, group = len(self.chat.text.slots), self.layout.sp_group
+        own = frame_range(total, group)
+        filled = family.filler(arguments) if filler and total == 0 else None
+        if filled is not None:
+            arguments, blank = filled
+            total, own = 1, frame_range(1, group)
+            pictures = tuple(x[: len(own)] for x in blank)
         elif total:
-            made["pixel_values"] = load_local_frames(self.chat, own, self.processor.image_processor)
-        else:
-            del made["media_offset"]
-        if total and self.layout.sp > 1:
-            made["visual_shard"] = FrameShard(own.start, own.stop, total)
-        moved = {name: x.to(device) if isinstance(x, Tensor) else x for name, x in made.items()}
+            pictures = load_local_pictures(self.chat, own, family)
+        if total:
+            arguments |= dict(zip(family.frame_names, pictures, strict=True))
+            if self.layout.sp > 1 or family.always_sharded:
+                arguments["visual_shard"] = FrameShard(own.start, own.stop, total)
+        moved = {name: x.to(device) if isinstance(x, Tensor) else x for name, x in arguments.items()}
         return moved | {"use_cache": False}
-
-    def _placeholder(self) -> int:
-        token = self.processor.image_token_id
-        if token is None:
-            raise ConfigError(
-                "some groups have frames and this one has none: that needs a tokenizer with a single token for "
-                "<|image|>; add it as a special token, or use --sp with all ranks"
-            )
-        return token
-
-
-def with_filler(text: dict[str, Tensor], placeholder: int) -> dict[str, Tensor]:
-    """The text of B samples without frames and one more, which shows one frame and has no targets.
-
-    Its loss counts nothing, so every gradient through it is exactly zero; but it is there, on every rank.
-
-    Args:
-        text: `input_ids`, `attention_mask`, `labels` (B, L); L is 2 or more.
-        placeholder: token that stands for the frame.
-    """
-    rows = {name: torch.zeros_like(text["input_ids"][:1]) for name in ("input_ids", "attention_mask", "labels")}
-    rows["input_ids"][0, 0] = placeholder
-    rows["attention_mask"][0, :2] = 1  # in one variant only the token after the placeholder sees the frame
-    rows["labels"].fill_(-100)
-    made = {name: torch.cat([text[name], row]) for name, row in rows.items()}
-    batch = text["input_ids"].shape[0]
-    return made | {"media_offset": torch.tensor([[-1]] * batch + [[0]])}
 
 
 class Feed:

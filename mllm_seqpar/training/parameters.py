@@ -10,11 +10,17 @@ from mllm_seqpar.errors import ConfigError
 from mllm_seqpar.log import get_logger
 
 PARTS = {
-    "vision": ("vision_model", "vision_tower", "visual"),
-    "projector": ("vision2text_model", "multi_modal_projector"),
-    "language": ("language_model", "text_model"),
+    "vision": ("vision_model", "vision_tower", "visual", "model.vision_model", "vision_encoder"),
+    "projector": (
+        *("vision2text_model", "multi_modal_projector", "model.multi_modal_projector"),
+        *("model.perceiver_resampler", "perceiver"),
+    ),
+    "language": (
+        *("language_model", "text_model", "model.language_model", "lang_encoder", "lm_head"),
+        *("model.embed_tokens", "model.layers", "model.gated_cross_attn_layers", "model.norm"),
+    ),
 }
-"""What model families call their parts; a part is the first of these modules that the model has."""
+"""What model families call their parts; a part is all of these modules that the model has."""
 
 _log = get_logger(__name__)
 

@@ -1,0 +1,226 @@
+"""transformers' Trainer for models that run sequence-parallel: one sample on several ranks, exact loss and gradients.
+
+The layout is accelerate's device mesh: `cp` ranks in a row share each sample, the rest is data parallel, and FSDP2
+shards parameters over all of them. What changes against `Trainer`, and nothing else does:
+
+- The model is patched over the `cp` axis; accelerate's own context parallelism stays off.
+- The loss. `Trainer` divides by the tokens of the whole step and multiplies by the number of processes, because
+  gradients are averaged over them. The ranks of one group all report their group's loss, and the average of their
+  gradients is the group's gradient (`patch_model`, contract 3), so the factor is the number of groups.
+- Evaluation gathers each sample once, and whole logits where the caller wants them.
+- FSDP2 works on CPU, where accelerate would silently give DDP, and `save_model` writes a whole model from shards.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from transformers import Trainer
+
+from mllm_seqpar._compat import PARALLELISM_ON_CPU
+from mllm_seqpar.adapters import find_adapter
+from mllm_seqpar.config import SeqParConfig
+from mllm_seqpar.errors import ConfigError
+from mllm_seqpar.patching import patch_model, patch_of
+from mllm_seqpar.training.accelerate_cp import keep_out_context_parallelism
+from mllm_seqpar.training.accelerate_cpu import (
+    enable_fsdp2_on_cpu,
+    set_parallelism_on_cpu,
+    without_launched_parallelism,
+)
+from mllm_seqpar.training.accelerate_glue import reshard, set_fsdp_units
+from mllm_seqpar.training.export import export_model
+
+
+class SeqParTrainer(Trainer):
+    """`transformers.Trainer`, with samples that several ranks share.
+
+    Args:
+        *args, **kwargs: those of `Trainer`. `per_device_train_batch_size` is the batch of one group of ranks.
+        sequence_parallel_size: ranks that share a sample. None: accelerate's `cp_size` (of
+            `TrainingArguments.parallelism_config` or of the launch config), else the group that the model is patched
+            for, else all ranks.
+        seqpar: how the model is patched, unless it is patched already over such a group; None: the defaults.
+
+    Raises:
+        ConfigError: degrees that contradict each other, or do not divide the number of processes.
+    """
+
+    def __init__(
+        self,
+        *args: Any,
+        sequence_parallel_size: int | None = None,
+        seqpar: SeqParConfig | None = None,
+        **kwargs: Any,
+    ) -> None:
+        self._asked_degree = sequence_parallel_size
+        model = kwargs.get("model", args[0] if args else None)
+        if model is None or kwargs.get("model_init") is not None:
+            raise ConfigError("SeqParTrainer: pass model=...; model_init, which makes models later, is not supported")
+        self._patched_degree = _patched_degree(model)
+        super().__init__(*args, **kwargs)
+        if self._patched_degree is None:
+            patch_model(self.model, group=self._group(), config=seqpar)
+        set_fsdp_units(self.accelerator, find_adapter(self.model)[1])
+
+    @property
+    def sequence_parallel_size(self) -> int:
+        """Ranks that share a sample."""
+        return self.get_cp_size()
+
+    def create_accelerator_and_postprocess(self) -> None:
+        """As `Trainer`'s, with the device mesh of the layout, and without accelerate's own context parallelism."""
+        parallelism, cpu = self._parallelism(), self.args.device.type == "cpu"
+        self.args.parallelism_config = None if cpu and PARALLELISM_ON_CPU.applies() else parallelism
+        with without_launched_parallelism(cpu):
+            super().create_accelerator_and_postprocess()
+        if cpu and dist.is_initialized():
+            if _launched_for_fsdp2():
+                enable_fsdp2_on_cpu(self.accelerator)
+                self.is_fsdp_enabled = True
+            if parallelism is not None and PARALLELISM_ON_CPU.applies():
+                set_parallelism_on_cpu(self.accelerator, parallelism)
+        keep_out_context_parallelism(self.accelerator)
+        once = functools.partial(_gather_once, self.accelerator, self.accelerator.gather_for_metrics)
+        self.accelerator.gather_for_metrics = once
+        self.gather_function = functools.partial(once, use_gather_object=self.args.eval_use_gather_object)
+
+    def _parallelism(self) -> Any:
+        from accelerate.parallelism_config import ParallelismConfig
+
+        world = self.args.world_size
+        degree, given = self._degree(world), self._given_parallelism()
+        if world == 1:
+            return None
+        if given is not None:
+            return given
+        return ParallelismConfig(cp_size=degree, dp_shard_size=world // degree)
+
+    def _given_parallelism(self) -> Any:
+        """What the arguments or the launch config say, when they say more than sizes of one."""
+        from accelerate.parallelism_config import ParallelismConfig
+
+        given = self.args.parallelism_config
+        if given is None and os.environ.get("ACCELERATE_USE_PARALLELISM_CONFIG", "").lower() == "true":
+            given = ParallelismConfig()
+        return given if given is not None and given.total_size > 1 else None
+
+    def _degree(self, world: int) -> int:
+        given = self._given_parallelism()
+        wanted = {
+            "sequence_parallel_size": self._asked_degree,
+            "cp_size of accelerate's parallelism config": None if given is None else given.cp_size,
+            "the group that the model is patched for": self._patched_degree,
+        }
+        said = {name: size for name, size in wanted.items() if size is not None}
+        if len(set(said.values())) > 1:
+            told = ", ".join(f"{name} is {size}" for name, size in said.items())
+            raise ConfigError(f"SeqParTrainer: {told}; they must be the same number, or be left out")
+        degree = next(iter(said.values()), world)
+        if degree < 1 or world % degree:
+            raise ConfigError(
+                f"SeqParTrainer: {degree} ranks to a sample do not divide {world} processes; use a divisor of {world}"
+            )
+        return degree
+
+    def _group(self) -> Any:
+        mesh = self.accelerator.torch_device_mesh
+        if mesh is None:
+            return None
+        if "cp" in (mesh.mesh_dim_names or ()):
+            return mesh["cp"]
+        return dist.new_subgroups(1)[0]  # a degree of one on several processes: data parallel only
+
+    def _prepare_context_parallel_inputs(self, model: nn.Module, inputs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        """Nothing: the patched model deals text and frames itself."""
+        return contextlib.nullcontext, inputs
+
+    def compute_loss(
+        self,
+        model: nn.Module,
+        inputs: dict[str, Any],
+        return_outputs: bool = False,
+        num_items_in_batch: Tensor | int | None = None,
+    ) -> Any:
+        """The loss of the group's batch; averaging its gradients over all ranks gives the step's gradient."""
+        if self.compute_loss_func is not None or self.label_smoother is not None:
+            raise ConfigError(
+                "SeqParTrainer: compute_loss_func and label_smoothing_factor compute the loss from logits, of which a "
+                "rank has only its own tokens'; leave them out"
+            )
+        result = super().compute_loss(
+            model, inputs, return_outputs=return_outputs, num_items_in_batch=num_items_in_batch
+        )
+        scaled = self.args.average_tokens_across_devices and self.model_accepts_loss_kwargs
+        if num_items_in_batch is None or not scaled:
+            return result
+        loss, outputs = result if return_outputs else (result, None)
+        loss = loss / self.sequence_parallel_size
+        return (loss, outputs) if return_outputs else loss
+
+    def prediction_step(
+        self,
+        model: nn.Module,
+        inputs: dict[str, Any],
+        prediction_loss_only: bool,
+        ignore_keys: list[str] | None = None,
+    ) -> tuple[Tensor | None, Any, Any]:
+        """As `Trainer`'s; with whole logits on every rank, when logits are wanted."""
+        takes_rows = "logits_to_keep" in inspect.signature(find_adapter(model)[1].forward).parameters
+        if not prediction_loss_only and takes_rows:
+            text = inputs["input_ids"] if "input_ids" in inputs else inputs["inputs_embeds"]
+            inputs = {**inputs, "logits_to_keep": torch.arange(text.shape[1])}
+        return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """A directory that `from_pretrained` of the unpatched model reads, also from sharded parameters."""
+        plugin = getattr(self.accelerator.state, "fsdp_plugin", None)
+        whole = plugin is None or "FULL_STATE_DICT" in str(plugin.state_dict_type)
+        if _internal_call or not self.is_fsdp_enabled or whole:
+            super().save_model(output_dir, _internal_call)
+            return
+        reshard(self.model)
+        folder = Path(output_dir or str(self.args.output_dir))
+        export_model(self.accelerator.unwrap_model(self.model), self.processing_class, folder)
+
+
+def _launched_for_fsdp2() -> bool:
+    return os.environ.get("ACCELERATE_USE_FSDP", "").lower() == "true" and os.environ.get("FSDP_VERSION") == "2"
+
+
+def _patched_degree(model: nn.Module) -> int | None:
+    """The size of the group that a model is patched for, or None when it is not."""
+    patch = patch_of(find_adapter(model)[1])
+    return None if patch is None else patch.context.comm.size
+
+
+def _gather_once(accelerator: Any, unpatched: Any, data: Any, use_gather_object: bool = False) -> Any:
+    """`gather_for_metrics` of one rank of every group: the others hold the same samples."""
+    mesh = accelerator.torch_device_mesh
+    if mesh is None or "cp" not in (mesh.mesh_dim_names or ()):
+        return unpatched(data, use_gather_object=use_gather_object)
+    if use_gather_object:
+        raise ConfigError("SeqParTrainer: eval_use_gather_object=True is not supported; leave it out")
+    degree, every = mesh["cp"].size(), accelerator.gather
+
+    def gather(tensors: Any) -> Any:
+        from accelerate.utils import recursively_apply
+
+        def of_first_ranks(whole: Tensor) -> Tensor:
+            return whole.unflatten(0, (accelerator.num_processes, -1))[::degree].flatten(0, 1)
+
+        return recursively_apply(of_first_ranks, every(tensors))
+
+    accelerator.gather = gather
+    try:
+        return unpatched(data, use_gather_object=False)
+    finally:
+        accelerator.gather = every

@@ -1,0 +1,140 @@
+"""Trains a tiny mPLUG-Owl3 with transformers' Trainer or SeqParTrainer; started by a launcher, one process a rank.
+
+train_tiny.py OUTPUT {plain|seqpar} '{"TrainingArguments or our own option": ...}'
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import Trainer, TrainerCallback, TrainingArguments
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from mllm_seqpar import SeqParConfig, SeqParTrainer  # noqa: E402
+from tiny import IMAGE_TOKEN, tiny_frames, tiny_model, tiny_text  # noqa: E402
+
+
+class Samples(torch.utils.data.Dataset):
+    """Texts of 8 to 15 tokens with 0 to 4 frames each, and from 2 to all but one of them targets."""
+
+    def __init__(self, count: int, seed: int) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        self.rows = []
+        for number in range(count):
+            frames = int(torch.randint(0, 5, (), generator=generator))
+            length = int(torch.randint(8, 16, (), generator=generator))
+            ids = tiny_text(frames, length=length, seed=100 * seed + number)[0]
+            labels = ids.clone()
+            labels[: int(torch.randint(1, length - 2, (), generator=generator))] = -100
+            self.rows.append({"ids": ids, "labels": labels, "frames": tiny_frames(frames, seed=7 * number)})
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        return self.rows[index]
+
+
+def collate(rows: list[dict[str, Tensor]]) -> dict[str, Any]:
+    """A padded batch; the frames of all samples in one list."""
+    length = max(row["ids"].shape[0] for row in rows)
+    batch: dict[str, Any] = {}
+    for name, key, fill in (("input_ids", "ids", 0), ("labels", "labels", -100)):
+        padded = [nn.functional.pad(row[key], (0, length - row[key].shape[0]), value=fill) for row in rows]
+        batch[name] = torch.stack(padded)
+    batch["attention_mask"] = torch.stack([(torch.arange(length) < row["ids"].shape[0]).long() for row in rows])
+    frames = torch.cat([row["frames"] for row in rows])
+    if frames.shape[0]:
+        batch["pixel_values"] = frames
+    assert int((batch["input_ids"] == IMAGE_TOKEN).sum()) == frames.shape[0]
+    return batch
+
+
+class Record(TrainerCallback):
+    """Every log of rank 0, one line each."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
+        if state.is_world_process_zero:
+            with self.path.open("a") as file:
+                file.write(json.dumps({"step": state.global_step} | logs) + "\n")
+
+
+def prepared(options: dict[str, Any]) -> nn.Module:
+    model = tiny_model("gated")
+    if options.get("lora"):
+        from peft import LoraConfig, get_peft_model
+
+        torch.manual_seed(3)
+        return get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj", "v_kv_proj"], init_lora_weights=False))
+    if options.get("frozen"):
+        for part in (model.vision_model, model.language_model):
+            part.requires_grad_(False)
+        for number in model.config.hyper_layers:
+            model.language_model.model.layers[number - 1].self_attn.requires_grad_(True)
+    return model
+
+
+def accuracy(prediction: Any) -> dict[str, float]:
+    """Share of right tokens, and how many samples were seen: each once."""
+    logits, labels = prediction.predictions, prediction.label_ids
+    targets = labels[:, 1:] != -100
+    right = (logits[:, :-1].argmax(-1) == labels[:, 1:]) & targets
+    return {"right": float(right.sum()), "samples": float(len(labels)), "targets": float(targets.sum())}
+
+
+def main() -> None:
+    output, kind, given = Path(sys.argv[1]), sys.argv[2], json.loads(sys.argv[3])
+    own = {name: given.pop(name, None) for name in ("lora", "frozen", "degree", "resume", "evaluate", "hooks")}
+    settings = {
+        "output_dir": str(output),
+        "use_cpu": True,
+        "max_steps": 20,
+        "logging_steps": 1,
+        "learning_rate": 1e-3,
+        "adam_epsilon": 1e-4,
+        "max_grad_norm": 1.0,
+        "save_strategy": "no",
+        "report_to": [],
+        "disable_tqdm": True,
+        "seed": 0,
+        "label_names": ["labels"],
+        "remove_unused_columns": False,
+        "gradient_accumulation_steps": 2,
+        "include_num_input_tokens_seen": "no",
+    }
+    arguments = TrainingArguments(**settings | given)
+    common: dict[str, Any] = {
+        "model": prepared(own),
+        "args": arguments,
+        "data_collator": collate,
+        "train_dataset": Samples(48, seed=1),
+        "eval_dataset": Samples(10, seed=2),
+        "callbacks": [Record(output / "log.jsonl")],
+        "compute_metrics": accuracy if own["evaluate"] else None,
+    }
+    output.mkdir(parents=True, exist_ok=True)
+    if kind == "plain":
+        trainer = Trainer(**common)
+    else:
+        trainer = SeqParTrainer(**common, sequence_parallel_size=own["degree"], seqpar=SeqParConfig())
+    trainer.train(resume_from_checkpoint=own["resume"])
+    if own["evaluate"]:
+        trainer.evaluate()
+    hooks = sum(len(module._forward_pre_hooks) for name, module in trainer.model.named_modules() if "self_attn" in name)
+    sharded = sum(type(p).__name__ == "DTensor" for p in trainer.model.parameters())
+    if trainer.is_world_process_zero():
+        (output / "facts.json").write_text(json.dumps({"hooks on self_attn": hooks, "sharded": sharded}))
+    trainer.save_model(str(output / "model"))
+
+
+if __name__ == "__main__":
+    main()
