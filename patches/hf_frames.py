@@ -70,6 +70,7 @@ def local_features(family: Family, inputs: Inputs) -> Tensor | None:
         given = tuple(x[start:stop] for x in given)
     mine = given[0]
     if inputs.frames_are_features:
+        mine = mine.flatten(0, mine.dim() - 3)  # by units, where they came by frames
         dtype = mine.dtype if torch.is_autocast_enabled(weight.device.type) else weight.dtype
         return mine.to(device=weight.device, dtype=dtype)
     if mine.shape[0]:

@@ -265,8 +265,8 @@ _VISUAL_SHARD = """
         Sequence-parallel (patched by mllm_seqpar): `visual_shard` says that the images passed are only this rank's of
         `visual_shard.total`, all samples' images (padding images included) in one list: `pixel_values` (f, tiles,
         channels, height, width), `aspect_ratio_ids` (f,), `aspect_ratio_mask` (f, tiles). With
-        `cross_attention_states` (t, patches, width) it counts tiles. `visual_samples` is what `generate` passes with
-        beams: samples that the images belong to.
+        `cross_attention_states` (f, tiles, patches, width) it counts images, with (t, patches, width) tiles.
+        `visual_samples` is what `generate` passes with beams: samples that the images belong to.
 """
 
 

@@ -1,7 +1,7 @@
 """The arguments of a Llama 3.2 Vision forward pass, looked at once: its images in one list, and what rows see of them.
 
 Images come in two forms: pixels, dealt to ranks by whole images, since the vision tower attends across the tiles of
-one; or what the tower and the projector made of them, dealt by tiles.
+one; or what the tower and the projector made of them, dealt by tiles, or by images where a rank passes its own whole.
 """
 
 from __future__ import annotations
@@ -40,7 +40,8 @@ class MllamaInputs(Inputs):
     @property
     def units_per_frame(self) -> int:
         """Tiles of what a rank holds whole."""
-        return 1 if self.frames_are_features else self.tiles
+        whole = not self.frames_are_features or (self.frames is not None and self.frames.dim() == 4)
+        return self.tiles if whole else 1
 
     def seen(self, per_sample: int) -> Tensor | None:
         """(B, L, per_sample) bool: the tiles that the mask shows each row of this pass; None without a mask.
@@ -90,7 +91,9 @@ class MllamaInputs(Inputs):
 
     def _check_features(self, frames: Tensor) -> None:
         masked = self.cross_attention_mask is not None
-        if frames.dim() != 3 or frames.shape[2] != self.width or (masked and frames.shape[1] != self.patches):
+        images = frames.dim() == 4 and frames.shape[1] == self.tiles
+        fits = frames.shape[-1] == self.width and (not masked or frames.shape[-2] == self.patches)
+        if not (frames.dim() == 3 or images) or not fits:
             raise ShapeError(
                 f"cross_attention_states has shape {tuple(frames.shape)}; expected (batch x images x tiles, patches, "
                 f"{self.width})" + (f" with {self.patches} patches a tile, as cross_attention_mask has it" * masked)
@@ -110,7 +113,8 @@ def image_list(
     Args:
         pixels: (B, images, tiles, channels, height, width).
         ratios: ids (B, images) and mask (B, images, tiles).
-        states: (..., patches, width), or all of a sample in one: (B, images * tiles * patches, width).
+        states: (..., patches, width), or all of a sample in one: (B, images * tiles * patches, width); with `shard` by
+            tiles (t, patches, width), or by images (f, tiles, patches, width).
         shard: what part of all images these are, or None.
         samples: B.
         patches: of a tile.
@@ -121,7 +125,7 @@ def image_list(
         return _flat(pixels), tuple(None if x is None else _flat(x) for x in ratios)
     if states is None:
         return None, ()
-    if states.dim() > 3:
+    if states.dim() > 3 and shard is None:
         states = states.flatten(0, -3)
     cut = shard is None and states.dim() == 3 and states.shape[1] != patches
     if cut and samples and states[..., 0].numel() % (samples * patches) == 0:

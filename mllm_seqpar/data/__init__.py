@@ -1,6 +1,7 @@
 """Videos, the features store, chat data and the needle task. Needs the extra `video` to decode, nothing to import."""
 
-from .chat import ChatBatch, ChatDataset, ChatSample, collate, load_local_frames
+from .chat import ChatBatch, ChatDataset, ChatSample, collate, load_local_frames, load_local_pictures
+from .families import ChatFamily, ChatText, chat_family
 from .features import FeatureStore, model_fingerprint, open_features, save_features, source_meta
 from .reader import read_frames
 from .sources import FrameSource, ImageListSource, VideoSource
@@ -9,15 +10,19 @@ from .video import FramePlan, VideoInfo, plan_frames, probe, scan
 __all__ = [
     "ChatBatch",
     "ChatDataset",
+    "ChatFamily",
     "ChatSample",
+    "ChatText",
     "FeatureStore",
     "FramePlan",
     "FrameSource",
     "ImageListSource",
     "VideoInfo",
     "VideoSource",
+    "chat_family",
     "collate",
     "load_local_frames",
+    "load_local_pictures",
     "model_fingerprint",
     "open_features",
     "plan_frames",

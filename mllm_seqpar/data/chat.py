@@ -16,34 +16,25 @@ after sample in the order of the text's placeholders; a rank decodes the range o
 import hashlib
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..errors import DataError, VideoError
+from .families import ChatFamily, ChatText, chat_family
+from .families.base import joined
 from .sources import FrameSource, ImageListSource, VideoSource
 
 DEFAULT_FPS = 1.0
 """Frames a second of a video for which neither the data nor the caller says anything."""
 
 _SAMPLING = ("fps", "num_frames", "max_frames")
-_MARKS = ("<|image|>", "<|video|>", "<|im_start|>", "<|im_end|>")
-
-
-class ChatProcessor(Protocol):
-    """What this module needs of a processor; `MPlugOwl3Processor` is one."""
-
-    image_processor: Any
-
-    def encode(self, conversations: Any, *, frames_per_video: Sequence[int], return_labels: bool, **kwargs: Any) -> Any:
-        """`input_ids`, `attention_mask`, `labels` and `media_offset` of conversations, with the frames elsewhere."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -52,15 +43,13 @@ class ChatSample:
 
     Attributes:
         line: in the JSONL, from 1.
-        messages: as the processor takes them.
+        messages: checked.
         sources: what the parts show, in order.
-        frames_per_video: frames of each part of type video.
     """
 
     line: int
     messages: list[Mapping[str, Any]]
     sources: tuple[FrameSource, ...]
-    frames_per_video: tuple[int, ...]
 
     @property
     def frames(self) -> int:
@@ -73,21 +62,37 @@ class ChatBatch:
     """A micro-batch: text, padded, and where its frames come from.
 
     Attributes:
-        input_ids, attention_mask: (B, L).
-        labels: (B, L); the answers and their ends, -100 elsewhere.
-        media_offset: (B, N), positions of the placeholders, filled up with -1.
+        text: as tokens, with labels: the answers and their ends, -100 elsewhere.
         sources: of all samples, in the order of the flat list of frames.
         frames: length of that list.
         lines: of the samples in the JSONL.
     """
 
-    input_ids: Tensor
-    attention_mask: Tensor
-    labels: Tensor
-    media_offset: Tensor
+    text: ChatText
     sources: tuple[FrameSource, ...]
     frames: int
     lines: tuple[int, ...]
+
+    @property
+    def input_ids(self) -> Tensor:
+        """(B, L)."""
+        return self.text.input_ids
+
+    @property
+    def attention_mask(self) -> Tensor:
+        """(B, L)."""
+        return self.text.attention_mask
+
+    @property
+    def labels(self) -> Tensor:
+        """(B, L)."""
+        assert self.text.labels is not None  # `collate` asks for them
+        return self.text.labels
+
+    @property
+    def media_offset(self) -> Tensor:
+        """(B, N), positions of the placeholders, filled up with -1; of mPLUG-Owl3."""
+        return self.text.extras["media_offset"]
 
     @property
     def targets(self) -> int:
@@ -105,7 +110,7 @@ class ChatDataset:
 
     Args:
         path: of the JSONL.
-        processor: turns conversations into tokens.
+        processor: of the model; its family (`families`) turns conversations into tokens.
         fps, num_frames, max_frames: frames to take of each video (`plan_frames`). `fps` or `num_frames` here takes the
             place of what a line says; `max_frames` here is a limit on top of it.
         max_length: most tokens of a sample; a longer one is refused.
@@ -117,7 +122,7 @@ class ChatDataset:
     def __init__(
         self,
         path: str | os.PathLike[str],
-        processor: ChatProcessor,
+        processor: Any,
         *,
         fps: float | None = None,
         num_frames: int | None = None,
@@ -126,6 +131,7 @@ class ChatDataset:
     ) -> None:
         self.path = Path(path)
         self.processor = processor
+        self._marks = chat_family(processor).marks
         self.max_length = max_length
         self._rate = {"fps": fps, "num_frames": num_frames}
         self._limit = max_frames
@@ -146,16 +152,13 @@ class ChatDataset:
     def __getitem__(self, index: int) -> ChatSample:
         number, messages = self._rows[index]
         sources: list[FrameSource] = []
-        counts: list[int] = []
         for part in _media(messages):
             try:
                 source = self._source(part)
             except VideoError as error:
                 raise VideoError(f"{self.path}:{number}: {error}") from error
             sources.append(source)
-            if part["type"] == "video":
-                counts.append(len(source))
-        return ChatSample(number, messages, tuple(sources), tuple(counts))
+        return ChatSample(number, messages, tuple(sources))
 
     def batch(self, indices: Sequence[int]) -> ChatBatch:
         """The samples with these numbers as one micro-batch; decodes nothing.
@@ -184,20 +187,31 @@ class ChatDataset:
         except ValueError as error:
             raise DataError(f"{self.path}:{number}: not JSON ({error}); each line holds one conversation") from error
         try:
-            return check_messages(record.get("messages") if isinstance(record, dict) else None, self.path.parent)
+            return check_messages(
+                record.get("messages") if isinstance(record, dict) else None, self.path.parent, self._marks
+            )
         except DataError as error:
             raise DataError(f"{self.path}:{number}: {error}") from error
 
 
 def collate(
-    samples: Sequence[ChatSample], processor: ChatProcessor, max_length: int | None = None, name: str = "data"
+    samples: Sequence[ChatSample], processor: Any, max_length: int | None = None, name: str = "data"
 ) -> ChatBatch:
-    """Samples as one micro-batch, padded on the right; their frames as one list of sources."""
-    counts = [count for sample in samples for count in sample.frames_per_video]
-    encoded = processor.encode(
-        [sample.messages for sample in samples], frames_per_video=counts, return_labels=True, padding_side="right"
-    )
-    lengths = encoded["attention_mask"].sum(1).tolist()
+    """Samples as one micro-batch, padded on the right; their frames as one list of sources.
+
+    Raises:
+        DataError: a sample longer than `max_length`, or that the family cannot write; with its line.
+    """
+    try:
+        text = chat_family(processor).text(
+            [sample.messages for sample in samples],
+            [sample.sources for sample in samples],
+            labels=True,
+            padding_side="right",
+        )
+    except DataError as error:
+        raise DataError(f"{name}:{','.join(str(sample.line) for sample in samples)}: {error}") from error
+    lengths = text.attention_mask.sum(1).tolist()
     for sample, length in zip(samples, lengths, strict=True):
         if max_length is not None and length > max_length:
             raise DataError(
@@ -205,10 +219,7 @@ def collate(
                 f"max_length = {max_length}; raise it, or take fewer frames"
             )
     return ChatBatch(
-        input_ids=encoded["input_ids"],
-        attention_mask=encoded["attention_mask"],
-        labels=encoded["labels"],
-        media_offset=encoded["media_offset"],
+        text=text,
         sources=tuple(source for sample in samples for source in sample.sources),
         frames=sum(sample.frames for sample in samples),
         lines=tuple(sample.line for sample in samples),
@@ -224,19 +235,52 @@ def load_local_frames(batch: ChatBatch, frames: range, image_processor: Any, *, 
         image_processor: takes uint8 frames (n, 3, H, W), returns `pixel_values`.
         at_once: decoded frames held at a time besides the result.
     """
-    parts = []
+    parts = [image_processor(decoded)["pixel_values"] for decoded in _decoded(batch, frames, at_once)]
+    return torch.cat(parts) if parts else image_processor(torch.empty(0, 3, 1, 1))["pixel_values"]
+
+
+def load_local_pictures(batch: ChatBatch, slots: range, family: ChatFamily, *, at_once: int = 32) -> tuple[Tensor, ...]:
+    """Decodes pictures of the model's own list, those of this rank: what `family.pixels` gives, (len(slots), ...) each.
+
+    Args:
+        batch: the micro-batch.
+        slots: as `frame_range(len(batch.text.slots), group)` gives it; padding pictures among them are not decoded.
+        family: whose pictures these are.
+        at_once: decoded frames held at a time besides the result.
+    """
+    own = [batch.text.slots[slot] for slot in slots]
+    shown = [number for number in own if number >= 0]
+    frames = range(shown[0], shown[-1] + 1) if shown else range(0)  # padding is between, so these follow one another
+    parts = [family.pixels(decoded) for decoded in _decoded(batch, frames, at_once)]
+    if not parts:
+        parts = [family.pixels(torch.empty(0, 3, 1, 1, dtype=torch.uint8))]
+    made = joined(parts)
+    if len(shown) == len(own):
+        return made
+    places = torch.tensor([slot for slot, number in enumerate(own) if number >= 0], dtype=torch.long)
+    whole = tuple(x.repeat(len(own), *[1] * (x.dim() - 1)) for x in family.blank())
+    for target, x in zip(whole, made, strict=True):
+        target[places] = x.to(target.dtype)
+    return whole
+
+
+def _decoded(batch: ChatBatch, frames: range, at_once: int) -> Iterator[Tensor]:
+    """Yields a range of a batch's frames, uint8 (at most `at_once`, 3, H, W) of one size each."""
     ends = list(accumulate(len(source) for source in batch.sources))
     for source, end in zip(batch.sources, ends, strict=True):
         first = end - len(source)
         low, high = max(frames.start, first), min(frames.stop, end)
         if low < high:
-            for decoded in source.read(low - first, high - first, batch=at_once):
-                parts.append(image_processor(decoded)["pixel_values"])
-    return torch.cat(parts) if parts else image_processor(torch.empty(0, 3, 1, 1))["pixel_values"]
+            yield from source.read(low - first, high - first, batch=at_once)
 
 
-def check_messages(messages: Any, folder: Path) -> list[Mapping[str, Any]]:
+def check_messages(messages: Any, folder: Path, marks: Sequence[str] = ()) -> list[Mapping[str, Any]]:
     """The messages of a conversation to learn from, if they are well formed and their files exist.
+
+    Args:
+        messages: of the conversation.
+        folder: where relative paths start.
+        marks: texts that no message may hold.
 
     Raises:
         DataError: what is wrong with which message.
@@ -249,7 +293,7 @@ def check_messages(messages: Any, folder: Path) -> list[Mapping[str, Any]]:
             raise DataError(f"message {number} has the role {role!r}; it is one of system, user, assistant")
         content = message.get("content")
         for part in [{"type": "text", "text": content}] if isinstance(content, str) else content or [None]:
-            fault = _part_fault(part, role, folder)
+            fault = _part_fault(part, role, folder, marks)
             if fault:
                 raise DataError(f"message {number} ({role}): {fault}")
     if all(message["role"] != "assistant" for message in messages):
@@ -257,15 +301,15 @@ def check_messages(messages: Any, folder: Path) -> list[Mapping[str, Any]]:
     return messages
 
 
-def _part_fault(part: Any, role: str, folder: Path) -> str | None:
+def _part_fault(part: Any, role: str, folder: Path, marks: Sequence[str]) -> str | None:
     """What is wrong with one part of a message's content, or None."""
     kind = part.get("type") if isinstance(part, dict) else None
     if kind == "text":
         text = part.get("text")
         if not isinstance(text, str):
             return f"a text part without text: {part!r:.80}"
-        found = [mark for mark in _MARKS if mark in text]
-        return f"its text holds {found[0]}; show media by parts, and leave ChatML's marks out" if found else None
+        found = [mark for mark in marks if mark in text]
+        return f"its text holds {found[0]}; show media by parts, and leave the model's own marks out" if found else None
     if kind not in ("video", "image"):
         return f"{part!r:.80} is no part; a part has the type text, video or image"
     if role != "user":

@@ -184,8 +184,9 @@ def model_fingerprint(
     if not found:
         raise DataError(f"{directory}: no safetensors weights named {' or '.join(prefixes)}; give a model directory")
     digest = hashlib.blake2b(digest_size=16)
-    preprocessor = Path(directory) / "preprocessor_config.json"
-    digest.update(preprocessor.read_bytes() if preprocessor.exists() else b"")
+    # transformers 5 writes how pictures are prepared into the second, as a part of the processor
+    prepared = (Path(directory) / name for name in ("preprocessor_config.json", "processor_config.json"))
+    digest.update(next((path.read_bytes() for path in prepared if path.exists()), b""))
     for name, path in sorted(found.items()):
         with safe_open(path, "pt") as file:
             tensor = file.get_tensor(name)

@@ -6,6 +6,7 @@ A source is cheap to make and to pickle: it names what to read; files are opened
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
@@ -15,6 +16,9 @@ from torch import Tensor
 from ..errors import VideoError
 from .reader import check_range, read_frames
 from .video import FramePlan, plan_frames, probe
+
+_ORIENTATION = 0x0112
+"""The EXIF tag; from 5 on a picture lies on its side."""
 
 
 @runtime_checkable
@@ -51,6 +55,10 @@ class VideoSource:
     def __len__(self) -> int:
         return len(self.plan)
 
+    def sizes(self) -> list[tuple[int, int]]:
+        """(height, width) of each frame: that of the first, since a video is read in one size. Decodes that one."""
+        return [_first_size(self)] * len(self)
+
     def read(self, start: int, stop: int, *, size: tuple[int, int] | None = None, batch: int = 16) -> Iterator[Tensor]:
         """Decodes a range of the plan, as `read_frames`."""
         return read_frames(self.plan, start, stop, size=size, batch=batch)
@@ -74,6 +82,10 @@ class ImageListSource:
     def __len__(self) -> int:
         return len(self.paths)
 
+    def sizes(self) -> list[tuple[int, int]]:
+        """(height, width) of each picture, from the files' headers."""
+        return [_picture_size(name) for name in self.paths]
+
     def read(self, start: int, stop: int, *, size: tuple[int, int] | None = None, batch: int = 16) -> Iterator[Tensor]:
         """Reads pictures start <= i < stop; without `size`, a change of size starts a new batch."""
         check_range(start, stop, len(self), batch)
@@ -88,18 +100,42 @@ class ImageListSource:
             yield torch.stack(images)
 
 
-def _read_picture(name: str, size: tuple[int, int] | None) -> Tensor:
+@lru_cache(maxsize=4096)
+def _first_size(source: VideoSource) -> tuple[int, int]:
+    # A phone's rotation is a fact of frames, not of the container, so one has to be looked at.
+    height, width = next(iter(source.read(0, 1))).shape[2:]
+    return int(height), int(width)
+
+
+@lru_cache(maxsize=65_536)
+def _picture_size(name: str) -> tuple[int, int]:
+    image, _ = _pillow()
+    try:
+        with image.open(name) as file:
+            width, height = file.size
+            turned = file.getexif().get(_ORIENTATION, 1) >= 5
+    except (OSError, SyntaxError, ValueError) as error:
+        raise VideoError(f"{name}: not a readable picture ({error}); replace or convert it") from error
+    return (width, height) if turned else (height, width)
+
+
+def _pillow() -> tuple[Any, Any]:
     try:
         from PIL import Image, ImageOps
     except ImportError as error:
         raise ImportError(
             "Reading pictures needs Pillow, which is not installed: pip install 'mllm-seqpar[video]'"
         ) from error
+    return Image, ImageOps
+
+
+def _read_picture(name: str, size: tuple[int, int] | None) -> Tensor:
+    image, ops = _pillow()
     try:
-        with Image.open(name) as file:
-            picture: Any = ImageOps.exif_transpose(file).convert("RGB")
+        with image.open(name) as file:
+            picture: Any = ops.exif_transpose(file).convert("RGB")
     except (OSError, SyntaxError, ValueError) as error:  # what Pillow raises for broken files, by format
         raise VideoError(f"{name}: not a readable picture ({error}); replace or convert it") from error
     if size is not None:
-        picture = picture.resize((size[1], size[0]), Image.Resampling.BICUBIC)
+        picture = picture.resize((size[1], size[0]), image.Resampling.BICUBIC)
     return torch.from_numpy(np.array(picture)).permute(2, 0, 1)

@@ -11,11 +11,13 @@ import torch
 from torch import Tensor, nn
 from transformers.generation.streamers import BaseStreamer
 
+from ..data.families import ChatFamily, ChatText, chat_family
+from ..data.families.base import VIDEO_MARK, StoredFrames
 from ..errors import ConfigError
 from ..log import get_logger
 from .encoding import EncodedVideo
 
-_VIDEO = "<|video|>"
+_VIDEO = {"type": "video"}
 _log = get_logger(__name__)
 
 
@@ -90,7 +92,7 @@ def answer(
 
     Args:
         model: patched by `patch_model`, over the group that encoded the video.
-        processor: makes the prompt (`encode`) and text of tokens.
+        processor: of that model; its family writes the prompt.
         question: the user's words; the video goes before them, unless they say themselves where, by "<|video|>".
         video: from `encode_video`, or read from a store. Nothing of it is changed: ask as often as you like.
         sampling: the most likely tokens by default.
@@ -100,20 +102,21 @@ def answer(
         AgreementError: the ranks ask different things.
     """
     sampling = sampling or Sampling()
-    prompt = processor.encode(_conversation(question), frames_per_video=[video.frames], add_generation_prompt=True)
-    prompt = {name: value.to(video.features.device) for name, value in prompt.items()}
-    _warn_if_long(model, prompt["input_ids"].shape[1] + sampling.max_new_tokens)
+    family = chat_family(processor)
+    text = prompt_of(family, question, video)
+    prompt = {name: value.to(video.features.device) for name, value in family.arguments(text).items()}
+    length = text.input_ids.shape[1]
+    _warn_if_long(model, length + sampling.max_new_tokens)
     streamer = TextPieces(processor.tokenizer, on_text)
     torch.manual_seed(sampling.seed)
     output = model.generate(  # type: ignore[operator]
         **prompt,
-        image_embeds=video.features,
-        visual_shard=video.shard,
+        **family.shows_features(model, video.features, video.shard),
         use_cache=True,
         streamer=streamer,
+        **family.generation(model),
         **sampling.for_generate(),
     )
-    length = prompt["input_ids"].shape[1]
     tokens = output[0, length:].tolist()
     return Answer(
         text=processor.tokenizer.decode(tokens, skip_special_tokens=True),
@@ -124,8 +127,21 @@ def answer(
     )
 
 
+def prompt_of(family: ChatFamily, question: str, video: EncodedVideo) -> ChatText:
+    """The prompt of a question about a video."""
+    parts = [part for piece in question.split(VIDEO_MARK) for part in ({"type": "text", "text": piece}, _VIDEO)][:-1]
+    if len(parts) == 1:
+        parts = [_VIDEO, *parts]
+    source = StoredFrames(video.frames, None) if video.source is None else video.source
+    messages = [{"role": "user", "content": [part for part in parts if part.get("text") != ""]}]
+    return family.text([messages], [[source]], add_generation_prompt=True)
+
+
 def _warn_if_long(model: Any, length: int) -> None:
-    longest = getattr(model.config, "max_position_embeddings", None)
+    config = getattr(model, "config", None)
+    longest = getattr(config, "max_position_embeddings", None)
+    if longest is None and config is not None:
+        longest = getattr(config.get_text_config(decoder=True), "max_position_embeddings", None)
     if longest is not None and length > longest:
         _log.warning(
             "prompt and answer may take %d tokens, one per frame among them; the model was made for %d: take fewer "
@@ -133,11 +149,6 @@ def _warn_if_long(model: Any, length: int) -> None:
             length,
             longest,
         )
-
-
-def _conversation(question: str) -> list[dict[str, Any]]:
-    parts = [] if _VIDEO in question else [{"type": "video"}]
-    return [{"role": "user", "content": [*parts, {"type": "text", "text": question}]}]
 
 
 class TextPieces(BaseStreamer):

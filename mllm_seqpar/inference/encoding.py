@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Iterator
 from contextlib import closing
 from dataclasses import dataclass
+from functools import partial
 from itertools import count
 from typing import Any
 
@@ -19,11 +20,15 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from ..comm import Communicator, Group, as_communicator
+from ..data.families import ChatFamily, chat_family
 from ..data.sources import FrameSource
-from ..errors import AdapterError, ConfigError, VideoError
+from ..errors import ConfigError, VideoError
 from ..running.prefetch import read_ahead
 from ..running.together import settle
 from ..sharding import FrameShard, frame_bounds
+
+Pictures = tuple[Tensor, ...]
+"""What a family makes of frames: pixels, and what else belongs to each."""
 
 
 @dataclass(frozen=True)
@@ -31,12 +36,14 @@ class EncodedVideo:
     """The visual features of one video, sharded over the ranks of a group.
 
     Attributes:
-        features: (f, tokens, hidden), those of this rank's frames; what the model takes as `image_embeds`.
+        features: (f, tokens, hidden), those of this rank's frames, as the family's `encode` makes them.
         shard: which frames of the video these are.
+        source: the frames, of which no more is asked than their number and sizes; None: only their number is known.
     """
 
     features: Tensor
     shard: FrameShard
+    source: FrameSource | None = None
 
     @property
     def frames(self) -> int:
@@ -61,9 +68,9 @@ def encode_video(
     """Reads and encodes this rank's frames of a video. Every rank of the group calls it, with the same source.
 
     Args:
-        model: has `encode_frames`, as the native mPLUG-Owl3 has; patched or not. Where its parameters are sharded
-            (FSDP2), all ranks must be in the group.
-        processor: its `image_processor` makes `pixel_values` of uint8 frames (b, 3, H, W).
+        model: of a family that `data.families` knows, or with `encode_frames`, as the native mPLUG-Owl3 has; patched or
+            not. Where its parameters are sharded (FSDP2), all ranks must be in the group.
+        processor: of that model; its family makes pixels of uint8 frames (b, 3, H, W).
         source: the frames, a `VideoSource` for example.
         group: the ranks to share the frames, as for `patch_model`.
         batch: frames read and encoded at once.
@@ -76,16 +83,14 @@ def encode_video(
     comm = as_communicator(group)
     if batch < 1:
         raise ConfigError(f"batch: {batch} frames at once is not possible; give 1 or more")
-    if not hasattr(model, "encode_frames"):
-        raise AdapterError(
-            f"encode_video: {type(model).__name__} has no method encode_frames, so frames cannot be encoded"
-        )
+    family = chat_family(processor)
+    family.check(model)
     if len(source) == 0:
         raise VideoError("encode_video: the source has no frames; give one with at least one")
     bounds = frame_bounds(len(source), comm.size)
     start, stop = bounds[comm.rank]
-    encoder = _Encoder(model, stop - start)
-    with torch.no_grad(), closing(_batches(source, start, stop, batch, processor)) as batches:
+    encoder = _Encoder(model, family, stop - start)
+    with torch.no_grad(), closing(_batches(source, start, stop, batch, family)) as batches:
         while True:
             pixels = encoder.attempt(batches)
             done = _agree(comm, encoder)
@@ -95,16 +100,18 @@ def encode_video(
                 break
             encoder.take(pixels)
             del pixels  # before the thread goes on to the batch after the next
-        return EncodedVideo(encoder.features(), FrameShard(start, stop, len(source)))
+        return EncodedVideo(encoder.features(), FrameShard(start, stop, len(source)), source)
 
 
-def _batches(source: FrameSource, start: int, stop: int, batch: int, processor: Any) -> Generator[Tensor, None, None]:
-    """Yields `pixel_values` (at most `batch`, 3, height, width) of a range of frames, one read ahead."""
+def _batches(
+    source: FrameSource, start: int, stop: int, batch: int, family: ChatFamily
+) -> Generator[Pictures, None, None]:
+    """Yields what the family makes of a range of frames, at most `batch` of them, one batch read ahead."""
     reader = source.read(start, stop, batch=batch)
 
-    def read_next(_: int) -> Tensor | None:
+    def read_next(_: int) -> Pictures | None:
         frames = next(reader, None)
-        return None if frames is None else processor.image_processor(frames)["pixel_values"]
+        return None if frames is None else family.pixels(frames)
 
     # Where pictures change their size a source gives smaller batches, so their number is not known before.
     with closing(read_ahead(count(), read_next)) as ahead:
@@ -118,9 +125,10 @@ def _batches(source: FrameSource, start: int, stop: int, batch: int, processor: 
 class _Encoder:
     """This rank's features as they grow, and what stopped it."""
 
-    def __init__(self, model: Any, frames: int) -> None:
+    def __init__(self, model: Any, family: ChatFamily, frames: int) -> None:
         weight = next(model.parameters())
-        self._model, self._device, self._dtype = model, weight.device, weight.dtype
+        self._family, self._device, self._dtype = family, weight.device, weight.dtype
+        self._encode_pictures = encoder_of(model, family)
         # FSDP gathers parameters as modules run: a rank that has no frames in a round runs them all the same.
         self._in_step = any(isinstance(module, FSDPModule) for module in model.modules())
         self._frames = frames
@@ -128,7 +136,7 @@ class _Encoder:
         self.done = 0
         self.error: Exception | None = None
 
-    def attempt(self, batches: Iterator[Tensor]) -> Tensor | None:
+    def attempt(self, batches: Iterator[Pictures]) -> Pictures | None:
         """The next batch, or None: there is no other, or it cannot be read, of which `error` then tells."""
         if self.error is not None:
             return None
@@ -141,7 +149,7 @@ class _Encoder:
             self.error = error
             return None
 
-    def take(self, pixels: Tensor | None) -> None:
+    def take(self, pixels: Pictures | None) -> None:
         """Encodes a batch; without one, does what keeps the ranks in step."""
         if self._in_step:  # the others are in the same gathers: nobody would hear of an error before the time limit
             self._encode(pixels)
@@ -151,8 +159,9 @@ class _Encoder:
             except Exception as error:  # noqa: BLE001 - raised when the other ranks know
                 self.error = error
 
-    def _encode(self, pixels: Tensor | None) -> None:
-        encoded = self._model.encode_frames(self._blank() if pixels is None else self._moved(pixels))
+    def _encode(self, pixels: Pictures | None) -> None:
+        given = self._family.blank() if pixels is None else pixels
+        encoded = self._encode_pictures(*map(self._moved, given))
         if self._features is None:
             self._features = encoded.new_empty((self._frames, *encoded.shape[1:]))
         if pixels is not None:
@@ -166,12 +175,17 @@ class _Encoder:
         assert self._features is not None and self.done == self._frames
         return self._features
 
-    def _moved(self, pixels: Tensor) -> Tensor:
-        return pixels.to(device=self._device, dtype=self._dtype)
+    def _moved(self, x: Tensor) -> Tensor:
+        return x.to(device=self._device, dtype=self._dtype if x.is_floating_point() else None)
 
-    def _blank(self) -> Tensor:
-        vision = self._model.config.vision_config
-        return self._moved(torch.zeros(1, vision.num_channels, vision.image_size, vision.image_size))
+
+def encoder_of(model: Any, family: ChatFamily) -> Callable[..., Tensor]:
+    """What makes features of pictures: the model's `encode_frames`, or what its family says.
+
+    `shard_weights` puts a method of that name on the model: FSDP must know of it.
+    """
+    own = getattr(model, "encode_frames", None)
+    return partial(family.encode, model) if own is None else own
 
 
 def _agree(comm: Communicator, encoder: _Encoder) -> list[int]:

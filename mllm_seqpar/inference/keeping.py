@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from ..comm import Communicator
+from ..data.families import ChatFamily
 from ..data.features import FeatureStore, model_fingerprint, open_features, save_features, source_meta
 from ..data.sources import VideoSource
 from ..errors import DataError
@@ -51,7 +52,9 @@ def save_video(directory: str, video: EncodedVideo, comm: Communicator, meta: Ma
     together(comm, "saving the features", write)
 
 
-def load_video(store: FeatureStore, comm: Communicator, device: torch.device, dtype: torch.dtype) -> EncodedVideo:
+def load_video(
+    store: FeatureStore, family: ChatFamily, comm: Communicator, device: torch.device, dtype: torch.dtype
+) -> EncodedVideo:
     """Reads this rank's frames of a store, and no others.
 
     Raises:
@@ -65,24 +68,29 @@ def load_video(store: FeatureStore, comm: Communicator, device: torch.device, dt
         )
     own = frame_range(store.total_frames, comm)
     shard = FrameShard(own.start, own.stop, store.total_frames)
-    return EncodedVideo(store.read(own.start, own.stop, device), shard)
+    frames = family.stored_frames(store.total_frames, store.meta)
+    return EncodedVideo(store.read(own.start, own.stop, device), shard, frames)
 
 
-def origin(source: VideoSource, model: str, sampling: Mapping[str, Any]) -> dict[str, Any]:
+def origin(source: VideoSource, model: str, family: ChatFamily, sampling: Mapping[str, Any]) -> dict[str, Any]:
     """What features of `source` made by the model in directory `model` depend on; written into their store."""
     return {
         **source_meta(source.plan),
         **{name: sampling[name] for name in SAMPLING},
-        "model": model_fingerprint(model),
+        **family.facts_of_frames(source),
+        "model": model_fingerprint(model, family.feature_weights),
     }
 
 
-def open_store(directory: str, model: str, source: VideoSource | None, sampling: Mapping[str, Any]) -> FeatureStore:
+def open_store(
+    directory: str, model: str, family: ChatFamily, source: VideoSource | None, sampling: Mapping[str, Any]
+) -> FeatureStore:
     """Opens a store after checking that it was made by this model and of these frames.
 
     Args:
         directory: of the store.
         model: directory of the model.
+        family: of the model.
         source: the video that it should be of; None to take the store's word.
         sampling: the options of `SAMPLING`; those that are None are not compared.
 
@@ -94,7 +102,7 @@ def open_store(directory: str, model: str, source: VideoSource | None, sampling:
     if source is not None:
         made = source_meta(source.plan)  # not by path and time: a copy on another disk is the same video
         store.require(**{name: made[name] for name in ("source_size", "frames", "frame_times")})
-    fingerprint = model_fingerprint(model)
+    fingerprint = model_fingerprint(model, family.feature_weights)
     if store.meta.get("model") != fingerprint:
         raise DataError(
             f"{directory}: these features were made by another model than {model} (its vision tower, projector or "

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ..comm import Communicator
 from ..config import SeqParConfig
-from ..errors import ConfigError
+from ..data.families import chat_family
 from ..patching import patch_model
 from ..running.loading import layer_classes, load_model
+from .encoding import encoder_of
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 
@@ -28,12 +30,10 @@ def load_for_inference(path: str, dtype: str, device: torch.device, *, on_cpu: b
         on_cpu: leave it there.
 
     Raises:
-        ConfigError: there is no model, it cannot be read, or it does not take frames.
+        ConfigError: there is no model, or it cannot be read.
     """
     kind: Any = dtype if dtype == "auto" else getattr(torch, dtype)
     model = load_model(path, dtype=kind).eval().requires_grad_(False)
-    if not hasattr(model, "encode_frames"):
-        raise ConfigError(f"--model {path}: {type(model).__name__} does not encode frames; give an mPLUG-Owl3 model")
     return model if on_cpu else model.to(device)
 
 
@@ -45,15 +45,17 @@ def model_files(path: str) -> str:
 
 
 def distribute(
-    model: nn.Module, comm: Communicator, device: torch.device, config: SeqParConfig, *, shard: bool
+    model: nn.Module, processor: Any, comm: Communicator, device: torch.device, config: SeqParConfig, *, shard: bool
 ) -> nn.Module:
     """Patches a loaded model for the ranks of `comm`; with `shard`, its weights are sharded over them too."""
     if shard:
-        model = shard_weights(model, comm, device)
+        model = shard_weights(model, comm, device, encode=encoder_of(model, chat_family(processor)))
     return patch_model(model, group=comm, config=config)
 
 
-def shard_weights(model: nn.Module, comm: Communicator, device: torch.device) -> nn.Module:
+def shard_weights(
+    model: nn.Module, comm: Communicator, device: torch.device, encode: Callable[..., Tensor] | None = None
+) -> nn.Module:
     """Shards the parameters over all ranks by FSDP2, in place: each layer is gathered when it runs, and freed after.
 
     For models that fill a device by themselves. It costs one gather of every layer per generated token; embeddings and
@@ -63,6 +65,7 @@ def shard_weights(model: nn.Module, comm: Communicator, device: torch.device) ->
         model: on the CPU; its parameters move to `device`, layer by layer.
         comm: the group of all ranks; with one rank the model only moves.
         device: this rank's.
+        encode: becomes the model's `encode_frames` when it has none.
     """
     if comm.size == 1:
         return model.to(device)
@@ -75,5 +78,7 @@ def shard_weights(model: nn.Module, comm: Communicator, device: torch.device) ->
         if type(module).__name__ in units:
             fully_shard(module, mesh=mesh, reshard_after_forward=True)
     fully_shard(model, mesh=mesh)
+    if not hasattr(model, "encode_frames"):
+        model.encode_frames = encode  # type: ignore[assignment]
     register_fsdp_forward_method(model, "encode_frames")  # reads the root's parameters, and runs outside of its forward
     return model

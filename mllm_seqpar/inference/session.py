@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from ..comm import Communicator
+from ..data.families import chat_family
 from ..data.features import FeatureStore, source_meta
 from ..data.sources import VideoSource
 from ..errors import ConfigError
@@ -78,10 +79,8 @@ def _run(args: InferArguments, comm: Communicator, device: torch.device) -> None
     with stages("open"):
         inputs = together(comm, "inputs", lambda: _open(args, saves=comm.rank == 0), Inputs.facts)
     with stages("load"):
-        model = together(
-            comm, "model", lambda: load_for_inference(args.model, args.dtype, device, on_cpu=args.shard_weights)
-        )
-        model = distribute(model, comm, device, args.seqpar_config(), shard=args.shard_weights)
+        model = together(comm, "model", lambda: _load(args, inputs, device))
+        model = distribute(model, inputs.processor, comm, device, args.seqpar_config(), shard=args.shard_weights)
     video = _video(args, inputs, model, comm, device, stages)
     answers = [(question, _ask(args, inputs, model, video, question, comm.rank)) for question in args.question]
     patch = patch_of(model)
@@ -97,13 +96,19 @@ def _open(args: InferArguments, saves: bool) -> Inputs:
     source = None if args.video is None else _open_video(args.video, args.frames_of_video())
     store = None
     if args.features is not None:
-        store = open_store(args.features, args.model, source, args.frame_options())
+        store = open_store(args.features, args.model, chat_family(processor), source, args.frame_options())
     if saves:
         _try_outputs(args)
     made_of = {}
     if saves and args.save_features is not None and source is not None:
-        made_of = origin(source, args.model, args.frames_of_video())
+        made_of = origin(source, args.model, chat_family(processor), args.frames_of_video())
     return Inputs(model_files(args.model), processor, source, store, made_of)
+
+
+def _load(args: InferArguments, inputs: Inputs, device: torch.device) -> nn.Module:
+    model = load_for_inference(args.model, args.dtype, device, on_cpu=args.shard_weights)
+    chat_family(inputs.processor).check(model)
+    return model
 
 
 def _open_video(path: str, frames: dict[str, Any]) -> VideoSource:
@@ -132,7 +137,9 @@ def _video(
     if inputs.store is not None:
         store, dtype = inputs.store, next(model.parameters()).dtype
         with stages("read features"):
-            return together(comm, "features", lambda: load_video(store, comm, device, dtype))
+            return together(
+                comm, "features", lambda: load_video(store, chat_family(inputs.processor), comm, device, dtype)
+            )
     source = inputs.source
     assert source is not None  # the arguments say so
     shows = args.progress and comm.rank == 0
