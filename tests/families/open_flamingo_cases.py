@@ -29,7 +29,7 @@ class Case:
         length: tokens of the longest sample.
         padding: "left", "right" or None: every sample after the first is shorter by 3 more tokens.
         immediate: `only_attend_immediate_media`.
-        every: a cross-attention block before each `every`-th layer; None: the tiny model's own choice.
+        every: a cross-attention block before each `every`-th layer.
         labels: whether there are any.
         local_frames: each rank passes only its own media, with `visual_shard`.
         options: of patch_model.
@@ -40,7 +40,7 @@ class Case:
     length: int = 13
     padding: str | None = None
     immediate: bool = True
-    every: int | None = None
+    every: int = 1
     labels: bool = True
     local_frames: bool = False
     options: dict[str, Any] = field(default_factory=dict)

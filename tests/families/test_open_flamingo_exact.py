@@ -12,7 +12,7 @@ from ranks import ranks
 EVERYWHERE = {
     # the first sample speaks of more media than there are, the second of fewer; rows before any medium in both
     "two samples": Case(media=((1, 4, 7), (3,)), images=2),
-    "all earlier media, one medium": Case(media=((2, 6),), images=1, immediate=False, every=1),
+    "all earlier media, one medium": Case(media=((2, 6),), images=1, immediate=False),
     "left padding": Case(media=((0, 5), (4, 9), (8,)), images=2, padding="left"),
 }
 """For 1 to 4 ranks; with one medium, all ranks but the first are without."""

@@ -19,7 +19,7 @@ from ranks import ranks
 
 TWO = Case(media=((1, 4, 7), (5,)), images=2, padding="left", labels=False)  # one time beyond the media, one not
 FEW = Case(media=((0, 3),), images=1, immediate=False, labels=False)
-EARLY = Case(media=((), (2,)), images=3, length=9, immediate=False, every=1, labels=False)
+EARLY = Case(media=((), (2,)), images=3, length=9, immediate=False, labels=False)
 DEALT = {"shard_prompt_from": 2}
 MEDIA_AGAIN = [token for token in range(VOCABULARY) if token not in (MEDIA, 7, 8, 9)]
 

@@ -69,12 +69,12 @@ def _language_model(name: str) -> nn.Module:
     return GPTNeoXForCausalLM(GPTNeoXConfig(**common, **shape, max_position_embeddings=96))
 
 
-def tiny_flamingo(name: str, *, every: int | None = None, immediate: bool = True, seed: int = 0) -> Any:
+def tiny_flamingo(name: str, *, every: int = 1, immediate: bool = True, seed: int = 0) -> Any:
     """A `Flamingo` in eval mode over a language model of transformers.
 
     Args:
         name: one of `LANGUAGE_MODELS`.
-        every: a gated cross-attention block before each `every`-th layer; None: 2 for LLaMA, else 1.
+        every: a gated cross-attention block before each `every`-th layer.
         immediate: `only_attend_immediate_media`.
         seed: of the weights.
     """
@@ -83,9 +83,9 @@ def tiny_flamingo(name: str, *, every: int | None = None, immediate: bool = True
     _utils.extend_instance(language_model, _flamingo_lm.FlamingoLMMixin)
     language_model.set_decoder_layers_attr_name(LAYERS[name])
     tower = types.SimpleNamespace(visual=Tower())
-    every = every or (2 if name == "llama" else 1)
     model = Flamingo(tower, language_model, END_OF_CHUNK, MEDIA, WIDTH, cross_attn_every_n_layers=every).eval()
-    generator = torch.Generator().manual_seed(seed)
+    del model.perceiver.layers[2:]  # of 6, whose float32 rounding would be most of what is compared
+    generator, tied = torch.Generator().manual_seed(seed), ("decoder.embed_tokens.weight", "wte.weight")
     with torch.no_grad():
         for path, weight in model.named_parameters():
             noise = torch.randn(weight.shape, generator=generator)
@@ -95,8 +95,8 @@ def tiny_flamingo(name: str, *, every: int | None = None, immediate: bool = True
                 weight.copy_(1 + 0.2 * noise)
             elif weight.dim() == 1:
                 weight.copy_(0.2 * noise)
-            elif "embed_tokens" in path or "wte" in path:  # tied to the vocabulary: large ones repeat the last token
-                weight.copy_(noise * 0.05)
+            elif path.endswith(tied):  # to the vocabulary: large ones would repeat the last token for ever
+                weight.copy_(noise * 0.15)
             elif "lang_encoder" in path and "gated" not in path:
                 weight.copy_(noise * weight.shape[-1] ** -0.5)
             elif "to_q" in path or "to_kv" in path:  # attention that is far from uniform
@@ -108,7 +108,7 @@ def tiny_flamingo(name: str, *, every: int | None = None, immediate: bool = True
 
 
 @functools.cache
-def kept_flamingo(name: str, every: int | None, immediate: bool) -> Any:
+def kept_flamingo(name: str, every: int, immediate: bool) -> Any:
     """One model for all cases of a process: patching it must leave no trace."""
     return tiny_flamingo(name, every=every, immediate=immediate)
 
