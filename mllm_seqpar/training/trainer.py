@@ -7,7 +7,8 @@ shards parameters over all of them. What changes against `Trainer`, and nothing 
 - The loss. `Trainer` divides by the tokens of the whole step and multiplies by the number of processes, because
   gradients are averaged over them. The ranks of one group all report their group's loss, and the average of their
   gradients is the group's gradient (`patch_model`, contract 3), so the factor is the number of groups.
-- Evaluation gathers each sample once, and whole logits where the caller wants them.
+- Evaluation gathers each sample once, and whole logits where the caller wants them; its loss is that of one process
+  with the same `per_device_eval_batch_size`.
 - FSDP2 works on CPU, where accelerate would silently give DDP, and `save_model` writes a whole model from shards.
 """
 
@@ -156,6 +157,10 @@ class SeqParTrainer(Trainer):
                 "SeqParTrainer: compute_loss_func and label_smoothing_factor compute the loss from logits, of which a "
                 "rank has only its own tokens'; leave them out"
             )
+        if not self.model.training:
+            # Each group's own mean. Over several groups Trainer divides by all their tokens, those of samples that fill
+            # up the last batch too, and drops these samples afterwards.
+            num_items_in_batch = None
         result = super().compute_loss(
             model, inputs, return_outputs=return_outputs, num_items_in_batch=num_items_in_batch
         )
@@ -179,6 +184,12 @@ class SeqParTrainer(Trainer):
             text = inputs["input_ids"] if "input_ids" in inputs else inputs["inputs_embeds"]
             inputs = {**inputs, "logits_to_keep": torch.arange(text.shape[1])}
         return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
+
+    def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
+        """As `Trainer`'s; parameters that FSDP2 left gathered are shards again afterwards."""
+        result = super().evaluation_loop(*args, **kwargs)
+        reshard(self.model)
+        return result
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """A directory that `from_pretrained` of the unpatched model reads, also from sharded parameters."""

@@ -16,7 +16,7 @@ from transformers import Trainer, TrainerCallback, TrainingArguments
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from mllm_seqpar import SeqParConfig, SeqParTrainer  # noqa: E402
+from mllm_seqpar import SeqParConfig, SeqParTrainer, patch_model  # noqa: E402
 from tiny import IMAGE_TOKEN, tiny_frames, tiny_model, tiny_text  # noqa: E402
 
 
@@ -93,7 +93,7 @@ def accuracy(prediction: Any) -> dict[str, float]:
 
 def main() -> None:
     output, kind, given = Path(sys.argv[1]), sys.argv[2], json.loads(sys.argv[3])
-    own = {name: given.pop(name, None) for name in ("lora", "frozen", "degree", "resume", "evaluate", "hooks")}
+    own = {name: given.pop(name, None) for name in ("lora", "frozen", "degree", "resume", "evaluate", "patched")}
     settings = {
         "output_dir": str(output),
         "use_cpu": True,
@@ -122,6 +122,8 @@ def main() -> None:
         "compute_metrics": accuracy if own["evaluate"] else None,
     }
     output.mkdir(parents=True, exist_ok=True)
+    if own["patched"]:
+        patch_model(common["model"])
     if kind == "plain":
         trainer = Trainer(**common)
     else:

@@ -1,0 +1,133 @@
+"""Layer: real launch. SeqParTrainer trains as transformers' Trainer does with the unpatched model in one process."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import TrainingArguments
+
+from launch import ROOT, launch
+from mllm_seqpar import SeqParTrainer, patch_model
+from mllm_seqpar.errors import ConfigError
+from mllm_seqpar.models.mplug_owl3 import MPlugOwl3ForConditionalGeneration
+from mllm_seqpar.training.accelerate_cp import keep_out_context_parallelism
+from tiny import tiny_model
+
+pytestmark = pytest.mark.launch
+
+SCRIPT = "tests/trainer/train_tiny.py"
+FOUR = "configs/fsdp2_cpu_4.yaml"
+WITH_CP = "configs/fsdp2_cp_cpu_4.yaml"
+LIMIT = 240.0
+
+
+def alone(output: Path, **given: Any) -> list[dict[str, Any]]:
+    """transformers' own Trainer, the unpatched model, one process; its log."""
+    command = [sys.executable, str(ROOT / SCRIPT), str(output), "plain", json.dumps(given)]
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=LIMIT, cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    return log_of(output)
+
+
+def together(world: int, output: Path, config: str | None, **given: Any) -> list[dict[str, Any]]:
+    """SeqParTrainer on `world` processes; its log."""
+    done = launch(world, SCRIPT, output, "seqpar", json.dumps(given), config=config, timeout=LIMIT)
+    assert done.returncode == 0, done.output[-4000:]
+    return log_of(output)
+
+
+def log_of(output: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (output / "log.jsonl").read_text().splitlines()]
+
+
+def assert_same_course(found: list[dict[str, Any]], expected: list[dict[str, Any]], names: tuple[str, ...]) -> None:
+    steps = [row for row in expected if "loss" in row]
+    mine = [row for row in found if "loss" in row]
+    assert [row["step"] for row in mine] == [row["step"] for row in steps]
+    for one, other in zip(mine, steps, strict=True):
+        for name in names:
+            assert one[name] == pytest.approx(other[name], rel=1e-4), (name, one, other)
+
+
+def test_two_groups_of_two_and_resuming(tmp_path: Path) -> None:
+    """20 steps of two batches each: loss, gradient norm, evaluation, the saved model; and the same after a stop."""
+    evaluation = {"per_device_eval_batch_size": 2, "evaluate": True}
+    expected = alone(tmp_path / "alone", per_device_train_batch_size=4, **evaluation)
+    given = {"per_device_train_batch_size": 2, "degree": 2, **evaluation}
+    found = together(4, tmp_path / "four", FOUR, **given, save_strategy="steps", save_steps=10)
+    assert_same_course(found, expected, ("loss", "grad_norm", "learning_rate"))
+
+    mine, theirs = (next(row for row in log if "eval_loss" in row) for log in (found, expected))
+    assert mine["eval_loss"] == pytest.approx(theirs["eval_loss"], rel=1e-4)
+    for name in ("eval_samples", "eval_targets", "eval_right"):  # each sample once, and whole logits
+        assert mine[name] == theirs[name]
+
+    facts = json.loads((tmp_path / "four" / "facts.json").read_text())
+    assert facts["hooks on self_attn"] == 0  # of accelerate's context parallelism
+    assert facts["sharded"] == len(list(tiny_model("gated").parameters()))
+    trained = MPlugOwl3ForConditionalGeneration.from_pretrained(tmp_path / "four" / "model").state_dict()
+    for name, weight in load_file(tmp_path / "alone" / "model" / "model.safetensors").items():
+        torch.testing.assert_close(trained[name], weight, rtol=1e-3, atol=1e-5)
+
+    resumed = together(4, tmp_path / "resumed", FOUR, **given, resume=str(tmp_path / "four" / "checkpoint-10"))
+    assert_same_course(resumed, [row for row in expected if row["step"] > 10], ("loss", "grad_norm"))
+
+
+def test_degree_from_the_launch_config_and_lora(tmp_path: Path) -> None:
+    """accelerate's key parallelism_config_cp_size; adapters on cross- and self-attention, checkpointed layers."""
+    given = {"lora": True, "gradient_checkpointing": True, "max_steps": 6}
+    expected = alone(tmp_path / "alone", **given, per_device_train_batch_size=4)
+    found = together(4, tmp_path / "four", WITH_CP, **given, per_device_train_batch_size=2)
+    assert_same_course(found, expected, ("loss", "grad_norm"))
+
+
+def test_without_fsdp_and_mostly_frozen(tmp_path: Path) -> None:
+    """DDP, three ranks to a sample, as torchrun starts them; tower and most of the language model frozen."""
+    given = {"frozen": True, "max_steps": 6, "per_device_train_batch_size": 4}
+    expected = alone(tmp_path / "alone", **given)
+    found = together(3, tmp_path / "three", None, **given)
+    assert_same_course(found, expected, ("loss", "grad_norm"))
+
+
+def test_trainer_itself_on_one_process_and_on_several(tmp_path: Path) -> None:
+    """Unchanged it trains a patched model on one process; on two, whose samples differ, it ends and says why."""
+    given = {"max_steps": 3, "per_device_train_batch_size": 4}
+    expected = alone(tmp_path / "alone", **given)
+    assert_same_course(alone(tmp_path / "patched", **given, patched=True), expected, ("loss", "grad_norm"))
+    text = json.dumps({**given, "patched": True})
+    done = launch(2, SCRIPT, tmp_path / "two", "plain", text, timeout=LIMIT)
+    assert done.returncode != 0 and "were given different inputs" in done.output, done.output[-4000:]
+
+
+def trainer(tmp_path: Path, model: Any = None, **given: Any) -> SeqParTrainer:
+    arguments = TrainingArguments(output_dir=str(tmp_path), use_cpu=True, report_to=[], **given.pop("args", {}))
+    return SeqParTrainer(model=model or tiny_model("gated"), args=arguments, **given)
+
+
+def test_bad_use(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="2 ranks to a sample do not divide 1 processes"):
+        trainer(tmp_path, sequence_parallel_size=2)
+    with pytest.raises(ConfigError, match="sequence_parallel_size is 2, the group that the model is patched for is 1"):
+        trainer(tmp_path, patch_model(tiny_model("gated")), sequence_parallel_size=2)
+    with pytest.raises(ConfigError, match="pass model="):
+        SeqParTrainer(args=TrainingArguments(output_dir=str(tmp_path), use_cpu=True, report_to=[]))
+    smooth = trainer(tmp_path, args={"label_smoothing_factor": 0.1})
+    with pytest.raises(ConfigError, match="label_smoothing_factor compute the loss from logits"):
+        smooth.compute_loss(smooth.model, {})
+    with pytest.raises(ConfigError, match="no Accelerator._prepare_cp"):
+        keep_out_context_parallelism(object())
+
+
+def test_a_model_that_is_patched_already(tmp_path: Path) -> None:
+    model = patch_model(tiny_model("gated"), "ring")
+    assert trainer(tmp_path, model).sequence_parallel_size == 1
