@@ -38,8 +38,19 @@ def patch_generate(model: Any, context: SeqParContext, patch: Patch, frames: tup
         return unpatched(*args, **kwargs)
 
     patch.set(model, "generate", generate)
+    # With a static cache transformers would compile the forward pass, transfers between ranks and all.
+    patch.set(model, "_valid_auto_compile_criteria", lambda *args, **kwargs: False)
+    if hasattr(model, "set_attn_implementation"):
+        patch.set(model, "set_attn_implementation", _refuse_other_attention)
     if frames:
         patch.set(model, "_expand_inputs_for_generation", _keeping(model._expand_inputs_for_generation, frames))
+
+
+def _refuse_other_attention(*args: Any, **kwargs: Any) -> None:
+    raise ConfigError(
+        "set_attn_implementation: this model is patched, and its attention is the patch's; choose before patching, or "
+        "unpatch_model(model) first (block kernels: patch_model(..., kernel=...))"
+    )
 
 
 def _keeping(unpatched: Any, frames: tuple[str, ...]) -> Any:

@@ -20,8 +20,6 @@ def patch_image_arguments(model: Any, patch: Patch) -> None:
         ("_maybe_initialize_input_ids_for_generation", _no_batch),
     ):
         patch.set(model, name, wrap(getattr(model, name)))
-    # with a static cache transformers would compile the forward pass, transfers between ranks and all
-    patch.set(model, "_valid_auto_compile_criteria", lambda *args, **kwargs: False)
 
 
 def _passed_once(unpatched: Any) -> Any:

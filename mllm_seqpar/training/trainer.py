@@ -191,6 +191,12 @@ class SeqParTrainer(Trainer):
         reshard(self.model)
         return result
 
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        optimizer: Any = self.optimizer
+        if self.is_fsdp_enabled and optimizer is not None:
+            complete_state(getattr(optimizer, "optimizer", optimizer))
+        super()._save_optimizer_and_scheduler(output_dir)
+
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """A directory that `from_pretrained` of the unpatched model reads, also from sharded parameters."""
         plugin = getattr(self.accelerator.state, "fsdp_plugin", None)
@@ -201,6 +207,28 @@ class SeqParTrainer(Trainer):
         reshard(self.model)
         folder = Path(output_dir or str(self.args.output_dir))
         export_model(self.accelerator.unwrap_model(self.model), self.processing_class, folder)
+
+
+def complete_state(optimizer: torch.optim.Optimizer) -> None:
+    """Gives parameters that never had a gradient the state that the optimizer would begin with.
+
+    accelerate loads a sharded checkpoint into a state that is complete, and fails on one that lacks parameters: those
+    of a vision tower's last layer, for example, which models that read an earlier one never use.
+    """
+    known = next((p for group in optimizer.param_groups for p in group["params"] if optimizer.state.get(p)), None)
+    if known is None:
+        return
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if parameter.requires_grad and not optimizer.state.get(parameter):
+                optimizer.state[parameter] = {
+                    name: _begun(value, like=parameter if getattr(value, "shape", None) == known.shape else value)
+                    for name, value in optimizer.state[known].items()
+                }
+
+
+def _begun(value: Any, like: Any) -> Any:
+    return torch.zeros_like(like) if isinstance(value, Tensor) else value
 
 
 def _launched_for_fsdp2() -> bool:

@@ -144,6 +144,17 @@ def test_reentrant_checkpointing_is_refused() -> None:
         model(**inputs_of(VIDEO, model))
 
 
+def test_another_attention_is_refused_while_patched() -> None:
+    model = model_of(ONE)
+    patch_model(model)
+    try:
+        with pytest.raises(ValueError, match="set_attn_implementation: this model is patched"):
+            model.set_attn_implementation("eager")
+    finally:
+        unpatch_model(model)
+    model.set_attn_implementation("sdpa")
+
+
 def test_hidden_states_of_chosen_layers() -> None:
     model, inputs = model_of(ONE), inputs_of(ONE, model_of(ONE))
     expected = model(**inputs, output_hidden_states=[0, 2]).hidden_states
