@@ -106,7 +106,8 @@ def _entrance(unpatched: Any) -> Any:
 
 _VISUAL_SHARD = """
         Sequence-parallel (patched by mllm_seqpar): `visual_shard` says that `vision_x` holds only this rank's media of
-        `visual_shard.total`, those of all samples one after another: (media of this rank, 1, C, H, W).
+        `visual_shard.total`, those of all samples one after another: (media of this rank, 1, C, H, W), or what tower
+        and perceiver made of them, (media of this rank, tokens, width).
 """
 
 

@@ -38,10 +38,11 @@ class Media:
     """What a Flamingo is conditioned on: stands on its layers in the place of the features.
 
     Attributes:
-        pixels: (media of all samples, 1, C, H, W), or with `shard` this rank's.
+        pixels: (media of all samples, 1, C, H, W), or with `shard` this rank's; what the caller encoded beforehand,
+            (f, tokens, width), is in their place, too.
         samples: how many samples they are of.
         shard: which part `pixels` is; None: all.
-        features: (f, tokens, width), this rank's, once they were encoded to be kept.
+        features: (f, tokens, width), this rank's, once they were encoded to be kept, or when they came so.
         token: tells these media from others without holding on to them, in copies of a cache too.
     """
 
@@ -62,7 +63,8 @@ class Media:
         whole = isinstance(vision_x, Tensor) and vision_x.dim() == 6 and shard is None
         if whole:
             samples, vision_x = vision_x.shape[0], vision_x.flatten(0, 1)
-        return cls(vision_x, samples, shard)
+        encoded = shard is not None and isinstance(vision_x, Tensor) and vision_x.dim() == 3
+        return cls(vision_x, samples, shard, vision_x if encoded else None)
 
     def repeat_interleave(self, repeats: int, dim: int) -> Media:
         """Itself: the beams of a sample look at the same media, and nothing needs to be encoded again for each."""
@@ -88,7 +90,7 @@ class MediaInputs(Inputs):
         if media is not None and not held:
             frames, shard, features = media.pixels, media.shard, media.features
             if features is not None:
-                shard = FrameShard(*frame_bounds(media.total, comm.size)[comm.rank], media.total)
+                shard = shard or FrameShard(*frame_bounds(media.total, comm.size)[comm.rank], media.total)
                 frames = features
         absent: dict[str, Any] = dict.fromkeys(
             ("attention_mask", "position_ids", "labels", "shift_labels", "past_key_values")
@@ -125,7 +127,7 @@ class FlamingoFamily(Family):
                 "vision_x: the model is not conditioned on media; pass vision_x, or call cache_media first"
             )
         local = media.shard is not None
-        if media.pixels.dim() != 5 or media.pixels.shape[1] != 1:
+        if media.pixels is not media.features and (media.pixels.dim() != 5 or media.pixels.shape[1] != 1):
             expected = "with visual_shard (media of this rank, 1, C, H, W)" if local else "(B, media, 1, C, H, W)"
             raise ShapeError(f"vision_x: expected {expected}, one frame to a medium; got {tuple(media.pixels.shape)}")
         total = media.total

@@ -56,7 +56,7 @@ def load_processor(path: str) -> Any:
     _require_directory(path)
     try:
         return AutoProcessor.from_pretrained(path)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, ImportError) as error:
         raise ConfigError(f"--model {path}: no processor there: {first_line(error)}") from error
 
 

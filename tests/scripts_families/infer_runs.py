@@ -5,10 +5,12 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from mllm_seqpar.data import VideoSource, chat_family
 from mllm_seqpar.inference.session import infer
@@ -48,7 +50,28 @@ def unpatched_tokens(folder: Path, name: str, frames: int) -> list[list[int]]:
             parts = [{"type": "video"}, {"type": "text", "text": question}]
         text = family.text([[{"role": "user", "content": parts}]], [[source]], add_generation_prompt=True)
         shown = {argument: x[None] for argument, x in zip(family.frame_names, pictures, strict=True)}
+        generate = partial(_without_cache, model) if family.ids_name == "lang_x" else model.generate
         chosen = {"do_sample": False, "max_new_tokens": NEW_TOKENS} | family.generation(model)
-        output = model.generate(**family.arguments(text), **shown, **chosen)
+        output = generate(**family.arguments(text), **shown, **chosen)
         found.append(output[0, text.input_ids.shape[1] :].tolist())
     return found
+
+
+@torch.no_grad()
+def _without_cache(
+    model: Any,
+    vision_x: Tensor,
+    lang_x: Tensor,
+    attention_mask: Tensor,
+    max_new_tokens: int,
+    bad_words_ids: Any,
+    **_: Any,
+) -> Tensor:
+    """What `Flamingo.generate` would give: on transformers 5 the unpatched one fails."""
+    for _step in range(max_new_tokens):
+        logits = model(vision_x, lang_x, torch.ones_like(lang_x)).logits[:, -1]
+        logits[:, [token for (token,) in bad_words_ids]] = -torch.inf
+        lang_x = torch.cat([lang_x, logits.argmax(-1, keepdim=True)], 1)
+        if int(lang_x[0, -1]) == model.eoc_token_id:
+            break
+    return lang_x

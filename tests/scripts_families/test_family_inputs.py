@@ -7,11 +7,13 @@ import pytest
 import torch
 from family_chats import CHATS
 from PIL import Image
+from tiny_directories import MAKERS
 from torch import Tensor
-from transformers import AutoProcessor
 
 from mllm_seqpar.data import ChatDataset, chat_family, load_local_pictures
 from mllm_seqpar.data.families.idefics import prompt_items
+from mllm_seqpar.data.families.open_flamingo import write
+from mllm_seqpar.running.loading import load_processor
 from mllm_seqpar.sharding import frame_bounds
 
 BATCHES = {name: [number] for number, name in enumerate(CHATS)} | {"all": [0, 1, 2, 3], "two": [3, 0], "mixed": [1, 2]}
@@ -59,13 +61,20 @@ def mllama(processor: Any, chats: list[Any], pictures: list[Any]) -> dict[str, T
     return processor(images=images, text=texts, **common)
 
 
-REAL = {"idefics": idefics, "mllama": mllama}
+def open_flamingo(processor: Any, chats: list[Any], pictures: list[Any]) -> dict[str, Tensor]:
+    texts = [write(chat, False) for chat in chats]
+    images = [[pictures.pop(0) for _ in range(text.count("<image>"))] for text in texts]
+    return processor(text=texts, images=images, padding_side="right")
+
+
+REAL = {"idefics": idefics, "mllama": mllama, "open_flamingo": open_flamingo}
+REAL = {name: REAL[name] for name in MAKERS}
 
 
 @pytest.mark.parametrize("rows", BATCHES.values(), ids=BATCHES.keys())
 @pytest.mark.parametrize("name", REAL)
 def test_as_the_processor_makes_them(folder: Path, name: str, rows: list[int]) -> None:
-    processor: Any = AutoProcessor.from_pretrained(folder / name)
+    processor: Any = load_processor(str(folder / name))
     family = chat_family(processor)
     batch = ChatDataset(folder / "train.jsonl", processor).batch(rows)
     pictures = pictures_of(batch)

@@ -5,6 +5,7 @@ A token is a character; weights are random, no gate is closed, and answers depen
 
 from __future__ import annotations
 
+import importlib.util
 from pathlib import Path
 from typing import Any
 
@@ -12,14 +13,18 @@ import torch
 from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 from torch import nn
 from transformers import (
+    CLIPVisionConfig,
     IdeficsConfig,
     IdeficsForVisionText2Text,
     IdeficsProcessor,
+    LlamaConfig,
     MllamaConfig,
     MllamaForConditionalGeneration,
     MllamaProcessor,
+    MptConfig,
     PreTrainedTokenizerFast,
 )
+from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
 from transformers.models.idefics.image_processing_pil_idefics import IdeficsImageProcessorPil
 from transformers.models.mllama.configuration_mllama import MllamaTextConfig, MllamaVisionConfig
 from transformers.models.mllama.image_processing_pil_mllama import (
@@ -170,4 +175,42 @@ def make_mllama(folder: Path) -> None:
     processor.save_pretrained(folder)
 
 
+FLAMINGO_MARKS = ("<|endofchunk|>", "<image>")
+
+
+def make_open_flamingo(folder: Path, kind: str = "llama") -> None:
+    """Flamingo over 3 layers of width 32, of which every second has a cross-attention block; images of 16 x 16."""
+    from mllm_seqpar.models.open_flamingo import OpenFlamingoConfig, OpenFlamingoProcessor
+    from mllm_seqpar.models.open_flamingo.modeling import OpenFlamingo
+
+    tokenizer = character_tokenizer(*FLAMINGO_MARKS, bos="<s>", eos="</s>")
+    images = CLIPImageProcessorPil(size={"shortest_edge": 16}, crop_size={"height": 16, "width": 16})
+    common = {"vocab_size": VOCABULARY, "pad_token_id": 0, "bos_token_id": 2, "eos_token_id": 3}
+    texts: dict[str, Any] = {
+        "llama": LlamaConfig(
+            **common,
+            **{"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4},
+            **{"num_key_value_heads": 2, "max_position_embeddings": 2048},
+        ),
+        "mpt": MptConfig(**common, d_model=48, n_heads=3, n_layers=2, max_seq_len=2048),
+    }
+    vision = CLIPVisionConfig(
+        **{"hidden_size": 24, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2},
+        **{"image_size": 16, "patch_size": 8},
+    )
+    vocabulary = tokenizer.get_vocab()
+    config = OpenFlamingoConfig(
+        text_config=texts[kind],
+        vision_config=vision,
+        media_token_id=vocabulary["<image>"],
+        eoc_token_id=vocabulary["<|endofchunk|>"],
+        cross_attn_every_n_layers=2 if kind == "llama" else 1,
+    )
+    torch.manual_seed(0)
+    shake(OpenFlamingo(config)).save_pretrained(folder)
+    OpenFlamingoProcessor(images, tokenizer).save_pretrained(folder)
+
+
 MAKERS = {"idefics": make_idefics, "mllama": make_mllama}
+if importlib.util.find_spec("open_flamingo"):  # scripts/test.sh installs it, without its dependencies
+    MAKERS["open_flamingo"] = make_open_flamingo

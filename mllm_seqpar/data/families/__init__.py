@@ -11,11 +11,13 @@ from .base import ChatFamily, ChatText
 from .idefics import IdeficsChats
 from .mllama import MllamaChats
 from .native import NativeChats
+from .open_flamingo import OpenFlamingoChats
 
 FAMILIES: dict[str, type[ChatFamily]] = {
     "MPlugOwl3Processor": NativeChats,
     "IdeficsProcessor": IdeficsChats,
     "MllamaProcessor": MllamaChats,
+    "OpenFlamingoProcessor": OpenFlamingoChats,
 }
 """By the name of the processor's class: importing the classes would import what a run may not need."""
 
