@@ -89,6 +89,8 @@ def test_degree_from_the_launch_config_and_lora(tmp_path: Path) -> None:
     expected = alone(tmp_path / "alone", **given, per_device_train_batch_size=4)
     found = together(4, tmp_path / "four", WITH_CP, **given, per_device_train_batch_size=2)
     assert_same_course(found, expected, ("loss", "grad_norm"))
+    facts = json.loads((tmp_path / "four" / "facts.json").read_text())
+    assert facts["degree"] == 2 and facts["hooks on self_attn"] == 0
 
 
 def test_without_fsdp_and_mostly_frozen(tmp_path: Path) -> None:

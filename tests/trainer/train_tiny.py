@@ -134,7 +134,8 @@ def main() -> None:
     hooks = sum(len(module._forward_pre_hooks) for name, module in trainer.model.named_modules() if "self_attn" in name)
     sharded = sum(type(p).__name__ == "DTensor" for p in trainer.model.parameters())
     if trainer.is_world_process_zero():
-        (output / "facts.json").write_text(json.dumps({"hooks on self_attn": hooks, "sharded": sharded}))
+        facts = {"hooks on self_attn": hooks, "sharded": sharded, "degree": trainer.get_cp_size()}
+        (output / "facts.json").write_text(json.dumps(facts))
     trainer.save_model(str(output / "model"))
 
 
