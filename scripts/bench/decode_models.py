@@ -1,0 +1,237 @@
+"""The models that `decode.py` decodes with: the real class of each family, random weights, a size for one CPU core.
+
+All have a language model of width 512 in 8 layers, two of which look at images through cross-attention, and see every
+image, but where it says otherwise. An eighth of the published width, so that what is projected from the images for one
+token stands in about the same proportion to the rest of the token's work as it does at the published sizes.
+"""
+
+from __future__ import annotations
+
+import sys
+import types
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+WIDTH, LAYERS, HEADS, WORDS = 512, 8, 8, 1024
+PICTURE, PATCH = 112, 14
+TEXT: dict[str, Any] = {"vocab_size": WORDS, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+TOWER: dict[str, Any] = {"image_size": PICTURE, "patch_size": PATCH, "num_hidden_layers": 2}
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A model and the arguments of its `generate`.
+
+    Attributes:
+        model: what `patch_model` takes.
+        inputs: arguments of `generate`.
+        keys: visual keys that each of its cross-attention layers has.
+        unpatched_generate: `generate` of the unpatched model, where that needs help.
+    """
+
+    model: Any
+    inputs: dict[str, Tensor]
+    keys: int
+    unpatched_generate: Callable[..., Tensor] | None = None
+
+
+def idefics(images: int, prompt: int) -> Subject:
+    """IDEFICS with its resampler: 64 latents of each image; every token sees all images."""
+    from transformers import IdeficsConfig, IdeficsForVisionText2Text
+
+    config = IdeficsConfig(
+        **TEXT,
+        additional_vocab_size=0,
+        hidden_size=WIDTH,
+        intermediate_size=4 * WIDTH,
+        num_hidden_layers=LAYERS,
+        num_attention_heads=HEADS,
+        cross_layer_interval=4,
+        qk_layer_norms=True,
+        use_resampler=True,
+        alpha_type="vector",
+        tie_word_embeddings=False,
+        vision_config=TOWER | {"embed_dim": 160, "intermediate_size": 640, "num_attention_heads": 4},
+        perceiver_config={"resampler_depth": 1, "resampler_n_heads": 4, "resampler_head_dim": 40},
+    )
+    inputs = {
+        "input_ids": words(prompt),
+        "image_attention_mask": torch.ones(1, prompt, images, dtype=torch.long),
+        "pixel_values": pictures(1, images),
+    }
+    return Subject(random_weights(IdeficsForVisionText2Text(config)), inputs, images * 64)
+
+
+def open_flamingo(images: int, prompt: int, immediate: bool = True) -> Subject:
+    """OpenFlamingo over LLaMA: 64 latents of each image; as published, a token sees the image before it only."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    flamingo, mixin, extend = _flamingo()
+    shape = {"hidden_size": WIDTH, "intermediate_size": 4 * WIDTH, "num_hidden_layers": LAYERS}
+    language_model = LlamaForCausalLM(LlamaConfig(**TEXT, **shape, num_attention_heads=HEADS))
+    extend(language_model, mixin)
+    language_model.set_decoder_layers_attr_name("model.layers")
+    media, end = WORDS - 1, WORDS - 2
+    tower = types.SimpleNamespace(visual=_Patches(128))
+    model = random_weights(flamingo(tower, language_model, end, media, 128, cross_attn_every_n_layers=4))
+    for block in filter(None, language_model.gated_cross_attn_layers):
+        block.attn.only_attend_immediate_media = immediate
+    ids = torch.cat([torch.full((1, images), media), words(prompt)], dim=1)
+    inputs = {"vision_x": pictures(1, images, 1), "lang_x": ids, "attention_mask": torch.ones_like(ids)}
+
+    def generate(vision_x: Tensor, lang_x: Tensor, **kwargs: Any) -> Tensor:
+        """`FlamingoLMMixin.forward` wants a mask, and transformers 5 leaves one of ones out: it is put back."""
+        forward = language_model.forward
+
+        def with_mask(input_ids: Tensor, attention_mask: Tensor | None = None, **rest: Any) -> Any:
+            if attention_mask is None:
+                cache = rest.get("past_key_values")
+                so_far = input_ids.shape[1] + (0 if cache is None else cache.get_seq_length())
+                attention_mask = input_ids.new_ones(input_ids.shape[0], so_far)
+            return forward(input_ids, attention_mask, **rest)
+
+        language_model.forward = with_mask
+        try:
+            return model.generate(vision_x, lang_x, **kwargs)
+        finally:
+            del language_model.forward
+
+    return Subject(model, inputs, images * 64, generate)
+
+
+def open_flamingo_all(images: int, prompt: int) -> Subject:
+    """OpenFlamingo whose tokens see all images before them (`only_attend_immediate_media=False`)."""
+    return open_flamingo(images, prompt, immediate=False)
+
+
+def mllama(images: int, prompt: int) -> Subject:
+    """Llama 3.2 Vision, one tile an image, 65 patches each; unpatched, too, it caches what it projects."""
+    from transformers import MllamaConfig, MllamaForConditionalGeneration
+    from transformers.models.mllama.configuration_mllama import MllamaTextConfig, MllamaVisionConfig
+
+    text = MllamaTextConfig(
+        **TEXT,
+        hidden_size=WIDTH,
+        intermediate_size=4 * WIDTH,
+        num_hidden_layers=LAYERS,
+        num_attention_heads=HEADS,
+        num_key_value_heads=2,
+        cross_attention_layers=[1, 5],
+        rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
+    )
+    tower = MllamaVisionConfig(
+        hidden_size=160,
+        attention_heads=4,
+        intermediate_size=640,
+        num_hidden_layers=2,
+        num_global_layers=1,
+        intermediate_layers_indices=[0],
+        vision_output_dim=320,
+        image_size=PICTURE,
+        patch_size=PATCH,
+        max_num_tiles=1,
+        supported_aspect_ratios=[[1, 1]],
+    )
+    config = MllamaConfig(vision_config=tower, text_config=text, image_token_index=WORDS)
+    inputs = {
+        "input_ids": words(prompt),
+        "pixel_values": pictures(1, images, 1),
+        "aspect_ratio_ids": torch.ones(1, images, dtype=torch.long),
+        "aspect_ratio_mask": torch.ones(1, images, 1, dtype=torch.long),
+        "cross_attention_mask": torch.ones(1, prompt, images, 1, dtype=torch.long),
+    }
+    return Subject(
+        random_weights(MllamaForConditionalGeneration(config)), inputs, images * ((PICTURE // PATCH) ** 2 + 1)
+    )
+
+
+def mplug_owl3(images: int, prompt: int) -> Subject:
+    """mPLUG-Owl3, 64 patches an image; unpatched, too, it caches what it projects."""
+    from transformers import SiglipVisionConfig
+
+    from mllm_seqpar.models.mplug_owl3 import MPlugOwl3Config, MPlugOwl3ForConditionalGeneration
+
+    tower = SiglipVisionConfig(**TOWER, hidden_size=160, intermediate_size=640, num_attention_heads=4)
+    config = MPlugOwl3Config(
+        **TEXT,
+        variant="gated",
+        hyper_layers=[1, 5],
+        image_token_id=WORDS - 1,
+        hidden_size=WIDTH,
+        intermediate_size=4 * WIDTH,
+        num_hidden_layers=LAYERS,
+        num_attention_heads=HEADS,
+        num_key_value_heads=2,
+        max_position_embeddings=32768,
+        vision_config=tower,
+    )
+    ids = torch.cat([torch.full((1, images), WORDS - 1), words(prompt)], dim=1)
+    inputs = {"input_ids": ids, "pixel_values": pictures(images)}
+    return Subject(random_weights(MPlugOwl3ForConditionalGeneration(config)), inputs, images * (PICTURE // PATCH) ** 2)
+
+
+FAMILIES: dict[str, Callable[[int, int], Subject]] = {
+    "idefics": idefics,
+    "open_flamingo": open_flamingo,
+    "open_flamingo_all": open_flamingo_all,
+    "mllama": mllama,
+    "mplug_owl3": mplug_owl3,
+}
+
+
+def words(count: int) -> Tensor:
+    """(1, count) token ids, no special ones."""
+    return torch.randint(3, WORDS - 2, (1, count), generator=torch.Generator().manual_seed(1))
+
+
+def pictures(*counts: int) -> Tensor:
+    """(*counts, 3, height, width) pixels."""
+    return torch.randn(*counts, 3, PICTURE, PICTURE, generator=torch.Generator().manual_seed(2))
+
+
+def random_weights(model: Any) -> Any:
+    """In eval mode; no gate at zero, which would hide the images, and every matrix keeps the size of what it maps."""
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if "gate" in name and weight.dim() < 2 or "alpha" in name:
+                weight.fill_(0.7)
+            elif weight.dim() > 1:
+                scale = 0.5 if "embed" in name else weight[0].numel() ** -0.5
+                weight.copy_(torch.randn(weight.shape, generator=generator) * scale)
+    return model.eval()
+
+
+class _Patches(nn.Module):
+    """Pixels (n, 3, H, W) -> pooled (n, width), tokens (n, patches, width), as open_clip's towers give them."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.cut = nn.Conv2d(3, width, PATCH, stride=PATCH)
+
+    def forward(self, pixels: Tensor) -> tuple[Tensor, Tensor]:
+        """A linear map of each patch."""
+        tokens = self.cut(pixels).flatten(2).transpose(1, 2)
+        return tokens.mean(1), tokens
+
+
+def _flamingo() -> tuple[Any, Any, Any]:
+    """The class, the mixin, and what applies it; without open_clip, which the class itself does not use."""
+    try:
+        import open_clip  # type: ignore[import-not-found]  # noqa: F401
+    except ImportError:
+        sys.modules["open_clip"] = types.ModuleType("open_clip")
+    try:
+        from open_flamingo import Flamingo
+        from open_flamingo.src.flamingo_lm import FlamingoLMMixin
+        from open_flamingo.src.utils import extend_instance
+    except ImportError as error:
+        raise SystemExit(
+            f"decode.py: {error}; pip install --no-deps open-flamingo==2.0.1 (it pins a torch that is too old), "
+            "einops and einops-exts"
+        ) from error
+    return Flamingo, FlamingoLMMixin, extend_instance
