@@ -16,6 +16,7 @@ from torch import nn
 
 from mllm_seqpar.comm import as_communicator
 from mllm_seqpar.config import SeqParConfig
+from mllm_seqpar.data.families import chat_family
 from mllm_seqpar.errors import ConfigError
 from mllm_seqpar.kernels.registry import kernel_by_name
 from mllm_seqpar.log import get_logger
@@ -93,7 +94,7 @@ def prepare(argv: Sequence[str]) -> Run:
     processor, feed, eval_feed, order, resume, facts = together(
         comm, "data", lambda: _open_data(args, layout), lambda opened: opened[-1]
     )
-    model = together(comm, "model", lambda: _load(args))
+    model = together(comm, "model", lambda: _load(args, processor))
     # One rank to a sample is patched too: K and V of the frames are then recomputed, not kept.
     together(comm, "patch", lambda: patch_model(model, group=layout.sp_group, config=_seqpar_config(args)))
     optimizer = torch.optim.AdamW(
@@ -163,8 +164,9 @@ def _open_data(args: TrainArguments, layout: Layout):
     return processor, feed, eval_feed, order, resume, facts
 
 
-def _load(args: TrainArguments) -> nn.Module:
+def _load(args: TrainArguments, processor: Any) -> nn.Module:
     model = load_model(args.model)
+    chat_family(processor).check(model)
     choose_parameters(model, args.freeze, args.train)
     if args.gradient_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})  # type: ignore[operator]

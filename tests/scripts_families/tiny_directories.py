@@ -71,7 +71,7 @@ def shake(model: nn.Module, seed: int = 0) -> Any:
     with torch.no_grad():
         for name, weight in model.named_parameters():
             noise = torch.randn(weight.shape, generator=generator)
-            if "gate" in name or "alpha" in name:
+            if "alpha" in name or ("gate" in name and weight.numel() == 1):
                 weight.copy_(0.8 + 0.2 * noise)
             elif weight.dim() == 1 and name.endswith("weight"):
                 weight.copy_(1 + 0.2 * noise)
