@@ -99,7 +99,8 @@ class DealtTextLayer(DynamicLayer):
 
     def crop(self, tokens_to_remove: int) -> None:
         """Forgets the last ``-tokens_to_remove`` tokens of the whole text, wherever they are kept."""
-        if tokens_to_remove > 0:  # older callers mean the length that remains
+        tokens_to_remove = int(tokens_to_remove)  # some callers pass a tensor
+        if tokens_to_remove > 0:  # older ones mean the length that remains
             tokens_to_remove = min(0, tokens_to_remove - self._length)
         if tokens_to_remove == 0 or self._length == 0:
             return
