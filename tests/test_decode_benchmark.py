@@ -32,6 +32,8 @@ def settings(**given: object) -> argparse.Namespace:
 def test_every_family(decode, family: str, tmp_path: Path) -> None:
     if family.startswith("open_flamingo") and importlib.util.find_spec("open_flamingo") is None:
         pytest.skip("open_flamingo is installed with --no-deps by scripts/test.sh")
+    one, other = (decode.subject_of(family, 3, settings()).model.state_dict() for _ in range(2))
+    assert all(torch.equal(one[name], other[name]) for name in one)  # ranks build their own
     row = decode.measured(family, 3, settings())
     assert row["visual_keys"] >= 3 * 64
     assert row["ratio"] == pytest.approx(row["unpatched_s_per_token"] / row["patched_s_per_token"], rel=1e-3)

@@ -94,7 +94,8 @@ def measured(name: str, images: int, args: argparse.Namespace) -> dict[str, Any]
 
 
 def subject_of(name: str, images: int, args: argparse.Namespace) -> Subject:
-    """The model and its inputs, on the device of this process."""
+    """The model, the same in every process, and its inputs, on the device of this one."""
+    torch.manual_seed(0)  # what `random_weights` leaves as the class made it
     subject = FAMILIES[name](images, args.prompt)
     subject.model.to(args.device)
     return replace(subject, inputs={key: x.to(args.device) for key, x in subject.inputs.items()})
