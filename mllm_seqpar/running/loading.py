@@ -24,7 +24,7 @@ def load_model(path: str, dtype: torch.dtype | str = torch.float32) -> nn.Module
             checkpoint.
 
     Raises:
-        ConfigError: there is no model, it cannot be read, or its type is not known.
+        ConfigError: there is no model, it cannot be read, lacks weights, or its type is not known.
     """
     from safetensors import SafetensorError
     from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForImageTextToText
@@ -38,9 +38,12 @@ def load_model(path: str, dtype: torch.dtype | str = torch.float32) -> nn.Module
     for auto in (AutoModelForImageTextToText, AutoModelForCausalLM, AutoModel):
         if type(config) in auto._model_mapping:
             try:
-                return auto.from_pretrained(path, config=config, dtype=dtype)
-            except (OSError, SafetensorError) as error:
+                loaded = auto.from_pretrained(path, config=config, dtype=dtype, output_loading_info=True)
+            except (OSError, SafetensorError, RuntimeError) as error:  # the last for weights of other shapes
                 raise ConfigError(f"--model {path}: {first_line(error)}") from error
+            model, report = loaded if isinstance(loaded, tuple) else (loaded, {})
+            _require_complete(path, report)
+            return model
     raise ConfigError(f"--model {path}: no model class is registered for {type(config).__name__}")
 
 
@@ -73,6 +76,19 @@ def layer_classes(model: nn.Module) -> list[str]:
 def _require_directory(path: str) -> None:
     if not (Path(path) / "config.json").is_file():
         raise ConfigError(f"--model {path}: no config.json there; give a directory that save_pretrained wrote")
+
+
+def _require_complete(path: str, report: dict[str, Any]) -> None:
+    """transformers fills what a checkpoint lacks with random numbers: other ones on every rank, and no model at all."""
+    names = sorted(map(str, report.get("missing_keys", ())))
+    shapes = [str(entry[0]) if isinstance(entry, tuple) else str(entry) for entry in report.get("mismatched_keys", ())]
+    for what, found in (("lacks", names), ("has other shapes for", sorted(shapes))):
+        if found:
+            shown = ", ".join(found[:3]) + (", ..." if len(found) > 3 else "")
+            raise ConfigError(
+                f"--model {path}: the checkpoint {what} {len(found)} of the model's weights ({shown}); is it complete, "
+                "and of the model that its config.json describes?"
+            )
 
 
 def _register() -> None:

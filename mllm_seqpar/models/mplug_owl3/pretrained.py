@@ -25,6 +25,8 @@ class MPlugOwl3PreTrainedModel(PreTrainedModel):
     input_modalities = ("image", "video", "text")
     supports_gradient_checkpointing = True
     _no_split_modules = _NO_SPLIT
+    # the model reads the tower before these, and a checkpoint may do without them
+    _keys_to_ignore_on_load_missing = [r"vision_model\.(head|post_layernorm)\."]
     _skip_keys_device_placement = ["past_key_values"]
     _supports_sdpa = True
     _supports_flash_attn = False
