@@ -67,6 +67,8 @@ def imports_of(path: Path) -> Iterator[tuple[int, str]]:
 @pytest.mark.parametrize("path", PACKAGE_FILES, ids=name_of)
 def test_dependencies_point_one_way(path: Path) -> None:
     part = part_of(module_of(path))
+    if path == ROOT / "mllm_seqpar" / "__init__.py":
+        part = "training"  # it names what is public, all parts' names among them, and imports nothing by itself
     wrong = []
     for line, imported in imports_of(path):
         top = imported.partition(".")[0]

@@ -172,7 +172,10 @@ class ChatDataset:
     def _source(self, part: Mapping[str, Any]) -> FrameSource:
         if part["type"] == "image" or "images" in part:
             names = part["images"] if "images" in part else [part["path"]]
-            return ImageListSource([self.path.parent / name for name in names])
+            asked = (part.get("num_frames"), part.get("max_frames"), self._limit)
+            limits = [number for number in asked if number is not None]
+            chosen = _evenly(names, min(limits, default=len(names))) if "images" in part else names
+            return ImageListSource([self.path.parent / name for name in chosen])
         own = {name: part.get(name) for name in _SAMPLING}
         if any(self._rate.values()):
             own |= self._rate
@@ -292,6 +295,8 @@ def check_messages(messages: Any, folder: Path, marks: Sequence[str] = ()) -> li
         if role not in ("system", "user", "assistant"):
             raise DataError(f"message {number} has the role {role!r}; it is one of system, user, assistant")
         content = message.get("content")
+        if not isinstance(content, (str, list)):
+            raise DataError(f"message {number} ({role}): its content is {content!r:.80}; a text or a list of parts")
         for part in [{"type": "text", "text": content}] if isinstance(content, str) else content or [None]:
             fault = _part_fault(part, role, folder, marks)
             if fault:
@@ -326,9 +331,18 @@ def _part_fault(part: Any, role: str, folder: Path, marks: Sequence[str]) -> str
         value, kinds = part.get(name), (int, float) if name == "fps" else (int,)
         if value is not None and (type(value) not in kinds or value <= 0):
             return f"{name} is {value!r}; it is {'a' if name == 'fps' else 'a whole'} number above 0"
+    if part.get("fps") is not None and "images" in part:
+        return "fps of a list of pictures, which have no time; give num_frames or max_frames"
     if part.get("fps") is not None and part.get("num_frames") is not None:
         return "both fps and num_frames; give one of them"
     return None
+
+
+def _evenly(names: list[str], count: int) -> list[str]:
+    """At most `count` of the names, evenly spread: each stands in the middle of its share."""
+    if count >= len(names):
+        return names
+    return [names[(2 * number + 1) * len(names) // (2 * count)] for number in range(count)]
 
 
 def _media(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:

@@ -155,10 +155,12 @@ VIDEO = {"type": "video", "path": "clips/a.mp4"}
         ({"messages": ["hello"]}, "message 0 has the role None"),
         ({"messages": [{"role": "robot", "content": "x"}]}, "message 0 has the role 'robot'"),
         ({"messages": [{"role": "user", "content": "x"}]}, "no message of the assistant"),
-        ({"messages": [{"role": "user"}]}, "None is no part"),
+        ({"messages": [{"role": "user"}]}, "its content is None"),
         (chat({"type": "sound"}), "is no part"),
         (chat({"type": "text"}), "a text part without text"),
         (chat({"type": "video"}), 'type video needs "path", a file, or "images"'),
+        ({"messages": [{"role": "user", "content": 5}]}, "its content is 5; a text or a list of parts"),
+        (chat({"type": "video", "images": ["0.png"], "fps": 1}), "fps of a list of pictures, which have no time"),
         (chat({"type": "video", "images": []}), 'needs "path", a file, or "images"'),
         (chat({"type": "image"}), 'type image needs "path", a file$'),
         (chat({"type": "video", "path": "nowhere.mp4"}), "nowhere.mp4: no such file"),
@@ -187,3 +189,19 @@ def test_files_that_hold_nothing(folder: Path, processor: Any) -> None:
         ChatDataset(folder / "empty.jsonl", processor)
     with pytest.raises(DataError, match="nothing.jsonl: cannot be read"):
         ChatDataset(folder / "nothing.jsonl", processor)
+
+
+@pytest.mark.parametrize(
+    ("part", "flag", "expected"),
+    [({}, None, 9), ({"num_frames": 3}, None, 3), ({"max_frames": 5}, 2, 2), ({}, 4, 4), ({"num_frames": 20}, None, 9)],
+)
+def test_pictures_are_as_many_as_asked_for(
+    tmp_path: Path, processor: MPlugOwl3Processor, part: dict[str, int], flag: int | None, expected: int
+) -> None:
+    for number in range(9):
+        Image.new("RGB", (8, 8), (number, 0, 0)).save(tmp_path / f"{number}.png")
+    shown = {"type": "video", "images": [f"{number}.png" for number in range(9)], **part}
+    messages = [{"role": "user", "content": [shown]}, {"role": "assistant", "content": "a"}]
+    (tmp_path / "chat.jsonl").write_text(json.dumps({"messages": messages}))
+    source = ChatDataset(tmp_path / "chat.jsonl", processor, max_frames=flag)._source(shown)
+    assert len(source) == expected
