@@ -4,7 +4,7 @@ An adapter (`Adapter`) replaces forwards through `Patch.set`. The model's forwar
 (`frame_range`), says which text row sees which frames (`FrameMask`), and asks `sharded_call` for the pass; layers then
 attend through it: ``call.attend(q, [call.text_keys(k, v)], scale)`` is the language model's causal attention, and
 ``call.cross_attend(q, layer, project, modules, scale)`` that to the frames of all ranks. Model classes of transformers
-have more to them (caches, generation, batches with padding): `mllm_seqpar.patches.hf_passes.Family` does that, and
+have more to them (caches, generation, batches with padding): `mllm_seqpar.patches.hf_family.Family` does that, and
 `mllm_seqpar.patches.idefics` shows how it is used.
 """
 

@@ -15,7 +15,7 @@ from mllm_seqpar.sharding import frame_bounds
 from .hf_inputs import Inputs
 
 if TYPE_CHECKING:
-    from .hf_passes import Family
+    from .hf_family import Family
 
 
 def frames_anywhere(model: nn.Module, total: int) -> bool:

@@ -30,9 +30,10 @@ from mllm_seqpar.sharding import FrameShard
 from mllm_seqpar.visual import Projection
 
 from . import hf_attention
+from .hf_family import VISUAL_SHARD, Family, View
 from .hf_generation import patch_generate
 from .hf_inputs import Inputs, flat_places, makes_cache
-from .hf_passes import VISUAL_SHARD, Family, View, run_pass
+from .hf_passes import run_pass
 from .visual_masks import sample_mask
 
 _FRAMES = ("pixel_values", "image_encoder_embeddings", "perceiver_embeddings")

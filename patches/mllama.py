@@ -34,9 +34,10 @@ from mllm_seqpar.patching import Patch
 from mllm_seqpar.sharding import FrameShard
 
 from . import hf_attention
+from .hf_family import Family, View
 from .hf_generation import patch_generate
 from .hf_inputs import Inputs, flat_places, makes_cache
-from .hf_passes import Family, View, run_pass
+from .hf_passes import run_pass
 from .mllama_generation import patch_image_arguments
 from .mllama_inputs import ASPECT_RATIOS, MllamaInputs, image_list
 

@@ -29,9 +29,10 @@ from mllm_seqpar.visual import Projection
 
 from . import hf_attention
 from .hf_cache import remembered
+from .hf_family import VISUAL_SHARD, Family, View
 from .hf_generation import patch_generate
 from .hf_inputs import Inputs, flat_places
-from .hf_passes import VISUAL_SHARD, Family, View, run_pass
+from .hf_passes import run_pass
 from .text_masks import causal_tiles
 
 _MODELS = "mllm_seqpar.models.mplug_owl3."

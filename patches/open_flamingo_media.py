@@ -26,9 +26,9 @@ from mllm_seqpar.errors import AdapterError, ShapeError
 from mllm_seqpar.masks import FrameMask
 from mllm_seqpar.sharding import FrameShard, frame_bounds
 
+from .hf_family import Family, View
 from .hf_inputs import Inputs
 from .hf_outputs import refuse_attentions
-from .hf_passes import Family, View
 from .open_flamingo_layers import cross_attentions
 from .open_flamingo_lms import language_model_of
 
