@@ -27,5 +27,11 @@ fi
 echo "== pytest $*"
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" # ranks are processes: more threads than cores slow all of them down
 tests=0
-"$venv_python" -m pytest "$@" || tests=$?
+# The whole suite runs in two halves at once, file by file: ranks wait for each other much of the time, and one half alone
+# leaves two cores half idle. With arguments, as for a single test, there is one process to look at.
+halves=()
+if [[ $# == 0 ]]; then
+    halves=(-n "${TEST_WORKERS:-2}" --dist loadfile)
+fi
+"$venv_python" -m pytest "${halves[@]}" "$@" || tests=$?
 exit $((tests != 0 ? tests : checks))

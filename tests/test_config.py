@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import pytest
 import torch
@@ -12,7 +13,8 @@ from mllm_seqpar.errors import ConfigError
 
 
 def test_defaults_are_those_of_the_contract() -> None:
-    assert dataclasses.asdict(SeqParConfig()) == {
+    beyond = {"shard_prompt_from": 16384}
+    assert dataclasses.asdict(SeqParConfig()) == beyond | {
         "strategy": "lv-xattn",
         "self_attention": "ring",
         "text_layout": "zigzag",
@@ -61,3 +63,10 @@ def test_it_is_frozen_and_keyword_only() -> None:
         SeqParConfig().strategy = "ring"  # type: ignore[misc]
     with pytest.raises(TypeError):
         SeqParConfig("ring")  # type: ignore[misc]
+
+
+@pytest.mark.parametrize("value", ["long", 1.5, True])
+def test_a_prompt_is_dealt_from_a_number_of_tokens_on(value: Any) -> None:
+    with pytest.raises(ConfigError, match="shard_prompt_from: .* is not a number of tokens; pass an int or None"):
+        SeqParConfig(shard_prompt_from=value)
+    assert SeqParConfig(shard_prompt_from=None).shard_prompt_from is None
