@@ -16,7 +16,8 @@ ROOT = Path(__file__).resolve().parent.parent
 CORE = {"torch", "core"}
 MAY_IMPORT = {
     "core": CORE,
-    "models": CORE | {"numpy", "PIL", "safetensors", "tokenizers", "transformers", "models", "open_clip", "open_flamingo"},
+    "models": CORE
+    | {"numpy", "PIL", "safetensors", "tokenizers", "transformers", "models", "open_clip", "open_flamingo"},
     "data": CORE | {"numpy", "PIL", "safetensors", "av", "tokenizers", "transformers", "data"},
     "running": CORE | {"safetensors", "transformers", "tqdm", "models", "running"},
     "training": CORE | {"numpy", "accelerate", "peft", "transformers", "data", "running", "training"},
