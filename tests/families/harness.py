@@ -7,6 +7,7 @@ the reference for everything.
 
 from __future__ import annotations
 
+import copy
 import functools
 import importlib
 from collections.abc import Mapping
@@ -42,6 +43,7 @@ class FamilyCase:
         model: config overrides of the tiny model.
         options: of patch_model.
         train: the model is in training mode.
+        double: in float64, where a gradient is a sum that cancels down to float32's rounding.
     """
 
     images: tuple[int, ...] = (3,)
@@ -54,6 +56,7 @@ class FamilyCase:
     model: Mapping[str, Any] = field(default_factory=dict)
     options: Mapping[str, Any] = field(default_factory=dict)
     train: bool = False
+    double: bool = False
 
     def with_options(self, **options: Any) -> Any:
         """The same with options of `patch_model` added."""
@@ -69,12 +72,22 @@ class FamilyCase:
         return mask
 
 
+def _prepared(module: Any, case: Any) -> tuple[Any, dict[str, Any]]:
+    """The case's model, unpatched, and its inputs."""
+    model = module.model_of(case).train(case.train)
+    inputs = module.inputs_of(case, model)
+    if case.double:
+        model = copy.deepcopy(model).double()
+        floats = {name for name, x in inputs.items() if isinstance(x, Tensor) and x.is_floating_point()}
+        inputs = {name: x.double() if name in floats else x for name, x in inputs.items()}
+    return model, inputs
+
+
 def rank_outcome(rank: int, world: int, family: str, cases: str, name: str) -> Outcome:
     """On a rank: the patched model's outcome."""
     module = importlib.import_module(family)
     case = getattr(module, cases)[name]
-    model = module.model_of(case).train(case.train)
-    inputs = module.inputs_of(case, model)
+    model, inputs = _prepared(module, case)
     if case.local_frames:
         inputs = module.local_frames(inputs)
     patch_model(model, **case.options)
@@ -95,10 +108,9 @@ def reference(family: str, cases: str, name: str) -> Outcome:
     """The unpatched model's outcome, in this process."""
     module = importlib.import_module(family)
     case = getattr(module, cases)[name]
-    model = module.model_of(case).train(case.train)
-    outcome = run_case(model, module.inputs_of(case, model))
+    outcome = run_case(*_prepared(module, case))
     outcome.grads = {n: None if g is None else g.clone() for n, g in outcome.grads.items()}
-    model.zero_grad(set_to_none=True)
+    module.model_of(case).zero_grad(set_to_none=True)
     return outcome
 
 

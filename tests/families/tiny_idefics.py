@@ -183,7 +183,7 @@ EVERYWHERE = {
 ONCE = {
     "no row sees anything": Case(images=(2,), mask="nothing"),
     "no norms of q and k": Case(model={"qk_layer_norms": False}),
-    "a scalar gate": Case(model={"alpha_type": "float"}),
+    "a scalar gate": Case(model={"alpha_type": "float"}, double=True),
     "block before every layer": Case(model={"cross_layer_interval": 1}),
     "gradients of pixels": Case(images=(2, 1), wants_grad=("pixel_values",)),
     "features of the tower": Case(images=(2, 1), features="encoder", wants_grad=("image_encoder_embeddings",)),
