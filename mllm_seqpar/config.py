@@ -31,7 +31,7 @@ class SeqParConfig:
         self_attention: the language model's own attention: "ring", or "local" (text not sharded at all: every rank
             computes all text, only frames are shared out).
         text_layout: how text tokens are dealt to ranks; zigzag and striped balance causal work.
-        tile: for the mesh strategy (not in this version): None.
+        tile: (a, b) for the mesh strategy: how many ranks' rows and columns a rank computes with; None: chosen.
         recompute_visual: project K and V of visual tokens again in backward instead of keeping them.
         kernel: block kernel by name, or "auto"; `mllm_seqpar.kernels.available_kernels()` lists them.
         overlap: transfers under computation; False only to measure.
@@ -39,6 +39,9 @@ class SeqParConfig:
         shard_prompt_from: `generate` reads prompts of at least this many tokens with their text dealt to the ranks (by
             `self_attention`), and the text's K and V stay dealt while decoding. Below, every rank has all text, which
             saves an exchange per layer and token; None: always so.
+        mlp_chunk_size: tokens that the language model's MLPs compute at once, with recomputation in backward (blockwise
+            feed-forward, arXiv 2310.01889, section 3); None: all of a rank's tokens at once, nothing recomputed.
+        cluster: a cluster file of the planner (`configs/clusters`) whose rates "auto" decides by; None: measured.
         logits: "full": every rank gets the caller's whole logits; "local": its own tokens' only; "auto": full without
             labels, local with labels.
 
@@ -56,6 +59,8 @@ class SeqParConfig:
     accumulate_dtype: torch.dtype | None = torch.float32
     logits: str = "auto"
     shard_prompt_from: int | None = 16384
+    mlp_chunk_size: int | None = None
+    cluster: str | None = None
 
     def __post_init__(self) -> None:
         for name, allowed in CHOICES.items():
@@ -82,6 +87,14 @@ class SeqParConfig:
             raise ConfigError(
                 f"shard_prompt_from: {self.shard_prompt_from!r} is not a number of tokens; pass an int or None"
             )
+        if self.mlp_chunk_size is not None and (
+            not isinstance(self.mlp_chunk_size, int) or isinstance(self.mlp_chunk_size, bool) or self.mlp_chunk_size < 1
+        ):
+            raise ConfigError(
+                f"mlp_chunk_size: {self.mlp_chunk_size!r} is not a number of tokens; pass a positive int, or None"
+            )
+        if self.cluster is not None and not isinstance(self.cluster, str):
+            raise ConfigError(f"cluster: {self.cluster!r} is not a path; pass that of a cluster file, or None")
         if not isinstance(self.kernel, str):
             raise ConfigError(f"kernel: {self.kernel!r} is not a kernel's name; pass 'auto' or a name")
 

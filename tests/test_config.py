@@ -13,7 +13,7 @@ from mllm_seqpar.errors import ConfigError
 
 
 def test_defaults_are_those_of_the_contract() -> None:
-    beyond = {"shard_prompt_from": 16384}
+    beyond = {"shard_prompt_from": 16384, "mlp_chunk_size": None, "cluster": None}
     assert dataclasses.asdict(SeqParConfig()) == beyond | {
         "strategy": "lv-xattn",
         "self_attention": "ring",
@@ -50,6 +50,9 @@ def test_what_is_not_there_yet_is_refused_by_name(name: str, value: str) -> None
         ("tile", (2, 2), "tiles belong to the mesh strategy"),
         ("recompute_visual", 1, "recompute_visual: 1 is not a bool"),
         ("overlap", "yes", "overlap: 'yes' is not a bool"),
+        ("mlp_chunk_size", 0, "mlp_chunk_size: 0 is not a number of tokens"),
+        ("mlp_chunk_size", True, "mlp_chunk_size: True is not a number of tokens"),
+        ("cluster", 3, "cluster: 3 is not a path"),
         ("kernel", None, "kernel: None is not a kernel's name"),
     ],
 )

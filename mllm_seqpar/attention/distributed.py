@@ -10,9 +10,9 @@ from torch import Tensor
 
 from ..comm import Communicator
 from ..masks import Blocks, Rows, Tile, clip_rows
+from ..schedules import Axis, Block, Move, schedule_for
 from .block import BlockMath, Partial, Places, Sum, fold, unfold
 from .executor import Bundle, run_schedule
-from .schedule import Axis, Block, Move, schedule_for
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ..comm import Communicator, Recv, Send
-from .schedule import Axis, Block, Move, Schedule
+from ..schedules import Axis, Block, Move, Schedule
 
 Bundle = dict[str, Tensor]
 

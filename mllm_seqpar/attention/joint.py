@@ -6,7 +6,7 @@ Forward: for every source s, (o_s, l_s) = the distributed attention of q over al
 Backward, with the merged o and lse and their do: the distributed backward of every source by itself; dq is the sum.
 That is exact because a block's backward needs nothing of other blocks but the row's final (o, lse), and do.
 
-Travels: per source what its plan says (`mllm_seqpar.attention.schedule`). Saved for backward: q, o, lse and what each
+Travels: per source what its plan says (`mllm_seqpar.schedules`). Saved for backward: q, o, lse and what each
 source keeps; a recomputed source keeps only the features that all layers share, so nothing here grows with the number
 of visual keys (arXiv 2502.02406, section 3.2).
 """

@@ -1,6 +1,6 @@
 """One rank's view of a group of ranks: a grouped one-hop exchange and the few collectives that the package needs.
 
-Why so small a surface: schedules (`mllm_seqpar.attention.schedule`) are data, and the executor that runs them knows
+Why so small a surface: schedules (`mllm_seqpar.schedules`) are data, and the executor that runs them knows
 only `exchange`. Two transports implement it: `process_group` over torch.distributed, and `loopback`, which runs all
 ranks as threads of one process, so that one GPU, or none, can run every schedule.
 """

@@ -8,8 +8,8 @@ import torch
 from attention.cases import Case, over_gloo, run_case, visible_frames
 from mllm_seqpar.attention import decode_attention
 from mllm_seqpar.attention.decode import SCATTER_ROWS
-from mllm_seqpar.attention.traffic import Problem, lv_xattn_bytes, ring_bytes
 from mllm_seqpar.comm import Communicator, run_loopback
+from mllm_seqpar.schedules.traffic import Problem, lv_xattn_bytes, ring_bytes
 from mllm_seqpar.sharding import frame_bounds, sequence_positions
 from ranks import ranks
 

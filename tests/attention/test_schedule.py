@@ -11,7 +11,7 @@ from fractions import Fraction
 
 import pytest
 
-from mllm_seqpar.attention.schedule import Block, Move, Schedule, schedule_for
+from mllm_seqpar.schedules import Block, Move, Schedule, schedule_for
 
 SIZES = range(1, 17)
 Piece = tuple[str, int]  # axis, owner

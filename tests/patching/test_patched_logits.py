@@ -7,8 +7,8 @@ import torch
 from patched import PATIENCE, TOLERANCE, Case, inputs_of, model_of
 
 from mllm_seqpar import patch_model, unpatch_model
-from mllm_seqpar.attention.traffic import Problem, lv_xattn_bytes, ring_bytes
 from mllm_seqpar.patching import patch_of
+from mllm_seqpar.schedules.traffic import Problem, lv_xattn_bytes, ring_bytes
 from mllm_seqpar.sharding import padded_length, sequence_positions
 from mllm_seqpar.visual import SharedVisual
 from outcomes import error

@@ -1,9 +1,4 @@
-"""Schedules as data: which block a rank computes at which step, and what travels meanwhile. Plain Python, no torch.
-
-One block is attend(Q_i, KV_j): row i is the query shard of rank i, column j the key shard of rank j. A schedule is a
-list of steps; a step's moves are posted first as one grouped exchange, then its blocks are computed, then the moves are
-waited for. Two kinds of stream: what goes AHEAD of the computation (the inputs of coming blocks) and what comes BEHIND
-it (results on their way home, each rank adding its own part to what arrives).
+"""The two ends of the family of tiles: rows go round (LV-XAttn), or columns do (Ring Attention).
 
 LV-XAttn (arXiv 2502.02406, section 3.1) rotates rows, Ring Attention (arXiv 2310.01889) rotates columns: one rule with
 the roles exchanged, so both directions of both come from `rotation`. Two details go beyond the papers: the block of a
@@ -18,44 +13,7 @@ sent only the rows that see something of it (who sees what is not the schedule's
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal
-
-Stream = Literal["ahead", "behind"]
-Axis = Literal["rows", "columns"]
-
-
-@dataclass(frozen=True)
-class Move:
-    """One hop of one stream: the piece of home rank `send` leaves for rank `to`; that of `recv` comes from `source`."""
-
-    stream: Stream
-    axis: Axis
-    send: int
-    to: int
-    recv: int
-    source: int
-
-
-@dataclass(frozen=True)
-class Block:
-    """attend(Q_row, KV_column), or only the part of its query rows from part/parts to (part + 1)/parts."""
-
-    row: int
-    column: int
-    part: int = 0
-    parts: int = 1
-
-
-@dataclass(frozen=True)
-class Step:
-    """Moves to post, blocks to compute while they are under way, then the wait."""
-
-    moves: tuple[Move, ...]
-    blocks: tuple[Block, ...]
-
-
-Schedule = tuple[Step, ...]
+from .steps import Axis, Block, Move, Schedule, Step
 
 
 def rotation(size: int, rank: int, axis: Axis, *, results_travel: bool) -> Schedule:
@@ -110,19 +68,3 @@ def _blocks(size: int, rank: int, axis: Axis, results_travel: bool) -> list[tupl
     if size == 1 or not results_travel:
         return [block(t) for t in range(size)]
     return [block(0, 0, 2), *(block(t) for t in range(1, size)), block(0, 1, 2)]
-
-
-def schedule_for(tile: tuple[int, int], rank: int, *, backward: bool, straight: bool = False) -> Schedule:
-    """The schedule of `rank` for a tile (a, b): (n, 1) is LV-XAttn, (1, n) is Ring Attention.
-
-    Forward, a column's results stay with the row (nothing travels behind K and V); everything else travels home.
-    `straight`: rows do not go round, see `direct`.
-    """
-    rows, columns = tile
-    if columns == 1:
-        if straight:
-            return direct(rows, rank)
-        return rotation(rows, rank, "rows", results_travel=True)
-    if rows == 1:
-        return rotation(columns, rank, "columns", results_travel=backward)
-    raise ValueError(f"tile {tile}: schedules exist for (n, 1), LV-XAttn, and (1, n), Ring Attention")
