@@ -19,6 +19,7 @@ MAY_IMPORT = {
     "models": CORE
     | {"numpy", "PIL", "safetensors", "tokenizers", "transformers", "models", "open_clip", "open_flamingo"},
     "data": CORE | {"numpy", "PIL", "safetensors", "av", "tokenizers", "transformers", "data"},
+    "planner": CORE | {"yaml", "planner"},
     "running": CORE | {"safetensors", "transformers", "tqdm", "models", "running"},
     "training": CORE | {"numpy", "accelerate", "peft", "transformers", "data", "running", "training"},
     "inference": CORE | {"transformers", "data", "running", "inference"},

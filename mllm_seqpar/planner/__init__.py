@@ -1,0 +1,27 @@
+"""What a call, or a training step, will take on a described cluster: pure arithmetic on the executor's own schedules.
+
+`cluster` describes the machines, `simulate` runs schedules on them as events, `cost` says what one attention call
+takes by each strategy, `choose` takes the cheapest. None of these needs torch; `calibrate`, which measures the machine
+at hand, does.
+"""
+
+from __future__ import annotations
+
+from .choose import Candidate, Choice, Options, choose
+from .cluster import Cluster, read_cluster, write_cluster
+from .cost import CallCost, blocks_to_hide, call_cost
+from .strategies import Way
+
+__all__ = [
+    "CallCost",
+    "Candidate",
+    "Choice",
+    "Cluster",
+    "Options",
+    "Way",
+    "blocks_to_hide",
+    "call_cost",
+    "choose",
+    "read_cluster",
+    "write_cluster",
+]

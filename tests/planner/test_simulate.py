@@ -1,0 +1,103 @@
+"""Layer: pure Python. The simulator against cases worked out by hand: ports, sharing, latency, waiting."""
+
+from __future__ import annotations
+
+import pytest
+from clusters import ROUND, with_
+
+from mllm_seqpar.planner.simulate import Computed, Phase, Sent, Span, simulate
+
+MB = 1_000_000
+
+
+def ring(ranks: int, size: int, seconds: float, steps: int = 1) -> list[list[Phase]]:
+    return [
+        [Phase((Sent((r + 1) % ranks, size),), ((r - 1) % ranks,), (Computed(seconds),))] * steps for r in range(ranks)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("seconds", "overlap", "end", "exposed", "hidden"),
+    [
+        (0.5, True, 1.0, 0.5, 0.5),  # bound by transfers: 1 GB at 1 GB/s
+        (3.0, True, 3.0, 0.0, 1.0),  # bound by computation
+        (3.0, False, 4.0, 1.0, 0.0),  # one after the other
+    ],
+)
+def test_a_step_ends_with_the_longer_of_both(
+    seconds: float, overlap: bool, end: float, exposed: float, hidden: float
+) -> None:
+    found = simulate(ring(4, 1000 * MB, seconds), 4, ROUND, overlap=overlap)
+    assert found.end == pytest.approx((end,) * 4)
+    assert found.exposed == pytest.approx((exposed,) * 4)
+    assert found.hidden == pytest.approx((hidden,) * 4)
+    assert found.node_bytes == (1000 * MB,) * 4 and found.network_bytes == (0,) * 4
+
+
+def test_computation_that_transfers_disturb_is_partly_added() -> None:
+    """Half of the 3 s runs beside the 1 s transfer: max(1.5, 1) + 1.5."""
+    found = simulate(ring(4, 1000 * MB, 3.0), 4, with_(overlap=0.5))
+    assert found.end == pytest.approx((3.0,) * 4)
+    found = simulate(ring(4, 2000 * MB, 3.0), 4, with_(overlap=0.5))
+    assert found.end == pytest.approx((2.0 + 1.5,) * 4)
+
+
+def test_a_ring_over_nodes_goes_at_the_speed_of_its_slowest_hop() -> None:
+    """8 ranks, 2 nodes: hops 3 -> 4 and 7 -> 0 take 1 s, the others 0.1 s; after some steps all wait for those."""
+    found = simulate(ring(8, 100 * MB, 0.0, steps=7), 8, ROUND)
+    assert found.seconds == pytest.approx(7.0)
+    assert found.network_bytes == (0, 0, 0, 700 * MB) * 2
+    assert found.all_network_bytes == 1400 * MB and found.all_node_bytes == 6 * 700 * MB
+
+
+def test_transfers_share_the_link_of_their_node() -> None:
+    """Each of 4 ranks sends 100 MB to the other node: together 0.1 GB/s, so 4 s; alone 1 s."""
+    phases = [[Phase((Sent((r + 4) % 8, 100 * MB),), ((r + 4) % 8,))] for r in range(8)]
+    assert simulate(phases, 8, ROUND).end == pytest.approx((4.0,) * 8)
+    alone = [phases[0], [], [], [], phases[4], [], [], []]
+    assert simulate(alone, 8, ROUND).end == pytest.approx((1.0, 0, 0, 0, 1.0, 0, 0, 0))
+    cards = with_(network_link_per_gpu=0.5e8)
+    assert simulate(alone, 8, cards).end[0] == pytest.approx(2.0)  # its own card is half as fast
+
+
+def test_what_is_left_goes_faster_once_others_are_done() -> None:
+    """50 MB and 150 MB leave one node: both at half speed for 1 s, then 100 MB at full speed for 1 s."""
+    phases = [[Phase((Sent(4, 50 * MB),))], [Phase((Sent(5, 150 * MB),))], [], []]
+    phases += [[Phase((), (0,))], [Phase((), (1,))], [], []]
+    assert simulate(phases, 8, ROUND).end == pytest.approx((1.0, 2.0, 0, 0, 1.0, 2.0, 0, 0))
+
+
+def test_a_transfer_waits_until_both_ends_have_posted_it() -> None:
+    """Rank 1 computes 2 s before it posts: rank 0 waits for it, and its 1 GB, until 3 s."""
+    phases = [[Phase((Sent(1, 1000 * MB),))], [Phase(work=(Computed(2.0),)), Phase((), (0,))]]
+    found = simulate(phases, 2, ROUND, record=True)
+    assert found.end == pytest.approx((3.0, 3.0))
+    assert found.exposed == pytest.approx((3.0, 1.0))
+    assert found.spans[0] == (Span("wait", 0.0, 3.0, 0), Span("transfer", 2.0, 3.0, 0))
+    assert found.spans[1] == (Span("compute", 0.0, 2.0, 0), Span("wait", 2.0, 3.0, 1))
+
+
+def test_latency_and_overhead_come_before_the_first_byte() -> None:
+    slow = with_(node_latency_s=0.25, step_overhead_s=0.5)
+    found = simulate(ring(4, 1000 * MB, 1.0), 4, slow)
+    assert found.end == pytest.approx((1.75,) * 4)
+    computing = simulate(ring(4, 1000 * MB, 9.0), 4, slow)
+    assert computing.end == pytest.approx((9.5,) * 4)
+
+
+def test_empty_pieces_take_no_time() -> None:
+    assert simulate(ring(4, 0, 1.0), 4, with_(node_latency_s=5.0)).end == pytest.approx((1.0,) * 4)
+
+
+def test_copies_do_as_the_ranks_that_stand_for_them() -> None:
+    whole, part = ring(8, 100 * MB, 0.01, 7), ring(8, 100 * MB, 0.01, 7)[:4]
+    every, some = simulate(whole, 8, ROUND), simulate(part, 8, ROUND)
+    assert some.end * 2 == pytest.approx(every.end)
+    assert some.all_network_bytes == every.all_network_bytes and some.all_node_bytes == every.all_node_bytes
+
+
+def test_what_cannot_be_run_is_refused() -> None:
+    with pytest.raises(ValueError, match="3 ranks cannot stand for 8"):
+        simulate(ring(8, 1, 0.0)[:3], 8, ROUND)
+    with pytest.raises(ValueError, match="rank 0 waits for ever in step 0"):
+        simulate([[Phase((Sent(1, 1),))], []], 2, ROUND)
