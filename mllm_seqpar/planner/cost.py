@@ -12,10 +12,11 @@ from dataclasses import dataclass, replace
 from math import ceil
 
 from ..schedules import Axis, Block, Hides, Move, Schedule, Stream, schedule_for
+from ..schedules.heads import HeadShares
 from ..schedules.traffic import LSE_BYTES, Problem
 from .cluster import Cluster
 from .simulate import Computed, Phase, Sent, Timeline, simulate
-from .strategies import Way, period_of, travelling_kv_heads, within_groups
+from .strategies import Way, period_of, within_groups
 from .transfers import Hop, all_gather_seconds, all_to_all, column_hop, row_hop
 
 Entries = float | Sequence[Sequence[float]]
@@ -270,12 +271,14 @@ def _around(problem: Problem, way: Way, cluster: Cluster, backward: bool, visual
         return _replication(problem, cluster, backward, visual)
     if way.heads_over == 1:
         return _Around()
-    q = problem.batch * problem.rows * problem.heads * problem.dim
-    kv = 2 * problem.key_batch * max(problem.keys) * travelling_kv_heads(problem, way.heads_over) * problem.dim
-    if backward:  # dO to heads; dQ, dK, dV back to rows and keys
-        sizes = (q * problem.element, (q + kv) * problem.accumulated)
-    else:  # Q, K, V to heads; O back to rows
-        sizes = ((q + kv) * problem.element, q * problem.accumulated)
+    shares = HeadShares(problem.heads, problem.kv_heads, way.heads_over)
+    kv_heads = sum(len(shares.key_heads(place)) for place in range(way.heads_over))
+    q = problem.batch * problem.rows * problem.heads * problem.dim * problem.element
+    kv = 2 * problem.key_batch * max(problem.keys) * kv_heads * problem.dim * problem.element
+    if backward:  # dO to heads, and K and V where they are made again; dQ, dK, dV back to rows and keys
+        sizes = (q + (kv if visual is not None and visual.recompute else 0), q + kv)
+    else:  # Q, K, V to heads; O and the log-sum-exp back to rows
+        sizes = (q + kv, q + problem.batch * problem.rows * problem.heads * LSE_BYTES)
     trips = [all_to_all(cluster, problem.ranks, way.heads_over, size) for size in sizes]
     return _Around(*(sum(part) for part in zip(*trips, strict=True)))
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from math import lcm
 
 from ..errors import ConfigError
+from ..schedules.heads import HeadShares
 from ..schedules.traffic import Problem
 from .cluster import Cluster
 
@@ -67,22 +67,17 @@ def divisors(n: int) -> list[int]:
     return [a for a in range(1, n + 1) if n % a == 0]
 
 
-def travelling_kv_heads(problem: Problem, group: int) -> int:
-    """K, V heads that an all-to-all over `group` ranks carries: repeated only as far as the group needs."""
-    return lcm(problem.kv_heads, group)
-
-
 def within_groups(problem: Problem, group: int) -> Problem:
     """The problem that groups of `group` ranks solve once heads are shared out: more rows and keys, fewer heads."""
     if group == 1:
         return problem
-    keys = problem.keys
+    keys, shares = problem.keys, HeadShares(problem.heads, problem.kv_heads, group)
     return replace(
         problem,
         rows=problem.rows * group,
         keys=tuple(sum(keys[i : i + group]) for i in range(0, len(keys), group)),
         heads=problem.heads // group,
-        kv_heads=travelling_kv_heads(problem, group) // group,
+        kv_heads=max(shares.computed_key_heads(place) for place in range(group)),
         rank=problem.rank // group,
     )
 

@@ -10,7 +10,7 @@ from clusters import with_
 from mllm_seqpar.planner import Way, call_cost
 from mllm_seqpar.planner.cost import Visual, blocks_to_hide
 from mllm_seqpar.planner.strategies import period_of, ways
-from mllm_seqpar.schedules.traffic import Problem, lv_xattn_bytes, ring_bytes
+from mllm_seqpar.schedules.traffic import Problem, lv_xattn_bytes, mesh_bytes, ring_bytes, ulysses_bytes
 
 EVEN = Problem(rows=64, keys=(4096,) * 8, heads=8, kv_heads=2, dim=64)
 ONE_NODE = with_(gpus_per_node=8)
@@ -110,15 +110,26 @@ def test_the_ranks_simulated_stand_for_all(ranks: int) -> None:
 
 def test_ulysses_sends_heads_and_repeats_keys_only_as_far_as_needed() -> None:
     cluster = with_(ONE_NODE, attention_forward=1e18, attention_backward=1e18)
-    ulysses = Way("ulysses", (1, 1), 8)
-    cost = call_cost(EVEN, ulysses, cluster, backward=False)
-    q, kv = 64 * 8 * 64, 2 * 4096 * 8 * 64  # 2 K, V heads repeated to 8
-    assert cost.node_bytes == (q * 2 + kv * 2) * 7 // 8 + q * 4 * 7 // 8
-    assert cost.seconds == pytest.approx(cost.node_bytes / 1e9, rel=1e-3)
-    backward = call_cost(EVEN, ulysses, cluster, backward=True)
-    assert backward.node_bytes == q * 2 * 7 // 8 + (q + kv) * 4 * 7 // 8
-    by_two = call_cost(EVEN, Way("ulysses", (1, 1), 2), cluster, backward=False)
-    assert by_two.node_bytes == (q * 2 + kv // 4 * 2) // 2 + q * 4 // 2
+    for group in (8, 4, 2):
+        problem = replace(EVEN, keys=EVEN.keys[:group])
+        for backward in (False, True):
+            cost = call_cost(problem, Way("ulysses", (1, 1), group), cluster, backward=backward)
+            assert cost.node_bytes == sum(ulysses_bytes(problem, backward=backward).values())
+            assert cost.seconds == pytest.approx(cost.node_bytes / 1e9, rel=1e-3)
+    again = call_cost(EVEN, Way("ulysses", (1, 1), 8), cluster, backward=True, visual=Visual(dim=64))
+    kv = 2 * 4096 * 8 * 64 * 2 * 7 // 8  # K and V are made again by rows, and dealt again
+    assert again.node_bytes == sum(ulysses_bytes(EVEN, backward=True).values()) + kv
+
+
+@pytest.mark.parametrize("tile", [(2, 4), (4, 2), (1, 4), (2, 2), (4, 1), (2, 1)])
+@pytest.mark.parametrize("backward", [False, True])
+def test_bytes_of_meshes_and_hybrids_are_those_of_the_formulas(tile: tuple[int, int], backward: bool) -> None:
+    group = 8 // (tile[0] * tile[1])
+    way = Way("ulysses" if group > 1 else "mesh", tile, group)
+    formula = ulysses_bytes if group > 1 else mesh_bytes
+    found = call_cost(EVEN, way, ONE_NODE, backward=backward)
+    assert found.node_bytes == sum(formula(EVEN, tile, backward=backward).values())
+    assert found.network_bytes == 0
 
 
 def test_replication_gathers_features_once_for_all_layers_and_projects_them_everywhere() -> None:

@@ -1,0 +1,37 @@
+"""Layer: gloo ranks. Measuring this machine: plausible figures, the same on all ranks, quickly."""
+
+from __future__ import annotations
+
+import time
+
+import torch
+
+from mllm_seqpar.comm import as_communicator
+from mllm_seqpar.planner import Cluster
+from mllm_seqpar.planner.calibrate import Shape, calibrate
+from ranks import ranks
+
+
+def measured(rank: int, world: int) -> tuple[Cluster, float]:
+    comm = as_communicator(None)
+    begin = time.perf_counter()
+    found = calibrate(comm, shape=Shape(heads=4, kv_heads=2, dim=32))
+    return found, time.perf_counter() - begin
+
+
+def test_ranks_agree_on_plausible_figures() -> None:
+    found = ranks(2).run(measured)
+    assert found[0][0] == found[1][0]
+    cluster = found[0][0]
+    assert cluster.gpus_per_node == 2
+    for rate in (cluster.attention_forward, cluster.attention_backward, cluster.matmul):
+        assert 1e7 < rate < 1e14
+    assert 1e6 < cluster.node_link < 1e12 and cluster.network_link == cluster.node_link
+    assert 0 <= cluster.node_latency_s < 1 and 0 < cluster.step_overhead_s < 1 and 0 < cluster.block_overhead_s < 1
+    assert max(seconds for _, seconds in found) < 10  # 0.3 s where nothing else runs
+
+
+def test_one_rank_has_nothing_to_wait_for() -> None:
+    found = calibrate(as_communicator(None), shape=Shape(dtype=torch.bfloat16), name="alone")
+    assert found.name == "alone" and found.gpus_per_node == 1 and "bfloat16" in found.source
+    assert found.node_latency_s == found.step_overhead_s == 0
