@@ -1,8 +1,9 @@
 """The text K and V of a prompt that was read with its tokens dealt to the ranks: they stay dealt while decoding.
 
-Each rank keeps those of its own share of the prompt; every new token's go to one rank, in turn, so that no rank's part
-grows faster than another's. A decoding step's queries are the same on every rank and attend to each part (query
-broadcast, Star Attention's phase 2, arXiv 2411.17116); the partial results are merged exactly.
+Each rank keeps those of its own share of the prompt; every new token's go to one rank: in turn, so that no rank's part
+grows faster than another's, or always the same where the prompt's layout says so (`star`). A decoding step's queries
+are the same on every rank and attend to each part (query broadcast, Star Attention's phase 2, arXiv 2411.17116); the
+partial results are merged exactly.
 """
 
 from __future__ import annotations
@@ -10,7 +11,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .comm import Communicator
 from .masks import Tile
 from .masks.intervals import interval_tiles
 from .text import TextShards
@@ -26,16 +26,16 @@ class CachedText:
     """
 
     def __init__(self, text: TextShards) -> None:
-        mine = text.positions(text.comm.rank)
-        self.positions = mine[mine < text.length]  # padding stands at the end of every rank's share
+        self.fresh = text.own
+        self.positions = text.positions(text.comm.rank)[self.fresh]
         self.total = text.length
-        self.fresh = torch.arange(self.positions.numel())
-        self._comm: Communicator = text.comm
+        self._comm, self._keeper = text.comm, text.keeper
 
     def extend(self, count: int) -> None:
         """Begins a pass of `count` new tokens."""
         new = torch.arange(self.total, self.total + count)
-        self.fresh = (new % self._comm.size == self._comm.rank).nonzero().flatten()
+        home = new % self._comm.size if self._keeper is None else torch.full_like(new, self._keeper)
+        self.fresh = (home == self._comm.rank).nonzero().flatten()
         self.positions = torch.cat([self.positions, new[self.fresh]])
         self.total += count
 

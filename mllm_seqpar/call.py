@@ -118,7 +118,9 @@ class SeqParCall:
         """This rank's text keys (B, G, s, D), causal, by the configured self-attention."""
         assert self.text is not None
         size = self.context.comm.size
-        return GivenKeys(self._plan((1, size), self.text.blocks(window), (self.text.local,) * size, k.dtype), k, v)
+        # Star Attention: rows go where they see something, which is nowhere
+        tile = (size, 1) if self.context.config.self_attention == "star" else (1, size)
+        return GivenKeys(self._plan(tile, self.text.blocks(window), (self.text.local,) * size, k.dtype), k, v)
 
     def cross_attend(
         self, q: Tensor, layer: Hashable, project: Projection, modules: Sequence[nn.Module], scale: float

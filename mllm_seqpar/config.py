@@ -12,13 +12,13 @@ from .sharding import LAYOUTS
 # The values of the contract that this version implements; the others are refused by name, never approximated.
 CHOICES: dict[str, tuple[str, ...]] = {
     "strategy": ("lv-xattn", "ring"),
-    "self_attention": ("ring", "local"),
+    "self_attention": ("ring", "local", "star"),
     "text_layout": LAYOUTS,
     "logits": ("auto", "full", "local"),
 }
 PLANNED: dict[str, tuple[str, ...]] = {
     "strategy": ("mesh", "ulysses", "auto"),
-    "self_attention": ("mesh", "ulysses", "star"),
+    "self_attention": ("mesh", "ulysses"),
 }
 
 
@@ -28,8 +28,9 @@ class SeqParConfig:
 
     Attributes:
         strategy: cross-attention: "lv-xattn" moves Q, O and the log-sum-exp, "ring" moves K and V.
-        self_attention: the language model's own attention: "ring", or "local" (text not sharded at all: every rank
-            computes all text, only frames are shared out).
+        self_attention: the language model's own attention: "ring"; "local" (text not sharded at all: every rank
+            computes all text, only frames are shared out); or "star", for generating from long prompts, which is
+            approximate: see `mllm_seqpar.star`.
         text_layout: how text tokens are dealt to ranks; zigzag and striped balance causal work.
         tile: (a, b) for the mesh strategy: how many ranks' rows and columns a rank computes with; None: chosen.
         recompute_visual: project K and V of visual tokens again in backward instead of keeping them.

@@ -23,6 +23,7 @@ class SeqParContext:
     comm: Communicator
     config: SeqParConfig
     _reported: list[bool] = field(default_factory=list, repr=False, compare=False)
+    _warned: list[bool] = field(default_factory=list, repr=False, compare=False)
     _passes: list[int] = field(default_factory=lambda: [0], repr=False, compare=False)
 
     def compares_weights(self) -> bool:
@@ -48,3 +49,20 @@ class SeqParContext:
                 "rank %d of %d holds %d of %d text tokens (padding included) and %d of %d frames",
                 *(self.comm.rank, self.comm.size, *tokens, *frames),
             )
+
+    def report_approximation(self, block: int, query: int) -> None:
+        """Warns once, on one rank, that a prompt is read by Star Attention, which is no exact attention.
+
+        Args:
+            block: tokens of each rank's block of the prompt.
+            query: tokens after the blocks.
+        """
+        if not self._warned:
+            self._warned.append(True)
+            if self.comm.rank == 0:
+                _log.warning(
+                    'self_attention="star" is approximate: of this prompt, each token attends to the first %d tokens '
+                    "and to its own block of as many, one of %d blocks; only the last %d tokens, and what is "
+                    'generated, attend to everything. self_attention="ring" is exact',
+                    *(block, self.comm.size, query),
+                )

@@ -24,7 +24,12 @@ class TextShards:
         comm, layout: the group and how tokens are dealt to it.
         valid: (B, L) bool or None: keys that may be attended to (the attention mask).
         first: (B or 1, L) int64 or None: the first key each row may see (packed sequences).
+
+    Attributes:
+        keeper: the rank that keeps K and V of all tokens that come after this text; None: the ranks do in turn.
     """
+
+    keeper: int | None = None
 
     def __init__(
         self,
@@ -54,6 +59,11 @@ class TextShards:
     def _mine(self) -> Tensor:
         return self.positions(self.comm.rank)
 
+    @cached_property
+    def own(self) -> Tensor:
+        """Of this rank's s rows, those that are its own tokens: all but padding, (k,) int64 on the CPU."""
+        return (self._mine < self.length).nonzero().flatten()
+
     def shard(self, x: Tensor, dim: int, fill: float = 0) -> Tensor:
         """(..., L, ...) the same on every rank -> this rank's (..., s, ...); padding is `fill`. Differentiable."""
         x = self.pad(x, dim, fill)
@@ -72,7 +82,7 @@ class TextShards:
     def gather_rows(self, x: Tensor, rows: Tensor) -> Tensor:
         """This rank's (B, s, C) -> the caller's rows with these indices, (B, r, C) everywhere. Not differentiable."""
         place = torch.full((self.padded,), -1)
-        place[self._mine] = torch.arange(self.local)
+        place[self._mine[self.own]] = self.own
         mine = place[rows.cpu()]
         out = x.new_zeros((x.shape[0], rows.numel(), *x.shape[2:]))
         here = (mine >= 0).nonzero().flatten()
@@ -90,8 +100,11 @@ class TextShards:
                 first = self.pad(first, 1)
             # padding added here stands at the end, where no real row sees it: it needs no mask of its own
             valid = None if self._valid is None else self.pad(self._valid, 1)
-            self._blocks[window] = CausalBlocks(self.batch, self.padded, self.comm.size, self.layout, first, valid)
+            self._blocks[window] = self._blocks_of(first, valid)
         return self._blocks[window]
+
+    def _blocks_of(self, first: Tensor | None, valid: Tensor | None) -> CausalBlocks:
+        return CausalBlocks(self.batch, self.padded, self.comm.size, self.layout, first, valid)
 
 
 def packed_starts(position_ids: Tensor) -> Tensor | None:

@@ -35,6 +35,7 @@ from mllm_seqpar.call import SeqParCall, as_attended
 from mllm_seqpar.comm.autograd import gather_shards
 from mllm_seqpar.errors import ConfigError, ShapeError
 from mllm_seqpar.patching import Patch
+from mllm_seqpar.star import StarText
 
 from .hf_attention import refuse_dropout
 from .hf_cache import remembered
@@ -160,10 +161,13 @@ class MptLM:
         )
 
     def _blind(self, call: SeqParCall, rows: Tensor) -> Tensor | None:
-        """(B, s) bool, the rows of a dealt text before the first token that the attention mask shows."""
+        """(B, s) bool, the rows of a dealt text before the first token that the attention mask shows.
+
+        Not with Star Attention, whose prompts have no labels: there those rows get zeros, and nothing reads them.
+        """
         assert call.text is not None
         valid = call.text.blocks().valid
-        if valid is None or bool(valid[:, 0].all()):
+        if valid is None or isinstance(call.text, StarText) or bool(valid[:, 0].all()):
             return None
         return (valid.cumsum(dim=1) == 0)[:, rows]
 

@@ -33,12 +33,21 @@ def text_shards(context: SeqParContext, inputs: Inputs) -> TextShards:
     Raises:
         MaskError: an attention mask that is not (B, L).
     """
+    valid, first = text_arguments(inputs)
+    return TextShards(inputs.batch, inputs.length, context.comm, context.config.text_layout, valid, first)
+
+
+def text_arguments(inputs: Inputs) -> tuple[Tensor | None, Tensor | None]:
+    """`valid` and `first` of `TextShards`: the padding, and where each packed sequence begins.
+
+    Raises:
+        MaskError: an attention mask that is not (B, L).
+    """
     mask, shape = inputs.attention_mask, (inputs.batch, inputs.length)
     if mask is not None and (not isinstance(mask, Tensor) or tuple(mask.shape) != shape):
         found = tuple(mask.shape) if isinstance(mask, Tensor) else type(mask).__name__
         raise MaskError(f"attention_mask: sequence-parallel text takes a padding mask of shape {shape}, got {found}")
-    first = packed_starts(inputs.positions()) if mask is None and inputs.packed else None
-    return TextShards(*shape, context.comm, context.config.text_layout, mask, first)
+    return mask, packed_starts(inputs.positions()) if mask is None and inputs.packed else None
 
 
 def whole_text_mask(inputs: Inputs) -> Tensor | None:

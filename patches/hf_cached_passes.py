@@ -1,0 +1,217 @@
+"""Passes of a patched transformers model that fill or continue a cache: a prompt, or a step of decoding.
+
+All text is on every rank and the frames stay dealt; a long prompt is read with its text dealt, too, and the K and V of
+both then stay where they were computed. With Star Attention that is the prompt's context, and the query comes after it.
+
+Shape legend: B samples, L text tokens of the pass, s of them on this rank.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import DynamicCache
+from transformers.modeling_outputs import CausalLMOutputWithPast
+
+from mllm_seqpar.cached_text import CachedRows
+from mllm_seqpar.call import SeqParCall
+from mllm_seqpar.errors import ShapeError
+from mllm_seqpar.text import TextShards
+from mllm_seqpar.visual import KeptVisual
+
+from .hf_cache import Remembered, begin_prompt, can_be_dealt, deal_text, remembered
+from .hf_family import Family, View
+from .hf_frames import local_features
+from .hf_inputs import Inputs, fingerprint_of
+from .hf_outputs import kept_rows, whole_states, whole_text_loss
+from .hf_shares import agree_on_pass, frames_of, passed_through, report, shared, text_of, view_of
+from .hf_star import can_be_cut, check_star, joined_states, star_shards
+from .text_masks import text_shards
+
+BROADCAST_ROWS = 64
+"""Hidden states of so few rows are rank 0's on every rank: ranks that pick tokens from other bits would drift apart."""
+
+
+def cached_pass(family: Family, inputs: Inputs, logits_to_keep: int | Tensor, kwargs: dict[str, Any]) -> Any:
+    """A pass that fills or continues a cache: a prompt, or a step of decoding."""
+    past = inputs.past_length
+    cache = inputs.past_key_values
+    if cache is None:
+        cache = DynamicCache(config=family.text_config)
+    if past == 0 or inputs.length > 1:  # not each step of decoding
+        agree_on_pass(family, inputs, kwargs)
+    else:
+        check_star(family.context.config, inputs)
+    beside = remembered(cache) if past else begin_prompt(cache)
+    features = _keep_frames(family, inputs, beside, past)
+    if past == 0 and _deals_prompt(family, inputs, cache):
+        out = _dealt_prompt(family, inputs, cache, beside, features, logits_to_keep, kwargs)
+    else:
+        out = _replicated_pass(family, inputs, cache, beside, logits_to_keep, kwargs)
+    if beside.kept is not None:
+        beside.kept.close()
+    return family.output(out, features, inputs)
+
+
+def _keep_frames(family: Family, inputs: Inputs, beside: Remembered, past: int) -> Tensor | None:
+    """Encodes frames that came with this pass, and makes a place for their K and V."""
+    if inputs.frames is not None and beside.kept is not None and fingerprint_of(inputs.frames) not in beside.seen:
+        raise ShapeError(
+            f"{inputs.total_frames} frames were passed with a cache that holds {beside.kept.total_frames} already; "
+            "pass new frames with the whole conversation and without the cache"
+        )
+    if beside.kept is not None or (past and not inputs.total_frames):
+        return None
+    note = family.note(inputs)
+    features = local_features(family, inputs)  # FSDP wants it without frames, too
+    if features is not None:
+        beside.kept = KeptVisual(shared(family, inputs, features), inputs.total_frames, note)
+        if family.repeats_frames:
+            beside.seen = {fingerprint_of(x) for x in (inputs.frames, features) if x is not None}
+    return features
+
+
+def _replicated_pass(
+    family: Family,
+    inputs: Inputs,
+    cache: Any,
+    beside: Remembered,
+    logits_to_keep: int | Tensor,
+    kwargs: dict[str, Any],
+) -> CausalLMOutputWithPast:
+    """All text on every rank, frames dealt out; text K and V as the cache has them, whole or dealt."""
+    view = _view_of_kept(family, inputs, beside.kept)
+    outputs = _replicated_rows(family, inputs, inputs.positions(), view, cache, beside, kwargs)
+    hidden = _in_step(family, outputs.last_hidden_state[:, kept_rows(logits_to_keep)])
+    return _whole_outputs(family, inputs, hidden, outputs.hidden_states, cache, kwargs)
+
+
+def _view_of_kept(family: Family, inputs: Inputs, kept: KeptVisual | None) -> View | None:
+    """What the rows of this pass see of the frames whose K and V are kept."""
+    if kept is None:
+        return None
+    return view_of(family, inputs, kept.units, kept.tokens_per_unit, kept.total_frames, kept.note)
+
+
+def _replicated_rows(
+    family: Family,
+    inputs: Inputs,
+    positions: Tensor,
+    view: View | None,
+    cache: Any,
+    beside: Remembered,
+    kwargs: dict[str, Any],
+    start: int = 0,
+) -> Any:
+    """What `Family.decode` gives for the rows from `start` on, on every rank, over what the cache has of the others.
+
+    Args:
+        positions, view: of all rows of the pass, made before any of them was cached.
+    """
+    ids, embeds = (None if x is None else x[:, start:] for x in (inputs.input_ids, inputs.inputs_embeds))
+    if embeds is None:
+        assert ids is not None
+        embeds = family.embed(ids)
+    length, mask, cached, kept = embeds.shape[1], inputs.attention_mask, None, beside.kept
+    if beside.text is not None:
+        beside.text.extend(length)
+        cached = CachedRows(beside.text, length, mask)
+        mask = passed_through(embeds)
+    seen: dict[str, Any] = {}
+    if kept is not None:
+        assert view is not None
+        own = view.mask.take(torch.arange(start, start + length)) if start else view.mask
+        rows = {name: x[:, start:] for name, x in view.rows.items()}
+        per_frame = kept.units // max(1, kept.total_frames)
+        seen = {"frame_mask": own, "units_per_frame": per_frame, "rows": rows, "kept": kept}
+    call = SeqParCall(family.context, cached=cached, tokens=int(cache.get_seq_length()) + length, **seen)
+    return family.decode(embeds, positions[:, start:], mask, cache, call, **kwargs)
+
+
+def _in_step(family: Family, hidden: Tensor) -> Tensor:
+    """Hidden states (B, r, C) that every rank computed: the same bits on all ranks, where they are few."""
+    if hidden.shape[1] <= BROADCAST_ROWS and not hidden.requires_grad:
+        return family.context.comm.broadcast(hidden, "hidden")
+    return hidden
+
+
+def _whole_outputs(
+    family: Family, inputs: Inputs, hidden: Tensor, states: Any, cache: Any, kwargs: dict[str, Any]
+) -> CausalLMOutputWithPast:
+    logits = family.lm_head(hidden)
+    targets, loss = inputs.target_labels(kwargs.get("ignore_index")), None
+    if targets is not None:
+        loss = whole_text_loss(logits, targets, family.loss_function, family.text_config.vocab_size, kwargs)
+    return CausalLMOutputWithPast(loss=loss, logits=logits, past_key_values=cache, hidden_states=states)
+
+
+def _deals_prompt(family: Family, inputs: Inputs, cache: Any) -> bool:
+    """Whether this prompt is read with its text dealt to the ranks; the same on all of them."""
+    config = family.context.config
+    return (
+        family.context.comm.size > 1
+        and config.self_attention != "local"
+        and config.shard_prompt_from is not None
+        and inputs.length >= config.shard_prompt_from
+        and (config.self_attention != "star" or can_be_cut(family.context, inputs))
+        and not torch.is_grad_enabled()
+        and can_be_dealt(cache)
+    )
+
+
+def _dealt_prompt(
+    family: Family,
+    inputs: Inputs,
+    cache: Any,
+    beside: Remembered,
+    features: Tensor | None,
+    logits_to_keep: int | Tensor,
+    kwargs: dict[str, Any],
+) -> CausalLMOutputWithPast:
+    """A prompt too long for one rank: text and frames dealt out, K and V of both kept where they were computed.
+
+    Star Attention deals the context only; the query's rows come after it, as every later row.
+    """
+    star = family.context.config.self_attention == "star"
+    text = (star_shards if star else text_shards)(family.context, inputs)
+    note = None if beside.kept is None else beside.kept.note
+    # of all rows, by a cache that is empty still
+    every_position, every_view = inputs.positions(), _view_of_kept(family, inputs, beside.kept)
+    deal_text(cache, text, family.text_config.num_hidden_layers)
+    call = SeqParCall(family.context, text=text, **frames_of(family, inputs, text, features, note, beside.kept))
+    report(family, inputs, text.local)
+    embeds, positions, mask = text_of(family, inputs, call)
+    outputs = family.decode(embeds, positions, mask, cache, call, **kwargs)
+    states = whole_states(text, outputs.hidden_states)
+    if not star:
+        hidden = _rows_asked(text, outputs.last_hidden_state, inputs.length, logits_to_keep)
+        return _whole_outputs(family, inputs, hidden, states, cache, kwargs)
+    later = _replicated_rows(family, inputs, every_position, every_view, cache, beside, kwargs, start=text.length)
+    hidden = _rows_asked(text, outputs.last_hidden_state, inputs.length, logits_to_keep, later.last_hidden_state)
+    states = joined_states(states, later.hidden_states)
+    return _whole_outputs(family, inputs, _in_step(family, hidden), states, cache, kwargs)
+
+
+def _rows_asked(
+    text: TextShards, dealt: Tensor, length: int, logits_to_keep: int | Tensor, query: Tensor | None = None
+) -> Tensor:
+    """The hidden states that `logits_to_keep` asks for, of the prompt's `length` rows, on every rank.
+
+    Args:
+        text, dealt: how the first rows are dealt, and this rank's (B, s, C) of them.
+        query: (B, r, C) of the rows after them, on every rank.
+    """
+    keep = kept_rows(logits_to_keep)
+    if isinstance(keep, slice) and keep == slice(0, None):
+        whole = text.unshard(dealt, 1)
+        return whole if query is None else torch.cat([whole, query], dim=1)
+    rows = torch.arange(length)[keep if isinstance(keep, slice) else keep.cpu()]
+    first = rows < text.length
+    if query is None or bool(first.all()):
+        return text.gather_rows(dealt, rows)
+    out = query[:, (rows - text.length).clamp(min=0).to(query.device)]
+    if bool(first.any()):
+        out[:, first.to(out.device)] = text.gather_rows(dealt, rows[first])
+    return out
