@@ -16,11 +16,11 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from .attention.api import accumulation
 from .attention.block import BlockMath, Partial
 from .attention.decode import decode_attention, merge_over_ranks
 from .attention.distributed import Plan
 from .attention.joint import attend
+from .attention.planning import accumulation
 from .attention.sources import GivenKeys, KeySource
 from .cached_text import CachedRows
 from .context import SeqParContext

@@ -7,58 +7,47 @@ exact: what one softmax over all ranks' keys gives.
 
 from __future__ import annotations
 
-from typing import Literal, overload
+from typing import Literal, TypedDict, Unpack, overload
 
 import torch
 from torch import Tensor
 
-from ..comm import Communicator, Group, as_communicator
-from ..errors import MaskError, ShapeError
-from ..kernels import choose_kernel
-from ..masks import Blocks, CausalBlocks, FrameMask, FullBlocks
-from ..sharding import LAYOUTS, frame_bounds, sequence_positions
-from .checks import (
-    agree_on_keys,
-    check_accumulation,
-    check_mask,
-    check_qkv,
-    dtype_code,
-    gradient_state,
-    scale_bits,
-    wants_gradients,
-)
-from .distributed import Plan
-from .joint import attend
-from .sources import GivenKeys
+from ..comm import Group
+from ..masks import FrameMask
+from .one_call import Options, attend_once
+
+
+class Shared(TypedDict, total=False):
+    """The options that all functions here have; `lv_xattn` says what they mean."""
+
+    group: Group
+    mask: FrameMask | None
+    scale: float | None
+    kernel: str
+    overlap: bool
+    accumulate_dtype: torch.dtype | None
+
+
+class Text(Shared, total=False):
+    """Those of the functions that text can attend to itself by."""
+
+    causal: bool
+    layout: str
+
+
+class Tiled(Text, total=False):
+    """Those of the functions that take a tile."""
+
+    tile: tuple[int, int] | None
 
 
 @overload
 def lv_xattn(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    group: Group = ...,
-    mask: FrameMask | None = ...,
-    scale: float | None = ...,
-    kernel: str = ...,
-    overlap: bool = ...,
-    accumulate_dtype: torch.dtype | None = ...,
-    return_lse: Literal[False] = ...,
+    q: Tensor, k: Tensor, v: Tensor, *, return_lse: Literal[False] = ..., **options: Unpack[Shared]
 ) -> Tensor: ...
 @overload
 def lv_xattn(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    group: Group = ...,
-    mask: FrameMask | None = ...,
-    scale: float | None = ...,
-    kernel: str = ...,
-    overlap: bool = ...,
-    accumulate_dtype: torch.dtype | None = ...,
-    return_lse: Literal[True],
+    q: Tensor, k: Tensor, v: Tensor, *, return_lse: Literal[True], **options: Unpack[Shared]
 ) -> tuple[Tensor, Tensor]: ...
 def lv_xattn(
     q: Tensor,
@@ -95,41 +84,25 @@ def lv_xattn(
         ShapeError, MaskError, ConfigError: arguments that do not fit, on the rank that has them; AgreementError: ranks
             that disagree, on every rank, and arguments that another rank refused.
     """
-    comm = as_communicator(group)
-    return _attend_one(q, k, v, comm, (comm.size, 1), mask, scale, kernel, overlap, accumulate_dtype, return_lse)
+    options = Options(
+        group=group,
+        mask=mask,
+        scale=scale,
+        kernel=kernel,
+        overlap=overlap,
+        accumulate_dtype=accumulate_dtype,
+        return_lse=return_lse,
+    )
+    return attend_once(q, k, v, "lv-xattn", None, options)
 
 
 @overload
 def ring_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    group: Group = ...,
-    causal: bool = ...,
-    layout: str = ...,
-    mask: FrameMask | None = ...,
-    scale: float | None = ...,
-    kernel: str = ...,
-    overlap: bool = ...,
-    accumulate_dtype: torch.dtype | None = ...,
-    return_lse: Literal[False] = ...,
+    q: Tensor, k: Tensor, v: Tensor, *, return_lse: Literal[False] = ..., **options: Unpack[Text]
 ) -> Tensor: ...
 @overload
 def ring_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    group: Group = ...,
-    causal: bool = ...,
-    layout: str = ...,
-    mask: FrameMask | None = ...,
-    scale: float | None = ...,
-    kernel: str = ...,
-    overlap: bool = ...,
-    accumulate_dtype: torch.dtype | None = ...,
-    return_lse: Literal[True],
+    q: Tensor, k: Tensor, v: Tensor, *, return_lse: Literal[True], **options: Unpack[Text]
 ) -> tuple[Tensor, Tensor]: ...
 def ring_attention(
     q: Tensor,
@@ -155,74 +128,106 @@ def ring_attention(
 
     The other arguments, the result and the errors are those of `lv_xattn`.
     """
-    comm = as_communicator(group)
-    if causal and mask is not None:
-        raise MaskError("ring_attention: causal=True and a FrameMask exclude each other; pass one of them")
-    return _attend_one(
-        *(q, k, v, comm, (1, comm.size), mask, scale, kernel, overlap, accumulate_dtype, return_lse),
+    options = Options(
+        group=group,
+        mask=mask,
+        scale=scale,
+        kernel=kernel,
+        overlap=overlap,
+        accumulate_dtype=accumulate_dtype,
+        return_lse=return_lse,
         layout=layout if causal else None,
     )
+    return attend_once(q, k, v, "ring", None, options)
 
 
-def _attend_one(
+@overload
+def mesh_attention(
+    q: Tensor, k: Tensor, v: Tensor, *, return_lse: Literal[False] = ..., **options: Unpack[Tiled]
+) -> Tensor: ...
+@overload
+def mesh_attention(
+    q: Tensor, k: Tensor, v: Tensor, *, return_lse: Literal[True], **options: Unpack[Tiled]
+) -> tuple[Tensor, Tensor]: ...
+def mesh_attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    comm: Communicator,
-    tile: tuple[int, int],
-    mask: FrameMask | None,
-    scale: float | None,
-    kernel: str,
-    overlap: bool,
-    accumulate_dtype: torch.dtype | None,
-    return_lse: bool,
-    layout: str | None = None,
+    *,
+    group: Group = None,
+    tile: tuple[int, int] | None = None,
+    causal: bool = False,
+    layout: str = "zigzag",
+    mask: FrameMask | None = None,
+    scale: float | None = None,
+    kernel: str = "auto",
+    overlap: bool = True,
+    accumulate_dtype: torch.dtype | None = torch.float32,
+    return_lse: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """`layout`: the mask is causal, and this is how the sequence was dealt."""
-    frames = [] if mask is None else frame_bounds(mask.total_frames, comm.size)
+    """Mesh-Attention: a rank computes the a x b blocks of its Q group and its KV group; see `schedules.mesh`.
 
-    def check() -> dict[str, int]:
-        check_qkv(q, k, v)
-        check_accumulation(accumulate_dtype)
-        choose_kernel(kernel, q, k, causal=layout is not None, masked=mask is not None)
-        facts = {
-            "strategy": tile[0],
-            "scale": scale_bits(_scale(scale, q)),
-            "accumulate_dtype": dtype_code(accumulate_dtype),
-        }
-        if layout is not None:
-            if q.shape[2] != k.shape[2]:
-                raise ShapeError(f"causal attention needs as many keys as queries; got {q.shape[2]} and {k.shape[2]}")
-            sequence_positions(q.shape[2] * comm.size, comm.rank, comm.size, layout)
-            facts["layout"] = 1 + LAYOUTS.index(layout)
-        if mask is not None:
-            check_mask(mask, q, k, frames[comm.rank])
-            facts |= {"mask form": 1 if mask.bounds is not None else 2, "mask frames": mask.total_frames}
-            facts["mask tokens per frame"] = mask.tokens_per_frame
-        return facts
+    Args:
+        tile: (a, b) with a * b = n: Q and O travel among a ranks, K and V among b. (n, 1) is LV-XAttn, (1, n) is Ring
+            Attention. None: the tile that sends the fewest bytes, forward and backward.
 
-    def own() -> int:
-        mask_is_new = mask is not None and not mask.has_blocks(comm, frames)
-        return int(mask_is_new) + 2 * gradient_state(q, k, v)
-
-    key_lengths, told = agree_on_keys(q, k, comm, check, own)
-    new = [number % 2 for number in told]
-    if wants_gradients([number // 2 for number in told]) and not any(t.requires_grad for t in (q, k, v)):
-        q = q.detach().requires_grad_()  # another rank's backward pass needs this one in it
-    blocks: Blocks = FullBlocks(q.shape[0], q.shape[2], key_lengths)
-    if layout is not None:
-        blocks = CausalBlocks(q.shape[0], q.shape[2] * comm.size, comm.size, layout)
-    elif mask is not None:
-        blocks = mask.blocks(comm, frames, anew=any(new))
-    plan = Plan(tile, blocks, key_lengths, accumulation(accumulate_dtype, q.dtype), overlap)
-    o, lse = attend(q, [GivenKeys(plan, k, v)], comm=comm, scale=_scale(scale, q), kernel=kernel)
-    return (o, lse) if return_lse else o
+    The other arguments, the result and the errors are those of `ring_attention`.
+    """
+    options = Options(
+        group=group,
+        mask=mask,
+        scale=scale,
+        kernel=kernel,
+        overlap=overlap,
+        accumulate_dtype=accumulate_dtype,
+        return_lse=return_lse,
+        layout=layout if causal else None,
+    )
+    return attend_once(q, k, v, "mesh", tile, options)
 
 
-def _scale(scale: float | None, q: Tensor) -> float:
-    return q.shape[-1] ** -0.5 if scale is None else float(scale)
+@overload
+def ulysses_attention(
+    q: Tensor, k: Tensor, v: Tensor, *, return_lse: Literal[False] = ..., **options: Unpack[Tiled]
+) -> Tensor: ...
+@overload
+def ulysses_attention(
+    q: Tensor, k: Tensor, v: Tensor, *, return_lse: Literal[True], **options: Unpack[Tiled]
+) -> tuple[Tensor, Tensor]: ...
+def ulysses_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    group: Group = None,
+    tile: tuple[int, int] | None = None,
+    causal: bool = False,
+    layout: str = "zigzag",
+    mask: FrameMask | None = None,
+    scale: float | None = None,
+    kernel: str = "auto",
+    overlap: bool = True,
+    accumulate_dtype: torch.dtype | None = torch.float32,
+    return_lse: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """DeepSpeed-Ulysses (arXiv 2309.14509): all-to-all to heads, attention over everything, all-to-all back.
 
+    Args:
+        tile: None: all n ranks deal heads. (a, b), with a * b dividing n: every n / (a b) consecutive ranks deal heads,
+            and among ranks with the same heads Q and O travel as in LV-XAttn (n', 1), K and V as in Ring Attention
+            (1, n'), or both: the hybrid of USP (arXiv 2405.07719).
 
-def accumulation(dtype: torch.dtype | None, of: torch.dtype) -> torch.dtype:
-    """What partial results are summed in: `dtype`, or wider where the inputs are; None: as the inputs."""
-    return of if dtype is None else torch.promote_types(dtype, of)
+    The other arguments, the result and the errors are those of `ring_attention`; a ConfigError names the largest group
+    that the query heads can be dealt to. Key heads are repeated only as far as that group needs it.
+    """
+    options = Options(
+        group=group,
+        mask=mask,
+        scale=scale,
+        kernel=kernel,
+        overlap=overlap,
+        accumulate_dtype=accumulate_dtype,
+        return_lse=return_lse,
+        layout=layout if causal else None,
+    )
+    return attend_once(q, k, v, "ulysses", tile, options)

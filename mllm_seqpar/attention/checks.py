@@ -15,7 +15,10 @@ from ..masks import FrameMask
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 _OF_TENSORS = ("q batch", "q heads", "q rows", "head dim", "k batch", "k heads", "dtype")
-_OF_CALL = ("strategy", "layout", "scale", "accumulate_dtype", "mask form", "mask frames", "mask tokens per frame")
+_OF_CALL = (
+    *("strategy", "tile rows", "tile columns", "layout", "scale", "accumulate_dtype"),
+    *("mask form", "mask frames", "mask tokens per frame"),
+)
 
 
 def check_qkv(q: Tensor, k: Tensor, v: Tensor) -> None:

@@ -16,9 +16,9 @@ from ..errors import ConfigError
 from ..kernels.partials import merge_
 from ..masks import FrameMask, Tile, full_tile
 from ..sharding import frame_range
-from .api import accumulation
 from .block import BlockMath, Partial, fold, unfold
 from .checks import check_mask, check_qkv
+from .planning import accumulation
 
 SCATTER_ROWS = 64
 """From this many rows on, merging is shared out over the ranks."""

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..comm import Communicator
 from ..masks import Blocks, Rows, Tile, clip_rows
-from ..schedules import Axis, Block, Move, schedule_for
+from ..schedules import Axis, Block, Hides, Move, Schedule, schedule_for
 from .block import BlockMath, Partial, Places, Sum, fold, unfold
 from .executor import Bundle, run_schedule
 
@@ -20,11 +20,15 @@ class Plan:
     """All that is known about one set of keys before its tensors are: the same on every rank.
 
     Attributes:
-        tile: (a, b), how many ranks' rows and columns a rank computes with: (n, 1) moves rows, (1, n) columns.
+        tile: (a, b), how many ranks' rows and columns a rank computes with: (n, 1) moves rows, (1, n) columns, others
+            both; (1, 1): every rank computes its own rows with its own columns, and nothing moves.
         blocks: the visible tiles of every block.
         key_lengths: keys that each rank holds.
         accumulate_dtype: what O, dQ, dK, dV are summed in and travel in.
         overlap: transfers under computation.
+        heads: how many consecutive ranks deal the heads among themselves first (`attention.heads`); the tile is then
+            one of n / heads ranks.
+        hides: what a mesh's order of steps is worked out for, forward and backward.
     """
 
     tile: tuple[int, int]
@@ -32,11 +36,17 @@ class Plan:
     key_lengths: tuple[int, ...]
     accumulate_dtype: torch.dtype
     overlap: bool = True
+    heads: int = 1
+    hides: tuple[Hides, Hides] = (Hides(), Hides())
 
     @property
     def straight(self) -> bool:
         """Whether rows go straight to the ranks whose keys they see: where they move, and the mask spares any."""
-        return self.tile[1] == 1 and self.blocks.prunes
+        return self.tile[0] > 1 and self.tile[1] == 1 and self.blocks.prunes
+
+    def schedule(self, rank: int, *, backward: bool) -> Schedule:
+        """What a rank does at each step."""
+        return schedule_for(self.tile, rank, backward=backward, straight=self.straight, hides=self.hides[backward])
 
     def folded(self) -> Plan:
         """The same for queries whose batch is folded into their rows (`block.fold`)."""
@@ -163,8 +173,7 @@ def distributed_forward(
         o, lse = distributed_forward(comm, plan.folded(), math, fold(q), k, v)
         return unfold(o, q.shape[0]), unfold(lse, q.shape[0])
     work = _Forward(plan, math, comm.rank, q, k, v)
-    schedule = schedule_for(plan.tile, comm.rank, backward=False, straight=plan.straight)
-    run_schedule(schedule, comm, work, overlap=plan.overlap)
+    run_schedule(plan.schedule(comm.rank, backward=False), comm, work, overlap=plan.overlap)
     return work.partial(comm.rank, q).value
 
 
@@ -183,8 +192,7 @@ def distributed_backward(
         dq, dk, dv = distributed_backward(comm, plan.folded(), math, folded, k, v)
         return unfold(dq, q.shape[0]), dk, dv
     work = _Backward(plan, math, comm.rank, saved, k, v)
-    schedule = schedule_for(plan.tile, comm.rank, backward=True, straight=plan.straight)
-    run_schedule(schedule, comm, work, overlap=plan.overlap)
+    run_schedule(plan.schedule(comm.rank, backward=True), comm, work, overlap=plan.overlap)
     pieces = (("dq", q), ("dk", k), ("dv", v))
     dq, dk, dv = (work.total(name, comm.rank, like).value for name, like in pieces)
     return dq, dk, dv

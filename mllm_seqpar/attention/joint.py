@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,6 +25,7 @@ from torch.autograd.function import once_differentiable
 from ..comm import Communicator
 from .block import BlockMath, Partial
 from .distributed import distributed_backward, distributed_forward
+from .heads import attend_by_heads, backward_by_heads, forward_by_heads
 from .sources import KeySource
 
 
@@ -50,7 +52,8 @@ class _JointAttention(torch.autograd.Function):
         ctx.counts = []
         for source, its_inputs in _split(call.sources, inputs):
             k, v = source.keys_values(its_inputs)
-            total.add(*distributed_forward(call.comm, source.plan, call.math, q_home, k, v))
+            forward = distributed_forward if source.plan.heads == 1 else forward_by_heads
+            total.add(*forward(call.comm, source.plan, call.math, q_home, k, v))
             kept = source.saved(its_inputs)
             saved.extend(kept)
             ctx.counts.append((len(its_inputs), len(kept)))
@@ -75,7 +78,8 @@ class _JointAttention(torch.autograd.Function):
             its_needed, needed = needed[:count], needed[count:]
             its_inputs = source.restored(its_saved)
             k, v = source.keys_values(its_inputs)
-            part, dk, dv = distributed_backward(call.comm, source.plan, call.math, rows, k, v)
+            backward = distributed_backward if source.plan.heads == 1 else backward_by_heads
+            part, dk, dv = backward(call.comm, source.plan, call.math, rows, k, v)
             del k, v
             dq = part if dq is None else dq.add_(part)
             grads.extend(source.input_grads(its_inputs, its_needed, dk, dv))
@@ -108,5 +112,14 @@ def attend(
         o (B, H, s_q, D) in q.dtype, and lse (B, H, s_q) float32, which carries no gradient. A row that sees nothing
         has o = 0, lse = -inf. Differentiable in q and in what the sources are made of.
     """
+    if sources[0].plan.heads > 1 and len({source.plan.heads for source in sources}) == 1:
+        return attend_by_heads(q, sources, comm, partial(attend_by_rows, scale=scale, kernel=kernel))
+    return attend_by_rows(q, sources, comm, scale=scale, kernel=kernel)
+
+
+def attend_by_rows(
+    q: Tensor, sources: Sequence[KeySource], comm: Communicator, *, scale: float, kernel: str
+) -> tuple[Tensor, Tensor]:
+    """The same where the ranks have all heads of the rows that they have."""
     inputs = [tensor for source in sources for tensor in source.inputs()]
     return _JointAttention.apply(_Call(comm, tuple(sources), BlockMath(kernel, scale)), q, *inputs)

@@ -9,6 +9,7 @@ from ..errors import ConfigError
 from .base import Communicator, Pending, Recv, Send
 from .counters import ByteCounter
 from .loopback import LoopbackCommunicator, LoopbackWorld, run_loopback
+from .part import PartOfGroup
 from .process_group import ProcessGroupCommunicator
 
 Group = dist.ProcessGroup | DeviceMesh | Communicator | None
@@ -47,6 +48,7 @@ __all__ = [
     "Group",
     "LoopbackCommunicator",
     "LoopbackWorld",
+    "PartOfGroup",
     "Pending",
     "ProcessGroupCommunicator",
     "Recv",

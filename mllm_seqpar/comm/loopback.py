@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from ..errors import TransferError
-from .base import Communicator, Pending, Recv, Send, check_contiguous
+from .base import Pending, Recv, Send, check_contiguous
+from .by_exchange import ByExchange
 from .counters import ByteCounter
 
 T = TypeVar("T")
@@ -70,7 +71,7 @@ class _PendingCopies(Pending):
             buffer.copy_(arrived)
 
 
-class LoopbackCommunicator(Communicator):
+class LoopbackCommunicator(ByExchange):
     """Rank `rank` of a `LoopbackWorld`."""
 
     def __init__(self, world: LoopbackWorld, rank: int) -> None:
@@ -89,27 +90,6 @@ class LoopbackCommunicator(Communicator):
             self.bytes.add(label, tensor.numel() * tensor.element_size())
             self.world.put(self.rank, peer, tensor)
         return _PendingCopies(self.world, self.rank, recvs)
-
-    def all_gather(self, x: Tensor, label: str = "gather") -> list[Tensor]:
-        """See `Communicator.all_gather`."""
-        x = x.detach().contiguous()
-        out = [x if peer == self.rank else torch.empty_like(x) for peer in range(self.size)]
-        others = [peer for peer in range(self.size) if peer != self.rank]
-        self.exchange([Send(p, x, label) for p in others], [Recv(p, out[p]) for p in others]).wait()
-        return out
-
-    def reduce_scatter(self, parts: Sequence[Tensor], label: str = "reduce_scatter") -> Tensor:
-        """See `Communicator.reduce_scatter`."""
-        mine = parts[self.rank].detach().contiguous()
-        arrived = [mine if peer == self.rank else torch.empty_like(mine) for peer in range(self.size)]
-        others = [peer for peer in range(self.size) if peer != self.rank]
-        sends = [Send(p, parts[p].detach().contiguous(), label) for p in others]
-        self.exchange(sends, [Recv(p, arrived[p]) for p in others]).wait()
-        return torch.stack(arrived).sum(0)  # in rank order: the same bits run to run
-
-    def all_reduce(self, x: Tensor, label: str = "reduce") -> Tensor:
-        """See `Communicator.all_reduce`."""
-        return torch.stack(self.all_gather(x, label)).sum(0)
 
 
 def run_loopback(size: int, fn: Callable[..., T], *args: Any, timeout: float = 120.0) -> list[T]:

@@ -6,6 +6,8 @@ them, cut by padding. Blocks in the future come out empty, blocks in the past fu
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -30,6 +32,7 @@ class CausalBlocks:
     """
 
     prunes = False
+    keys_are_rows = True
 
     def __init__(
         self,
@@ -45,10 +48,13 @@ class CausalBlocks:
                 raise MaskError(f"CausalBlocks: {name} is {tuple(tensor.shape)}; expected ({batch} or 1, {total})")
         self.batch = batch
         self.positions = [sequence_positions(total, rank, size, layout) for rank in range(size)]
+        self._total = total
         self.first = None if first is None else first.detach().cpu().expand(batch, total)
         self.valid = None if valid is None or bool(valid.all()) else valid.detach().bool().cpu().expand(batch, total)
         self._tiles: dict[tuple[int, int], tuple[Tile, ...]] = {}
         self._folded: FoldedBlocks | None = None
+        self._orders: dict[int, list[Tensor]] = {}
+        self._merged: dict[int, CausalBlocks] = {}
 
     def tiles(self, row: int, column: int) -> tuple[Tile, ...]:
         """Planned on first use, then kept for the other layers and for the backward pass."""
@@ -77,3 +83,20 @@ class CausalBlocks:
         if self._folded is None:
             self._folded = FoldedBlocks(self, self.positions[0].numel())
         return self._folded
+
+    def orders(self, size: int) -> list[Tensor]:
+        """What puts the tokens of every `size` ranks back in the order of the text, in which they are few tiles."""
+        if size not in self._orders:
+            groups = [self.positions[i : i + size] for i in range(0, len(self.positions), size)]
+            self._orders[size] = [torch.cat(group).argsort() for group in groups]
+        return self._orders[size]
+
+    def merged(self, size: int, orders: Sequence[Tensor] | None) -> CausalBlocks:
+        """With the tokens of every `size` ranks in the order of the text; kept for the other layers."""
+        assert orders is not None, "rows of text are merged in order"
+        if size not in self._merged:
+            merged = CausalBlocks(self.batch, self._total, 1, "contiguous", self.first, self.valid)
+            groups = [self.positions[i : i + size] for i in range(0, len(self.positions), size)]
+            merged.positions = [torch.cat(group).sort().values for group in groups]
+            self._merged[size] = merged
+        return self._merged[size]

@@ -7,6 +7,7 @@ a row travels only where it sees something, whatever the other samples see.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -45,6 +46,7 @@ class FoldedBlocks:
     """Any blocks whose rows are `rows` to a batch item and rank, with the batch folded; all rows see something."""
 
     prunes = False
+    keys_are_rows = False
 
     def __init__(self, blocks: Blocks, rows: int) -> None:
         self._blocks, self._rows = blocks, rows
@@ -67,3 +69,10 @@ class FoldedBlocks:
     def folded(self) -> Blocks:
         """Itself."""
         return self
+
+    def orders(self, size: int) -> None:
+        """None: what is folded stays as it is."""
+
+    def merged(self, size: int, orders: Sequence[Tensor] | None) -> Blocks:
+        """Not after folding: ranks are merged first."""
+        raise NotImplementedError("merge blocks before folding them")

@@ -84,6 +84,11 @@ class FrameMask:
         """The mask of the rows whose indices are given, (s,) int64, in that order."""
         return self._of(self._table[:, rows.cpu()])
 
+    @staticmethod
+    def joined(masks: Sequence[FrameMask]) -> FrameMask:
+        """The mask of the rows of several, one after another; all of the same frames and form."""
+        return masks[0]._of(torch.cat([mask._table for mask in masks], dim=1))
+
     def folded(self) -> FrameMask:
         """The same with the batch folded into the rows, item after item: (1, B * s_q)."""
         if self.shape[0] == 1:
@@ -148,6 +153,9 @@ class FrameBlocks:
         self._rows: dict[tuple[int, int], Rows | None] = {}
         self._packed: dict[tuple[int, int], tuple[Tile, ...]] = {}
         self._folded: FrameBlocks | None = None
+        self._merged: dict[int, tuple[Sequence[Tensor] | None, FrameBlocks]] = {}
+
+    keys_are_rows = False
 
     @cached_property
     def prunes(self) -> bool:
@@ -182,6 +190,20 @@ class FrameBlocks:
         if self._folded is None:
             self._folded = FrameBlocks([mask.folded() for mask in self.masks], self.frames)
         return self._folded
+
+    def orders(self, size: int) -> None:
+        """Any order will do."""
+
+    def merged(self, size: int, orders: Sequence[Tensor] | None) -> FrameBlocks:
+        """The frames of consecutive ranks are consecutive; kept for the other layers."""
+        if size not in self._merged or self._merged[size][0] is not orders:
+            starts = range(0, len(self.masks), size)
+            masks = [FrameMask.joined(self.masks[i : i + size]) for i in starts]
+            if orders is not None:
+                masks = [mask.take(order) for mask, order in zip(masks, orders, strict=True)]
+            frames = [(self.frames[i][0], self.frames[i + size - 1][1]) for i in starts]
+            self._merged[size] = orders, FrameBlocks(masks, frames)
+        return self._merged[size][1]
 
 
 def _check_counts(where: str, tokens: int, frames: int) -> None:

@@ -13,7 +13,7 @@ Coordinates are local to the block. Masks speak of units (frames, or single toke
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, Protocol
 
@@ -99,6 +99,16 @@ class Blocks(Protocol):
     def folded(self) -> Blocks:
         """The same with the batch folded into the rows, item after item; see `mllm_seqpar.masks.fold`."""
 
+    @property
+    def keys_are_rows(self) -> bool:
+        """Whether keys stand for the same tokens as rows, so that they are put in order together."""
+
+    def orders(self, size: int) -> Sequence[Tensor] | None:
+        """For every `size` consecutive ranks, what puts their rows, one rank after another, in a better order."""
+
+    def merged(self, size: int, orders: Sequence[Tensor] | None) -> Blocks:
+        """The same when every `size` consecutive ranks are one, its rows in these orders (None: rank after rank)."""
+
 
 def clip_rows(tile: Tile, start: int, stop: int) -> Iterator[Tile]:
     """The part of `tile` whose rows lie in start <= row < stop, as zero, one or two tiles."""
@@ -145,6 +155,7 @@ class FullBlocks:
     key_lengths: tuple[int, ...]
 
     prunes = False
+    keys_are_rows = False
 
     def tiles(self, row: int, column: int) -> tuple[Tile, ...]:
         """One tile, or none where rank `column` holds no keys."""
@@ -161,3 +172,11 @@ class FullBlocks:
     def folded(self) -> FullBlocks:
         """As many rows in one batch item."""
         return FullBlocks(1, self.batch * self.length, self.key_lengths)
+
+    def orders(self, size: int) -> None:
+        """Any order will do."""
+
+    def merged(self, size: int, orders: Sequence[Tensor] | None) -> FullBlocks:
+        """As many rows and keys together."""
+        lengths = [self.key_lengths[i : i + size] for i in range(0, len(self.key_lengths), size)]
+        return FullBlocks(self.batch, self.length * size, tuple(map(sum, lengths)))

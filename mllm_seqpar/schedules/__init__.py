@@ -6,23 +6,46 @@ A tile (a, b) with a * b = n ranks says how many ranks' rows and columns a rank 
 
 from __future__ import annotations
 
+from .mesh import Hides, mesh
 from .rotation import direct, rotation
 from .steps import Axis, Block, Move, Schedule, Step, Stream
 
-__all__ = ["Axis", "Block", "Move", "Schedule", "Step", "Stream", "direct", "rotation", "schedule_for"]
+__all__ = [
+    "Axis",
+    "Block",
+    "Hides",
+    "Move",
+    "Schedule",
+    "Step",
+    "Stream",
+    "direct",
+    "mesh",
+    "rotation",
+    "schedule_for",
+]
 
 
-def schedule_for(tile: tuple[int, int], rank: int, *, backward: bool, straight: bool = False) -> Schedule:
-    """The schedule of `rank` for a tile (a, b): (n, 1) is LV-XAttn, (1, n) is Ring Attention.
+def schedule_for(
+    tile: tuple[int, int], rank: int, *, backward: bool, straight: bool = False, hides: Hides | None = None
+) -> Schedule:
+    """The schedule of `rank` of a * b ranks for a tile (a, b); for (1, 1), of any number of ranks that send nothing.
 
     Forward, a column's results stay with the row (nothing travels behind K and V); everything else travels home.
-    `straight`: rows do not go round, see `direct`.
+
+    Args:
+        tile: how many ranks' rows and columns a rank computes with.
+        rank: whose schedule.
+        backward: which pass.
+        straight: rows do not go round, see `direct`; for (n, 1) only.
+        hides: what a mesh's order of steps is worked out for; None: every transfer takes as long as a block.
     """
     rows, columns = tile
+    if rows == columns == 1:
+        return (Step((), (Block(rank, rank),)),)
     if columns == 1:
         if straight:
             return direct(rows, rank)
         return rotation(rows, rank, "rows", results_travel=True)
     if rows == 1:
         return rotation(columns, rank, "columns", results_travel=backward)
-    raise ValueError(f"tile {tile}: schedules exist for (n, 1), LV-XAttn, and (1, n), Ring Attention")
+    return mesh(tile, rank, backward=backward, hides=hides or Hides())

@@ -9,6 +9,15 @@ head dim D):
     Ring Attention (arXiv 2310.01889)   forward   2 (n - 1) s_kv G D
                                         backward  4 (n - 1) s_kv G D
 
+    Mesh-Attention, tile (a, b)         forward   (a - 1) s_q H (2 D + 1)  +  2 (b - 1) s_kv G D
+                                        backward  (a - 1) s_q H (4 D + 1)  +  4 (b - 1) s_kv G D
+    DeepSpeed-Ulysses (arXiv 2309.14509)
+                                        forward   (n - 1)/n (2 s_q H D + s_q H + 2 s_kv G D)
+                                        backward  (n - 1)/n (2 s_q H D + 2 s_kv G D)
+
+With fewer key heads than ranks Ulysses sends each rank the one head that it needs: n in the place of G. Results that
+are complete (its O, dQ, dK, dV) travel in the inputs' dtype, partial ones in the one that they are summed in.
+
 Where a mask hides whole ranks from some rows, LV-XAttn's rows go straight to the ranks of which they see something, and
 nowhere else. With r(i, j) the rows of rank i that see any key of rank j, rank i then sends
 
@@ -25,6 +34,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+
+from .heads import HeadShares
+from .mesh import Hides
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,6 +114,63 @@ def ring_bytes(problem: Problem, *, backward: bool) -> dict[str, int]:
         behind = (total - problem.keys[problem.rank]) * width * problem.accumulated
         sent |= {"dk": behind, "dv": behind}
     return sent
+
+
+def mesh_bytes(problem: Problem, tile: tuple[int, int], *, backward: bool) -> dict[str, int]:
+    """Bytes that a mesh of tile (a, b) sends per rank and call: LV-XAttn's in its Q group, the ring's in its KV group.
+
+    The Q group are the a ranks from a * (rank // a) on, the KV group the b ranks rank % a, rank % a + a, ...
+    """
+    a, _ = tile
+    place, column = divmod(problem.rank, a)
+    in_q_group = replace(problem, keys=(0,) * a, rank=column)
+    in_kv_group = replace(problem, keys=problem.keys[column::a], rank=place)
+    return lv_xattn_bytes(in_q_group, backward=backward) | ring_bytes(in_kv_group, backward=backward)
+
+
+def hides_by_bytes(problem: Problem, *, backward: bool) -> Hides:
+    """What hides a mesh's transfers when nothing is known of speeds: by their bytes, the largest as long as a block."""
+    row, key = problem.batch * problem.heads * problem.rows, problem.key_batch * problem.kv_heads * max(problem.keys)
+    o = row * (problem.dim * problem.accumulated + (0 if backward else LSE_BYTES))
+    q = row * problem.dim * problem.element * (3 if backward else 1) + (row * LSE_BYTES if backward else 0)
+    kv, dkv = (2 * key * problem.dim * size for size in (problem.element, problem.accumulated if backward else 0))
+    largest = max(q, kv, o, dkv, 1)
+    return Hides(q=q / largest, kv=kv / largest, o=o / largest, dkv=dkv / largest)
+
+
+def ulysses_bytes(problem: Problem, tile: tuple[int, int] = (1, 1), *, backward: bool) -> dict[str, int]:
+    """Bytes that Ulysses sends per rank and call, by label: q, k, v, o, lse forward; do, dq, dk, dv backward.
+
+    Args:
+        problem: the call.
+        tile: for the hybrid: heads are dealt to groups of u = n / (a b) consecutive ranks, and what one rank then has
+            of a group's rows and keys goes by the tile (a, b).
+        backward: which pass.
+    """
+    size = problem.ranks // (tile[0] * tile[1])
+    shares = HeadShares(problem.heads, problem.kv_heads, size)
+    group, place = divmod(problem.rank, size)
+    keys = problem.keys[group * size : (group + 1) * size]
+    others = [peer for peer in range(size) if peer != place]
+    per_row = problem.batch * problem.rows * (problem.heads // size)
+    per_key_head = problem.key_batch * problem.dim * problem.element
+    rows = (size - 1) * per_row * problem.dim * problem.element
+    if backward:
+        grads = sum(keys[peer] for peer in others) * len(shares.key_heads(place)) * per_key_head
+        sent = {"do": rows, "dq": rows, "dk": grads, "dv": grads}
+    else:
+        out = keys[place] * sum(len(shares.key_heads(peer)) for peer in others) * per_key_head
+        sent = {"q": rows, "k": out, "v": out, "o": rows, "lse": (size - 1) * per_row * LSE_BYTES}
+    inner = replace(
+        problem,
+        rows=size * problem.rows,
+        keys=tuple(sum(problem.keys[i : i + size]) for i in range(0, problem.ranks, size)),
+        heads=problem.heads // size,
+        kv_heads=shares.computed_key_heads(place),
+        rank=group,
+    )
+    between = mesh_bytes(inner, tile, backward=backward)
+    return {label: sent.get(label, 0) + between.get(label, 0) for label in sent | between}
 
 
 def expanded(problem: Problem) -> Problem:

@@ -18,17 +18,17 @@ from torch import Tensor
 
 from attention.dense import dense_attention
 from comm.strict import StrictLoopback
-from mllm_seqpar.attention import lv_xattn, ring_attention
-from mllm_seqpar.attention.api import accumulation
-from mllm_seqpar.attention.distributed import Plan
+from mllm_seqpar.attention import lv_xattn, mesh_attention, ring_attention, ulysses_attention
 from mllm_seqpar.attention.joint import attend
+from mllm_seqpar.attention.planning import accumulation, plan_for, problem_of
 from mllm_seqpar.attention.sources import GivenKeys
 from mllm_seqpar.comm import Communicator, LoopbackCommunicator, as_communicator
-from mllm_seqpar.masks import CausalBlocks, FrameMask, FullBlocks
+from mllm_seqpar.masks import Blocks, CausalBlocks, FrameMask, FullBlocks
 from mllm_seqpar.sharding import frame_bounds, frame_range, padded_length, sequence_positions
 from tolerances import EXACT, relative_error
 
 GRADS = ("dq", "dk", "dv")
+TILED = {"mesh": mesh_attention, "ulysses": ulysses_attention}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,8 +36,11 @@ class Case:
     """What is computed.
 
     Attributes:
-        op: "lv" or "ring", cross-attention; "causal", text over itself; "joint", text by ring and frames by LV-XAttn in
+        op: "lv", "ring", "mesh" or "ulysses", cross-attention; "causal", text over itself; "joint", text and frames in
             one softmax.
+        by: for "causal" and "joint", how the text goes: "ring", "mesh" or "ulysses".
+        frames_by: for "joint", how the frames go.
+        tile: for what takes one.
         rows: query rows of all ranks, before padding to what the layout needs.
         frames, tokens: visual keys of all ranks.
         mask: a name of `frame_table`, or None; with `table`, as FrameMask.from_dense instead of intervals.
@@ -48,6 +51,9 @@ class Case:
     """
 
     op: str
+    by: str = "ring"
+    frames_by: str = "lv-xattn"
+    tile: tuple[int, int] | None = None
     rows: int = 12
     batch: int = 1
     shared_keys: bool = False
@@ -238,18 +244,29 @@ def _call(
         return lv_xattn(x["q"], x["k"], x["v"], mask=mask, **options)
     if case.op == "ring":
         return ring_attention(x["q"], x["k"], x["v"], mask=mask, **options)
+    if case.op in TILED:
+        return TILED[case.op](x["q"], x["k"], x["v"], mask=mask, tile=case.tile, **options)
     if case.op == "causal" and case.text == "plain" and total == case.rows:
-        return ring_attention(x["q"], x["text_k"], x["text_v"], causal=True, layout=case.layout, **options)
+        options |= {"causal": True, "layout": case.layout}
+        if case.by in TILED:
+            return TILED[case.by](x["q"], x["text_k"], x["text_v"], tile=case.tile, **options)
+        return ring_attention(x["q"], x["text_k"], x["text_v"], **options)
     n, dtype = comm.size, accumulation(case.accumulate, case.dtype)
     first, valid = text_limits(case, total)
     text = CausalBlocks(case.batch, total, n, case.layout, first, valid)
-    sources = [GivenKeys(Plan((1, n), text, (total // n,) * n, dtype, case.overlap), x["text_k"], x["text_v"])]
+
+    def source(strategy: str, blocks: Blocks, lengths: tuple[int, ...], k: Tensor, v: Tensor) -> GivenKeys:
+        problem = problem_of(x["q"].shape, k.shape, lengths, case.dtype, case.accumulate)
+        tile = case.tile if strategy in TILED else None
+        return GivenKeys(plan_for(strategy, tile, blocks, problem, dtype, case.overlap), k, v)
+
+    sources = [source(case.by, text, (total // n,) * n, x["text_k"], x["text_v"])]
     if case.op == "joint":
         bounds = frame_bounds(case.frames, n)
         lengths = tuple((stop - start) * case.tokens for start, stop in bounds)
         full = FullBlocks(case.batch, total // n, lengths)
         blocks = full if mask is None else mask.blocks(comm, bounds)
-        sources.insert(0, GivenKeys(Plan((n, 1), blocks, lengths, dtype, case.overlap), x["k"], x["v"]))
+        sources.insert(0, source(case.frames_by, blocks, lengths, x["k"], x["v"]))
     return attend(x["q"], sources, comm=comm, scale=case.dim**-0.5, kernel=case.kernel)
 
 

@@ -36,12 +36,24 @@ JOINT = [
     Case(op="joint", layout="contiguous", mask="one frame", text="window", rows=19, frames=2),
     Case(op="joint", layout="zigzag", text="packed", rows=3, frames=1, tokens=1),
 ]
+OTHERS = [  # of the other strategies, what works on 4 ranks; `test_exact_loopback` has every tile
+    Case(op="mesh", tile=(2, 2), mask="growing", batch=2, shared_keys=True, groups=1),
+    Case(op="mesh", mask="random", batch=2, frames=3),
+    Case(op="causal", by="mesh", tile=(2, 2), layout="striped", rows=24, batch=2),
+    Case(op="causal", by="mesh", tile=(2, 2), text="padded", rows=17, batch=2),
+    Case(op="ulysses", mask="random", batch=2),
+    Case(op="ulysses", tile=(2, 1), groups=1, frames=3),
+    Case(op="causal", by="ulysses", rows=24, batch=2),
+    Case(op="joint", by="ulysses", frames_by="ulysses", tile=(1, 2), mask="holes", rows=19, batch=2, shared_keys=True),
+    Case(op="joint", by="ulysses", mask="growing", text="padded left", rows=19, batch=2),
+    Case(op="joint", by="mesh", frames_by="ulysses", mask="growing", rows=19, batch=2),
+]
 FEW = [CROSS[1], CROSS[7], RING[2], RING[6], CAUSAL[3], JOINT[0], JOINT[3]]
 
 
 def of(case: Case, n: int) -> Case:
     """Cross-attention is for rows that are dealt out evenly; the other cases pad."""
-    return Case(**{**vars(case), "rows": 6 * n, "layout": "contiguous"}) if case.op in ("lv", "ring") else case
+    return case if case.op in ("causal", "joint") else Case(**{**vars(case), "rows": 6 * n, "layout": "contiguous"})
 
 
 @pytest.mark.parametrize("n", [1, 2, 3, 4])
@@ -59,6 +71,18 @@ def test_exact_in_larger_groups(n: int) -> None:
     by_rank = ranks(n).run(over_gloo, cases, timeout=120)
     for i, case in enumerate(cases):
         assert_exact(case, [results[i] for results in by_rank])
+
+
+def test_the_other_strategies() -> None:
+    cases = [of(case, 4) for case in OTHERS]
+    by_rank = ranks(4).run(over_gloo, cases)
+    for i, case in enumerate(cases):
+        assert_exact(case, [results[i] for results in by_rank])
+    again = ranks(4).run(over_gloo, cases)
+    serial = ranks(4).run(over_gloo, [Case(**{**vars(case), "overlap": False}) for case in cases])
+    for i in range(len(cases)):
+        assert same_bits([r[i] for r in by_rank], [r[i] for r in again])
+        assert same_bits([r[i] for r in by_rank], [r[i] for r in serial])
 
 
 def test_the_same_bits_run_to_run_and_with_or_without_overlap() -> None:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import itertools
+from typing import Any
 
 import pytest
 import torch
 
 from attention.cases import Case, assert_exact, run_case, same_bits
 from mllm_seqpar.comm import run_loopback
+from mllm_seqpar.schedules.strategies import tiles_of
 
 SIZES = (1, 2, 3, 4, 5, 8)
 MASKS = ("random", "growing", "one frame", "first frame", "last frame", "nothing", "some rows", "holes")
@@ -61,6 +63,43 @@ def test_one_softmax_over_text_and_frames(mask: str | None, n: int) -> None:
         ("zigzag", "plain", False),
     ):
         case = Case(op="joint", rows=19, batch=2, layout=layout, text=text, shared_keys=shared, mask=mask)
+        assert_exact(case, run_loopback(n, run_case, case))
+
+
+SHAPES: list[dict[str, Any]] = [
+    {},
+    {"mask": "random", "batch": 2, "groups": 4},
+    {"mask": "holes", "batch": 2, "shared_keys": True, "groups": 1, "frames": 2},  # ranks without frames
+]
+
+
+@pytest.mark.parametrize("n,tile", [(n, tile) for n in (1, 2, 3, 4, 6, 8) for tile in [None, *tiles_of(n)]])
+def test_every_tile_of_a_mesh(n: int, tile: tuple[int, int] | None) -> None:
+    for shape in SHAPES:
+        case = Case(op="mesh", tile=tile, rows=6 * n, layout="contiguous", **shape)
+        assert_exact(case, run_loopback(n, run_case, case))
+    for layout, text in (("striped", "plain"), ("zigzag", "padded left"), ("contiguous", "window")):
+        case = Case(op="causal", by="mesh", tile=tile, rows=48 if text == "plain" else 17, layout=layout, text=text)
+        assert_exact(case, run_loopback(n, run_case, case))
+    case = Case(op="joint", by="mesh", frames_by="mesh", tile=tile, rows=19, batch=2, mask="growing", shared_keys=True)
+    assert_exact(case, run_loopback(n, run_case, case))
+
+
+@pytest.mark.parametrize("n", [1, 2, 3, 4, 6, 8])
+@pytest.mark.parametrize("groups", [24, 8, 4, 1])
+def test_heads_dealt_to_any_group(groups: int, n: int) -> None:
+    """24 query heads: key heads that divide the group, that the group divides, and neither; and every hybrid."""
+    heads: dict[str, Any] = {"heads": 24, "groups": groups, "dim": 4}
+    tiles = [None, *(tile for part in range(2, n + 1) if n % part == 0 for tile in tiles_of(part))]
+    for i, tile in enumerate(tiles):
+        case = Case(op="ulysses", tile=tile, rows=6 * n, layout="contiguous", **{**SHAPES[i % 3], **heads})
+        assert_exact(case, run_loopback(n, run_case, case))
+        layout = ("zigzag", "striped", "contiguous")[i % 3]
+        case = Case(op="causal", by="ulysses", tile=tile, rows=48, layout=layout, batch=2, **heads)
+        assert_exact(case, run_loopback(n, run_case, case))
+    for by, frames_by in (("ulysses", "ulysses"), ("ring", "ulysses"), ("ulysses", "lv-xattn"), ("mesh", "ulysses")):
+        options: dict[str, Any] = {"mask": "growing", "text": "padded", "batch": 2, "shared_keys": True, **heads}
+        case = Case(op="joint", by=by, frames_by=frames_by, rows=19, **options)
         assert_exact(case, run_loopback(n, run_case, case))
 
 

@@ -1,6 +1,7 @@
 """Layer: pure Python. Schedules for 1 to 16 ranks, played through on paper: who holds what, who sends what to whom.
 
-"lv-xattn" and "ring" go round a ring; in "straight" rows go from their home to each rank, and results straight back.
+"lv-xattn" and "ring" go round a ring; in "straight" rows go from their home to each rank, and results straight back;
+"axb" is the mesh of that tile.
 """
 
 from __future__ import annotations
@@ -11,7 +12,8 @@ from fractions import Fraction
 
 import pytest
 
-from mllm_seqpar.schedules import Block, Move, Schedule, schedule_for
+from mllm_seqpar.schedules import Block, Hides, Move, Schedule, schedule_for
+from mllm_seqpar.schedules.strategies import tiles_of
 
 SIZES = range(1, 17)
 Piece = tuple[str, int]  # axis, owner
@@ -48,14 +50,26 @@ def part_of(block: Block) -> Part:
     )
 
 
-def steps_of(name: str, size: int, rank: int, backward: bool) -> Schedule:
-    tile = (1, size) if name == "ring" else (size, 1)
-    return schedule_for(tile, rank, backward=backward, straight=name == "straight")
+def tile_of(name: str, size: int) -> tuple[int, int]:
+    if "x" in name and name != "lv-xattn":
+        rows, columns = name.split("x")
+        return int(rows), int(columns)
+    return (1, size) if name == "ring" else (size, 1)
 
 
-def play(name: str, size: int, backward: bool) -> list[Rank]:
+def steps_of(name: str, size: int, rank: int, backward: bool, hides: Hides | None = None) -> Schedule:
+    return schedule_for(tile_of(name, size), rank, backward=backward, straight=name == "straight", hides=hides)
+
+
+def group_of(axis: str, tile: tuple[int, int], rank: int) -> list[int]:
+    """The ranks whose rows (columns) `rank` computes with, in the order of their ring."""
+    a, b = tile
+    return [a * (rank // a) + x for x in range(a)] if axis == "rows" else [rank % a + a * x for x in range(b)]
+
+
+def play(name: str, size: int, backward: bool, hides: Hides | None = None) -> list[Rank]:
     """Plays all ranks' schedules step by step; asserts whatever can go wrong on the way."""
-    ranks = [Rank(r, steps_of(name, size, r, backward), {("rows", r), ("columns", r)}) for r in range(size)]
+    ranks = [Rank(r, steps_of(name, size, r, backward, hides), {("rows", r), ("columns", r)}) for r in range(size)]
     assert len({len(rank.schedule) for rank in ranks}) == 1, "ranks must take as many steps"
     for t in range(len(ranks[0].schedule)):
         wire: defaultdict[tuple[int, int], list[tuple[Move, list[Part]]]] = defaultdict(list)
@@ -66,8 +80,10 @@ def play(name: str, size: int, backward: bool) -> list[Rank]:
                     assert home == rank.rank != away and {move.to, move.source} <= set(range(size)) - {home}
                     assert away == (move.source if move.stream == "ahead" else move.to), "from home, and back to it"
                 else:
-                    ends = (rank.rank + 1) % size, (rank.rank - 1) % size
-                    assert (move.to, move.source) == ends, "one hop of the ring"
+                    ring = group_of(move.axis, tile_of(name, size), rank.rank)
+                    place = ring.index(rank.rank)
+                    ends = ring[(place + 1) % len(ring)], ring[place - 1]
+                    assert (move.to, move.source) == ends, "one hop of the group's ring"
                 piece = (move.axis, move.send)
                 if move.stream == "ahead":
                     assert piece in rank.held, f"rank {rank.rank} passes on {piece} at step {t} without having it"
@@ -103,11 +119,19 @@ def play(name: str, size: int, backward: bool) -> list[Rank]:
     return ranks
 
 
+MESHES = {size: [f"{a}x{b}" for a, b in tiles_of(size) if 1 not in (a, b)] for size in SIZES}
 CASES = [
     pytest.param(size, name, backward, id=f"{name}-{size}-{'backward' if backward else 'forward'}")
     for size in SIZES
-    for name in ("lv-xattn", "straight", "ring")
+    for name in ("lv-xattn", "straight", "ring", *MESHES[size])
     for backward in (False, True)
+]
+HIDES = [
+    Hides(),
+    Hides(q=0.2, kv=0.2, o=0.2, dkv=0.2),  # computation is long
+    Hides(q=0.1, kv=4, o=0.2, dkv=8),  # columns are what costs
+    Hides(q=3, kv=1, o=6, dkv=2),  # rows are
+    Hides(q=0.5, kv=0.7, o=0.9, dkv=1, one_link=False),
 ]
 
 
@@ -134,6 +158,8 @@ def test_every_block_is_computed_once_and_every_result_comes_home(size: int, nam
 
 @pytest.mark.parametrize("size,name,backward", CASES)
 def test_hops_and_buffers(size: int, name: str, backward: bool) -> None:
+    if name in MESHES[size]:
+        return
     ranks = play(name, size, backward)
     moving = "columns" if name == "ring" else "rows"
     for rank in ranks:
@@ -162,7 +188,62 @@ def test_straight_each_rank_meets_every_other_once_in_each_direction(size: int) 
             assert sorted(move.source for move in moves if move.stream == stream) == others
 
 
-@pytest.mark.parametrize("tile", [(2, 2), (3, 2)])
-def test_other_tiles_are_refused(tile: tuple[int, int]) -> None:
-    with pytest.raises(ValueError, match="schedules exist for"):
-        schedule_for(tile, 0, backward=False)
+MESH_CASES = [
+    pytest.param(name, size, backward, id=f"{name}-{'backward' if backward else 'forward'}")
+    for size in SIZES
+    for name in MESHES[size]
+    for backward in (False, True)
+]
+
+
+@pytest.mark.parametrize("name,size,backward", MESH_CASES)
+@pytest.mark.parametrize("hides", HIDES, ids=str)
+def test_a_mesh_receives_nothing_twice_and_holds_one_tile(name: str, size: int, backward: bool, hides: Hides) -> None:
+    (a, b), ranks = tile_of(name, size), play(name, size, backward, hides)
+    for rank in ranks:
+        hops = Counter((move.stream, move.axis) for step in rank.schedule for move in step.moves)
+        expected = {("ahead", "rows"): a - 1, ("ahead", "columns"): b - 1, ("behind", "rows"): a - 1}
+        assert hops == expected | ({("behind", "columns"): b - 1} if backward else {})
+        assert set(rank.came.values()) == {1}
+        rows, columns = (group_of(axis, (a, b), rank.rank) for axis in ("rows", "columns"))
+        assert set(rank.came) == ({("rows", r) for r in rows} | {("columns", c) for c in columns}) - rank.held
+        computed = Counter((block.row, block.column) for step in rank.schedule for block in step.blocks)
+        assert set(computed) == {(row, column) for row in rows for column in columns}
+        assert rank.most <= a + b - 2, "of other ranks' pieces, those of one tile"
+        assert all(step.blocks for step in rank.schedule) or max(hides.q, hides.kv, hides.o, hides.dkv) > 1
+
+
+def test_the_transfer_that_unlocks_most_for_its_cost_goes_first() -> None:
+    """A row unlocks a block per column that is here, a column one per row; what is cheap goes first, then in turn."""
+
+    def arrivals(hides: Hides) -> str:
+        steps = schedule_for((3, 3), 4, backward=False, hides=hides)
+        return "".join(m.axis[0] for step in steps for m in step.moves if m.stream == "ahead")
+
+    assert arrivals(Hides(q=0.1, kv=4)) == "rrcc"
+    assert arrivals(Hides(q=4, kv=0.1)) == "ccrr"
+    assert arrivals(Hides(q=1, kv=1)) == "rcrc"
+    assert arrivals(Hides(q=1, kv=1.9)) == "rcrc", "two rows are here: a column at 1.9 is worth more than a row at 1"
+    assert arrivals(Hides(q=1, kv=2.1)) == "rrcc"
+
+
+def test_transfers_get_just_the_blocks_that_hide_them() -> None:
+    steps = schedule_for((4, 4), 5, backward=False, hides=Hides(q=0.3, kv=2, o=1))
+    kinds = ["".join(f"{m.stream[0]}{m.axis[0]}" for m in step.moves) for step in steps]
+    assert kinds == ["ar", "ar", "ar", "ac", "ac", "ac", "", "br", "br", "br"]
+    assert [len(step.blocks) for step in steps] == [1, 1, 1, 1, 2, 2, 1, 1, 3, 3], "one is all there is at the start"
+    own_row = [i for i, step in enumerate(steps) for block in step.blocks if block.row == 5]
+    assert own_row == [0, 9, 9, 9], "nobody waits for the own row: last, but for the one block to begin with"
+
+
+def test_in_backward_rows_and_columns_leave_in_turn() -> None:
+    steps = schedule_for((4, 4), 5, backward=True, hides=Hides())
+    leaving = "".join(m.axis[0] for step in steps for m in step.moves if m.stream == "behind")
+    assert leaving == "rcrcrc"
+
+
+@pytest.mark.parametrize("size", [1, 4, 6])
+def test_ranks_that_keep_to_themselves(size: int) -> None:
+    for rank in range(size):
+        (step,) = schedule_for((1, 1), rank, backward=True)
+        assert not step.moves and step.blocks == (Block(rank, rank),)

@@ -1,0 +1,104 @@
+"""One call of the functional layer: checks, agreement between ranks, the plan, and the attention itself."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..comm import Group, as_communicator
+from ..errors import MaskError, ShapeError
+from ..kernels import choose_kernel
+from ..masks import Blocks, CausalBlocks, FrameMask, FullBlocks
+from ..schedules.heads import HeadShares
+from ..schedules.strategies import check_tile, tile_and_heads
+from ..sharding import LAYOUTS, frame_bounds, sequence_positions
+from .checks import (
+    agree_on_keys,
+    check_accumulation,
+    check_mask,
+    check_qkv,
+    dtype_code,
+    gradient_state,
+    scale_bits,
+    wants_gradients,
+)
+from .joint import attend
+from .planning import accumulation, plan_for, problem_of
+from .sources import GivenKeys
+
+STRATEGIES = ("lv-xattn", "ring", "mesh", "ulysses")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """What the functions of the functional layer have in common; see `lv_xattn`."""
+
+    group: Group = None
+    mask: FrameMask | None = None
+    scale: float | None = None
+    kernel: str = "auto"
+    overlap: bool = True
+    accumulate_dtype: torch.dtype | None = torch.float32
+    return_lse: bool = False
+    layout: str | None = None
+    """The mask is causal, and this is how the sequence was dealt."""
+
+
+def attend_once(
+    q: Tensor, k: Tensor, v: Tensor, strategy: str, tile: tuple[int, int] | None, options: Options
+) -> Tensor | tuple[Tensor, Tensor]:
+    """One distributed attention by a named strategy; o, or (o, lse)."""
+    comm, mask, layout = as_communicator(options.group), options.mask, options.layout
+    scale = q.shape[-1] ** -0.5 if options.scale is None else float(options.scale)
+    frames = [] if mask is None else frame_bounds(mask.total_frames, comm.size)
+
+    def check() -> dict[str, int]:
+        check_qkv(q, k, v)
+        check_accumulation(options.accumulate_dtype)
+        choose_kernel(options.kernel, q, k, causal=layout is not None, masked=mask is not None)
+        rows, heads = tile_and_heads(strategy, None if tile is None else check_tile(tile), comm.size)
+        HeadShares(q.shape[1], k.shape[1], heads)
+        facts = {
+            "strategy": STRATEGIES.index(strategy),
+            "scale": scale_bits(scale),
+            "accumulate_dtype": dtype_code(options.accumulate_dtype),
+        }
+        facts |= {"tile rows": 0 if rows is None else rows[0], "tile columns": 0 if rows is None else rows[1]}
+        if layout is not None:
+            if mask is not None:
+                raise MaskError(f"{strategy}: causal=True and a FrameMask exclude each other; pass one of them")
+            if q.shape[2] != k.shape[2]:
+                raise ShapeError(f"causal attention needs as many keys as queries; got {q.shape[2]} and {k.shape[2]}")
+            sequence_positions(q.shape[2] * comm.size, comm.rank, comm.size, layout)
+            facts["layout"] = 1 + LAYOUTS.index(layout)
+        if mask is not None:
+            check_mask(mask, q, k, frames[comm.rank])
+            facts |= {"mask form": 1 if mask.bounds is not None else 2, "mask frames": mask.total_frames}
+            facts["mask tokens per frame"] = mask.tokens_per_frame
+        return facts
+
+    def own() -> int:
+        mask_is_new = mask is not None and not mask.has_blocks(comm, frames)
+        return int(mask_is_new) + 2 * gradient_state(q, k, v)
+
+    key_lengths, told = agree_on_keys(q, k, comm, check, own)
+    new = [number % 2 for number in told]
+    if wants_gradients([number // 2 for number in told]) and not any(t.requires_grad for t in (q, k, v)):
+        q = q.detach().requires_grad_()  # another rank's backward pass needs this one in it
+    blocks: Blocks = FullBlocks(q.shape[0], q.shape[2], key_lengths)
+    if layout is not None:
+        blocks = CausalBlocks(q.shape[0], q.shape[2] * comm.size, comm.size, layout)
+    elif mask is not None:
+        blocks = mask.blocks(comm, frames, anew=any(new))
+    plan = plan_for(
+        strategy,
+        tile,
+        blocks,
+        problem_of(q.shape, k.shape[:2], key_lengths, q.dtype, options.accumulate_dtype),
+        accumulation(options.accumulate_dtype, q.dtype),
+        options.overlap,
+    )
+    o, lse = attend(q, [GivenKeys(plan, k, v)], comm=comm, scale=scale, kernel=options.kernel)
+    return (o, lse) if options.return_lse else o
