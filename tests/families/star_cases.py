@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import logging
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +19,18 @@ from tiny import tiny_frames, tiny_model, tiny_text
 LENGTH = 27
 """Blocks of 13, 8 and 6 tokens for 2, 3 and 4 ranks, and 1, 3 and 3 tokens of query."""
 WINDOW = 9
+STAR = {"self_attention": "star", "shard_prompt_from": 2}
+
+
+class Warnings(logging.Handler):
+    """Collects what the library warns of, between `addHandler` and `removeHandler`."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.messages: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.messages.append(record.getMessage())
 
 
 @dataclass(frozen=True)
