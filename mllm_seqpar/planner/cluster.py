@@ -8,12 +8,11 @@ per GPU: `network_link_per_gpu`).
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import MISSING, dataclass, fields
+from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any
 
 from ..errors import ConfigError
+from .files import build, read_yaml
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,56 +109,13 @@ _UNITS = {
 }
 
 
-def cluster_from(values: Mapping[str, Any], origin: str) -> Cluster:
-    """A Cluster from a mapping of its fields, as a file holds them.
-
-    YAML reads 25e9, without a dot, as text: numbers written so are taken as numbers.
-
-    Raises:
-        ConfigError: fields that are missing or unknown, or bad values; `origin` says where they stand.
-    """
-    known = {field.name for field in fields(Cluster)}
-    needed = [field.name for field in fields(Cluster) if field.default is MISSING]
-    unknown = sorted(map(str, set(values) - known))
-    if unknown:
-        raise ConfigError(f"{origin}: unknown field {', '.join(unknown)}; a cluster has {', '.join(sorted(known))}")
-    missing = [name for name in needed if name not in values]
-    if missing:
-        told = ", ".join(f"{name} ({_UNITS[name]})" if name in _UNITS else name for name in missing)
-        raise ConfigError(f"{origin}: a cluster also needs {told}")
-    try:
-        return Cluster(**{name: _number(name, value) for name, value in values.items()})
-    except ConfigError as error:
-        raise ConfigError(f"{origin}: {error}") from error
-
-
-def _number(name: str, value: Any) -> Any:
-    if isinstance(value, str) and name not in ("name", "source"):
-        try:
-            return float(value)
-        except ValueError:
-            return value  # refused by name in Cluster
-    return value
-
-
 def read_cluster(path: str | Path) -> Cluster:
     """Reads a cluster file (YAML, the fields of `Cluster`).
 
     Raises:
         ConfigError: no such file, no YAML, or bad fields.
     """
-    import yaml  # here, so that simulating needs no YAML
-
-    path = Path(path)
-    if not path.is_file():
-        raise ConfigError(f"cluster: there is no file {path}; configs/clusters holds some, `calibrate` writes another")
-    try:
-        values = yaml.safe_load(path.read_text())
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ConfigError(f"cluster: {path} is not YAML: {error}") from error
-    if not isinstance(values, dict):
-        raise ConfigError(f"cluster: {path} holds {type(values).__name__}; it must hold fields, `name: value`")
-    return cluster_from(values, str(path))
+    return build(Cluster, read_yaml(path, "cluster"), str(path), _UNITS)
 
 
 def write_cluster(cluster: Cluster, path: str | Path) -> None:

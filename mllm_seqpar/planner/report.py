@@ -1,0 +1,144 @@
+"""A plan as text for people and as a mapping for programs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
+
+from .cluster import Cluster
+from .memory import KINDS, USABLE
+from .plan import Plan, Row
+from .run import Run
+from .step import PARTS
+
+
+def table(plan: Plan) -> str:
+    """The plan as text: what is planned, a table of times and transfers, a table of memory, the verdict."""
+    return "\n".join(
+        [
+            _heading(plan.run, plan.cluster),
+            "",
+            f"Seconds of a step ({'forward + backward' if plan.run.training else 'forward'})",
+            *_columns(_times(plan)),
+            "",
+            "Transfers of attention in seconds; bytes of the GPU that sends most in a step",
+            *_columns(_transfers(plan)),
+            "",
+            f"GB of a GPU at the peak (of {plan.cluster.memory_bytes / 1e9:.0f}; {USABLE:.0%} may be filled)",
+            *_columns(_memory(plan)),
+            "",
+            *_verdict(plan),
+        ]
+    )
+
+
+def as_json(plan: Plan) -> dict[str, Any]:
+    """The plan as plain numbers and texts, seconds and bytes."""
+    return {
+        "run": asdict(plan.run),
+        "cluster": asdict(plan.cluster),
+        "strategies": [_row_json(row) for row in plan.rows],
+        "not legal": dict(plan.left_out),
+    }
+
+
+def _row_json(row: Row) -> dict[str, Any]:
+    cross = {"forward": row.cross.forward, "backward": row.cross.backward}
+    return {
+        "strategy": row.way.strategy,
+        "tile": list(row.way.tile),
+        "heads_over": row.way.heads_over,
+        "seconds": row.seconds,
+        "forward": row.forward,
+        "backward": row.backward,
+        "parts": {name: asdict(row.parts[name]) for name in PARTS},
+        "memory": dict(row.memory),
+        "memory_total": sum(row.memory.values()),
+        "fits": row.fits,
+        "longest_frames": row.longest,
+        "cross_attention_call": {
+            name: {k: v for k, v in vars(cost).items() if k != "timeline"} for name, cost in cross.items() if cost
+        },
+    }
+
+
+def _heading(run: Run, cluster: Cluster) -> str:
+    model = run.model
+    peak = f" ({cluster.attention_forward / cluster.peak_flops:.0%} of peak)" if cluster.peak_flops else ""
+    return "\n".join(
+        [
+            f"{model.name}: {model.parameters / 1e9:.2f} B parameters, {run.trained_parameters / 1e9:.2f} B trained "
+            f"({run.trained}); {run.frames} frames of {model.vision.keys} tokens, {run.text} text tokens"
+            + (f", batch {run.batch}" if run.batch > 1 else ""),
+            f"{run.gpus} GPUs of {cluster.name}: attention {cluster.attention_forward / 1e12:.4g} TFLOP/s forward{peak}"
+            f", {cluster.gpus_per_node} to a node at {cluster.node_link / 1e9:.4g} GB/s, "
+            f"{cluster.network_link / 1e9:.4g} GB/s between nodes",
+        ]
+    )
+
+
+def _times(plan: Plan) -> list[list[str]]:
+    rows = [["strategy", "step", "forward", "backward", *PARTS]]
+    for row in plan.rows:
+        parts = [_seconds(row.parts[name].seconds) for name in PARTS]
+        rows.append([str(row.way), _seconds(row.seconds), _seconds(row.forward), _seconds(row.backward), *parts])
+    return rows
+
+
+def _transfers(plan: Plan) -> list[list[str]]:
+    rows = [
+        ["strategy", "cross exposed", "hidden", "self exposed", "hidden", "cross GB node", "network", "all network"]
+    ]
+    for row in plan.rows:
+        cross, own = row.parts["cross-attention"], row.parts["self-attention"]
+        rows.append(
+            [
+                str(row.way),
+                *(_seconds(value) for value in (cross.exposed, cross.hidden, own.exposed, own.hidden)),
+                _giga(cross.node_bytes),
+                _giga(cross.network_bytes),
+                _giga(sum(part.network_bytes for part in row.parts.values())),
+            ]
+        )
+    return rows
+
+
+def _memory(plan: Plan) -> list[list[str]]:
+    rows = [["strategy", "total", *KINDS, "fits", "longest video"]]
+    for row in plan.rows:
+        kinds = [_giga(row.memory[kind]) for kind in KINDS]
+        fits = "yes" if row.fits else "no"
+        rows.append([str(row.way), _giga(sum(row.memory.values())), *kinds, fits, f"{row.longest} frames"])
+    return rows
+
+
+def _verdict(plan: Plan) -> list[str]:
+    best = plan.best
+    lines = [f"{name}: left out, {why}" for name, why in plan.left_out.items()]
+    if best.fits:
+        lines.append(f"Best: {best.way}, {_seconds(best.seconds)} s a step.")
+    else:
+        longest = max(row.longest for row in plan.rows)
+        need = f"at most {longest} frames do" if longest else "nor does a single frame: more GPUs are needed"
+        lines.append(f"Nothing fits with {plan.run.frames} frames; {need}.")
+    return lines
+
+
+def _columns(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Rows of cells, the first column to the left, the others to the right."""
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+
+    def line(row: Sequence[str]) -> str:
+        return "  ".join([row[0].ljust(widths[0]), *(c.rjust(w) for c, w in zip(row[1:], widths[1:], strict=True))])
+
+    return ["  " + line(row) for row in rows]
+
+
+def _seconds(value: float) -> str:
+    return "0" if value == 0 else f"{value:.3g}" if value < 1000 else f"{value:.0f}"
+
+
+def _giga(value: float) -> str:
+    value /= 1e9
+    return "0" if value == 0 else f"{value:.2g}" if value < 1 else f"{value:.1f}" if value < 1000 else f"{value:.0f}"

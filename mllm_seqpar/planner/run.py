@@ -1,0 +1,133 @@
+"""What is planned for: one training step, or one forward pass, of a model on a video and a text."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ..errors import ConfigError
+from ..schedules.traffic import Problem
+from .cost import Visual
+from .model import Model
+
+TRAINED = ("all", "no-vision", "connector", "none")
+SELF_ATTENTION = ("ring", "mesh", "ulysses", "local")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """A step of `model` over `gpus` ranks that share one batch.
+
+    Attributes:
+        model: its sizes.
+        frames, text: frames, and text tokens, of one batch item.
+        gpus: ranks; parameters are sharded over them too (FSDP2).
+        batch: items.
+        trained: "all"; "no-vision": all but the vision tower; "connector": cross-attention and what follows the tower;
+            "none": forward only.
+        self_attention: of the text: "ring", "mesh", "ulysses", or "local" (every rank computes all text).
+        recompute: K and V of frames are projected again in backward.
+        checkpointing: decoder layers are computed again in backward.
+        overlap: transfers under computation.
+        element: bytes of an activation's element (bf16: 2).
+        parameter: bytes of a stored parameter and of its gradient (float32 masters: 4).
+        optimizer: bytes of optimizer state per trained parameter (AdamW in float32: 8).
+
+    Raises:
+        ConfigError: numbers that make no step.
+    """
+
+    model: Model
+    frames: int
+    text: int
+    gpus: int
+    batch: int = 1
+    trained: str = "no-vision"
+    self_attention: str = "ring"
+    recompute: bool = True
+    checkpointing: bool = False
+    overlap: bool = True
+    element: int = 2
+    parameter: int = 4
+    optimizer: int = 8
+
+    def __post_init__(self) -> None:
+        for name in ("frames", "text", "gpus", "batch"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or value < 1:
+                raise ConfigError(f"{name}: {value!r} is not a number of {name}; give 1 or more")
+        if self.trained not in TRAINED:
+            raise ConfigError(f"trained: {self.trained!r} is unknown; choose one of {', '.join(TRAINED)}")
+        if self.self_attention not in SELF_ATTENTION:
+            raise ConfigError(
+                f"self_attention: {self.self_attention!r} cannot be planned; choose one of {', '.join(SELF_ATTENTION)}"
+            )
+
+    @property
+    def training(self) -> bool:
+        """Whether there is a backward pass."""
+        return self.trained != "none"
+
+    @property
+    def rows(self) -> int:
+        """Text tokens of each rank, padded to equal shares; all of them where text is not dealt."""
+        return self.text if self.self_attention == "local" else -(-self.text // self.gpus)
+
+    @property
+    def local_frames(self) -> int:
+        """Frames of the rank with most, of all batch items."""
+        return -(-self.frames // self.gpus) * self.batch
+
+    @property
+    def keys(self) -> int:
+        """Visual tokens of that rank, of one batch item: all ranks are planned with as many."""
+        return -(-self.frames // self.gpus) * self.model.vision.keys
+
+    @property
+    def cross_problem(self) -> Problem:
+        """One cross-attention call."""
+        cross = self.model.cross
+        return Problem(
+            rows=-(-self.text // self.gpus),
+            keys=(self.keys,) * self.gpus,
+            heads=cross.heads,
+            kv_heads=cross.kv_heads,
+            dim=cross.head_dim,
+            batch=self.batch,
+            key_batch=self.batch,
+            element=self.element,
+        )
+
+    @property
+    def text_problem(self) -> Problem:
+        """One self-attention call."""
+        text = self.model.text
+        ranks = 1 if self.self_attention == "local" else self.gpus
+        return Problem(
+            rows=self.rows,
+            keys=(self.rows,) * ranks,
+            heads=text.heads,
+            kv_heads=text.kv_heads,
+            dim=text.head_dim,
+            batch=self.batch,
+            key_batch=self.batch,
+            element=self.element,
+        )
+
+    @property
+    def visual(self) -> Visual:
+        """Where cross-attention's keys come from."""
+        cross = self.model.cross
+        trained = self.trained == "all" or (self.training and self.model.connector_parameters > 0)
+        return Visual(dim=cross.visual_dim, layers=cross.layers, recompute=self.recompute, trained=trained)
+
+    @property
+    def trained_parameters(self) -> int:
+        """How many parameters get gradients."""
+        model = self.model
+        connector = model.connector_parameters + model.cross.layers * model.cross_parameters
+        return {
+            "all": model.parameters,
+            "no-vision": model.parameters - model.vision.parameters,
+            "connector": connector,
+            "none": 0,
+        }[self.trained]

@@ -1,0 +1,169 @@
+"""Layer: pure Python. Plans: times by hand, memory by formula, what fits, the command and its output."""
+
+from __future__ import annotations
+
+import json
+import xml.etree.ElementTree
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from clusters import with_
+
+from mllm_seqpar.errors import ConfigError
+from mllm_seqpar.planner import Way, read_cluster
+from mllm_seqpar.planner.command import main
+from mllm_seqpar.planner.files import find_file
+from mllm_seqpar.planner.memory import KINDS, USABLE, memory
+from mllm_seqpar.planner.model import read_model
+from mllm_seqpar.planner.plan import longest_video, make_plan
+from mllm_seqpar.planner.run import Run
+from mllm_seqpar.planner.step import PARTS
+
+OWL = read_model(find_file("model", "mplug-owl3-7b"))
+A100 = read_cluster(find_file("cluster", "a100-80g-4x4"))
+RUN = Run(model=OWL, frames=4096, text=8192, gpus=16)
+LV, RING = Way("lv-xattn", (16, 1)), Way("ring", (1, 16))
+
+
+def test_times_add_up_and_lv_xattn_wins_a_long_video() -> None:
+    plan = make_plan(RUN, A100)
+    assert plan.best.way.strategy == "lv-xattn" and plan.best.fits
+    assert {row.way.strategy for row in plan.rows} == {"lv-xattn", "ring", "mesh", "ulysses", "replicate"}
+    for row in plan.rows:
+        assert set(row.parts) == set(PARTS) and set(row.memory) == set(KINDS)
+        assert row.seconds == pytest.approx(sum(part.seconds for part in row.parts.values()))
+    ring = next(row for row in plan.rows if row.way.strategy == "ring")
+    lv = plan.best
+    assert ring.parts["self-attention"] == lv.parts["self-attention"]
+    assert ring.parts["cross-attention"].exposed > 100 * lv.parts["cross-attention"].exposed
+
+
+def test_parts_by_hand() -> None:
+    """One GPU: no transfers, all is FLOPs over rates. 100 frames, 1000 tokens."""
+    run = Run(model=OWL, frames=100, text=1000, gpus=1)
+    parts = make_plan(run, with_(A100, block_overhead_s=0.0)).rows[0].parts
+    text, vision = OWL.text, OWL.vision
+    mlp = 2 * 28 * 3 * 3584 * 18944 * 1000 / A100.matmul
+    assert parts["MLP"].forward == pytest.approx(mlp) and parts["MLP"].backward == pytest.approx(2 * mlp)
+    calls = 4 * 4 * 1000 * 72900 * 28 * 128
+    kv = 4 * 4 * 72900 * 3584 * 4 * 128
+    assert parts["cross-attention"].forward == pytest.approx(calls / A100.attention_forward + kv / A100.matmul)
+    again = 2.5 * calls / A100.attention_backward + 3 * kv / A100.matmul
+    assert parts["cross-attention"].backward == pytest.approx(again)
+    own = 28 * (4 * 1000 * 1000 / 2 * 28 * 128 / A100.attention_forward)
+    own += 2 * 28 * text.attention_parameters * 1000 / A100.matmul
+    assert parts["self-attention"].forward == pytest.approx(own)
+    tower = 2 * vision.parameters * 72900 / A100.matmul + 4 * 72900 * 729 * 1152 * 27 / A100.attention_forward
+    tower += 2 * 1152 * 3584 * 72900 / A100.matmul
+    assert parts["vision tower"].forward == pytest.approx(tower)
+    assert parts["parameters"].seconds == 0 and all(part.exposed == 0 for part in parts.values())
+
+
+def test_what_is_not_trained_or_done_twice_shows() -> None:
+    def backward(part: str, **changes: object) -> float:
+        row = make_plan(replace(RUN, **changes), A100, ("lv-xattn",)).rows[0]  # type: ignore[arg-type]
+        return row.parts[part].backward
+
+    assert backward("MLP", trained="connector") == pytest.approx(backward("MLP") / 2)
+    assert backward("MLP", checkpointing=True) == pytest.approx(backward("MLP") * 1.5)
+    assert backward("vision tower", trained="all") > 3 * backward("vision tower")
+    assert backward("cross-attention", recompute=False) < backward("cross-attention")
+    assert backward("cross-attention", checkpointing=True) > 1.2 * backward("cross-attention")
+    assert make_plan(replace(RUN, trained="none"), A100).best.backward == 0
+
+
+def test_memory_by_formula() -> None:
+    held = memory(RUN, LV)
+    assert held["parameters"] == OWL.parameters * 4 // 16
+    trained = OWL.parameters - OWL.vision.parameters
+    assert held["gradients"] == trained * 4 // 16 and held["optimizer"] == trained * 8 // 16
+    once = 256 * 729 * 3584 * 2
+    assert held["features"] == 2 * once  # and their gradient: the projector is trained
+    assert memory(RUN, Way("replicate", (16, 1)))["features"] == 2 * 16 * once
+    kept = memory(replace(RUN, recompute=False), LV)["activations"] - held["activations"]
+    assert kept == 4 * 2 * 256 * 729 * 4 * 128 * 2  # K and V of 4 layers, 4 heads of 128
+    keys_values = 2 * 256 * 729 * 4 * 128
+    # the ring holds two pieces of K, V, dK, dV of others; LV-XAttn those of rows, which are few
+    ring = memory(RUN, RING)["buffers"] - held["buffers"]
+    rows = 512 * 28 * (2 * (3 * 128 * 2 + 4) + 2 * 128 * 4)
+    assert ring == 2 * keys_values * (2 + 4) - rows
+    assert memory(replace(RUN, checkpointing=True), LV)["activations"] < held["activations"] / 2
+    inference = memory(replace(RUN, trained="none"), LV)
+    assert inference["gradients"] == inference["optimizer"] == 0 and inference["features"] == once
+
+
+def test_the_longest_video_just_fits() -> None:
+    longest = longest_video(RUN, A100, LV)
+    for frames, fits in ((longest, True), (longest + 16, False)):
+        assert (sum(memory(replace(RUN, frames=frames), LV).values()) <= USABLE * A100.memory_bytes) == fits
+    assert longest_video(RUN, A100, LV) > longest_video(replace(RUN, recompute=False), A100, LV)
+    assert longest_video(RUN, replace(A100, memory_bytes=1e9), LV) == 0
+
+
+def test_strategies_that_are_not_legal_are_named() -> None:
+    plan = make_plan(replace(RUN, gpus=5), A100)
+    assert "5 GPUs have no tile" in plan.left_out["mesh"]
+    assert "no group of the 5 GPUs divides 28 heads" in plan.left_out["ulysses"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"frames": 0}, "frames: 0 is not a number of frames"),
+        ({"gpus": -1}, "gpus: -1"),
+        ({"trained": "half"}, "trained: 'half' is unknown; choose one of all, no-vision"),
+        ({"self_attention": "star"}, "self_attention: 'star' cannot be planned"),
+    ],
+)
+def test_bad_runs(changes: dict[str, object], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        replace(RUN, **changes)  # type: ignore[arg-type]
+
+
+COMMAND = ["plan", "--model", "mplug-owl3-7b", "--frames", "4096", "--text", "8192", "--gpus", "16"]
+COMMAND += ["--cluster", "a100-80g-4x4"]
+
+
+def test_the_command_prints_a_table_and_draws(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    picture = tmp_path / "t.svg"
+    assert main([*COMMAND, "--timeline", str(picture)]) == 0
+    printed = capsys.readouterr().out
+    for word in (
+        "8.04 B parameters",
+        "lv-xattn",
+        "replicate",
+        "vision tower",
+        "optimizer",
+        "longest video",
+        "Best: lv",
+    ):
+        assert word in printed
+    root = xml.etree.ElementTree.parse(picture).getroot()
+    rectangles = root.findall("{http://www.w3.org/2000/svg}rect")
+    # 16 ranks, forward and backward, each 17 blocks and 15 transfers of either kind
+    assert len(rectangles) > 2 * 16 * (17 + 15 + 15)
+
+
+def test_the_command_prints_json(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*COMMAND, "--json", "--strategy", "ring", "lv-xattn"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert [row["strategy"] for row in told["strategies"]] == ["lv-xattn", "ring"]
+    first = told["strategies"][0]
+    assert first["seconds"] == pytest.approx(sum(p["forward"] + p["backward"] for p in first["parts"].values()))
+    assert first["memory_total"] == sum(first["memory"].values())
+
+
+def test_the_command_says_what_is_wrong(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*COMMAND[:-1], "nowhere"]) == 2
+    assert "cluster: 'nowhere' is neither a file nor a name that is known here" in capsys.readouterr().err
+    assert main([*COMMAND, "--frames", "0"]) == 2
+    assert "frames: 0 is not a number of frames" in capsys.readouterr().err
+
+
+def test_calibrate_writes_a_cluster(tmp_path: Path) -> None:
+    file = tmp_path / "here.yaml"
+    assert main(["calibrate", "--device", "cpu", "--heads", "4", "--dim", "32", "--output", str(file)]) == 0
+    found = read_cluster(file)
+    assert found.gpus_per_node == 1 and "links are not measured" in found.source
+    assert main(["calibrate", "--heads", "3", "--kv-heads", "2", "--output", str(file)]) == 2
