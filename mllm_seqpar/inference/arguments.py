@@ -45,6 +45,7 @@ class InferArguments(Options):
     seed: int = option("of the draws", 0)
 
     strategy: str = option("cross-attention: lv-xattn, ring", "lv-xattn")
+    self_attention: str = option("of long prompts' text: ring, local; star, approximate (docs/star.md)", "ring")
     kernel: str = option("block attention kernel", "auto")
     shard_weights: bool = option("shard the weights over the ranks too, for models that fill a device", False)
     dtype: str = option(f"of the model: {', '.join(DTYPES)} (auto: the checkpoint's)", "auto")
@@ -82,7 +83,7 @@ class InferArguments(Options):
 
     def seqpar_config(self) -> SeqParConfig:
         """How the model is patched."""
-        return SeqParConfig(strategy=self.strategy, kernel=self.kernel)
+        return SeqParConfig(strategy=self.strategy, self_attention=self.self_attention, kernel=self.kernel)
 
     def frame_options(self) -> dict[str, Any]:
         """The options that choose frames, as given; see `keeping.SAMPLING`."""

@@ -9,6 +9,8 @@ from mllm_seqpar.running.options import Options, option, parse_options
 
 SAVE_DTYPES = ("source", "float32", "bfloat16", "float16")
 SCHEDULES = ("cosine", "linear", "constant")
+SELF_ATTENTION = tuple(name for name in CHOICES["self_attention"] if name != "star")
+"""Star Attention has no backward pass."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,7 +28,7 @@ class TrainArguments(Options):
 
     sp: int | None = option("ranks that share one sample (sequence parallel degree); default: all ranks", None)
     strategy: str = option(f"cross-attention: {', '.join(CHOICES['strategy'])}", "lv-xattn")
-    self_attention: str = option(f"self-attention of the text: {', '.join(CHOICES['self_attention'])}", "ring")
+    self_attention: str = option(f"self-attention of the text: {', '.join(SELF_ATTENTION)}", "ring")
     text_layout: str = option("how text tokens are dealt to ranks: zigzag, striped, contiguous", "zigzag")
     tile: str | None = option("tile of the mesh strategy, as AxB; not in this version", None)
     kernel: str = option("block attention kernel", "auto")
@@ -78,6 +80,7 @@ class TrainArguments(Options):
         self._require("min_lr", 0 <= self.min_lr <= 1, "a part of --lr, from 0 to 1")
         self._require("schedule", self.schedule in SCHEDULES, f"one of {', '.join(SCHEDULES)}")
         self._require("save_dtype", self.save_dtype in SAVE_DTYPES, f"one of {', '.join(SAVE_DTYPES)}")
+        self._require("self_attention", self.self_attention in SELF_ATTENTION, f"one of {', '.join(SELF_ATTENTION)}")
         self._require("device", self.device in DEVICES, f"one of {', '.join(DEVICES)}")
         self.tile_shape()
 

@@ -22,6 +22,7 @@ def test_defaults_and_repeated_questions() -> None:
     assert parse([*NEEDED, "--num-frames", "9"]).frames_of_video()["fps"] is None
     assert args.sampling() == Sampling(max_new_tokens=256, temperature=0.0, top_p=1.0, seed=0)
     assert not args.progress and not args.shard_weights and args.seqpar_config().strategy == "lv-xattn"
+    assert parse([*NEEDED, "--self-attention", "star"]).seqpar_config().self_attention == "star"
 
 
 @pytest.mark.parametrize(

@@ -84,6 +84,7 @@ def test_the_command_line_has_every_field() -> None:
         ([*NEEDED, "--schedule", "sine"], "cosine, linear, constant"),
         ([*NEEDED, "--tile", "4"], "two numbers such as 2x2"),
         ([*NEEDED, "--min-lr", "2"], "from 0 to 1"),
+        ([*NEEDED, "--self-attention", "star"], "--self-attention: 'star' is not allowed; give one of ring"),
     ],
 )
 def test_bad_arguments_say_what_is_wrong(given: list[str], message: str) -> None:
