@@ -102,7 +102,10 @@ def sharded_call(
     text = TextShards(batch, length, comm, config.text_layout, valid)
     visual = SharedVisual(features, torch.arange(start, stop, device=features.device), mask.total_frames)
     context.report_shares((text.local, length), (stop - start, mask.total_frames))
-    return SeqParCall(context, text=text, frames=VisualShards.of(visual, mask, text, units_per_frame))
+    shards = VisualShards.of(visual, mask, text, units_per_frame)
+    if config.strategy == "replicate" and comm.size > 1:
+        shards = shards.gathered(comm, torch.arange(mask.total_frames))
+    return SeqParCall(context, text=text, frames=shards)
 
 
 def _own(context: SeqParContext, mask: FrameMask, units_per_frame: int) -> tuple[int, int]:

@@ -11,21 +11,28 @@ not kept on a module, so that a recomputation in backward sees what its forward 
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from .attention.block import BlockMath, Partial
 from .attention.decode import decode_attention, merge_over_ranks
 from .attention.distributed import Plan
 from .attention.joint import attend
-from .attention.planning import accumulation
+from .attention.planning import accumulation, plan_for, problem_of
 from .attention.sources import GivenKeys, KeySource
 from .cached_text import CachedRows
+from .choosing import CrossShape, chosen_plan
+from .comm import Communicator
+from .comm.autograd import gather_shards
 from .context import SeqParContext
 from .errors import ConfigError
 from .masks import Blocks, FrameBlocks, FrameMask
+from .planner import Choice
+from .planner.cost import Visual
+from .schedules.traffic import Problem
 from .sharding import frame_bounds
 from .text import TextShards
 from .visual import KeptVisual, Projection, RecomputedKeys, SharedVisual
@@ -52,12 +59,16 @@ class VisualShards:
         blocks: the visible tiles of every block.
         key_lengths: visual keys of every rank.
         sees: (B, s) bool, this rank's rows that see any frame.
+        whole: `visual` has the frames of all ranks, and no rank needs another for its rows.
+        choice: what "auto" chose for this pass, if it was before any layer ran.
     """
 
     visual: SharedVisual
     blocks: Blocks
     key_lengths: tuple[int, ...]
     sees: Tensor
+    whole: bool = False
+    choice: Choice | None = None
 
     @classmethod
     def of(cls, visual: SharedVisual, mask: FrameMask, text: TextShards, units_per_frame: int = 1) -> VisualShards:
@@ -81,6 +92,40 @@ class VisualShards:
         by_rank = [rows.take(text.positions(rank)) for rank in range(text.comm.size)]
         key_lengths = tuple((stop - start) * mask.tokens_per_frame for start, stop in frames)
         return cls(visual, FrameBlocks(by_rank, frames), key_lengths, by_rank[text.comm.rank].sees_any())
+
+    def gathered(self, comm: Communicator, index: Tensor) -> VisualShards:
+        """The same with all ranks' features on every rank ("replicate"); `index` (units,) is that of all of them.
+
+        Gathered once for all layers; in the backward pass the ranks' gradients of each frame add up, once as well.
+        """
+        assert isinstance(self.blocks, FrameBlocks)
+        counts = [stop - start for start, stop in self.blocks.frames]
+        own = self.visual.features
+        padded = F.pad(own, (0, 0, 0, 0, 0, max(counts) - own.shape[0]))
+        parts = gather_shards(padded, comm)
+        features = torch.cat([part[:count] for part, count in zip(parts, counts, strict=True)])
+        visual = SharedVisual(features, index.to(features.device), self.visual.total_frames)
+        everything = (0, self.visual.total_frames)
+        lengths = (features.shape[0] * features.shape[1],) * comm.size
+        blocks = FrameBlocks(self.blocks.masks, [everything] * comm.size)
+        return replace(self, visual=visual, blocks=blocks, key_lengths=lengths, whole=True)
+
+
+def choose_for_pass(context: SeqParContext, shape: CrossShape, text: TextShards, shards: VisualShards) -> VisualShards:
+    """With what `strategy="auto"` takes for all cross-attention layers of a pass, replication among its candidates."""
+    assert context.chooser is not None
+    features, config = shards.visual.features, context.config
+    (probe,) = as_attended(features[:0])
+    problem = problem_of(
+        (text.batch, shape.heads, text.local, shape.dim),
+        (1, shape.kv_heads),
+        shards.key_lengths,
+        probe.dtype,
+        config.accumulate_dtype,
+    )
+    training = torch.is_grad_enabled()
+    visual = Visual(dim=features.shape[2], layers=shape.layers, recompute=config.recompute_visual, trained=training)
+    return replace(shards, choice=context.chooser.choose(problem, shards.blocks, training=training, visual=visual))
 
 
 @dataclass(frozen=True)
@@ -114,13 +159,21 @@ class SeqParCall:
         """Whether hidden states hold this rank's tokens only."""
         return self.text is not None and self.context.config.self_attention != "local"
 
-    def text_keys(self, k: Tensor, v: Tensor, window: int | None = None) -> GivenKeys:
-        """This rank's text keys (B, G, s, D), causal, by the configured self-attention."""
+    def text_keys(self, k: Tensor, v: Tensor, window: int | None = None, heads: int | None = None) -> GivenKeys:
+        """This rank's text keys, causal, by the configured self-attention.
+
+        Args:
+            k, v: (B, G, s, D).
+            window: keys that a row sees at most, itself included; None: all before it.
+            heads: query heads, None: G; with them a mesh without a tile chooses one.
+        """
         assert self.text is not None
-        size = self.context.comm.size
+        blocks, lengths = self.text.blocks(window), (self.text.local,) * self.context.comm.size
         # Star Attention: rows go where they see something, which is nowhere
-        tile = (size, 1) if self.context.config.self_attention == "star" else (1, size)
-        return GivenKeys(self._plan(tile, self.text.blocks(window), (self.text.local,) * size, k.dtype), k, v)
+        name = self.context.config.self_attention
+        q_shape = k.shape[0], heads or k.shape[1], *k.shape[2:]
+        plan = self._plan("lv-xattn" if name == "star" else name, blocks, lengths, q_shape, k.shape, k.dtype)
+        return GivenKeys(plan, k, v)
 
     def cross_attend(
         self, q: Tensor, layer: Hashable, project: Projection, modules: Sequence[nn.Module], scale: float
@@ -143,30 +196,49 @@ class SeqParCall:
             assert self.kept is not None
             k, v = self.kept.keys_values(layer, project, q.dtype)
             return self.attend_replicated(q, k, v, scale)[0].to(given)
-        keys = self.visual_keys(layer, project, modules, q.dtype)
         if self.shards_text:
-            return self.attend(q, [keys], scale).to(given)
+            return self.attend(q, [self.visual_keys(q, layer, project, modules)], scale).to(given)
         # the text lives whole on every rank: its rows are shared out for this attention only
-        return self.text.unshard(self.attend(self.text.shard(q, 2), [keys], scale), 2).to(given)
-
-    def visual_keys(
-        self, layer: Hashable, project: Projection, modules: Sequence[nn.Module], dtype: torch.dtype
-    ) -> KeySource:
-        """The visual keys that a layer projects from the shared features, by the configured strategy."""
-        assert self.frames is not None
-        size, config = self.context.comm.size, self.context.config
-        plan = self._plan(
-            (size, 1) if config.strategy == "lv-xattn" else (1, size),
-            self.frames.blocks,
-            self.frames.key_lengths,
-            dtype,
+        rows = self.text.shard(q, 2)
+        return self.text.unshard(self.attend(rows, [self.visual_keys(rows, layer, project, modules)], scale), 2).to(
+            given
         )
+
+    def visual_keys(self, q: Tensor, layer: Hashable, project: Projection, modules: Sequence[nn.Module]) -> KeySource:
+        """The visual keys that a layer projects from the shared features, for the rows q, by the configured strategy.
+
+        The arguments are those of `cross_attend`; q in the dtype that attention computes in.
+        """
+        assert self.frames is not None
+        visual, dtype = self.frames.visual, q.dtype
         if self.kept is not None:
-            return GivenKeys(plan, *self.kept.keys_values(layer, project, dtype))
-        if config.recompute_visual:
-            return RecomputedKeys(plan, self.frames.visual, project, modules, dtype)
-        k, v = project(self.frames.visual.features, self.frames.visual.index)
-        return GivenKeys(plan, k.to(dtype), v.to(dtype))
+            k, v = self.kept.keys_values(layer, project, dtype)
+            return GivenKeys(self._visual_plan(q, k.shape[1]), k, v)
+        if not self.context.config.recompute_visual:
+            k, v = (x.to(dtype) for x in project(visual.features, visual.index))
+            return GivenKeys(self._visual_plan(q, k.shape[1]), k, v)
+        kv_heads = q.shape[1]
+        if self.context.config.strategy in ("mesh", "auto"):
+            with torch.no_grad():  # of no frames, for the number of its heads
+                kv_heads = project(visual.features[:0], visual.index[:0])[0].shape[1]
+        return RecomputedKeys(self._visual_plan(q, kv_heads), visual, project, modules, dtype)
+
+    def _visual_plan(self, q: Tensor, kv_heads: int) -> Plan:
+        """For rows q (B, H, s, D) and keys with so many heads; only "mesh" and "auto" look at these."""
+        assert self.frames is not None
+        frames, config, chooser = self.frames, self.context.config, self.context.chooser
+        if frames.whole:
+            dtype = accumulation(config.accumulate_dtype, q.dtype)
+            return Plan((1, 1), frames.blocks, frames.key_lengths, dtype, config.overlap)
+        if chooser is not None and self.context.comm.size > 1:
+            problem = self._problem(q.shape, (1, kv_heads), frames.key_lengths, q.dtype)
+            choice = frames.choice or chooser.choose(
+                problem, frames.blocks, training=torch.is_grad_enabled(), visual=None
+            )
+            return chosen_plan(chooser, choice, frames.blocks, problem, config, q.dtype)
+        # decoding keeps K and V where they are, also for "replicate"
+        name = "lv-xattn" if config.strategy in ("auto", "replicate") else config.strategy
+        return self._plan(name, frames.blocks, frames.key_lengths, q.shape, (1, kv_heads), q.dtype)
 
     def attend(self, q: Tensor, sources: Sequence[KeySource], scale: float) -> Tensor:
         """q (B, H, s, D) -> o (B, H, s, D): one softmax over all sources' keys of all ranks."""
@@ -204,6 +276,21 @@ class SeqParCall:
         BlockMath(self.context.config.kernel, scale).forward(q, k, v, tiles, partial)
         return merge_over_ranks(*partial.value, self.context.comm)
 
-    def _plan(self, tile: tuple[int, int], blocks: Blocks, key_lengths: tuple[int, ...], dtype: torch.dtype) -> Plan:
+    def _problem(
+        self, q_shape: Sequence[int], k_shape: Sequence[int], key_lengths: tuple[int, ...], dtype: torch.dtype
+    ) -> Problem:
+        return problem_of(q_shape, k_shape, key_lengths, dtype, self.context.config.accumulate_dtype)
+
+    def _plan(
+        self,
+        strategy: str,
+        blocks: Blocks,
+        key_lengths: tuple[int, ...],
+        q_shape: Sequence[int],
+        k_shape: Sequence[int],
+        dtype: torch.dtype,
+    ) -> Plan:
         config = self.context.config
-        return Plan(tile, blocks, key_lengths, accumulation(config.accumulate_dtype, dtype), config.overlap)
+        problem = self._problem(q_shape, k_shape, key_lengths, dtype)
+        accumulate = accumulation(config.accumulate_dtype, dtype)
+        return plan_for(strategy, config.tile_for(strategy), blocks, problem, accumulate, config.overlap)

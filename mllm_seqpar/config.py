@@ -7,19 +7,16 @@ from dataclasses import dataclass, fields
 import torch
 
 from .errors import ConfigError
+from .schedules.strategies import check_tile, tile_and_heads
 from .sharding import LAYOUTS
 
-# The values of the contract that this version implements; the others are refused by name, never approximated.
 CHOICES: dict[str, tuple[str, ...]] = {
-    "strategy": ("lv-xattn", "ring"),
-    "self_attention": ("ring", "local", "star"),
+    "strategy": ("lv-xattn", "ring", "mesh", "ulysses", "replicate", "auto"),
+    "self_attention": ("ring", "mesh", "ulysses", "star", "local"),
     "text_layout": LAYOUTS,
     "logits": ("auto", "full", "local"),
 }
-PLANNED: dict[str, tuple[str, ...]] = {
-    "strategy": ("mesh", "ulysses", "auto"),
-    "self_attention": ("mesh", "ulysses"),
-}
+TAKE_TILES = ("mesh", "ulysses")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,12 +24,17 @@ class SeqParConfig:
     """How a patched model runs; the fields of `patch_model`'s options.
 
     Attributes:
-        strategy: cross-attention: "lv-xattn" moves Q, O and the log-sum-exp, "ring" moves K and V.
-        self_attention: the language model's own attention: "ring"; "local" (text not sharded at all: every rank
-            computes all text, only frames are shared out); or "star", for generating from long prompts, which is
-            approximate: see `mllm_seqpar.star`.
+        strategy: cross-attention: "lv-xattn" moves Q, O and the log-sum-exp, "ring" moves K and V, "mesh" moves both
+            within smaller groups, "ulysses" deals heads instead of rows and keys, "replicate" gives every rank all
+            visual features (for short visual input); "auto" takes the cheapest of these for the shapes, the mask and
+            the machine at hand, and logs which and why.
+        self_attention: the language model's own attention: "ring", "mesh" or "ulysses"; "local" (text not sharded at
+            all: every rank computes all text, only frames are shared out); or "star", for generating from long prompts,
+            which is approximate: see `mllm_seqpar.star`.
         text_layout: how text tokens are dealt to ranks; zigzag and striped balance causal work.
-        tile: (a, b) for the mesh strategy: how many ranks' rows and columns a rank computes with; None: chosen.
+        tile: (a, b): with "mesh", how many ranks' rows and columns a rank computes with (a * b = n; None: the tile that
+            sends least); with "ulysses", what is done between the groups of n / (a * b) ranks that deal heads (None:
+            all ranks do).
         recompute_visual: project K and V of visual tokens again in backward instead of keeping them.
         kernel: block kernel by name, or "auto"; `mllm_seqpar.kernels.available_kernels()` lists them.
         overlap: transfers under computation; False only to measure.
@@ -66,8 +68,6 @@ class SeqParConfig:
     def __post_init__(self) -> None:
         for name, allowed in CHOICES.items():
             value = getattr(self, name)
-            if value in PLANNED.get(name, ()):
-                raise ConfigError(f"{name}: {value!r} is not in this version yet; choose one of {', '.join(allowed)}")
             if value not in allowed:
                 raise ConfigError(f"{name}: {value!r} is unknown; choose one of {', '.join(allowed)}")
         if self.accumulate_dtype not in (torch.float32, None):
@@ -76,9 +76,12 @@ class SeqParConfig:
                 "of ranks) or None (the queries' dtype: half the bytes, an error that grows with the ranks)"
             )
         if self.tile is not None:
-            raise ConfigError(
-                f"tile: {self.tile} was given, but tiles belong to the mesh strategy, not in this version"
-            )
+            check_tile(self.tile)
+            if not {self.strategy, self.self_attention} & set(TAKE_TILES):
+                raise ConfigError(
+                    f"tile: {self.tile} was given, but neither strategy={self.strategy!r} nor self_attention="
+                    f"{self.self_attention!r} takes one; {' and '.join(TAKE_TILES)} do"
+                )
         for name in ("recompute_visual", "overlap"):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(f"{name}: {getattr(self, name)!r} is not a bool; pass True or False")
@@ -98,6 +101,17 @@ class SeqParConfig:
             raise ConfigError(f"cluster: {self.cluster!r} is not a path; pass that of a cluster file, or None")
         if not isinstance(self.kernel, str):
             raise ConfigError(f"kernel: {self.kernel!r} is not a kernel's name; pass 'auto' or a name")
+
+    def tile_for(self, name: str) -> tuple[int, int] | None:
+        """The tile of the strategy of that name: of both kinds of attention, where both take one; first of a mesh."""
+        if name not in TAKE_TILES or (name == "ulysses" and "mesh" in (self.strategy, self.self_attention)):
+            return None
+        return self.tile
+
+    def check_ranks(self, size: int) -> None:
+        """Raises ConfigError for a tile that does not fit the number of ranks."""
+        for name in {self.strategy, self.self_attention} & set(TAKE_TILES):
+            tile_and_heads(name, self.tile_for(name), size)
 
     @classmethod
     def field_names(cls) -> tuple[str, ...]:

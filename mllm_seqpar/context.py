@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from .choosing import Chooser
 from .comm import Communicator
 from .config import SeqParConfig
 from .log import get_logger
@@ -18,10 +19,12 @@ class SeqParContext:
     Attributes:
         comm: transfers of this model, with its byte counter.
         config: the user's choices.
+        chooser: what decides for `strategy="auto"`.
     """
 
     comm: Communicator
     config: SeqParConfig
+    chooser: Chooser | None = None
     _reported: list[bool] = field(default_factory=list, repr=False, compare=False)
     _warned: list[bool] = field(default_factory=list, repr=False, compare=False)
     _passes: list[int] = field(default_factory=lambda: [0], repr=False, compare=False)

@@ -5,10 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
+import torch
 from torch import nn
 
 from .adapters import Adapter, find_adapter
 from .agreement import agree_on_text, fingerprint
+from .choosing import Chooser, chooser_for
 from .comm import Group, as_communicator
 from .config import SeqParConfig
 from .context import SeqParContext
@@ -96,6 +98,7 @@ def patch_model(
         if not isinstance(model, nn.Module):
             raise AdapterError(f"patch_model: expected a model, got {type(model).__name__}")
         context = SeqParContext(comm, _chosen(strategy, config, options))
+        context.config.check_ranks(comm.size)
         adapter, inner = find_adapter(model)
         if _ATTRIBUTE in vars(inner):
             before = vars(inner)[_ATTRIBUTE].context.config
@@ -109,6 +112,7 @@ def patch_model(
 
     agree_on_text(comm, "patch_model", describe)
     adapter, inner, context = found[0]
+    context = replace(context, chooser=_chooser(context, inner))
     patch = Patch(adapter.name, context)
     try:
         patch.set(inner, "__reduce_ex__", _refuse_copy)
@@ -126,6 +130,12 @@ def patch_model(
         context.config.text_layout,
     )
     return model
+
+
+def _chooser(context: SeqParContext, model: nn.Module) -> Chooser | None:
+    parameter = next(model.parameters(), None)
+    device, dtype = (torch.device("cpu"), torch.float32) if parameter is None else (parameter.device, parameter.dtype)
+    return chooser_for(context.config, context.comm, device, dtype)
 
 
 def _chosen(strategy: str | None, config: SeqParConfig | None, options: dict[str, Any]) -> SeqParConfig:

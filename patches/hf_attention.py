@@ -52,7 +52,7 @@ def seqpar_attention(
         )
     query, key, value = as_attended(query, key, value)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    o = seqpar.attend(query, [seqpar.text_keys(key, value, sliding_window)], scale)
+    o = seqpar.attend(query, [seqpar.text_keys(key, value, sliding_window, query.shape[1])], scale)
     return o.transpose(1, 2), None
 
 

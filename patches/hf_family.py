@@ -17,6 +17,7 @@ from transformers.cache_utils import Cache
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from mllm_seqpar.call import SeqParCall
+from mllm_seqpar.choosing import CrossShape
 from mllm_seqpar.context import SeqParContext
 from mllm_seqpar.masks import FrameMask
 
@@ -87,6 +88,10 @@ class Family(ABC):
     def units_per_frame(self, inputs: Inputs) -> int:
         """What the mask speaks of, per frame."""
         return 1
+
+    def cross_shape(self) -> CrossShape | None:
+        """The model's cross-attention, for a strategy to be chosen before any layer runs; None: by each layer then."""
+        return None
 
     @abstractmethod
     def encode(self, frames: Tensor, *extras: Tensor) -> Tensor:

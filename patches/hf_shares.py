@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mllm_seqpar.call import SeqParCall, VisualShards
+from mllm_seqpar.call import SeqParCall, VisualShards, choose_for_pass
 from mllm_seqpar.sharding import frame_bounds
 from mllm_seqpar.text import TextShards
 from mllm_seqpar.visual import KeptVisual, SharedVisual
@@ -67,10 +67,24 @@ def frames_of(
     visual = shared(family, inputs, features)
     view = view_of(family, inputs, visual.total_frames, features.shape[1], inputs.total_frames, note)
     shards = VisualShards.of(visual, view.mask, text, family.units_per_frame(inputs))
+    if kept is None:
+        shards = _as_chosen(family, inputs, text, shards)
     rows = view.rows
     if family.context.config.self_attention != "local":
         rows = {name: text.shard(x, 1) for name, x in rows.items()}
     return {"frames": shards, "rows": rows, "kept": kept}
+
+
+def _as_chosen(family: Family, inputs: Inputs, text: TextShards, shards: VisualShards) -> VisualShards:
+    """The frames of a pass, where "auto" or "replicate" settle before any layer runs how they go."""
+    context, shape = family.context, family.cross_shape()
+    if context.comm.size == 1:
+        return shards
+    if context.chooser is not None and shape is not None:
+        shards = choose_for_pass(context, shape, text, shards)
+    if context.config.strategy == "replicate" or (shards.choice and shards.choice.strategy == "replicate"):
+        shards = shards.gathered(context.comm, family.index(inputs, shards.visual.total_frames))
+    return shards
 
 
 def shared(family: Family, inputs: Inputs, features: Tensor) -> SharedVisual:

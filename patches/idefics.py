@@ -23,6 +23,7 @@ from transformers.utils import can_return_tuple
 from transformers.utils.output_capturing import capture_outputs
 
 from mllm_seqpar.call import SeqParCall
+from mllm_seqpar.choosing import CrossShape
 from mllm_seqpar.context import SeqParContext
 from mllm_seqpar.errors import AdapterError, ShapeError
 from mllm_seqpar.patching import Patch
@@ -157,6 +158,12 @@ class IdeficsFamily(Family):
     """IDEFICS: images of all samples in one flat list, a table of which row sees which."""
 
     repeats_frames = True
+
+    def cross_shape(self) -> CrossShape:
+        """Every key head has one query head."""
+        blocks = self.model.model.gated_cross_attn_layers
+        heads = blocks[0].cross_attn.num_heads
+        return CrossShape(heads, heads, blocks[0].cross_attn.head_dim, len(blocks))
 
     def encode(self, frames: Tensor, *extras: Tensor) -> Tensor:
         """(f, 3, H, W) pixels, or (f, patches, width) of the tower -> (f, tokens, width)."""

@@ -26,6 +26,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.utils import can_return_tuple
 
 from mllm_seqpar.call import SeqParCall
+from mllm_seqpar.choosing import CrossShape
 from mllm_seqpar.context import SeqParContext
 from mllm_seqpar.errors import AdapterError
 from mllm_seqpar.log import get_logger
@@ -125,6 +126,12 @@ class MllamaFamily(Family):
     """Llama 3.2 Vision: images of `max_num_tiles` tiles, seen by tiles."""
 
     _told = False  # that a mask is missing
+
+    def cross_shape(self) -> CrossShape:
+        """Grouped queries, as in the text."""
+        config = self.text_config
+        heads, layers = config.num_attention_heads, len(config.cross_attention_layers)
+        return CrossShape(heads, config.num_key_value_heads, config.hidden_size // heads, layers)
 
     def units_per_frame(self, inputs: Inputs) -> int:
         """The tiles of an image; features come by tiles."""

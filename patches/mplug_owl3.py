@@ -18,6 +18,7 @@ from transformers.utils import can_return_tuple
 
 from mllm_seqpar.attention.block import BlockMath, Partial
 from mllm_seqpar.call import SeqParCall, as_attended
+from mllm_seqpar.choosing import CrossShape
 from mllm_seqpar.context import SeqParContext
 from mllm_seqpar.errors import AdapterError, ShapeError
 from mllm_seqpar.masks import FrameMask
@@ -121,12 +122,12 @@ def _sharded(self: Any, q: Tensor, k: Tensor, v: Tensor, visual_norm: Any, seqpa
     assert seqpar.text is not None
     if not seqpar.shards_text:  # the text lives whole on every rank: its rows are shared out for this attention only
         q, k, v = (seqpar.text.shard(x, 2) for x in (q, k, v))
-    text = seqpar.text_keys(k, v, self.sliding_window)
+    text = seqpar.text_keys(k, v, self.sliding_window, q.shape[1])
     if seqpar.frames is None:
         o = _channels(seqpar.attend(q, [text], self.scaling))
     else:
         project, modules = _projection(self, visual_norm), [visual_norm, self.v_kv_proj]
-        visual = seqpar.visual_keys(self.layer_idx, project, modules, q.dtype)
+        visual = seqpar.visual_keys(q, self.layer_idx, project, modules)
         if self.fused:
             o = _channels(seqpar.attend(q, [text, visual], self.scaling))
         else:
@@ -214,6 +215,12 @@ class _Note:
 
 class MPlugOwl3Family(Family):
     """mPLUG-Owl3: SigLIP frames in one flat list, a rotary position per frame."""
+
+    def cross_shape(self) -> CrossShape:
+        """Grouped queries, as in the text."""
+        config = self.text_config
+        heads, layers = config.num_attention_heads, len(self.model.config.hyper_layers)
+        return CrossShape(heads, config.num_key_value_heads, config.hidden_size // heads, layers)
 
     def encode(self, frames: Tensor, *extras: Tensor) -> Tensor:
         """(f, 3, H, W) -> (f, tokens, hidden)."""

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from mllm_seqpar.call import SeqParCall
+from mllm_seqpar.choosing import CrossShape
 from mllm_seqpar.comm import Communicator
 from mllm_seqpar.context import SeqParContext
 from mllm_seqpar.errors import AdapterError, ShapeError
@@ -116,6 +117,12 @@ class FlamingoFamily(Family):
         super().__init__(flamingo.lang_encoder, context)
         self.flamingo = flamingo
         self.language_model = language_model_of(flamingo.lang_encoder)
+
+    def cross_shape(self) -> CrossShape:
+        """Every key head has one query head."""
+        found = [attention for _, attention in cross_attentions(self.model)]
+        heads = found[0].heads
+        return CrossShape(heads, heads, found[0].to_q.out_features // heads, len(found))
 
     def check(self, inputs: Inputs, kwargs: dict[str, Any]) -> None:
         """Raises for media that do not fit; the other ranks are told."""

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from typing import Any
 
 import pytest
 import torch
 
-from mllm_seqpar.config import CHOICES, PLANNED, SeqParConfig
+from mllm_seqpar.config import CHOICES, SeqParConfig
 from mllm_seqpar.errors import ConfigError
 
 
@@ -33,12 +34,30 @@ def test_every_choice_is_accepted(name: str, value: str) -> None:
     assert getattr(SeqParConfig(**{name: value}), name) == value
 
 
-@pytest.mark.parametrize("name,value", [(name, value) for name, later in PLANNED.items() for value in later])
-def test_what_is_not_there_yet_is_refused_by_name(name: str, value: str) -> None:
-    with pytest.raises(
-        ConfigError, match=f"{name}: '{value}' is not in this version yet; choose one of {CHOICES[name][0]}"
-    ):
-        SeqParConfig(**{name: value})
+def test_a_tile_goes_to_the_mesh_first() -> None:
+    tile = (2, 2)
+    assert SeqParConfig(strategy="mesh", tile=tile).tile_for("mesh") == tile
+    assert SeqParConfig(strategy="mesh", tile=tile).tile_for("ring") is None
+    both = SeqParConfig(strategy="ulysses", self_attention="mesh", tile=tile)
+    assert (both.tile_for("mesh"), both.tile_for("ulysses")) == (tile, None)
+    assert SeqParConfig(self_attention="ulysses", tile=tile).tile_for("ulysses") == tile
+
+
+@pytest.mark.parametrize(
+    "options,size,message",
+    [
+        (
+            {"strategy": "mesh", "tile": (2, 3)},
+            8,
+            "tile: (2, 3) is for 6 ranks, but the group has 8; choose (8, 1)",
+        ),
+        ({"self_attention": "mesh", "tile": (2, 2)}, 2, "tile: (2, 2) is for 4 ranks, but the group has 2"),
+        ({"strategy": "ulysses", "tile": (3, 1)}, 4, "tile: (3, 1) makes 3 ranks of each group that deals heads"),
+    ],
+)
+def test_a_tile_must_fit_the_ranks(options: dict[str, Any], size: int, message: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        SeqParConfig(**options).check_ranks(size)
 
 
 @pytest.mark.parametrize(
@@ -47,7 +66,9 @@ def test_what_is_not_there_yet_is_refused_by_name(name: str, value: str) -> None
         *((name, "fancy", f"{name}: 'fancy' is unknown; choose one of {', '.join(CHOICES[name])}") for name in CHOICES),
         ("strategy", None, "strategy: None is unknown"),
         ("accumulate_dtype", torch.bfloat16, "torch.bfloat16 cannot be used; choose torch.float32"),
-        ("tile", (2, 2), "tiles belong to the mesh strategy"),
+        ("tile", (2, 2), "tile: (2, 2) was given, but neither strategy='lv-xattn' nor self_attention='ring' takes one"),
+        ("tile", (2, 0), "tile: (2, 0) is no tile"),
+        ("tile", 4, "tile: 4 is no tile; pass (a, b), two numbers of ranks, or None"),
         ("recompute_visual", 1, "recompute_visual: 1 is not a bool"),
         ("overlap", "yes", "overlap: 'yes' is not a bool"),
         ("mlp_chunk_size", 0, "mlp_chunk_size: 0 is not a number of tokens"),
@@ -57,7 +78,7 @@ def test_what_is_not_there_yet_is_refused_by_name(name: str, value: str) -> None
     ],
 )
 def test_what_is_unknown_is_refused_with_what_is_known(name: str, value: object, message: str) -> None:
-    with pytest.raises(ConfigError, match=message.replace("(", r"\(")):
+    with pytest.raises(ConfigError, match=re.escape(message)):
         SeqParConfig(**{name: value})
 
 

@@ -47,8 +47,11 @@ def plan_for(
     problem: Problem,
     accumulate_dtype: torch.dtype,
     overlap: bool = True,
+    hides: tuple[Hides, Hides] | None = None,
 ) -> Plan:
     """The plan of a strategy; a mesh without a tile takes the one that sends the fewest bytes.
+
+    `hides`: what a mesh's order of steps is worked out for, forward and backward; None: by the bytes.
 
     Raises:
         ConfigError: a tile that does not fit the number of ranks.
@@ -56,7 +59,6 @@ def plan_for(
     chosen, heads = tile_and_heads(strategy, tile, problem.ranks)
     if chosen is None:
         chosen = least_bytes_tile(problem)
-    hides = Hides(), Hides()
-    if 1 not in chosen:
+    if hides is None and 1 not in chosen:
         hides = hides_by_bytes(problem, backward=False), hides_by_bytes(problem, backward=True)
-    return Plan(chosen, blocks, problem.keys, accumulate_dtype, overlap, heads, hides)
+    return Plan(chosen, blocks, problem.keys, accumulate_dtype, overlap, heads, hides or (Hides(), Hides()))

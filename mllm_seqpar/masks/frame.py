@@ -102,6 +102,14 @@ class FrameMask:
         bounds = (table[..., 0], table[..., 1]) if self.bounds is not None else None
         return FrameMask(bounds, None if bounds else table, self.tokens_per_frame, self.total_frames)
 
+    @cached_property
+    def share(self) -> float:
+        """Of all rows and frames, the share of those that see each other."""
+        if self.bounds is None:
+            return float(self._table.float().mean()) if self._table.numel() else 0.0
+        seen = (self.bounds[1] - self.bounds[0]).clamp(min=0).float()
+        return float(seen.mean()) / max(1, self.total_frames) if seen.numel() else 0.0
+
     def sees_any(self) -> Tensor:
         """(B, s_q) bool: rows that see at least one frame."""
         return self.sees(0, self.total_frames)
@@ -162,6 +170,17 @@ class FrameBlocks:
         """Whether any row sees nothing of a rank that is not its own."""
         pairs = itertools.product(range(len(self.masks)), range(len(self.frames)))
         return any(i != j and self.rows(i, j) is not None for i, j in pairs)
+
+    @cached_property
+    def share(self) -> float:
+        """Of all rows and frames, the share of those that see each other."""
+        return sum(mask.share for mask in self.masks) / len(self.masks)
+
+    def counts(self) -> list[list[int]]:
+        """[i][j]: how many rows of rank i, of all batch items, see a frame of rank j."""
+        folded, ranks = self.folded(), range(len(self.masks))
+        all_rows = folded.masks[0].shape[1]
+        return [[all_rows if (rows := folded.rows(i, j)) is None else rows.count for j in ranks] for i in ranks]
 
     def tiles(self, row: int, column: int) -> tuple[Tile, ...]:
         """Those of the mask of rank `row` against the frames of rank `column`."""

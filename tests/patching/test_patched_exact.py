@@ -1,5 +1,7 @@
 """Layer: gloo ranks. Loss, logits, hidden states and every gradient of the patched model are the unpatched one's."""
 
+from typing import Any
+
 import pytest
 import torch
 from patched import PATIENCE, Case, check, patched_rank, reference
@@ -51,11 +53,26 @@ ONCE = {
     "local text, sliding window": Case(frames=(3,), model=SLIDING).with_options(self_attention="local"),
     "local text only": Case(frames=(0,)).with_options(self_attention="local"),
     "local text, ring": Case(frames=(1,)).with_options(self_attention="local", strategy="ring", recompute_visual=False),
+    "mesh": Case(frames=(3, 2)).with_options(strategy="mesh", self_attention="mesh"),
+    "mesh for frames": Case(frames=(3, 2)).with_options(strategy="mesh", recompute_visual=False),
     "no overlap": Case().with_options(overlap=False, accumulate_dtype=None),
     "full logits in training": Case(frames=(2, 1)).with_options(logits="full"),
     "no labels": Case(frames=(2, 1), labels=None),
 }
 """Each with one number of ranks, 2 to 4 in turn; a case fails for its own reason, not for that number."""
+
+ON_FOUR: dict[str, dict[str, Any]] = {
+    "mesh": {"strategy": "mesh", "self_attention": "mesh", "tile": (2, 2)},
+    "ulysses": {"strategy": "ulysses", "self_attention": "ulysses"},
+    "hybrid": {"strategy": "ulysses", "self_attention": "ulysses", "tile": (2, 1), "text_layout": "striped"},
+    "text by heads": {"self_attention": "ulysses", "text_layout": "contiguous"},
+    "frames by heads": {"strategy": "ulysses", "recompute_visual": False},
+    "frames by heads, text by mesh": {"strategy": "ulysses", "self_attention": "mesh", "tile": (2, 2)},
+    "replicate": {"strategy": "replicate"},
+    "replicate beside heads": {"strategy": "replicate", "self_attention": "ulysses", "recompute_visual": False},
+    "auto": {"strategy": "auto"},
+}
+"""Fused hyper layers have one softmax over text and frames that go different ways."""
 
 
 @pytest.mark.parametrize("world", [1, 2, 3, 4])
@@ -76,3 +93,10 @@ def test_equals_unpatched_in(world: int, case: str, variant: str) -> None:
     if "full" in case or "no labels" in case or "local text" in case:
         assert all(outcome.logits.shape == expected.logits.shape for outcome in outcomes)
     check(outcomes, expected, what)
+
+
+@pytest.mark.parametrize("way", ON_FOUR)
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_equals_unpatched_by(way: str, variant: str) -> None:
+    what = Case(frames=(4, 1), padding="left").with_options(**ON_FOUR[way])
+    check(ranks(4).run(patched_rank, variant, what, timeout=PATIENCE), reference(variant, what), what)

@@ -1,0 +1,119 @@
+"""`strategy="auto"`: which strategy and tile a pass's cross-attention takes, by the planner's own cost functions.
+
+A choice is a pure function of what all ranks know: the call's shape, what its mask lets see, and the rates that were
+read or measured when the model was patched. So all ranks choose alike, without asking each other.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+
+from .agreement import agree_on_text
+from .attention.distributed import Plan
+from .attention.planning import accumulation, plan_for
+from .comm import Communicator
+from .config import SeqParConfig
+from .log import get_logger
+from .masks import Blocks, FrameBlocks
+from .planner import Choice, Cluster, Options, blocks_to_hide, choose, read_cluster
+from .planner.cost import Visual
+from .planner.strategies import STRATEGIES
+from .schedules.traffic import Problem
+
+_log = get_logger(__name__)
+
+
+class CrossShape(NamedTuple):
+    """A model's cross-attention: query heads, key heads, head dim, and the number of its layers."""
+
+    heads: int
+    kv_heads: int
+    dim: int
+    layers: int
+
+
+@dataclass
+class Chooser:
+    """Chooses for one patched model, logs what and why once for each choice, and remembers.
+
+    Attributes:
+        cluster: the rates to decide by.
+    """
+
+    cluster: Cluster
+    _found: dict[object, Choice] = field(default_factory=dict)
+    _told: set[tuple[str, tuple[int, int], int]] = field(default_factory=set)
+
+    def choose(self, problem: Problem, blocks: Blocks, *, training: bool, visual: Visual | None) -> Choice:
+        """The cheapest way.
+
+        Args:
+            problem: the call, the same on every rank.
+            blocks: what its rows see.
+            training: whether there will be a backward pass.
+            visual: where the keys come from, for a choice made before any layer runs; None: replication, which gathers
+                the features beforehand, is not among the candidates.
+        """
+        visible, pruned = 1.0, False
+        if isinstance(blocks, FrameBlocks):
+            visible, pruned = max(round(blocks.share, 2), 0.01), blocks.prunes
+        key = problem, training, visual, visible, pruned
+        if key not in self._found:
+            seen = blocks.counts() if pruned and isinstance(blocks, FrameBlocks) else None
+            options = Options(
+                training=training,
+                visible=visible,
+                seen=seen,
+                visual=visual,
+                strategies=STRATEGIES if visual is not None else [s for s in STRATEGIES if s != "replicate"],
+            )
+            found = self._found[key] = choose(problem, self.cluster, options=options)
+            name = found.strategy, found.tile, found.heads_over
+            if name not in self._told:
+                self._told.add(name)
+                _log.info('strategy="auto" on %s: %s', self.cluster.name, found.why)
+        return self._found[key]
+
+
+def chosen_plan(
+    chooser: Chooser, choice: Choice, blocks: Blocks, problem: Problem, config: SeqParConfig, dtype: torch.dtype
+) -> Plan:
+    """The plan of a choice; a mesh's order of steps is worked out for the rates that it was chosen by."""
+    accumulate = accumulation(config.accumulate_dtype, dtype)
+    tile = choice.tile if choice.strategy in ("mesh", "ulysses") else None
+    hides = None
+    if 1 not in choice.tile:
+        forward, backward = (
+            blocks_to_hide(problem, choice.tile, chooser.cluster, backward=back, heads_over=choice.heads_over)
+            for back in (False, True)
+        )
+        hides = forward, backward
+    return plan_for(choice.strategy, tile, blocks, problem, accumulate, config.overlap, hides)
+
+
+def chooser_for(config: SeqParConfig, comm: Communicator, device: torch.device, dtype: torch.dtype) -> Chooser | None:
+    """What `config` needs to choose by: None unless it says "auto". Collective: rates are measured, or compared.
+
+    Raises:
+        ConfigError: a cluster file that cannot be used.
+        AgreementError: ranks whose cluster files differ.
+    """
+    if config.strategy != "auto":
+        return None
+    path = config.cluster
+    if path is not None:
+        read: list[Cluster] = []
+
+        def describe() -> str:
+            read.append(read_cluster(path))
+            return repr(read[0])
+
+        agree_on_text(comm, "patch_model(cluster=...)", describe)
+        return Chooser(read[0])
+    from .planner.calibrate import Shape, calibrate
+
+    floating = dtype if dtype.is_floating_point else torch.float32
+    return Chooser(calibrate(comm, device=device, shape=Shape(dtype=floating, kernel=config.kernel)))
