@@ -63,8 +63,10 @@ class ProcessGroupCommunicator(Communicator):
     def exchange(self, sends: Sequence[Send], recvs: Sequence[Recv]) -> Pending:
         """See `Communicator.exchange`."""
         check_contiguous(sends, recvs)
-        ops = [dist.P2POp(dist.isend, s.tensor, group=self.group, group_peer=s.peer) for s in sends]
-        ops += [dist.P2POp(dist.irecv, r.buffer, group=self.group, group_peer=r.peer) for r in recvs]
+        # Receives first: gloo tells the other rank that a buffer is ready through the connection that also carries what
+        # is sent to it. Behind a large send that word would wait, and two ranks would send one after the other.
+        ops = [dist.P2POp(dist.irecv, r.buffer, group=self.group, group_peer=r.peer) for r in recvs]
+        ops += [dist.P2POp(dist.isend, s.tensor, group=self.group, group_peer=s.peer) for s in sends]
         for s in sends:
             self.bytes.add(s.label, s.tensor.numel() * s.tensor.element_size())
         peers = sorted({s.peer for s in sends} | {r.peer for r in recvs})
