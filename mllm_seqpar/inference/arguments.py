@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ..config import SeqParConfig
+from ..config import CHOICES, SeqParConfig
 from ..errors import ConfigError
 from ..kernels import available_kernels
 from ..running.devices import DEVICES
-from ..running.options import Options, option, parse_options
+from ..running.options import Options, option, parse_options, tile_shape
 from .answering import Sampling
 from .keeping import SAMPLING
 from .model import DTYPES
@@ -44,8 +44,12 @@ class InferArguments(Options):
     top_p: float = option("draw among the most likely tokens of this probability together", 1.0)
     seed: int = option("of the draws", 0)
 
-    strategy: str = option("cross-attention: lv-xattn, ring", "lv-xattn")
-    self_attention: str = option("of long prompts' text: ring, local; star, approximate (docs/star.md)", "ring")
+    strategy: str = option(f"cross-attention of long prompts: {', '.join(CHOICES['strategy'])}", "lv-xattn")
+    self_attention: str = option(
+        f"of long prompts' text: {', '.join(CHOICES['self_attention'])}; star is approximate (docs/star.md)", "ring"
+    )
+    tile: str | None = option("tile of mesh (AxB = ranks) or of hybrid ulysses, as AxB; default: chosen", None)
+    mlp_chunk_size: int | None = option("text tokens that MLPs compute at once; default: all", None)
     kernel: str = option("block attention kernel", "auto")
     shard_weights: bool = option("shard the weights over the ranks too, for models that fill a device", False)
     dtype: str = option(f"of the model: {', '.join(DTYPES)} (auto: the checkpoint's)", "auto")
@@ -83,7 +87,13 @@ class InferArguments(Options):
 
     def seqpar_config(self) -> SeqParConfig:
         """How the model is patched."""
-        return SeqParConfig(strategy=self.strategy, self_attention=self.self_attention, kernel=self.kernel)
+        return SeqParConfig(
+            strategy=self.strategy,
+            self_attention=self.self_attention,
+            tile=tile_shape(self.tile),
+            mlp_chunk_size=self.mlp_chunk_size,
+            kernel=self.kernel,
+        )
 
     def frame_options(self) -> dict[str, Any]:
         """The options that choose frames, as given; see `keeping.SAMPLING`."""

@@ -26,6 +26,20 @@ class Options:
             raise ConfigError(f"--{name.replace('_', '-')}: {getattr(self, name)!r} is not allowed; give {allowed}")
 
 
+def tile_shape(text: str | None) -> tuple[int, int] | None:
+    """ "2x4" as (2, 4).
+
+    Raises:
+        ConfigError: for anything but two numbers.
+    """
+    if text is None:
+        return None
+    parts = text.lower().split("x")
+    if len(parts) != 2 or not all(part.isdigit() for part in parts):
+        raise ConfigError(f"--tile: {text!r} is not allowed; give two numbers such as 2x2")
+    return int(parts[0]), int(parts[1])
+
+
 def parse_options(kind: type[Arguments], argv: Sequence[str], *, prog: str, description: str) -> Arguments:
     """The options in `argv` (without the program's name) as a `kind`.
 

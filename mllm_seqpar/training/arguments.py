@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from mllm_seqpar.config import CHOICES
 from mllm_seqpar.running.devices import DEVICES
-from mllm_seqpar.running.options import Options, option, parse_options
+from mllm_seqpar.running.options import Options, option, parse_options, tile_shape
 
 SAVE_DTYPES = ("source", "float32", "bfloat16", "float16")
 SCHEDULES = ("cosine", "linear", "constant")
@@ -30,7 +30,9 @@ class TrainArguments(Options):
     strategy: str = option(f"cross-attention: {', '.join(CHOICES['strategy'])}", "lv-xattn")
     self_attention: str = option(f"self-attention of the text: {', '.join(SELF_ATTENTION)}", "ring")
     text_layout: str = option("how text tokens are dealt to ranks: zigzag, striped, contiguous", "zigzag")
-    tile: str | None = option("tile of the mesh strategy, as AxB; not in this version", None)
+    tile: str | None = option("tile of mesh (AxB = ranks) or of hybrid ulysses, as AxB; default: chosen", None)
+    cluster: str | None = option("cluster file that --strategy auto decides by; default: rates are measured", None)
+    mlp_chunk_size: int | None = option("text tokens that MLPs compute at once, again in backward; default: all", None)
     kernel: str = option("block attention kernel", "auto")
     recompute_visual: bool = option("recompute K and V of visual tokens in backward instead of keeping them", True)
 
@@ -86,11 +88,7 @@ class TrainArguments(Options):
 
     def tile_shape(self) -> tuple[int, int] | None:
         """`tile` as two numbers."""
-        if self.tile is None:
-            return None
-        parts = self.tile.lower().split("x")
-        self._require("tile", len(parts) == 2 and all(part.isdigit() for part in parts), "two numbers such as 2x2")
-        return int(parts[0]), int(parts[1])
+        return tile_shape(self.tile)
 
 
 TRAJECTORY = frozenset(

@@ -132,6 +132,8 @@ def _seqpar_config(args: TrainArguments) -> SeqParConfig:
         self_attention=args.self_attention,
         text_layout=args.text_layout,
         tile=args.tile_shape(),
+        cluster=args.cluster,
+        mlp_chunk_size=args.mlp_chunk_size,
         kernel=args.kernel,
         recompute_visual=args.recompute_visual,
     )
