@@ -1,0 +1,125 @@
+"""How far each strategy scales, on paper: a step's cross-attention for growing numbers of GPUs and lengths of video.
+
+    python scripts/bench/scale.py --model mplug-owl3-7b --text 8192 --cluster a100-80g-8xN
+        [--gpus 8 16 64 256 1024] [--minutes 10 60 240 1440]
+
+One frame per second. Prints a Markdown table: seconds of cross-attention in a training step (forward and backward, all
+layers, K and V projected), and in brackets the share of it in which the slowest GPU waits. "-": does not fit in
+memory. What strategy="auto" would take is bold. The whole step has that, and the best self-attention there is. Then,
+for each strategy, the longest video that fits.
+"""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import replace
+
+from mllm_seqpar.planner import read_cluster
+from mllm_seqpar.planner.files import find_file
+from mllm_seqpar.planner.model import read_model
+from mllm_seqpar.planner.plan import Plan, Row, make_plan
+from mllm_seqpar.planner.run import SELF_ATTENTION, Run
+from mllm_seqpar.planner.strategies import STRATEGIES
+
+
+def main() -> None:
+    """Plan each setting and print the tables."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model", required=True)
+    parser.add_argument("--text", type=int, required=True)
+    parser.add_argument("--cluster", required=True)
+    parser.add_argument("--gpus", type=int, nargs="*", default=[8, 16, 64, 256, 1024])
+    parser.add_argument("--minutes", type=int, nargs="*", default=[10, 60, 240, 1440])
+    args = parser.parse_args()
+    model, cluster = read_model(find_file("model", args.model)), read_cluster(find_file("cluster", args.cluster))
+    plans = {
+        (minutes, gpus): make_plan(Run(model=model, frames=60 * minutes, text=args.text, gpus=gpus), cluster)
+        for minutes in args.minutes
+        for gpus in args.gpus
+    }
+    print(f"{model.name}, {args.text} text tokens, {cluster.name}\n")
+    print_table(
+        ["video", "GPUs", *STRATEGIES, "whole step"],
+        [
+            [_length(minutes), str(gpus), *(_cell(plan, name) for name in STRATEGIES), _whole_step(plan)]
+            for (minutes, gpus), plan in plans.items()
+        ],
+    )
+    print("\nLongest video that fits\n")
+    print_table(
+        ["GPUs", *STRATEGIES],
+        [[str(n), *(_longest(plans[args.minutes[0], n], name) for name in STRATEGIES)] for n in args.gpus],
+    )
+
+
+def print_table(head: list[str], rows: list[list[str]]) -> None:
+    """One Markdown table."""
+    print("| " + " | ".join(head) + " |")
+    print("|" + "---|" * len(head))
+    for row in rows:
+        print("| " + " | ".join(row) + " |")
+
+
+def _row(plan: Plan, strategy: str) -> Row | None:
+    return next((row for row in plan.rows if row.way.strategy == strategy), None)
+
+
+def _cell(plan: Plan, strategy: str) -> str:
+    row = _row(plan, strategy)
+    if row is None:
+        return "not legal"
+    part = row.parts["cross-attention"]
+    which = ""
+    if strategy == "mesh":
+        which = f" {row.way.tile[0]}x{row.way.tile[1]}"
+    elif strategy == "ulysses":
+        a, b = row.way.tile
+        which = f" {row.way.heads_over}" + (f" x {a}x{b}" if a * b > 1 else "")
+    if not row.fits:
+        return "-"
+    told = f"{_seconds(part.seconds)} ({part.exposed / part.seconds:.0%}){which}"
+    return f"**{told}**" if row is _chosen(plan) else told
+
+
+def _chosen(plan: Plan) -> Row | None:
+    """The first, in their order, that is within 2% of the fastest that fits, as in `planner.choose`."""
+    fitting = [row for row in plan.rows if row.fits]
+    if not fitting:
+        return None
+    limit = 1.02 * min(row.parts["cross-attention"].seconds for row in fitting)
+    near = [row for row in fitting if row.parts["cross-attention"].seconds <= limit]
+    return min(near, key=lambda row: STRATEGIES.index(row.way.strategy))
+
+
+def _whole_step(plan: Plan) -> str:
+    best = _chosen(plan)
+    if best is None:
+        return "-"
+    found = {
+        kind: make_plan(replace(plan.run, self_attention=kind), plan.cluster, (best.way.strategy,)).best
+        for kind in SELF_ATTENTION
+    }
+    fitting = {kind: row.seconds for kind, row in found.items() if row.fits}
+    kind = min(fitting, key=fitting.__getitem__)
+    return f"{_seconds(fitting[kind])}, self {kind}"
+
+
+def _longest(plan: Plan, strategy: str) -> str:
+    row = _row(plan, strategy)
+    if row is None:
+        return "not legal"
+    return _length(row.longest / 60) if row.longest else "none"
+
+
+def _length(minutes: float) -> str:
+    if minutes < 120:
+        return f"{minutes:.0f} min"
+    return f"{minutes / 60:.0f} h" if minutes < 72 * 60 else f"{minutes / 1440:.0f} days"
+
+
+def _seconds(value: float) -> str:
+    return f"{value:.3g} s" if value >= 1 else f"{value * 1e3:.3g} ms"
+
+
+if __name__ == "__main__":
+    main()
