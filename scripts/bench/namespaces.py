@@ -1,0 +1,179 @@
+"""A network of one machine: every rank in a network namespace of its own, behind a link of a set speed.
+
+    launch(4, [sys.executable, "script.py"])        # as torchrun would, but each rank with its own network
+
+    rank's namespace: eth0 --- port0 :switch's namespace: bridge        a link is full duplex: what a rank sends is
+                      eth0 --- port1                                    capped at eth0, what it gets at its port
+
+The root namespace is not touched: bridge and ports live in a namespace too, so removing the namespaces removes all.
+They are removed when the ranks have ended, whatever ended them; what a killed run left behind, the next one removes.
+Needs root, `ip` and `tc`.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import shutil
+import signal
+import subprocess
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+PREFIX = "seqpar"
+"""Namespaces are called <PREFIX>-<process id of the run>-<rank, or switch>."""
+LINK = "SEQPAR_BENCH_LINK"
+"""Environment variable of a rank: "<namespace of the switch>/<its port>"."""
+SUBNET = "10.213.0."
+PR_SET_PDEATHSIG = 1
+
+
+def obstacle() -> str | None:
+    """Why namespaces cannot be made here, as a sentence; None: they can."""
+    missing = [tool for tool in ("ip", "tc") if shutil.which(tool) is None]
+    if missing:
+        return f"{' and '.join(missing)} (iproute2) not found: install iproute2"
+    if os.geteuid() != 0:
+        return (
+            "network namespaces need root: run as root, or with --no-namespaces under torchrun for an uncapped network"
+        )
+    probe = f"{PREFIX}-{os.getpid()}-probe"
+    made = subprocess.run(["ip", "netns", "add", probe], capture_output=True, text=True)
+    subprocess.run(["ip", "netns", "del", probe], capture_output=True)
+    return f"this machine makes no network namespaces: {made.stderr.strip()}" if made.returncode else None
+
+
+def launch(ranks: int, command: Sequence[str]) -> int:
+    """Runs `command` once per rank, each in its namespace, with the variables that torch's launchers set.
+
+    Returns:
+        0, or the exit status of the first rank that failed; the others are then killed.
+    """
+    with network(ranks) as names, _terminated_like_interrupted():
+        processes: list[subprocess.Popen[bytes]] = []
+        try:
+            for rank, name in enumerate(names):
+                processes.append(_start(rank, ranks, name, command))
+            return _first_failure(processes)
+        finally:
+            for process in processes:
+                with suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+
+
+@contextmanager
+def network(ranks: int) -> Iterator[list[str]]:
+    """The namespaces of `ranks` ranks, connected; uncapped until a rank says otherwise (`link.Link`)."""
+    remove_leftovers()
+    names = [f"{PREFIX}-{os.getpid()}-{rank}" for rank in range(ranks)]
+    switch = _switch(os.getpid())
+    try:
+        _ip("netns", "add", switch)
+        _ip("-n", switch, "link", "add", "bridge", "type", "bridge")
+        _ip("-n", switch, "link", "set", "bridge", "up")
+        for rank, name in enumerate(names):
+            _connect(rank, name, switch)
+        yield names
+    finally:
+        for name in (*names, switch):
+            _remove(name)
+
+
+def existing() -> list[str]:
+    """All namespaces that a run of this module has made, on this machine, now."""
+    listed = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, check=True).stdout
+    return [line.split()[0] for line in listed.splitlines() if line.startswith(f"{PREFIX}-")]
+
+
+def remove_leftovers() -> None:
+    """Removes the namespaces of runs that are no more, and what still runs in them."""
+    for name in existing():
+        owner = name.split("-")[1]
+        if not Path("/proc", owner).exists():
+            _remove(name)
+
+
+def _connect(rank: int, name: str, switch: str) -> None:
+    _ip("netns", "add", name)
+    _ip("-n", name, "link", "add", "eth0", "type", "veth", "peer", "name", f"port{rank}", "netns", switch)
+    _ip("-n", switch, "link", "set", f"port{rank}", "master", "bridge", "up")
+    _ip("-n", name, "addr", "add", f"{SUBNET}{rank + 1}/24", "dev", "eth0")
+    _ip("-n", name, "link", "set", "eth0", "up")
+    _ip("-n", name, "link", "set", "lo", "up")
+    # BBR paces small messages, which LV-XAttn's are, far below the link's speed; so does a window that starts anew
+    # after the pauses in which ranks compute
+    for setting in ("tcp_congestion_control=reno", "tcp_slow_start_after_idle=0"):
+        _ip("netns", "exec", name, "sysctl", "-qw", f"net.ipv4.{setting}")
+
+
+def _start(rank: int, ranks: int, name: str, command: Sequence[str]) -> subprocess.Popen[bytes]:
+    variables = {
+        "RANK": str(rank),
+        "WORLD_SIZE": str(ranks),
+        "LOCAL_RANK": str(rank),
+        "MASTER_ADDR": f"{SUBNET}1",
+        "MASTER_PORT": "29500",
+        "GLOO_SOCKET_IFNAME": "eth0",
+        "TORCH_CPP_LOG_LEVEL": "ERROR",  # addresses here have no names, which c10d warns of
+        LINK: f"{_switch(os.getpid())}/port{rank}",
+    }
+    return subprocess.Popen(
+        ["ip", "netns", "exec", name, *command],
+        env={"OMP_NUM_THREADS": "1"} | os.environ | variables,
+        stdin=subprocess.DEVNULL,
+        start_new_session=True,  # Ctrl-C is for this process; it ends the ranks
+        preexec_fn=_die_with_parent,
+    )
+
+
+_libc = ctypes.CDLL(None)
+
+
+def _die_with_parent() -> None:
+    _libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def _first_failure(processes: Sequence[subprocess.Popen[bytes]]) -> int:
+    while True:
+        states = [process.poll() for process in processes]
+        failed = [state for state in states if state]
+        if failed or None not in states:
+            return failed[0] if failed else 0
+        time.sleep(0.05)
+
+
+@contextmanager
+def _terminated_like_interrupted() -> Iterator[None]:
+    """SIGTERM and SIGHUP unwind the stack as Ctrl-C does, so that what was made is removed."""
+
+    def leave(number: int, _: object) -> None:
+        raise SystemExit(128 + number)
+
+    before = {number: signal.signal(number, leave) for number in (signal.SIGTERM, signal.SIGHUP)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _switch(process: int) -> str:
+    return f"{PREFIX}-{process}-switch"
+
+
+def _remove(name: str) -> None:
+    """Kills what runs in a namespace and removes it; nothing happens when it is gone already."""
+    inside = subprocess.run(["ip", "netns", "pids", name], capture_output=True, text=True).stdout.split()
+    for process in inside:
+        with suppress(ProcessLookupError):
+            os.kill(int(process), signal.SIGKILL)
+    subprocess.run(["ip", "netns", "del", name], capture_output=True)
+
+
+def _ip(*arguments: str) -> None:
+    done = subprocess.run(["ip", *arguments], capture_output=True, text=True)
+    if done.returncode:
+        raise SystemExit(f"ip {' '.join(arguments)} failed: {done.stderr.strip()}")
