@@ -169,10 +169,8 @@ class SeqParCall:
         """
         assert self.text is not None
         blocks, lengths = self.text.blocks(window), (self.text.local,) * self.context.comm.size
-        # Star Attention: rows go where they see something, which is nowhere
-        name = self.context.config.self_attention
         q_shape = k.shape[0], heads or k.shape[1], *k.shape[2:]
-        plan = self._plan("lv-xattn" if name == "star" else name, blocks, lengths, q_shape, k.shape, k.dtype)
+        plan = self._plan(self.context.config.self_attention, blocks, lengths, q_shape, k.shape, k.dtype)
         return GivenKeys(plan, k, v)
 
     def cross_attend(

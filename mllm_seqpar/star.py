@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from .comm import Communicator
-from .masks import CausalBlocks, Rows, Tile
+from .masks import CausalBlocks
 from .sharding import unshard_sequence
 from .text import TextShards
 
@@ -93,12 +93,7 @@ class StarText(TextShards):
 
 
 class StarBlocks(CausalBlocks):
-    """Each rank's rows see its own keys, causally, and no other rank's: every other block is empty.
-
-    Who moves rows (tile (n, 1)) sends only those that see anything of a rank, here none: so nothing travels.
-    """
-
-    prunes = True
+    """Each rank's rows and its own keys, causally: the blocks (i, i), and there are no others (tile (1, 1))."""
 
     def __init__(self, text: StarText, first: Tensor | None, valid: Tensor | None) -> None:
         nothing = torch.full((1, text.padded), text.padded)  # where padding begins to see: after everything
@@ -106,11 +101,3 @@ class StarBlocks(CausalBlocks):
         first[:, text.length :] = nothing[:, text.length :]
         super().__init__(text.batch, text.padded, text.comm.size, text.layout, first, valid)
         self.positions = [text.positions(rank) for rank in range(text.comm.size)]
-
-    def tiles(self, row: int, column: int) -> tuple[Tile, ...]:
-        """Causal on the diagonal, none elsewhere."""
-        return super().tiles(row, column) if row == column else ()
-
-    def rows(self, row: int, column: int) -> Rows | None:
-        """All on the diagonal, none elsewhere."""
-        return None if row == column else Rows(torch.arange(0))

@@ -30,7 +30,7 @@ def tile_and_heads(strategy: str, tile: Tile | None, size: int) -> tuple[Tile | 
     """(tile, how many consecutive ranks deal heads among themselves) of a strategy on `size` ranks.
 
     Args:
-        strategy: "lv-xattn", "ring", "mesh" or "ulysses".
+        strategy: "lv-xattn", "ring", "mesh", "ulysses", or "star", in which a rank has all that its rows see.
         tile: for "mesh", with a * b = size, or None: any (then None is returned); for "ulysses" None, all ranks deal
             heads, or a tile of the hybrid: heads are dealt to size / (a * b) ranks.
         size: ranks.
@@ -42,6 +42,8 @@ def tile_and_heads(strategy: str, tile: Tile | None, size: int) -> tuple[Tile | 
         return (size, 1), 1
     if strategy == "ring":
         return (1, size), 1
+    if strategy == "star":
+        return (1, 1), 1
     if strategy == "ulysses":
         a, b = tile or (1, 1)
         if size % (a * b):
@@ -50,6 +52,8 @@ def tile_and_heads(strategy: str, tile: Tile | None, size: int) -> tuple[Tile | 
                 f"{size} ranks there are"
             )
         return (a, b), size // (a * b)
+    if strategy != "mesh":
+        raise ValueError(f"strategy {strategy!r} has no tile")
     if tile is not None and tile[0] * tile[1] != size:
         legal = ", ".join(map(str, tiles_of(size)))
         raise ConfigError(f"tile: {tile} is for {tile[0] * tile[1]} ranks, but the group has {size}; choose {legal}")

@@ -36,6 +36,8 @@ GENERATED["mPLUG-Owl3, gated"]["looked up"] = LOOKED_UP
 GENERATED["mPLUG-Owl3, sliding window"]["long"] = {"max_new_tokens": 12}
 SOME = ("mPLUG-Owl3, fused, padded batch", "IDEFICS", "Llama 3.2 Vision, padded batch")
 ON_RANKS = {2: SOME, 3: tuple(PROMPTS), 4: SOME}
+STRATEGY = {2: "ring", 3: "lv-xattn", 4: "ulysses"}
+"""Of the cross-attention, in the hyper layers one softmax with the text."""
 
 
 def _asks(name: str) -> bool:
@@ -49,7 +51,7 @@ def all_outcomes(rank: int, world: int, names: tuple[str, ...]) -> dict[str, Any
     for name in names:
         prompt, warnings = PROMPTS[name](), Warnings()
         log.addHandler(warnings)
-        patch_model(prompt.model, **STAR)
+        patch_model(prompt.model, STRATEGY[world], **STAR)
         try:
             with torch.no_grad():
                 more = {"output_hidden_states": True} if _asks(name) else {}
