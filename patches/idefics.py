@@ -22,6 +22,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutpu
 from transformers.utils import can_return_tuple
 from transformers.utils.output_capturing import capture_outputs
 
+from mllm_seqpar.blockwise import chunk_forwards
 from mllm_seqpar.call import SeqParCall
 from mllm_seqpar.choosing import CrossShape
 from mllm_seqpar.context import SeqParContext
@@ -64,6 +65,7 @@ class IdeficsAdapter:
         hf_attention.select(patch, [layer.self_attn for layer in decoder.layers])
         for index, block in enumerate(decoder.gated_cross_attn_layers):
             patch.set(block.cross_attn, "forward", _cross_attention_forward(block.cross_attn, index))
+        chunk_forwards(patch, (layer.mlp for layer in [*decoder.layers, *decoder.gated_cross_attn_layers]))
         patch.set(decoder, "forward", _decoder_forward(decoder))
         patch.set(model, "forward", _model_forward(model, context))
         patch_generate(model, context, patch, frames=_FRAMES)

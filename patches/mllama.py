@@ -25,6 +25,7 @@ from transformers.cache_utils import Cache
 from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.utils import can_return_tuple
 
+from mllm_seqpar.blockwise import chunk_forwards
 from mllm_seqpar.call import SeqParCall
 from mllm_seqpar.choosing import CrossShape
 from mllm_seqpar.context import SeqParContext
@@ -81,6 +82,7 @@ class MllamaAdapter:
         hf_attention.select(patch, [decoder, *text])
         for attention in crossing:
             patch.set(attention, "forward", _cross_forward(attention))
+        chunk_forwards(patch, (layer.mlp for layer in decoder.layers))
         patch.set(model, "forward", _model_forward(model, context))
         patch_image_arguments(model, patch)
         patch_generate(model, context, patch)

@@ -17,6 +17,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.utils import can_return_tuple
 
 from mllm_seqpar.attention.block import BlockMath, Partial
+from mllm_seqpar.blockwise import chunk_forwards
 from mllm_seqpar.call import SeqParCall, as_attended
 from mllm_seqpar.choosing import CrossShape
 from mllm_seqpar.context import SeqParContext
@@ -71,6 +72,7 @@ class MPlugOwl3Adapter:
         for number in model.config.hyper_layers:
             attention = decoder.layers[number - 1].self_attn
             patch.set(attention, "forward", _hyper_forward(attention))
+        chunk_forwards(patch, (layer.mlp for layer in decoder.layers))
         patch.set(model, "forward", _model_forward(model, context))
         patch.set(model, "count_frames", functools.partial(_count_frames, model.count_frames))
         patch_generate(model, context, patch)

@@ -19,6 +19,7 @@ from transformers.cache_utils import Cache
 from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.utils import can_return_tuple
 
+from mllm_seqpar.blockwise import chunk_forwards
 from mllm_seqpar.context import SeqParContext
 from mllm_seqpar.errors import AdapterError, ShapeError
 from mllm_seqpar.patching import Patch
@@ -68,6 +69,7 @@ class OpenFlamingoAdapter:
         family.language_model.install(patch)
         for index, attention in cross_attentions(language_model):
             patch.set(attention, "forward", cross_forward(attention, index))
+        chunk_forwards(patch, (block.ff for block in language_model.gated_cross_attn_layers if block is not None))
         for layer in language_model._get_decoder_layers():
             patch.set(layer, "forward", layer_forward(layer))
         patch.set(language_model, "forward", _language_forward(language_model, family))

@@ -6,12 +6,14 @@ from typing import Any
 
 from torch import Tensor
 
+from mllm_seqpar.blockwise import chunk_forwards
 from mllm_seqpar.call import SeqParCall
 from mllm_seqpar.errors import ConfigError
 from mllm_seqpar.patching import Patch
 
 from . import hf_attention
 from .open_flamingo_mpt import MptLM
+from .open_flamingo_opt import chunk_feed_forwards
 
 
 class RotaryLM:
@@ -31,9 +33,14 @@ class RotaryLM:
         """Raises ConfigError for what would come out differently on every rank."""
 
     def install(self, patch: Patch) -> None:
-        """Selects the attention function for these layers."""
+        """Selects the attention function for these layers, and has their MLPs computed in chunks."""
         attention = [m for m in self.stack.modules() if hasattr(m, "is_causal") and hasattr(m, "config")]
         hf_attention.select(patch, [self.stack, *attention])
+        self.chunk_mlps(patch)
+
+    def chunk_mlps(self, patch: Patch) -> None:
+        """As `mlp_chunk_size` says; blocks may be in the wrappers of activation checkpointing."""
+        chunk_forwards(patch, (block.mlp for block in self.model.old_decoder_blocks))
 
     def positions(self, given: Tensor | None, mask: Tensor | None, cache: Any) -> Tensor | None:
         """(B or 1, L) positions of the whole text, before it is dealt to ranks; None: 0, 1, 2, ..."""
@@ -64,6 +71,10 @@ class OptLM(RotaryLM):
                 f"layerdrop={self.stack.layerdrop}: every rank would leave out other layers; set "
                 "model.lang_encoder.model.decoder.layerdrop = 0.0 before patching"
             )
+
+    def chunk_mlps(self, patch: Patch) -> None:
+        """Its layers have no MLP module: two projections and what is around them."""
+        chunk_feed_forwards(patch, self.stack)
 
     def positions(self, given: Tensor | None, mask: Tensor | None, cache: Any) -> Tensor | None:
         """Counted over the whole text: a rank that has a part of it could not."""

@@ -31,6 +31,7 @@ from torch.nn import functional as F
 from transformers.masking_utils import create_causal_mask
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
+from mllm_seqpar.blockwise import chunk_forwards
 from mllm_seqpar.call import SeqParCall, as_attended
 from mllm_seqpar.comm.autograd import gather_shards
 from mllm_seqpar.errors import ConfigError, ShapeError
@@ -131,10 +132,11 @@ class MptLM:
             )
 
     def install(self, patch: Patch) -> None:
-        """Replaces the forward of every block's attention."""
+        """Replaces the forward of every block's attention, and of its MLP, which adds the residual by itself."""
         for block in self.stack.modules():
             if any(c.__name__ == "MptAttention" for c in type(block).__mro__):
                 patch.set(block, "forward", _attention_forward(block))
+        chunk_forwards(patch, (block.ffn for block in self.model.old_decoder_blocks))
 
     def positions(self, given: Tensor | None, mask: Tensor | None, cache: Any) -> Tensor | None:
         """MPT ignores those that are given."""
