@@ -96,7 +96,6 @@ def open_flamingo(name: str, **fields: Any) -> Prompt:
 
 PROMPTS = {
     "mPLUG-Owl3, gated": functools.partial(mplug_owl3, "gated", (5,)),
-    "mPLUG-Owl3, fused": functools.partial(mplug_owl3, "fused", (5,)),
     "mPLUG-Owl3, gated, padded batch": functools.partial(mplug_owl3, "gated", (4, 1), 3),
     "mPLUG-Owl3, fused, padded batch": functools.partial(mplug_owl3, "fused", (4, 1), 3),
     "mPLUG-Owl3, sliding window": functools.partial(mplug_owl3, "fused", (3,), window=True),
@@ -106,7 +105,6 @@ PROMPTS = {
     "Llama 3.2 Vision": mllama,
     "Llama 3.2 Vision, padded batch": functools.partial(mllama, images=((2, 3, 1), (1,)), padding="left"),
     "OpenFlamingo over LLaMA": functools.partial(open_flamingo, "llama"),
-    "OpenFlamingo over GPT-NeoX": functools.partial(open_flamingo, "gpt_neox"),
     "OpenFlamingo over OPT": functools.partial(open_flamingo, "opt"),
     "OpenFlamingo over MPT": functools.partial(open_flamingo, "mpt"),
 }
