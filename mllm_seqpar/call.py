@@ -169,8 +169,11 @@ class SeqParCall:
         """
         assert self.text is not None
         blocks, lengths = self.text.blocks(window), (self.text.local,) * self.context.comm.size
+        name = self.context.config.self_attention
+        if name == "local":  # whole everywhere, but for the rows of an attention that it shares with frames
+            name = "ring"
         q_shape = k.shape[0], heads or k.shape[1], *k.shape[2:]
-        plan = self._plan(self.context.config.self_attention, blocks, lengths, q_shape, k.shape, k.dtype)
+        plan = self._plan(name, blocks, lengths, q_shape, k.shape, k.dtype)
         return GivenKeys(plan, k, v)
 
     def cross_attend(
@@ -197,10 +200,9 @@ class SeqParCall:
         if self.shards_text:
             return self.attend(q, [self.visual_keys(q, layer, project, modules)], scale).to(given)
         # the text lives whole on every rank: its rows are shared out for this attention only
-        rows = self.text.shard(q, 2)
-        return self.text.unshard(self.attend(rows, [self.visual_keys(rows, layer, project, modules)], scale), 2).to(
-            given
-        )
+        q = self.text.shard(q, 2)
+        o = self.attend(q, [self.visual_keys(q, layer, project, modules)], scale)
+        return self.text.unshard(o, 2).to(given)
 
     def visual_keys(self, q: Tensor, layer: Hashable, project: Projection, modules: Sequence[nn.Module]) -> KeySource:
         """The visual keys that a layer projects from the shared features, for the rows q, by the configured strategy.

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from mllm_seqpar.attention import lv_xattn, ring_attention
+from mllm_seqpar.attention import lv_xattn, mesh_attention, ring_attention, ulysses_attention
 from mllm_seqpar.comm import Communicator, as_communicator, run_loopback
 from mllm_seqpar.errors import AgreementError, ConfigError, MaskError, SeqParError, ShapeError
 from mllm_seqpar.masks import FrameMask
@@ -124,6 +124,12 @@ def odd_one_out(comm: Communicator, what: str) -> Any:
             x = (x[0], x[1], x[2][:, :, :2])
         case "strategy" if odd:
             return ring_attention(*x, group=comm)
+        case "tile":
+            return mesh_attention(*x, group=comm, tile=(3, 1) if odd else (1, 3))
+        case "tile of other ranks" if odd:
+            return mesh_attention(*x, group=comm, tile=(2, 2))
+        case "heads that cannot be dealt" if odd:
+            return ulysses_attention(*x, group=comm)
         case "layout":
             return ring_attention(*qkv(4, 4), group=comm, causal=True, layout="striped" if odd else "zigzag")
         case "causal" if odd:
@@ -139,6 +145,7 @@ DISAGREEMENTS = {
     "batch": "q batch: rank 0 has 2",
     "dtype": "dtype: rank 0 has torch.float32, rank 1 has torch.float32, rank 2 has torch.bfloat16",
     "strategy": "strategy",
+    "tile": "tile rows: rank 0 has 1, rank 1 has 1, rank 2 has 3; tile columns",
     "layout": "layout",
     "causal": "layout",
     "scale": "scale: rank 0 has 0.353553, rank 1 has 0.353553, rank 2 has 0.5",
@@ -146,7 +153,13 @@ DISAGREEMENTS = {
     "mask missing": "mask form",
     "mask form": "mask form",
 }
-ONE_RANK_WRONG = {"kernel": ConfigError, "bad shape": ShapeError, "mask frames": MaskError}
+ONE_RANK_WRONG = {
+    "kernel": ConfigError,
+    "bad shape": ShapeError,
+    "mask frames": MaskError,
+    "tile of other ranks": ConfigError,
+    "heads that cannot be dealt": ConfigError,
+}
 
 
 def caught(comm: Communicator, what: str) -> Exception:
