@@ -13,10 +13,12 @@ import torch
 from emulated import BACKWARD, NAME, EmulatedKernel, registered
 from link import Link, Speed, measured, synchronize
 from network_modes import Mode, modes
+from network_predict import BlockTime, cluster
 from network_settings import Setting
 from torch import Tensor
 
 from mllm_seqpar.comm import Communicator
+from mllm_seqpar.planner import Cluster
 
 CLOSE = {torch.float32: 1e-4, torch.bfloat16: 3e-2}
 """How far results of two strategies may lie apart, relative to the largest value: they sum in different orders."""
@@ -52,6 +54,7 @@ class Bench:
         self.inputs = {False: _inputs(setting, comm.rank, device)}
         self.inputs[True] = _expanded(self.inputs[False], setting)
         self.expected: Tensors | None = None
+        self.where: Cluster | None = None
 
     def run(self, repeats: int, seed: int, link: Link) -> Measured:
         """All modes, once to warm up and then `repeats` times."""
@@ -66,6 +69,8 @@ class Bench:
                 self.comm.gather_ints([0])
             if self.comm.size > 1:
                 speed = measured(self.comm, self.device, 0.5, mbit * 125e3 if link.capped and mbit else 1e8)
+                block = BlockTime(block_s, BACKWARD * block_s)
+                self.where = cluster(self.setting, block, speed)
             order, shuffler = list(found), random.Random(seed)
             for repeat in range(1 + repeats):
                 for mode in order:
@@ -93,7 +98,7 @@ class Bench:
             self.kernel.seconds = 0.0
         synchronize(self.device)
         start = time.perf_counter()
-        o = mode.run(q, k, v, self.comm, name)
+        o = mode.run(q, k, v, self.comm, name, self.where)
         synchronize(self.device)
         middle = time.perf_counter()
         o.backward(inputs["do"])

@@ -16,10 +16,11 @@ from torch import Tensor
 from mllm_seqpar.attention import lv_xattn, mesh_attention, ring_attention, ulysses_attention
 from mllm_seqpar.attention.distributed import Plan
 from mllm_seqpar.attention.joint import attend
+from mllm_seqpar.attention.planning import accumulation, plan_for, problem_of
 from mllm_seqpar.attention.sources import GivenKeys
 from mllm_seqpar.comm import Communicator
 from mllm_seqpar.masks import FullBlocks
-from mllm_seqpar.planner import Way
+from mllm_seqpar.planner import Cluster, Way, blocks_to_hide
 from mllm_seqpar.schedules import Block, Schedule, Step
 from mllm_seqpar.schedules.strategies import tiles_of
 from mllm_seqpar.schedules.traffic import Problem, expanded, mesh_bytes, ulysses_bytes
@@ -47,9 +48,11 @@ class Mode:
     expanded: bool = False
     accumulate_dtype: torch.dtype | None = torch.float32
 
-    def run(self, q: Tensor, k: Tensor, v: Tensor, comm: Communicator, kernel: str) -> Tensor:
-        """This rank's o (B, H, s, D)."""
+    def run(self, q: Tensor, k: Tensor, v: Tensor, comm: Communicator, kernel: str, where: Cluster | None) -> Tensor:
+        """This rank's o (B, H, s, D); `where`: the network, for those that order their transfers by it."""
         how = dict(self.options) | {"overlap": self.overlap, "accumulate_dtype": self.accumulate_dtype}
+        if self.attention is tiled:
+            how["where"] = where
         return self.attention(q, k, v, group=comm, kernel=kernel, **how)
 
     def problem(self, setting: Setting) -> Problem:
@@ -91,9 +94,33 @@ def modes(setting: Setting) -> list[Mode]:
 
 def _tiles(tiles: Sequence[tuple[int, int]]) -> list[Mode]:
     return [
-        Mode(name=f"tile {a}x{b}", way=Way("mesh", (a, b)), attention=mesh_attention, options=(("tile", (a, b)),))
+        Mode(name=f"tile {a}x{b}", way=Way("mesh", (a, b)), attention=tiled, options=(("tile", (a, b)),))
         for a, b in tiles
     ]
+
+
+def tiled(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    group: Communicator,
+    tile: tuple[int, int],
+    kernel: str,
+    overlap: bool,
+    accumulate_dtype: torch.dtype | None,
+    where: Cluster | None,
+) -> Tensor:
+    """A mesh of a tile, its steps in the order that suits the network, as `strategy="auto"` runs it."""
+    if where is None:
+        options = {"overlap": overlap, "accumulate_dtype": accumulate_dtype}
+        return mesh_attention(q, k, v, group=group, tile=tile, kernel=kernel, **options)
+    keys, dtype = (k.shape[2],) * group.size, accumulation(accumulate_dtype, q.dtype)
+    problem = problem_of(q.shape, k.shape, keys, q.dtype, accumulate_dtype)
+    forward, backward = (blocks_to_hide(problem, tile, where, backward=b) for b in (False, True))
+    blocks = FullBlocks(q.shape[0], q.shape[2], keys)
+    plan = plan_for("mesh", tile, blocks, problem, dtype, overlap, (forward, backward))
+    return attend(q, [GivenKeys(plan, k, v)], comm=group, scale=q.shape[-1] ** -0.5, kernel=kernel)[0]
 
 
 @dataclass(frozen=True)
@@ -118,7 +145,6 @@ def alone(
     accumulate_dtype: torch.dtype | None,
 ) -> Tensor:
     """No communication: this rank's own block, n times over. (The result is that of its own keys: o is their mean.)"""
-    dtype = torch.float32 if accumulate_dtype is None else torch.promote_types(accumulate_dtype, q.dtype)
-    keys = (k.shape[2],) * group.size
+    dtype, keys = accumulation(accumulate_dtype, q.dtype), (k.shape[2],) * group.size
     plan = _Alone((1, 1), FullBlocks(q.shape[0], q.shape[2], keys), keys, dtype, overlap, ranks=group.size)
     return attend(q, [GivenKeys(plan, k, v)], comm=group, scale=q.shape[-1] ** -0.5, kernel=kernel)[0]
