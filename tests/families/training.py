@@ -1,12 +1,15 @@
 """Training a patched tiny model of any family: FSDP2, two data parallel groups, LoRA, against the unpatched model.
 
 A family's module has `fresh_model()` (a new model in training mode), `shard_units(model)` (the layers that FSDP2 shards
-as units of their own), `inputs_of(case, model)` and `lora_targets` (names of projections).
+as units of their own), `inputs_of(case, model)` and `lora_targets` (names of projections). `options` are those of
+`patch_model`.
 """
 
 from __future__ import annotations
 
 import importlib
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -49,7 +52,9 @@ def _checkpointed(model: Any, checkpointing: bool) -> Any:
     return model
 
 
-def _fsdp_rank(rank: int, world: int, family: str, cases: list[list[Any]], checkpointing: bool) -> dict[str, Any]:
+def _fsdp_rank(
+    rank: int, world: int, family: str, cases: list[list[Any]], checkpointing: bool, options: Mapping[str, Any]
+) -> dict[str, Any]:
     """Each of len(cases) data parallel groups has its own cases, one a step, under one FSDP."""
     module = importlib.import_module(family)
     groups = len(cases)
@@ -59,17 +64,23 @@ def _fsdp_rank(rank: int, world: int, family: str, cases: list[list[Any]], check
     for unit in module.shard_units(model):
         fully_shard(unit, mesh=whole)
     fully_shard(model, mesh=whole)
-    patch_model(model, group=mesh["sp"])
+    patch_model(model, group=mesh["sp"], **options)
     own = cases[mesh["dp"].get_local_rank()]
     found = _train(model, [module.inputs_of(case, model) for case in own])
     assert all(isinstance(weight, DTensor) for weight in model.parameters())
     return found if rank == 0 else {"losses": found["losses"]}
 
 
-def check_fsdp(family: str, cases: list[list[Any]], world: int, checkpointing: bool = False) -> None:
+def check_fsdp(
+    family: str,
+    cases: list[list[Any]],
+    world: int,
+    checkpointing: bool = False,
+    options: Mapping[str, Any] = MappingProxyType({}),
+) -> None:
     """Losses of each group's steps, and the last gradients, against the unpatched model that gets all batches."""
     module = importlib.import_module(family)
-    outcomes = ranks(world).run(_fsdp_rank, family, cases, checkpointing, timeout=PATIENCE)
+    outcomes = ranks(world).run(_fsdp_rank, family, cases, checkpointing, dict(options), timeout=PATIENCE)
     model = module.fresh_model()
     optimizer = torch.optim.AdamW(model.parameters(), **RATE)
     for step, batch in enumerate(zip(*cases, strict=True)):
@@ -95,19 +106,25 @@ def _lora(module: Any, checkpointing: bool) -> Any:
     return model.train()
 
 
-def _lora_rank(rank: int, world: int, family: str, case: Any, checkpointing: bool) -> Any:
+def _lora_rank(rank: int, world: int, family: str, case: Any, checkpointing: bool, options: Mapping[str, Any]) -> Any:
     module = importlib.import_module(family)
     model = _lora(module, checkpointing)
-    patch_model(model)
+    patch_model(model, **options)
     found = _train(model, [module.inputs_of(case, model)])
     average(found["grads"], world)
     return found
 
 
-def check_lora(family: str, case: Any, world: int, checkpointing: bool = False) -> None:
+def check_lora(
+    family: str,
+    case: Any,
+    world: int,
+    checkpointing: bool = False,
+    options: Mapping[str, Any] = MappingProxyType({}),
+) -> None:
     """Loss and the adapters' gradients; frozen weights have none."""
     module = importlib.import_module(family)
-    outcomes = ranks(world).run(_lora_rank, family, case, checkpointing, timeout=PATIENCE)
+    outcomes = ranks(world).run(_lora_rank, family, case, checkpointing, dict(options), timeout=PATIENCE)
     model = _lora(module, False)
     expected = _train(model, [module.inputs_of(case, model)])
     trained = {name for name, grad in expected["grads"].items() if grad is not None and grad.any()}
