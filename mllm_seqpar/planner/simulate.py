@@ -221,7 +221,6 @@ class _Run:
             return
         phase = self.phases[rank][state.step]
         posted = now + (self.cluster.step_overhead_s if phase.sends or phase.sources else 0.0)
-        state.transfers_done = posted
         state.pending = len(phase.sends) + len(phase.sources)
         for sent in phase.sends:
             self._post(rank, sent, posted)

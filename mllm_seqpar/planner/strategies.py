@@ -89,8 +89,6 @@ def period_of(way: Way, ranks: int, cluster: Cluster) -> int:
     """
     a, group, node = way.tile[0], way.heads_over, cluster.gpus_per_node
     alone = ranks <= node
-    if not alone and ranks % node:
-        return ranks
     for period in divisors(ranks):
         if period % group or (not alone and period % node):
             continue

@@ -93,6 +93,49 @@ def test_memory_by_formula() -> None:
     assert inference["gradients"] == inference["optimizer"] == 0 and inference["features"] == once
 
 
+def test_other_buffers_by_formula() -> None:
+    held = memory(RUN, LV)
+    alone = memory(replace(RUN, gpus=1, frames=256, text=512), Way("lv-xattn", (1, 1)))  # the same share, of one GPU
+    two_rings = 512 * 28 * (2 * (3 * 128 * 2 + 4) + 2 * 128 * 4)
+    gathered = 151851 * 3584 * 2 * 3  # the embeddings are the largest layer; two of them, and a gradient
+    assert held["buffers"] - alone["buffers"] == gathered + two_rings
+    # a mesh holds all others of its groups: 3 of rows, 3 of columns
+    mesh = memory(RUN, Way("mesh", (4, 4)))["buffers"] - alone["buffers"] - gathered
+    row, column = 512 * 28 * (3 * 128 * 2 + 4 + 128 * 4), 2 * 256 * 729 * 4 * 128 * (2 + 4)
+    assert mesh == 3 * (row + column)
+    less = replace(OWL, text=replace(OWL.text, vocabulary=151851 - 1000))
+    logits = memory(RUN, LV)["activations"] - memory(replace(RUN, model=less), LV)["activations"]
+    assert logits == 512 * 1000 * (2 + 4 + 4)
+
+
+def test_parameters_travel_under_computation_as_far_as_there_is_any() -> None:
+    """One rank to a node at 0.1 GB/s: 15 of 16 shares of 16 GB forward, again backward, and of 30.5 GB gradients."""
+    slow = with_(A100, gpus_per_node=1, network_link=1e8, network_latency_s=0.0, step_overhead_s=0.0)
+    parts = make_plan(RUN, slow, ("lv-xattn",)).rows[0].parts
+    gather, reduce = (size * 15 / 16 / 1e8 for size in (OWL.parameters * 2, RUN.trained_parameters * 4))
+    moved, others = parts["parameters"], [part for name, part in parts.items() if name != "parameters"]
+    assert moved.forward == pytest.approx(gather - sum(part.forward for part in others))
+    assert moved.backward == pytest.approx(gather + reduce - sum(part.backward for part in others))
+    assert moved.exposed + moved.hidden == pytest.approx(2 * gather + reduce)
+    assert moved.network_bytes == pytest.approx((2 * gather + reduce) * 1e8, rel=1e-6)
+
+
+def test_what_does_not_fit_comes_last() -> None:
+    """Fast links and little computation: replication is quickest, but holds all features."""
+    fast = with_(A100, gpus_per_node=16, node_link=1e15, node_latency_s=1.0)
+    plan = make_plan(replace(RUN, text=64, frames=8192), fast, ("lv-xattn", "replicate"))
+    assert [row.fits for row in plan.rows] == [True, False]
+    assert plan.rows[1].seconds < plan.rows[0].seconds
+
+
+def test_text_that_is_not_dealt_is_computed_by_every_rank() -> None:
+    local = make_plan(replace(RUN, self_attention="local"), A100, ("lv-xattn",)).rows[0]
+    dealt = make_plan(RUN, A100, ("lv-xattn",)).rows[0]
+    assert local.parts["MLP"].seconds == pytest.approx(16 * dealt.parts["MLP"].seconds)
+    assert local.parts["self-attention"].exposed == 0
+    assert local.memory["activations"] > 8 * dealt.memory["activations"]
+
+
 def test_the_longest_video_just_fits() -> None:
     longest = longest_video(RUN, A100, LV)
     for frames, fits in ((longest, True), (longest + 16, False)):

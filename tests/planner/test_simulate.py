@@ -77,6 +77,11 @@ def test_a_transfer_waits_until_both_ends_have_posted_it() -> None:
     assert found.spans[1] == (Span("compute", 0.0, 2.0, 0), Span("wait", 2.0, 3.0, 1))
 
 
+def test_a_transfer_waits_for_a_late_sender_too() -> None:
+    phases = [[Phase(work=(Computed(2.0),)), Phase((Sent(1, 1000 * MB),))], [Phase((), (0,))]]
+    assert simulate(phases, 2, ROUND).end == pytest.approx((3.0, 3.0))
+
+
 def test_latency_and_overhead_come_before_the_first_byte() -> None:
     slow = with_(node_latency_s=0.25, step_overhead_s=0.5)
     found = simulate(ring(4, 1000 * MB, 1.0), 4, slow)
