@@ -127,7 +127,8 @@ class _Search:
                 self.left = t.axis
         blocks = self._compute(transfers)
         self.rounds.append(Round(tuple(transfers), tuple(blocks)))
-        self.todo = [block for block in self.todo if block not in blocks]
+        done = set(blocks)
+        self.todo = [block for block in self.todo if block not in done]
         for t in transfers:
             if t.stream == "ahead":
                 self.here[t.axis] += 1
