@@ -81,22 +81,21 @@ def _assembled(parts: Sequence[Tensor], heads: Sequence[range]) -> Tensor:
 
 
 class _Deal(torch.autograd.Function):
-    """Forward: `deal`. Backward: `collect` of the gradients, all in one function, so that all ranks take part in it."""
+    """Forward: `deal` of one tensor. Backward: `collect` of its gradient."""
 
     @staticmethod
-    def forward(ctx: Any, comm: Communicator, items: Sequence[Item], *xs: Tensor) -> tuple[Tensor, ...]:
-        ctx.comm, ctx.items = comm, items
-        return tuple(deal(xs, items, comm))
+    def forward(ctx: Any, comm: Communicator, item: Item, x: Tensor) -> Tensor:
+        ctx.comm, ctx.item = comm, item
+        return deal([x], [item], comm)[0]
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
-        items = [item._replace(label=f"d{item.label}") for item in ctx.items]
-        return None, None, *collect(grads, items, ctx.comm)
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        return None, None, collect([grad], [ctx.item._replace(label=f"d{ctx.item.label}")], ctx.comm)[0]
 
 
 class _Collect(torch.autograd.Function):
-    """Forward: `collect` of rows. Backward: `deal` of their gradients."""
+    """Forward: `collect` of one tensor. Backward: `deal` of its gradient."""
 
     @staticmethod
     def forward(ctx: Any, comm: Communicator, item: Item, x: Tensor) -> Tensor:
@@ -109,11 +108,11 @@ class _Collect(torch.autograd.Function):
         return None, None, deal([grad], [ctx.item._replace(label=f"d{ctx.item.label}")], ctx.comm)[0]
 
 
-def dealt(xs: Sequence[Tensor], items: Sequence[Item], comm: Communicator) -> Sequence[Tensor]:
-    """`deal`, differentiable; gradients of all xs come back in one exchange, labelled d and the item's label."""
-    return _Deal.apply(comm, items, *xs)
+def dealt(x: Tensor, item: Item, comm: Communicator) -> Tensor:
+    """`deal`, differentiable, for heads that are one rank's each; the gradient is labelled d and the item's label."""
+    return _Deal.apply(comm, item, x)
 
 
 def collected(x: Tensor, item: Item, comm: Communicator) -> Tensor:
-    """`collect` of one tensor whose heads are one rank's each, differentiable likewise."""
+    """`collect`, differentiable likewise."""
     return _Collect.apply(comm, item, x)

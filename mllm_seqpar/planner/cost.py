@@ -276,7 +276,9 @@ def _around(problem: Problem, way: Way, cluster: Cluster, backward: bool, visual
     q = problem.batch * problem.rows * problem.heads * problem.dim * problem.element
     kv = 2 * problem.key_batch * max(problem.keys) * kv_heads * problem.dim * problem.element
     if backward:  # dO to heads, and K and V where they are made again; dQ, dK, dV back to rows and keys
-        sizes = (q + (kv if visual is not None and visual.recompute else 0), q + kv)
+        partial = kv_heads > problem.kv_heads  # ranks that share a key head have a part of its gradient each
+        kv_gradients = kv // problem.element * problem.accumulated if partial else kv
+        sizes = (q + (kv if visual is not None and visual.recompute else 0), q + kv_gradients)
     else:  # Q, K, V to heads; O and the log-sum-exp back to rows
         sizes = (q + kv, q + problem.batch * problem.rows * problem.heads * LSE_BYTES)
     trips = [all_to_all(cluster, problem.ranks, way.heads_over, size) for size in sizes]

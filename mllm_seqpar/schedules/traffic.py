@@ -16,7 +16,8 @@ head dim D):
                                         backward  (n - 1)/n (2 s_q H D + 2 s_kv G D)
 
 With fewer key heads than ranks Ulysses sends each rank the one head that it needs: n in the place of G. Results that
-are complete (its O, dQ, dK, dV) travel in the inputs' dtype, partial ones in the one that they are summed in.
+are complete (its O, dQ, dK, dV) travel in the inputs' dtype, partial ones (of key heads that ranks share) in the one
+that they are summed in.
 
 Where a mask hides whole ranks from some rows, LV-XAttn's rows go straight to the ranks of which they see something, and
 nowhere else. With r(i, j) the rows of rank i that see any key of rank j, rank i then sends
@@ -156,6 +157,8 @@ def ulysses_bytes(problem: Problem, tile: tuple[int, int] = (1, 1), *, backward:
     per_key_head = problem.key_batch * problem.dim * problem.element
     rows = (size - 1) * per_row * problem.dim * problem.element
     if backward:
+        shared = sum(len(shares.key_heads(peer)) for peer in range(size)) > problem.kv_heads
+        per_key_head = problem.key_batch * problem.dim * (problem.accumulated if shared else problem.element)
         grads = sum(keys[peer] for peer in others) * len(shares.key_heads(place)) * per_key_head
         sent = {"do": rows, "dq": rows, "dk": grads, "dv": grads}
     else:

@@ -11,7 +11,7 @@ from gpu_checks.kernels import FLOAT32, SIXTEEN_BITS, Problem, framework_errors,
 from gpu_checks.rows import Row
 from torch import Tensor
 
-from mllm_seqpar.attention import lv_xattn, ring_attention
+from mllm_seqpar.attention import lv_xattn, mesh_attention, ring_attention, ulysses_attention
 from mllm_seqpar.comm import Communicator
 from mllm_seqpar.comm.loopback import run_loopback
 from mllm_seqpar.sharding import sequence_positions
@@ -24,11 +24,14 @@ SIZES = {
 
 
 def check_ring(device: str) -> Iterator[Row]:
-    """Yield errors and times of LV-XAttn, Ring Attention over frames, and causal Ring Attention."""
+    """Yield errors and times of every algorithm, over frames and causal."""
     for dtype in (torch.bfloat16, torch.float32):
         yield check("lv_xattn", "cross", dtype, device, lv_xattn)
         yield check("ring", "cross", dtype, device, ring_attention)
         yield check("ring", "causal", dtype, device, functools.partial(ring_attention, causal=True, layout="zigzag"))
+        yield check("mesh 2x2", "cross", dtype, device, functools.partial(mesh_attention, tile=(2, 2)))
+        yield check("ulysses", "cross", dtype, device, ulysses_attention)
+        yield check("ulysses", "causal", dtype, device, functools.partial(ulysses_attention, causal=True))
 
 
 def check(name: str, kind: str, dtype: torch.dtype, device: str, attend: Callable) -> Row:

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from comm.strict import StrictLoopback
-from mllm_seqpar.attention import lv_xattn, ring_attention
+from mllm_seqpar.attention import lv_xattn, mesh_attention, ring_attention, ulysses_attention
 from mllm_seqpar.comm import Communicator, LoopbackCommunicator, as_communicator, run_loopback
 from ranks import ranks
 
@@ -20,6 +20,8 @@ ALGORITHMS = {
     "lv": lambda q, k, v, g: lv_xattn(q, k, v, group=g),
     "ring": lambda q, k, v, g: ring_attention(q, k, v, group=g),
     "causal": lambda q, k, v, g: ring_attention(q, k, v, group=g, causal=True),
+    "mesh": lambda q, k, v, g: mesh_attention(q, k, v, group=g, causal=True, layout="contiguous"),
+    "ulysses": lambda q, k, v, g: ulysses_attention(q, k, v, group=g, causal=True, layout="striped"),
 }
 
 
@@ -27,12 +29,12 @@ def gradients(comm: Communicator, name: str, checkpointed: bool) -> list[Tensor]
     if isinstance(comm, LoopbackCommunicator):
         comm = StrictLoopback(comm)
     generator = torch.Generator().manual_seed(comm.rank)
-    x = torch.randn(1, 6, 16, generator=generator, requires_grad=True)
-    w = torch.randn(3, 16, 16, generator=torch.Generator().manual_seed(9), requires_grad=True)
+    x = torch.randn(1, 6, 48, generator=generator, requires_grad=True)
+    w = torch.randn(3, 48, 48, generator=torch.Generator().manual_seed(9), requires_grad=True)
 
     def layer(x: Tensor) -> Tensor:
         q, k, v = (x @ w[i] for i in range(3))
-        q, k, v = (t.unflatten(-1, (4, 4)).transpose(1, 2) for t in (q, k, v))
+        q, k, v = (t.unflatten(-1, (12, 4)).transpose(1, 2) for t in (q, k, v))
         return x + ALGORITHMS[name](q, k, v, comm).transpose(1, 2).flatten(2)
 
     y = x
@@ -52,7 +54,7 @@ def assert_same(plain: list[Tensor], checkpointed: list[Tensor]) -> None:
     assert all(bool(t.any()) for t in plain)
 
 
-@pytest.mark.parametrize("n", [1, 2, 3])
+@pytest.mark.parametrize("n", [1, 2, 3, 4])
 @pytest.mark.parametrize("name", list(ALGORITHMS))
 def test_checkpointing_gives_the_same_bits(name: str, n: int) -> None:
     plain, again = (run_loopback(n, gradients, name, checkpointed) for checkpointed in (False, True))

@@ -39,8 +39,11 @@ def _rounding_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def bf16(op: str, kernel: str, accumulate: torch.dtype | None = torch.float32) -> Case:
+    name, _, tile = op.partition(" ")
     return Case(
-        op=op,
+        op=name,
+        tile=tuple(map(int, tile.split("x"))) if tile else None,  # type: ignore[arg-type]
+        heads=16 if name == "ulysses" else 4,
         rows=128,
         frames=64,
         tokens=64,
@@ -76,6 +79,14 @@ def test_bf16_is_as_good_as_one_device(kernel: str, op: str, n: int) -> None:
     limit = AGAINST_ONE_DEVICE_FLOAT32_PARTIALS if kernel in FLOAT32_PARTIALS else AGAINST_ONE_DEVICE
     for name in NAMES:
         assert found(bf16(op, kernel), n)[name] <= limit * one_device()[name], name
+
+
+@pytest.mark.parametrize("op", ["mesh 4x4", "mesh 8x2", "ulysses", "ulysses 2x2"])
+def test_bf16_of_the_other_strategies_on_16_ranks(op: str) -> None:
+    case, alone = bf16(op, "tiled"), bf16(op.split()[0], "tiled")
+    for name in NAMES:
+        on_one = found(Case(**{**vars(alone), "tile": None}), 1)[name]
+        assert found(case, 16)[name] <= 1.1 * on_one, name
 
 
 @pytest.mark.parametrize("op", ["lv", "ring"])

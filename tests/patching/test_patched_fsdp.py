@@ -52,16 +52,18 @@ def train(model: Any, batches: list[Inputs], sharded: bool) -> dict[str, Any]:
     return found | {"grads": grads, "weights": {name: whole(weight) for name, weight in model.named_parameters()}}
 
 
-def fsdp_rank(rank: int, world: int, variant: str, order: str, checkpointing: bool) -> dict[str, Any]:
+def fsdp_rank(
+    rank: int, world: int, variant: str, order: str, checkpointing: bool, options: dict[str, Any]
+) -> dict[str, Any]:
     model = tiny_model(variant).train()
     if checkpointing:
         model.gradient_checkpointing_enable()
     if order == "patched first":
-        patch_model(model)
+        patch_model(model, **options)
         shard(model)
     else:
         shard(model)
-        patch_model(model)
+        patch_model(model, **options)
     batches = [inputs_of(variant, case, model) for case in (VIDEO, TEXT, OTHER_VIDEO)]
     found = train(model, batches, sharded=True)
     tokens = model.eval().generate(**generation_inputs(variant, model))
@@ -75,20 +77,22 @@ def generation_inputs(variant: str, model: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    ("world", "variant", "order", "checkpointing"),
+    ("world", "variant", "order", "checkpointing", "options"),
     [
-        (2, "gated", "patched first", False),
-        (2, "fused", "sharded first", True),
-        (3, "fused", "patched first", False),
-        (4, "gated", "sharded first", True),
+        (2, "gated", "patched first", False, {}),
+        (2, "fused", "sharded first", True, {"strategy": "replicate"}),
+        (3, "fused", "patched first", False, {}),
+        (4, "gated", "sharded first", True, {}),
+        (4, "fused", "patched first", True, {"strategy": "ulysses", "self_attention": "ulysses"}),
+        (4, "gated", "patched first", True, {"strategy": "auto", "self_attention": "mesh", "tile": (2, 2)}),
     ],
 )
-def test_fsdp2(world: int, variant: str, order: str, checkpointing: bool) -> None:
+def test_fsdp2(world: int, variant: str, order: str, checkpointing: bool, options: dict[str, Any]) -> None:
     model = tiny_model(variant).train()
     expected = train(model, [inputs_of(variant, case, model) for case in (VIDEO, TEXT, OTHER_VIDEO)], sharded=False)
     model.eval()
     tokens = model.generate(**generation_inputs(variant, model))
-    outcomes = ranks(world).run(fsdp_rank, variant, order, checkpointing, timeout=PATIENCE)
+    outcomes = ranks(world).run(fsdp_rank, variant, order, checkpointing, options, timeout=PATIENCE)
     compare_training(outcomes, expected)
     assert all(torch.equal(outcome["tokens"], tokens) for outcome in outcomes)
     assert all(torch.equal(outcome["texts"], outcomes[0]["texts"]) for outcome in outcomes)
