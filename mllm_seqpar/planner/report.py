@@ -87,9 +87,8 @@ def _times(plan: Plan) -> list[list[str]]:
 
 
 def _transfers(plan: Plan) -> list[list[str]]:
-    rows = [
-        ["strategy", "cross exposed", "hidden", "self exposed", "hidden", "cross GB node", "network", "all network"]
-    ]
+    names = ["cross exposed", "hidden", "self exposed", "hidden", "cross GB in node", "network", "network of all parts"]
+    rows = [["strategy", *names]]
     for row in plan.rows:
         cross, own = row.parts["cross-attention"], row.parts["self-attention"]
         rows.append(
