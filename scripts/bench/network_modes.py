@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from math import gcd
 
 import torch
 from network_settings import Setting
@@ -87,8 +88,13 @@ def modes(setting: Setting) -> list[Mode]:
         # dK, dV in the inputs' dtype: the bytes that the paper's times fit
         Mode(name="ring, expanded", way=ring, attention=ring_attention, expanded=True, accumulate_dtype=None),
     ]
-    if setting.heads % n == 0:
+    group = gcd(setting.heads, n)
+    if group == n:
         found.append(Mode(name="ulysses", way=Way("ulysses", (1, 1), n), attention=ulysses_attention))
+    elif group > 1:  # heads that all ranks cannot share: as many as can, LV-XAttn over the groups
+        tile = (n // group, 1)
+        way, name = Way("ulysses", tile, group), f"ulysses {group} x lv-xattn"
+        found.append(Mode(name=name, way=way, attention=ulysses_attention, options=(("tile", tile),)))
     return found + _tiles(tiles_of(n)[1:-1])
 
 

@@ -113,7 +113,7 @@ def suite(name: str, ranks: int | None) -> list[Setting]:
         emulated = {
             "a30-flamingo": (8, 0.02),
             "a30-owl3": (2, 0.015),
-            "a100-flamingo": (16, 0.03),
+            "a100-flamingo": (16, 0.05),
             "a100-owl3": (1, 0.03),
         }
         return [scaled(key, ranks or 8, rows, block_s) for key, (rows, block_s) in emulated.items()]
