@@ -148,7 +148,7 @@ class _InChunks(torch.autograd.Function):
     ) -> Tensor:
         ctx.what, ctx.size, ctx.kept, ctx.count = what, size, kept, count
         ctx.autocast, before = AutocastState.current(tensors[0].device.type), RandomState.now(tensors[0])
-        with ctx.autocast.again():  # its cache off: it would keep casts of weights that have no gradient
+        with ctx.autocast.again():  # its cache off: a cast of a weight without grad mode must not serve another pass
             out = _computed(what, size, tensors[:count])
         ctx.random = None if before.same(RandomState.now(tensors[0])) else before
         return out
