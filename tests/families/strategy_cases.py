@@ -28,6 +28,18 @@ assert {way.get("strategy", "lv-xattn") for way in WAYS.values()} == set(config.
 
 IDEFICS = {name: tiny_idefics.Case(images=(4, 1), mask="holes").with_options(**way) for name, way in WAYS.items()}
 MLLAMA = {name: tiny_mllama.Case(images=((2, 3, 1), (1,))).with_options(**way) for name, way in WAYS.items()}
+GENERATED = {  # prompts that are read with their text dealt to the ranks; decoding is the same for all
+    name: (tiny_idefics.LATENTS.with_options(shard_prompt_from=2, **way), {"max_new_tokens": 4})
+    for name, way in WAYS.items()
+    if way.get("self_attention") != "local"
+}
 FLAMINGO = {
     name: open_flamingo_cases.Case(media=((1, 4, 7), (3,)), images=2).with_options(**way) for name, way in WAYS.items()
+}
+THREE_HEADS = {
+    name: open_flamingo_cases.Case(media=((1, 4, 7), (3,)), images=2, padding="left").with_options(**way)
+    for name, way in {
+        "text by heads": {"self_attention": "ulysses", "strategy": "replicate"},
+        "mesh": {"self_attention": "mesh", "strategy": "mesh"},
+    }.items()
 }

@@ -6,9 +6,9 @@
 from __future__ import annotations
 
 import pytest
-from harness import PATIENCE, check_case
+from harness import PATIENCE, check_case, check_tokens
 from open_flamingo_cases import check, patched_rank, reference
-from strategy_cases import FLAMINGO, WAYS
+from strategy_cases import FLAMINGO, THREE_HEADS, WAYS
 from tiny_open_flamingo import LANGUAGE_MODELS
 
 from ranks import ranks
@@ -26,3 +26,14 @@ def test_equals_unpatched(family: str, way: str) -> None:
 def test_open_flamingo_equals_unpatched(way: str) -> None:
     name, case = FOUR_HEADS[list(WAYS).index(way) % 3], FLAMINGO[way]
     check(ranks(4).run(patched_rank, name, case, timeout=PATIENCE), reference(name, case), case)
+
+
+@pytest.mark.parametrize("way", THREE_HEADS)
+def test_biases_of_dealt_heads(way: str) -> None:
+    """MPT's ALiBi is another for every head."""
+    case = THREE_HEADS[way]
+    check(ranks(3).run(patched_rank, "mpt", case, timeout=PATIENCE), reference("mpt", case), case)
+
+
+def test_long_prompts_by_every_strategy() -> None:
+    check_tokens("strategies_of_idefics", "GENERATED", 4)
