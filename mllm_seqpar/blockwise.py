@@ -139,7 +139,8 @@ class _InChunks(torch.autograd.Function):
     """Forward: y[c] = f(x[c]) for each chunk c of tokens. Backward: dx[c] = f'(x[c])^T dy[c], dw = sum over c.
 
     Kept: x, by `_Keep`; the weights are read again from their modules, which FSDP has gathered by then; the random
-    state, where f drew numbers. Sums of dw are float32 and exist once; inner activations those of one chunk.
+    state, where f drew numbers. Sums of dw are float32 and exist once, beside one weight's
+    dw of one chunk; inner activations are those of one chunk.
     """
 
     @staticmethod

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -131,34 +132,28 @@ class ChunkGradients:
         """None of them computed yet."""
         flat = [flat_tokens(x) for x in inputs]
         grads = [torch.zeros_like(x) if need else None for x, need in zip(flat, needed, strict=True)]
-        return cls(name, flat, [x.shape for x in inputs], grads, parameters, [None] * len(parameters))
+        sums: list[Tensor | None] = [None] * len(parameters)
+        for index, p in enumerate(parameters):
+            p.register_post_accumulate_grad_hook(functools.partial(_add_up, sums, index))
+        return cls(name, flat, [x.shape for x in inputs], grads, parameters, sums)
 
     def add(self, run: Callable[..., Tensor], rows: slice, grad: Tensor) -> None:
         """The chain rule through one chunk, whose inner activations are gone when it returns."""
         parts = [x[..., rows, :].detach() for x in self.inputs]
-        wanted = [part.requires_grad_() for part, d in zip(parts, self.of_inputs, strict=True) if d is not None]
-        targets = [*wanted, *self.parameters]
+        for part, d in zip(parts, self.of_inputs, strict=True):
+            part.requires_grad_(d is not None)
         with torch.enable_grad():
             out = run(*parts)
         if not out.requires_grad:
             return
+        targets = [*(part for part in parts if part.requires_grad), *self.parameters]
         if not self.checked:  # once: all chunks go the same way
             self._refuse_others(out, targets)
             self.checked = True
-        found = list(
-            torch.autograd.grad(out, targets, flat_tokens(grad)[..., rows, :].to(out.dtype), allow_unused=True)
-        )
-        for d in self.of_inputs:
-            if d is not None and (part := found.pop(0)) is not None:
-                d[..., rows, :] = part
-        for index, part in enumerate(found):
-            if part is None:
-                continue
-            total = self.sums[index]
-            if total is None:
-                total = torch.zeros_like(part, dtype=torch.promote_types(part.dtype, torch.float32))
-                self.sums[index] = total
-            total += part
+        torch.autograd.backward(out, flat_tokens(grad)[..., rows, :].to(out.dtype), inputs=targets)
+        for part, d in zip(parts, self.of_inputs, strict=True):
+            if d is not None and part.grad is not None:
+                d[..., rows, :] = part.grad
 
     def results(self, needed: Sequence[bool]) -> list[Tensor | None]:
         """Of inputs and parameters, in their shapes and dtypes."""
@@ -187,3 +182,14 @@ class ChunkGradients:
                     "parameter of that module, or patch with mlp_chunk_size=None"
                 )
             ahead += [before for before, _ in node.next_functions]
+
+
+def _add_up(sums: list[Tensor | None], index: int, parameter: Tensor) -> None:
+    """Moves a chunk's gradient to its sum as soon as it is there, so that one weight's at a time exists beside sums."""
+    grad, parameter.grad = parameter.grad, None
+    assert grad is not None
+    total = sums[index]
+    if total is None:
+        sums[index] = grad.to(torch.promote_types(grad.dtype, torch.float32))
+    else:
+        total += grad
