@@ -9,7 +9,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 BENCH = ROOT / "scripts" / "bench"
-MODULES = ("report", "report_decode", "report_memory", "report_network", "rows", "run_all")
+MODULES = ("report", "report_decode", "report_memory", "report_model_step", "report_network", "rows", "run_all")
 
 
 @pytest.fixture
@@ -54,9 +54,13 @@ def test_network_section(bench, tmp_path: Path) -> None:
 
 
 def test_a_page_of_what_there_is(bench, tmp_path: Path) -> None:
-    bench("rows").append(tmp_path / "model_step.csv", [{"n": 1, "x": 2, "torch": "9"}, {"n": 1, "x": 3, "torch": "9"}])
+    step = {"family": "idefics", "ranks": 2, "step_s": 0.5, "cross_share": 0.25, "rest_share": 0.75, "torch": "9"}
+    rows = [step | {"who": "patched", "ratio": 1.25}, step | {"who": "unpatched", "ranks": 1}]
+    bench("rows").append(tmp_path / "model_step.csv", rows)
     page = bench("run_all").written(tmp_path)
-    assert "## A training step" in page and "In all rows: n 1." in page and "| x |\n| ---: |\n| 2 |\n| 3 |" in page
+    assert "## A training step" in page and "Measured on torch 9." in page
+    assert "| family | ranks |  | step, s | times | cross | rest |" in page
+    assert "| idefics | 2 | patched | 0.500 | 1.25 | 25.0% | 75.0% |" in page
     assert "## Memory" not in page
 
 

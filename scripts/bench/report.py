@@ -76,13 +76,3 @@ def figure(
 def shown(path: Path, alt: str) -> str:
     """Markdown that shows a figure of the folder of rows, which lies beside the page; nothing where there is none."""
     return f"\n![{alt}]({path.parent.name}/{path.name})\n" if path.exists() else ""
-
-
-def anything(title: str, rows: Sequence[Row]) -> str:
-    """A section of rows that no other function knows: all columns that differ, the others once."""
-    names = [name for name in dict.fromkeys(name for row in rows for name in row) if name not in WHERE]
-    fixed = {n: rows[0][n] for n in names if len({row.get(n) for row in rows}) == 1 and n in rows[0]}
-    varying = [name for name in names if name not in fixed]
-    same = ", ".join(f"{name} {value}" for name, value in fixed.items())
-    body = table(varying, [[row.get(name, "") for name in varying] for row in rows])
-    return f"## {title}\n\n{measured_on(rows)}\n\nIn all rows: {same}.\n\n{body}"

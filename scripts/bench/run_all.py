@@ -20,8 +20,8 @@ from pathlib import Path
 
 import report_decode
 import report_memory
+import report_model_step
 import report_network
-from report import anything, rows_of
 
 HERE = Path(__file__).resolve().parent
 
@@ -36,7 +36,7 @@ class Run:
 
 
 RUNS = {
-    "network-paper": Run(("network.py", "--suite", "paper"), ("--repeats", "1")),
+    "network-paper": Run(("network.py", "--suite", "paper", "--repeats", "4"), ("--repeats", "1")),
     "network-tiles": Run(("network.py", "--suite", "tiles"), ("--repeats", "1")),
     "network-real": Run(("network.py", "--suite", "real"), ("--repeats", "1")),
     "memory": Run(("memory.py",), ("--quick",)),
@@ -47,9 +47,12 @@ RUNS = {
         "--csv",
     ),
 }
-SECTIONS: list[Callable[[Path], str | None]] = [report_network.section, report_memory.section, report_decode.section]
-TITLES = {"model_step": "A training step"}
-"""Runs whose rows are shown as they are."""
+SECTIONS: list[Callable[[Path], str | None]] = [
+    report_network.section,
+    report_memory.section,
+    report_model_step.section,
+    report_decode.section,
+]
 
 
 def main() -> None:
@@ -87,9 +90,8 @@ def made(name: str, folder: Path, quick: bool) -> bool:
 
 def written(folder: Path) -> str:
     """The page."""
-    sections = [section(folder) for section in SECTIONS]
-    sections += [anything(title, rows) for name, title in TITLES.items() if (rows := rows_of(folder, name))]
-    return "\n\n".join([INTRODUCTION, *(section for section in sections if section)]).rstrip() + "\n"
+    sections = filter(None, (section(folder) for section in SECTIONS))
+    return "\n\n".join([INTRODUCTION, *sections]).rstrip() + "\n"
 
 
 INTRODUCTION = """\
