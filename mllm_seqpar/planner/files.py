@@ -11,8 +11,9 @@ from ..errors import ConfigError
 
 T = TypeVar("T")
 
-CONFIGS = Path(__file__).resolve().parents[2] / "configs"
-"""Where files that are asked for by name lie: the repository's own."""
+_PACKAGE = Path(__file__).resolve().parents[1]
+CONFIGS = _PACKAGE / "configs" if (_PACKAGE / "configs").is_dir() else _PACKAGE.parent / "configs"
+"""Where files that are asked for by name lie: inside the installed package, at the top of the repository."""
 
 
 def find_file(what: str, name: str) -> Path:
