@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import tomllib
 import xml.etree.ElementTree
 from dataclasses import replace
 from pathlib import Path
@@ -13,7 +14,7 @@ from clusters import with_
 from mllm_seqpar.errors import ConfigError
 from mllm_seqpar.planner import Way, read_cluster
 from mllm_seqpar.planner.command import main
-from mllm_seqpar.planner.files import find_file
+from mllm_seqpar.planner.files import CONFIGS, find_file
 from mllm_seqpar.planner.memory import KINDS, USABLE, memory
 from mllm_seqpar.planner.model import read_model
 from mllm_seqpar.planner.plan import longest_video, make_plan
@@ -186,6 +187,11 @@ def test_the_command_prints_a_table_and_draws(capsys: pytest.CaptureFixture[str]
     rectangles = root.findall("{http://www.w3.org/2000/svg}rect")
     # 16 ranks, forward and backward, each 17 blocks and 15 transfers of either kind
     assert len(rectangles) > 2 * 16 * (17 + 15 + 15)
+
+
+def test_the_command_is_installed_under_its_name() -> None:
+    project = tomllib.loads((CONFIGS.parent / "pyproject.toml").read_text())["project"]
+    assert project["scripts"] == {"mllm-seqpar": f"{main.__module__}:{main.__name__}"}
 
 
 def test_the_command_prints_json(capsys: pytest.CaptureFixture[str]) -> None:
