@@ -6,7 +6,8 @@ read or measured when the model was patched. So all ranks choose alike, without 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from math import ceil, log2
 from typing import NamedTuple
 
 import torch
@@ -35,6 +36,24 @@ class CrossShape(NamedTuple):
     layers: int
 
 
+SHARED_RANKS = 16
+"""Where a mask hides whole ranks from rows: up to so many ranks every block is simulated with its own share of visible
+entries, and up to four times as many with the rows that travel; above, that would take seconds."""
+
+
+def _rough(problem: Problem) -> Problem:
+    """With lengths rounded up to quarters of a power of two, the same on every rank.
+
+    Videos and texts of all lengths come by in a training. Simulating anew for each, ranks one by one where their shares
+    are uneven, would cost more than the best choice saves.
+    """
+    return replace(problem, rows=_rounded(problem.rows), keys=(_rounded(max(problem.keys)),) * problem.ranks)
+
+
+def _rounded(length: int) -> int:
+    return ceil(2 ** (ceil(4 * log2(length)) / 4)) if length > 0 else 0
+
+
 @dataclass
 class Chooser:
     """Chooses for one patched model, logs what and why once for each choice, and remembers.
@@ -57,15 +76,20 @@ class Chooser:
             visual: where the keys come from, for a choice made before any layer runs; None: replication, which gathers
                 the features beforehand, is not among the candidates.
         """
-        visible, pruned = 1.0, False
+        visible: float | list[list[float]] = 1.0
+        pruned = False
         if isinstance(blocks, FrameBlocks):
             visible, pruned = max(round(blocks.share, 2), 0.01), blocks.prunes
+        problem = _rough(problem)
         key = problem, training, visual, visible, pruned
         if key not in self._found:
-            seen = blocks.counts() if pruned and isinstance(blocks, FrameBlocks) else None
+            seen, shares = None, visible
+            if pruned and isinstance(blocks, FrameBlocks):
+                seen = blocks.counts() if problem.ranks <= 4 * SHARED_RANKS else None
+                shares = blocks.shares() if problem.ranks <= SHARED_RANKS else visible
             options = Options(
                 training=training,
-                visible=visible,
+                visible=shares,
                 seen=seen,
                 visual=visual,
                 strategies=STRATEGIES if visual is not None else [s for s in STRATEGIES if s != "replicate"],
@@ -82,12 +106,13 @@ def chosen_plan(
     chooser: Chooser, choice: Choice, blocks: Blocks, problem: Problem, config: SeqParConfig, dtype: torch.dtype
 ) -> Plan:
     """The plan of a choice; a mesh's order of steps is worked out for the rates that it was chosen by."""
+    rough = _rough(problem)
     accumulate = accumulation(config.accumulate_dtype, dtype)
     tile = choice.tile if choice.strategy in ("mesh", "ulysses") else None
     hides = None
     if 1 not in choice.tile:
         forward, backward = (
-            blocks_to_hide(problem, choice.tile, chooser.cluster, backward=back, heads_over=choice.heads_over)
+            blocks_to_hide(rough, choice.tile, chooser.cluster, backward=back, heads_over=choice.heads_over)
             for back in (False, True)
         )
         hides = forward, backward

@@ -102,13 +102,14 @@ class FrameMask:
         bounds = (table[..., 0], table[..., 1]) if self.bounds is not None else None
         return FrameMask(bounds, None if bounds else table, self.tokens_per_frame, self.total_frames)
 
-    @cached_property
-    def share(self) -> float:
-        """Of all rows and frames, the share of those that see each other."""
+    def share_of(self, start: int, stop: int) -> float:
+        """Of all rows and the frames start <= f < stop, the share of those that see each other."""
+        if stop <= start or not self._table.numel():
+            return 0.0
         if self.bounds is None:
-            return float(self._table.float().mean()) if self._table.numel() else 0.0
-        seen = (self.bounds[1] - self.bounds[0]).clamp(min=0).float()
-        return float(seen.mean()) / max(1, self.total_frames) if seen.numel() else 0.0
+            return float(self._table[..., start:stop].float().mean())
+        seen = self.bounds[1].clamp(max=stop) - self.bounds[0].clamp(min=start)
+        return float(seen.clamp(min=0).float().mean()) / (stop - start)
 
     def sees_any(self) -> Tensor:
         """(B, s_q) bool: rows that see at least one frame."""
@@ -174,7 +175,12 @@ class FrameBlocks:
     @cached_property
     def share(self) -> float:
         """Of all rows and frames, the share of those that see each other."""
-        return sum(mask.share for mask in self.masks) / len(self.masks)
+        total = self.frames[-1][1]
+        return sum(mask.share_of(0, total) for mask in self.masks) / len(self.masks)
+
+    def shares(self) -> list[list[float]]:
+        """[i][j]: of the rows of rank i and the frames of rank j, the share of those that see each other."""
+        return [[mask.share_of(*frames) for frames in self.frames] for mask in self.masks]
 
     def counts(self) -> list[list[int]]:
         """[i][j]: how many rows of rank i, of all batch items, see a frame of rank j."""
