@@ -72,7 +72,7 @@ def test_the_crossover() -> None:
 
 
 def test_a_mask_that_leaves_each_rank_its_own_frames_needs_no_links() -> None:
-    """Rows go straight, and none has anywhere to go: LV-XAttn takes as long over the slowest link as over the fastest."""
+    """Rows go straight, and none has anywhere to go: LV-XAttn takes as long over the slowest link as over any."""
     frames, bounds = 8 * 64, frame_bounds(8 * 64, 8)
     masks = []
     for start, stop in bounds:
