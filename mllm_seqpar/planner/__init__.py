@@ -7,9 +7,11 @@ at hand, does.
 
 from __future__ import annotations
 
+from .around import Visual
+from .blocks import blocks_to_hide
 from .choose import Candidate, Choice, Options, choose
 from .cluster import Cluster, read_cluster, write_cluster
-from .cost import CallCost, blocks_to_hide, call_cost
+from .cost import CallCost, call_cost
 from .strategies import Way
 
 __all__ = [
@@ -18,6 +20,7 @@ __all__ = [
     "Choice",
     "Cluster",
     "Options",
+    "Visual",
     "Way",
     "blocks_to_hide",
     "call_cost",

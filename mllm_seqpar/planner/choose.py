@@ -10,8 +10,9 @@ from dataclasses import dataclass, field
 
 from ..errors import ConfigError
 from ..schedules.traffic import Problem
+from .around import Visual
 from .cluster import Cluster
-from .cost import CallCost, Entries, Visual, call_cost
+from .cost import CallCost, Entries, call_cost
 from .strategies import STRATEGIES, Way, ways
 
 

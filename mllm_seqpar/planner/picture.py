@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from .simulate import Span, Timeline
 from .svg import document, line, rect, text
+from .timeline import Span, Timeline
 
 COLORS = {"compute": "#4c78a8", "wait": "#e45756", "transfer": "#72b7b2"}
 NAMES = {"compute": "computes a block", "wait": "waits", "transfer": "sends"}

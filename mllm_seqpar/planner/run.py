@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from ..errors import ConfigError
 from ..schedules.traffic import Problem
-from .cost import Visual
+from .around import Visual
 from .model import Model
 
 TRAINED = ("all", "no-vision", "connector", "none")

@@ -8,8 +8,7 @@ import pytest
 from clusters import with_
 
 from mllm_seqpar.errors import ConfigError
-from mllm_seqpar.planner import Options, Way, choose
-from mllm_seqpar.planner.cost import Visual
+from mllm_seqpar.planner import Options, Visual, Way, choose
 from mllm_seqpar.planner.strategies import ways
 from mllm_seqpar.schedules.traffic import Problem
 

@@ -7,8 +7,7 @@ from dataclasses import replace
 import pytest
 from clusters import with_
 
-from mllm_seqpar.planner import Way, call_cost
-from mllm_seqpar.planner.cost import Visual, blocks_to_hide
+from mllm_seqpar.planner import Visual, Way, blocks_to_hide, call_cost
 from mllm_seqpar.planner.strategies import period_of, ways
 from mllm_seqpar.schedules.traffic import Problem, lv_xattn_bytes, mesh_bytes, ring_bytes, ulysses_bytes
 

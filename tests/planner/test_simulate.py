@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 from clusters import ROUND, with_
 
-from mllm_seqpar.planner.simulate import Computed, Phase, Sent, Span, simulate
+from mllm_seqpar.planner.simulate import simulate
+from mllm_seqpar.planner.timeline import Computed, Phase, Sent, Span
 
 MB = 1_000_000
 
