@@ -7,14 +7,18 @@ A Qwen2 decoder layer of transformers with scaled_dot_product_attention, by defa
 language model of mPLUG-Owl3-1B; a shape is hidden size, intermediate size, heads, KV heads. Kept: bytes of the storages
 that autograd saves between forward and backward, without weights. Peak: what forward and backward allocate at most
 beyond weights and their gradients, as the allocator tells (the profiler's memory events, on CUDA its own statistics).
-Step: the median of forward and backward. Results are compared in the same run.
+Step: the median of forward
+and backward, on the CPU in the process's own processor time, which other users of the machine change less than a clock.
+Results are compared in the same run.
 """
 
 from __future__ import annotations
 
 import argparse
+import time
 from collections.abc import Callable
 from contextlib import nullcontext
+from statistics import median
 from typing import Any
 
 import torch
@@ -55,7 +59,8 @@ def main() -> None:
                 assert worst < CLOSE[args.dtype], f"chunks of {size}: gradients are {worst:.1e} off"
             memory[size] = kept(layer, run), peak(run, args.device)
         del expected
-        times = medians_ms({str(size): run for size, run in runs.items()}, args.device, args.repeats)
+        clock = medians_ms if args.device == "cuda" else processor_ms
+        times = clock({str(size): run for size, run in runs.items()}, args.device, args.repeats)
         for size, (saved, most) in memory.items():
             ms = times[str(size)]
             print(
@@ -131,6 +136,17 @@ def kept(layer: nn.Module, run: Callable[..., None]) -> int:
 
     run(torch.autograd.graph.saved_tensors_hooks(note, lambda x: x))
     return sum(count for address, count in found.items() if address not in weights)
+
+
+def processor_ms(runs: dict[str, Callable[[], None]], device: str, repeats: int) -> dict[str, float]:
+    """Medians of the processor time of each run, in milliseconds, taken in turn."""
+    found: dict[str, list[float]] = {name: [] for name in runs}
+    for _ in range(repeats):
+        for name, run in runs.items():
+            start = time.process_time()
+            run()
+            found[name].append((time.process_time() - start) * 1e3)
+    return {name: median(times) for name, times in found.items()}
 
 
 def peak(run: Callable[[], None], device: str) -> int:
