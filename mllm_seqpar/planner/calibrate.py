@@ -12,11 +12,12 @@ import socket
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from ..agreement import fingerprint
-from ..comm import Communicator, Recv, Send
+from ..comm import Communicator, Pending, Recv, Send
 from ..kernels import choose_kernel
 from .cluster import Cluster
 
@@ -150,10 +151,15 @@ def _matmul(clock: _Clock, dtype: torch.dtype) -> float:
     return 2 * size**3 / clock.seconds(lambda: a @ a)
 
 
-def _links(clock: _Clock, per_node: int) -> dict[str, float]:
-    """Speeds and latencies between neighbours; a link carries both directions at once, as in a ring."""
+def _links(clock: _Clock, per_node: int) -> dict[str, Any]:
+    """Speeds and latencies between neighbours; a link carries both directions at once, as in a ring.
+
+    Between nodes twice: all ranks at once share the node's link, one rank of each node has it to itself, or a network
+    card of its own that is slower.
+    """
     comm, nodes = clock.comm, clock.comm.size // per_node
     inside = outside = _Link(1e15, 0.0, 0.0)  # one rank alone: nothing to move, nothing to wait for
+    alone: float | None = None
     if per_node > 1:
         first = comm.rank - comm.rank % per_node
         after, before = (first + (comm.rank - first + step) % per_node for step in (1, -1))
@@ -164,11 +170,14 @@ def _links(clock: _Clock, per_node: int) -> dict[str, float]:
         outside = _Link(outside.rate * per_node, outside.latency, outside.overhead)
         if per_node == 1:
             inside = outside
+        else:
+            alone = min(outside.rate, _link(clock, after, before, active=comm.rank % per_node == 0).rate)
     return {
         "node_link": inside.rate,
         "node_latency_s": inside.latency,
         "network_link": outside.rate,
         "network_latency_s": outside.latency,
+        "network_link_per_gpu": alone,
         "step_overhead_s": max(inside.overhead, outside.overhead),
     }
 
@@ -180,11 +189,15 @@ class _Link:
     overhead: float
 
 
-def _link(clock: _Clock, after: int, before: int) -> _Link:
+def _link(clock: _Clock, after: int, before: int, *, active: bool = True) -> _Link:
+    """The link to rank `after`, while as much comes from rank `before`; ranks that are not active only keep time."""
     comm = clock.comm
 
+    def post(out: torch.Tensor, into: torch.Tensor) -> Pending:
+        return comm.exchange(*(([Send(after, out, "calibration")], [Recv(before, into)]) if active else ([], [])))
+
     def exchange(out: torch.Tensor, into: torch.Tensor) -> None:
-        comm.exchange([Send(after, out, "calibration")], [Recv(before, into)]).wait()
+        post(out, into).wait()
 
     def buffers(size: int) -> tuple[torch.Tensor, torch.Tensor]:
         return tuple(torch.zeros(size, dtype=torch.uint8, device=clock.device) for _ in range(2))  # type: ignore[return-value]
@@ -196,7 +209,7 @@ def _link(clock: _Clock, after: int, before: int) -> _Link:
     for _ in range(5):
         clock.together()
         begin = time.perf_counter()
-        pending = comm.exchange([Send(after, small[0], "calibration")], [Recv(before, small[1])])
+        pending = post(*small)
         postings.append(time.perf_counter() - begin)
         pending.wait()
     posting = min(least, *clock.slowest(*postings))
