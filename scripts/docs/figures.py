@@ -167,9 +167,8 @@ def main() -> None:
     parser.add_argument("--output", type=Path, help="a file for that tile's figure, or a folder for all")
     args = parser.parse_args()
     if args.tile:
-        drawn = {
-            args.output or Path("schedule.svg"): tile_figure(f"tile {tuple(args.tile)}", args.tile, (args.backward,))
-        }
+        a, b = args.tile
+        drawn = {args.output or Path("schedule.svg"): tile_figure(f"tile ({a}, {b})", (a, b), (args.backward,))}
     else:
         folder = args.output or FOLDER
         folder.mkdir(parents=True, exist_ok=True)
