@@ -70,7 +70,7 @@ def open_flamingo(images: int, prompt: int, immediate: bool = True) -> Subject:
     """OpenFlamingo over LLaMA: 64 latents of each image; as published, a token sees the image before it only."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    flamingo, mixin, extend = _flamingo()
+    flamingo, mixin, extend = flamingo_package("decode.py")
     shape = {"hidden_size": WIDTH, "intermediate_size": 4 * WIDTH, "num_hidden_layers": LAYERS}
     language_model = LlamaForCausalLM(LlamaConfig(**TEXT, **shape, num_attention_heads=HEADS))
     extend(language_model, mixin)
@@ -219,7 +219,7 @@ class _Patches(nn.Module):
         return tokens.mean(1), tokens
 
 
-def _flamingo() -> tuple[Any, Any, Any]:
+def flamingo_package(script: str) -> tuple[Any, Any, Any]:
     """The class, the mixin, and what applies it; without open_clip, which the class itself does not use."""
     try:
         import open_clip  # type: ignore[import-not-found]  # noqa: F401
@@ -231,7 +231,7 @@ def _flamingo() -> tuple[Any, Any, Any]:
         from open_flamingo.src.utils import extend_instance
     except ImportError as error:
         raise SystemExit(
-            f"decode.py: {error}; pip install --no-deps open-flamingo==2.0.1 (it pins a torch that is too old), "
+            f"{script}: {error}; pip install --no-deps open-flamingo==2.0.1 (it pins a torch that is too old), "
             "einops and einops-exts"
         ) from error
     return Flamingo, FlamingoLMMixin, extend_instance

@@ -1,0 +1,188 @@
+"""The models that `memory.py` measures: the real class of a family, by the sizes of `configs/models`, divided.
+
+Every width is divided by one number, and numbers of heads, tokens of a frame and cross-attention layers stay: so the
+features, K and V of a frame stand in the published proportion to each other. Decoder layers without cross-attention and
+the vocabulary are cut, which no byte that grows with the video depends on. A step starts at the features, which want a
+gradient, as those of a trained projector or resampler do; the tower, which would make them, is not run.
+"""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from decode_models import flamingo_package, random_weights
+from torch import Tensor, nn
+
+from mllm_seqpar import FrameShard
+from mllm_seqpar.planner.model import Model, read_model
+
+CONFIGS = Path(__file__).resolve().parents[2] / "configs" / "models"
+WORDS = 1024
+TEXT: dict[str, Any] = {"vocab_size": WORDS, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+MEDIA = WORDS - 1
+Inputs = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A model and its inputs.
+
+    Attributes:
+        sizes: its sizes, as the planner takes them.
+        model: what `patch_model` takes.
+        inputs: (ids (1, L), features (f, tokens, width) of this rank, shard) -> arguments of forward, without labels.
+    """
+
+    sizes: Model
+    model: Any
+    inputs: Callable[[Tensor, Tensor, FrameShard], Inputs]
+
+    def arguments(self, text: int, features: Tensor, shard: FrameShard) -> Inputs:
+        """Arguments of forward: a placeholder for every frame first, then words; the second half has labels."""
+        ids = torch.randint(3, WORDS - 2, (1, text), generator=torch.Generator().manual_seed(1))
+        ids[:, : shard.total] = MEDIA
+        labels = ids.clone()
+        labels[:, : text // 2] = -100
+        labels[:, : shard.total] = -100
+        device = features.device
+        given = self.inputs(ids.to(device), features, shard)
+        return given | {"labels": labels.to(device)}
+
+
+def scaled(name: str, scale: int, layers: int) -> Model:
+    """The sizes of `configs/models/<name>.yaml` with every width divided, and so many decoder layers."""
+    model = read_model(CONFIGS / f"{name}.yaml")
+    text, cross, vision = model.text, model.cross, model.vision
+    text = replace(
+        text,
+        hidden=text.hidden // scale,
+        head_dim=text.head_dim // scale,
+        mlp_inner=text.mlp_inner // scale,
+        layers=layers,
+        vocabulary=WORDS,
+    )
+    cross = replace(
+        cross,
+        head_dim=cross.head_dim // scale,
+        visual_dim=cross.visual_dim // scale,
+        mlp_inner=cross.mlp_inner // scale,
+    )
+    vision = replace(vision, width=vision.width // scale, mlp_inner=vision.mlp_inner // scale)
+    resampler = model.resampler and replace(
+        model.resampler,
+        head_dim=model.resampler.head_dim // scale,
+        mlp_inner=model.resampler.mlp_inner // scale,
+    )
+    projector = model.projector and (model.projector[0] // scale, model.projector[1] // scale)
+    return replace(model, text=text, cross=cross, vision=vision, resampler=resampler, projector=projector)
+
+
+def mplug_owl3(scale: int) -> Subject:
+    """mPLUG-Owl3-7B, gated: 729 keys a frame, 4 KV heads of 28, 4 hyper layers; 8 decoder layers of 28."""
+    from transformers import SiglipVisionConfig
+
+    from mllm_seqpar.models.mplug_owl3 import MPlugOwl3Config, MPlugOwl3ForConditionalGeneration
+
+    sizes = scaled("mplug-owl3-7b", scale, layers=8)
+    tower = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = MPlugOwl3Config(
+        **TEXT | _text(sizes),
+        num_key_value_heads=sizes.text.kv_heads,
+        variant="gated",
+        hyper_layers=[1, 3, 5, 7],
+        image_token_id=MEDIA,
+        max_position_embeddings=32768,
+        vision_config=SiglipVisionConfig(**tower, image_size=28, patch_size=14),
+    )
+
+    def inputs(ids: Tensor, features: Tensor, shard: FrameShard) -> Inputs:
+        return {"input_ids": ids, "image_embeds": features, "visual_shard": shard}
+
+    return Subject(sizes, random_weights(MPlugOwl3ForConditionalGeneration(config)), inputs)
+
+
+def open_flamingo(scale: int) -> Subject:
+    """OpenFlamingo-3B over LLaMA: 64 keys a frame, 8 heads, cross-attention before each of 24 layers, to all frames."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    flamingo, mixin, extend = flamingo_package("memory.py")
+    from open_flamingo.src.helpers import MaskedCrossAttention
+
+    sizes = scaled("open-flamingo-3b", scale, layers=24)
+    cross = sizes.cross
+    language_model = LlamaForCausalLM(LlamaConfig(**TEXT | _text(sizes)))
+    extend(language_model, mixin)
+    language_model.set_decoder_layers_attr_name("model.layers")
+    tower = types.SimpleNamespace(visual=nn.Identity())
+    model = flamingo(tower, language_model, WORDS - 2, MEDIA, cross.visual_dim, cross_attn_every_n_layers=1)
+    for block in language_model.gated_cross_attn_layers:
+        block.attn = MaskedCrossAttention(  # its 8 heads of 64 are no argument of the model
+            dim=sizes.text.hidden,
+            dim_visual=cross.visual_dim,
+            dim_head=cross.head_dim,
+            heads=cross.heads,
+            only_attend_immediate_media=False,
+        )
+
+    def inputs(ids: Tensor, features: Tensor, shard: FrameShard) -> Inputs:
+        return {"lang_x": ids, "attention_mask": torch.ones_like(ids), "vision_x": features, "visual_shard": shard}
+
+    return Subject(sizes, random_weights(model), inputs)
+
+
+def idefics(scale: int) -> Subject:
+    """IDEFICS-9B: 64 keys a frame, 32 heads, 8 cross-attention blocks; 8 decoder layers of 32."""
+    from transformers import IdeficsConfig, IdeficsForVisionText2Text
+
+    sizes = scaled("idefics-9b", scale, layers=8)
+    resampler = sizes.resampler
+    assert resampler is not None
+    tower = {"image_size": 28, "patch_size": 14, "num_hidden_layers": 1, "num_attention_heads": 4}
+    config = IdeficsConfig(
+        **TEXT | _text(sizes),
+        additional_vocab_size=0,
+        cross_layer_interval=1,
+        qk_layer_norms=True,
+        use_resampler=True,
+        alpha_type="vector",
+        tie_word_embeddings=False,
+        vision_config=tower | {"embed_dim": sizes.cross.visual_dim, "intermediate_size": 64},
+        perceiver_config={
+            "resampler_depth": 1,
+            "resampler_n_heads": resampler.heads,
+            "resampler_head_dim": resampler.head_dim,
+        },
+    )
+
+    def inputs(ids: Tensor, features: Tensor, shard: FrameShard) -> Inputs:
+        seen = torch.ones(1, ids.shape[1], shard.total, dtype=torch.long, device=ids.device)
+        return {
+            "input_ids": ids,
+            "image_attention_mask": seen,
+            "perceiver_embeddings": features,
+            "visual_shard": shard,
+        }
+
+    return Subject(sizes, random_weights(IdeficsForVisionText2Text(config)), inputs)
+
+
+def _text(sizes: Model) -> dict[str, int]:
+    text = sizes.text
+    return {
+        "hidden_size": text.hidden,
+        "intermediate_size": text.mlp_inner,
+        "num_hidden_layers": text.layers,
+        "num_attention_heads": text.heads,
+    }
+
+
+FAMILIES: dict[str, Callable[[int], Subject]] = {
+    "mplug_owl3": mplug_owl3,
+    "open_flamingo": open_flamingo,
+    "idefics": idefics,
+}

@@ -1,0 +1,109 @@
+"""Layer: one process. The memory benchmark, small: its counts against tensors of known size, and its rows."""
+
+import importlib
+import importlib.util
+import sys
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+
+BENCH = Path(__file__).resolve().parent.parent / "scripts" / "bench"
+MODULES = (
+    "decode_models",
+    "measure",
+    "memory",
+    "memory_cost",
+    "memory_measure",
+    "memory_models",
+    "memory_steps",
+    "rows",
+)
+MIB = 2**20
+
+
+@pytest.fixture
+def bench(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.syspath_prepend(str(BENCH))
+    yield importlib.import_module
+    for name in MODULES:
+        sys.modules.pop(name, None)
+
+
+def test_counts_what_is_known(bench) -> None:
+    weight = torch.ones(512, 512, requires_grad=True)
+    weight.grad = torch.zeros_like(weight)
+
+    def loss(x: torch.Tensor) -> torch.Tensor:
+        squares = (x @ weight).square()  # keeps x, which is given, and the product, 1 MiB
+        torch.empty(4 * MIB, dtype=torch.uint8)  # here and gone
+        return squares.exp().sum()  # keeps its own result, 1 MiB
+
+    def features() -> torch.Tensor:
+        return torch.ones(512, 512, requires_grad=True)  # 1 MiB
+
+    held = bench("memory_measure").held_by(features, loss, [weight])
+    assert held.kept == 2 * MIB
+    # features, product, squares (which exp still reads), and what was here and gone
+    assert 7 * MIB <= held.peak < 7 * MIB + 4096
+
+
+@pytest.mark.parametrize("family", ["mplug_owl3", "open_flamingo", "idefics"])
+def test_kept_is_what_the_layers_keep(bench, family: str) -> None:
+    """Per frame: nothing with recomputation; without, each layer's K and V, and what its norm of the frames needs."""
+    if family == "open_flamingo" and importlib.util.find_spec("open_flamingo") is None:
+        pytest.skip("open_flamingo is installed with --no-deps by scripts/test.sh")
+    steps = bench("memory_steps")
+    it = steps.Bench(family, 32, 16, torch.device("cpu"), largest=2)
+    given = list(it.subject.model.parameters())
+
+    def kept(recompute: bool, frames: int) -> int:
+        features = it.features(frames)
+        counter = bench("memory_measure").Kept([*given, features])
+        with it.patched(steps.Mode("lv-xattn", recompute)), counter.counting():
+            it.loss(frames, features)
+        return counter.bytes
+
+    assert kept(True, 1) == kept(True, 2)
+    sizes, frame = it.subject.sizes, it.frame_bytes
+    cross, tokens = sizes.cross, sizes.vision.keys
+    k = frame // cross.visual_dim * cross.kv_heads * cross.head_dim
+    expected = 2 * k
+    if family == "mplug_owl3":  # the norm of the features: its input in float32, a factor of a token, twice its result
+        expected += 4 * frame + 4 * tokens
+    if family == "idefics":  # the norm of K: its input, also in float32, a factor of a head, its result without weight
+        expected += 4 * k + 4 * tokens * cross.kv_heads
+    assert kept(False, 2) - kept(False, 1) == pytest.approx(cross.layers * expected, rel=0.01)
+
+
+def test_the_largest_video_is_the_last_that_fits(bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever the peak's shape: flat first, then two slopes."""
+    steps = bench("memory_steps")
+    it = steps.Bench("mplug_owl3", 32, 128, torch.device("cpu"), largest=8)
+
+    def held(mode: object, frames: int) -> dict[str, int]:
+        return {"frames": frames, "peak_bytes": max(500, 100 + 7 * frames, 13 * frames - 200)}
+
+    monkeypatch.setattr(it, "held", held)
+    row = partial(held, None)
+    for budget in (510, 600, 999):
+        found = it.largest_in(steps.Mode("ring", True), budget, row(4), row(8))
+        assert found["peak_bytes"] <= budget < found["next_peak_bytes"]
+        assert found["next_peak_bytes"] == row(found["frames"] + 1)["peak_bytes"]
+    assert it.largest_in(steps.Mode("ring", True), 9999, row(4), row(8))["capped"]
+
+
+def test_rows(bench, capsys: pytest.CaptureFixture) -> None:
+    memory = bench("memory")
+    numbers = {"scale": 32, "frames": 1, "text": 14, "repeats": 1, "cost_text": 12, "threads": 1}
+    rows = memory.rows_of(memory.Settings(("mplug_owl3",), (1,), **numbers, device="cpu", quick=True))
+    assert [row["measure"] for row in rows] == ["bytes"] * 4 + ["largest"] * 2 + ["cost"]
+    kept, again, cost = rows[4:]
+    assert kept["frames"] == 2 and kept["peak_bytes"] == rows[1]["peak_bytes"] == pytest.approx(
+        kept["budget_bytes"], rel=0.02
+    )
+    assert again["longer"] == again["frames"] / 2 >= 1.6
+    assert all(row["peak_bytes"] > row["kept_bytes"] for row in rows[:4])
+    assert cost["share"] == pytest.approx(1 - 1 / cost["ratio"])
+    assert capsys.readouterr().out.count("\n") == 1 + 1 + 1 + len(rows)
