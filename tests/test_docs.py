@@ -58,6 +58,24 @@ def test_links_lead_somewhere(page: Path) -> None:
     assert not dead, f"{page.name}: nothing is at {dead}"
 
 
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_code_that_is_named_is_there(page: Path) -> None:
+    """A name with a folder lies at the top of the repository, or in the package; after a colon, it defines that."""
+    wrong = []
+    for path, name in re.findall(r"`([a-z_]+/[\w/]+\.py):?(\w*)`", page.read_text()):
+        found = next((file for top in (ROOT, ROOT / "mllm_seqpar") if (file := top / path).exists()), None)
+        if found is None or (name and f"def {name}(" not in found.read_text()):
+            wrong.append(f"{path}:{name}")
+    assert not wrong, f"{page.name} names {wrong}"
+
+
+def test_what_auto_says_is_what_the_page_shows(capsys: pytest.CaptureFixture[str]) -> None:
+    page = (DOCS / "auto.md").read_text()
+    (code,) = [block for block in re.findall(r"```python\n(.*?)```", page, re.DOTALL) if "choose(" in block]
+    exec(compile(code.replace('"configs/', f'"{ROOT}/configs/'), "auto.md", "exec"), {})
+    assert f"```text\n{capsys.readouterr().out}```" in page
+
+
 def test_every_page_is_in_the_index() -> None:
     listed = set(LINK.findall((DOCS / "README.md").read_text()))
     assert {page.name for page in PAGES} - {"README.md"} <= listed
