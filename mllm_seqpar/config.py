@@ -76,7 +76,7 @@ class SeqParConfig:
                 "of ranks) or None (the queries' dtype: half the bytes, an error that grows with the ranks)"
             )
         if self.tile is not None:
-            check_tile(self.tile)
+            object.__setattr__(self, "tile", check_tile(self.tile))
             if not {self.strategy, self.self_attention} & set(TAKE_TILES):
                 raise ConfigError(
                     f"tile: {self.tile} was given, but neither strategy={self.strategy!r} nor self_attention="

@@ -37,6 +37,7 @@ def test_every_choice_is_accepted(name: str, value: str) -> None:
 def test_a_tile_goes_to_the_mesh_first() -> None:
     tile = (2, 2)
     assert SeqParConfig(strategy="mesh", tile=tile).tile_for("mesh") == tile
+    assert SeqParConfig(strategy="mesh", tile=[2, 2]).tile == tile  # type: ignore[arg-type]
     assert SeqParConfig(strategy="mesh", tile=tile).tile_for("ring") is None
     both = SeqParConfig(strategy="ulysses", self_attention="mesh", tile=tile)
     assert (both.tile_for("mesh"), both.tile_for("ulysses")) == (tile, None)
