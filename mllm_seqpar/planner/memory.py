@@ -44,13 +44,13 @@ def _kept(run: Run, way: Way) -> int:
     stream = tokens * text.hidden * run.element
     attention = _attention_layer(run, text.heads, text.kv_heads, text.head_dim)
     mlp = _mlp_layer(run, text.mlp_inner, text.mlp_matrices)
-    of_cross = _attention_layer(run, cross.heads, 0, cross.head_dim) + stream
+    of_cross = _attention_layer(run, cross.heads, 0, cross.head_dim)
     of_cross += _mlp_layer(run, cross.mlp_inner, cross.mlp_matrices) if cross.mlp_inner else 0
     if run.checkpointing:  # the inputs of all, and the inside of one
-        decoder = text.layers * stream + attention + mlp + 2 * stream
+        decoder = text.layers * stream + attention + mlp
         crossing = cross.layers * stream + of_cross
     else:
-        decoder = text.layers * (attention + mlp + 2 * stream)
+        decoder = text.layers * (attention + mlp)
         crossing = cross.layers * of_cross
         if not run.recompute:
             crossing += cross.layers * _keys_values(run, way, run.element)
@@ -62,18 +62,19 @@ def _kept(run: Run, way: Way) -> int:
 
 
 def _attention_layer(run: Run, heads: int, kv_heads: int, dim: int) -> int:
-    """The normalised input, q, k, v, o (in float32 as it is merged, and as it goes on) and the log-sum-exp."""
-    tokens = run.batch * run.rows
-    return tokens * (
-        run.element * (run.model.text.hidden + 2 * heads * dim + 2 * kv_heads * dim)
-        + 4 * heads * dim
-        + heads * LSE_BYTES
-    )
+    """The norm before it; q, k, v; o, and o as its projection takes it; the log-sum-exp."""
+    elements = 3 * heads * dim + 2 * kv_heads * dim
+    return _norm(run) + run.batch * run.rows * (run.element * elements + heads * LSE_BYTES)
 
 
 def _mlp_layer(run: Run, inner: int, matrices: int) -> int:
-    """The normalised input and the inner activations: 4 of a gated MLP (gate, its activation, up, product), 2 else."""
-    return run.batch * run.rows * run.element * (run.model.text.hidden + (4 if matrices == 3 else 2) * inner)
+    """The norm before it, and the inner activations: 4 of a gated MLP (gate, its activation, up, product), 2 else."""
+    return _norm(run) + run.batch * run.rows * run.element * (4 if matrices == 3 else 2) * inner
+
+
+def _norm(run: Run) -> int:
+    """Its input in float32, that normalised, and its output."""
+    return run.batch * run.rows * run.model.text.hidden * (4 + 2 * run.element)
 
 
 def _passing(run: Run) -> int:
