@@ -79,7 +79,7 @@ class ByHeads:
         return k, v
 
     def collect_keys(self, dk: Tensor, dv: Tensor, dtype: torch.dtype | None) -> tuple[Tensor, Tensor]:
-        """Their gradients by heads -> by rows, sent in `dtype`; wide where ranks share a head: those are partial sums."""
+        """Their gradients by heads -> by rows, sent in `dtype`; wide where ranks share a head (partial sums)."""
         shared = sum(len(self._shares.key_heads(peer)) for peer in range(self.inside.size)) > self._kv_heads
         if shared or dtype is None:
             dtype = self.plan.accumulate_dtype

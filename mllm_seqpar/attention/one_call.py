@@ -51,7 +51,7 @@ def attend_once(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """One distributed attention by a named strategy; o, or (o, lse)."""
     comm, mask, layout = as_communicator(options.group), options.mask, options.layout
-    tile = tuple(tile) if isinstance(tile, list) else tile  # type: ignore[assignment]
+    tile = tuple(tile) if isinstance(tile, list) else tile
     scale = q.shape[-1] ** -0.5 if options.scale is None else float(options.scale)
     frames = [] if mask is None else frame_bounds(mask.total_frames, comm.size)
 
