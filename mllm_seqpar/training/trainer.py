@@ -38,6 +38,7 @@ from mllm_seqpar.training.accelerate_cpu import (
     without_launched_parallelism,
 )
 from mllm_seqpar.training.accelerate_glue import reshard, set_fsdp_units
+from mllm_seqpar.training.evaluation import gather_once, without_fillers
 from mllm_seqpar.training.export import export_model
 
 
@@ -68,6 +69,11 @@ class SeqParTrainer(Trainer):
             raise ConfigError("SeqParTrainer: pass model=...; model_init, which makes models later, is not supported")
         self._patched_degree = _patched_degree(model)
         super().__init__(*args, **kwargs)
+        if not self.args.average_tokens_across_devices:
+            raise ConfigError(
+                "SeqParTrainer: average_tokens_across_devices=False divides by the tokens of one rank's batches over "
+                "the ranks that share them, in some versions rounded; leave it out, and the loss is exact"
+            )
         if self._patched_degree is None:
             patch_model(self.model, group=self._group(), config=seqpar)
         set_fsdp_units(self.accelerator, find_adapter(self.model)[1])
@@ -90,7 +96,14 @@ class SeqParTrainer(Trainer):
             if parallelism is not None and PARALLELISM_ON_CPU.applies():
                 set_parallelism_on_cpu(self.accelerator, parallelism)
         keep_out_context_parallelism(self.accelerator)
-        once = functools.partial(_gather_once, self.accelerator, self.accelerator.gather_for_metrics)
+        if self.accelerator.dispatch_batches:
+            raise ConfigError(
+                "SeqParTrainer: dispatch_batches=True lets rank 0 read for all and cuts its batches by the number of "
+                "processes, so that the ranks of a group would get different samples; leave it out"
+            )
+        # None means True for datasets without a length: every rank reads those for itself too.
+        self.accelerator.dataloader_config.dispatch_batches = False
+        once = functools.partial(gather_once, self.accelerator, self.accelerator.gather_for_metrics)
         self.accelerator.gather_for_metrics = once
         self.gather_function = functools.partial(once, use_gather_object=self.args.eval_use_gather_object)
 
@@ -158,17 +171,16 @@ class SeqParTrainer(Trainer):
                 "rank has only its own tokens'; leave them out"
             )
         if not self.model.training:
-            # Each group's own mean. Over several groups Trainer divides by all their tokens, those of samples that fill
-            # up the last batch too, and drops these samples afterwards.
+            # Each group's own mean. Over several groups Trainer divides by all their tokens, those of samples that it
+            # drops afterwards too, because they only fill up the last batch.
             num_items_in_batch = None
         result = super().compute_loss(
             model, inputs, return_outputs=return_outputs, num_items_in_batch=num_items_in_batch
         )
-        scaled = self.args.average_tokens_across_devices and self.model_accepts_loss_kwargs
-        if num_items_in_batch is None or not scaled:
+        if num_items_in_batch is None:
             return result
         loss, outputs = result if return_outputs else (result, None)
-        loss = loss / self.sequence_parallel_size
+        loss = loss / self.sequence_parallel_size  # Trainer multiplied by the processes, not by the groups
         return (loss, outputs) if return_outputs else loss
 
     def prediction_step(
@@ -178,7 +190,8 @@ class SeqParTrainer(Trainer):
         prediction_loss_only: bool,
         ignore_keys: list[str] | None = None,
     ) -> tuple[Tensor | None, Any, Any]:
-        """As `Trainer`'s; with whole logits on every rank, when logits are wanted."""
+        """As `Trainer`'s; with whole logits on every rank, when logits are wanted; fillers take no part in the loss."""
+        inputs = without_fillers(self.accelerator, self.sequence_parallel_size, inputs)
         takes_rows = "logits_to_keep" in inspect.signature(find_adapter(model)[1].forward).parameters
         if not prediction_loss_only and takes_rows:
             text = inputs["input_ids"] if "input_ids" in inputs else inputs["inputs_embeds"]
@@ -239,27 +252,3 @@ def _patched_degree(model: nn.Module) -> int | None:
     """The size of the group that a model is patched for, or None when it is not."""
     patch = patch_of(find_adapter(model)[1])
     return None if patch is None else patch.context.comm.size
-
-
-def _gather_once(accelerator: Any, unpatched: Any, data: Any, use_gather_object: bool = False) -> Any:
-    """`gather_for_metrics` of one rank of every group: the others hold the same samples."""
-    mesh = accelerator.torch_device_mesh
-    if mesh is None or "cp" not in (mesh.mesh_dim_names or ()):
-        return unpatched(data, use_gather_object=use_gather_object)
-    if use_gather_object:
-        raise ConfigError("SeqParTrainer: eval_use_gather_object=True is not supported; leave it out")
-    degree, every = mesh["cp"].size(), accelerator.gather
-
-    def gather(tensors: Any) -> Any:
-        from accelerate.utils import recursively_apply
-
-        def of_first_ranks(whole: Tensor) -> Tensor:
-            return whole.unflatten(0, (accelerator.num_processes, -1))[::degree].flatten(0, 1)
-
-        return recursively_apply(of_first_ranks, every(tensors))
-
-    accelerator.gather = gather
-    try:
-        return unpatched(data, use_gather_object=False)
-    finally:
-        accelerator.gather = every

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +40,16 @@ class Samples(torch.utils.data.Dataset):
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
         return self.rows[index]
+
+
+class Stream(torch.utils.data.IterableDataset):
+    """The same samples, of unknown number, in their order."""
+
+    def __init__(self, samples: Samples) -> None:
+        self.samples = samples
+
+    def __iter__(self) -> Iterator[dict[str, Tensor]]:
+        return iter(self.samples.rows)
 
 
 def collate(rows: list[dict[str, Tensor]]) -> dict[str, Any]:
@@ -93,7 +104,9 @@ def accuracy(prediction: Any) -> dict[str, float]:
 
 def main() -> None:
     output, kind, given = Path(sys.argv[1]), sys.argv[2], json.loads(sys.argv[3])
-    own = {name: given.pop(name, None) for name in ("lora", "frozen", "degree", "resume", "evaluate", "patched")}
+    own = {
+        name: given.pop(name, None) for name in ("lora", "frozen", "degree", "resume", "evaluate", "patched", "stream")
+    }
     settings = {
         "output_dir": str(output),
         "use_cpu": True,
@@ -111,13 +124,16 @@ def main() -> None:
         "gradient_accumulation_steps": 2,
         "include_num_input_tokens_seen": "no",
     }
+    if own["stream"] and kind == "plain":  # Trainer by itself would cut the list of all frames like a batch
+        settings["accelerator_config"] = {"dispatch_batches": False}
     arguments = TrainingArguments(**settings | given)
+    samples = Samples(48, seed=1)
     common: dict[str, Any] = {
         "model": prepared(own),
         "args": arguments,
         "data_collator": collate,
-        "train_dataset": Samples(48, seed=1),
-        "eval_dataset": Samples(10, seed=2),
+        "train_dataset": Stream(samples) if own["stream"] else samples,
+        "eval_dataset": {str(count): Samples(count, seed=2) for count in (10, 7, 5)},
         "callbacks": [Record(output / "log.jsonl")],
         "compute_metrics": accuracy if own["evaluate"] else None,
     }
