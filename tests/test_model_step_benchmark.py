@@ -66,11 +66,10 @@ def test_the_clock_tells_parts_apart_in_both_directions(bench) -> None:
         clock.backward_done()
         time.sleep(0.01)
     assert model.weight.grad.tolist() == [1.0] * 3
+    # At least: a busy machine makes any sleep longer. Time of one part that went to another would be missing there.
     expected = {"tower": 0.07, "outer": 0.07, "inner": 0.13, "rest": 0.09}
     for part, seconds in expected.items():
         assert seconds <= clock.seconds[part], (part, clock.seconds)
-    # a busy machine makes any sleep longer, but not one part's time another's
-    assert max(expected, key=clock.seconds.__getitem__) == "inner" or clock.seconds["inner"] < 0.14
     assert "forward" not in vars(model) and "tower" not in vars(model)
 
 

@@ -1,7 +1,7 @@
 """What one training step holds of a video, for each strategy, with K and V recomputed in backward and without.
 
     python scripts/bench/memory.py [--family mplug_owl3 open_flamingo idefics] [--ranks 1 2 4] [--quick]
-        [--device cpu|cuda] [--scale 8] [--frames F --text L] [--repeats 5] [--out rows.csv]
+        [--device cpu|cuda] [--scale 16] [--frames F --text L] [--repeats 4] [--out rows.csv]
 
 Real models with every width divided by --scale (`memory_models`), in bfloat16, real ranks; the step starts at the
 features (`memory_measure`). Bytes are of the rank with most. Three kinds of rows:
@@ -77,11 +77,11 @@ def parse() -> tuple[Settings, Path | None]:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--family", nargs="+", default=["mplug_owl3", "open_flamingo"], choices=list(FAMILIES))
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 4])
-    parser.add_argument("--scale", type=int, default=8, help="divides every width; 1 on a GPU")
+    parser.add_argument("--scale", type=int, default=16, help="divides every width; 1 on a GPU")
     parser.add_argument("--frames", type=int, help="the smaller of the two sizes; by family when left out")
     parser.add_argument("--text", type=int, help="tokens; by family when left out")
     parser.add_argument("--cost-text", type=int, default=512, help="tokens of the steps that are timed; 0: time none")
-    parser.add_argument("--repeats", type=int, default=5, help="of the steps that are timed")
+    parser.add_argument("--repeats", type=int, default=4, help="of the steps that are timed")
     parser.add_argument("--threads", type=int, default=1, help="of each process, on CPU")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=["cpu", "cuda"])
     parser.add_argument("--quick", action="store_true", help="1 and 2 ranks, two strategies, few repetitions")
@@ -149,9 +149,9 @@ def _silent(*_: Any, **__: Any) -> None:
 
 
 def modes(ranks: int, quick: bool) -> list[Mode]:
-    """What is compared on so many ranks: on one all strategies are the same, on two a mesh is one of the first two."""
+    """What is compared on so many ranks: all strategies where there are several meshes, lv-xattn on fewer ranks."""
     strategies = ["lv-xattn", "ring", "mesh", "ulysses", "replicate"]
-    strategies = strategies[: 1 if ranks == 1 else 2 if ranks == 2 or quick else 5]
+    strategies = strategies[: 5 if ranks >= 4 else 1 + (quick and ranks > 1)]
     return [Mode(name, again) for name in strategies for again in (False, True)]
 
 

@@ -1,7 +1,7 @@
 """Times whole training steps of each family and says where the time goes, patched on 1, 2, 4 ranks and unpatched.
 
     python scripts/bench/model_step.py [--family mplug_owl3 idefics ...] [--ranks 1 2 4] [--strategy lv-xattn]
-        [--images 64] [--words 256] [--repeats 3] [--quick] [--device cpu|cuda] [--out rows.csv]
+        [--images 32] [--words 128] [--repeats 3] [--quick] [--device cpu|cuda] [--out rows.csv]
 
 The models of `decode_models`: real classes of width 512 in 8 layers, two of them with cross-attention. A step is
 forward, backward, the average of gradients over the ranks, and AdamW at a rate of zero, so that all steps compute the
@@ -66,9 +66,9 @@ def parse() -> tuple[Settings, Path | None]:
     parser.add_argument("--family", nargs="+", default=NAMES, choices=NAMES)
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 4])
     parser.add_argument("--strategy", default="lv-xattn", help="of the cross-attention; self-attention goes by ring")
-    parser.add_argument("--images", type=int, default=64)
-    parser.add_argument("--words", type=int, default=256, help="tokens of text, beside placeholders")
-    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--images", type=int, default=32)
+    parser.add_argument("--words", type=int, default=128, help="tokens of text, beside placeholders")
+    parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--threads", type=int, default=1, help="of each process, on CPU")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=["cpu", "cuda"])
     parser.add_argument("--quick", action="store_true", help="1 and 2 ranks, less of everything")
