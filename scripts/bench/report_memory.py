@@ -11,8 +11,7 @@ INTRODUCTION = """\
 rank with most. "Kept" is what autograd holds for the backward pass, "peak" the most that was allocated at one time;
 parameters and their gradients are in neither. "Planner" is its estimate of the peak. The largest video is the one whose
 peak stays within a budget, the same for all: what lv-xattn without recomputation needs. The paper (arXiv 2502.02406,
-section 4.3, Figure 6) fits 1.6 times (mPLUG-Owl3-7b) and 1.5 times (OpenFlamingo-3b) the frames, at less than 8% of the
-time of a step, on GPUs that also hold parameters."""
+Figure 6) fits 1.6 times (mPLUG-Owl3-7b) and 1.5 times (OpenFlamingo-3b) the frames, at less than 8% of a step's time."""
 
 
 def section(folder: Path) -> str | None:
@@ -36,6 +35,8 @@ def section(folder: Path) -> str | None:
             axis.set_title(f"{family}, {most} ranks", fontsize=9)
             axis.set_xlabel("frames", fontsize=8)
             axis.set_ylabel("peak, MiB", fontsize=8)
+            axis.set_ylim(bottom=0)
+            axis.locator_params(axis="x", integer=True)
             axis.legend(fontsize=6, frameon=False)
     parts = [_family(family, its) for family, its in by_family.items()]
     head = f"## Memory\n\n{INTRODUCTION}\n\n{measured_on(rows)}\n{shown(path, 'Peak over the number of frames')}"
@@ -68,7 +69,7 @@ def _family(family: str, rows: list[Row]) -> str:
     ]
     told = "\n".join(
         f"- {x['ranks']} ranks, {x['frames']} frames, {x['text']} tokens: a step takes {float(x['again_s']):.3f} s "
-        f"with recomputation, {float(x['kept_s']):.3f} s without: {float(x['share']):.1%} of the step."
+        f"with recomputation, {float(x['kept_s']):.3f} s without; by the pairs' median {float(x['share']):.1%} of the step."
         for x in costs
     )
     about = f"Widths / {row['scale']}, {row['text']} tokens, {row['dtype']}, {row['device']}."
