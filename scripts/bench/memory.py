@@ -37,7 +37,7 @@ from memory_steps import Bench, Mode
 from rows import append, digits
 from torch import multiprocessing
 
-DEFAULTS = {"mplug_owl3": (4, 128), "open_flamingo": (32, 256), "idefics": (8, 128)}
+DEFAULTS = {"mplug_owl3": (4, 128), "open_flamingo": (32, 352), "idefics": (8, 128)}
 """Frames, and tokens of text, at which the smaller of the two sizes is measured."""
 
 SLACK = 1.01
