@@ -212,17 +212,13 @@ KILLED = """
 import os, signal, sys, time
 sys.path[:0] = {paths!r}
 import torch, torch.distributed as dist
+signal.signal(signal.SIGTERM, signal.SIG_IGN)  # by which the launcher would at times be the first to end rank 0
 torch.set_num_threads(1)
 from tiny import tiny_frames, tiny_model, tiny_text
-from torch.distributed.fsdp import fully_shard
 from mllm_seqpar import patch_model
 
 dist.init_process_group("gloo")
 model = tiny_model("gated").train()
-if sys.argv[1] == "fsdp":
-    for layer in model.language_model.model.layers:
-        fully_shard(layer)
-    fully_shard(model)
 patch_model(model)
 ids = tiny_text(3)
 for step in range(1000):
@@ -238,18 +234,19 @@ for step in range(1000):
 
 
 @pytest.mark.launch
-@pytest.mark.parametrize("how", ["plain", "fsdp"])
-def test_a_rank_killed_in_training(how: str, tmp_path: Path) -> None:
-    """The others end by themselves, with a message; the launcher would end them too, and later."""
+def test_a_rank_killed_in_training(tmp_path: Path) -> None:
+    """The others end by themselves, with a message.
+
+    tests/training/test_finetune.py has the same under FSDP2.
+    """
     here = Path(__file__).resolve().parent
     script = tmp_path / "train.py"
     script.write_text(KILLED.format(paths=[str(here.parent), str(here.parent.parent)]))
-    done = launch(2, script, how, timeout=180)
+    done = launch(2, script, timeout=180)
     assert done.returncode != 0
     assert "killed at" in done.output
     killed = float(done.output.split("killed at ")[1].split()[0])
     assert "rank 0 ended at" in done.output, done.output
     ended = float(done.output.split("rank 0 ended at ")[1].split(":")[0])
     assert ended - killed < 60
-    if how == "plain":
-        assert "Another rank of the group has most likely ended" in done.output
+    assert "Another rank of the group has most likely ended" in done.output

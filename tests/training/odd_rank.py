@@ -31,5 +31,8 @@ if os.environ["RANK"] == "1":
             return one_step(run_, step, rate)
 
         loop._one_step = fail_in_the_second
+elif what == "kill":
+    # The launcher ends the others too, and is at times the first: what is tested is that they end by themselves.
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
 run(loop.fine_tune, arguments)

@@ -23,7 +23,7 @@ from tiny import tiny_model, tiny_tokenizer
 pytestmark = pytest.mark.launch
 
 SCRIPT = "scripts/finetune.py"
-STEPS = 20
+STEPS = 12
 UNSTEADY = {"seconds", "peak_memory_mib"}
 
 
@@ -62,12 +62,12 @@ def rows_of(output: Path, kind: str = "loss") -> list[dict[str, Any]]:
 
 @pytest.fixture(scope="module")
 def alone(inputs: Path) -> Path:
-    """The run of one process, stopped after 7 steps and resumed."""
+    """The run of one process, stopped after 5 steps and resumed."""
     output = inputs / "alone"
-    more = ("--eval-data", inputs / "eval.jsonl", "--eval-every", 10)
-    done = finetune(inputs, output, 1, "configs/fsdp2_cpu_2.yaml", *more, "--stop-after", 7)
+    more = ("--eval-data", inputs / "eval.jsonl", "--eval-every", 8)
+    done = finetune(inputs, output, 1, "configs/fsdp2_cpu_2.yaml", *more, "--stop-after", 5)
     assert done.returncode == 0, done.output
-    assert "stopped after step 7 of 20" in done.output
+    assert "stopped after step 5 of 12" in done.output
     assert not (output / "model").exists()
     done = finetune(inputs, output, 1, "configs/fsdp2_cpu_2.yaml", *more, "--resume", "auto")
     assert done.returncode == 0, done.output
@@ -88,12 +88,12 @@ def assert_same_course(output: Path, reference: Path) -> None:
 def test_one_process_learns(alone: Path) -> None:
     losses = [row["loss"] for row in rows_of(alone)]
     assert len(losses) == STEPS
-    assert sum(losses[-5:]) < 0.9 * sum(losses[:5])
+    assert sum(losses[-4:]) < 0.9 * sum(losses[:4])
 
 
 def test_two_groups_of_two_and_resume_to_the_bit(inputs: Path, alone: Path) -> None:
     straight, resumed = inputs / "straight", inputs / "resumed"
-    more = ("--sp", 2, "--eval-data", inputs / "eval.jsonl", "--eval-every", 10, "--save-every", 10)
+    more = ("--sp", 2, "--eval-data", inputs / "eval.jsonl", "--eval-every", 8, "--save-every", 8)
     done = finetune(inputs, straight, 4, "configs/fsdp2_cpu_4.yaml", *more)
     assert done.returncode == 0, done.output
     assert "2 data parallel x 2 sequence parallel ranks" in done.output
@@ -108,13 +108,13 @@ def test_two_groups_of_two_and_resume_to_the_bit(inputs: Path, alone: Path) -> N
     for name, weight in model.state_dict().items():
         torch.testing.assert_close(weight, reference[name], rtol=1e-3, atol=1e-4)
 
-    # A run that was cut off after its checkpoint of step 10, later metrics already written.
+    # A run that was cut off after its checkpoint of step 8, later metrics already written.
     resumed.mkdir()
-    shutil.copytree(straight / "checkpoint-00000010", resumed / "checkpoint-00000010")
+    shutil.copytree(straight / "checkpoint-00000008", resumed / "checkpoint-00000008")
     shutil.copy(straight / "metrics.jsonl", resumed)
     done = finetune(inputs, resumed, 4, "configs/fsdp2_cpu_4.yaml", *more, "--resume", "auto")
     assert done.returncode == 0, done.output
-    assert f"continuing from {resumed}/checkpoint-00000010" in done.output
+    assert f"continuing from {resumed}/checkpoint-00000008" in done.output
     assert bare(resumed) == bare(straight)
     for name, weight in load_file(resumed / "model" / "model.safetensors").items():
         assert torch.equal(weight, weights[name]), name
@@ -127,7 +127,7 @@ def bare(output: Path) -> list[dict[str, Any]]:
 
 def test_one_group_of_four(inputs: Path, alone: Path) -> None:
     output = inputs / "four"
-    more = ("--sp", 4, "--eval-data", inputs / "eval.jsonl", "--eval-every", 10)
+    more = ("--sp", 4, "--eval-data", inputs / "eval.jsonl", "--eval-every", 8)
     other = ("--micro-batch", 4, "--gradient-checkpointing")  # another way through the same numbers, and a faster one
     done = finetune(inputs, output, 4, "configs/fsdp2_cpu_4.yaml", *more, *other)
     assert done.returncode == 0, done.output
@@ -135,19 +135,22 @@ def test_one_group_of_four(inputs: Path, alone: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("odd", "message"),
+    ("odd", "messages"),
     [
-        (("add", "--strategy", "ring"), "strategy: rank 0: lv-xattn; rank 1: ring"),
-        (("add", "--data", "eval.jsonl"), "data: rank 0: {inputs}/train.jsonl; rank 1: eval.jsonl"),
-        (("raise",), "[rank 1] error: clip.mp4: cannot be decoded"),
-        (("kill",), "[rank 0] stopped: another rank ended"),
+        (
+            ("add", "--strategy", "ring", "--data", "eval.jsonl"),
+            ("strategy: rank 0: lv-xattn; rank 1: ring", "data: rank 0: {inputs}/train.jsonl; rank 1: eval.jsonl"),
+        ),
+        (("raise",), ("[rank 1] error: clip.mp4: cannot be decoded",)),
+        (("kill",), ("[rank 0] stopped: another rank ended",)),
     ],
 )
-def test_an_odd_rank_ends_all(inputs: Path, tmp_path: Path, odd: tuple[str, ...], message: str) -> None:
+def test_an_odd_rank_ends_all(inputs: Path, tmp_path: Path, odd: tuple[str, ...], messages: tuple[str, ...]) -> None:
     config = "configs/fsdp2_cpu_2.yaml"
     done = finetune(inputs, tmp_path / "out", 2, config, *odd, "--", script="tests/training/odd_rank.py")
     assert done.returncode != 0
-    assert message.format(inputs=inputs) in done.output, done.output
+    for message in messages:
+        assert message.format(inputs=inputs) in done.output, done.output
     assert done.seconds < 60
 
 
