@@ -11,7 +11,7 @@ INTRODUCTION = """\
 rank with most. "Kept" is what autograd holds for the backward pass, "peak" the most that was allocated at one time;
 parameters and their gradients are in neither. "Planner" is its estimate of the peak. The largest video is the one whose
 peak stays within a budget, the same for all: what lv-xattn without recomputation needs. The paper (arXiv 2502.02406,
-Figure 6) fits 1.6 times (mPLUG-Owl3-7b) and 1.5 times (OpenFlamingo-3b) the frames, at less than 8% of a step's time."""
+Figure 6) fits 1.6 times (mPLUG-Owl3-7b) and 1.5 times (OpenFlamingo-3b) the frames, for less than 8% of a step."""
 
 
 def section(folder: Path) -> str | None:
@@ -69,7 +69,7 @@ def _family(family: str, rows: list[Row]) -> str:
     ]
     told = "\n".join(
         f"- {x['ranks']} ranks, {x['frames']} frames, {x['text']} tokens: a step takes {float(x['again_s']):.3f} s "
-        f"with recomputation, {float(x['kept_s']):.3f} s without; by the pairs' median {float(x['share']):.1%} of the step."
+        f"with recomputation, {float(x['kept_s']):.3f} s without; by the pairs' median {float(x['share']):.1%} of it."
         for x in costs
     )
     about = f"Widths / {row['scale']}, {row['text']} tokens, {row['dtype']}, {row['device']}."
