@@ -214,6 +214,10 @@ class SeqParTrainer(Trainer):
         """A directory that `from_pretrained` of the unpatched model reads, also from sharded parameters."""
         plugin = getattr(self.accelerator.state, "fsdp_plugin", None)
         whole = plugin is None or "FULL_STATE_DICT" in str(plugin.state_dict_type)
+        if _internal_call and output_dir is not None:
+            # Trainer asks each rank whether the best checkpoint exists, right after this. With sharded weights nothing
+            # is written yet: some ranks would take an older checkpoint for the best, and load shards of that.
+            Path(output_dir).mkdir(parents=True, exist_ok=True)
         if _internal_call or not self.is_fsdp_enabled or whole:
             super().save_model(output_dir, _internal_call)
             return

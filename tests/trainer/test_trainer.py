@@ -60,11 +60,13 @@ def assert_same_course(found: list[dict[str, Any]], expected: list[dict[str, Any
 
 
 def test_two_groups_of_two_and_resuming(tmp_path: Path) -> None:
-    """20 steps of two batches each: loss, gradient norm, evaluation, the saved model; and the same after a stop."""
-    evaluation = {"per_device_eval_batch_size": 2, "evaluate": True}
+    """20 steps of two batches each: loss, gradient norm, evaluation, the best model; and the same after a stop."""
+    saved = {"save_strategy": "steps", "save_steps": 10, "eval_strategy": "steps", "eval_steps": 10}
+    best = {"load_best_model_at_end": True, "metric_for_best_model": "eval_7_loss"}
+    evaluation = {"per_device_eval_batch_size": 2, "evaluate": True, **saved, **best}
     expected = alone(tmp_path / "alone", per_device_train_batch_size=4, **evaluation)
-    given = {"per_device_train_batch_size": 2, "degree": 2, **evaluation}
-    found = together(4, tmp_path / "four", FOUR, **given, save_strategy="steps", save_steps=15)
+    given = {"per_device_train_batch_size": 2, "degree": 2}
+    found = together(4, tmp_path / "four", FOUR, **given, **evaluation)
     assert_same_course(found, expected, ("loss", "grad_norm", "learning_rate"))
 
     for count in (10, 7, 5):  # a last batch that is full, that is cut, and that one group has nothing of
@@ -81,9 +83,8 @@ def test_two_groups_of_two_and_resuming(tmp_path: Path) -> None:
     for name, weight in load_file(tmp_path / "alone" / "model" / "model.safetensors").items():
         torch.testing.assert_close(trained[name], weight, rtol=1e-3, atol=1e-5)
 
-    given |= {"evaluate": False}
-    resumed = together(4, tmp_path / "resumed", FOUR, **given, resume=str(tmp_path / "four" / "checkpoint-15"))
-    assert_same_course(resumed, [row for row in expected if row["step"] > 15], ("loss", "grad_norm"))
+    resumed = together(4, tmp_path / "resumed", FOUR, **given, resume=str(tmp_path / "four" / "checkpoint-10"))
+    assert_same_course(resumed, [row for row in expected if row["step"] > 10], ("loss", "grad_norm"))
 
 
 def test_degree_from_the_launch_config_and_lora(tmp_path: Path) -> None:
