@@ -57,6 +57,7 @@ def parse() -> argparse.Namespace:
     told = "; ".join(f"{name}: {what}" for name, what in SUITES.items())
     parser.add_argument("--suite", default="smallest", choices=list(SUITES), help=told)
     parser.add_argument("--settings", nargs="+", help="only these of the suite, by name")
+    parser.add_argument("--modes", nargs="+", help="only these modes, by name, and none")
     parser.add_argument("--ranks", type=int, help="instead of the suite's number; the launcher's with --no-namespaces")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--seed", type=int, default=0, help="of the order of modes")
@@ -99,7 +100,7 @@ def rank_main(args: argparse.Namespace) -> None:
     for setting in selected(args):
         if args.only_ranks not in (None, setting.ranks):
             continue
-        found = Bench(setting, comm, device).run(args.repeats, args.seed, link)
+        found = Bench(setting, comm, device).run(args.repeats, args.seed, link, args.modes)
         if comm.rank == 0:
             rows = rows_of(setting, found)
             print(table(setting, found, rows), flush=True)
@@ -192,13 +193,12 @@ def verdicts(setting: Setting, rows: list[dict[str, Any]]) -> list[str]:
         place = 1 + sum(row["seconds"] < best["seconds"] for row in tiles)
         return [f"the cost model's best, {best['mode']}, is number {place} of {len(tiles)} measured"]
     of = {row["mode"]: row for row in rows}
-    if "ring" not in of:
-        return []
+    rings = [name for name in ("ring", "ring, expanded") if name in of and "lv-xattn" in of]
     told = []
-    for ring in ("ring", "ring, expanded"):
+    for ring in rings:
         ratio, arithmetic = (of[ring][x] / of["lv-xattn"][x] for x in ("seconds", "predicted_s"))
         told.append(f"{ring} / lv-xattn: {ratio:.2f}, by arithmetic {arithmetic:.2f} ({ratio / arithmetic - 1:+.1%})")
-    if setting.paper is not None:
+    if setting.paper is not None and "ring, expanded" in rings:
         told[-1] += f"; in the paper {setting.paper.ring_s / setting.paper.lv_xattn_s:.2f}"
     return told
 

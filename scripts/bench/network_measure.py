@@ -56,9 +56,9 @@ class Bench:
         self.expected: Tensors | None = None
         self.where: Cluster | None = None
 
-    def run(self, repeats: int, seed: int, link: Link) -> Measured:
-        """All modes, once to warm up and then `repeats` times."""
-        found = {mode: Times() for mode in modes(self.setting)}
+    def run(self, repeats: int, seed: int, link: Link, only: Sequence[str] | None = None) -> Measured:
+        """All modes (`only` these, and `none`), once to warm up and then `repeats` times."""
+        found = {m: Times() for m in modes(self.setting) if only is None or m.way is None or m.name in only}
         with registered(self.kernel) if self.kernel else contextlib.nullcontext():
             block_s = self.setting.block_s or self._block()
             mbit = self.setting.cap_mbit(block_s)
