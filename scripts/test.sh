@@ -31,7 +31,7 @@ tests=0
 # leaves two cores half idle. With arguments, as for a single test, there is one process to look at.
 halves=()
 if [[ $# == 0 ]]; then
-    halves=(-n "${TEST_WORKERS:-2}" --dist loadfile)
+    halves=(-n "${TEST_WORKERS:-2}" --dist loadfile --no-loadscope-reorder)
 fi
 "$venv_python" -m pytest "${halves[@]}" "$@" || tests=$?
 exit $((tests != 0 ? tests : checks))

@@ -19,9 +19,15 @@ LAYERS = ("pure Python", "one process", "gloo ranks", "real launch", "GPU")
 """What a test module's docstring begins with, after "Layer: ", from the cheapest on."""
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The cheapest tests come first; within a layer the order stays."""
-    items.sort(key=lambda item: _cost((getattr(item, "module", None) and item.module.__doc__) or ""))
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """The cheapest tests come first; within a layer the order stays.
+
+    In a half of the whole suite the longest come first, else one half would end with them while the other has nothing.
+    """
+    items.sort(
+        key=lambda item: _cost((getattr(item, "module", None) and item.module.__doc__) or ""),
+        reverse=hasattr(config, "workerinput"),
+    )
 
 
 def _cost(docstring: str) -> int:
