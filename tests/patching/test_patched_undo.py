@@ -128,7 +128,7 @@ def test_somebody_else_replaced_the_forward() -> None:
     [
         ((), {"strategie": "ring"}, ConfigError, "unknown option strategie; the options are strategy, self_attention"),
         (("rings",), {}, ConfigError, "strategy: 'rings' is unknown; choose one of lv-xattn, ring"),
-        (("lv-xattn",), {"tile": (2, 1)}, ConfigError, "neither strategy='lv-xattn' nor self_attention='ring' takes one"),
+        (("ring",), {"tile": (2, 1)}, ConfigError, "neither strategy='ring' nor self_attention='ring' takes one"),
         ((), {"config": {"strategy": "ring"}}, ConfigError, "config: expected a SeqParConfig, got dict"),
         ((), {"group": "world"}, ConfigError, "group: expected a ProcessGroup"),
     ],
