@@ -89,7 +89,12 @@ def test_real_blocks_must_agree(bench, monkeypatch: pytest.MonkeyPatch) -> None:
     run = measure.Bench(setting, as_communicator(None), torch.device("cpu"))
     found = run.run(1, 0, measure.Link())
     assert set(found.times) == set(modes.modes(setting)) and found.block_s > 0
-    wrong = replace(modes.modes(setting)[1], attention=lambda q, k, v, **_: 2 * modes.lv_xattn(q, k, v))
+
+    class Wrong(modes.Mode):
+        def run(self, *given):
+            return 2 * super().run(*given)
+
+    wrong = Wrong(name="wrong", way=modes.modes(setting)[1].way)
     with pytest.raises(SystemExit, match="o lies"):
         run.once(wrong)
 
