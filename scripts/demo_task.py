@@ -112,7 +112,7 @@ def score(model: Any, processor: Any, data: Path, batch_size: int = 16) -> tuple
         frames = dataset.batch(numbers)
         prompt = processor.encode(
             [sample.messages[:-1] for sample in samples],
-            frames_per_video=[n for sample in samples for n in sample.frames_per_video],
+            frames_per_video=[len(source) for sample in samples for source in sample.sources],
             add_generation_prompt=True,
             padding_side="left",
         )
