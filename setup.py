@@ -1,9 +1,11 @@
-"""The list of packages, the one thing `pyproject.toml` cannot say: all that is found, and one under another name.
+"""The list of packages, the one thing `pyproject.toml` cannot say: all that is found, and two under other names.
 
 `[tool.setuptools] packages` is either a search or a fixed list. A fixed list would silently leave a new subpackage out
-of the wheel; a search alone does not know that the folder `patches/` installs as `mllm_seqpar.patches`.
+of the wheel; a search alone does not know that the folders `patches/` and `configs/` install inside `mllm_seqpar`.
 """
 
 from setuptools import find_packages, setup
 
-setup(packages=[*find_packages(include=["mllm_seqpar", "mllm_seqpar.*"]), "mllm_seqpar.patches"])
+FOUND = find_packages(include=["mllm_seqpar", "mllm_seqpar.*"])
+
+setup(packages=[*FOUND, "mllm_seqpar.patches", "mllm_seqpar.configs"])

@@ -104,6 +104,16 @@ def test_every_package_folder_is_a_package() -> None:
     assert not missing, f"no __init__.py in {missing}: the search of setup.py would leave them out of the wheel"
 
 
+def test_what_installs_is_all_there(tmp_path: Path) -> None:
+    command = [sys.executable, "setup.py", "-q", "build_py", "--build-lib", str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+    configs = [path.relative_to(ROOT) for path in (ROOT / "configs").rglob("*.yaml")]
+    named = {*(path.relative_to(ROOT) for path in PACKAGE_FILES), *configs, Path("mllm_seqpar/py.typed")}
+    expected = {path if path.parts[0] == "mllm_seqpar" else Path("mllm_seqpar") / path for path in named}
+    assert {path.relative_to(tmp_path) for path in tmp_path.rglob("*") if path.is_file()} == expected
+
+
 @pytest.mark.parametrize(
     ("imported", "absent"),
     [
