@@ -112,7 +112,7 @@ def suite(name: str, ranks: int | None) -> list[Setting]:
     if name == "paper":
         emulated = {
             "a30-flamingo": (8, 0.02),
-            "a30-owl3": (2, 0.015),
+            "a30-owl3": (2, 0.025),
             "a100-flamingo": (16, 0.05),
             "a100-owl3": (1, 0.03),
         }
