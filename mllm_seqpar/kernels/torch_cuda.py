@@ -105,7 +105,9 @@ class CudaEfficientKernel(_CudaKernel):
     def _run_backward(
         self, do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, call: Call
     ) -> tuple[Tensor, Tensor, Tensor]:
-        do, q, k, v, o = (vectors(x.to(q.dtype)) for x in (do, q, k, v, o))
+        do, q, k, v = (vectors(x.to(q.dtype)) for x in (do, q, k, v))
+        # Of o the 16-bit operators read rows at a distance of all heads, as forward wrote it, whatever its strides say.
+        o = vectors(o.to(q.dtype).transpose(1, 2).contiguous()).transpose(1, 2)
         lse = F.pad(lse, (0, -lse.shape[-1] % LSE_ALIGNMENT), value=torch.inf)
         state = torch.empty((), dtype=torch.int64)
         wanted = [True, True, True, False]
