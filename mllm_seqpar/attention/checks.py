@@ -47,6 +47,15 @@ def check_accumulation(dtype: torch.dtype | None) -> None:
         raise ConfigError(f"accumulate_dtype: {dtype!r} cannot be used; choose torch.float32, or None for q's dtype")
 
 
+def check_mask_type(mask: FrameMask | None) -> None:
+    """Raises MaskError for a mask that is no FrameMask, a tensor say."""
+    if mask is not None and not isinstance(mask, FrameMask):
+        raise MaskError(
+            f"mask: expected a FrameMask or None, got {type(mask).__name__}; FrameMask.from_dense makes one of a table "
+            "of rows and frames, FrameMask.from_intervals of the first frame and the end of what each row sees"
+        )
+
+
 def check_mask(mask: FrameMask, q: Tensor, k: Tensor, frames: tuple[int, int]) -> None:
     """Raises MaskError unless the mask has q's rows and k holds the keys of the frames start <= f < stop."""
     if mask.shape != (q.shape[0], q.shape[2]):

@@ -18,6 +18,7 @@ from .checks import (
     agree_on_keys,
     check_accumulation,
     check_mask,
+    check_mask_type,
     check_qkv,
     dtype_code,
     gradient_state,
@@ -53,11 +54,12 @@ def attend_once(
     comm, mask, layout = as_communicator(options.group), options.mask, options.layout
     tile = tuple(tile) if isinstance(tile, list) else tile
     scale = q.shape[-1] ** -0.5 if options.scale is None else float(options.scale)
-    frames = [] if mask is None else frame_bounds(mask.total_frames, comm.size)
+    frames = frame_bounds(mask.total_frames, comm.size) if isinstance(mask, FrameMask) else []
 
     def check() -> dict[str, int]:
         check_qkv(q, k, v)
         check_accumulation(options.accumulate_dtype)
+        check_mask_type(mask)
         choose_kernel(options.kernel, q, k, causal=layout is not None, masked=mask is not None)
         rows, heads = tile_and_heads(strategy, None if tile is None else check_tile(tile), comm.size)
         HeadShares(q.shape[1], k.shape[1], heads)
@@ -86,8 +88,8 @@ def attend_once(
 
     key_lengths, told = agree_on_keys(q, k, comm, check, own)
     new = [number % 2 for number in told]
-    if wants_gradients([number // 2 for number in told]) and not any(t.requires_grad for t in (q, k, v)):
-        q = q.detach().requires_grad_()  # another rank's backward pass needs this one in it
+    if wants_gradients([number // 2 for number in told]) and not q.requires_grad:
+        q = q.detach().requires_grad_()  # the backward pass needs every rank in it, and dealing heads every rank's q
     blocks: Blocks = FullBlocks(q.shape[0], q.shape[2], key_lengths)
     if layout is not None:
         blocks = CausalBlocks(q.shape[0], q.shape[2] * comm.size, comm.size, layout)
