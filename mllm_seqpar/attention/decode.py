@@ -13,11 +13,10 @@ from torch import Tensor
 
 from ..comm import Communicator, Group, Recv, Send, as_communicator
 from ..errors import ConfigError
-from ..kernels.partials import merge_
 from ..masks import FrameMask, Tile, full_tile
 from ..sharding import frame_range
 from .block import BlockMath, Partial, fold, unfold
-from .checks import check_mask, check_qkv
+from .checks import check_mask, check_mask_type, check_qkv
 from .planning import accumulation
 
 SCATTER_ROWS = 64
@@ -58,6 +57,7 @@ def decode_attention(
     if torch.is_grad_enabled() and any(t.requires_grad for t in (q, k, v)):
         raise ConfigError("decode_attention has no backward pass; call it under torch.no_grad(), or use lv_xattn")
     check_qkv(q, k, v)
+    check_mask_type(mask)
     comm = as_communicator(group)
     batch = q.shape[0]
     rows = fold(q) if k.shape[0] < batch else q
@@ -97,8 +97,10 @@ def merge_over_ranks(o: Tensor, lse: Tensor, comm: Communicator) -> tuple[Tensor
 
 
 def _merge_all(parts: list[Tensor]) -> tuple[Tensor, Tensor]:
-    """Merges the ranks' (o | lse) in rank order."""
-    o, lse = parts[0][..., :-1].clone(), parts[0][..., -1].clone()
-    for part in parts[1:]:
-        merge_(o, lse, part[..., :-1], part[..., -1])
-    return o, lse
+    """Merges the ranks' (o | lse) in a few operations, however many ranks there are: a token has many layers."""
+    both = torch.stack(parts)
+    o, lse = both[..., :-1], both[..., -1]
+    total = torch.logsumexp(lse, dim=0)
+    # Rows that no rank sees anything of: -inf - (-inf) would be NaN.
+    weight = torch.exp(lse - total.masked_fill(total == -torch.inf, 0.0))
+    return o.mul_(weight.unsqueeze(-1)).sum(0), total

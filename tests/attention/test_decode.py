@@ -108,6 +108,8 @@ def attempt(comm: Communicator, what: str) -> str:
             decode_attention(q.requires_grad_(), k, v, group=comm)
         elif what == "heads":
             decode_attention(q[:, :3], k, v, group=comm)
+        elif what == "mask type":
+            decode_attention(q, k, v, group=comm, mask=torch.ones(2, 1, 9, dtype=torch.bool))
         else:
             decode_attention(q, k, v, group=comm, mask=FrameMask.from_dense(torch.ones(2, 1, 9, dtype=torch.bool), 3))
     except (ConfigError, ShapeError, MaskError) as error:
@@ -121,6 +123,7 @@ def attempt(comm: Communicator, what: str) -> str:
         ("gradients", "ConfigError: decode_attention has no backward pass"),
         ("heads", "ShapeError: 3 query heads cannot share 2"),
         ("mask", "MaskError: mask: of its 9 frames of 3 tokens this rank holds frames"),
+        ("mask type", "MaskError: mask: expected a FrameMask or None, got Tensor"),
     ],
 )
 def test_bad_use(what: str, message: str) -> None:
