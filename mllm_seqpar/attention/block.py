@@ -43,7 +43,7 @@ class Partial:
         """(o, lse), contiguous; made of zeros and -inf when nothing was added yet."""
         if self._value is None:
             o = torch.zeros(self._like.shape, dtype=self._dtype, device=self._like.device)
-            wide = torch.promote_types(torch.float32, self._dtype)
+            wide = torch.promote_types(torch.float32, self._like.dtype)  # as kernels give it, whatever o is summed in
             self._value = o, torch.full(o.shape[:-1], float("-inf"), dtype=wide, device=o.device)
         return self._value
 

@@ -124,6 +124,14 @@ def test_float64_stays_float64(op: str) -> None:
     assert_exact(case, run_loopback(3, run_case, case))
 
 
+@pytest.mark.parametrize("op", ["lv", "mesh", "ulysses"])
+def test_float32_inputs_summed_in_float64(op: str) -> None:
+    case = Case(op=op, rows=12, layout="contiguous", frames=2, accumulate=torch.float64)  # ranks without frames
+    results = run_loopback(4, run_case, case)
+    assert_exact(case, results)
+    assert all(result["lse"].dtype is torch.float32 for result in results)
+
+
 @pytest.mark.parametrize("op", ["lv", "ring", "causal", "joint"])
 def test_the_same_bits_run_to_run_and_with_or_without_overlap(op: str) -> None:
     case = Case(op=op, rows=24, batch=2, mask=None if op == "causal" else "growing")
