@@ -36,7 +36,8 @@ class SeqParConfig:
             sends least); with "ulysses", what is done between the groups of n / (a * b) ranks that deal heads (None:
             all ranks do).
         recompute_visual: project K and V of visual tokens again in backward instead of keeping them.
-        kernel: block kernel by name, or "auto"; `mllm_seqpar.kernels.available_kernels()` lists them.
+        kernel: block kernel by name, or "auto"; `mllm_seqpar.kernels.available_kernels()` lists them. Blocks that need
+            a mask go to "auto" where the named one takes none.
         overlap: transfers under computation; False only to measure.
         accumulate_dtype: what O is merged in and sent in: torch.float32, or None for the queries' dtype.
         shard_prompt_from: `generate` reads prompts of at least this many tokens with their text dealt to the ranks (by

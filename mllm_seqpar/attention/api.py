@@ -72,7 +72,7 @@ def lv_xattn(
         group: ProcessGroup, one-dimensional DeviceMesh, or None for the whole world (one process: a group of one).
         mask: which frames this rank's rows see; None: all keys.
         scale: factor of q k^T; None: D ** -0.5.
-        kernel: block kernel by name, or "auto".
+        kernel: block kernel by name, or "auto"; blocks that need a mask go to "auto" where the named one takes none.
         overlap: transfers under computation; False only to measure.
         accumulate_dtype: what O travels in; None: q.dtype.
         return_lse: also return lse (B, H, s_q) float32, natural logarithm; no gradient flows through it.

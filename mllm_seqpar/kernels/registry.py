@@ -63,7 +63,9 @@ def kernel_by_name(name: str) -> BlockKernel:
 def choose_kernel(name: str, q: Tensor, k: Tensor, *, causal: bool, masked: bool) -> tuple[BlockKernel, str]:
     """Return the kernel for a block of q (B, H, S, D) against k (B, G, T, D), and why it was chosen.
 
-    Only device, dtype and shape of q and k are looked at. `masked` tells whether blocks will come with a mask.
+    Only device, dtype and shape of q and k are looked at. `masked` tells whether blocks will come with a mask: those go
+    to the kernel that "auto" takes where the named one computes all others but takes no mask. Which blocks come with
+    one differs by rank and by padding, so refusing them would end a pass on some ranks, and leave the others waiting.
 
     Raises:
         ConfigError: a name that does not exist, or a named kernel that cannot compute this block.
@@ -72,6 +74,9 @@ def choose_kernel(name: str, q: Tensor, k: Tensor, *, causal: bool, masked: bool
         return _first_able(q, k, causal, masked)
     kernel = kernel_by_name(name)
     obstacle = kernel.why_not(q, k, causal=causal, masked=masked)
+    if obstacle is not None and masked and kernel.why_not(q, k, causal=causal, masked=False) is None:
+        instead, reason = _first_able(q, k, causal, masked)
+        return instead, f"{name} {obstacle}; {reason}"
     if obstacle is not None:
         able = [x for x in _KERNELS if _KERNELS[x]().why_not(q, k, causal=causal, masked=masked) is None]
         raise ConfigError(

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from kernel_cases import CPU_KERNELS, block
 
+from attention.cases import Case, assert_exact, run_case
+from mllm_seqpar.comm import run_loopback
 from mllm_seqpar.errors import ConfigError, ShapeError
-from mllm_seqpar.kernels import BlockKernel, available_kernels, choose_kernel, kernel_names
+from mllm_seqpar.kernels import BlockKernel, available_kernels, choose_kernel, kernel_names, registry
+from mllm_seqpar.kernels.tiled import TiledKernel
 
 
 def test_every_name_builds_a_kernel_of_that_name():
@@ -38,6 +43,33 @@ def test_unable_kernel_says_why_and_what_is_able():
     b = block(dtype=torch.float64)
     with pytest.raises(ConfigError, match="torch_cpu.*less than torch.float64; choose auto or one of tiled"):
         choose_kernel("torch_cpu", b.q, b.k, causal=False, masked=False)
+
+
+class Maskless(TiledKernel):
+    """As FlashAttention: computes everything but what comes with a mask."""
+
+    name = "maskless"
+
+    def why_not(self, q, k, *, causal, masked):
+        return "takes no mask" if masked else None
+
+    def forward(self, q, k, v, *, scale, causal=False, mask=None):
+        assert mask is None
+        return super().forward(q, k, v, scale=scale, causal=causal)
+
+
+MASKED = [Case(op="causal", text="padded left", rows=17, batch=2), Case(op="lv", mask="random")]
+
+
+@pytest.mark.parametrize("case", MASKED)
+def test_a_named_kernel_leaves_what_it_cannot_mask_to_auto(case, monkeypatch):
+    """Which tiles need a mask differs by rank: refusing them there would leave the other ranks waiting."""
+    monkeypatch.setitem(registry._KERNELS, "maskless", Maskless)
+    b = block()
+    kernel, reason = choose_kernel("maskless", b.q, b.k, causal=False, masked=True)
+    assert kernel.name == "torch_cpu" and reason.startswith("maskless takes no mask; torch_cpu: ")
+    case = replace(case, kernel="maskless", layout="contiguous")
+    assert_exact(case, run_loopback(3, run_case, case))
 
 
 def _change(**changes):
