@@ -62,7 +62,7 @@ class ByHeads:
     def _uniform(self, x: Tensor) -> Tensor:
         """Key heads (B, g, T, D) such that equally many query heads use each."""
         places = self._shares.uniform(self.inside.rank)
-        return x if places is None else x.index_select(1, torch.tensor(places, device=x.device))
+        return x if places is None else torch.stack([x[:, place] for place in places], dim=1)
 
     def _not_uniform(self, x: Tensor) -> Tensor:
         """The adjoint."""
@@ -70,7 +70,9 @@ class ByHeads:
         if places is None:
             return x
         total = x.new_zeros((x.shape[0], max(places) + 1, *x.shape[2:]))
-        return total.index_add_(1, torch.tensor(places, device=x.device), x)
+        for place, part in zip(places, x.unbind(1), strict=True):  # in order: index_add_ on CUDA adds as it happens
+            total[:, place] += part
+        return total
 
     def deal_keys(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """k and v by rows -> by heads, uniform."""

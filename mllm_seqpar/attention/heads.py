@@ -43,7 +43,7 @@ def attend_by_heads(
         o (B, H, s, D), lse (B, H, s).
     """
     size = sources[0].plan.heads
-    orders = next((found for s in sources if (found := s.plan.blocks.orders(size)) is not None), None)
+    orders = next((found for s in sources if (found := s.plan.blocks.orders(size, q.device)) is not None), None)
     by = [ByHeads(comm, source.plan, q, orders) for source in sources]
     q_dealt = dealt(q, by[0].rows("q"), by[0].inside)
     inner = [DealtKeys(source, its, q.dtype) for source, its in zip(sources, by, strict=True)]
@@ -60,7 +60,7 @@ def forward_by_heads(
 
     Then only the rows' home has the final (o, lse), and the backward pass deals everything again.
     """
-    by = ByHeads(comm, plan, q, plan.blocks.orders(plan.heads))
+    by = ByHeads(comm, plan, q, plan.blocks.orders(plan.heads, q.device))
     (q,) = deal([q], [by.rows("q")], by.inside)
     k, v = by.deal_keys(k, v)
     o, lse = distributed_forward(by.between, by.plan, math, q, k, v)
@@ -78,7 +78,7 @@ def backward_by_heads(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """`distributed_backward` for such a plan."""
     q, o, lse, do = saved
-    by = ByHeads(comm, plan, q, plan.blocks.orders(plan.heads))
+    by = ByHeads(comm, plan, q, plan.blocks.orders(plan.heads, q.device))
     rows = deal([q, o, lse.unsqueeze(-1), do], [by.rows(name) for name in ("q", "o", "lse", "do")], by.inside)
     q, o, lse, do = (x.contiguous() for x in rows)
     k, v = by.deal_keys(k, v)

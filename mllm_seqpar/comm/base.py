@@ -83,7 +83,7 @@ class Communicator(ABC):
         if self.size == 1:
             return [list(values)]
         x = torch.tensor(list(values), dtype=torch.int64, device=self.device)
-        return [part.tolist() for part in self.all_gather(x, "agreement")]
+        return torch.stack(self.all_gather(x, "agreement")).tolist()  # one wait for the device, not one a rank
 
     def gather_texts(self, text: str) -> list[str]:
         """One text of any length on every rank -> all ranks' texts, by rank. Synchronises with the host."""

@@ -53,7 +53,7 @@ class CausalBlocks:
         self.valid = None if valid is None or bool(valid.all()) else valid.detach().bool().cpu().expand(batch, total)
         self._tiles: dict[tuple[int, int], tuple[Tile, ...]] = {}
         self._folded: FoldedBlocks | None = None
-        self._orders: dict[int, list[Tensor]] = {}
+        self._orders: dict[tuple[int, torch.device], list[Tensor]] = {}
         self._merged: dict[int, CausalBlocks] = {}
 
     def tiles(self, row: int, column: int) -> tuple[Tile, ...]:
@@ -84,12 +84,12 @@ class CausalBlocks:
             self._folded = FoldedBlocks(self, self.positions[0].numel())
         return self._folded
 
-    def orders(self, size: int) -> list[Tensor]:
+    def orders(self, size: int, device: torch.device) -> list[Tensor]:
         """What puts the tokens of every `size` ranks back in the order of the text, in which they are few tiles."""
-        if size not in self._orders:
+        if (size, device) not in self._orders:
             groups = [self.positions[i : i + size] for i in range(0, len(self.positions), size)]
-            self._orders[size] = [torch.cat(group).argsort() for group in groups]
-        return self._orders[size]
+            self._orders[size, device] = [torch.cat(group).argsort().to(device) for group in groups]
+        return self._orders[size, device]
 
     def merged(self, size: int, orders: Sequence[Tensor] | None) -> CausalBlocks:
         """With the tokens of every `size` ranks in the order of the text; kept for the other layers."""

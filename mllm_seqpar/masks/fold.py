@@ -70,7 +70,7 @@ class FoldedBlocks:
         """Itself."""
         return self
 
-    def orders(self, size: int) -> None:
+    def orders(self, size: int, device: torch.device) -> None:
         """None: what is folded stays as it is."""
 
     def merged(self, size: int, orders: Sequence[Tensor] | None) -> Blocks:

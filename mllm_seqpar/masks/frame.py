@@ -216,7 +216,7 @@ class FrameBlocks:
             self._folded = FrameBlocks([mask.folded() for mask in self.masks], self.frames)
         return self._folded
 
-    def orders(self, size: int) -> None:
+    def orders(self, size: int, device: torch.device) -> None:
         """Any order will do."""
 
     def merged(self, size: int, orders: Sequence[Tensor] | None) -> FrameBlocks:

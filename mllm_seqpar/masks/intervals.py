@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
@@ -23,15 +23,19 @@ class IntervalRule:
     high: Tensor
     tokens: int
     valid: Tensor | None = None
+    _on: dict[torch.device, tuple[Tensor, Tensor, Tensor | None]] = field(default_factory=dict, repr=False)
 
     def expand(self, batch: Span, rows: Span, keys: Span, device: torch.device) -> Tensor:
         """The bool mask (batch, rows, keys) of one tile."""
+        if device not in self._on:  # moved once, for all tiles and layers: each copy would hold the host up
+            valid = None if self.valid is None else self.valid.to(device)
+            self._on[device] = self.low.to(device), self.high.to(device), valid
+        low, high, valid = self._on[device]
         unit = torch.div(torch.arange(*keys, device=device), self.tokens, rounding_mode="floor")
-        low = self.low[slice(*batch), slice(*rows)].to(device, non_blocking=True).unsqueeze(-1)
-        high = self.high[slice(*batch), slice(*rows)].to(device, non_blocking=True).unsqueeze(-1)
-        seen = (unit >= low) & (unit < high)
-        if self.valid is not None:
-            seen &= self.valid[slice(*batch), slice(*keys)].to(device).unsqueeze(1)
+        of = slice(*batch), slice(*rows)
+        seen = (unit >= low[of].unsqueeze(-1)) & (unit < high[of].unsqueeze(-1))
+        if valid is not None:
+            seen &= valid[slice(*batch), slice(*keys)].unsqueeze(1)
         return seen
 
 

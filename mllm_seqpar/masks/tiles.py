@@ -103,7 +103,7 @@ class Blocks(Protocol):
     def keys_are_rows(self) -> bool:
         """Whether keys stand for the same tokens as rows, so that they are put in order together."""
 
-    def orders(self, size: int) -> Sequence[Tensor] | None:
+    def orders(self, size: int, device: torch.device) -> Sequence[Tensor] | None:
         """For every `size` consecutive ranks, what puts their rows, one rank after another, in a better order."""
 
     def merged(self, size: int, orders: Sequence[Tensor] | None) -> Blocks:
@@ -173,7 +173,7 @@ class FullBlocks:
         """As many rows in one batch item."""
         return FullBlocks(1, self.batch * self.length, self.key_lengths)
 
-    def orders(self, size: int) -> None:
+    def orders(self, size: int, device: torch.device) -> None:
         """Any order will do."""
 
     def merged(self, size: int, orders: Sequence[Tensor] | None) -> FullBlocks:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import lru_cache
 
 from ..errors import ConfigError
 from .traffic import Problem, mesh_bytes
@@ -60,6 +61,7 @@ def tile_and_heads(strategy: str, tile: Tile | None, size: int) -> tuple[Tile | 
     return tile, 1
 
 
+@lru_cache(maxsize=256)
 def least_bytes_tile(problem: Problem) -> Tile:
     """The tile of which the rank that sends most sends least, forward and backward together."""
 
