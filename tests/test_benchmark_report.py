@@ -64,6 +64,19 @@ def test_a_page_of_what_there_is(bench, tmp_path: Path) -> None:
     assert "## Memory" not in page
 
 
+def test_a_video_that_the_text_ends_is_a_least(bench, tmp_path: Path) -> None:
+    common = {"family": "f", "model": "m", "ranks": 1, "scale": 8, "text": 64, "dtype": "bfloat16", "device": "cpu"}
+    common |= {"strategy": "ring", "frames": 4, "kept_bytes": 1, "peak_bytes": 2, "planned_bytes": 3}
+    rows = [common | {"measure": "bytes", "recompute": again} for again in (False, True)]
+    largest = [row | {"measure": "largest", "frames": 8 * (2 - again)} for again, row in enumerate(rows)]
+    largest[1] |= {"frames": 56, "longer": 3.5, "capped": True}
+    bench("rows").append(tmp_path / "memory.csv", [*rows, *largest])
+    page = bench("report_memory").section(tmp_path)
+    assert "| 1 | ring | kept | 4 | 0.00 | 0.00 | 0.00 | 16 |  |" in page
+    assert "| 1 | ring | again | 4 | 0.00 | 0.00 | 0.00 | >= 56 | >= 3.50 |" in page
+    assert "|---:|---|---|---:|---:|---:|---:|---:|---:|" in page.replace(" ", "")
+
+
 def test_the_page_in_the_repository_is_that_of_its_rows(bench, tmp_path: Path) -> None:
     kept = ROOT / "docs" / "benchmarks"
     if not kept.exists():

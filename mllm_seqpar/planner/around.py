@@ -8,7 +8,7 @@ from ..schedules.heads import HeadShares
 from ..schedules.traffic import LSE_BYTES, Problem
 from .cluster import Cluster
 from .strategies import Way
-from .transfers import all_gather_seconds, all_to_all
+from .transfers import all_gather, all_to_all
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,10 +70,8 @@ def _replication(problem: Problem, cluster: Cluster, backward: bool, visual: Vis
         if backward and not visual.trained:
             return Around()
     size *= problem.accumulated if backward else problem.element
-    gathered = all_gather_seconds(cluster, problem.ranks, size)
-    inside = min(problem.ranks, cluster.gpus_per_node) - 1
-    outside = problem.ranks - 1 - inside
-    return Around(gathered / layers, size * inside // layers, size * outside // layers)
+    trip = all_gather(cluster, problem.ranks, size)
+    return Around(trip.seconds / layers, trip.node_bytes // layers, trip.network_bytes // layers)
 
 
 def projection_seconds(problem: Problem, cluster: Cluster, visual: Visual | None, backward: bool) -> float:

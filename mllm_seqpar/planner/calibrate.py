@@ -49,7 +49,7 @@ def calibrate(
 
     Returns:
         The same Cluster on every rank. Where all ranks share a node, the network is taken to be as fast as the node's
-        links; where each has its own, the other way round.
+        links; where each has its own, the other way round. One rank alone has none to measure, and the Cluster says so.
     """
     device, shape = torch.device(device), shape or Shape()
     clock = _Clock(comm, device)
@@ -65,6 +65,7 @@ def calibrate(
         memory_bytes=_memory(clock, per_node),
         block_overhead_s=overhead,
         **links,
+        links="none" if comm.size == 1 else "node" if comm.size == per_node else "all",
         source=f"measured: {comm.size} ranks on {device.type}, {str(shape.dtype).removeprefix('torch.')}, "
         f"{shape.heads} heads of {shape.dim}, torch {torch.__version__}",
     )

@@ -37,6 +37,8 @@ class Cluster:
             the sum of both.
         peak_flops: of one GPU, dense bf16, by its maker; None: unknown.
         source: where the figures come from.
+        links: which links the figures speak of: "all"; "node": there was one node alone to measure; "none": one GPU
+            alone. What stands for the others is no speed of theirs, see `check_ranks`.
 
     Raises:
         ConfigError: a negative or impossible value, by name.
@@ -58,6 +60,7 @@ class Cluster:
     overlap: float = 1.0
     peak_flops: float | None = None
     source: str = ""
+    links: str = "all"
 
     def __post_init__(self) -> None:
         for field in fields(self):
@@ -70,6 +73,10 @@ class Cluster:
             if not isinstance(value, str):
                 raise ConfigError(f"cluster: {name} is {value!r}; give a text")
             return
+        if name == "links":
+            if value not in ("all", "node", "none"):
+                raise ConfigError(f"cluster {self.name!r}: links is {value!r}; give all, node or none")
+            return
         if value is None and name in ("network_link_per_gpu", "peak_flops"):
             return
         if isinstance(value, bool) or not isinstance(value, int if name == "gpus_per_node" else int | float):
@@ -79,6 +86,19 @@ class Cluster:
             raise ConfigError(
                 f"cluster {self.name!r}: {name} is {value!r}; give {_UNITS.get(name, 'a number')}, "
                 f"{'0 or more' if zero_is_fine else 'above 0'}"
+            )
+
+    def check_ranks(self, ranks: int) -> None:
+        """Raises ConfigError where so many ranks need links whose speeds are not known."""
+        missing = None
+        if ranks > 1 and self.links == "none":
+            missing = "gpus_per_node, node_link and network_link, which one process"
+        elif ranks > self.gpus_per_node and self.links == "node":
+            missing = "network_link, which one node"
+        if missing:
+            raise ConfigError(
+                f"cluster {self.name!r}: {ranks} ranks need {missing} alone could not measure; calibrate with more, or "
+                "write the figures into the file and remove `links`"
             )
 
     def same_node(self, rank: int, other: int) -> bool:

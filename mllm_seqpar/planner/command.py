@@ -17,9 +17,9 @@ from pathlib import Path
 from ..errors import ConfigError, SeqParError
 from .cluster import read_cluster, write_cluster
 from .cost import call_cost
-from .files import find_file
+from .files import find_file, known_files
 from .model import read_model
-from .picture import svg
+from .picture import duration, svg
 from .plan import Plan, make_plan
 from .report import as_json, table
 from .run import SELF_ATTENTION, TRAINED, Run
@@ -40,25 +40,52 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="mllm-seqpar", description="Plans sequence-parallel steps of MLLMs.")
     commands = parser.add_subparsers(dest="command", required=True)
-    plan = commands.add_parser("plan", help="times, bytes and memory of a step, for each strategy")
-    plan.add_argument("--model", required=True, help="a name in configs/models, a model file, or a model directory")
-    plan.add_argument("--cluster", required=True, help="a name in configs/clusters, or a cluster file")
+    _add_plan(commands.add_parser("plan", help="times, bytes and memory of a step, for each strategy"))
+    _add_calibrate(commands.add_parser("calibrate", help="measure this machine; under torchrun, its links too"))
+    return parser
+
+
+def _add_plan(plan: argparse.ArgumentParser) -> None:
+    plan.add_argument(
+        "--model",
+        required=True,
+        help="a model's local directory with its config.json, a model file, or one of " + known_files("model"),
+    )
+    plan.add_argument("--cluster", required=True, help="a cluster file, or one of " + known_files("cluster"))
     plan.add_argument("--frames", type=int, required=True, help="of one video")
-    plan.add_argument("--text", type=int, required=True, help="text tokens")
+    plan.add_argument("--text", type=int, required=True, help="tokens of one text, placeholders of frames included")
     plan.add_argument("--gpus", type=int, required=True, help="that share one batch")
-    plan.add_argument("--batch", type=int, default=1)
-    plan.add_argument("--trained", choices=TRAINED, default="no-vision", help="which parameters; none: forward only")
-    plan.add_argument("--strategy", nargs="*", choices=STRATEGIES, default=STRATEGIES, help="default: all")
-    plan.add_argument("--self-attention", choices=SELF_ATTENTION, default="ring")
+    plan.add_argument("--batch", type=int, default=1, help="videos with their texts; default: 1")
+    plan.add_argument(
+        "--trained",
+        choices=TRAINED,
+        default="no-vision",
+        help="which parameters: all but the vision tower (default), cross-attention and what makes its features of the "
+        "tower's (connector), all, or none: forward only",
+    )
+    plan.add_argument("--strategy", nargs="+", choices=STRATEGIES, default=STRATEGIES, help="default: all")
+    plan.add_argument("--self-attention", choices=SELF_ATTENTION, default="ring", help="default: ring")
     plan.add_argument("--keep-visual", action="store_true", help="keep K and V of frames instead of recomputing them")
-    plan.add_argument("--gradient-checkpointing", action="store_true")
+    plan.add_argument(
+        "--gradient-checkpointing",
+        action="store_true",
+        help="decoder layers, and those of a trained tower, computed again in backward",
+    )
+    plan.add_argument("--mlp-chunk-size", type=int, metavar="TOKENS", help="that MLPs compute at once; default: all")
     plan.add_argument("--no-overlap", action="store_true", help="wait for transfers before computing")
-    plan.add_argument("--element", type=int, default=2, help="bytes of an activation's element")
-    plan.add_argument("--parameter", type=int, default=4, help="bytes of a stored parameter, and of its gradient")
-    plan.add_argument("--json", action="store_true", help="print JSON")
+    plan.add_argument("--element", type=int, default=2, help="bytes of an activation's element; default: 2, bf16")
+    plan.add_argument(
+        "--parameter",
+        type=int,
+        help="bytes of a stored parameter, and of its gradient; default: 4, or as --element where nothing is trained",
+    )
+    plan.add_argument("--optimizer", type=int, default=8, help="bytes of its state for a parameter; default: 8, AdamW")
+    plan.add_argument("--json", action="store_true", help="print JSON, in seconds and bytes")
     plan.add_argument("--timeline", metavar="FILE", help="draw one cross-attention layer of the best strategy, as SVG")
     plan.set_defaults(run=_plan)
-    calibrate = commands.add_parser("calibrate", help="measure this machine; under torchrun, its links too")
+
+
+def _add_calibrate(calibrate: argparse.ArgumentParser) -> None:
     calibrate.add_argument("--output", metavar="FILE", help="cluster file to write; default: print it")
     calibrate.add_argument("--device", choices=["cpu", "cuda"], help="default: cuda where there is one")
     calibrate.add_argument("--dtype", choices=["float32", "bfloat16", "float16"], help="default: by device")
@@ -67,7 +94,6 @@ def _parser() -> argparse.ArgumentParser:
     calibrate.add_argument("--dim", type=int, default=128)
     calibrate.add_argument("--name", default="measured")
     calibrate.set_defaults(run=_calibrate)
-    return parser
 
 
 def _plan(args: argparse.Namespace) -> None:
@@ -83,9 +109,11 @@ def _plan(args: argparse.Namespace) -> None:
         checkpointing=args.gradient_checkpointing,
         overlap=not args.no_overlap,
         element=args.element,
-        parameter=args.parameter,
+        mlp_chunk_size=args.mlp_chunk_size,
+        parameter=(args.element if args.trained == "none" else 4) if args.parameter is None else args.parameter,
+        optimizer=args.optimizer,
     )
-    plan = make_plan(run, read_cluster(find_file("cluster", args.cluster)), tuple(args.strategy))
+    plan = make_plan(run, read_cluster(find_file("cluster", args.cluster)), args.strategy)
     if args.timeline:
         Path(args.timeline).write_text(draw(plan))
     sys.stdout.write(json.dumps(as_json(plan), indent=2) if args.json else table(plan))
@@ -93,7 +121,7 @@ def _plan(args: argparse.Namespace) -> None:
 
 
 def draw(plan: Plan) -> str:
-    """One cross-attention layer of the best strategy, forward and backward, as SVG."""
+    """One cross-attention layer of the best strategy, as SVG: its schedule, not what is around it."""
     run, way = plan.run, plan.best.way
     panels = []
     for name, backward in (("forward", False), ("backward", True))[: 2 if run.training else 1]:
@@ -106,7 +134,7 @@ def draw(plan: Plan) -> str:
             overlap=run.overlap,
             record=True,
         )
-        panels.append((f"{way}, {name}", cost.timeline))
+        panels.append((f"{way}, {name}: a call takes {duration(cost.seconds)}, its schedule", cost.timeline))
     title = f"One cross-attention layer of {run.model.name}: {run.frames} frames, {run.text} text tokens, "
     return svg(title + f"{run.gpus} GPUs of {plan.cluster.name}", panels)
 
@@ -121,6 +149,9 @@ def _calibrate(args: argparse.Namespace) -> None:
     device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
     if device == "cuda" and not torch.cuda.is_available():
         raise ConfigError("device: cuda was asked for, but torch sees none; use --device cpu")
+    for name in ("heads", "kv_heads", "dim"):
+        if getattr(args, name) < 1:
+            raise ConfigError(f"{name}: {getattr(args, name)} is not a number of them; give 1 or more")
     if args.heads % args.kv_heads:
         raise ConfigError(f"kv_heads: {args.kv_heads} do not divide {args.heads} heads")
     started = "RANK" in os.environ and not dist.is_initialized()

@@ -28,8 +28,12 @@ def find_file(what: str, name: str) -> Path:
     named = folder / f"{name}.yaml"
     if named.is_file():
         return named
-    known = ", ".join(sorted(path.stem for path in folder.glob("*.yaml"))) or "none"
-    raise ConfigError(f"{what}: {name!r} is neither a file nor a name that is known here ({known})")
+    raise ConfigError(f"{what}: {name!r} is neither a file nor a name that is known here ({known_files(what)})")
+
+
+def known_files(what: str) -> str:
+    """The names that `find_file` knows."""
+    return ", ".join(sorted(path.stem for path in (CONFIGS / f"{what}s").glob("*.yaml"))) or "none"
 
 
 def read_yaml(path: str | Path, what: str) -> dict[str, Any]:

@@ -36,6 +36,8 @@ def read_hf_config(path: Path) -> Model:
         return _FAMILIES[kind](config, file.resolve().parent.name)
     except KeyError as error:
         raise ConfigError(f"model: {file} lacks {error}, which a {kind} model needs") from error
+    except (AttributeError, TypeError, ValueError, ZeroDivisionError) as error:
+        raise ConfigError(f"model: {file} has values that a {kind} model cannot have: {error}") from error
 
 
 def _mplug_owl3(config: Config, name: str) -> Model:
@@ -54,7 +56,9 @@ def _mplug_owl3(config: Config, name: str) -> Model:
             vocabulary=config["vocab_size"],
             tied_embeddings=config.get("tie_word_embeddings", False),
         ),
-        cross=Cross(layers=len(config["hyper_layers"]), **shape, visual_dim=hidden, own_queries=False),
+        cross=Cross(
+            layers=len(config["hyper_layers"]), **shape, visual_dim=hidden, own_queries=False, features_norm=True
+        ),
         vision=vision,
         projector=(vision.width, hidden),
     )
@@ -98,6 +102,7 @@ def _idefics(config: Config, name: str) -> Model:
             visual_dim=width,
             mlp_inner=inner,
             mlp_matrices=3,
+            key_norm="mixed" if config.get("qk_layer_norms") else "none",
         ),
         vision=Vision(
             width=width,
@@ -106,12 +111,14 @@ def _idefics(config: Config, name: str) -> Model:
             mlp_inner=tower.get("intermediate_size", 5120),
             tokens=patches,
             keys=perceiver.get("resampler_n_latents", 64) if latents else patches,
+            outputs_held=2,
         ),
         resampler=Resampler(
             layers=perceiver.get("resampler_depth", 6),
             heads=perceiver.get("resampler_n_heads", 16),
             head_dim=perceiver.get("resampler_head_dim", 96),
             mlp_inner=4 * width,
+            code="idefics",
         )
         if latents
         else None,
@@ -138,7 +145,7 @@ def _mllama(config: Config, name: str) -> Model:
             vocabulary=text.get("vocab_size", 128256),
             tied_embeddings=text.get("tie_word_embeddings", False),
         ),
-        cross=Cross(layers=crossing, **shape, visual_dim=hidden, mlp_inner=inner, mlp_matrices=3),
+        cross=Cross(layers=crossing, **shape, visual_dim=hidden, mlp_inner=inner, mlp_matrices=3, key_norm="float32"),
         vision=Vision(
             width=width,
             layers=tower.get("num_hidden_layers", 32) + tower.get("num_global_layers", 8),
@@ -146,6 +153,7 @@ def _mllama(config: Config, name: str) -> Model:
             mlp_inner=tower.get("intermediate_size", 5120),
             tokens=patches,
             keys=patches,  # one tile a frame
+            outputs_held=tower.get("num_hidden_layers", 32) + tower.get("num_global_layers", 8),
         ),
         projector=(tower.get("vision_output_dim", 7680), hidden),
     )

@@ -1,34 +1,49 @@
 """What a rank holds at the peak of a step, in bytes, by kind. An upper estimate by formula, not a simulation.
 
 parameters, gradients, optimizer: shares of FSDP2, over all ranks. features: the one copy of the visual features of a
-rank's frames, and their gradient where it is needed. activations: what layers keep for backward, and the logits.
-buffers: what comes and goes: a gathered layer, the keys and values of the cross-attention layer at work with their
-gradients in float32, and the pieces of other ranks that its schedule holds at one time.
+rank's frames, and their gradient where it is needed. activations: what is kept for backward (`kept`), and the logits.
+buffers: what comes and goes: a gathered layer; the keys and values of the cross-attention layer at work with their
+gradients in float32, and the pieces of other ranks that its schedule holds at one time, or the inside of the MLP at
+work. Where the vision tower, which runs before all that on all of a rank's frames, needs more, that counts instead.
 """
 
 from __future__ import annotations
 
 from ..schedules.traffic import LSE_BYTES, Problem
+from .kept import FLOAT32, attention_layer, inner_row, kept, kept_before, keys_values, visual_tokens
 from .run import Run
 from .strategies import Way
 
 USABLE = 0.92
-"""Share of a GPU's memory that a plan may fill: the rest is the driver's, the allocator's and NCCL's."""
+"""Share of a GPU's memory that a plan may fill: the rest is the driver's, the allocator's and NCCL's, and what
+projecting a chunk of features again takes."""
 
 KINDS = ("parameters", "gradients", "optimizer", "features", "activations", "buffers")
 
 
 def memory(run: Run, way: Way) -> dict[str, int]:
     """Bytes of one rank at its peak, by kind (KINDS)."""
-    model, n = run.model, run.gpus
-    kept = _kept(run, way) if run.training else _passing(run)
+    model, n, behind = run.model, run.gpus, from_features(run, way)
+    behind["activations"] += kept_before(run) if run.training else 0
+    behind["buffers"] += _gathered(run)
+    spare = tower_at_work(run) - behind["features"] - behind["activations"]
+    return (
+        {
+            "parameters": model.parameters * run.parameter // n,
+            "gradients": run.trained_parameters * run.parameter // n,
+            "optimizer": run.trained_parameters * run.optimizer // n,
+        }
+        | behind
+        | {"buffers": max(behind["buffers"], spare)}
+    )
+
+
+def from_features(run: Run, way: Way) -> dict[str, int]:
+    """Features, activations and buffers of what comes behind the features: language model and cross-attention."""
     return {
-        "parameters": model.parameters * run.parameter // n,
-        "gradients": run.trained_parameters * run.parameter // n,
-        "optimizer": run.trained_parameters * run.optimizer // n,
         "features": _features(run, way),
-        "activations": kept + _logits(run),
-        "buffers": _gathered(run) + _cross_buffers(run, way),
+        "activations": (kept(run, way) if run.training else _passing(run)) + _logits(run),
+        "buffers": max(_cross_buffers(run, way), _mlp_buffers(run), _features_gathered(run, way)),
     }
 
 
@@ -38,51 +53,12 @@ def _features(run: Run, way: Way) -> int:
     return once * copies * (2 if run.training and run.visual.trained else 1)
 
 
-def _kept(run: Run, way: Way) -> int:
-    """What decoder and cross-attention layers keep; a trained vision tower keeps each layer's input (checkpointed)."""
-    text, cross, tokens = run.model.text, run.model.cross, run.batch * run.rows
-    stream = tokens * text.hidden * run.element
-    attention = _attention_layer(run, text.heads, text.kv_heads, text.head_dim)
-    mlp = _mlp_layer(run, text.mlp_inner, text.mlp_matrices)
-    of_cross = _attention_layer(run, cross.heads, 0, cross.head_dim)
-    of_cross += _mlp_layer(run, cross.mlp_inner, cross.mlp_matrices) if cross.mlp_inner else 0
-    if run.checkpointing:  # the inputs of all, and the inside of one
-        decoder = text.layers * stream + attention + mlp
-        crossing = cross.layers * stream + of_cross
-    else:
-        decoder = text.layers * (attention + mlp)
-        crossing = cross.layers * of_cross
-        if not run.recompute:
-            crossing += cross.layers * _keys_values(run, way, run.element)
-    tower = 0
-    if run.trained == "all":
-        vision = run.model.vision
-        tower = run.local_frames * vision.tokens * vision.width * vision.layers * run.element
-    return decoder + crossing + tower
-
-
-def _attention_layer(run: Run, heads: int, kv_heads: int, dim: int) -> int:
-    """The norm before it; q, k, v; o, and o as its projection takes it; the log-sum-exp."""
-    elements = 3 * heads * dim + 2 * kv_heads * dim
-    return _norm(run) + run.batch * run.rows * (run.element * elements + heads * LSE_BYTES)
-
-
-def _mlp_layer(run: Run, inner: int, matrices: int) -> int:
-    """The norm before it, and the inner activations: 4 of a gated MLP (gate, its activation, up, product), 2 else."""
-    return _norm(run) + run.batch * run.rows * run.element * (4 if matrices == 3 else 2) * inner
-
-
-def _norm(run: Run) -> int:
-    """Its input in float32, that normalised, and its output."""
-    return run.batch * run.rows * run.model.text.hidden * (4 + 2 * run.element)
-
-
 def _passing(run: Run) -> int:
     """Without backward: one layer's inside."""
     text = run.model.text
     stream = run.batch * run.rows * text.hidden * run.element
-    inside = _attention_layer(run, text.heads, text.kv_heads, text.head_dim)
-    return 2 * stream + inside + _mlp_layer(run, text.mlp_inner, text.mlp_matrices)
+    mlp = run.mlp_rows * inner_row(run, text.mlp_inner, text.mlp_matrices)
+    return 2 * stream + attention_layer(run, text.heads, text.kv_heads, text.head_dim) + mlp
 
 
 def _logits(run: Run) -> int:
@@ -98,20 +74,54 @@ def _gathered(run: Run) -> int:
     return run.model.largest_layer * run.element * (3 if run.training else 2)
 
 
-def _keys_values(run: Run, way: Way, element: int) -> int:
-    problem = run.cross_problem
-    keys = max(problem.keys) * (run.gpus if way.strategy == "replicate" else 1)
-    return 2 * problem.key_batch * keys * problem.kv_heads * problem.dim * element
-
-
 def _cross_buffers(run: Run, way: Way) -> int:
     """The larger of forward and backward of one cross-attention call."""
     problem = run.cross_problem
-    forward = _keys_values(run, way, problem.element) + _pieces(problem, way, backward=False)
+    both = keys_values(run, way, problem.element)  # or, where they are kept already, their gradients in that dtype
+    forward = both + _pieces(problem, way, backward=False)
     if not run.training:
         return forward
-    gradients = _keys_values(run, way, problem.element) + _keys_values(run, way, problem.accumulated)
+    gradients = both + keys_values(run, way, problem.accumulated)
+    if not run.recompute:  # norms go backward over all frames at once, with three tensors in float32
+        cross = run.model.cross
+        normalised = cross.visual_dim if cross.features_norm else 0
+        normalised += cross.kv_heads * cross.head_dim if cross.key_norm != "none" else 0
+        gradients += 3 * FLOAT32 * visual_tokens(run, way) * normalised
     return max(forward, gradients + _pieces(problem, way, backward=True))
+
+
+def _features_gathered(run: Run, way: Way) -> int:
+    """Replication: the parts that the whole is made of; in backward gradients as parts, in float32, and in a row."""
+    if way.strategy != "replicate" or run.gpus == 1:
+        return 0
+    backward = run.training and run.visual.trained
+    width = run.element + (2 * FLOAT32 if backward else 0)
+    return visual_tokens(run, way) * run.model.cross.visual_dim * width
+
+
+def _mlp_buffers(run: Run) -> int:
+    """One MLP in backward: gradients of two inner activations; in chunks, all of one chunk, and sums in float32 of the
+    weights' gradients."""
+    if not run.training:
+        return 0
+    text, cross = run.model.text, run.model.cross
+    most = 0
+    for inner, matrices in ((text.mlp_inner, text.mlp_matrices), (cross.mlp_inner, cross.mlp_matrices)):
+        work = run.mlp_rows * 2 * inner * run.element
+        if run.chunked:
+            work += run.mlp_rows * inner_row(run, inner, matrices) + matrices * text.hidden * inner * FLOAT32
+        most = max(most, work)
+    return most
+
+
+def tower_at_work(run: Run) -> int:
+    """A tower without backward: outputs that are held, what attention made of the last, that normalised, and inner
+    activations before and after the function between them."""
+    if run.trained == "all":
+        return 0
+    vision = run.model.vision
+    elements = (vision.outputs_held + 2) * vision.width + 2 * vision.mlp_inner
+    return run.local_frames * vision.tokens * elements * run.element
 
 
 def _pieces(problem: Problem, way: Way, *, backward: bool) -> int:

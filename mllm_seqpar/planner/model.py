@@ -2,32 +2,39 @@
 
 A model is a language model, cross-attention in some of its layers or between them, and what makes visual features of
 pictures: a vision tower, perhaps a resampler (a Perceiver) or a linear projector. Norms, biases, gates and position
-embeddings are left out: they are a thousandth of it.
+embeddings are left out of the parameters: they are a thousandth of them. Norms of visual tokens are named all the same,
+for what they keep for backward is not (`memory`).
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from ..errors import ConfigError
 from .files import build, read_yaml
 
 
 class _Sizes:
-    """Checks that all fields are whole numbers, above 0 unless they may be 0."""
+    """Checks that numbers are whole, above 0 unless they may be 0, and that other fields are what they may be."""
 
-    may_be_zero: tuple[str, ...] = ()
+    may_be_zero: ClassVar[tuple[str, ...]] = ()
+    choices: ClassVar[dict[str, tuple[str, ...]]] = {}
 
     def __post_init__(self) -> None:
         for field in fields(self):  # type: ignore[arg-type]
             value = getattr(self, field.name)
-            if str(field.type) != "int":
-                continue
-            least = 0 if field.name in self.may_be_zero else 1
-            if not isinstance(value, int) or isinstance(value, bool) or value < least:
-                raise ConfigError(f"{field.name} is {value!r}; give a whole number, {least} or more")
+            if str(field.type) == "bool":
+                if not isinstance(value, bool):
+                    raise ConfigError(f"{field.name} is {value!r}; give true or false")
+            elif str(field.type) == "str":
+                if value not in self.choices[field.name]:
+                    raise ConfigError(f"{field.name} is {value!r}; give one of {', '.join(self.choices[field.name])}")
+            else:
+                least = 0 if field.name in self.may_be_zero else 1
+                if not isinstance(value, int) or isinstance(value, bool) or value < least:
+                    raise ConfigError(f"{field.name} is {value!r}; give a whole number, {least} or more")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,11 +74,17 @@ class Text(_Sizes):
 class Cross(_Sizes):
     """Cross-attention: K and V are projected from features of `visual_dim` channels.
 
-    `own_queries`: it has q and o projections of its own (mPLUG-Owl3 shares self-attention's). `mlp_inner`: of an MLP of
-    its own behind it; 0: none.
+    Attributes:
+        layers, heads, kv_heads, head_dim, visual_dim: sizes.
+        own_queries: it has q and o projections of its own (mPLUG-Owl3 shares self-attention's).
+        mlp_inner, mlp_matrices: of an MLP of its own behind it; 0: none.
+        features_norm: each layer normalises the features before it projects them (mPLUG-Owl3).
+        key_norm: how K is normalised, head by head: "none"; "float32": in a float32 copy of it (Llama 3.2); "mixed":
+            as it is, times a factor from a float32 copy (IDEFICS). Both copies are kept for backward.
     """
 
-    may_be_zero = ("mlp_inner", "mlp_matrices")
+    may_be_zero: ClassVar[tuple[str, ...]] = ("mlp_inner", "mlp_matrices")
+    choices: ClassVar[dict[str, tuple[str, ...]]] = {"key_norm": ("none", "float32", "mixed")}
 
     layers: int
     heads: int
@@ -81,11 +94,21 @@ class Cross(_Sizes):
     own_queries: bool = True
     mlp_inner: int = 0
     mlp_matrices: int = 0
+    features_norm: bool = False
+    key_norm: str = "none"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Vision(_Sizes):
-    """The vision tower; `tokens`: patches that it computes for one frame; `keys`: what a frame has in the end."""
+    """The vision tower.
+
+    Attributes:
+        width, layers, heads, mlp_inner: sizes.
+        tokens: patches that it computes for one frame.
+        keys: what a frame has in the end.
+        outputs_held: outputs of its layers that are alive at the same time: the last one, the embeddings as well
+            (IDEFICS), all of them (Llama 3.2).
+    """
 
     width: int
     layers: int
@@ -93,6 +116,7 @@ class Vision(_Sizes):
     mlp_inner: int
     tokens: int
     keys: int
+    outputs_held: int = 1
 
     @property
     def parameters(self) -> int:
@@ -102,14 +126,19 @@ class Vision(_Sizes):
 
 @dataclass(frozen=True, kw_only=True)
 class Resampler(_Sizes):
-    """A Perceiver: latents that attend to a frame's patches and to themselves."""
+    """A Perceiver: latents that attend to a frame's patches and to themselves.
 
-    may_be_zero = ("mlp_inner",)
+    `code`: "flamingo" or "idefics", whose it is: the same sums, but they keep different things for backward.
+    """
+
+    may_be_zero: ClassVar[tuple[str, ...]] = ("mlp_inner",)
+    choices: ClassVar[dict[str, tuple[str, ...]]] = {"code": ("flamingo", "idefics")}
 
     layers: int
     heads: int
     head_dim: int
     mlp_inner: int
+    code: str = "flamingo"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,6 +151,11 @@ class Model:
     vision: Vision
     resampler: Resampler | None = None
     projector: tuple[int, int] | None = None
+
+    def __post_init__(self) -> None:
+        for name, part in (("text", self.text), ("cross", self.cross)):
+            if part.heads % part.kv_heads:
+                raise ConfigError(f"{name}: {part.kv_heads} kv_heads do not divide {part.heads} heads")
 
     @property
     def cross_parameters(self) -> int:
@@ -140,6 +174,16 @@ class Model:
         if self.resampler:
             width, r = self.vision.width, self.resampler
             found += r.layers * (4 * width * r.heads * r.head_dim + 2 * width * r.mlp_inner)
+        return found
+
+    @property
+    def connector_work(self) -> int:
+        """Parameters of resampler and projector times the tokens of one frame that each of them sees."""
+        latents, width = self.vision.keys, self.vision.width
+        found = latents * self.projector[0] * self.projector[1] if self.projector else 0
+        if self.resampler:  # its keys are of latents and patches
+            r, tokens = self.resampler, 4 * latents + 2 * self.vision.tokens
+            found += r.layers * width * (tokens * r.heads * r.head_dim + latents * 2 * r.mlp_inner)
         return found
 
     @property
@@ -174,24 +218,18 @@ def model_from(values: dict[str, Any], origin: str) -> Model:
     """
     sections: dict[str, Any] = dict(values)
     for name, cls in (("text", Text), ("cross", Cross), ("vision", Vision), ("resampler", Resampler)):
-        if sections.get(name) is None:
+        if name not in sections or (name == "resampler" and sections[name] is None):
             continue
         if not isinstance(sections[name], dict):
             raise ConfigError(f"{origin}: {name} is {sections[name]!r}; it must hold fields")
         sections[name] = build(cls, sections[name], f"{origin}, {name}")
     projector = sections.get("projector")
     if projector is not None:
-        if not (isinstance(projector, list) and len(projector) == 2 and all(type(x) is int for x in projector)):
+        whole = isinstance(projector, list) and all(type(x) is int and x > 0 for x in projector)
+        if not whole or len(projector) != 2:
             raise ConfigError(f"{origin}: projector is {projector!r}; give [in, out] channels")
         sections["projector"] = tuple(projector)
-    model = build(Model, sections, origin)
-    for what, heads, kv_heads in (
-        ("text", model.text.heads, model.text.kv_heads),
-        ("cross", model.cross.heads, model.cross.kv_heads),
-    ):
-        if heads % kv_heads:
-            raise ConfigError(f"{origin}, {what}: {kv_heads} kv_heads do not divide {heads} heads")
-    return model
+    return build(Model, sections, origin)
 
 
 def read_model(path: str | Path) -> Model:

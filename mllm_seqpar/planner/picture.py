@@ -28,7 +28,7 @@ def svg(title: str, panels: Sequence[tuple[str, Timeline]]) -> str:
     body: list[str] = []
     y = TOP
     for name, timeline in panels:
-        body.append(text(LEFT, y - 6, f"{name}: {_time(timeline.seconds)}", bold=True))
+        body.append(text(LEFT, y - 6, f"{name}: {duration(timeline.seconds)}", bold=True))
         for rank in range(min(timeline.ranks, MOST_RANKS)):
             body += _rank(rank, timeline.spans[rank % timeline.period], y, scale)
             y += 2 * LANE + GAP
@@ -45,7 +45,7 @@ def _rank(rank: int, spans: Sequence[Span], y: float, scale: float) -> list[str]
     for span in spans:
         lane = y + (LANE if span.kind == "transfer" else 0)
         width = max((span.end - span.start) * scale, 0.3)
-        tip = f"{NAMES[span.kind]} {span.label}, step {span.step}, {_time(span.end - span.start)}"
+        tip = f"{NAMES[span.kind]} {span.label}, step {span.step}, {duration(span.end - span.start)}"
         x, edge = LEFT + span.start * scale, 'stroke="white" stroke-width="0.4"'
         drawn.append(rect(x, lane, width, LANE - 1, fill=COLORS[span.kind], more=edge, tip=tip))
     return drawn
@@ -56,7 +56,7 @@ def _axis(y: float, longest: float, scale: float) -> list[str]:
     for tick in range(6):
         x = LEFT + longest * scale * tick / 5
         drawn.append(line(x, y, x, y + 4))
-        drawn.append(text(x - 12, y + 16, _time(longest * tick / 5)))
+        drawn.append(text(x - 12, y + 16, duration(longest * tick / 5)))
     return drawn
 
 
@@ -69,7 +69,8 @@ def _legend() -> list[str]:
     return drawn
 
 
-def _time(seconds: float) -> str:
+def duration(seconds: float) -> str:
+    """As people read it: seconds, milliseconds or microseconds."""
     if seconds == 0:
         return "0"
     return (

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from .choose import Candidate
+from .choose import Candidate, Options
 from .cluster import Cluster
 from .memory import USABLE, memory
 from .run import Run
-from .step import Part, cross_candidates, step_parts
+from .step import Part, cross_candidates, self_candidate, step_parts
 from .strategies import STRATEGIES, Way
 
 LONGEST = 2**27
 """Frames beyond which no video is looked for: four years at one frame per second."""
+MOST_GPUS = 2**16
 
 
 @dataclass(frozen=True)
@@ -21,7 +22,7 @@ class Row:
     """One strategy's step.
 
     Attributes:
-        way: strategy and best tile.
+        way: strategy, and the best tile of those that fit.
         parts: times and bytes by part, see `step.PARTS`.
         memory: bytes of a rank by kind, see `memory.KINDS`.
         fits: whether that is within the usable share of a GPU's memory.
@@ -54,37 +55,53 @@ class Row:
 
 @dataclass(frozen=True)
 class Plan:
-    """All strategies for one run on one cluster; `rows` are sorted: what fits first, then by time."""
+    """All strategies for one run on one cluster.
+
+    Attributes:
+        run, cluster: what was planned, and for what.
+        rows: what fits first, then by time.
+        left_out: strategies that are not legal, and why.
+        text: one call of self-attention, the same for all rows.
+        enough: the least power of two of GPUs on which LV-XAttn, which holds least, fits; None: no number does.
+    """
 
     run: Run
     cluster: Cluster
     rows: tuple[Row, ...]
     left_out: Mapping[str, str]
+    text: Candidate
+    enough: int | None
 
     @property
     def best(self) -> Row:
-        """The fastest that fits; if none does, the fastest."""
-        return self.rows[0]
+        """The fastest that fits, or if none does, the fastest; LV-XAttn where it is hardly slower, as in `choose`."""
+        first = self.rows[0]
+        lv = next((row for row in self.rows if row.way.strategy == "lv-xattn"), first)
+        near = lv.seconds <= first.seconds * (1 + Options().margin)
+        return lv if near and lv.fits == first.fits else first
 
 
-def make_plan(run: Run, cluster: Cluster, strategies: tuple[str, ...] = STRATEGIES) -> Plan:
+def make_plan(run: Run, cluster: Cluster, strategies: Sequence[str] = STRATEGIES) -> Plan:
     """Plans a run.
 
     Raises:
-        ConfigError: an unknown strategy, or none that is legal.
+        ConfigError: an unknown strategy, none that is legal, or a cluster without the speeds that it takes.
     """
-    candidates = cross_candidates(run, cluster, strategies)
-    rows = [_row(run, cluster, candidate) for candidate in candidates.values()]
+    cluster.check_ranks(run.gpus)
+    found, text = cross_candidates(run, cluster, tuple(strategies)), self_candidate(run, cluster)
+    rows = [_row(run, cluster, candidates, text) for candidates in found.values()]
     rows.sort(key=lambda row: (not row.fits, row.seconds, STRATEGIES.index(row.way.strategy)))
-    left_out = {name: _why_not(name, run) for name in strategies if name not in candidates}
-    return Plan(run, cluster, tuple(rows), left_out)
+    left_out = {name: _why_not(name, run) for name in strategies if name not in found}
+    return Plan(run, cluster, tuple(rows), left_out, text, _enough(run, cluster))
 
 
-def _row(run: Run, cluster: Cluster, cross: Candidate) -> Row:
+def _row(run: Run, cluster: Cluster, candidates: Sequence[Candidate], text: Candidate) -> Row:
+    """The fastest of one strategy's ways that fits, or the fastest."""
+    cross = next((c for c in candidates if _fits(memory(run, c.way), cluster)), candidates[0])
     held = memory(run, cross.way)
     return Row(
         way=cross.way,
-        parts=step_parts(run, cluster, cross),
+        parts=step_parts(run, cluster, cross, text),
         memory=held,
         fits=_fits(held, cluster),
         longest=longest_video(run, cluster, cross.way),
@@ -113,7 +130,18 @@ def longest_video(run: Run, cluster: Cluster, way: Way) -> int:
     return low
 
 
+def _enough(run: Run, cluster: Cluster) -> int | None:
+    gpus = 1
+    while gpus <= MOST_GPUS:
+        if _fits(memory(replace(run, gpus=gpus), Way("lv-xattn", (gpus, 1))), cluster):
+            return gpus
+        gpus *= 2
+    return None
+
+
 def _why_not(strategy: str, run: Run) -> str:
+    if run.gpus == 1:
+        return "one GPU has nobody to share with"
     if strategy == "mesh":
         return f"{run.gpus} GPUs have no tile (a, b) but (n, 1) and (1, n)"
     if strategy == "ulysses":

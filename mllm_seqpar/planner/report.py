@@ -6,26 +6,27 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
-from .cluster import Cluster
+from .cost import CallCost
 from .memory import KINDS, USABLE
 from .plan import Plan, Row
-from .run import Run
 from .step import PARTS
+from .strategies import Way
 
 
 def table(plan: Plan) -> str:
     """The plan as text: what is planned, a table of times and transfers, a table of memory, the verdict."""
+    kind, size = "forward + backward" if plan.run.training else "forward", plan.cluster.memory_bytes / 1e9
     return "\n".join(
         [
-            _heading(plan.run, plan.cluster),
+            _heading(plan),
             "",
-            f"Seconds of a step ({'forward + backward' if plan.run.training else 'forward'})",
+            f"Seconds of a step, {kind}; parameters: the wait for them",
             *_columns(_times(plan)),
             "",
             "Transfers of attention in seconds; bytes of the GPU that sends most in a step",
             *_columns(_transfers(plan)),
             "",
-            f"GB of a GPU at the peak (of {plan.cluster.memory_bytes / 1e9:.0f}; {USABLE:.0%} may be filled)",
+            f"GB of a GPU at the peak (of {size:.0f}; {USABLE:.0%} may be filled); longest video with the same text",
             *_columns(_memory(plan)),
             "",
             *_verdict(plan),
@@ -35,16 +36,23 @@ def table(plan: Plan) -> str:
 
 def as_json(plan: Plan) -> dict[str, Any]:
     """The plan as plain numbers and texts, seconds and bytes."""
+    best = plan.best
     return {
         "run": asdict(plan.run),
         "cluster": asdict(plan.cluster),
+        "best": {"strategy": best.way.strategy, "tile": list(best.way.tile), "patch_model": options(plan)},
+        "enough_gpus": plan.enough,
+        "self_attention": {
+            "tile": list(plan.text.way.tile),
+            "heads_over": plan.text.way.heads_over,
+            "call": _calls(plan.text.forward, plan.text.backward),
+        },
         "strategies": [_row_json(row) for row in plan.rows],
         "not legal": dict(plan.left_out),
     }
 
 
 def _row_json(row: Row) -> dict[str, Any]:
-    cross = {"forward": row.cross.forward, "backward": row.cross.backward}
     return {
         "strategy": row.way.strategy,
         "tile": list(row.way.tile),
@@ -57,14 +65,41 @@ def _row_json(row: Row) -> dict[str, Any]:
         "memory_total": sum(row.memory.values()),
         "fits": row.fits,
         "longest_frames": row.longest,
-        "cross_attention_call": {
-            name: {k: v for k, v in vars(cost).items() if k != "timeline"} for name, cost in cross.items() if cost
-        },
+        "cross_attention_call": _calls(row.cross.forward, row.cross.backward),
     }
 
 
-def _heading(run: Run, cluster: Cluster) -> str:
-    model = run.model
+def _calls(forward: CallCost, backward: CallCost | None) -> dict[str, dict[str, Any]]:
+    both = {"forward": forward} | ({"backward": backward} if backward else {})
+    return {name: {k: v for k, v in vars(cost).items() if k != "timeline"} for name, cost in both.items()}
+
+
+def options(plan: Plan) -> dict[str, Any]:
+    """The options of `patch_model` that run the best row, those that are not its defaults."""
+    run, way = plan.run, plan.best.way
+    chosen: dict[str, Any] = {"strategy": way.strategy}
+    if run.gpus > 1 and run.self_attention != "ring":
+        chosen["self_attention"] = run.self_attention
+    if _takes_tile(way):
+        chosen["tile"] = way.tile
+    elif way.strategy not in ("mesh", "ulysses") and _takes_tile(plan.text.way):
+        chosen["tile"] = plan.text.way.tile
+    if not run.recompute:
+        chosen["recompute_visual"] = False
+    if not run.overlap:
+        chosen["overlap"] = False
+    if run.mlp_chunk_size is not None:
+        chosen["mlp_chunk_size"] = run.mlp_chunk_size
+    return chosen
+
+
+def _takes_tile(way: Way) -> bool:
+    """Whether it does not run without being told its tile."""
+    return way.strategy == "mesh" or (way.strategy == "ulysses" and way.tile != (1, 1))
+
+
+def _heading(plan: Plan) -> str:
+    run, cluster, model = plan.run, plan.cluster, plan.run.model
     peak = f" ({cluster.attention_forward / cluster.peak_flops:.0%} of peak)" if cluster.peak_flops else ""
     return "\n".join(
         [
@@ -74,8 +109,22 @@ def _heading(run: Run, cluster: Cluster) -> str:
             f"{run.gpus} GPUs of {cluster.name}: attention {cluster.attention_forward / 1e12:.4g} TFLOP/s forward{peak}"
             f", {cluster.gpus_per_node} to a node at {cluster.node_link / 1e9:.4g} GB/s, "
             f"{cluster.network_link / 1e9:.4g} GB/s between nodes",
+            _assumed(plan),
         ]
     )
+
+
+def _assumed(plan: Plan) -> str:
+    run = plan.run
+    told = [f"activations of {run.element} bytes, parameters of {run.parameter}, shared out by FSDP2"]
+    if run.training:
+        told[0] += f", gradients of {run.parameter}, optimizer {run.optimizer} bytes each"
+        told.append("K and V of frames " + ("computed again in backward" if run.recompute else "kept"))
+        told.append(("with" if run.checkpointing else "no") + " gradient checkpointing")
+    if run.mlp_chunk_size is not None:
+        told.append(f"MLPs of {run.mlp_chunk_size} tokens at once")
+    own = "local" if run.self_attention == "local" else str(plan.text.way)
+    return "; ".join([*told, f"self-attention {own}"])
 
 
 def _times(plan: Plan) -> list[list[str]]:
@@ -116,11 +165,22 @@ def _verdict(plan: Plan) -> list[str]:
     best = plan.best
     lines = [f"{name}: left out, {why}" for name, why in plan.left_out.items()]
     if best.fits:
-        lines.append(f"Best: {best.way}, {_seconds(best.seconds)} s a step.")
+        given = ", ".join(f"{name}={value!r}" for name, value in options(plan).items())
+        lines.append(f"Best: {best.way}, {_seconds(best.seconds)} s a step: patch_model(model, {given})")
+        if plan.enough and plan.enough < plan.run.gpus:
+            lines.append(f"{plan.enough} GPUs are enough to hold it, by LV-XAttn.")
     else:
         longest = max(row.longest for row in plan.rows)
-        need = f"at most {longest} frames do" if longest else "nor does a single frame: more GPUs are needed"
-        lines.append(f"Nothing fits with {plan.run.frames} frames; {need}.")
+        need = f"at most {longest} frames do" if longest else "nor does a single frame"
+        more = f"{plan.enough} GPUs hold it" if plan.enough else "no number of GPUs holds it"
+        lines.append(f"Nothing fits with {plan.run.frames} frames; {need}; {more}.")
+    if _takes_tile(best.way) and _takes_tile(plan.text.way):
+        lines.append(f"patch_model takes one tile; planned are {best.way} for frames and {plan.text.way} for text.")
+    if plan.run.frames > plan.run.text:
+        lines.append(
+            f"{plan.run.frames} frames have as many placeholders in the text, which {plan.run.text} tokens have no "
+            "place for: plan with more."
+        )
     return lines
 
 

@@ -26,7 +26,8 @@ class Run:
             "none": forward only.
         self_attention: of the text: "ring", "mesh", "ulysses", or "local" (every rank computes all text).
         recompute: K and V of frames are projected again in backward.
-        checkpointing: decoder layers are computed again in backward.
+        checkpointing: decoder layers, and those of a trained vision tower, are computed again in backward.
+        mlp_chunk_size: tokens that MLPs compute at once, again in backward, where a rank has more; None: all.
         overlap: transfers under computation.
         element: bytes of an activation's element (bf16: 2).
         parameter: bytes of a stored parameter and of its gradient (float32 masters: 4).
@@ -45,6 +46,7 @@ class Run:
     self_attention: str = "ring"
     recompute: bool = True
     checkpointing: bool = False
+    mlp_chunk_size: int | None = None
     overlap: bool = True
     element: int = 2
     parameter: int = 4
@@ -53,8 +55,14 @@ class Run:
     def __post_init__(self) -> None:
         for name in ("frames", "text", "gpus", "batch"):
             value = getattr(self, name)
-            if not isinstance(value, int) or value < 1:
+            if type(value) is not int or value < 1:
                 raise ConfigError(f"{name}: {value!r} is not a number of {name}; give 1 or more")
+        for name, least in (("element", 1), ("parameter", 1), ("optimizer", 0)):
+            value = getattr(self, name)
+            if type(value) is not int or value < least:
+                raise ConfigError(f"{name}: {value!r} is not a number of bytes; give {least} or more")
+        if self.mlp_chunk_size is not None and (type(self.mlp_chunk_size) is not int or self.mlp_chunk_size < 1):
+            raise ConfigError(f"mlp_chunk_size: {self.mlp_chunk_size!r} is not a number of tokens; give 1 or more")
         if self.trained not in TRAINED:
             raise ConfigError(f"trained: {self.trained!r} is unknown; choose one of {', '.join(TRAINED)}")
         if self.self_attention not in SELF_ATTENTION:
@@ -71,6 +79,17 @@ class Run:
     def rows(self) -> int:
         """Text tokens of each rank, padded to equal shares; all of them where text is not dealt."""
         return self.text if self.self_attention == "local" else -(-self.text // self.gpus)
+
+    @property
+    def mlp_rows(self) -> int:
+        """Tokens that an MLP computes at once."""
+        tokens = self.batch * self.rows
+        return tokens if self.mlp_chunk_size is None else min(tokens, self.mlp_chunk_size)
+
+    @property
+    def chunked(self) -> bool:
+        """Whether MLPs go in chunks: with no more tokens than a chunk has, they are computed as ever."""
+        return self.mlp_rows < self.batch * self.rows
 
     @property
     def local_frames(self) -> int:
@@ -119,6 +138,11 @@ class Run:
         cross = self.model.cross
         trained = self.trained == "all" or (self.training and self.model.connector_parameters > 0)
         return Visual(dim=cross.visual_dim, layers=cross.layers, recompute=self.recompute, trained=trained)
+
+    @property
+    def language_trained(self) -> bool:
+        """Whether the language model's own parameters get gradients."""
+        return self.trained in ("all", "no-vision")
 
     @property
     def trained_parameters(self) -> int:

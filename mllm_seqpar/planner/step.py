@@ -7,12 +7,13 @@ and once more for that of their weights where these are trained.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 
+from ..errors import ConfigError
 from .choose import Candidate, Options, choose
 from .cluster import Cluster
 from .run import Run
-from .transfers import all_gather_seconds
+from .transfers import all_gather, all_gather_seconds
 
 PARTS = ("vision tower", "self-attention", "cross-attention", "MLP", "vocabulary", "parameters")
 
@@ -36,12 +37,15 @@ class Part:
         """Forward and backward."""
         return self.forward + self.backward
 
+    def __add__(self, other: Part) -> Part:
+        return Part(*(mine + its for mine, its in zip(astuple(self), astuple(other), strict=True)))
 
-def step_parts(run: Run, cluster: Cluster, cross: Candidate) -> Mapping[str, Part]:
-    """The parts of a step (PARTS) whose cross-attention goes one way."""
+
+def step_parts(run: Run, cluster: Cluster, cross: Candidate, text: Candidate) -> Mapping[str, Part]:
+    """The parts of a step (PARTS) whose cross-attention goes one way, and whose self-attention goes another."""
     parts = {
         "vision tower": _vision(run, cluster),
-        "self-attention": _self_attention(run, cluster),
+        "self-attention": _self_attention(run, cluster, text),
         "cross-attention": _cross_attention(run, cluster, cross),
         "MLP": _mlp(run, cluster),
         "vocabulary": _vocabulary(run, cluster),
@@ -49,22 +53,36 @@ def step_parts(run: Run, cluster: Cluster, cross: Candidate) -> Mapping[str, Par
     return parts | {"parameters": _parameters(run, cluster, parts)}
 
 
-def cross_candidates(run: Run, cluster: Cluster, strategies: tuple[str, ...]) -> dict[str, Candidate]:
-    """The cheapest way of each strategy for one cross-attention call; strategies that are not legal are left out."""
+def cross_candidates(run: Run, cluster: Cluster, strategies: tuple[str, ...]) -> dict[str, list[Candidate]]:
+    """The ways of each strategy for one cross-attention call, cheapest first; strategies that are not legal are left
+    out."""
     options = Options(training=run.training, strategies=strategies, visual=run.visual, overlap=run.overlap)
-    cheapest: dict[str, Candidate] = {}
+    found: dict[str, list[Candidate]] = {}
     for candidate in choose(run.cross_problem, cluster, options=options).table:
-        cheapest.setdefault(candidate.way.strategy, candidate)
-    return cheapest
+        found.setdefault(candidate.way.strategy, []).append(candidate)
+    return found
 
 
-def _linear(run: Run, cluster: Cluster, parameters: int, tokens: int, *, trained: bool, again: bool = False) -> Part:
+def self_candidate(run: Run, cluster: Cluster) -> Candidate:
+    """The cheapest way of the configured self-attention for one call.
+
+    Raises:
+        ConfigError: none is legal.
+    """
+    name = "ring" if run.self_attention == "local" or run.gpus == 1 else run.self_attention
+    options = Options(training=run.training, strategies=(name,), causal=True, overlap=run.overlap)
+    try:
+        return choose(run.text_problem, cluster, options=options).table[0]
+    except ConfigError as error:
+        raise ConfigError(
+            f"self_attention: {name} cannot share out {run.model.text.heads} heads over {run.gpus} GPUs; "
+            "choose ring, or another number of GPUs"
+        ) from error
+
+
+def _linear(run: Run, cluster: Cluster, parameters: int, tokens: int, *, trained: bool, again: int = 0) -> Part:
     once = 2 * parameters * tokens / cluster.matmul
     return Part(once, once * (1 + trained + again) if run.training else 0.0)
-
-
-def _language_trained(run: Run) -> bool:
-    return run.trained in ("all", "no-vision")
 
 
 def _vision(run: Run, cluster: Cluster) -> Part:
@@ -74,44 +92,46 @@ def _vision(run: Run, cluster: Cluster) -> Part:
     attention = 4 * tokens * vision.tokens * vision.width * vision.layers / cluster.attention_forward
     forward = 2 * vision.parameters * tokens / cluster.matmul + attention
     backward = 0.0
-    if run.trained == "all":  # with its layers computed again
-        again = 10 * tokens * vision.tokens * vision.width * vision.layers / cluster.attention_backward
-        backward = 3 * 2 * vision.parameters * tokens / cluster.matmul + attention + again
-    connector = 2 * model.connector_parameters * run.local_frames * vision.keys / cluster.matmul
+    if run.trained == "all":
+        backward = 2 * 2 * vision.parameters * tokens / cluster.matmul
+        backward += 10 * tokens * vision.tokens * vision.width * vision.layers / cluster.attention_backward
+        backward += forward if run.checkpointing else 0.0
+    connector = 2 * model.connector_work * run.local_frames / cluster.matmul
     return Part(forward + connector, backward + (2 * connector if run.training else 0.0))
 
 
-def _self_attention(run: Run, cluster: Cluster) -> Part:
-    text, problem = run.model.text, run.text_problem
-    strategies = ("ring",) if run.self_attention == "local" else (run.self_attention,)
-    ulysses = run.self_attention == "ulysses"
-    best = choose(
-        problem,
-        cluster,
-        options=Options(
-            training=run.training,
-            strategies=strategies if not ulysses else ("ring", "ulysses"),
-            causal=True,
-            overlap=run.overlap,
-        ),
-    ).table
-    found = next((c for c in best if c.way.strategy == "ulysses"), best[0]) if ulysses else best[0]
+def _self_attention(run: Run, cluster: Cluster, text: Candidate) -> Part:
     linear = _linear(
         run,
         cluster,
-        text.attention_parameters,
+        run.model.text.attention_parameters,
         run.batch * run.rows,
-        trained=_language_trained(run),
+        trained=run.language_trained,
         again=run.checkpointing,
     )
-    return _times(_plus(linear, found, run), text.layers)
+    return _times(_plus(linear, text, run), run.model.text.layers)
 
 
 def _cross_attention(run: Run, cluster: Cluster, cross: Candidate) -> Part:
     shape = run.model.cross
     queries = 2 * run.model.text.hidden * shape.heads * shape.head_dim if shape.own_queries else 0
     linear = _linear(run, cluster, queries, run.batch * run.rows, trained=True, again=run.checkpointing)
-    return _times(_plus(linear, cross, run), shape.layers)
+    layer = _plus(linear, cross, run)
+    if run.self_attention == "local":
+        layer = layer + _rows_gathered(run, cluster)
+    return _times(layer, shape.layers)
+
+
+def _rows_gathered(run: Run, cluster: Cluster) -> Part:
+    """Where every rank computes all text, it takes the others' rows of O; backward sums their gradients in float32."""
+    problem = run.cross_problem
+    elements = problem.batch * problem.rows * problem.heads * problem.dim
+    trips = [all_gather(cluster, run.gpus, elements * problem.element)]
+    if run.training:
+        trips += [all_gather(cluster, run.gpus, elements * problem.accumulated)] + trips * run.checkpointing
+    seconds = [trip.seconds for trip in trips]
+    node, network = sum(trip.node_bytes for trip in trips), sum(trip.network_bytes for trip in trips)
+    return Part(seconds[0], sum(seconds[1:]), sum(seconds), 0.0, node, network)
 
 
 def _plus(linear: Part, attention: Candidate, run: Run) -> Part:
@@ -132,34 +152,22 @@ def _plus(linear: Part, attention: Candidate, run: Run) -> Part:
 
 
 def _times(part: Part, count: int) -> Part:
-    return Part(
-        part.forward * count,
-        part.backward * count,
-        part.exposed * count,
-        part.hidden * count,
-        part.node_bytes * count,
-        part.network_bytes * count,
-    )
+    return Part(*(value * count for value in astuple(part)))
 
 
 def _mlp(run: Run, cluster: Cluster) -> Part:
+    """Chunks are computed again in backward, whether the layer is or not: its own recomputation stops short of the MLP.
+    But a gated block, as the MLPs behind cross-attention are, keeps its result: there both are done."""
     text, cross, tokens = run.model.text, run.model.cross, run.batch * run.rows
-    own = _linear(
-        run,
-        cluster,
-        text.layers * text.mlp_parameters,
-        tokens,
-        trained=_language_trained(run),
-        again=run.checkpointing,
-    )
+    parameters, trained = text.layers * text.mlp_parameters, run.language_trained
+    own = _linear(run, cluster, parameters, tokens, trained=trained, again=run.checkpointing or run.chunked)
     extra = cross.layers * cross.mlp_matrices * text.hidden * cross.mlp_inner
-    other = _linear(run, cluster, extra, tokens, trained=True, again=run.checkpointing)
-    return Part(own.forward + other.forward, own.backward + other.backward)
+    return own + _linear(run, cluster, extra, tokens, trained=True, again=run.checkpointing + run.chunked)
 
 
 def _vocabulary(run: Run, cluster: Cluster) -> Part:
     text = run.model.text
-    return _linear(run, cluster, text.vocabulary * text.hidden, run.batch * run.rows, trained=_language_trained(run))
+    return _linear(run, cluster, text.vocabulary * text.hidden, run.batch * run.rows, trained=run.language_trained)
 
 
 def _parameters(run: Run, cluster: Cluster, parts: Mapping[str, Part]) -> Part:

@@ -63,6 +63,12 @@ def all_gather_seconds(cluster: Cluster, ranks: int, size: float) -> float:
     return max(inside, outside) + cluster.step_overhead_s
 
 
+def all_gather(cluster: Cluster, ranks: int, size: int) -> Trip:
+    """The same as a trip of `size` bytes from each rank to all others."""
+    inside = min(ranks, cluster.gpus_per_node) - 1
+    return Trip(all_gather_seconds(cluster, ranks, size), size * inside, size * (ranks - 1 - inside))
+
+
 class Hop(NamedTuple):
     """One hop of a ring: bytes/s and seconds of latency of its slowest, and whether that is between nodes."""
 

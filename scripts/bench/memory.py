@@ -157,7 +157,7 @@ def modes(ranks: int, quick: bool) -> list[Mode]:
 
 def largest_rows(bench: Bench, held: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
     """The longest video of every mode in the bytes that the first one's peak took at the larger size."""
-    budget, before = int(SLACK * held[1]["peak_bytes"]), 0
+    budget, before = int(SLACK * held[1]["peak_bytes"]), dict[str, Any]()
     assert held[1]["strategy"] == "lv-xattn" and not held[1]["recompute"]
     for index in range(0, len(held), 2):
         small, large = held[index : index + 2]
@@ -165,11 +165,11 @@ def largest_rows(bench: Bench, held: list[dict[str, Any]]) -> Iterator[dict[str,
         fits = bench.largest_in(mode, budget, small, large)
         row = bench.facts(mode) | {"measure": "largest", "budget_bytes": budget} | fits
         if mode.recompute:  # its rows come after those of the same strategy without
-            if before:
-                row["longer"] = fits["frames"] / before
+            if before["frames"] and "capped" not in before:
+                row["longer"] = fits["frames"] / before["frames"]
             grown = [held[i + 1]["planned_bytes"] - held[i]["planned_bytes"] for i in (index - 2, index)]
             row["planned_longer"] = grown[0] / grown[1]
-        before = fits["frames"]
+        before = fits
         yield row
 
 
@@ -185,7 +185,8 @@ def head(bench: Bench) -> str:
 
 def line(row: dict[str, Any]) -> str:
     """A row as text."""
-    how = f"{row['strategy']:<10} {'again' if row['recompute'] else 'kept':<10} {row['frames']:>7}"
+    least = ">= " if "capped" in row else ""  # as many as the text has places for
+    how = f"{row['strategy']:<10} {'again' if row['recompute'] else 'kept':<10} {least + str(row['frames']):>7}"
     mib = {name: f"{size / 2**20:.2f}" for name, size in row.items() if name.endswith("_bytes")}
     if row["measure"] == "bytes":
         return f"{how} {mib['kept_bytes']:>9} {mib['peak_bytes']:>9} {mib['planned_bytes']:>8}"
@@ -197,7 +198,7 @@ def line(row: dict[str, Any]) -> str:
     beyond = f"the next {mib['next_peak_bytes']}" if "next_peak_bytes" in mib else "the text has no place for more"
     if not row["frames"]:
         return f"{how} no frame on each rank fits in {mib['budget_bytes']} MiB ({mib['next_peak_bytes']})"
-    longer = f": {row['longer']:.2f} times, planner {row['planned_longer']:.2f}" if "longer" in row else ""
+    longer = f": {least}{row['longer']:.2f} times, planner {row['planned_longer']:.2f}" if "longer" in row else ""
     return f"{how} frames fit in {mib['budget_bytes']} MiB ({mib['peak_bytes']}, {beyond}){longer}"
 
 

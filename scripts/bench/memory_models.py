@@ -114,6 +114,7 @@ def open_flamingo(scale: int) -> Subject:
     from open_flamingo.src.helpers import MaskedCrossAttention
 
     sizes = scaled("open-flamingo-3b", scale, layers=24)
+    sizes = replace(sizes, text=replace(sizes.text, mlp_matrices=3))  # LLaMA's MLPs are gated, MPT's are not
     cross = sizes.cross
     language_model = LlamaForCausalLM(LlamaConfig(**TEXT | _text(sizes)))
     extend(language_model, mixin)

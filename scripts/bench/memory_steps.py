@@ -17,7 +17,7 @@ from torch import Tensor
 import mllm_seqpar.visual
 from mllm_seqpar import FrameShard, frame_range, patch_model, unpatch_model
 from mllm_seqpar.comm import Communicator, as_communicator
-from mllm_seqpar.planner.memory import memory
+from mllm_seqpar.planner.memory import from_features
 from mllm_seqpar.planner.model import read_model
 from mllm_seqpar.planner.run import Run
 from mllm_seqpar.planner.strategies import Way
@@ -149,8 +149,7 @@ class Bench:
             recompute=mode.recompute,
             element=DTYPE.itemsize,
         )
-        kinds = memory(run, mode.way(self.comm.size))
-        return kinds["features"] + kinds["activations"] + kinds["buffers"]
+        return sum(from_features(run, mode.way(self.comm.size)).values())
 
     def largest_in(self, mode: Mode, budget: int, small: dict[str, Any], large: dict[str, Any]) -> dict[str, int]:
         """The most frames, in equal numbers on all ranks, whose peak is at most `budget`; and the next one's peak, or

@@ -38,7 +38,7 @@ def table(head: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
 
 
 def _is_number(cell: str) -> bool:
-    return not cell or cell[0] in "-+0123456789"
+    return not cell or cell.removeprefix(">= ")[0] in "-+0123456789"
 
 
 def groups(rows: Sequence[Row], *names: str) -> dict[str, list[Row]]:

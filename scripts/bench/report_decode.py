@@ -40,4 +40,9 @@ def _tokens(rows: list[Row], who: str) -> list[float]:
 def _cells(row: Row) -> list[str]:
     speeds = [f"{1 / float(row[f'{who}_s_per_token']):.1f}" for who in ("patched", "unpatched")]
     prompts = [f"{float(row[f'{who}_prompt_s']):.2f}" for who in ("patched", "unpatched")]
-    return [*(row[name] for name in ("family", "images", "visual_keys", "ranks")), *speeds, f"{float(row['ratio']):.1f}", *prompts]
+    return [
+        *(row[name] for name in ("family", "images", "visual_keys", "ranks")),
+        *speeds,
+        f"{float(row['ratio']):.1f}",
+        *prompts,
+    ]

@@ -10,8 +10,9 @@ INTRODUCTION = """\
 `scripts/bench/memory.py`: real models with every width divided by the scale given, real ranks; bytes are those of the
 rank with most. "Kept" is what autograd holds for the backward pass, "peak" the most that was allocated at one time;
 parameters and their gradients are in neither. "Planner" is its estimate of the peak. The largest video is the one whose
-peak stays within a budget, the same for all: what lv-xattn without recomputation needs. The paper (arXiv 2502.02406,
-Figure 6) fits 1.6 times (mPLUG-Owl3-7b) and 1.5 times (OpenFlamingo-3b) the frames, for less than 8% of a step."""
+peak stays within a budget, the same for all: what lv-xattn without recomputation needs; ">=" where the text has no
+place for the placeholders of more. The paper (arXiv 2502.02406, Figure 6) fits 1.6 times (mPLUG-Owl3-7b) and 1.5 times
+(OpenFlamingo-3b) the frames, for less than 8% of a step."""
 
 
 def section(folder: Path) -> str | None:
@@ -52,10 +53,10 @@ def _family(family: str, rows: list[Row]) -> str:
     for x in held:
         fits = largest.get((x["ranks"], x["strategy"], x["recompute"]), {})
         sizes = [f"{int(x[name]) / 2**20:.2f}" for name in ("kept_bytes", "peak_bytes", "planned_bytes")]
-        longer = f"{float(fits['longer']):.2f}" if "longer" in fits else ""
-        lines.append(
-            [x["ranks"], x["strategy"], _kv(x["recompute"]), x["frames"], *sizes, fits.get("frames", ""), longer]
-        )
+        least = ">= " if "capped" in fits else ""  # as many as the text has places for
+        largest_video = least + fits["frames"] if fits else ""
+        longer = f"{least}{float(fits['longer']):.2f}" if "longer" in fits else ""
+        lines.append([x["ranks"], x["strategy"], _kv(x["recompute"]), x["frames"], *sizes, largest_video, longer])
     head = [
         "ranks",
         "strategy",
@@ -68,8 +69,9 @@ def _family(family: str, rows: list[Row]) -> str:
         "times",
     ]
     told = "\n".join(
-        f"- {x['ranks']} ranks, {x['frames']} frames, {x['text']} tokens: a step takes {float(x['again_s']):.3f} s "
-        f"with recomputation, {float(x['kept_s']):.3f} s without; by the pairs' median {float(x['share']):.1%} of it."
+        f"- {x['ranks']} rank{'' if x['ranks'] == '1' else 's'}, {x['frames']} frames, {x['text']} tokens: a step "
+        f"takes {float(x['again_s']):.3f} s with recomputation, {float(x['kept_s']):.3f} s without; by the pairs' "
+        f"median {float(x['share']):.1%} of it."
         for x in costs
     )
     about = f"Widths / {row['scale']}, {row['text']} tokens, {row['dtype']}, {row['device']}."

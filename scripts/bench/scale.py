@@ -12,8 +12,10 @@ for each strategy, the longest video that fits.
 from __future__ import annotations
 
 import argparse
+from contextlib import suppress
 from dataclasses import replace
 
+from mllm_seqpar.errors import ConfigError
 from mllm_seqpar.planner import read_cluster
 from mllm_seqpar.planner.files import find_file
 from mllm_seqpar.planner.model import read_model
@@ -95,10 +97,11 @@ def _whole_step(plan: Plan) -> str:
     best = _chosen(plan)
     if best is None:
         return "-"
-    found = {
-        kind: make_plan(replace(plan.run, self_attention=kind), plan.cluster, (best.way.strategy,)).best
-        for kind in SELF_ATTENTION
-    }
+    found = {}
+    for kind in SELF_ATTENTION:
+        with suppress(ConfigError):  # not legal on so many
+            run = replace(plan.run, self_attention=kind)
+            found[kind] = make_plan(run, plan.cluster, (best.way.strategy,)).best
     fitting = {kind: row.seconds for kind, row in found.items() if row.fits}
     kind = min(fitting, key=fitting.__getitem__)
     return f"{_seconds(fitting[kind])}, self {kind}"

@@ -41,6 +41,7 @@ def test_numbers_without_a_dot_are_numbers(tmp_path: Path) -> None:
         ("matmul: 1000000000000.0", "matmul: fast", r"matmul is 'fast'; give FLOP/s"),
         ("matmul: 1000000000000.0", "matmul: .nan", r"matmul is nan"),
         ("overlap: 1.0", "overlap: 2", r"overlap is 2; it is a share"),
+        ("links: all", "links: some", r"links is 'some'; give all, node or none"),
         ("name: round", "name: [round]", r"name is \['round'\]; give a text"),
     ],
 )
@@ -51,6 +52,18 @@ def test_a_bad_field_is_named(tmp_path: Path, old: str, new: str, message: str) 
     (tmp_path / "c.yaml").write_text(text.replace(old, new))
     with pytest.raises(ConfigError, match=message):
         read_cluster(tmp_path / "c.yaml")
+
+
+def test_links_that_were_not_measured_are_not_used() -> None:
+    for links, ranks, message in (
+        ("none", 2, "gpus_per_node, node_link and network_link"),
+        ("node", 5, "need network_link"),
+    ):
+        with pytest.raises(ConfigError, match=f"{ranks} ranks need .*{message.removeprefix('need ')}"):
+            with_(links=links).check_ranks(ranks)
+    with_(links="none").check_ranks(1)
+    with_(links="node").check_ranks(4)
+    with_().check_ranks(99)
 
 
 def test_a_file_that_is_none(tmp_path: Path) -> None:

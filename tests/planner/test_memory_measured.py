@@ -1,50 +1,166 @@
-"""Layer: one process. The planner's formula for activations against what autograd saves of a real, patched model."""
+"""Layer: one process. The planner's formulas for what is kept for backward against what autograd saves of real modules.
+
+K and V kept by whole models of the other families: `tests/test_memory_benchmark.py`.
+"""
 
 from __future__ import annotations
 
+import sys
+import types
+from collections.abc import Callable
+from dataclasses import replace
+from itertools import accumulate
+from typing import Any
+
 import pytest
 import torch
+from torch.profiler import ProfilerActivity, profile
 
 from mllm_seqpar import patch_model
+from mllm_seqpar.patches.mllama import _keys_values
 from mllm_seqpar.planner import Way
 from mllm_seqpar.planner.hf_config import _mplug_owl3
-from mllm_seqpar.planner.memory import memory
+from mllm_seqpar.planner.kept import kept, kept_before
+from mllm_seqpar.planner.memory import memory, tower_at_work
+from mllm_seqpar.planner.model import Cross, Model, Resampler, Text, Vision
 from mllm_seqpar.planner.run import Run
 from tiny import tiny_frames, tiny_model, tiny_text
 
 WIDTHS = {"hidden_size": 256, "intermediate_size": 704, "num_attention_heads": 8, "num_key_value_heads": 2}
+ALONE = Way("lv-xattn", (1, 1))
+DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 
 
-def kept(model: torch.nn.Module, length: int, frames: int, dtype: torch.dtype) -> int:
-    """Bytes of the storages that a forward pass saves for backward, parameters left out."""
-    parameters = {p.untyped_storage().data_ptr() for p in model.parameters()}
+def saved(run: Callable[[], object], *given: torch.Tensor) -> int:
+    """Bytes of the storages that a forward pass saves for backward, but for the given tensors'."""
+    left_out = {x.untyped_storage().data_ptr() for x in given}
     sizes, alive = {}, []
 
     def save(x: torch.Tensor) -> torch.Tensor:
         storage = x.untyped_storage()
-        if storage.data_ptr() not in parameters:
+        if storage.data_ptr() not in left_out:
             sizes[storage.data_ptr()] = storage.nbytes()
             alive.append(x.detach())  # or its place would be given away, and counted once for two
         return x.detach()
 
-    ids = tiny_text(frames, length=length)
     with torch.autograd.graph.saved_tensors_hooks(save, lambda x: x):
-        model(input_ids=ids, pixel_values=tiny_frames(frames).to(dtype), labels=ids)
+        run()
     return sum(sizes.values())
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_activations_of_a_real_model(dtype: torch.dtype) -> None:
+@DTYPES
+@pytest.mark.parametrize("chunk", [None, 64])
+def test_activations_of_a_real_model(dtype: torch.dtype, chunk: int | None) -> None:
     """By the difference between two lengths of text: what a token costs. Logits are counted apart (test_plan)."""
     model = tiny_model(num_hidden_layers=6, hyper_layers=[1, 4], vocab_size=256, **WIDTHS).to(dtype)
     model.vision_model.requires_grad_(False)
     sizes = _mplug_owl3(model.config.to_dict(), "tiny")
-    model = patch_model(model, strategy="lv-xattn").train()
-    found = kept(model, 512, 4, dtype) - kept(model, 256, 4, dtype)
+    model = patch_model(model, strategy="lv-xattn", mlp_chunk_size=chunk).train()
+    weights = list(model.parameters())
+
+    def found(length: int) -> int:
+        ids, frames = tiny_text(4, length=length), tiny_frames(4).to(dtype)
+        return saved(lambda: model(input_ids=ids, pixel_values=frames, labels=ids), *weights)
 
     def planned(text: int) -> int:
-        run = Run(model=sizes, frames=4, text=text, gpus=1, element=dtype.itemsize)
-        return memory(run, Way("lv-xattn", (1, 1)))["activations"] - text * 256 * (dtype.itemsize + 8)
+        run = Run(model=sizes, frames=4, text=text, gpus=1, element=dtype.itemsize, mlp_chunk_size=chunk)
+        return memory(run, ALONE)["activations"] - text * 256 * (dtype.itemsize + 8)
 
     logits = 256 * 256 * 4  # in float32, of 256 tokens and words
-    assert planned(512) - planned(256) == pytest.approx(found - logits, rel=0.04)
+    assert planned(512) - planned(256) == pytest.approx(found(512) - found(256) - logits, rel=0.04)
+
+
+@DTYPES
+@pytest.mark.parametrize("trained", ["no-vision", "connector"])
+def test_what_a_frame_costs_in_a_real_model(dtype: torch.dtype, trained: str) -> None:
+    """K and V kept: by the difference between two numbers of frames, the projector's input among it."""
+    model = tiny_model(num_hidden_layers=6, hyper_layers=[1, 4], vocab_size=256, **WIDTHS).to(dtype)
+    model.vision_model.requires_grad_(False)
+    if trained == "connector":
+        model.language_model.requires_grad_(False)
+        for number in model.config.hyper_layers:
+            model.language_model.model.layers[number - 1].self_attn.v_kv_proj.requires_grad_(True)
+    sizes = _mplug_owl3(model.config.to_dict(), "tiny")
+    model = patch_model(model, strategy="lv-xattn", recompute_visual=False).train()
+    weights = list(model.parameters())
+
+    def found(frames: int) -> int:
+        ids, pixels = tiny_text(frames, length=64), tiny_frames(frames).to(dtype)
+        return saved(lambda: model(input_ids=ids, pixel_values=pixels, labels=ids), *weights)
+
+    def planned(frames: int) -> int:
+        element = dtype.itemsize
+        run = Run(model=sizes, frames=frames, text=64, gpus=1, element=element, recompute=False, trained=trained)
+        features = frames * 4 * 256 * element if dtype == torch.float32 else 0  # in bf16 its norm keeps a copy instead
+        return kept(run, ALONE) + kept_before(run) + features
+
+    assert planned(32) - planned(16) == pytest.approx(found(32) - found(16), rel=0.04)  # rotary factors of each frame
+
+
+@DTYPES
+def test_keys_and_values_of_llama(dtype: torch.dtype) -> None:
+    from transformers.models.mllama.configuration_mllama import MllamaTextConfig
+    from transformers.models.mllama.modeling_mllama import MllamaTextCrossAttention
+
+    shape = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
+    attention: Any = MllamaTextCrossAttention(MllamaTextConfig(**shape, cross_attention_layers=[0]), 0).to(dtype)
+    features = torch.randn(3, 8, 64, dtype=dtype, requires_grad=True)
+
+    def project() -> torch.Tensor:
+        k, v = _keys_values(attention, features, torch.zeros(3))
+        return (k * v).sum()  # keeps both, as attention does
+
+    cross = Cross(layers=1, heads=4, kv_heads=2, head_dim=16, visual_dim=64, key_norm="float32")
+    run = Run(model=model_of(cross=cross, keys=8), frames=3, text=1, gpus=1, element=dtype.itemsize)
+    planned = kept(replace(run, recompute=False), ALONE) - kept(run, ALONE)
+    assert planned == pytest.approx(saved(project, features, *attention.parameters()), rel=0.01)
+
+
+@DTYPES
+@pytest.mark.parametrize("code", ["idefics", "flamingo"])
+def test_a_resampler(code: str, dtype: torch.dtype) -> None:
+    """8 latents of width 32 look at 24 patches, with 2 heads of 24, in 3 layers."""
+    shape = {"depth": 3, "n_heads": 2, "head_dim": 24, "n_latents": 8}
+    patches = torch.randn(5, 24, 32, dtype=dtype)
+    if code == "idefics":
+        from transformers import IdeficsConfig
+        from transformers.models.idefics.perceiver import IdeficsPerceiverResampler
+
+        config = IdeficsConfig(
+            vision_config={"embed_dim": 32}, perceiver_config={"qk_layer_norms_perceiver": True}, use_resampler=True
+        )
+        module: Any = IdeficsPerceiverResampler(config, 32, **shape).to(dtype)
+    else:
+        sys.modules.setdefault("open_clip", types.ModuleType("open_clip"))  # which the package imports, and needs not
+        helpers = pytest.importorskip("open_flamingo.src.helpers", reason="installed with --no-deps by scripts/test.sh")
+        module = helpers.PerceiverResampler(dim=32, depth=3, dim_head=24, heads=2, num_latents=8).to(dtype)
+        patches = patches[None, :, None]  # one sample's frames
+    found = saved(lambda: module(patches), *module.parameters())
+    resampler = Resampler(layers=3, heads=2, head_dim=24, mlp_inner=128, code=code)
+    model = replace(model_of(keys=8), resampler=resampler)
+    run = Run(model=model, frames=5, text=1, gpus=1, element=dtype.itemsize)
+    assert kept_before(run) == pytest.approx(found, rel=0.02)
+
+
+def test_a_frozen_tower_at_work() -> None:
+    """SigLIP in bf16 on 8 frames of 64 patches: the most that is allocated at one time, by the allocator's events."""
+    model = tiny_model(vision={"image_size": 112, "hidden_size": 128, "intermediate_size": 480}).to(torch.bfloat16)
+    sizes, frames = _mplug_owl3(model.config.to_dict(), "tiny"), torch.randn(8, 3, 112, 112).bfloat16()
+    with torch.no_grad(), profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
+        model.vision_model.penultimate(frames)
+    events = profiled.profiler.kineto_results.events()  # type: ignore[union-attr]
+    held = accumulate(size for _, size in sorted((e.start_ns(), e.nbytes()) for e in events if e.name() == "[memory]"))
+    run = Run(model=sizes, frames=8, text=1, gpus=1, trained="none")
+    assert max(held) == pytest.approx(tower_at_work(run), rel=0.02)
+
+
+def model_of(keys: int, cross: Cross | None = None) -> Model:
+    """Sizes with 24 patches of width 32 to a frame."""
+    text = Text(hidden=64, layers=1, heads=4, kv_heads=2, head_dim=16, mlp_inner=8, mlp_matrices=3, vocabulary=9)
+    vision = Vision(width=32, layers=1, heads=2, mlp_inner=8, tokens=24, keys=keys)
+    return Model(
+        name="tiny",
+        text=text,
+        cross=cross or Cross(layers=1, heads=4, kv_heads=2, head_dim=16, visual_dim=32),
+        vision=vision,
+    )

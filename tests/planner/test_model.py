@@ -49,6 +49,7 @@ CONFIGS_OF = {
         "model_type": "idefics",
         "cross_layer_interval": 4,
         "use_resampler": True,
+        "qk_layer_norms": True,
         "vision_config": {"embed_dim": 1280},
     },
     "llama-3.2-11b-vision": {"model_type": "mllama", "vision_config": {"image_size": 560}},
@@ -98,6 +99,12 @@ def test_bad_model_directories(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "mplugowl3"}')
     with pytest.raises(ConfigError, match="lacks 'hidden_size', which a mplugowl3 model needs"):
         read_model(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps(owl(num_attention_heads=None)))
+    with pytest.raises(ConfigError, match="config.json has values that a mplugowl3 model cannot have"):
+        read_model(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps(owl(num_key_value_heads=3)))
+    with pytest.raises(ConfigError, match="cannot have: text: 3 kv_heads do not divide 28 heads"):
+        read_model(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -111,12 +118,15 @@ def test_bad_model_directories(tmp_path: Path) -> None:
         ("projector: [1152, 3584]", "projector: 5", r"projector is 5; give \[in, out\] channels"),
         ("cross: {", "crossing: {", "unknown field crossing"),
         ("name: mplug-owl3-7b", "text: 5", "text is 5; it must hold fields"),
+        ("name: mplug-owl3-7b", "text:", "text is None; it must hold fields"),
+        ("own_queries: false", "own_queries: 0", "own_queries is 0; give true or false"),
+        ("features_norm: true", "key_norm: bfloat16", "key_norm is 'bfloat16'; give one of none, float32, mixed"),
     ],
 )
 def test_a_bad_model_file_is_named(tmp_path: Path, old: str, new: str, message: str) -> None:
     text = (CONFIGS / "models" / "mplug-owl3-7b.yaml").read_text()
     assert old in text
-    if new == "text: 5":
+    if new.startswith("text:"):
         text = "\n".join(line for line in text.splitlines() if not line.startswith("text"))
     (tmp_path / "m.yaml").write_text(text.replace(old, new))
     with pytest.raises(ConfigError, match=message):

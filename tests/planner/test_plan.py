@@ -83,7 +83,8 @@ def test_memory_by_formula() -> None:
     assert held["features"] == 2 * once  # and their gradient: the projector is trained
     assert memory(RUN, Way("replicate", (16, 1)))["features"] == 2 * 16 * once
     kept = memory(replace(RUN, recompute=False), LV)["activations"] - held["activations"]
-    assert kept == 4 * 2 * 256 * 729 * 4 * 128 * 2  # K and V of 4 layers, 4 heads of 128
+    # of 4 layers: K and V, 4 heads of 128; features normalised, their float32 copy, a factor of each token
+    assert kept == 4 * 256 * 729 * (2 * 4 * 128 * 2 + 3584 * (2 + 2 + 4) + 4)
     keys_values = 2 * 256 * 729 * 4 * 128
     # the ring holds two pieces of K, V, dK, dV of others; LV-XAttn those of rows, which are few
     ring = memory(RUN, RING)["buffers"] - held["buffers"]
@@ -92,6 +93,42 @@ def test_memory_by_formula() -> None:
     assert memory(replace(RUN, checkpointing=True), LV)["activations"] < held["activations"] / 2
     inference = memory(replace(RUN, trained="none"), LV)
     assert inference["gradients"] == inference["optimizer"] == 0 and inference["features"] == once
+
+
+def test_what_makes_the_features_counts() -> None:
+    """The projector keeps its input, 1152 channels; a trained tower the inside of each layer, or each layer's input."""
+    frozen = memory(RUN, LV)["activations"]
+    alone = memory(replace(RUN, model=replace(OWL, projector=None)), LV)["activations"]
+    assert frozen - alone == 256 * 729 * 1152 * 2
+    inside = 8 * 1152 + 2 * 4304
+    assert memory(replace(RUN, trained="all"), LV)["activations"] - frozen == 256 * 729 * 27 * inside * 2
+    again = [memory(replace(RUN, trained=name, checkpointing=True), LV)["activations"] for name in ("all", "no-vision")]
+    assert again[0] - again[1] == 256 * 729 * (27 * 1152 + inside) * 2
+
+
+def test_the_peak_may_be_the_towers() -> None:
+    """A forward pass of little text: what a layer got, what it added, that normalised, and two inner activations."""
+    held = memory(replace(RUN, trained="none", text=64), LV)
+    tower = 256 * 729 * (3 * 1152 + 2 * 4304) * 2
+    assert sum(held[kind] for kind in ("features", "activations", "buffers")) == tower
+
+
+def test_mlps_in_chunks() -> None:
+    """512 tokens of a rank, 128 at once: no inner activations are kept, and MLPs are computed twice."""
+    chunks = replace(RUN, mlp_chunk_size=128)
+    whole, less = memory(RUN, LV), memory(chunks, LV)
+    assert whole["activations"] - less["activations"] == 28 * 512 * 4 * 18944 * 2
+    assert memory(replace(RUN, mlp_chunk_size=512), LV) == whole
+    parts, plain = (make_plan(run, A100, ("lv-xattn",)).rows[0].parts["MLP"] for run in (chunks, RUN))
+    assert parts.forward == plain.forward and parts.backward == pytest.approx(1.5 * plain.backward)
+    again = make_plan(replace(chunks, checkpointing=True), A100, ("lv-xattn",)).rows[0].parts["MLP"]
+    assert again.backward == pytest.approx(parts.backward)  # the layer's own recomputation stops short of the MLP
+    # two frames: the buffers are the MLP's, of 2048 tokens or of one chunk with the sums of three weights' gradients
+    short = replace(RUN, frames=2, text=2048, gpus=1)
+    alone = Way("lv-xattn", (1, 1))
+    assert memory(short, alone)["buffers"] == 2048 * 2 * 18944 * 2
+    sums = 3 * 3584 * 18944 * 4
+    assert memory(replace(short, mlp_chunk_size=128), alone)["buffers"] == 128 * 6 * 18944 * 2 + sums
 
 
 def test_other_buffers_by_formula() -> None:
@@ -107,6 +144,15 @@ def test_other_buffers_by_formula() -> None:
     less = replace(OWL, text=replace(OWL.text, vocabulary=151851 - 1000))
     logits = memory(RUN, LV)["activations"] - memory(replace(RUN, model=less), LV)["activations"]
     assert logits == 512 * 1000 * (2 + 4 + 4)
+
+
+def test_buffers_where_nothing_is_recomputed_or_all_is_gathered() -> None:
+    keys = 256 * 729
+    kept = memory(replace(RUN, recompute=False), LV)["buffers"] - memory(RUN, LV)["buffers"]
+    assert kept == 3 * 4 * keys * 3584  # three tensors in float32 in the norms' backward, of all frames at once
+    gathered = 151851 * 3584 * 2 * 3
+    held = memory(RUN, Way("replicate", (16, 1)))["buffers"]
+    assert held - gathered == 16 * keys * 3584 * (2 + 4 + 4)  # as gradients of parts, in float32, and in a row
 
 
 def test_parameters_travel_under_computation_as_far_as_there_is_any() -> None:
@@ -134,6 +180,10 @@ def test_text_that_is_not_dealt_is_computed_by_every_rank() -> None:
     dealt = make_plan(RUN, A100, ("lv-xattn",)).rows[0]
     assert local.parts["MLP"].seconds == pytest.approx(16 * dealt.parts["MLP"].seconds)
     assert local.parts["self-attention"].exposed == 0
+    # cross-attention's rows go to all: 512 rows of each rank forward in bf16, their gradients back in float32
+    rows = 4 * 15 * 512 * 28 * 128 * (2 + 4)
+    sent = [sum((part.node_bytes, part.network_bytes)) for part in (p.parts["cross-attention"] for p in (local, dealt))]
+    assert sent[0] - sent[1] == rows
     assert local.memory["activations"] > 8 * dealt.memory["activations"]
 
 
@@ -149,6 +199,41 @@ def test_strategies_that_are_not_legal_are_named() -> None:
     plan = make_plan(replace(RUN, gpus=5), A100)
     assert "5 GPUs have no tile" in plan.left_out["mesh"]
     assert "no group of the 5 GPUs divides 28 heads" in plan.left_out["ulysses"]
+    alone = make_plan(replace(RUN, gpus=1), A100)
+    assert set(alone.left_out.values()) == {"one GPU has nobody to share with"}
+    for name in ("ulysses", "mesh"):
+        with pytest.raises(ConfigError, match=f"self_attention: {name} cannot share out 28 heads over 5 GPUs"):
+            make_plan(replace(RUN, gpus=5, self_attention=name), A100)
+
+
+def test_the_best_is_lv_xattn_unless_another_is_faster_by_more_than_predictions_are_good_for() -> None:
+    plan = make_plan(replace(RUN, gpus=4, frames=64), A100)
+    times = {row.way.strategy: row.seconds for row in plan.rows}
+    assert plan.rows[0].way.strategy != "lv-xattn" and times["lv-xattn"] < 1.02 * plan.rows[0].seconds
+    assert plan.best.way.strategy == "lv-xattn"
+
+
+def test_a_tile_that_fits_is_preferred() -> None:
+    """Eight GPUs, four hours: the fastest mesh does not fit, a slower one does."""
+    apart = with_(A100, gpus_per_node=8)
+    run = replace(RUN, gpus=8, frames=4 * 3600)
+    fits = {}
+    for tile in ((4, 2), (2, 4)):
+        fits[tile] = sum(memory(run, Way("mesh", tile)).values())
+    least = min(fits.values())
+    assert least < max(fits.values())
+    just = with_(apart, memory_bytes=(least + 1e6) / USABLE)
+    (row,) = make_plan(run, just, ("mesh",)).rows
+    assert row.fits and fits[row.way.tile] == least
+
+
+def test_how_many_gpus_are_enough() -> None:
+    enough = make_plan(replace(RUN, gpus=2), A100, ("lv-xattn",)).enough
+    assert enough is not None
+    for gpus, fits in ((enough, True), (enough // 2, False)):
+        held = memory(replace(RUN, gpus=gpus), Way("lv-xattn", (gpus, 1)))
+        assert (sum(held.values()) <= USABLE * A100.memory_bytes) == fits
+    assert make_plan(RUN, replace(A100, memory_bytes=1e6), ("lv-xattn",)).enough is None
 
 
 @pytest.mark.parametrize(
@@ -158,6 +243,9 @@ def test_strategies_that_are_not_legal_are_named() -> None:
         ({"gpus": -1}, "gpus: -1"),
         ({"trained": "half"}, "trained: 'half' is unknown; choose one of all, no-vision"),
         ({"self_attention": "star"}, "self_attention: 'star' cannot be planned"),
+        ({"element": 0}, "element: 0 is not a number of bytes; give 1 or more"),
+        ({"optimizer": -1}, "optimizer: -1 is not a number of bytes; give 0 or more"),
+        ({"mlp_chunk_size": 0}, "mlp_chunk_size: 0 is not a number of tokens"),
     ],
 )
 def test_bad_runs(changes: dict[str, object], message: str) -> None:
@@ -180,7 +268,10 @@ def test_the_command_prints_a_table_and_draws(capsys: pytest.CaptureFixture[str]
         "vision tower",
         "optimizer",
         "longest video",
+        "K and V of frames computed again",
         "Best: lv",
+        "patch_model(model, strategy='lv-xattn')",
+        "4 GPUs are enough",
     ):
         assert word in printed
     root = xml.etree.ElementTree.parse(picture).getroot()
@@ -201,6 +292,32 @@ def test_the_command_prints_json(capsys: pytest.CaptureFixture[str]) -> None:
     first = told["strategies"][0]
     assert first["seconds"] == pytest.approx(sum(p["forward"] + p["backward"] for p in first["parts"].values()))
     assert first["memory_total"] == sum(first["memory"].values())
+    assert told["best"] == {"strategy": "lv-xattn", "tile": [16, 1], "patch_model": {"strategy": "lv-xattn"}}
+    assert told["self_attention"]["tile"] == [1, 16] and told["enough_gpus"] == 4
+    more = [
+        "--strategy",
+        "mesh",
+        "--keep-visual",
+        "--mlp-chunk-size",
+        "256",
+        "--no-overlap",
+        "--self-attention",
+        "local",
+    ]
+    assert main([*COMMAND, "--json", *more]) == 0
+    told = json.loads(capsys.readouterr().out)
+    options = {"strategy": "mesh", "self_attention": "local", "tile": told["best"]["tile"], "recompute_visual": False}
+    assert told["best"]["patch_model"] == options | {"overlap": False, "mlp_chunk_size": 256}
+
+
+def test_the_command_for_a_forward_pass_and_for_too_much(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*COMMAND, "--trained", "none", "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["run"]["parameter"] == 2 and told["strategies"][0]["memory"]["optimizer"] == 0
+    assert main([*COMMAND, "--frames", "86400", "--self-attention", "ulysses"]) == 0
+    printed = capsys.readouterr().out
+    assert "Nothing fits with 86400 frames; at most" in printed and "32 GPUs hold it." in printed
+    assert "86400 frames have as many placeholders in the text" in printed and "self-attention ulysses 4 x" in printed
 
 
 def test_the_command_says_what_is_wrong(capsys: pytest.CaptureFixture[str]) -> None:
@@ -210,9 +327,12 @@ def test_the_command_says_what_is_wrong(capsys: pytest.CaptureFixture[str]) -> N
     assert "frames: 0 is not a number of frames" in capsys.readouterr().err
 
 
-def test_calibrate_writes_a_cluster(tmp_path: Path) -> None:
+def test_calibrate_writes_a_cluster(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "here.yaml"
     assert main(["calibrate", "--device", "cpu", "--heads", "4", "--dim", "32", "--output", str(file)]) == 0
     found = read_cluster(file)
     assert found.gpus_per_node == 1 and "links are not measured" in found.source
+    assert main([*COMMAND[:-1], str(file)]) == 2
+    assert "16 ranks need gpus_per_node, node_link and network_link, which one process" in capsys.readouterr().err
     assert main(["calibrate", "--heads", "3", "--kv-heads", "2", "--output", str(file)]) == 2
+    assert main(["calibrate", "--kv-heads", "0", "--output", str(file)]) == 2
