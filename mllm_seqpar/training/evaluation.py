@@ -6,10 +6,13 @@ their rows when it gathers. It knows nothing of the loss, which is one number fo
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.data import IterableDataset
 
 from mllm_seqpar.errors import ConfigError
 
@@ -55,3 +58,52 @@ def gather_once(accelerator: Any, unpatched: Any, data: Any, use_gather_object: 
         return unpatched(data, use_gather_object=False)
     finally:
         accelerator.gather = every
+
+
+class _Counted(IterableDataset):
+    """A stream that tells at its end how many samples it gave, and otherwise is the one it holds."""
+
+    def __init__(self, stream: Any, told: Callable[[int], None]) -> None:
+        self._stream, self._told = stream, told
+
+    def __iter__(self) -> Iterator[Any]:
+        count = 0
+        for sample in self._stream:
+            count += 1
+            yield sample
+        self._told(count)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)  # set_epoch and generator, which accelerate asks for
+
+
+@contextmanager
+def counting_stream(loader: Any) -> Iterator[None]:
+    """While a stream is evaluated that several groups read in turn: its loader learns how many samples of the last
+    round are no fillers, which accelerate knows of datasets with a length only.
+
+    Raises:
+        ConfigError: worker processes read the stream, where it cannot be counted.
+    """
+    from accelerate.data_loader import IterableDatasetShard
+
+    shard = getattr(loader, "dataset", None)
+    if not isinstance(shard, IterableDatasetShard) or shard.drop_last:
+        yield
+        return
+    if loader.num_workers:
+        raise ConfigError(
+            f"SeqParTrainer: dataloader_num_workers={loader.num_workers} and an evaluation set that is a stream, over "
+            f"{shard.num_processes} groups of ranks: how many samples fill up the last batch would not be known; use 0 "
+            "workers, or a dataset with a length"
+        )
+    stream, size = shard.dataset, shard.batch_size * (1 if shard.split_batches else shard.num_processes)
+
+    def told(count: int) -> None:
+        loader.remainder = count % size
+
+    shard.dataset = _Counted(stream, told)
+    try:
+        yield
+    finally:
+        shard.dataset = stream

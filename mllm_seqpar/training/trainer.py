@@ -38,7 +38,7 @@ from mllm_seqpar.training.accelerate_cpu import (
     without_launched_parallelism,
 )
 from mllm_seqpar.training.accelerate_glue import reshard, set_fsdp_units
-from mllm_seqpar.training.evaluation import gather_once, without_fillers
+from mllm_seqpar.training.evaluation import counting_stream, gather_once, without_fillers
 from mllm_seqpar.training.export import export_model
 
 
@@ -55,6 +55,9 @@ class SeqParTrainer(Trainer):
     Raises:
         ConfigError: degrees that contradict each other, or do not divide the number of processes.
     """
+
+    model: Any
+    optimizer: Any
 
     def __init__(
         self,
@@ -115,6 +118,12 @@ class SeqParTrainer(Trainer):
         if world == 1:
             return None
         if given is not None:
+            if given.data_parallel_size * given.cp_size != world:
+                raise ConfigError(
+                    f"SeqParTrainer: accelerate's parallelism config has dp_replicate_size={given.dp_replicate_size}, "
+                    f"dp_shard_size={given.dp_shard_size}, cp_size={given.cp_size}, tp_size={given.tp_size}, sp_size="
+                    f"{given.sp_size}; the first three must multiply to the {world} processes, the others be 1"
+                )
             return given
         return ParallelismConfig(cp_size=degree, dp_shard_size=world // degree)
 
@@ -198,16 +207,30 @@ class SeqParTrainer(Trainer):
             inputs = {**inputs, "logits_to_keep": torch.arange(text.shape[1])}
         return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
 
-    def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
-        """As `Trainer`'s; parameters that FSDP2 left gathered are shards again afterwards."""
-        result = super().evaluation_loop(*args, **kwargs)
+    def evaluation_loop(self, dataloader: Any, *args: Any, **kwargs: Any) -> Any:
+        """As `Trainer`'s, also before any training; parameters that FSDP2 left gathered are shards again afterwards."""
+        if self.accelerator.is_fsdp2 and not self.accelerator._models:  # sharded together with an optimizer only
+            self.create_optimizer()
+            self.model, self.optimizer = self.accelerator.prepare(self.model, self.optimizer)
+            self.model_wrapped = self.model
+        with counting_stream(dataloader):
+            result = super().evaluation_loop(dataloader, *args, **kwargs)
         reshard(self.model)
         return result
 
+    def floating_point_ops(self, inputs: dict[str, Any]) -> int:
+        """As `Trainer`'s, which adds up all ranks: this rank's part of what the group computes."""
+        return super().floating_point_ops(inputs) // self.sequence_parallel_size
+
+    def _track_num_input_tokens(self, inputs: dict[str, Any]) -> None:
+        before = self.state.num_input_tokens_seen
+        super()._track_num_input_tokens(inputs)
+        seen = self.state.num_input_tokens_seen - before  # on all ranks: by each rank of a group the same ones
+        self.state.num_input_tokens_seen = before + seen // self.sequence_parallel_size
+
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        optimizer: Any = self.optimizer
-        if self.is_fsdp_enabled and optimizer is not None:
-            complete_state(getattr(optimizer, "optimizer", optimizer))
+        if self.is_fsdp_enabled and self.optimizer is not None:
+            complete_state(getattr(self.optimizer, "optimizer", self.optimizer))
         super()._save_optimizer_and_scheduler(output_dir)
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:

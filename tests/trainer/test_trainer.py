@@ -11,7 +11,9 @@ from typing import Any
 
 import pytest
 import torch
+from accelerate.data_loader import IterableDatasetShard
 from safetensors.torch import load_file
+from torch.utils.data import ChainDataset, DataLoader
 from transformers import TrainingArguments
 
 from launch import ROOT, launch
@@ -19,6 +21,7 @@ from mllm_seqpar import SeqParTrainer, patch_model
 from mllm_seqpar.errors import ConfigError
 from mllm_seqpar.models.mplug_owl3 import MPlugOwl3ForConditionalGeneration
 from mllm_seqpar.training.accelerate_cp import keep_out_context_parallelism
+from mllm_seqpar.training.evaluation import counting_stream
 from tiny import tiny_model
 
 pytestmark = pytest.mark.launch
@@ -59,16 +62,7 @@ def assert_same_course(found: list[dict[str, Any]], expected: list[dict[str, Any
             assert one[name] == pytest.approx(other[name], rel=1e-4), (name, one, other)
 
 
-def test_two_groups_of_two_and_resuming(tmp_path: Path) -> None:
-    """20 steps of two batches each: loss, gradient norm, evaluation, the best model; and the same after a stop."""
-    saved = {"save_strategy": "steps", "save_steps": 10, "eval_strategy": "steps", "eval_steps": 10}
-    best = {"load_best_model_at_end": True, "metric_for_best_model": "eval_7_loss"}
-    evaluation = {"per_device_eval_batch_size": 2, "evaluate": True, **saved, **best}
-    expected = alone(tmp_path / "alone", per_device_train_batch_size=4, **evaluation)
-    given = {"per_device_train_batch_size": 2, "degree": 2}
-    found = together(4, tmp_path / "four", FOUR, **given, **evaluation)
-    assert_same_course(found, expected, ("loss", "grad_norm", "learning_rate"))
-
+def assert_same_evaluation(found: list[dict[str, Any]], expected: list[dict[str, Any]]) -> None:
     for count in (10, 7, 5):  # a last batch that is full, that is cut, and that one group has nothing of
         start = f"eval_{count}_"
         mine, theirs = (next(row for row in log if f"{start}loss" in row) for log in (found, expected))
@@ -76,6 +70,18 @@ def test_two_groups_of_two_and_resuming(tmp_path: Path) -> None:
         for name in ("samples", "targets", "right"):  # each sample once, and whole logits
             assert mine[start + name] == theirs[start + name], (count, name)
 
+
+def test_two_groups_of_two_and_resuming(tmp_path: Path) -> None:
+    """20 steps of two batches each: loss, gradient norm, evaluation, the best model; and the same after a stop."""
+    saved = {"save_strategy": "steps", "save_steps": 10, "eval_strategy": "steps", "eval_steps": 10}
+    best = {"load_best_model_at_end": True, "metric_for_best_model": "eval_7_loss"}
+    evaluation = {"per_device_eval_batch_size": 2, "evaluate": "after", **saved, **best}
+    expected = alone(tmp_path / "alone", per_device_train_batch_size=4, **evaluation)
+    given = {"per_device_train_batch_size": 2, "degree": 2}
+    found = together(4, tmp_path / "four", FOUR, **given, **evaluation)
+    assert_same_course(found, expected, ("loss", "grad_norm", "learning_rate", "num_input_tokens_seen"))
+
+    assert_same_evaluation(found, expected)
     facts = json.loads((tmp_path / "four" / "facts.json").read_text())
     assert facts["hooks on self_attn"] == 0  # of accelerate's context parallelism
     assert facts["sharded"] == len(list(tiny_model("gated").parameters()))
@@ -88,12 +94,14 @@ def test_two_groups_of_two_and_resuming(tmp_path: Path) -> None:
 
 
 def test_degree_from_the_launch_config_and_lora(tmp_path: Path) -> None:
-    """accelerate's key parallelism_config_cp_size; adapters on cross- and self-attention, checkpointed layers; and a
-    stream of samples, which every rank reads."""
+    """accelerate's key parallelism_config_cp_size; adapters on cross- and self-attention, checkpointed layers; and
+    streams of samples, which every rank reads. Evaluates before it trains."""
     given = {"lora": True, "gradient_checkpointing": True, "max_steps": 6, "stream": True}
+    given |= {"evaluate": "before", "per_device_eval_batch_size": 2}
     expected = alone(tmp_path / "alone", **given, per_device_train_batch_size=4)
     found = together(4, tmp_path / "four", WITH_CP, **given, per_device_train_batch_size=2)
     assert_same_course(found, expected, ("loss", "grad_norm"))
+    assert_same_evaluation(found, expected)
     facts = json.loads((tmp_path / "four" / "facts.json").read_text())
     assert facts["degree"] == 2 and facts["hooks on self_attn"] == 0
 
@@ -103,7 +111,8 @@ def test_without_fsdp_and_mostly_frozen(tmp_path: Path) -> None:
     given = {"frozen": True, "max_steps": 6, "per_device_train_batch_size": 4}
     expected = alone(tmp_path / "alone", **given)
     found = together(3, tmp_path / "three", None, **given)
-    assert_same_course(found, expected, ("loss", "grad_norm"))
+    assert_same_course(found, expected, ("loss", "grad_norm", "num_input_tokens_seen"))
+    assert found[-1]["total_flos"] == expected[-1]["total_flos"] > 0
 
 
 def test_trainer_itself_on_one_process_and_on_several(tmp_path: Path) -> None:
@@ -114,6 +123,19 @@ def test_trainer_itself_on_one_process_and_on_several(tmp_path: Path) -> None:
     text = json.dumps({**given, "patched": True})
     done = launch(2, SCRIPT, tmp_path / "two", "plain", text, timeout=LIMIT)
     assert done.returncode != 0 and "were given different inputs" in done.output, done.output[-4000:]
+
+
+def test_a_launch_config_for_another_number_of_processes(tmp_path: Path) -> None:
+    done = launch(2, SCRIPT, tmp_path, "seqpar", "{}", config=WITH_CP, timeout=LIMIT)
+    assert done.returncode != 0
+    assert "dp_shard_size=2, cp_size=2, tp_size=1, sp_size=1; the first three must multiply to the 2" in done.output
+
+
+def test_a_stream_that_workers_read_cannot_be_counted() -> None:
+    shard = IterableDatasetShard(ChainDataset([]), batch_size=2, num_processes=2)
+    loader = DataLoader(shard, batch_size=2, num_workers=3)
+    with pytest.raises(ConfigError, match="dataloader_num_workers=3 and .* over 2 groups"), counting_stream(loader):
+        pass
 
 
 def trainer(tmp_path: Path, model: Any = None, **given: Any) -> SeqParTrainer:

@@ -122,18 +122,21 @@ def main() -> None:
         "label_names": ["labels"],
         "remove_unused_columns": False,
         "gradient_accumulation_steps": 2,
-        "include_num_input_tokens_seen": "no",
+        "include_num_input_tokens_seen": "non_padding",
     }
     if own["stream"] and kind == "plain":  # Trainer by itself would cut the list of all frames like a batch
         settings["accelerator_config"] = {"dispatch_batches": False}
     arguments = TrainingArguments(**settings | given)
     samples = Samples(48, seed=1)
+    evaluated: dict[str, Any] = {str(count): Samples(count, seed=2) for count in (10, 7, 5)}
+    if own["stream"] and kind == "seqpar":  # against plain Trainer with datasets, of which it knows the length
+        evaluated = {name: Stream(data) for name, data in evaluated.items()}
     common: dict[str, Any] = {
         "model": prepared(own),
         "args": arguments,
         "data_collator": collate,
         "train_dataset": Stream(samples) if own["stream"] else samples,
-        "eval_dataset": {str(count): Samples(count, seed=2) for count in (10, 7, 5)},
+        "eval_dataset": evaluated,
         "callbacks": [Record(output / "log.jsonl")],
         "compute_metrics": accuracy if own["evaluate"] else None,
     }
@@ -144,8 +147,10 @@ def main() -> None:
         trainer = Trainer(**common)
     else:
         trainer = SeqParTrainer(**common, sequence_parallel_size=own["degree"], seqpar=SeqParConfig())
+    if own["evaluate"] == "before":
+        trainer.evaluate()
     trainer.train(resume_from_checkpoint=own["resume"])
-    if own["evaluate"]:
+    if own["evaluate"] == "after":
         trainer.evaluate()
     hooks = sum(len(module._forward_pre_hooks) for name, module in trainer.model.named_modules() if "self_attn" in name)
     sharded = sum(type(p).__name__ == "DTensor" for p in trainer.model.parameters())
