@@ -115,13 +115,17 @@ def two_groups(rank: int, world: int, variant: str, cases: list[list[Case]]) -> 
     model = tiny_model(variant).train()
     shard(model, mesh["dp", "sp"]._flatten("all"))
     patch_model(model, group=mesh["sp"])
-    own = cases[mesh["dp"].get_local_rank()]
+    group = mesh["dp"].get_local_rank()
+    own = cases[group]
     batches = [local_inputs(variant, case, model, mesh["sp"]) for case in own]
     found = train(model, batches, sharded=True)
     with torch.no_grad():
         prompt = own[0]
         inputs = {k: v for k, v in inputs_of(variant, prompt, model).items() if k != "labels"}
-        model.eval().generate(**inputs, max_new_tokens=3, do_sample=False, eos_token_id=None, pad_token_id=0)
+        # one group goes on when the other has its tokens, and needs its shards of the weights
+        new = {"max_new_tokens": 2 + 3 * group, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+        tokens = model.eval().generate(**inputs, **new)
+    assert tokens.shape[1] == inputs["input_ids"].shape[1] + new["max_new_tokens"]
     return found if rank == 0 else {"losses": found["losses"]}
 
 
