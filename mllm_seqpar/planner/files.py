@@ -50,7 +50,7 @@ def read_yaml(path: str | Path, what: str) -> dict[str, Any]:
     try:
         values = yaml.safe_load(path.read_text())
     except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{what}: {path} is not YAML: {error}") from error
+        raise ConfigError(f"{what}: {path} is not YAML: {' '.join(str(error).split())}") from error
     if not isinstance(values, dict):
         raise ConfigError(f"{what}: {path} holds {type(values).__name__}; it must hold fields, `name: value`")
     return values

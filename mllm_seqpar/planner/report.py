@@ -82,7 +82,7 @@ def options(plan: Plan) -> dict[str, Any]:
         chosen["self_attention"] = run.self_attention
     if _takes_tile(way):
         chosen["tile"] = way.tile
-    elif way.strategy not in ("mesh", "ulysses") and _takes_tile(plan.text.way):
+    elif way.strategy not in ("mesh", "ulysses") and run.self_attention != "auto" and _takes_tile(plan.text.way):
         chosen["tile"] = plan.text.way.tile
     if not run.recompute:
         chosen["recompute_visual"] = False
@@ -174,7 +174,7 @@ def _verdict(plan: Plan) -> list[str]:
         need = f"at most {longest} frames do" if longest else "nor does a single frame"
         more = f"{plan.enough} GPUs hold it" if plan.enough else "no number of GPUs holds it"
         lines.append(f"Nothing fits with {plan.run.frames} frames; {need}; {more}.")
-    if _takes_tile(best.way) and _takes_tile(plan.text.way):
+    if _takes_tile(best.way) and _takes_tile(plan.text.way) and plan.run.self_attention != "auto":
         lines.append(f"patch_model takes one tile; planned are {best.way} for frames and {plan.text.way} for text.")
     if plan.run.frames > plan.run.text:
         lines.append(

@@ -10,7 +10,7 @@ from .around import Visual
 from .model import Model
 
 TRAINED = ("all", "no-vision", "connector", "none")
-SELF_ATTENTION = ("ring", "mesh", "ulysses", "local")
+SELF_ATTENTION = ("ring", "mesh", "ulysses", "local", "auto")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,7 +24,8 @@ class Run:
         batch: items.
         trained: "all"; "no-vision": all but the vision tower; "connector": cross-attention and what follows the tower;
             "none": forward only.
-        self_attention: of the text: "ring", "mesh", "ulysses", or "local" (every rank computes all text).
+        self_attention: of the text: "ring", "mesh", "ulysses", "local" (every rank computes all text), or "auto" (the
+            cheapest of the first three).
         recompute: K and V of frames are projected again in backward.
         checkpointing: decoder layers, and those of a trained vision tower, are computed again in backward.
         mlp_chunk_size: tokens that MLPs compute at once, again in backward, where a rank has more; None: all.

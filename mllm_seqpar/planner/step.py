@@ -69,13 +69,17 @@ def self_candidate(run: Run, cluster: Cluster) -> Candidate:
     Raises:
         ConfigError: none is legal.
     """
-    name = "ring" if run.self_attention == "local" or run.gpus == 1 else run.self_attention
-    options = Options(training=run.training, strategies=(name,), causal=True, overlap=run.overlap)
+    names: tuple[str, ...] = (run.self_attention,)
+    if run.self_attention == "local" or run.gpus == 1:
+        names = ("ring",)
+    elif run.self_attention == "auto":
+        names = ("ring", "mesh", "ulysses")
+    options = Options(training=run.training, strategies=names, causal=True, overlap=run.overlap)
     try:
         return choose(run.text_problem, cluster, options=options).table[0]
     except ConfigError as error:
         raise ConfigError(
-            f"self_attention: {name} cannot share out {run.model.text.heads} heads over {run.gpus} GPUs; "
+            f"self_attention: {run.self_attention} cannot share out {run.model.text.heads} heads over {run.gpus} GPUs; "
             "choose ring, or another number of GPUs"
         ) from error
 

@@ -98,7 +98,7 @@ def _whole_step(plan: Plan) -> str:
     if best is None:
         return "-"
     found = {}
-    for kind in SELF_ATTENTION:
+    for kind in (name for name in SELF_ATTENTION if name != "auto"):
         with suppress(ConfigError):  # not legal on so many
             run = replace(plan.run, self_attention=kind)
             found[kind] = make_plan(run, plan.cluster, (best.way.strategy,)).best

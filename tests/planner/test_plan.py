@@ -206,6 +206,13 @@ def test_strategies_that_are_not_legal_are_named() -> None:
             make_plan(replace(RUN, gpus=5, self_attention=name), A100)
 
 
+def test_self_attention_of_its_own_choice_is_the_cheapest() -> None:
+    def seconds(name: str) -> float:
+        return make_plan(replace(RUN, self_attention=name), A100, ("lv-xattn",)).rows[0].parts["self-attention"].seconds
+
+    assert seconds("auto") == min(map(seconds, ("ring", "mesh", "ulysses"))) < seconds("ring")
+
+
 def test_the_best_is_lv_xattn_unless_another_is_faster_by_more_than_predictions_are_good_for() -> None:
     plan = make_plan(replace(RUN, gpus=4, frames=64), A100)
     times = {row.way.strategy: row.seconds for row in plan.rows}
