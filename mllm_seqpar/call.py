@@ -24,7 +24,7 @@ from .attention.joint import attend
 from .attention.planning import accumulation, plan_for, problem_of
 from .attention.sources import GivenKeys, KeySource
 from .cached_text import CachedRows
-from .choosing import CrossShape, chosen_plan
+from .choosing import CROSS, CROSS_MESH, OWN, OWN_MESH, Among, CrossShape, chosen_plan
 from .comm import Communicator
 from .comm.autograd import gather_shards
 from .context import SeqParContext
@@ -32,7 +32,6 @@ from .errors import ConfigError
 from .masks import Blocks, FrameBlocks, FrameMask
 from .planner import Choice
 from .planner.cost import Visual
-from .schedules.traffic import Problem
 from .sharding import frame_bounds
 from .text import TextShards
 from .visual import KeptVisual, Projection, RecomputedKeys, SharedVisual
@@ -165,15 +164,16 @@ class SeqParCall:
         Args:
             k, v: (B, G, s, D).
             window: keys that a row sees at most, itself included; None: all before it.
-            heads: query heads, None: G; with them a mesh without a tile chooses one.
+            heads: query heads, None: G; "auto", and a mesh without a tile, choose by them.
         """
         assert self.text is not None
         blocks, lengths = self.text.blocks(window), (self.text.local,) * self.context.comm.size
         name = self.context.config.self_attention
-        if name == "local":  # whole everywhere, but for the rows of an attention that it shares with frames
+        among = {"auto": OWN, "mesh": OWN_MESH}.get(name)
+        if name in ("local", "auto"):  # local: whole everywhere, but for the rows of an attention shared with frames
             name = "ring"
         q_shape = k.shape[0], heads or k.shape[1], *k.shape[2:]
-        plan = self._plan(name, blocks, lengths, q_shape, k.shape, k.dtype)
+        plan = self._plan(name, among, blocks, lengths, q_shape, k.shape, k.dtype)
         return GivenKeys(plan, k, v)
 
     def cross_attend(
@@ -226,19 +226,15 @@ class SeqParCall:
     def _visual_plan(self, q: Tensor, kv_heads: int) -> Plan:
         """For rows q (B, H, s, D) and keys with so many heads; only "mesh" and "auto" look at these."""
         assert self.frames is not None
-        frames, config, chooser = self.frames, self.context.config, self.context.chooser
+        frames, config = self.frames, self.context.config
         if frames.whole:
             dtype = accumulation(config.accumulate_dtype, q.dtype)
             return Plan((1, 1), frames.blocks, frames.key_lengths, dtype, config.overlap)
-        if chooser is not None and self.context.comm.size > 1:
-            problem = self._problem(q.shape, (1, kv_heads), frames.key_lengths, q.dtype)
-            choice = frames.choice or chooser.choose(
-                problem, frames.blocks, training=torch.is_grad_enabled(), visual=None
-            )
-            return chosen_plan(chooser, choice, frames.blocks, problem, config, q.dtype)
+        among = {"auto": CROSS, "mesh": CROSS_MESH}.get(config.strategy)
         # decoding keeps K and V where they are, also for "replicate"
         name = "lv-xattn" if config.strategy in ("auto", "replicate") else config.strategy
-        return self._plan(name, frames.blocks, frames.key_lengths, q.shape, (1, kv_heads), q.dtype)
+        k_shape = 1, kv_heads
+        return self._plan(name, among, frames.blocks, frames.key_lengths, q.shape, k_shape, q.dtype, frames.choice)
 
     def attend(self, q: Tensor, sources: Sequence[KeySource], scale: float) -> Tensor:
         """q (B, H, s, D) -> o (B, H, s, D): one softmax over all sources' keys of all ranks."""
@@ -276,21 +272,24 @@ class SeqParCall:
         BlockMath(self.context.config.kernel, scale).forward(q, k, v, tiles, partial)
         return merge_over_ranks(*partial.value, self.context.comm)
 
-    def _problem(
-        self, q_shape: Sequence[int], k_shape: Sequence[int], key_lengths: tuple[int, ...], dtype: torch.dtype
-    ) -> Problem:
-        return problem_of(q_shape, k_shape, key_lengths, dtype, self.context.config.accumulate_dtype)
-
     def _plan(
         self,
         strategy: str,
+        among: Among | None,
         blocks: Blocks,
         key_lengths: tuple[int, ...],
         q_shape: Sequence[int],
         k_shape: Sequence[int],
         dtype: torch.dtype,
+        choice: Choice | None = None,
     ) -> Plan:
-        config = self.context.config
-        problem = self._problem(q_shape, k_shape, key_lengths, dtype)
+        """Of the choice that was or is made `among` several, where there are rates to choose by; else of `strategy`."""
+        config, chooser = self.context.config, self.context.chooser
+        problem = problem_of(q_shape, k_shape, key_lengths, dtype, config.accumulate_dtype)
+        if among is not None and chooser is not None and problem.ranks > 1:
+            choice = choice or chooser.choose(
+                problem, blocks, training=torch.is_grad_enabled(), among=among, tile=config.tile_for(strategy)
+            )
+            return chosen_plan(chooser, choice, blocks, problem, config, dtype, causal=among.causal)
         accumulate = accumulation(config.accumulate_dtype, dtype)
         return plan_for(strategy, config.tile_for(strategy), blocks, problem, accumulate, config.overlap)

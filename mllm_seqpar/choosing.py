@@ -1,7 +1,8 @@
-"""`strategy="auto"`: which strategy and tile a pass's cross-attention takes, by the planner's own cost functions.
+"""`strategy="auto"`, `self_attention="auto"`: which strategy and tile attention takes, by the planner's cost functions.
 
-A choice is a pure function of what all ranks know: the call's shape, what its mask lets see, and the rates that were
-read or measured when the model was patched. So all ranks choose alike, without asking each other.
+And a mesh whose `cluster` is known: the cheapest tile, where none is given, and the order of its steps. A choice is a
+pure function of what all ranks know: the call's shape, what its mask lets see, and the rates that were read or measured
+when the model was patched. So all ranks choose alike, without asking each other.
 """
 
 from __future__ import annotations
@@ -36,6 +37,21 @@ class CrossShape(NamedTuple):
     layers: int
 
 
+class Among(NamedTuple):
+    """What may be chosen: the option that asks for it, the strategies, and whether rows see no later keys."""
+
+    option: str
+    strategies: tuple[str, ...]
+    causal: bool = False
+
+
+CROSS = Among('strategy="auto"', STRATEGIES)
+# Rows and keys of text are as many: moving Q, O and the log-sum-exp is never less than moving K and V.
+OWN = Among('self_attention="auto"', ("ring", "mesh", "ulysses"), causal=True)
+_ANY_TILE = ("lv-xattn", "ring", "mesh")
+CROSS_MESH = Among('strategy="mesh"', _ANY_TILE)
+OWN_MESH = Among('self_attention="mesh"', _ANY_TILE, causal=True)
+
 SHARED_RANKS = 16
 """Where a mask hides whole ranks from rows: up to so many ranks every block is simulated with its own share of visible
 entries, and up to four times as many with the rows that travel; above, that would take seconds."""
@@ -48,6 +64,11 @@ def _rough(problem: Problem) -> Problem:
     are uneven, would cost more than the best choice saves.
     """
     return replace(problem, rows=_rounded(problem.rows), keys=(_rounded(max(problem.keys)),) * problem.ranks)
+
+
+def _visible(blocks: Blocks) -> float:
+    """The share of entries that a mask of frames shows; 1 where there is none."""
+    return max(round(blocks.share, 2), 0.01) if isinstance(blocks, FrameBlocks) else 1.0
 
 
 def _rounded(length: int) -> int:
@@ -64,9 +85,18 @@ class Chooser:
 
     cluster: Cluster
     _found: dict[object, Choice] = field(default_factory=dict)
-    _told: set[tuple[str, tuple[int, int], int]] = field(default_factory=set)
+    _told: set[object] = field(default_factory=set)
 
-    def choose(self, problem: Problem, blocks: Blocks, *, training: bool, visual: Visual | None) -> Choice:
+    def choose(
+        self,
+        problem: Problem,
+        blocks: Blocks,
+        *,
+        training: bool,
+        visual: Visual | None = None,
+        among: Among = CROSS,
+        tile: tuple[int, int] | None = None,
+    ) -> Choice:
         """The cheapest way.
 
         Args:
@@ -75,15 +105,15 @@ class Chooser:
             training: whether there will be a backward pass.
             visual: where the keys come from, for a choice made before any layer runs; None: replication, which gathers
                 the features beforehand, is not among the candidates.
+            among: the strategies that may be.
+            tile: only this one; None: any.
         """
-        visible: float | list[list[float]] = 1.0
-        pruned = False
-        if isinstance(blocks, FrameBlocks):
-            visible, pruned = max(round(blocks.share, 2), 0.01), blocks.prunes
+        visible, pruned = _visible(blocks), isinstance(blocks, FrameBlocks) and blocks.prunes
         problem = _rough(problem)
-        key = problem, training, visual, visible, pruned
+        key = problem, training, visual, visible, pruned, among, tile
         if key not in self._found:
-            seen, shares = None, visible
+            seen: list[list[int]] | None = None
+            shares: float | list[list[float]] = visible
             if pruned and isinstance(blocks, FrameBlocks):
                 seen = blocks.counts() if problem.ranks <= 4 * SHARED_RANKS else None
                 shares = blocks.shares() if problem.ranks <= SHARED_RANKS else visible
@@ -92,18 +122,27 @@ class Chooser:
                 visible=shares,
                 seen=seen,
                 visual=visual,
-                strategies=STRATEGIES if visual is not None else [s for s in STRATEGIES if s != "replicate"],
+                strategies=[s for s in among.strategies if s != "replicate" or visual is not None],
+                causal=among.causal,
+                tile=tile,
             )
             found = self._found[key] = choose(problem, self.cluster, options=options)
-            name = found.strategy, found.tile, found.heads_over
-            if name not in self._told:
-                self._told.add(name)
-                _log.info('strategy="auto" on %s: %s', self.cluster.name, found.why)
+            told = among, found.strategy, found.tile, found.heads_over
+            if told not in self._told:
+                self._told.add(told)
+                _log.info("%s on %s: %s", among.option, self.cluster.name, found.why)
         return self._found[key]
 
 
 def chosen_plan(
-    chooser: Chooser, choice: Choice, blocks: Blocks, problem: Problem, config: SeqParConfig, dtype: torch.dtype
+    chooser: Chooser,
+    choice: Choice,
+    blocks: Blocks,
+    problem: Problem,
+    config: SeqParConfig,
+    dtype: torch.dtype,
+    *,
+    causal: bool,
 ) -> Plan:
     """The plan of a choice; a mesh's order of steps is worked out for the rates that it was chosen by."""
     rough = _rough(problem)
@@ -111,8 +150,9 @@ def chosen_plan(
     tile = choice.tile if choice.strategy in ("mesh", "ulysses") else None
     hides = None
     if 1 not in choice.tile:
+        visible, over = _visible(blocks) * (0.5 if causal else 1.0), choice.heads_over
         forward, backward = (
-            blocks_to_hide(rough, choice.tile, chooser.cluster, backward=back, heads_over=choice.heads_over)
+            blocks_to_hide(rough, choice.tile, chooser.cluster, backward=back, heads_over=over, visible=visible)
             for back in (False, True)
         )
         hides = forward, backward
@@ -120,15 +160,17 @@ def chosen_plan(
 
 
 def chooser_for(config: SeqParConfig, comm: Communicator, device: torch.device, dtype: torch.dtype) -> Chooser | None:
-    """What `config` needs to choose by: None unless it says "auto". Collective: rates are measured, or compared.
+    """What `config` needs to choose by: None unless it says "auto" or names a cluster. Collective.
+
+    Rates are read from that cluster's file, whose contents the ranks compare, or else measured.
 
     Raises:
         ConfigError: a cluster file that cannot be used.
         AgreementError: ranks whose cluster files differ.
     """
-    if config.strategy != "auto":
-        return None
     path = config.cluster
+    if path is None and "auto" not in (config.strategy, config.self_attention):
+        return None
     if path is not None:
         read: list[Cluster] = []
 
@@ -137,6 +179,7 @@ def chooser_for(config: SeqParConfig, comm: Communicator, device: torch.device, 
             return repr(read[0])
 
         agree_on_text(comm, "patch_model(cluster=...)", describe)
+        read[0].check_ranks(comm.size)
         return Chooser(read[0])
     from .planner.calibrate import Shape, calibrate
 

@@ -12,7 +12,7 @@ from .sharding import LAYOUTS
 
 CHOICES: dict[str, tuple[str, ...]] = {
     "strategy": ("lv-xattn", "ring", "mesh", "ulysses", "replicate", "auto"),
-    "self_attention": ("ring", "mesh", "ulysses", "star", "local"),
+    "self_attention": ("ring", "mesh", "ulysses", "star", "local", "auto"),
     "text_layout": LAYOUTS,
     "logits": ("auto", "full", "local"),
 }
@@ -29,8 +29,8 @@ class SeqParConfig:
             visual features (for short visual input); "auto" takes the cheapest of these for the shapes, the mask and
             the machine at hand, and logs which and why.
         self_attention: the language model's own attention: "ring", "mesh" or "ulysses"; "local" (text not sharded at
-            all: every rank computes all text, only frames are shared out); or "star", for generating from long prompts,
-            which is approximate: see `mllm_seqpar.star`.
+            all: every rank computes all text, only frames are shared out); "auto" (the cheapest of the first three, as
+            above); or "star", for generating from long prompts, which is approximate: see `mllm_seqpar.star`.
         text_layout: how text tokens are dealt to ranks; zigzag and striped balance causal work.
         tile: (a, b): with "mesh", how many ranks' rows and columns a rank computes with (a * b = n; None: the tile that
             sends least); with "ulysses", what is done between the groups of n / (a * b) ranks that deal heads (None:
@@ -45,7 +45,8 @@ class SeqParConfig:
             saves an exchange per layer and token; None: always so.
         mlp_chunk_size: tokens that the language model's MLPs compute at once, with recomputation in backward (blockwise
             feed-forward, arXiv 2310.01889, section 3); None: all of a rank's tokens at once, nothing recomputed.
-        cluster: a cluster file of the planner (`configs/clusters`) whose rates "auto" decides by; None: measured.
+        cluster: a cluster file of the planner (`configs/clusters`) whose rates "auto" decides by; None: measured. With
+            "mesh" its steps are ordered, and its tile chosen where none is given, by these rates; None: by the bytes.
         logits: "full": every rank gets the caller's whole logits; "local": its own tokens' only; "auto": full without
             labels, local with labels.
 
@@ -98,8 +99,14 @@ class SeqParConfig:
             raise ConfigError(
                 f"mlp_chunk_size: {self.mlp_chunk_size!r} is not a number of tokens; pass a positive int, or None"
             )
-        if self.cluster is not None and not isinstance(self.cluster, str):
-            raise ConfigError(f"cluster: {self.cluster!r} is not a path; pass that of a cluster file, or None")
+        if self.cluster is not None:
+            if not isinstance(self.cluster, str):
+                raise ConfigError(f"cluster: {self.cluster!r} is not a path; pass that of a cluster file, or None")
+            if not {self.strategy, self.self_attention} & {"auto", "mesh"}:
+                raise ConfigError(
+                    f"cluster: {self.cluster!r} was given, but neither strategy={self.strategy!r} nor self_attention="
+                    f"{self.self_attention!r} decides anything by it; auto and mesh do"
+                )
         if not isinstance(self.kernel, str):
             raise ConfigError(f"kernel: {self.kernel!r} is not a kernel's name; pass 'auto' or a name")
 

@@ -80,7 +80,7 @@ def _as_chosen(family: Family, inputs: Inputs, text: TextShards, shards: VisualS
     context, shape = family.context, family.cross_shape()
     if context.comm.size == 1:
         return shards
-    if context.chooser is not None and shape is not None:
+    if context.config.strategy == "auto" and shape is not None:
         shards = choose_for_pass(context, shape, text, shards)
     if context.config.strategy == "replicate" or (shards.choice and shards.choice.strategy == "replicate"):
         shards = shards.gathered(context.comm, family.index(inputs, shards.visual.total_frames))

@@ -29,7 +29,9 @@ class Options:
         visual: where the keys come from; None: the text's own, which every layer computes anyway.
         overlap: transfers under computation.
         hybrid: Ulysses also over part of the ranks, with a tile over the rest.
-        margin: by what share another way must be cheaper than LV-XAttn: predictions are no better than that.
+        tile: only ways with this one; None: any.
+        margin: by what share another way must be cheaper than LV-XAttn, or than Ring Attention where that is not among
+            them: predictions are no better than that.
     """
 
     training: bool = True
@@ -40,6 +42,7 @@ class Options:
     visual: Visual | None = None
     overlap: bool = True
     hybrid: bool = True
+    tile: tuple[int, int] | None = None
     margin: float = 0.02
 
 
@@ -102,17 +105,17 @@ def choose(problem: Problem, cluster: Cluster, *, options: Options | None = None
     found = [
         _candidate(problem, way, cluster, options)
         for way in ways(problem, options.strategies)
-        if options.hybrid or way.strategy != "ulysses" or way.tile == (1, 1)
+        if options.tile in (None, way.tile) and (options.hybrid or way.strategy != "ulysses" or way.tile == (1, 1))
     ]
     if not found:
         raise ConfigError(
             f"strategies: none of {', '.join(options.strategies)} is legal for {problem.heads} heads on "
             f"{problem.ranks} ranks; allow lv-xattn, or ring, which always are"
         )
-    first = found[0]  # LV-XAttn, where it may be chosen
+    first = found[0]  # LV-XAttn, or Ring Attention, where they may be chosen
     table = sorted(found, key=lambda candidate: candidate.seconds)  # stable: equal ones stay in order
     best = table[0]
-    if first.way.strategy == "lv-xattn" and first.seconds <= best.seconds * (1 + options.margin):
+    if first.way.strategy in ("lv-xattn", "ring") and first.seconds <= best.seconds * (1 + options.margin):
         best = first
     way = best.way
     return Choice(way.strategy, way.tile, way.heads_over, best.seconds, _why(best, table, problem), tuple(table))

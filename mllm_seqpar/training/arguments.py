@@ -31,7 +31,7 @@ class TrainArguments(Options):
     self_attention: str = option(f"self-attention of the text: {', '.join(SELF_ATTENTION)}", "ring")
     text_layout: str = option("how text tokens are dealt to ranks: zigzag, striped, contiguous", "zigzag")
     tile: str | None = option("tile of mesh (AxB = ranks) or of hybrid ulysses, as AxB; default: chosen", None)
-    cluster: str | None = option("cluster file that --strategy auto decides by; default: rates are measured", None)
+    cluster: str | None = option("cluster file that auto and mesh decide by; default: auto measures rates, mesh counts bytes", None)
     mlp_chunk_size: int | None = option("text tokens that MLPs compute at once, again in backward; default: all", None)
     kernel: str = option("block attention kernel", "auto")
     recompute_visual: bool = option("recompute K and V of visual tokens in backward instead of keeping them", True)

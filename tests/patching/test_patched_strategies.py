@@ -13,12 +13,13 @@ from typing import Any
 
 import pytest
 import torch
-from patched import PATIENCE, Case, inputs_of, model_of
+from patched import PATIENCE, Case, check, inputs_of, model_of, patched_rank, reference
 
 from mllm_seqpar import patch_model, unpatch_model
 from mllm_seqpar.errors import AgreementError, ConfigError
 from mllm_seqpar.patching import patch_of
 from mllm_seqpar.planner import Cluster, write_cluster
+from outcomes import Outcome
 from ranks import ranks
 
 CASE = Case(frames=(6, 5), length=24)
@@ -31,15 +32,17 @@ VISUAL = {  # labels that cross-attention alone sends, beside local text: forwar
 }
 
 
-def cluster(name: str, *, latency: float, matmul: float) -> Cluster:
+def cluster(name: str, *, latency: float, matmul: float, attention: float = 1e12) -> Cluster:
     """Links without an end but for their latency."""
     links = {"node_link": 1e15, "network_link": 1e15, "node_latency_s": latency, "network_latency_s": latency}
-    rates = {"attention_forward": 1e12, "attention_backward": 1e12, "matmul": matmul, "memory_bytes": 1e9}
+    rates = {"attention_forward": attention, "attention_backward": attention, "matmul": matmul, "memory_bytes": 1e9}
     return Cluster(name=name, gpus_per_node=4, **links, **rates)
 
 
 SLOW = cluster("slow matmuls", latency=1e-6, matmul=1e6)
 """Projecting all frames on every rank is what costs; the others are alike: LV-XAttn."""
+BLOCKS = cluster("slow blocks", latency=1e-6, matmul=1e12, attention=1e6)
+"""Blocks hide every transfer: no way is 2% faster than the usual one."""
 BUSY = cluster("busy links", latency=0.1, matmul=1e12)
 """Every transfer costs a tenth of a second, whatever its size: gathering once for all layers beats all others."""
 
@@ -110,6 +113,39 @@ def test_auto_takes_what_the_rates_make_cheapest_and_says_why(tmp_path: Path) ->
         assert "a call" in line and "rows" in line and "keys" in line
 
 
+def chosen_rank(rank: int, world: int, variant: str, case: Case) -> tuple[Outcome, list[str]]:
+    """What the patched model gives, and what was logged of choices."""
+    told, log = Told(), logging.getLogger("mllm_seqpar.choosing")
+    log.addHandler(told)
+    log.setLevel(logging.INFO)
+    try:
+        return patched_rank(rank, world, variant, case), told.lines
+    finally:
+        log.removeHandler(told)
+
+
+@pytest.mark.parametrize(
+    "rates,options,told",
+    [
+        (BLOCKS, {"self_attention": "auto"}, {'self_attention="auto" on slow blocks: ring'}),
+        (BUSY, {"self_attention": "auto"}, {'self_attention="auto" on busy links: ulysses'}),
+        (BLOCKS, {"strategy": "mesh"}, {'strategy="mesh" on slow blocks: ring'}),
+        (
+            SLOW,
+            {"strategy": "mesh", "self_attention": "mesh", "tile": (2, 2)},
+            {'self_attention="mesh" on slow matmuls: mesh 2x2', 'strategy="mesh" on slow matmuls: mesh 2x2'},
+        ),
+    ],
+)
+def test_what_a_cluster_file_decides(rates: Cluster, options: dict[str, Any], told: set[str], tmp_path: Path) -> None:
+    """Self-attention by auto, a mesh's tile and the order of its steps; results stay the unpatched model's."""
+    write_cluster(rates, tmp_path / "cluster.yaml")
+    case = CASE.with_options(cluster=str(tmp_path / "cluster.yaml"), **options)
+    found = ranks(4).run(chosen_rank, "gated", case, timeout=PATIENCE)
+    check([outcome for outcome, _ in found], reference("gated", case), case)
+    assert {line[: line.index(": ", line.index(": ") + 1)] for line in found[0][1]} == told
+
+
 def test_auto_measures_where_no_file_is_given() -> None:
     found = ranks(2).run(auto_by, None, timeout=PATIENCE)
     assert set(found[0][1]) == set(found[1][1]) and len(found[0][0]) == 1 and "measured" in found[0][0][0]
@@ -156,6 +192,10 @@ def refused(rank: int, world: int, options: dict[str, Any]) -> str:
         ({"strategy": "ulysses"}, "ulysses: 4 query heads cannot be dealt to 3 ranks; the largest group that can is 2"),
         ({"self_attention": "ulysses"}, "ulysses: 4 query heads cannot be dealt to 3 ranks"),
         ({"strategy": "auto", "cluster": "no/such.yaml"}, "no/such.yaml"),
+        (
+            {"cluster": "any.yaml"},
+            "cluster: 'any.yaml' was given, but neither strategy='lv-xattn' nor self_attention='ring'",
+        ),
     ],
 )
 def test_what_cannot_be_is_refused_on_every_rank(options: dict[str, Any], message: str) -> None:
