@@ -8,6 +8,7 @@ with G = dp * micro_batch, micro-batch m holds samples m*G ... m*G + G - 1 of th
 
 import random
 from dataclasses import dataclass
+from functools import lru_cache
 
 from mllm_seqpar.errors import ConfigError
 
@@ -59,11 +60,18 @@ class TrainOrder:
     def step(self, step: int, group: int) -> list[list[int]]:
         """The samples of data parallel group `group` in optimizer step `step`, by micro-batch."""
         epoch, index = self.position(step)
-        order = list(range(self.samples))
-        random.Random(f"{self.seed}/{epoch}").shuffle(order)
+        order = _permutation(self.samples, f"{self.seed}/{epoch}")
         own = order[index * self.global_batch : (index + 1) * self.global_batch]
         size = self.micro_batch
         return [own[start : start + size] for start in range(group * size, self.global_batch, size * self.dp)]
+
+
+@lru_cache(maxsize=1)
+def _permutation(samples: int, seed: str) -> list[int]:
+    """An epoch's order, made once: of a million samples it takes most of a second."""
+    order = list(range(samples))
+    random.Random(seed).shuffle(order)
+    return order
 
 
 def eval_order(samples: int, micro_batch: int, dp: int, group: int) -> list[tuple[list[int], bool]]:
