@@ -41,12 +41,22 @@ def load_weights(model: nn.Module, directory: Path, dtype: torch.dtype | None) -
     if dtype is None and len(kinds) == 1:
         dtype = kinds.pop()
     if dtype is not None:
-        model.to(dtype)
+        _cast(model, dtype)
     left = set_weights(model, found)
     if left:
         raise ConfigError(
             f"{directory}: {len(left)} weights of the model are missing, among them {', '.join(left[:3])}"
         )
+
+
+def _cast(model: nn.Module, dtype: torch.dtype) -> None:
+    """Parameters and saved buffers to `dtype`, in place.
+
+    Not what is computed from the config: rotary frequencies rounded to bfloat16 would turn late tokens elsewhere.
+    """
+    for tensor in {id(tensor): tensor for tensor in model.state_dict(keep_vars=True).values()}.values():
+        if tensor.is_floating_point():
+            tensor.data = tensor.data.to(dtype)
 
 
 def set_weights(model: nn.Module, given: Mapping[str, Tensor]) -> list[str]:
