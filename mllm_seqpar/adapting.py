@@ -67,6 +67,7 @@ def sharded_call(
             picture: how many there are to each; f, above, then counts those parts.
 
     Raises:
+        ConfigError: `self_attention="star"`, which is not made for this.
         ShapeError: features or `valid` that do not fit the mask.
         AgreementError: ranks that disagree about the text's or the frames' shape; on every rank.
     """
@@ -74,6 +75,11 @@ def sharded_call(
     batch, length = mask.shape
 
     def describe() -> dict[str, int]:
+        if config.self_attention == "star":
+            raise ConfigError(
+                'self_attention="star" reads the prompts of models of transformers into their caches; a model with an '
+                'adapter of its own takes "ring", "mesh" or "ulysses"'
+            )
         if mask.total_frames % units_per_frame:
             raise ShapeError(
                 f"sharded_call: the mask speaks of {mask.total_frames} units, which are no whole frames of "

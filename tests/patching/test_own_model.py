@@ -103,6 +103,9 @@ def test_an_option_that_the_adapter_refuses(example: None) -> None:
     with pytest.raises(ConfigError, match="always dealt"):
         patch_model(model, self_attention="local")
     assert "forward" not in vars(model)
+    patch_model(model, self_attention="star")
+    with pytest.raises(ConfigError, match='self_attention="star" reads the prompts of models of transformers'):
+        model(torch.zeros(1, 5, dtype=torch.long), torch.zeros(1, 4, 5, 12))
 
 
 def disagreeing(rank: int, world: int, example: str) -> None:
