@@ -37,6 +37,14 @@ class Patch:
         self._undo.append((owner, name, vars(owner).get(name, _ABSENT), value))
         object.__setattr__(owner, name, value)
 
+    def refuse_copies(self, model: nn.Module) -> None:
+        """Makes copying or pickling `model`, and every module that was changed, an error.
+
+        Copies would hold forwards that compute with the originals' weights.
+        """
+        for owner in {id(owner): owner for owner in (model, *(change[0] for change in self._undo))}.values():
+            self.set(owner, "__reduce_ex__", _refuse_copy)
+
     def undo(self) -> None:
         """Restores every attribute, last change first.
 
@@ -61,7 +69,7 @@ def _refuse_copy(protocol: int) -> Any:
     raise AdapterError(
         "a patched model cannot be copied or pickled: what was patched in belongs to this instance and this process. "
         "Call unpatch_model(model) first and patch the copy anew, or save with save_pretrained or state_dict, which "
-        "patching does not touch"
+        "patching does not touch. PEFT's modules_to_save copies too: wrap the model first, then patch it"
     )
 
 
@@ -115,8 +123,8 @@ def patch_model(
     context = replace(context, chooser=_chooser(context, inner))
     patch = Patch(adapter.name, context)
     try:
-        patch.set(inner, "__reduce_ex__", _refuse_copy)
         adapter.install(inner, context, patch)
+        patch.refuse_copies(inner)
     except BaseException:
         patch.undo()
         raise
