@@ -107,6 +107,25 @@ class TextShards:
         return CausalBlocks(self.batch, self.padded, self.comm.size, self.layout, first, valid)
 
 
+def rows_kept(x: Tensor, wanted: int | Tensor) -> Tensor:
+    """The rows that a `logits_to_keep` asks for, as transformers 5.23 takes them.
+
+    Args:
+        x: (B, L, C).
+        wanted: that many last rows (0: all); (r,) indices or (L,) bool, the same rows of each sample; (B, r) indices of
+            each sample's own; or (B, L) bool.
+
+    Returns:
+        (B, r, C); for (B, L) bool (r, C), the rows of all samples one after another.
+    """
+    if isinstance(wanted, int):
+        return x[:, slice(-wanted, None)]
+    wanted = wanted.to(x.device)
+    if wanted.dim() < 2:
+        return x[:, wanted]
+    return x[wanted] if wanted.dtype is torch.bool else x.take_along_dim(wanted[..., None], dim=1)
+
+
 def packed_starts(position_ids: Tensor) -> Tensor | None:
     """(B or 1, L) positions -> (B or 1, L) the index where each token's sequence begins, or None for one sequence.
 

@@ -78,9 +78,16 @@ def select(patch: Patch, modules: list[nn.Module]) -> None:
     """
     register()
     copies: dict[int, Any] = {}
-    for module in modules:
-        config: Any = module.config
+    owners = {id(owner): owner for module in modules for owner in _with_config(module)}
+    for owner in owners.values():
+        config: Any = owner.config
         if id(config) not in copies:
             copies[id(config)] = copy.copy(config)
             copies[id(config)]._attn_implementation_internal = NAME  # the public setter would reach into sub-configs
-        patch.set(module, "config", copies[id(config)])
+        patch.set(owner, "config", copies[id(config)])
+
+
+def _with_config(module: nn.Module) -> list[nn.Module]:
+    """The module; or, where something wraps it that only hands its attributes on (PEFT), all modules within it."""
+    parts = [module] if "config" in vars(module) else module.modules()
+    return [part for part in parts if hasattr(vars(part).get("config"), "_attn_implementation")]

@@ -18,14 +18,14 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from mllm_seqpar.cached_text import CachedRows
 from mllm_seqpar.call import SeqParCall
 from mllm_seqpar.errors import ShapeError
-from mllm_seqpar.text import TextShards
+from mllm_seqpar.text import TextShards, rows_kept
 from mllm_seqpar.visual import KeptVisual
 
 from .hf_cache import Remembered, begin_prompt, can_be_dealt, deal_text, remembered
 from .hf_family import Family, View
 from .hf_frames import local_features
 from .hf_inputs import Inputs, fingerprint_of
-from .hf_outputs import kept_rows, whole_states, whole_text_loss
+from .hf_outputs import whole_states, whole_text_loss
 from .hf_shares import agree_on_pass, frames_of, passed_through, report, shared, text_of, view_of
 from .hf_star import can_be_cut, check_star, joined_states, star_shards
 from .text_masks import text_shards
@@ -84,7 +84,7 @@ def _replicated_pass(
     """All text on every rank, frames dealt out; text K and V as the cache has them, whole or dealt."""
     view = _view_of_kept(family, inputs, beside.kept)
     outputs = _replicated_rows(family, inputs, inputs.positions(), view, cache, beside, kwargs)
-    hidden = _in_step(family, outputs.last_hidden_state[:, kept_rows(logits_to_keep)])
+    hidden = _in_step(family, rows_kept(outputs.last_hidden_state, logits_to_keep))
     return _whole_outputs(family, inputs, hidden, outputs.hidden_states, cache, kwargs)
 
 
@@ -131,8 +131,8 @@ def _replicated_rows(
 
 
 def _in_step(family: Family, hidden: Tensor) -> Tensor:
-    """Hidden states (B, r, C) that every rank computed: the same bits on all ranks, where they are few."""
-    if hidden.shape[1] <= BROADCAST_ROWS and not hidden.requires_grad:
+    """Hidden states (..., r, C) that every rank computed: the same bits on all ranks, where they are few."""
+    if hidden.shape[-2] <= BROADCAST_ROWS and not hidden.requires_grad:
         return family.context.comm.broadcast(hidden, "hidden")
     return hidden
 
@@ -141,9 +141,7 @@ def _whole_outputs(
     family: Family, inputs: Inputs, hidden: Tensor, states: Any, cache: Any, kwargs: dict[str, Any]
 ) -> CausalLMOutputWithPast:
     logits = family.lm_head(hidden)
-    targets, loss = inputs.target_labels(kwargs.get("ignore_index")), None
-    if targets is not None:
-        loss = whole_text_loss(logits, targets, family.loss_function, family.text_config.vocab_size, kwargs)
+    loss = whole_text_loss(logits, inputs, family.loss_function, family.text_config.vocab_size, kwargs)
     return CausalLMOutputWithPast(loss=loss, logits=logits, past_key_values=cache, hidden_states=states)
 
 
@@ -203,11 +201,11 @@ def _rows_asked(
         text, dealt: how the first rows are dealt, and this rank's (B, s, C) of them.
         query: (B, r, C) of the rows after them, on every rank.
     """
-    keep = kept_rows(logits_to_keep)
-    if isinstance(keep, slice) and keep == slice(0, None):
+    every_row = isinstance(logits_to_keep, int) and logits_to_keep == 0
+    if every_row or (isinstance(logits_to_keep, Tensor) and logits_to_keep.dim() == 2):
         whole = text.unshard(dealt, 1)
-        return whole if query is None else torch.cat([whole, query], dim=1)
-    rows = torch.arange(length)[keep if isinstance(keep, slice) else keep.cpu()]
+        return rows_kept(whole if query is None else torch.cat([whole, query], dim=1), logits_to_keep)
+    rows = rows_kept(torch.arange(length)[None], logits_to_keep)[0]
     first = rows < text.length
     if query is None or bool(first.all()):
         return text.gather_rows(dealt, rows)

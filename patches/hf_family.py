@@ -22,7 +22,7 @@ from mllm_seqpar.context import SeqParContext
 from mllm_seqpar.masks import FrameMask
 
 from .hf_inputs import Inputs
-from .hf_outputs import refuse_attentions, refuse_other_losses, refuse_reentrant
+from .hf_outputs import refuse_other_losses, refuse_reentrant, refuse_unlike_attention
 
 VISUAL_SHARD = """
         Sequence-parallel (patched by mllm_seqpar): `visual_shard` says that {frames} hold only this rank's frames of
@@ -51,9 +51,11 @@ class Family(ABC):
         model: the patched model.
         context: its group and configuration.
         repeats_frames: whether its `generate` passes the frames again with every token.
+        checkpoints_look: whether the layers that transformers' gradient checkpointing recomputes look at the frames.
     """
 
     repeats_frames = False
+    checkpoints_look = True
 
     def __init__(self, model: Any, context: SeqParContext) -> None:
         self.model, self.context = model, context
@@ -126,8 +128,9 @@ class Family(ABC):
 
     def check(self, inputs: Inputs, kwargs: dict[str, Any]) -> None:
         """Raises for inputs that do not fit together; the other ranks are told."""
-        refuse_attentions(self.model.config, kwargs)
-        if self.model.training and torch.is_grad_enabled():
+        for config in (self.model.config, self.text_config):
+            refuse_unlike_attention(config, kwargs)
+        if self.checkpoints_look and self.model.training and torch.is_grad_enabled():
             refuse_reentrant(self.model)
         if self.context.comm.size > 1 and self.context.config.self_attention != "local" and not inputs.use_cache:
             refuse_other_losses(self.loss_of, inputs.target_labels() is not None)

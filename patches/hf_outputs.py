@@ -12,23 +12,27 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from mllm_seqpar.call import SeqParCall
 from mllm_seqpar.errors import ConfigError
 from mllm_seqpar.loss import sharded_causal_lm_loss
-from mllm_seqpar.text import TextShards
+from mllm_seqpar.text import TextShards, rows_kept
 
 from .hf_inputs import Inputs
 
 
-def kept_rows(logits_to_keep: int | Tensor) -> slice | Tensor:
-    """The rows that `logits_to_keep` asks for: that many last ones (0: all), or those with these indices."""
-    return slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
+def refuse_unlike_attention(config: Any, kwargs: dict[str, Any]) -> None:
+    """Raises ConfigError for what a language model with this config would be asked for and distributed attention lacks.
 
-
-def refuse_attentions(config: Any, kwargs: dict[str, Any]) -> None:
-    """Raises ConfigError when attention weights are asked for: no rank ever has them."""
+    Attention weights: no rank ever has them. Rows that see what comes after them: text is causal here.
+    """
     asked = kwargs.get("output_attentions")
     if asked or (asked is None and getattr(config, "output_attentions", False)):
         raise ConfigError(
             "output_attentions=True: attention weights do not exist in distributed attention, which never computes a "
             "row's scores in one place; leave it out, or unpatch_model(model) to look at them"
+        )
+    causal = kwargs.get("is_causal")
+    if not (getattr(config, "is_causal", True) if causal is None else causal):
+        raise ConfigError(
+            "is_causal=False: the text of a patched model is causal in every layer; leave it out, or "
+            "unpatch_model(model) to let tokens see what comes after them"
         )
 
 
@@ -46,16 +50,17 @@ def refuse_other_losses(model: Any, has_labels: bool) -> None:
 
 
 def whole_text_loss(
-    logits: Tensor, targets: Tensor, loss_function: Callable[..., Tensor], vocab_size: int, arguments: dict[str, Any]
-) -> Tensor:
-    """The loss of logits (B, L, V) of the whole text, targets (B, L) shifted already."""
-    return loss_function(
-        logits=logits,
-        labels=None,
-        vocab_size=vocab_size,
-        shift_labels=targets.contiguous(),  # transformers' loss takes a view of it
-        **arguments,
-    )
+    logits: Tensor, inputs: Inputs, loss_function: Callable[..., Tensor], vocab_size: int, arguments: dict[str, Any]
+) -> Tensor | None:
+    """The loss of logits (B, L, V) of the whole text; None without labels.
+
+    Labels go on as they came: a loss function of the user's own may know the unshifted ones only.
+    """
+    if inputs.labels is None and inputs.shift_labels is None:
+        return None
+    if inputs.shift_labels is not None:
+        arguments = {**arguments, "shift_labels": inputs.shift_labels.contiguous()}  # the loss takes a view of it
+    return loss_function(logits=logits, labels=inputs.labels, vocab_size=vocab_size, **arguments)
 
 
 def sharded_outputs(
@@ -88,8 +93,8 @@ def sharded_outputs(
     every_row = isinstance(logits_to_keep, int) and logits_to_keep == 0
     choice = call.context.config.logits
     if not call.shards_text or text.comm.size == 1:
-        logits = lm_head(hidden[:, kept_rows(logits_to_keep)])
-        loss = None if targets is None else whole_text_loss(logits, targets, loss_function, vocab_size, loss_arguments)
+        logits = lm_head(rows_kept(hidden, logits_to_keep))
+        loss = whole_text_loss(logits, inputs, loss_function, vocab_size, loss_arguments)
         return CausalLMOutputWithPast(loss=loss, logits=logits, hidden_states=hidden_states)
     loss = logits = None
     if targets is not None:
@@ -98,7 +103,7 @@ def sharded_outputs(
         loss = sharded_causal_lm_loss(logits, targets, text, **counted)
     if choice == "full" or not every_row or (choice == "auto" and targets is None):
         # hidden states are gathered rather than logits: they are a vocabulary's width narrower
-        logits = lm_head(text.unshard(hidden, 1)[:, kept_rows(logits_to_keep)])
+        logits = lm_head(rows_kept(text.unshard(hidden, 1), logits_to_keep))
     elif logits is None:
         logits = lm_head(hidden)
     return CausalLMOutputWithPast(loss=loss, logits=logits, hidden_states=whole_states(text, hidden_states))

@@ -8,9 +8,13 @@ Shape legend: B samples, L text tokens of the pass, s of them on this rank.
 
 from __future__ import annotations
 
+import types
+from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor
+from transformers.utils import can_return_tuple
 
 from mllm_seqpar.call import SeqParCall
 
@@ -21,6 +25,14 @@ from .hf_inputs import Inputs
 from .hf_outputs import sharded_outputs
 from .hf_shares import agree_on_pass, frames_of, report, text_of
 from .text_masks import text_shards
+
+
+def forward_of(model: Any, forward: Callable[..., Any]) -> Any:
+    """`forward(self, ...)` as the model's method: with `return_dict`, and as it is under torch.compile.
+
+    What is sent when is planned in Python, anew for each mask. Compiling that takes minutes, and again for each batch.
+    """
+    return types.MethodType(torch.compiler.disable(can_return_tuple(forward)), model)
 
 
 def run_pass(family: Family, inputs: Inputs, logits_to_keep: int | Tensor, kwargs: dict[str, Any]) -> Any:

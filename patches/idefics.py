@@ -19,7 +19,6 @@ from torch import Tensor, nn
 from transformers.cache_utils import Cache
 from transformers.masking_utils import create_causal_mask
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
-from transformers.utils import can_return_tuple
 from transformers.utils.output_capturing import capture_outputs
 
 from mllm_seqpar.blockwise import chunk_forwards
@@ -35,7 +34,7 @@ from . import hf_attention
 from .hf_family import VISUAL_SHARD, Family, View
 from .hf_generation import patch_generate
 from .hf_inputs import Inputs, flat_places, makes_cache
-from .hf_passes import run_pass
+from .hf_passes import forward_of, run_pass
 from .visual_masks import sample_mask
 
 _FRAMES = ("pixel_values", "image_encoder_embeddings", "perceiver_embeddings")
@@ -154,6 +153,7 @@ class _Inputs(Inputs):
 
     image_attention_mask: Tensor
     interpolate_pos_encoding: bool
+    resampled: bool
 
 
 class IdeficsFamily(Family):
@@ -170,10 +170,10 @@ class IdeficsFamily(Family):
     def encode(self, frames: Tensor, *extras: Tensor) -> Tensor:
         """(f, 3, H, W) pixels, or (f, patches, width) of the tower -> (f, tokens, width)."""
         decoder = self.model.model
+        frames = frames.to(device=self.embedding_weight().device, dtype=self.model.dtype)
         if frames.dim() == 4:
-            pixels = frames.to(device=self.embedding_weight().device, dtype=self.model.dtype)
             other_size = tuple(frames.shape[2:]) != self._size
-            frames = decoder.vision_model(pixel_values=pixels, interpolate_pos_encoding=other_size).last_hidden_state
+            frames = decoder.vision_model(pixel_values=frames, interpolate_pos_encoding=other_size).last_hidden_state
         return decoder.perceiver_resampler(frames) if self.model.config.use_resampler else frames
 
     @property
@@ -184,6 +184,13 @@ class IdeficsFamily(Family):
     def blank(self) -> tuple[Tensor, ...]:
         """A black image of the tower's size."""
         return (torch.zeros((1, 3, *self._size), device=self.embedding_weight().device),)
+
+    def check(self, inputs: Inputs, kwargs: dict[str, Any]) -> None:
+        """What only one rank may have got wrong, and must not leave the others waiting for it."""
+        super().check(inputs, kwargs)
+        assert isinstance(inputs, _Inputs)
+        if inputs.resampled and not self.model.config.use_resampler:
+            raise ShapeError("perceiver_embeddings were passed to a model without resampler (config.use_resampler)")
 
     def note(self, inputs: Inputs) -> None:
         """Checks the images' size and the table's shape."""
@@ -224,6 +231,7 @@ class IdeficsFamily(Family):
             attention_mask=mask,
             position_ids=positions,
             past_key_values=cache,
+            return_dict=True,
             seqpar=call,
             **kwargs,
         )
@@ -265,8 +273,6 @@ def _model_forward(model: Any, context: SeqParContext) -> Any:
         frames = given[0] if given else None
         if frames is not None and visual_shard is None:
             frames = frames.flatten(0, 1)
-        if perceiver_embeddings is not None and not self.config.use_resampler:
-            raise ShapeError("perceiver_embeddings were passed to a model without resampler (config.use_resampler)")
         ready = perceiver_embeddings is not None or (
             image_encoder_embeddings is not None and not self.config.use_resampler
         )
@@ -289,18 +295,18 @@ def _model_forward(model: Any, context: SeqParContext) -> Any:
             compare_frames=pixel_values is not None,
             image_attention_mask=image_attention_mask,  # type: ignore[arg-type]
             interpolate_pos_encoding=bool(interpolate_pos_encoding),
+            resampled=perceiver_embeddings is not None,
         )
         return run_pass(family, inputs, logits_to_keep, kwargs)
 
     forward.__doc__ = (unpatched.__doc__ or "") + VISUAL_SHARD.format(frames=", ".join(_FRAMES))
-    return types.MethodType(can_return_tuple(forward), model)
+    return forward_of(model, forward)
 
 
 def _positions(mask: Tensor | None, positions: Tensor | None, ids: Tensor | None, embeds: Tensor | None) -> Any:
     """Rotary positions count real tokens only, as the unpatched model makes them from the attention mask."""
-    if positions is not None or mask is None:
-        return positions
     text = ids if ids is not None else embeds
-    assert text is not None
+    if positions is not None or mask is None or text is None:
+        return positions
     counted = mask.long().cumsum(-1) - 1
     return counted.masked_fill(mask == 0, 1)[:, -text.shape[1] :]

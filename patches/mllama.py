@@ -23,7 +23,6 @@ import torch
 from torch import Tensor, nn
 from transformers.cache_utils import Cache
 from transformers.modeling_outputs import CausalLMOutputWithPast
-from transformers.utils import can_return_tuple
 
 from mllm_seqpar.blockwise import chunk_forwards
 from mllm_seqpar.call import SeqParCall
@@ -39,7 +38,7 @@ from . import hf_attention
 from .hf_family import Family, View
 from .hf_generation import patch_generate
 from .hf_inputs import Inputs, flat_places, makes_cache
-from .hf_passes import run_pass
+from .hf_passes import forward_of, run_pass
 from .mllama_generation import patch_image_arguments
 from .mllama_inputs import ASPECT_RATIOS, MllamaInputs, image_list
 
@@ -268,7 +267,7 @@ def _model_forward(model: Any, context: SeqParContext) -> Any:
         return run_pass(family, inputs, logits_to_keep, kwargs)
 
     forward.__doc__ = (unpatched.__doc__ or "") + _VISUAL_SHARD
-    return types.MethodType(can_return_tuple(forward), model)
+    return forward_of(model, forward)
 
 
 _VISUAL_SHARD = """
@@ -285,5 +284,5 @@ def _unpatched_caches(model: Any, past: Cache | None, use_cache: bool | None) ->
     decoder = model.model.language_model
     if past is not None:
         return True
-    wanted = decoder.config.use_cache if use_cache is None else use_cache
+    wanted = model.config.get_text_config(decoder=True).use_cache if use_cache is None else use_cache
     return bool(wanted) and not (decoder.gradient_checkpointing and decoder.training)

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor, nn
 from transformers.cache_utils import Cache
 from transformers.modeling_outputs import CausalLMOutputWithPast
-from transformers.utils import can_return_tuple
 
 from mllm_seqpar.attention.block import BlockMath, Partial
 from mllm_seqpar.blockwise import chunk_forwards
@@ -33,8 +32,8 @@ from . import hf_attention
 from .hf_cache import remembered
 from .hf_family import VISUAL_SHARD, Family, View
 from .hf_generation import patch_generate
-from .hf_inputs import Inputs, flat_places
-from .hf_passes import run_pass
+from .hf_inputs import Inputs, flat_places, makes_cache
+from .hf_passes import forward_of, run_pass
 from .text_masks import causal_tiles
 
 _MODELS = "mllm_seqpar.models.mplug_owl3."
@@ -302,6 +301,7 @@ def _model_forward(model: Any, context: SeqParContext) -> Any:
         **kwargs: Any,
     ) -> CausalLMOutputWithPast:
         _, unpatched_caches = self._cache_for(past_key_values, use_cache)
+        caches = makes_cache(context, self.config, use_cache, past_key_values, labels)
         layout = () if media_layout is None else (media_layout.first, media_layout.stop, media_layout.frame_position)
         inputs = _Inputs(
             input_ids=input_ids,
@@ -316,7 +316,7 @@ def _model_forward(model: Any, context: SeqParContext) -> Any:
             visual_shard=visual_shard,
             places=flat_places(media_offset, *layout),
             past_key_values=past_key_values,
-            use_cache=past_key_values is not None or bool(use_cache and unpatched_caches),
+            use_cache=past_key_values is not None or bool(caches and unpatched_caches),
             packed=not unpatched_caches,
             model=self,
             media_offset=media_offset,
@@ -325,7 +325,7 @@ def _model_forward(model: Any, context: SeqParContext) -> Any:
         return _with_native_cache(family, inputs, logits_to_keep, kwargs)
 
     forward.__doc__ = (unpatched.__doc__ or "") + VISUAL_SHARD.format(frames="`pixel_values` or `image_embeds`")
-    return types.MethodType(can_return_tuple(forward), model)
+    return forward_of(model, forward)
 
 
 def _with_native_cache(family: MPlugOwl3Family, inputs: _Inputs, logits_to_keep: Any, kwargs: dict[str, Any]) -> Any:

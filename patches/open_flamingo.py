@@ -11,13 +11,11 @@ ranks that hold them. A pass hands what layers share down as an argument, `seqpa
 from __future__ import annotations
 
 import functools
-import types
 from typing import Any
 
 from torch import Tensor, nn
 from transformers.cache_utils import Cache
 from transformers.modeling_outputs import CausalLMOutputWithPast
-from transformers.utils import can_return_tuple
 
 from mllm_seqpar.blockwise import chunk_forwards
 from mllm_seqpar.context import SeqParContext
@@ -29,7 +27,7 @@ from .hf_cache import remembered
 from .hf_frames import local_features
 from .hf_generation import patch_generate
 from .hf_inputs import agree_on_inputs
-from .hf_passes import run_pass
+from .hf_passes import forward_of, run_pass
 from .open_flamingo_layers import cross_attentions, cross_forward, layer_forward
 from .open_flamingo_lms import LANGUAGE_MODELS, language_model_of
 from .open_flamingo_media import FlamingoFamily, Media, MediaInputs
@@ -163,7 +161,7 @@ def _language_forward(language_model: Any, family: FlamingoFamily) -> Any:
         return run_pass(family, inputs, logits_to_keep, kwargs)
 
     forward.__doc__ = unpatched.__doc__
-    return types.MethodType(can_return_tuple(forward), language_model)
+    return forward_of(language_model, forward)
 
 
 def _held(media: Media | None, cache: Cache | None) -> bool:

@@ -29,7 +29,6 @@ from mllm_seqpar.sharding import FrameShard, frame_bounds
 
 from .hf_family import Family, View
 from .hf_inputs import Inputs
-from .hf_outputs import refuse_attentions
 from .open_flamingo_layers import cross_attentions
 from .open_flamingo_lms import language_model_of
 
@@ -113,6 +112,8 @@ class MediaInputs(Inputs):
 class FlamingoFamily(Family):
     """One patched Flamingo; `model` is its language model, which every pass goes through."""
 
+    checkpoints_look = False
+
     def __init__(self, flamingo: Any, context: SeqParContext) -> None:
         super().__init__(flamingo.lang_encoder, context)
         self.flamingo = flamingo
@@ -126,8 +127,8 @@ class FlamingoFamily(Family):
 
     def check(self, inputs: Inputs, kwargs: dict[str, Any]) -> None:
         """Raises for media that do not fit; the other ranks are told."""
+        super().check(inputs, kwargs)
         assert isinstance(inputs, MediaInputs)
-        refuse_attentions(self.model.config, kwargs)
         media = inputs.media
         if media is None:
             raise ShapeError(

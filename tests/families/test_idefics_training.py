@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
 import torch
-from harness import PATIENCE, settings
-from tiny_idefics import ONE, Case, fresh_model, inputs_of, local_frames, model_of
+from harness import PATIENCE, TOLERANCE, settings
+from tiny_idefics import ONE, RESAMPLER, Case, fresh_model, inputs_of, local_frames, model_of
 
 from mllm_seqpar import patch_model, unpatch_model
+from outcomes import error
 from ranks import ranks
 from training import check_fsdp, check_lora
 
@@ -74,6 +76,10 @@ ERRORS: dict[str, tuple[dict[str, Any], str]] = {
     "mask of other images": ({"image_attention_mask": torch.ones(1, 11, 3)}, "whose mask speaks of 3 each"),
     "no images": ({"pixel_values": None}, "IDEFICS needs images: pass one of pixel_values"),
     "another size": ({"pixel_values": torch.zeros(1, 4, 3, 24, 24)}, "pass interpolate_pos_encoding=True"),
+    "latents without a resampler": (
+        {"pixel_values": None, "perceiver_embeddings": torch.zeros(1, 4, 3, 24)},
+        "perceiver_embeddings were passed to a model without resampler",
+    ),
     "attention weights": ({"output_attentions": True}, "output_attentions=True: attention weights do not exist"),
 }
 
@@ -107,8 +113,8 @@ def cache_with_gradients(rank: int, world: int) -> None:
 
 
 def test_a_cache_with_gradients() -> None:
-    for error in ranks(2).errors(cache_with_gradients, timeout=PATIENCE):
-        assert "use_cache: a pass with a cache has no backward" in str(error)
+    for found in ranks(2).errors(cache_with_gradients, timeout=PATIENCE):
+        assert "use_cache: a pass with a cache has no backward" in str(found)
 
 
 def test_other_images_over_a_filled_cache() -> None:
@@ -165,3 +171,20 @@ def test_hidden_states_of_chosen_layers() -> None:
         unpatch_model(model)
     assert [state is None for state in found] == [state is None for state in expected]
     assert torch.allclose(found[2], expected[2], rtol=1e-5, atol=1e-5)
+
+
+def test_features_in_another_dtype_than_the_model() -> None:
+    case = Case(images=(2, 1), features="encoder", model=RESAMPLER, labels=False)
+    model = copy.deepcopy(model_of(case)).bfloat16()
+    inputs = inputs_of(case, model)
+    expected = model(**inputs).logits
+    assert error(patch_model(model)(**inputs).logits, expected) < 0.05
+
+
+def test_tuples_by_the_config() -> None:
+    model = fresh_model()
+    inputs = inputs_of(ONE, model)
+    model.config.return_dict = False
+    expected = model(**inputs)
+    found = patch_model(model)(**inputs)
+    assert isinstance(found, tuple) and error(found[0], expected[0]) < TOLERANCE

@@ -35,6 +35,25 @@ def test_mllama_with_lora(world: int, checkpointing: bool) -> None:
     check_lora(FAMILY, IMAGES, world, checkpointing)
 
 
+def trained_whole(rank: int, world: int) -> tuple[float, list[float]]:
+    """The loss with self-attention that PEFT trains as a whole, in a wrapper, and norms of its gradients."""
+    from peft import LoraConfig, get_peft_model
+
+    settings = LoraConfig(target_modules=r".*cross_attn\.q_proj", modules_to_save=["self_attn"])
+    model = patch_model(get_peft_model(fresh_model(), settings))
+    loss = model(**inputs_of(IMAGES, fresh_model())).loss
+    loss.backward()
+    copies = [p for name, p in model.named_parameters() if "self_attn.modules_to_save" in name]
+    return loss.item(), [p.grad.norm().item() for p in copies]
+
+
+def test_attention_in_a_wrapper_of_peft() -> None:
+    expected = fresh_model()(**inputs_of(IMAGES, fresh_model())).loss.item()
+    for loss, norms in ranks(2).run(trained_whole, timeout=PATIENCE):
+        assert loss == pytest.approx(expected, rel=TOLERANCE)
+        assert norms and all(norm > 0 for norm in norms)
+
+
 def in_dtype(model: Any, how: str) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """Logits and gradients with labels; no rank deals its text, so that it has all logits."""
     case = HOLES

@@ -146,6 +146,17 @@ def test_bad_inputs_end_on_every_rank() -> None:
             raise ValueError(found.get(name, "no error"))
 
 
+def own_loss(rank: int, world: int) -> None:
+    model = tiny_flamingo("opt")
+    model.lang_encoder.loss_function = lambda **_: torch.zeros(())
+    patch_model(model)(**inputs_of(TWO))
+
+
+def test_a_loss_of_the_language_models_own_is_refused_where_text_is_dealt() -> None:
+    errors = ranks(2).errors(own_loss, timeout=PATIENCE)
+    assert all('Patch with self_attention="local"' in str(error) for error in errors), errors
+
+
 def test_what_cannot_be_patched() -> None:
     model = tiny_flamingo("opt")
     model.lang_encoder.model.decoder.layerdrop = 0.1

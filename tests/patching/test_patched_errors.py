@@ -79,6 +79,8 @@ def bad_inputs(name: str, inputs: dict[str, Any], rank: int, world: int) -> dict
                 return inputs | {"attention_mask": torch.ones(1, 1, 12, 12)}
             case "attentions":
                 return inputs | {"output_attentions": True}
+            case "not causal":
+                return inputs | {"is_causal": False}
             case "weights wanted":
                 return inputs | {"use_cache": True, "labels": inputs["labels"]}
         raise AssertionError(name)
@@ -106,6 +108,7 @@ ERRORS: dict[str, tuple[type[Exception], str, str]] = {
     "shard as a tuple": (ShapeError, r"expected a FrameShard\(start, stop, total\), got tuple", ALONE),
     "features too narrow": (ShapeError, r"expected \(frames, tokens, 64\)", ALONE),
     "attentions": (ConfigError, "output_attentions=True: attention weights do not exist", ALONE),
+    "not causal": (ConfigError, "is_causal=False: the text of a patched model is causal in every layer", ALONE),
     # what all ranks do: every one has the message
     "all:frames missing": (ShapeError, "neither pixel_values nor image_embeds was passed", ""),
     "all:frame too many": (ShapeError, "placeholders for 3 frames .* and 4 were passed", ""),

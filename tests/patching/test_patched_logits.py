@@ -16,6 +16,9 @@ from ranks import ranks
 
 CASE = Case(frames=(2, 1), length=13)
 INDICES = torch.tensor([0, 5, 12])
+EACH = torch.tensor([[0, 5, 12], [3, 3, 11]])
+"""Rows of each sample's own; and the same as a mask of all rows, of which samples have as many as they like."""
+MARKED = (torch.arange(13) == 5) | torch.tensor([[False], [True]]) & (torch.arange(13) > 10)
 
 
 def logits_of_every_mode(rank: int, world: int, variant: str) -> dict[str, torch.Tensor]:
@@ -30,9 +33,16 @@ def logits_of_every_mode(rank: int, world: int, variant: str) -> dict[str, torch
             found[f"{mode} plain"] = model(**plain).logits
             found[f"{mode} last"] = model(**plain, logits_to_keep=1).logits
             found[f"{mode} some"] = model(**plain, logits_to_keep=INDICES).logits
+            found[f"{mode} each"] = model(**plain, logits_to_keep=EACH).logits
+            found[f"{mode} marked"] = model(**plain, logits_to_keep=MARKED).logits
             found[f"{mode} cached"] = model(**plain, use_cache=True, logits_to_keep=2).logits
             found[f"{mode} tuple"] = model(**plain, return_dict=False)[0]
         unpatch_model(model)
+    patch_model(model, shard_prompt_from=2)
+    with torch.no_grad():
+        for name, rows in (("some", INDICES), ("each", EACH), ("marked", MARKED)):
+            found[f"dealt {name}"] = model(**plain, use_cache=True, logits_to_keep=rows).logits
+    unpatch_model(model)
     return found
 
 
@@ -40,8 +50,10 @@ def logits_of_every_mode(rank: int, world: int, variant: str) -> dict[str, torch
 def test_modes(variant: str) -> None:
     world = 3
     model = model_of(variant, CASE)
+    inputs = inputs_of(variant, CASE, model)
     with torch.no_grad():
-        whole = model(**inputs_of(variant, CASE, model)).logits
+        whole = model(**inputs).logits
+        assert error(model(**inputs | {"labels": None}, logits_to_keep=MARKED).logits, whole[MARKED]) < TOLERANCE
     padded = torch.nn.functional.pad(whole, (0, 0, 0, padded_length(13, world, "zigzag") - 13))
     for rank, found in enumerate(ranks(world).run(logits_of_every_mode, variant, timeout=PATIENCE)):
         at = sequence_positions(padded.shape[1], rank, world, "zigzag")
@@ -54,6 +66,10 @@ def test_modes(variant: str) -> None:
                 expected = whole[:, -1:]
             elif name.endswith("some"):
                 expected = whole[:, INDICES]
+            elif name.endswith("each"):
+                expected = torch.stack([whole[0, EACH[0]], whole[1, EACH[1]]])
+            elif name.endswith("marked"):
+                expected = whole[MARKED]
             elif name.endswith("cached"):
                 expected = whole[:, -2:]
             assert error(logits, expected) < TOLERANCE, name

@@ -94,7 +94,8 @@ def test_saving_and_loading(variant: str, tmp_path: Path) -> None:
 
 def test_a_patched_model_is_not_copied_silently() -> None:
     model = patch_model(tiny_model())
-    for attempt in (lambda: copy.deepcopy(model), lambda: torch.save(model, io.BytesIO())):
+    part = model.language_model.model.layers[0].self_attn  # which PEFT's modules_to_save would copy
+    for attempt in (lambda: copy.deepcopy(model), lambda: copy.deepcopy(part), lambda: torch.save(model, io.BytesIO())):
         with pytest.raises(AdapterError, match=r"cannot be copied or pickled: .*Call unpatch_model"):
             attempt()
     copied = copy.deepcopy(unpatch_model(model))
@@ -242,6 +243,25 @@ def test_without_torch_distributed_it_is_a_group_of_one() -> None:
     model = patch_model(tiny_model())
     patch = patch_of(model)
     assert patch is not None and patch.context.comm.size == 1
+    with torch.no_grad():
+        assert model(tiny_text(2), tiny_frames(2)).past_key_values is not None  # as unpatched
+
+
+def test_torch_compile_leaves_it_as_it_is() -> None:
+    """Compiling a plan of transfers takes minutes, and again for each mask."""
+    graphs: list[Any] = []
+
+    def backend(graph: Any, _: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    model, ids, frames = tiny_model(), tiny_text(2), tiny_frames(2)
+    expected = model(ids, frames).logits
+    compiled = torch.compile(patch_model(model), backend=backend)
+    assert error(compiled(ids, frames).logits, expected) < 1e-5
+    compiled(ids, frames, labels=ids).loss.backward()
+    assert not graphs
+    torch._dynamo.reset()
 
 
 def test_the_attention_function_is_registered_under_a_name_of_its_own() -> None:

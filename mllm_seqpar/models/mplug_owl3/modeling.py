@@ -12,6 +12,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.utils import can_return_tuple
 
 from mllm_seqpar.errors import ConfigError, ShapeError
+from mllm_seqpar.text import rows_kept
 
 from .backbones import HyperQwen2ForCausalLM, MPlugOwl3VisionModel
 from .configuration import VARIANTS, MPlugOwl3Config
@@ -143,7 +144,7 @@ class MPlugOwl3ForConditionalGeneration(MPlugOwl3PreTrainedModel, MPlugOwl3Gener
             image_embeds: (F, T, hidden) in place of `pixel_values`; what `encode_frames` returns.
             media_layout: which rows see which frames, counted from the cache's first token; in place of `media_offset`.
             use_cache: whether to return a cache; `config.use_cache` when None.
-            logits_to_keep: the number of last positions to compute logits of, or their indices; 0: all.
+            logits_to_keep: the number of last positions to compute logits of, or which ones (`text.rows_kept`); 0: all.
             **kwargs: to the language model, its layers and its attention function, and the loss (`num_items_in_batch`).
 
         Raises:
@@ -177,8 +178,7 @@ class MPlugOwl3ForConditionalGeneration(MPlugOwl3PreTrainedModel, MPlugOwl3Gener
             visual=visual,
             **kwargs,
         )
-        rows = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
-        logits = self.language_model.lm_head(outputs.last_hidden_state[:, rows])
+        logits = self.language_model.lm_head(rows_kept(outputs.last_hidden_state, logits_to_keep))
         if shift_labels is not None:
             shift_labels = shift_labels.contiguous()  # transformers' loss takes a view of it
         loss = None
