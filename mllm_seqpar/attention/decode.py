@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from ..comm import Communicator, Group, Recv, Send, as_communicator
+from ..eager import eager
 from ..errors import ConfigError
 from ..masks import FrameMask, Tile, full_tile
 from ..sharding import frame_range
@@ -23,6 +24,7 @@ SCATTER_ROWS = 64
 """From this many rows on, merging is shared out over the ranks."""
 
 
+@eager
 def decode_attention(
     q: Tensor,
     k: Tensor,
@@ -76,6 +78,7 @@ def decode_attention(
     return (o.to(q.dtype), lse) if return_lse else o.to(q.dtype)
 
 
+@eager
 def merge_over_ranks(o: Tensor, lse: Tensor, comm: Communicator) -> tuple[Tensor, Tensor]:
     """Each rank's partial (o (B, H, s, D), lse (B, H, s)) of the same rows -> their merge, the same on every rank."""
     if comm.size == 1:

@@ -23,6 +23,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from ..comm import Communicator
+from ..eager import eager
 from .block import BlockMath, Partial
 from .distributed import distributed_backward, distributed_forward
 from .heads import attend_by_heads, backward_by_heads, forward_by_heads
@@ -96,6 +97,7 @@ def _split(sources: Sequence[KeySource], inputs: Sequence[Tensor]) -> list[tuple
     return pairs
 
 
+@eager
 def attend(
     q: Tensor, sources: Sequence[KeySource], *, comm: Communicator, scale: float, kernel: str = "auto"
 ) -> tuple[Tensor, Tensor]:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from ..comm import Group, as_communicator
+from ..eager import eager
 from ..errors import MaskError, ShapeError
 from ..kernels import choose_kernel
 from ..masks import Blocks, CausalBlocks, FrameMask, FullBlocks
@@ -47,6 +48,7 @@ class Options:
     """The mask is causal, and this is how the sequence was dealt."""
 
 
+@eager
 def attend_once(
     q: Tensor, k: Tensor, v: Tensor, strategy: str, tile: tuple[int, int] | None, options: Options
 ) -> Tensor | tuple[Tensor, Tensor]:
