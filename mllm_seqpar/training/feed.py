@@ -48,20 +48,14 @@ class FedBatch:
         """Frames of the whole group."""
         return self.chat.frames
 
-    def inputs(self, device: torch.device, filler: bool) -> dict[str, Any]:
+    def inputs(self, device: torch.device) -> dict[str, Any]:
         """Arguments of the model's forward; decodes this rank's frames. See `mllm_seqpar.training.step.Batch`."""
         family = chat_family(self.processor)
         arguments: dict[str, Any] = family.arguments(self.chat.text)
-        total, group = len(self.chat.text.slots), self.layout.sp_group
-        own = frame_range(total, group)
-        filled = family.filler(arguments) if filler and total == 0 else None
-        if filled is not None:
-            arguments, blank = filled
-            total, own = 1, frame_range(1, group)
-            pictures = tuple(x[: len(own)] for x in blank)
-        elif total:
-            pictures = load_local_pictures(self.chat, own, family)
+        total = len(self.chat.text.slots)
         if total:
+            own = frame_range(total, self.layout.sp_group)
+            pictures = load_local_pictures(self.chat, own, family)
             arguments |= dict(zip(family.frame_names, pictures, strict=True))
             if self.layout.sp > 1 or family.always_sharded:
                 arguments["visual_shard"] = FrameShard(own.start, own.stop, total)

@@ -37,14 +37,8 @@ class Batch(Protocol):
         """Frames of the whole group."""
         ...
 
-    def inputs(self, device: torch.device, filler: bool) -> dict[str, Any]:
-        """The keyword arguments of the model's forward, labels among them, on `device`.
-
-        Args:
-            device: of the model.
-            filler: this batch has no frames and another group's has. Adds a sample of one frame and no targets: under
-                FSDP all ranks must run the same modules forward and backward, the vision tower among them.
-        """
+    def inputs(self, device: torch.device) -> dict[str, Any]:
+        """The keyword arguments of the model's forward, labels among them, on `device`."""
         ...
 
 
@@ -80,13 +74,12 @@ def train_step(
     Raises:
         DataError: the step has no target token, or loss or gradients are not finite.
     """
-    counts = [float(sum(b.targets for b in batches)), float(sum(b.tokens for b in batches))]
-    targets, tokens, *frames = layout.sum_over_dp([*counts, *(float(b.frames) for b in batches)], device)
+    counts = [float(sum(getattr(b, name) for b in batches)) for name in ("targets", "tokens", "frames")]
+    targets, tokens, frames = layout.sum_over_dp(counts, device)
     if targets == 0:
         raise DataError("a step without a single target token; every sample needs an answer of the assistant")
     total = 0.0
-    fillers = [batch.frames == 0 < anywhere for batch, anywhere in zip(batches, frames, strict=True)]
-    inputs = read_ahead(zip(batches, fillers, strict=True), lambda item: item[0].inputs(device, item[1]))
+    inputs = read_ahead(batches, lambda batch: batch.inputs(device))
     for batch, arguments in zip(batches, inputs, strict=True):
         loss = model(**arguments).loss
         if loss.requires_grad:  # not where all that trains is what frames go through, and no group has any
@@ -101,7 +94,7 @@ def train_step(
         )
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
-    return StepResult(loss_sum / targets, norm, int(targets), int(tokens), int(sum(frames)))
+    return StepResult(loss_sum / targets, norm, int(targets), int(tokens), int(frames))
 
 
 def clip_gradients(model: nn.Module, maximum: float) -> float:
@@ -140,8 +133,7 @@ def evaluate(
     try:
         with torch.no_grad():
             for batch, counts in batches:
-                anywhere = layout.sum_over_dp([float(batch.frames)], device)[0]
-                loss = model(**batch.inputs(device, batch.frames == 0 < anywhere)).loss
+                loss = model(**batch.inputs(device)).loss
                 if counts:
                     total += loss.item() * batch.targets
                     targets += batch.targets

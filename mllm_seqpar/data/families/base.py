@@ -124,14 +124,6 @@ class ChatFamily(ABC):
         given = {self.ids_name: text.input_ids, "attention_mask": text.attention_mask, **text.extras}
         return given if text.labels is None else given | {"labels": text.labels}
 
-    def filler(self, arguments: dict[str, Tensor]) -> tuple[dict[str, Tensor], tuple[Tensor, ...]] | None:
-        """Text with one more sample that shows one picture and teaches nothing, and that picture.
-
-        For a batch without pictures while other groups under the same FSDP have some. None: the model's own forward
-        keeps the ranks in step.
-        """
-        return None
-
     def generation(self, model: Any) -> dict[str, Any]:
         """Arguments of `generate` that this family's prompts need: where an answer ends, for example."""
         return {}

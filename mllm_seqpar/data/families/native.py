@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...errors import AdapterError, ConfigError, DataError
+from ...errors import AdapterError, DataError
 from ...sharding import FrameShard
 from ..sources import FrameSource
 from .base import ChatFamily, ChatText, Messages
@@ -88,32 +88,6 @@ class NativeChats(ChatFamily):
     def shows_features(self, model: Any, features: Tensor, shard: FrameShard) -> dict[str, Any]:
         """As `image_embeds`."""
         return {"image_embeds": features, "visual_shard": shard}
-
-    def filler(self, arguments: dict[str, Tensor]) -> tuple[dict[str, Tensor], tuple[Tensor, ...]] | None:
-        """A sample whose loss counts nothing, so every gradient through it is exactly zero; but it is there."""
-        token = self.processor.image_token_id
-        if token is None:
-            raise ConfigError(
-                "some groups have frames and this one has none: that needs a tokenizer with a single token for "
-                "<|image|>; add it as a special token, or use --sp with all ranks"
-            )
-        return with_filler(arguments, token), self.blank()
-
-
-def with_filler(text: dict[str, Tensor], placeholder: int) -> dict[str, Tensor]:
-    """The text of B samples without frames and one more, which shows one frame and has no targets.
-
-    Args:
-        text: `input_ids`, `attention_mask`, `labels` (B, L); L is 2 or more.
-        placeholder: token that stands for the frame.
-    """
-    rows = {name: torch.zeros_like(text["input_ids"][:1]) for name in ("input_ids", "attention_mask", "labels")}
-    rows["input_ids"][0, 0] = placeholder
-    rows["attention_mask"][0, :2] = 1  # in one variant only the token after the placeholder sees the frame
-    rows["labels"].fill_(-100)
-    made = {name: torch.cat([text[name], row]) for name, row in rows.items()}
-    batch = text["input_ids"].shape[0]
-    return made | {"media_offset": torch.tensor([[-1]] * batch + [[0]])}
 
 
 def _kinds(messages: Messages) -> list[str]:
