@@ -76,6 +76,29 @@ def test_kept_is_what_the_layers_keep(bench, family: str) -> None:
     assert kept(False, 2) - kept(False, 1) == pytest.approx(planned(2) - planned(1), rel=0.01)
 
 
+@pytest.mark.parametrize("family", ["mplug_owl3", "open_flamingo", "idefics"])
+def test_a_token_of_text_costs_what_the_planner_says(bench, family: str) -> None:
+    """At most 2% more, and 9% less where norms are layer norms, as in OpenFlamingo's blocks."""
+    if family == "open_flamingo" and importlib.util.find_spec("open_flamingo") is None:
+        pytest.skip("open_flamingo is installed with --no-deps by scripts/test.sh")
+    steps = bench("memory_steps")
+    it = steps.Bench(family, 16, 128, torch.device("cpu"), largest=2)
+    given = list(it.subject.model.requires_grad_(True).parameters())  # IDEFICS is made with a frozen language model
+
+    def kept(text: int) -> int:
+        it.text, features = text, it.features(1)
+        counter = bench("memory_measure").Kept([*given, features])
+        with it.patched(steps.Mode("lv-xattn", True)), counter.counting():
+            it.loss(1, features)
+        return counter.bytes - text * 1024 * 4  # the logits, in float32
+
+    def planned(text: int) -> int:
+        run = Run(model=it.subject.sizes, frames=1, text=text, gpus=1)
+        return kept_by_formula(run, steps.Mode("lv-xattn", True).way(1))
+
+    assert 0.98 < (planned(256) - planned(128)) / (kept(256) - kept(128)) < 1.09
+
+
 def test_the_largest_video_is_the_last_that_fits(bench, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever the peak's shape: flat first, then two slopes."""
     steps = bench("memory_steps")

@@ -95,6 +95,7 @@ def _idefics(config: Config, name: str) -> Model:
             mlp_matrices=3,
             vocabulary=config.get("vocab_size", 32000),
             tied_embeddings=config.get("tie_word_embeddings", False),
+            norm="mixed",
         ),
         cross=Cross(
             layers=-(-layers // config.get("cross_layer_interval", 1)),

@@ -21,7 +21,7 @@ def kept(run: Run, way: Way) -> int:
     stream = run.batch * run.rows * text.hidden * run.element
     decoder = attention_layer(run, text.heads, text.kv_heads, text.head_dim)
     decoder += mlp_layer(run, text.mlp_inner, text.mlp_matrices)
-    crossing = attention_layer(run, cross.heads, 0, cross.head_dim)
+    crossing = attention_layer(run, cross.heads, 0, cross.head_dim) + (_own_block(run) if cross.own_queries else 0)
     crossing += mlp_layer(run, cross.mlp_inner, cross.mlp_matrices) if cross.mlp_inner else 0
     visual = 0 if run.recompute else _projected(run, way)
     if run.checkpointing:  # the inputs of all, and the inside of one
@@ -51,8 +51,24 @@ def inner_row(run: Run, inner: int, matrices: int) -> int:
 
 
 def _norm(run: Run) -> int:
-    """Its input in float32, that normalised, and its output."""
-    return run.batch * run.rows * run.model.text.hidden * (FLOAT32 + 2 * run.element)
+    """Its input in float32, that normalised, and its output; its input as it came, too, where that is "mixed"."""
+    text = run.model.text
+    elements = 3 if text.norm == "mixed" and run.element < FLOAT32 else 2
+    return run.batch * run.rows * text.hidden * (FLOAT32 + elements * run.element)
+
+
+def _own_block(run: Run) -> int:
+    """Cross-attention that is a block of its own: the two results that its gates scale, and the norm of Q."""
+    return run.batch * run.rows * (2 * run.model.text.hidden * run.element + _head_norm(run, run.model.cross.heads))
+
+
+def _head_norm(run: Run, heads: int) -> int:
+    """Of a token of Q or K: its float32 copy, what it normalised, a factor of each head; as it came, where "mixed"."""
+    cross, element = run.model.cross, run.element
+    if cross.key_norm == "none":
+        return 0
+    copies = 2 * element if cross.key_norm == "mixed" and element < FLOAT32 else element
+    return heads * (cross.head_dim * (FLOAT32 + copies) + FLOAT32)
 
 
 def visual_tokens(run: Run, way: Way) -> int:
@@ -69,17 +85,14 @@ def keys_values(run: Run, way: Way, element: int) -> int:
 def _projected(run: Run, way: Way) -> int:
     """K and V of one layer, and what the norms on their way keep.
 
-    A norm keeps its input in float32, which is a copy if it came in another dtype, a factor of each token (or head),
-    and what it normalised if its weight is trained. The features themselves are the shared ones.
+    A norm of the features keeps them in float32, which is a copy if they came in another dtype, a factor of each token,
+    what it normalised if its weight is trained, and its result.
     """
     cross, element = run.model.cross, run.element
-    copy = FLOAT32 if element < FLOAT32 else 0
-    token = 0
-    if cross.features_norm:  # and its result, which the projection takes
-        token += cross.visual_dim * (copy + element + (element if run.language_trained else 0)) + FLOAT32
-    if cross.key_norm != "none":
-        copies = FLOAT32 if cross.key_norm == "float32" else copy + element
-        token += cross.kv_heads * (cross.head_dim * (copies + element) + FLOAT32)
+    token = _head_norm(run, cross.kv_heads)
+    if cross.features_norm:
+        copies = (FLOAT32 if element < FLOAT32 else 0) + (element if run.language_trained else 0)
+        token += cross.visual_dim * (copies + element) + FLOAT32
     return keys_values(run, way, element) + visual_tokens(run, way) * token
 
 

@@ -41,8 +41,10 @@ class _Sizes:
 class Text(_Sizes):
     """The language model: decoder layers with self-attention (those with cross-attention in its place not counted).
 
-    `mlp_matrices`: 3 for gated MLPs, 2 for plain ones.
+    `mlp_matrices`: 3 for gated MLPs, 2 for plain ones. `norm`: "float32" or "mixed", see `Cross.key_norm`.
     """
+
+    choices: ClassVar[dict[str, tuple[str, ...]]] = {"norm": ("float32", "mixed")}
 
     hidden: int
     layers: int
@@ -53,6 +55,7 @@ class Text(_Sizes):
     mlp_matrices: int
     vocabulary: int
     tied_embeddings: bool = False
+    norm: str = "float32"
 
     @property
     def attention_parameters(self) -> int:

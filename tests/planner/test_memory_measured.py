@@ -142,6 +142,24 @@ def test_a_resampler(code: str, dtype: torch.dtype) -> None:
     assert kept_before(run) == pytest.approx(found, rel=0.02)
 
 
+@DTYPES
+def test_a_trained_tower(dtype: torch.dtype) -> None:
+    """The last of its layers does not run."""
+    model = tiny_model(vision={"image_size": 112, "hidden_size": 128, "intermediate_size": 480}).to(dtype)
+    sizes, frames = _mplug_owl3(model.config.to_dict(), "tiny"), torch.randn(4, 3, 112, 112).to(dtype)
+    found = saved(lambda: model.vision_model.penultimate(frames), frames, *model.parameters())
+    vision = replace(sizes.vision, layers=sizes.vision.layers - 1)
+    run = Run(
+        model=replace(sizes, vision=vision, projector=None),
+        frames=4,
+        text=1,
+        gpus=1,
+        trained="all",
+        element=dtype.itemsize,
+    )
+    assert kept_before(run) == pytest.approx(found, rel=0.01)
+
+
 def test_a_frozen_tower_at_work() -> None:
     """SigLIP in bf16 on 8 frames of 64 patches: the most that is allocated at one time, by the allocator's events."""
     model = tiny_model(vision={"image_size": 112, "hidden_size": 128, "intermediate_size": 480}).to(torch.bfloat16)
