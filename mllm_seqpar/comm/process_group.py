@@ -57,7 +57,7 @@ class ProcessGroupCommunicator(Communicator):
     @property
     def device(self) -> torch.device:
         """CUDA's current device for NCCL, the CPU otherwise."""
-        nccl_only = dist.get_backend(self.group) == "nccl"
+        nccl_only = dist.get_backend(self.group) in ("nccl", "cuda:nccl")
         return torch.device("cuda", torch.cuda.current_device()) if nccl_only else torch.device("cpu")
 
     def exchange(self, sends: Sequence[Send], recvs: Sequence[Recv]) -> Pending:

@@ -7,7 +7,7 @@ frames are single machine-speed operations.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -31,14 +31,20 @@ class DenseRule:
     visible: Tensor
     tokens: int
     picked: Tensor | None = None
+    _on: dict[torch.device, Tensor] = field(default_factory=dict, repr=False)
 
     def expand(self, batch: Span, rows: Span, keys: Span, device: torch.device) -> Tensor:
         """The bool mask (batch, rows, keys) of one tile."""
         first, last = keys[0] // self.tokens, -(-keys[1] // self.tokens)
-        seen = self.visible[slice(*batch), slice(*rows)]
-        seen = seen[..., first:last] if self.picked is None else seen[..., self.picked[first:last]]
+        if device not in self._on:  # moved once, for all tiles and layers: each copy would hold the host up
+            self._on[device] = self.visible.to(device)
+        seen = self._on[device][slice(*batch), slice(*rows)]
+        if self.picked is None:
+            seen = seen[..., first:last]
+        else:
+            seen = seen.index_select(-1, self.picked[first:last].to(device, non_blocking=True))
         start = keys[0] - first * self.tokens
-        expanded = seen.to(device, non_blocking=True).repeat_interleave(self.tokens, dim=-1)
+        expanded = seen.repeat_interleave(self.tokens, dim=-1)
         return expanded[..., start : start + keys[1] - keys[0]]
 
 
