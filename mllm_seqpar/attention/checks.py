@@ -110,6 +110,9 @@ def agree_on_keys(
     return tuple(row[-2] for row in everyone), [row[-1] for row in everyone]
 
 
+GRADIENT_STATES = 3
+
+
 def gradient_state(*tensors: Tensor) -> int:
     """0: this rank computes no gradients; 1: it would, but nothing of its own wants one; 2: something does."""
     if not torch.is_grad_enabled():

@@ -16,6 +16,7 @@ from ..schedules.heads import HeadShares
 from ..schedules.strategies import check_tile, tile_and_heads
 from ..sharding import LAYOUTS, frame_bounds, sequence_positions
 from .checks import (
+    GRADIENT_STATES,
     agree_on_keys,
     check_accumulation,
     check_mask,
@@ -85,18 +86,18 @@ def attend_once(
         return facts
 
     def own() -> int:
-        mask_is_new = mask is not None and not mask.has_blocks(comm, frames)
-        return int(mask_is_new) + 2 * gradient_state(q, k, v)
+        known = 0 if mask is None else mask.known_as(comm, frames)
+        return gradient_state(q, k, v) + GRADIENT_STATES * known
 
     key_lengths, told = agree_on_keys(q, k, comm, check, own)
-    new = [number % 2 for number in told]
-    if wants_gradients([number // 2 for number in told]) and not q.requires_grad:
+    known = {number // GRADIENT_STATES for number in told}
+    if wants_gradients([number % GRADIENT_STATES for number in told]) and not q.requires_grad:
         q = q.detach().requires_grad_()  # the backward pass needs every rank in it, and dealing heads every rank's q
     blocks: Blocks = FullBlocks(q.shape[0], q.shape[2], key_lengths)
     if layout is not None:
         blocks = CausalBlocks(q.shape[0], q.shape[2] * comm.size, comm.size, layout)
     elif mask is not None:
-        blocks = mask.blocks(comm, frames, anew=any(new))
+        blocks = mask.blocks(comm, frames, anew=0 in known or len(known) > 1)
     plan = plan_for(
         strategy,
         tile,

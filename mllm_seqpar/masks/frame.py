@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import zlib
 from collections.abc import Hashable, Sequence
 from functools import cached_property
 
@@ -27,7 +28,7 @@ class FrameMask:
     def __init__(self, bounds: tuple[Tensor, Tensor] | None, visible: Tensor | None, tokens: int, total: int) -> None:
         self.bounds, self.visible = bounds, visible
         self.tokens_per_frame, self.total_frames = tokens, total
-        self._by_group: dict[tuple[Hashable, tuple[tuple[int, int], ...]], FrameBlocks] = {}
+        self._by_group: dict[tuple[Hashable, tuple[tuple[int, int], ...]], tuple[int, FrameBlocks]] = {}
         self._tiles: dict[tuple[int, int], tuple[Tile, ...]] = {}
         self._folded: FrameMask | None = None
 
@@ -133,22 +134,29 @@ class FrameMask:
             )
         return self._tiles[start, stop]
 
-    def has_blocks(self, comm: Communicator, frames: Sequence[tuple[int, int]]) -> bool:
-        """Whether `blocks` was called with these arguments before and needs no transfer."""
-        return (comm.identity, tuple(frames)) in self._by_group
+    def known_as(self, comm: Communicator, frames: Sequence[tuple[int, int]]) -> int:
+        """A number for the rows of all ranks that `blocks` keeps for these arguments; 0: none yet.
+
+        Ranks whose numbers differ keep the rows of different calls: some used a mask again, and others another one.
+        """
+        kept = self._by_group.get((comm.identity, tuple(frames)))
+        return 0 if kept is None else kept[0]
 
     def blocks(self, comm: Communicator, frames: Sequence[tuple[int, int]], *, anew: bool = False) -> FrameBlocks:
         """The tiles of every block, when this mask's rows are this rank's and rank j holds the frames frames[j].
 
         The other ranks' rows are gathered on the first call for a group and kept, for all layers. `anew` gathers them
-        again: all ranks must gather when one of them has to, and only the caller can know that (`has_blocks`).
+        again: all ranks must gather when one of them has to, and only the caller can know that (`known_as`).
         """
         key = (comm.identity, tuple(frames))
         if anew or key not in self._by_group:
             table = self._table.to(comm.device)
             gathered = [part.cpu() for part in comm.all_gather(table, "mask")]
-            self._by_group[key] = FrameBlocks([self._of(part) for part in gathered], frames)
-        return self._by_group[key]
+            number = 1
+            for part in gathered:
+                number = zlib.crc32(part.contiguous().view(torch.uint8).numpy().data, number)
+            self._by_group[key] = max(number, 1), FrameBlocks([self._of(part) for part in gathered], frames)
+        return self._by_group[key][1]
 
 
 class FrameBlocks:

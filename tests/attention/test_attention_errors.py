@@ -210,6 +210,19 @@ def test_a_mask_kept_on_some_ranks_only_is_gathered_by_all() -> None:
         assert torch.equal(first, second)
 
 
+def test_one_mask_used_with_others_in_turn() -> None:
+    """What one rank sees may stay the same while another's rows change, and change back."""
+    same, first, nothing = (FrameMask.from_dense(torch.full((2, 4, 2), seen), 3) for seen in (True, True, False))
+    x = qkv(keys=3)
+
+    def run(comm: Communicator) -> list[Tensor]:
+        return [lv_xattn(*x, group=comm, mask=mask if comm.rank else same) for mask in (first, nothing, first)]
+
+    mine, other = run_loopback(2, run, timeout=10)
+    assert torch.equal(mine[0], mine[2]) and torch.equal(mine[0], mine[1])
+    assert torch.equal(other[0], other[2]) and other[0].any() and not other[1].any()
+
+
 def test_what_a_mask_keeps_for_one_group_is_not_taken_for_anothers() -> None:
     """Communicators come and go, at the same addresses; a stale hit would use other rows, or skip a gather and hang."""
     first, second = everything(4, 2), everything(4, 2)
@@ -218,7 +231,7 @@ def test_what_a_mask_keeps_for_one_group_is_not_taken_for_anothers() -> None:
 
     def run(comm: Communicator, of_second: FrameMask) -> tuple[bool, Tensor]:
         mask = first if comm.rank == 0 else of_second
-        known = mask.has_blocks(comm, frame_bounds(2, 2))
+        known = mask.known_as(comm, frame_bounds(2, 2)) > 0
         return known, lv_xattn(*x, group=comm, mask=mask)
 
     for i in range(20):
