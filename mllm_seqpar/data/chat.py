@@ -331,6 +331,9 @@ def _part_fault(part: Any, role: str, folder: Path, marks: Sequence[str]) -> str
         value, kinds = part.get(name), (int, float) if name == "fps" else (int,)
         if value is not None and (type(value) not in kinds or value <= 0):
             return f"{name} is {value!r}; it is {'a' if name == 'fps' else 'a whole'} number above 0"
+    given = [name for name in _SAMPLING if part.get(name) is not None]
+    if kind == "image" and given:
+        return f"{given[0]} of an image, which is one frame; only a video takes it"
     if part.get("fps") is not None and "images" in part:
         return "fps of a list of pictures, which have no time; give num_frames or max_frames"
     if part.get("fps") is not None and part.get("num_frames") is not None:

@@ -64,7 +64,7 @@ class Progress:
 def save_checkpoint(
     output: Path, progress: Progress, model: nn.Module, optimizer: torch.optim.Optimizer, keep: int
 ) -> Path:
-    """Writes a checkpoint, then deletes all but the newest `keep`. Every rank calls it.
+    """Writes a checkpoint, then deletes all but the last `keep` up to it. Every rank calls it.
 
     Returns:
         The directory of the checkpoint.
@@ -86,7 +86,8 @@ def save_checkpoint(
         if final.exists():  # the same step again, after a resume from an earlier one
             shutil.rmtree(final)
         os.replace(draft, final)
-        for old in list_checkpoints(output)[:-keep]:
+        # not counting later ones, which a run has that went back: by number, they would be newer than this one
+        for old in [path for path in list_checkpoints(output) if path <= final][:-keep]:
             shutil.rmtree(old)
     _barrier()
     return final

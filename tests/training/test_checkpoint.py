@@ -111,6 +111,14 @@ def test_a_crash_while_saving_leaves_the_previous_one(tmp_path: Path, monkeypatc
     assert [path.name for path in list_checkpoints(tmp_path)] == ["checkpoint-00000002", "checkpoint-00000003"]
 
 
+def test_a_run_that_went_back_keeps_what_it_saves(tmp_path: Path) -> None:
+    model, optimizer = build(1)
+    for step in (4, 6, 1, 2):  # of which 1 and 2 after a resume from an earlier one
+        saved = checkpoint.save_checkpoint(tmp_path, progress(step), model, optimizer, keep=1 + (step > 2))
+        assert saved.is_dir()
+    assert [int(path.name[-1]) for path in list_checkpoints(tmp_path)] == [2, 4, 6]
+
+
 def test_resuming_says_what_does_not_fit(tmp_path: Path) -> None:
     model, optimizer = build(1)
     assert find_checkpoint(None, tmp_path) is None
