@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from mllm_seqpar.attention import lv_xattn
 from mllm_seqpar.comm import LoopbackCommunicator, Recv, Send, as_communicator
@@ -48,6 +48,7 @@ def groups(rank: int, world: int) -> dict[str, Any]:
     mine = as_communicator(pairs[rank % 2])
     found["sub-group"] = (mine.rank, mine.size, [int(x) for x in mine.all_gather(torch.tensor(rank))])
     found["frames of the sub-group"] = list(frame_range(3, pairs[rank % 2]))
+    left = DeviceMesh("cpu", [0, 1])
     line, square = init_device_mesh("cpu", (world,)), init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "sp"))
     found["mesh"] = (as_communicator(line).rank, as_communicator(line).size)
     found["mesh dimension"] = (as_communicator(square["sp"]).rank, as_communicator(square["sp"]).size)
@@ -58,7 +59,7 @@ def groups(rank: int, world: int) -> dict[str, Any]:
     torch.manual_seed(0)
     q, k, v = torch.randn(3, 1, 2, 4, 8)
     found["attention"] = lv_xattn(q, k, v, group=square["sp"])
-    for name, bad in (("square", square), ("not a member", pairs[1 - rank % 2]), ("a number", 4)):
+    for name, bad in (("square", square), ("not a member", pairs[1 - rank % 2]), ("left", left), ("a number", 4)):
         try:
             as_communicator(bad)
         except ConfigError as error:
@@ -75,6 +76,7 @@ def test_what_may_be_given_as_a_group() -> None:
         assert found["itself"] and found["same group"] and not found["other group"]
         assert torch.equal(found["attention"], results[0]["attention"])
         assert "a DeviceMesh of 2 dimensions ('dp', 'sp')" in found["square"] and 'mesh["sp"]' in found["square"]
+        assert ("left" in found) == (rank > 1) and "not a member" in found.get("left", "not a member")
         assert "not a member of the group" in found["not a member"] and "got int" in found["a number"]
 
 
