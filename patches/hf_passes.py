@@ -37,6 +37,8 @@ def forward_of(model: Any, forward: Callable[..., Any]) -> Any:
 
 def run_pass(family: Family, inputs: Inputs, logits_to_keep: int | Tensor, kwargs: dict[str, Any]) -> Any:
     """One forward pass of a patched model; what its `forward` returns."""
+    if kwargs.get("output_hidden_states") is None and family.text_config.output_hidden_states:
+        kwargs = kwargs | {"output_hidden_states": True}  # said since patching: layers have a copy of the config
     return (cached_pass if inputs.use_cache else _sharded_pass)(family, inputs, logits_to_keep, kwargs)
 
 

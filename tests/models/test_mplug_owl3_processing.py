@@ -193,6 +193,8 @@ class TestCall:
             processor()(text="a", colour="red")
         with pytest.raises(DataError, match="text is None"):
             processor()(images=picture(0))
+        with pytest.raises(DataError, match="unknown arguments: image_size; size and normalisation are set when it is"):
+            processor().image_processor(picture(0), image_size=56)
 
     def test_one_picture_and_one_video_need_no_list(self) -> None:
         both = processor()

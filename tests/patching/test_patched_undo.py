@@ -243,8 +243,10 @@ def test_without_torch_distributed_it_is_a_group_of_one() -> None:
     model = patch_model(tiny_model())
     patch = patch_of(model)
     assert patch is not None and patch.context.comm.size == 1
+    model.config.output_hidden_states = True  # the language model's layers have a copy of the config, made before
     with torch.no_grad():
-        assert model(tiny_text(2), tiny_frames(2)).past_key_values is not None  # as unpatched
+        out = model(tiny_text(2), tiny_frames(2))
+    assert out.past_key_values is not None and len(out.hidden_states) == 5  # as unpatched
 
 
 def test_torch_compile_leaves_it_as_it_is() -> None:

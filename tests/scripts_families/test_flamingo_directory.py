@@ -73,8 +73,11 @@ def test_from_published_parts(tmp_path: Path) -> None:
     assert torch.equal(model.lang_encoder.old_decoder_blocks[1].mlp.up_proj.weight, layer)
     assert not model.lang_encoder.gated_cross_attn_layers[0].attn.only_attend_immediate_media
     processor: Any = load_processor(str(tmp_path / "whole"))
-    made = processor(text="<image>hi<|endofchunk|>", images=[[torch.zeros(3, 20, 30, dtype=torch.uint8)]])
+    picture = torch.zeros(3, 20, 30, dtype=torch.uint8)
+    made = processor(text="<image>hi<|endofchunk|>", images=[[picture]])
     assert int(made["lang_x"][0, 0]) == model.media_token_id and int(made["lang_x"][0, -1]) == model.eoc_token_id
+    with pytest.raises(DataError, match="unknown arguments: max_length, truncation"):
+        processor(text="<image>hi", images=[[picture]], truncation=True, max_length=4)
     pixels = torch.randn(2, 3, 16, 16)
     pooled, tokens = model.vision_encoder(pixels)
     hidden = clip(pixel_values=pixels)

@@ -10,7 +10,7 @@ from torch.nn import functional as F
 from transformers.feature_extraction_utils import BatchFeature
 from transformers.image_processing_base import ImageProcessingMixin
 
-from mllm_seqpar.errors import ShapeError
+from mllm_seqpar.errors import DataError, ShapeError
 
 Frame = Any
 """A picture: PIL image, or array or tensor, (H, W, 3) or (3, H, W), uint8 (0 to 255) or floating (0 to 1)."""
@@ -52,12 +52,19 @@ class MPlugOwl3ImageProcessor(ImageProcessingMixin):
         self.image_mean = list(image_mean)
         self.image_std = list(image_std)
 
-    def __call__(self, images: Frame | Iterable[Frame], **_: Any) -> BatchFeature:
+    def __call__(
+        self, images: Frame | Iterable[Frame], return_tensors: str | None = None, **unknown: Any
+    ) -> BatchFeature:
         """`pixel_values` (F, 3, size, size), float32, of one frame, several, or an array of frames.
 
         Raises:
             ShapeError: something that is no colour picture.
+            DataError: an argument that is not known; `return_tensors` is, and what comes out is always a tensor.
         """
+        if unknown:
+            raise DataError(
+                f"unknown arguments: {', '.join(sorted(unknown))}; size and normalisation are set when it is made"
+            )
         frames = [_as_tensor(frame, number) for number, frame in enumerate(frame_list(images))]
         resized: list[Tensor] = []
         start = 0

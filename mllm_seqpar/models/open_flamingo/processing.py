@@ -67,7 +67,7 @@ class OpenFlamingoProcessor(ProcessorMixin):
         images: Sequence[Sequence[Any]] | None = None,
         text: str | Sequence[str] | None = None,
         padding_side: str | None = None,
-        **_: Any,
+        **unknown: Any,
     ) -> BatchFeature:
         """Texts and the pictures of each.
 
@@ -80,8 +80,12 @@ class OpenFlamingoProcessor(ProcessorMixin):
             `lang_x` and `attention_mask` (B, L), `vision_x` (B, media, 1, 3, H, W).
 
         Raises:
-            DataError: pictures and places for them that do not match.
+            DataError: pictures and places for them that do not match, or an argument that is not known.
         """
+        # transformers' own callers pass these; what comes out is always padded tensors
+        left_over = set(unknown) - {"return_tensors", "return_dict", "padding", "add_special_tokens"}
+        if left_over:
+            raise DataError(f"unknown arguments: {', '.join(sorted(left_over))}")
         if text is None:
             raise DataError(f"text is None; pass text with {IMAGE} for each picture")
         texts = [text] if isinstance(text, str) else list(text)
