@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 
-from mllm_seqpar.choosing import Chooser
+from mllm_seqpar.choosing import Chooser, chooser_for
+from mllm_seqpar.comm import Communicator, as_communicator, run_loopback
+from mllm_seqpar.config import SeqParConfig
+from mllm_seqpar.errors import ConfigError
 from mllm_seqpar.masks import FrameBlocks, FrameMask, FullBlocks
-from mllm_seqpar.planner import Cluster
+from mllm_seqpar.planner import Cluster, write_cluster
 from mllm_seqpar.planner.cost import Visual
 from mllm_seqpar.schedules.traffic import Problem
 from mllm_seqpar.sharding import frame_bounds
@@ -87,3 +91,15 @@ def test_a_mask_that_leaves_each_rank_its_own_frames_needs_no_links() -> None:
     ]
     assert [choice.strategy for choice in found] == ["lv-xattn", "lv-xattn"]
     assert found[0].seconds == pytest.approx(found[1].seconds)
+
+
+def test_links_that_one_process_could_not_measure_are_not_decided_by(tmp_path: Path) -> None:
+    write_cluster(replace(CLUSTER, links="none"), tmp_path / "alone.yaml")
+    config = SeqParConfig(strategy="auto", cluster=str(tmp_path / "alone.yaml"))
+
+    def on_rank(comm: Communicator) -> None:
+        with pytest.raises(ConfigError, match="2 ranks need gpus_per_node, node_link and network_link"):
+            chooser_for(config, comm, torch.device("cpu"), torch.float32)
+
+    run_loopback(2, on_rank)
+    assert chooser_for(config, as_communicator(None), torch.device("cpu"), torch.float32) is not None

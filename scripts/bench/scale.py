@@ -121,7 +121,9 @@ def _length(minutes: float) -> str:
 
 
 def _seconds(value: float) -> str:
-    return f"{value:.3g} s" if value >= 1 else f"{value * 1e3:.3g} ms"
+    if value >= 1:
+        return f"{value:.3g} s" if value < 1000 else f"{value:.0f} s"
+    return f"{value * 1e3:.3g} ms"
 
 
 if __name__ == "__main__":
