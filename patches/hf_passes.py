@@ -21,6 +21,7 @@ from mllm_seqpar.call import SeqParCall
 from .hf_cached_passes import cached_pass
 from .hf_family import Family
 from .hf_frames import local_features
+from .hf_generation import share_random_state
 from .hf_inputs import Inputs
 from .hf_outputs import sharded_outputs
 from .hf_shares import agree_on_pass, frames_of, report, text_of
@@ -50,6 +51,8 @@ def _sharded_pass(family: Family, inputs: Inputs, logits_to_keep: int | Tensor, 
     features = local_features(family, inputs)
     call = SeqParCall(context, text=text, **frames_of(family, inputs, text, features, note))
     report(family, inputs, text.local if call.shards_text else inputs.length)
+    if not call.shards_text and family.model.training:  # every rank computes all text: it must drop the same of it
+        share_random_state(context.comm, inputs.text.device)
     embeds, positions, mask = text_of(family, inputs, call)
     outputs = family.decode(embeds, positions, mask, None, call, **kwargs)
     out = sharded_outputs(

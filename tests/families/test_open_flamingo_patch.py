@@ -146,6 +146,33 @@ def test_bad_inputs_end_on_every_rank() -> None:
             raise ValueError(found.get(name, "no error"))
 
 
+def with_dropout(patched: bool, seed: int) -> tuple[float, dict[str, Any]]:
+    """Behind attention and MLP, where it is allowed; OPT's published checkpoints have it."""
+    model = tiny_flamingo("opt").train()
+    for block in model.lang_encoder.old_decoder_blocks:
+        block.dropout = 0.3
+    if patched:
+        patch_model(model, self_attention="local")
+    torch.manual_seed(seed)
+    loss = model(**inputs_of(TWO)).loss
+    loss.backward()
+    return loss.item(), {name: p.grad for name, p in model.named_parameters()}
+
+
+def with_dropout_rank(rank: int, world: int) -> tuple[float, dict[str, Any]]:
+    loss, grads = with_dropout(True, seed=7 + rank)
+    average(grads, world)
+    return loss, grads
+
+
+def test_ranks_that_all_have_the_text_drop_the_same_of_it() -> None:
+    expected, grads = with_dropout(False, seed=7)
+    for loss, found in ranks(2).run(with_dropout_rank, timeout=PATIENCE):
+        assert loss == pytest.approx(expected, rel=TOLERANCE)
+        value, worst = gradient_error(found, grads)
+        assert value < TOLERANCE, (value, worst)
+
+
 def own_loss(rank: int, world: int) -> None:
     model = tiny_flamingo("opt")
     model.lang_encoder.loss_function = lambda **_: torch.zeros(())
