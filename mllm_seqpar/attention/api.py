@@ -75,7 +75,8 @@ def lv_xattn(
         kernel: block kernel by name, or "auto"; blocks that need a mask go to "auto" where the named one takes none.
         overlap: transfers under computation; False only to measure.
         accumulate_dtype: what O travels in; None: q.dtype.
-        return_lse: also return lse (B, H, s_q) float32, natural logarithm; no gradient flows through it.
+        return_lse: also return lse (B, H, s_q), natural logarithm, float32 (float64 where q is); no gradient flows
+            through it.
 
     Returns:
         o (B, H, s_q, D) in q.dtype. A row that sees nothing has o = 0 and lse = -inf. Differentiable in q, k, v.

@@ -88,7 +88,8 @@ def merge_over_ranks(o: Tensor, lse: Tensor, comm: Communicator) -> tuple[Tensor
     if rows < max(SCATTER_ROWS, comm.size):
         return _merge_all(comm.all_gather(both, "o"))
     share = -(-rows // comm.size)
-    padded = torch.nn.functional.pad(both, (0, 0, 0, share * comm.size - rows))
+    missing = share * comm.size - rows
+    padded = torch.nn.functional.pad(both, (0, 0, 0, missing)) if missing else both  # no padding would be a copy too
     parts = [part.contiguous() for part in padded.split(share, dim=2)]
     arrived = [parts[comm.rank] if peer == comm.rank else torch.empty_like(parts[0]) for peer in range(comm.size)]
     others = [peer for peer in range(comm.size) if peer != comm.rank]

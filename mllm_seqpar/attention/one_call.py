@@ -91,8 +91,10 @@ def attend_once(
 
     key_lengths, told = agree_on_keys(q, k, comm, check, own)
     known = {number // GRADIENT_STATES for number in told}
-    if wants_gradients([number % GRADIENT_STATES for number in told]) and not q.requires_grad:
-        q = q.detach().requires_grad_()  # the backward pass needs every rank in it, and dealing heads every rank's q
+    wanted = wants_gradients([number % GRADIENT_STATES for number in told])
+    # The backward pass needs every rank in it; where heads are dealt, that of q by itself does.
+    if wanted and not (q.requires_grad or (strategy != "ulysses" and (k.requires_grad or v.requires_grad))):
+        q = q.detach().requires_grad_()
     blocks: Blocks = FullBlocks(q.shape[0], q.shape[2], key_lengths)
     if layout is not None:
         blocks = CausalBlocks(q.shape[0], q.shape[2] * comm.size, comm.size, layout)
