@@ -235,8 +235,12 @@ def _mask_tensors(mask: Any) -> Sequence[Tensor | None]:
 
 def _sampled_bits(frames: Tensor) -> Tensor:
     """The bits of some values of every part of the frames, evenly spread: enough to tell two videos apart."""
-    flat = frames.detach().reshape(-1)
-    return flat[:: max(1, flat.numel() // _SAMPLED_PIXELS)].float().view(torch.int32)
+    x, step = frames.detach(), max(1, frames.numel() // _SAMPLED_PIXELS)
+    if x.is_contiguous():
+        return x.view(-1)[::step].float().view(torch.int32)
+    # one by one: to flatten them, channels last for example, would copy the whole video
+    places = torch.arange(0, x.numel(), step, device=x.device)
+    return x[torch.unravel_index(places, x.shape)].float().view(torch.int32)
 
 
 def _sampled_weights(model: nn.Module) -> list[Tensor]:

@@ -12,6 +12,7 @@ from patched import PATIENCE, Case, inputs_of, local_frames, model_of
 from launch import launch
 from mllm_seqpar import FrameShard, patch_model, unpatch_model
 from mllm_seqpar.errors import AgreementError, ConfigError, MaskError, SeqParError, ShapeError
+from mllm_seqpar.patches.hf_inputs import fingerprint_of
 from ranks import ranks
 from tiny import tiny_frames, tiny_model
 
@@ -149,6 +150,11 @@ def test_bad_inputs() -> None:
                 assert found == kind.__name__ and re.search(message, text), (name, rank, found, text)
             else:
                 assert found == "AgreementError" and re.search(others, text), (name, rank, found, text)
+
+
+def test_frames_are_told_apart_by_the_same_values_however_they_lie_in_memory() -> None:
+    frames = torch.randn(7, 33, 50, 3).permute(0, 3, 1, 2)
+    assert fingerprint_of(frames) == fingerprint_of(frames.contiguous()) != fingerprint_of(frames + 1)
 
 
 def patch_errors(rank: int, world: int, what: str) -> None:
