@@ -137,7 +137,8 @@ def ring_attention(
         overlap=overlap,
         accumulate_dtype=accumulate_dtype,
         return_lse=return_lse,
-        layout=layout if causal else None,
+        causal=causal,
+        layout=layout,
     )
     return attend_once(q, k, v, "ring", None, options)
 
@@ -182,7 +183,8 @@ def mesh_attention(
         overlap=overlap,
         accumulate_dtype=accumulate_dtype,
         return_lse=return_lse,
-        layout=layout if causal else None,
+        causal=causal,
+        layout=layout,
     )
     return attend_once(q, k, v, "mesh", tile, options)
 
@@ -229,6 +231,7 @@ def ulysses_attention(
         overlap=overlap,
         accumulate_dtype=accumulate_dtype,
         return_lse=return_lse,
-        layout=layout if causal else None,
+        causal=causal,
+        layout=layout,
     )
     return attend_once(q, k, v, "ulysses", tile, options)

@@ -45,8 +45,9 @@ class Options:
     overlap: bool = True
     accumulate_dtype: torch.dtype | None = torch.float32
     return_lse: bool = False
-    layout: str | None = None
-    """The mask is causal, and this is how the sequence was dealt."""
+    causal: bool = False
+    layout: str = "zigzag"
+    """How the sequence was dealt, where the mask is causal."""
 
 
 @eager
@@ -54,7 +55,7 @@ def attend_once(
     q: Tensor, k: Tensor, v: Tensor, strategy: str, tile: tuple[int, int] | None, options: Options
 ) -> Tensor | tuple[Tensor, Tensor]:
     """One distributed attention by a named strategy; o, or (o, lse)."""
-    comm, mask, layout = as_communicator(options.group), options.mask, options.layout
+    comm, mask, causal, layout = as_communicator(options.group), options.mask, options.causal, options.layout
     tile = tuple(tile) if isinstance(tile, list) else tile
     scale = q.shape[-1] ** -0.5 if options.scale is None else float(options.scale)
     frames = frame_bounds(mask.total_frames, comm.size) if isinstance(mask, FrameMask) else []
@@ -63,7 +64,7 @@ def attend_once(
         check_qkv(q, k, v)
         check_accumulation(options.accumulate_dtype)
         check_mask_type(mask)
-        choose_kernel(options.kernel, q, k, causal=layout is not None, masked=mask is not None)
+        choose_kernel(options.kernel, q, k, causal=causal, masked=mask is not None)
         rows, heads = tile_and_heads(strategy, None if tile is None else check_tile(tile), comm.size)
         HeadShares(q.shape[1], k.shape[1], heads)
         facts = {
@@ -72,7 +73,7 @@ def attend_once(
             "accumulate_dtype": dtype_code(options.accumulate_dtype),
         }
         facts |= {"tile rows": 0 if rows is None else rows[0], "tile columns": 0 if rows is None else rows[1]}
-        if layout is not None:
+        if causal:
             if mask is not None:
                 raise MaskError(f"{strategy}: causal=True and a FrameMask exclude each other; pass one of them")
             if q.shape[2] != k.shape[2]:
@@ -96,7 +97,7 @@ def attend_once(
     if wanted and not (q.requires_grad or (strategy != "ulysses" and (k.requires_grad or v.requires_grad))):
         q = q.detach().requires_grad_()
     blocks: Blocks = FullBlocks(q.shape[0], q.shape[2], key_lengths)
-    if layout is not None:
+    if causal:
         blocks = CausalBlocks(q.shape[0], q.shape[2] * comm.size, comm.size, layout)
     elif mask is not None:
         blocks = mask.blocks(comm, frames, anew=0 in known or len(known) > 1)

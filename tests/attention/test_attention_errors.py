@@ -54,6 +54,11 @@ WRONG_EVERYWHERE: dict[str, tuple[Call, type[SeqParError], str]] = {
         ConfigError,
         "'spiral' is unknown; choose one of zigzag",
     ),
+    "no layout": (
+        lambda g: ring_attention(*qkv(4, 4), group=g, causal=True, layout=None),  # type: ignore[arg-type]
+        ConfigError,
+        "None is unknown; choose one of zigzag",
+    ),
     "odd rows": (
         lambda g: ring_attention(*qkv(3, 3), group=g, causal=True),
         ShapeError,
