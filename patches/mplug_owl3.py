@@ -57,11 +57,12 @@ class MPlugOwl3Adapter:
 
         hyper = {number - 1 for number in model.config.hyper_layers}
         for index, layer in enumerate(model.language_model.model.layers):
-            if isinstance(layer.self_attn, HyperAttention) is not (index in hyper):
+            # itself, or in what wraps it and hands its attributes on (PEFT's modules_to_save)
+            found = any(isinstance(part, HyperAttention) for part in layer.self_attn.modules())
+            if found is not (index in hyper):
                 raise AdapterError(
                     f"layer {index} has {type(layer.self_attn).__name__}, but config.hyper_layers is "
-                    f"{model.config.hyper_layers} (counted from 1); when something wraps the attention (PEFT's "
-                    "modules_to_save), patch the model before it is wrapped"
+                    f"{model.config.hyper_layers} (counted from 1)"
                 )
 
     def install(self, model: Any, context: SeqParContext, patch: Patch) -> None:

@@ -29,6 +29,14 @@ def lora(model: Any) -> Any:
     return wrapped
 
 
+def trained_whole(model: Any) -> Any:
+    """Attention in a wrapper that holds the original and the copy that is trained."""
+    from peft import LoraConfig, get_peft_model
+
+    torch.manual_seed(5)
+    return get_peft_model(model, LoraConfig(r=4, target_modules=["up_proj"], modules_to_save=["self_attn"]))
+
+
 def freeze(model: Any, but: str = "", only: str = "") -> Any:
     for name, weight in model.named_parameters():
         weight.requires_grad_(only in name if only else but not in name)
@@ -43,6 +51,7 @@ PREPARED = {
     "only the projector trains": lambda model: freeze(model, only="vision2text_model"),
     "only the gate's layer norm trains": lambda model: freeze(model, only="layers.2.input_layernorm"),
     "LoRA": lora,
+    "PEFT trains the attention whole": trained_whole,
     "LoRA with checkpointing": lambda model: lora(PREPARED["gradient checkpointing"](model)),
 }
 
