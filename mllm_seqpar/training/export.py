@@ -3,13 +3,15 @@
 import json
 import os
 import shutil
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
+from mllm_seqpar.comm import Communicator, as_communicator
 from mllm_seqpar.training.arguments import SAVE_DTYPES
 
 
@@ -38,22 +40,39 @@ def export_model(model: nn.Module, processor: Any, directory: Path, dtype: torch
     state: dict[str, Any] = get_model_state_dict(
         model, options=StateDictOptions(full_state_dict=True, cpu_offload=True)
     )
-    if not dist.is_initialized() or dist.get_rank() == 0:
-        for alias, name in _tied(model).items():
-            state[alias] = state[name]  # one tensor again, which save_pretrained then writes once
-        if dtype is not None:
-            state = {name: x.to(dtype) if x.is_floating_point() else x for name, x in state.items()}
+
+    def write() -> None:
+        # under all names the same tensor again, which save_pretrained then writes once
+        weights = {name: x.to(dtype) if dtype and x.is_floating_point() else x for name, x in state.items()}
+        weights |= {alias: weights[name] for alias, name in _tied(model).items()}
         draft = directory.with_name(directory.name + ".tmp")
         shutil.rmtree(draft, ignore_errors=True)
-        model.save_pretrained(draft, state_dict=state)  # type: ignore[operator]  # a transformers model
+        model.save_pretrained(draft, state_dict=weights)  # type: ignore[operator]  # a transformers model
         if dtype is not None:
             _tell_dtype(draft / "config.json", dtype)
         if processor is not None:
             processor.save_pretrained(draft)
         shutil.rmtree(directory, ignore_errors=True)
         os.replace(draft, directory)
-    if dist.is_initialized():
-        dist.barrier()
+
+    on_rank_0(as_communicator(), write)
+
+
+def on_rank_0(comm: Communicator, work: Callable[[], None], news: float = 5.0) -> None:
+    """Rank 0 does `work`, and the others wait for it, however long it takes.
+
+    A large model takes longer to write than a collective waits for a rank. So rank 0 works in a thread, and all meet
+    every `news` seconds until it is done.
+    """
+    with ThreadPoolExecutor(max_workers=1) as pool:
+        job = pool.submit(work) if comm.rank == 0 else None
+        busy = True
+        while busy:
+            if job is not None:
+                wait([job], timeout=news)
+            busy = bool(comm.gather_ints([job is not None and not job.done()])[0][0])
+        if job is not None:
+            job.result()
 
 
 def _tell_dtype(config: Path, dtype: torch.dtype) -> None:

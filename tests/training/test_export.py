@@ -1,14 +1,19 @@
-"""Layer: one process. The final model's dtype, and telling the models apart that runs begin from."""
+"""Layer: one process and gloo ranks. The final model's dtype, and telling the models apart that runs begin from."""
 
+import time
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from safetensors.torch import load_file
 
+from mllm_seqpar.comm import as_communicator
 from mllm_seqpar.models.mplug_owl3 import MPlugOwl3ForConditionalGeneration
 from mllm_seqpar.running.digest import model_digest
-from mllm_seqpar.training.export import export_dtype, export_model
+from mllm_seqpar.training.export import export_dtype, export_model, on_rank_0
+from ranks import ranks
 from tiny import tiny_model
 
 
@@ -28,6 +33,22 @@ def test_saved_in_the_dtype_asked_for(tmp_path: Path, source: torch.dtype, choic
     assert {x.dtype for x in load_file(tmp_path / "model" / "model.safetensors").values()} == {saved}
     loaded = MPlugOwl3ForConditionalGeneration.from_pretrained(tmp_path / "model", dtype="auto")
     assert loaded.dtype is saved and trained.dtype is torch.float32
+
+
+def slow_write(rank: int, world: int, folder: str) -> bool:
+    group = dist.new_group(timeout=timedelta(seconds=1))
+
+    def write() -> None:
+        time.sleep(2.5)
+        (Path(folder) / f"by-{rank}").touch()
+
+    on_rank_0(as_communicator(group), write, news=0.2)
+    return (Path(folder) / "by-0").exists()
+
+
+def test_writing_may_take_longer_than_the_ranks_time_limit(tmp_path: Path) -> None:
+    assert ranks(2).run(slow_write, str(tmp_path)) == [True, True]
+    assert [path.name for path in tmp_path.iterdir()] == ["by-0"]
 
 
 def test_a_model_is_known_by_its_weights(tmp_path: Path) -> None:
