@@ -35,6 +35,10 @@ def test_each_tensor_is_saved_once_and_all_come_back(tmp_path: Path, kind: str) 
     computed = dict(model.named_buffers())  # rotary frequencies: not of the file, and not to be rounded
     assert all(torch.equal(x, computed[name]) for name, x in again.named_buffers() if name not in again.state_dict())
     assert kind != "llama" or any(name.endswith("inv_freq") for name, _ in again.named_buffers())
+    again = AutoModelForImageTextToText.from_pretrained(tmp_path / "two", torch_dtype=torch.bfloat16)
+    assert again.perceiver.latents.dtype == torch.bfloat16
+    with pytest.raises(ConfigError, match="device_map: not known to OpenFlamingo.from_pretrained"):
+        AutoModelForImageTextToText.from_pretrained(tmp_path / "two", device_map="cpu")
     again = load_model(str(tmp_path / "two"))
     for name, tensor in model.state_dict().items():
         assert torch.equal(again.state_dict()[name], tensor), name

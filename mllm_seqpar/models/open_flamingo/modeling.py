@@ -12,11 +12,16 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, CLIPVisionModel
 from transformers.initialization import no_init_weights
 
+from mllm_seqpar.errors import ConfigError
+
 from .configuration import OpenFlamingoConfig
 from .package import open_flamingo
 from .weights import load_weights, save_weights
 
 _Flamingo, _Mixin, _extend = open_flamingo()
+# What transformers' Auto classes and loaders pass, and what a local directory has no need of.
+_NO_MATTER = {"adapter_kwargs", "output_loading_info", "trust_remote_code", "code_revision"}
+_NO_MATTER |= {"revision", "token", "cache_dir", "force_download", "local_files_only", "use_safetensors"}
 
 
 class ClipTower(CLIPVisionModel):
@@ -66,7 +71,13 @@ class OpenFlamingo(_Flamingo):  # type: ignore[valid-type,misc]
 
     @classmethod
     def from_pretrained(
-        cls, path: str | os.PathLike[str], *, config: OpenFlamingoConfig | None = None, dtype: Any = "auto", **_: Any
+        cls,
+        path: str | os.PathLike[str],
+        *,
+        config: OpenFlamingoConfig | None = None,
+        dtype: Any = "auto",
+        torch_dtype: Any = None,
+        **options: Any,
     ) -> OpenFlamingo:
         """The model in a directory, in eval mode.
 
@@ -74,10 +85,16 @@ class OpenFlamingo(_Flamingo):  # type: ignore[valid-type,misc]
             path: of the directory.
             config: when it is read already.
             dtype: of the parameters; "auto" for that of the file.
+            torch_dtype: its former name.
+            **options: of `PreTrainedModel.from_pretrained`, those that say where on the hub to look.
 
         Raises:
-            ConfigError: weights that are missing, or that the model has no place for.
+            ConfigError: weights that are missing, or that the model has no place for; an option that is not known.
         """
+        unknown = [name for name, x in options.items() if x is not None and name[0] != "_" and name not in _NO_MATTER]
+        if unknown:
+            raise ConfigError(f"{', '.join(sorted(unknown))}: not known to OpenFlamingo.from_pretrained; leave it out")
+        dtype = dtype if torch_dtype is None else torch_dtype
         model = cls(config or OpenFlamingoConfig.from_pretrained(path))
         load_weights(model, Path(path), None if dtype in ("auto", None) else _dtype(dtype))
         return model.eval()
