@@ -45,6 +45,8 @@ class SeqParConfig:
             saves an exchange per layer and token; None: always so.
         mlp_chunk_size: tokens that the language model's MLPs compute at once, with recomputation in backward (blockwise
             feed-forward, arXiv 2310.01889, section 3); None: all of a rank's tokens at once, nothing recomputed.
+        vision_chunk_size: frames that the vision tower encodes at once, so that a frozen one never holds what is inside
+            it for an hour of video; under FSDP2 its parameters are gathered for each such chunk. None: all of a rank's.
         cluster: a cluster file of the planner (`configs/clusters`) whose rates "auto" decides by; None: measured. With
             "mesh" its steps are ordered, and its tile chosen where none is given, by these rates; None: by the bytes.
         logits: "full": every rank gets the caller's whole logits; "local": its own tokens' only; "auto": full without
@@ -65,6 +67,7 @@ class SeqParConfig:
     logits: str = "auto"
     shard_prompt_from: int | None = 16384
     mlp_chunk_size: int | None = None
+    vision_chunk_size: int | None = 32
     cluster: str | None = None
 
     def __post_init__(self) -> None:
@@ -93,12 +96,10 @@ class SeqParConfig:
             raise ConfigError(
                 f"shard_prompt_from: {self.shard_prompt_from!r} is not a number of tokens; pass an int or None"
             )
-        if self.mlp_chunk_size is not None and (
-            not isinstance(self.mlp_chunk_size, int) or isinstance(self.mlp_chunk_size, bool) or self.mlp_chunk_size < 1
-        ):
-            raise ConfigError(
-                f"mlp_chunk_size: {self.mlp_chunk_size!r} is not a number of tokens; pass a positive int, or None"
-            )
+        for name, counted in (("mlp_chunk_size", "tokens"), ("vision_chunk_size", "frames")):
+            size = getattr(self, name)
+            if size is not None and (not isinstance(size, int) or isinstance(size, bool) or size < 1):
+                raise ConfigError(f"{name}: {size!r} is not a number of {counted}; pass a positive int, or None")
         if self.cluster is not None:
             if not isinstance(self.cluster, str):
                 raise ConfigError(f"cluster: {self.cluster!r} is not a path; pass that of a cluster file, or None")

@@ -1,7 +1,8 @@
-"""The vision tower in a sequence-parallel pass: each rank encodes its own frames, and FSDP stays in step."""
+"""The vision tower in a sequence-parallel pass: each rank encodes its own frames, in chunks; FSDP stays in step."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -18,53 +19,57 @@ if TYPE_CHECKING:
     from .hf_family import Family
 
 
-def frames_anywhere(model: nn.Module, total: int) -> bool:
-    """Whether any of the ranks that FSDP2 keeps in step with this one has frames in this pass.
+def runs_anywhere(model: nn.Module, own: int) -> int:
+    """How often the vision tower runs in this pass on each of the ranks that FSDP2 keeps in step with this one.
 
     FSDP2 gathers a module's parameters when it runs, and reduces gradients of the same parameters on all ranks: a rank
     that skips a module stalls the others. Groups of one job may have other batches, so they ask each other: one number,
     largest of all, over the mesh that the parameters are sharded on.
 
     Args:
-        model: sharded by FSDP2, or not: then only `total` counts.
-        total: frames of this rank's own group.
+        model: sharded by FSDP2, or not: then only `own` counts.
+        own: how often it runs for this rank's own group.
     """
     if not any(isinstance(module, FSDPModule) for module in model.modules()):
-        return total > 0
+        return own
     mesh = next((p.device_mesh for p in model.parameters() if isinstance(p, DTensor)), None)
-    if mesh is None:  # one unit for all, gathered already, and nobody to ask: as if somebody had some
-        return True
-    found = torch.tensor(int(total > 0), device=mesh.device_type)
+    if mesh is None:  # one unit for all, gathered already, and nobody to ask: as if somebody had some frame
+        return max(own, 1)
+    found = torch.tensor(own, device=mesh.device_type)
     for dim in range(mesh.ndim):
         dist.all_reduce(found, dist.ReduceOp.MAX, group=mesh.get_group(dim))
-    return bool(found)
+    return int(found)
 
 
 def local_features(family: Family, inputs: Inputs) -> Tensor | None:
     """(units, tokens, width): the features of this rank's frames; the vision tower runs on those only.
 
-    A rank without frames runs the tower on one empty frame and keeps nothing of it, so that its parameters get zero
-    gradients rather than none and FSDP's gathers stay in step. For the same reason a batch without any frame has one
-    when other ranks under the same FSDP have some, which no token sees: encoded when the caller passes pixels or
-    nothing, all zeros when the caller passes an empty tensor of features, which says that the others run no tower
-    either. Without frames anywhere it gives None, and the parameters get no gradient, as unpatched.
+    It runs on `vision_chunk_size` frames at a time, as often as on the rank with most. A rank with nothing left runs it
+    on one frame and keeps nothing of that, so that its parameters get zero gradients rather than none and FSDP's
+    gathers stay in step. For the same reason a batch without any frame has one when other ranks under the same FSDP
+    have some, which no token sees: encoded when the caller passes pixels or nothing, all zeros when the caller passes
+    an empty tensor of features, which says that the others run no tower either. Without frames anywhere it gives None,
+    and the parameters get no gradient, as unpatched.
     """
     frames, total, units = inputs.frames, inputs.total_frames, family.units_per_frame(inputs)
     rank, size = family.context.comm.rank, family.context.comm.size
     weight = family.embedding_weight()
-    somewhere = frames_anywhere(family.model, total)
+    bounds = frame_bounds(total, size)
+    most = max(stop - start for start, stop in bounds)
+    chunk = most if inputs.frames_are_features else family.context.config.vision_chunk_size or most
+    runs = runs_anywhere(family.model, -(-most // max(chunk, 1)))
     if total == 0:
-        if not somewhere:
+        if not runs:
             return None
         if frames is not None and inputs.frames_are_features:
             blank = frames.new_zeros((units, *frames.shape[1:]), dtype=weight.dtype, device=weight.device)
         else:
-            blank = family.encode(*family.blank())
+            blank = _encoded(family, family.blank(), family.blank(), runs)
         return blank if rank == 0 else blank[:0]
     assert frames is not None
     given = (frames, *inputs.extras)
     if inputs.visual_shard is None:
-        start, stop = frame_bounds(total, size)[rank]
+        start, stop = bounds[rank]
         if inputs.frames_are_features:
             start, stop = start * units, stop * units
         given = tuple(x[start:stop] for x in given)
@@ -73,9 +78,21 @@ def local_features(family: Family, inputs: Inputs) -> Tensor | None:
         mine = mine.flatten(0, mine.dim() - 3)  # by units, where they came by frames
         dtype = mine.dtype if torch.is_autocast_enabled(weight.device.type) else weight.dtype
         return mine.to(device=weight.device, dtype=dtype)
-    if mine.shape[0]:
-        return family.encode(*given)
     # Of the caller's size: what fails does so everywhere. Another rank's frame, so that the caller's tensor gets zeros
     # as its gradient here, rather than none.
-    one = (x[:1] if x.shape[0] else x.new_zeros((1, *x.shape[1:])) for x in (frames, *inputs.extras))
-    return family.encode(*one)[:0]
+    whole = (frames, *inputs.extras)
+    spare = given if mine.shape[0] else tuple(x if x.shape[0] else x.new_zeros((1, *x.shape[1:])) for x in whole)
+    return _encoded(family, given, spare, runs)
+
+
+def _encoded(family: Family, given: Sequence[Tensor], spare: Sequence[Tensor], runs: int) -> Tensor:
+    """The features of `given`, in so many runs of the tower; one with nothing left to do encodes a frame of `spare`."""
+    count = given[0].shape[0]
+    each = max(1, -(-count // runs))
+    parts = []
+    for start in range(0, runs * each, each):
+        if start < count:
+            parts.append(family.encode(*(x[start : start + each] for x in given)))
+        else:  # nothing is kept of it, but its place in the backward pass
+            parts.append(family.encode(*(x[:1] for x in spare))[:0])
+    return parts[0] if runs == 1 else torch.cat(parts)

@@ -72,6 +72,13 @@ def _add_plan(plan: argparse.ArgumentParser) -> None:
         help="decoder layers, and those of a trained tower, computed again in backward",
     )
     plan.add_argument("--mlp-chunk-size", type=int, metavar="TOKENS", help="that MLPs compute at once; default: all")
+    plan.add_argument(
+        "--vision-chunk-size",
+        type=int,
+        metavar="FRAMES",
+        default=Run.vision_chunk_size,
+        help=f"that the vision tower encodes at once; default: {Run.vision_chunk_size}",
+    )
     plan.add_argument("--no-overlap", action="store_true", help="wait for transfers before computing")
     plan.add_argument("--element", type=int, default=2, help="bytes of an activation's element; default: 2, bf16")
     plan.add_argument(
@@ -110,6 +117,7 @@ def _plan(args: argparse.Namespace) -> None:
         overlap=not args.no_overlap,
         element=args.element,
         mlp_chunk_size=args.mlp_chunk_size,
+        vision_chunk_size=args.vision_chunk_size,
         parameter=(args.element if args.trained == "none" else 4) if args.parameter is None else args.parameter,
         optimizer=args.optimizer,
     )

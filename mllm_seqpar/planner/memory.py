@@ -4,7 +4,7 @@ parameters, gradients, optimizer: shares of FSDP2, over all ranks. features: the
 rank's frames, and their gradient where it is needed. activations: what is kept for backward (`kept`), and the logits.
 buffers: what comes and goes: a gathered layer; the keys and values of the cross-attention layer at work with their
 gradients in float32, and the pieces of other ranks that its schedule holds at one time, or the inside of the MLP at
-work. Where the vision tower, which runs before all that on all of a rank's frames, needs more, that counts instead.
+work. Where the vision tower, which runs before all that, needs more, that counts instead.
 """
 
 from __future__ import annotations
@@ -115,13 +115,14 @@ def _mlp_buffers(run: Run) -> int:
 
 
 def tower_at_work(run: Run) -> int:
-    """A tower without backward: outputs that are held, what attention made of the last, that normalised, and inner
-    activations before and after the function between them."""
+    """A tower without backward and the frames it encodes at once: outputs that are held, what attention made of the
+    last, that normalised, and inner activations before and after the function between them."""
     if run.trained == "all":
         return 0
     vision = run.model.vision
     elements = (vision.outputs_held + 2) * vision.width + 2 * vision.mlp_inner
-    return run.local_frames * vision.tokens * elements * run.element
+    frames = min(run.local_frames, run.vision_chunk_size or run.local_frames)
+    return frames * vision.tokens * elements * run.element
 
 
 def _pieces(problem: Problem, way: Way, *, backward: bool) -> int:

@@ -9,6 +9,7 @@ from typing import Any
 from .cost import CallCost
 from .memory import KINDS, USABLE
 from .plan import Plan, Row
+from .run import Run
 from .step import PARTS
 from .strategies import Way
 
@@ -90,6 +91,8 @@ def options(plan: Plan) -> dict[str, Any]:
         chosen["overlap"] = False
     if run.mlp_chunk_size is not None:
         chosen["mlp_chunk_size"] = run.mlp_chunk_size
+    if run.vision_chunk_size != Run.vision_chunk_size:
+        chosen["vision_chunk_size"] = run.vision_chunk_size
     return chosen
 
 

@@ -29,6 +29,7 @@ class Run:
         recompute: K and V of frames are projected again in backward.
         checkpointing: decoder layers, and those of a trained vision tower, are computed again in backward.
         mlp_chunk_size: tokens that MLPs compute at once, again in backward, where a rank has more; None: all.
+        vision_chunk_size: frames that the vision tower encodes at once; None: all of a rank's.
         overlap: transfers under computation.
         element: bytes of an activation's element (bf16: 2).
         parameter: bytes of a stored parameter and of its gradient (float32 masters: 4).
@@ -48,6 +49,7 @@ class Run:
     recompute: bool = True
     checkpointing: bool = False
     mlp_chunk_size: int | None = None
+    vision_chunk_size: int | None = 32
     overlap: bool = True
     element: int = 2
     parameter: int = 4
@@ -62,8 +64,10 @@ class Run:
             value = getattr(self, name)
             if type(value) is not int or value < least:
                 raise ConfigError(f"{name}: {value!r} is not a number of bytes; give {least} or more")
-        if self.mlp_chunk_size is not None and (type(self.mlp_chunk_size) is not int or self.mlp_chunk_size < 1):
-            raise ConfigError(f"mlp_chunk_size: {self.mlp_chunk_size!r} is not a number of tokens; give 1 or more")
+        for name, counted in (("mlp_chunk_size", "tokens"), ("vision_chunk_size", "frames")):
+            value = getattr(self, name)
+            if value is not None and (type(value) is not int or value < 1):
+                raise ConfigError(f"{name}: {value!r} is not a number of {counted}; give 1 or more")
         if self.trained not in TRAINED:
             raise ConfigError(f"trained: {self.trained!r} is unknown; choose one of {', '.join(TRAINED)}")
         if self.self_attention not in SELF_ATTENTION:

@@ -31,7 +31,10 @@ class TrainArguments(Options):
     self_attention: str = option(f"self-attention of the text: {', '.join(SELF_ATTENTION)}", "ring")
     text_layout: str = option("how text tokens are dealt to ranks: zigzag, striped, contiguous", "zigzag")
     tile: str | None = option("tile of mesh (AxB = ranks) or of hybrid ulysses, as AxB; default: chosen", None)
-    cluster: str | None = option("cluster file that auto and mesh decide by; default: auto measures rates, mesh counts bytes", None)
+    cluster: str | None = option(
+        "cluster file that auto and mesh decide by; default: auto measures, mesh counts bytes", None
+    )
+    vision_chunk_size: int = option("frames that the vision tower encodes at once", 32)
     mlp_chunk_size: int | None = option("text tokens that MLPs compute at once, again in backward; default: all", None)
     kernel: str = option("block attention kernel", "auto")
     recompute_visual: bool = option("recompute K and V of visual tokens in backward instead of keeping them", True)
@@ -73,7 +76,7 @@ class TrainArguments(Options):
     def __post_init__(self) -> None:
         for name in ("steps", "stop_after", "sp", "max_frames", "max_length", "timeout", "fps"):
             self._require(name, getattr(self, name) is None or getattr(self, name) > 0, "more than 0")
-        for name in ("global_batch", "micro_batch", "keep", "epochs", "lr", "eps"):
+        for name in ("global_batch", "micro_batch", "vision_chunk_size", "keep", "epochs", "lr", "eps"):
             self._require(name, getattr(self, name) > 0, "more than 0")
         for name in ("eval_every", "save_every", "warmup", "weight_decay", "clip"):
             self._require(name, getattr(self, name) >= 0, "0 or more")

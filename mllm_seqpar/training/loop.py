@@ -134,6 +134,7 @@ def _seqpar_config(args: TrainArguments) -> SeqParConfig:
         tile=args.tile_shape(),
         cluster=args.cluster,
         mlp_chunk_size=args.mlp_chunk_size,
+        vision_chunk_size=args.vision_chunk_size,
         kernel=args.kernel,
         recompute_visual=args.recompute_visual,
     )

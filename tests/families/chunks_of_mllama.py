@@ -4,4 +4,5 @@ from tiny_mllama import Case, inputs_of, local_frames, model_of
 
 __all__ = ["CASES", "inputs_of", "local_frames", "model_of"]
 
-CASES = {"two samples, holes": Case(images=((2, 3, 1), (1,)), mask="scattered").with_options(mlp_chunk_size=5)}
+CHUNKS = {"mlp_chunk_size": 5, "vision_chunk_size": 1}
+CASES = {"two samples, holes": Case(images=((2, 3, 1), (1,)), mask="scattered").with_options(**CHUNKS)}

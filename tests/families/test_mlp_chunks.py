@@ -1,4 +1,4 @@
-"""Layer: gloo ranks. With `mlp_chunk_size`, patched models give the unpatched loss, logits, gradients and tokens."""
+"""Layer: gloo ranks. MLPs and towers in chunks: patched models give the unpatched loss, logits, gradients, tokens."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from ranks import ranks
 from training import check_fsdp, check_lora
 
 SIZE = 5
-CHUNKS = {"mlp_chunk_size": SIZE}
+CHUNKS = {"mlp_chunk_size": SIZE, "vision_chunk_size": 1}
 FLAMINGO = open_flamingo_cases.Case(media=((1, 4, 7), (3,)), images=2).with_options(**CHUNKS)
 
 

@@ -11,7 +11,7 @@ from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 
 from mllm_seqpar import patch_model, unpatch_model
-from outcomes import error, worst_gradient
+from outcomes import error, run_case, worst_gradient
 from ranks import ranks
 from tiny import tiny_model
 
@@ -47,6 +47,19 @@ def test_every_mlp_of_the_language_model_is_computed_in_chunks() -> None:
     towers = [shapes for name, shapes in found.items() if "language_model" not in name]
     assert towers and all(shapes == {(5, 4)} for shapes in towers)  # the tower's, all frames at once
     assert all("forward" not in vars(m) for m in model.modules())
+
+
+@pytest.mark.parametrize("size", [2, None])
+def test_the_tower_encodes_so_many_frames_at_once(size: int | None) -> None:
+    """5 frames on one process; the loss, logits and gradients are the unpatched model's."""
+    model: Any = tiny_model("gated")
+    found: list[int] = []
+    tower = model.vision_model.encoder.layers[0]
+    tower.register_forward_pre_hook(lambda _, args, kwargs: found.append(args[0].shape[0]), with_kwargs=True)
+    patch_model(model, vision_chunk_size=size)
+    outcome = run_case(model, inputs_of("gated", CASE, model))
+    assert found == ([2, 2, 1] if size else [5])
+    check([outcome], reference("gated", CASE), CASE)
 
 
 def with_lora(dropout: float = 0.0) -> Any:

@@ -15,7 +15,7 @@ from mllm_seqpar.errors import ConfigError
 from mllm_seqpar.planner import Way, read_cluster
 from mllm_seqpar.planner.command import main
 from mllm_seqpar.planner.files import CONFIGS, find_file
-from mllm_seqpar.planner.memory import KINDS, USABLE, memory
+from mllm_seqpar.planner.memory import KINDS, USABLE, memory, tower_at_work
 from mllm_seqpar.planner.model import read_model
 from mllm_seqpar.planner.plan import longest_video, make_plan
 from mllm_seqpar.planner.run import Run
@@ -108,9 +108,11 @@ def test_what_makes_the_features_counts() -> None:
 
 def test_the_peak_may_be_the_towers() -> None:
     """A forward pass of little text: what a layer got, what it added, that normalised, and two inner activations."""
-    held = memory(replace(RUN, trained="none", text=64), LV)
-    tower = 256 * 729 * (3 * 1152 + 2 * 4304) * 2
-    assert sum(held[kind] for kind in ("features", "activations", "buffers")) == tower
+    run = replace(RUN, trained="none", text=64, vision_chunk_size=None)
+    frame = 729 * (3 * 1152 + 2 * 4304) * 2
+    held = memory(run, LV)
+    assert sum(held[kind] for kind in ("features", "activations", "buffers")) == 256 * frame
+    assert tower_at_work(replace(run, vision_chunk_size=16)) == 16 * frame
 
 
 def test_mlps_in_chunks() -> None:
