@@ -14,7 +14,7 @@ from mllm_seqpar.errors import ConfigError
 
 
 def test_defaults_are_those_of_the_contract() -> None:
-    beyond = {"shard_prompt_from": 16384, "mlp_chunk_size": None, "cluster": None}
+    beyond = {"shard_prompt_from": 16384, "mlp_chunk_size": None, "vision_chunk_size": 32, "cluster": None}
     assert dataclasses.asdict(SeqParConfig()) == beyond | {
         "strategy": "lv-xattn",
         "self_attention": "ring",
@@ -72,6 +72,7 @@ def test_a_tile_must_fit_the_ranks(options: dict[str, Any], size: int, message: 
         ("tile", 4, "tile: 4 is no tile; pass (a, b), two numbers of ranks, or None"),
         ("recompute_visual", 1, "recompute_visual: 1 is not a bool"),
         ("overlap", "yes", "overlap: 'yes' is not a bool"),
+        ("vision_chunk_size", 0, "vision_chunk_size: 0 is not a number of frames"),
         ("mlp_chunk_size", 0, "mlp_chunk_size: 0 is not a number of tokens"),
         ("mlp_chunk_size", True, "mlp_chunk_size: True is not a number of tokens"),
         ("cluster", 3, "cluster: 3 is not a path"),
