@@ -1,14 +1,17 @@
-"""How a run ends when something goes wrong: one line that says what, and no rank left behind.
+"""How a run ends. When something goes wrong: one line that says what, and no rank left behind.
 
 A rank that raises leaves at once, without waiting for others in a destructor. Its launcher then ends the ranks of the
 same node, and those that wait for it in a collective see the connection close, or at the latest the group's time limit.
 """
 
+import logging
 import os
 import sys
 import time
 import traceback
 from collections.abc import Callable, Sequence
+
+import torch.distributed as dist
 
 from mllm_seqpar.errors import AgreementError, SeqParError, TransferError
 
@@ -22,6 +25,9 @@ _LOST = ("connection closed", "connection reset", "broken pipe", "timed out", "t
 def run(main: Callable[[Sequence[str]], None], argv: Sequence[str]) -> None:
     """Calls `main(argv)`; an exception ends this process with a message on stderr and a status other than 0.
 
+    One of several ranks ends with status 0 as soon as `main` returns, without taking the interpreter down: gloo's
+    threads may still hold tensors of the last transfers, and one that lets go of them then aborts the process.
+
     Errors of `mllm_seqpar.errors` print as one line; a collective that broke because another rank ended prints as one
     line too; anything else with its traceback.
     """
@@ -31,6 +37,13 @@ def run(main: Callable[[Sequence[str]], None], argv: Sequence[str]) -> None:
         _leave("interrupted", 130)
     except Exception as error:  # everything that main can raise must end the process
         _leave(*describe(error))
+    if _ranks() > 1:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        logging.shutdown()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(0)
 
 
 def describe(error: Exception) -> tuple[str, int]:
@@ -66,14 +79,17 @@ def _lost_a_rank(error: RuntimeError) -> bool:
     return "gloo" in text and any(word in text for word in _LOST)
 
 
+def _ranks() -> int:
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
 def _rank() -> int:
     return int(os.environ.get("RANK", "0"))
 
 
 def _leave(text: str, status: int) -> None:
     if text:
-        ranks = int(os.environ.get("WORLD_SIZE", "1"))
-        where = f"[rank {_rank()}] " if ranks > 1 else ""
+        where = f"[rank {_rank()}] " if _ranks() > 1 else ""
         print(where + text, file=sys.stderr, flush=True)  # noqa: T201 - the last words of a script
     sys.stdout.flush()
     sys.stderr.flush()
