@@ -18,6 +18,6 @@ def test_idefics_equals_unpatched_in(world: int, case: str) -> None:
     check_case(FAMILY, "ONCE", case, world)
 
 
-@pytest.mark.parametrize("world", [1, 2, 3, 4])
+@pytest.mark.parametrize("world", [1, 2, 4])
 def test_idefics_generates_the_same_tokens(world: int) -> None:
     check_tokens(FAMILY, "GENERATED", world)

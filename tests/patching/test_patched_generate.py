@@ -85,9 +85,8 @@ def tokens_of_all(rank: int, world: int, variant: str) -> dict[str, torch.Tensor
     return found
 
 
-@pytest.mark.parametrize("world", [1, 2, 3, 4])
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_tokens(world: int, variant: str) -> None:
+@pytest.mark.parametrize("variant,world", [("gated", 1), ("gated", 2), ("gated", 4), ("fused", 1), ("fused", 3)])
+def test_tokens(variant: str, world: int) -> None:
     outcomes = ranks(world).run(tokens_of_all, variant, timeout=PATIENCE)
     for name, (case, given) in CASES.items():
         model = model_of(variant, case)
