@@ -22,7 +22,7 @@ from .log import get_logger
 from .masks import Blocks, FrameBlocks
 from .planner import Choice, Cluster, Options, blocks_to_hide, choose, read_cluster
 from .planner.cost import Visual
-from .planner.strategies import STRATEGIES
+from .planner.strategies import STRATEGIES, TEXT_STRATEGIES
 from .schedules.traffic import Problem
 
 _log = get_logger(__name__)
@@ -46,8 +46,7 @@ class Among(NamedTuple):
 
 
 CROSS = Among('strategy="auto"', STRATEGIES)
-# Rows and keys of text are as many: moving Q, O and the log-sum-exp is never less than moving K and V.
-OWN = Among('self_attention="auto"', ("ring", "mesh", "ulysses"), causal=True)
+OWN = Among('self_attention="auto"', TEXT_STRATEGIES, causal=True)
 _ANY_TILE = ("lv-xattn", "ring", "mesh")
 CROSS_MESH = Among('strategy="mesh"', _ANY_TILE)
 OWN_MESH = Among('self_attention="mesh"', _ANY_TILE, causal=True)

@@ -64,7 +64,8 @@ def local_features(family: Family, inputs: Inputs) -> Tensor | None:
         if frames is not None and inputs.frames_are_features:
             blank = frames.new_zeros((units, *frames.shape[1:]), dtype=weight.dtype, device=weight.device)
         else:
-            blank = _encoded(family, family.blank(), family.blank(), runs)
+            picture = family.blank()
+            blank = _encoded(family, picture, picture, runs)
         return blank if rank == 0 else blank[:0]
     assert frames is not None
     given = (frames, *inputs.extras)

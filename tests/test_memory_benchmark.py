@@ -5,13 +5,16 @@ import importlib.util
 import sys
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from mllm_seqpar.planner.kept import kept as kept_by_formula
 from mllm_seqpar.planner.run import Run
+from mllm_seqpar.planner.strategies import Way
 
+LV = Way("lv-xattn", (1, 1))
 BENCH = Path(__file__).resolve().parent.parent / "scripts" / "bench"
 MODULES = (
     "decode_models",
@@ -52,25 +55,31 @@ def test_counts_what_is_known(bench) -> None:
     assert 7 * MIB <= held.peak < 7 * MIB + 4096
 
 
+def measured(bench, family: str, scale: int, text: int) -> Any:
+    """The benchmark of one family, on this process."""
+    if family == "open_flamingo" and importlib.util.find_spec("open_flamingo") is None:
+        pytest.skip("open_flamingo is installed with --no-deps by scripts/test.sh")
+    return bench("memory_steps").Bench(family, scale, text, torch.device("cpu"), largest=2)
+
+
+def kept_by_autograd(bench, it: Any, recompute: bool, frames: int) -> int:
+    """Bytes kept for the backward pass, beside parameters and features."""
+    features = it.features(frames)
+    counter = bench("memory_measure").Kept([*it.subject.model.parameters(), features])
+    with it.patched(bench("memory_steps").Mode("lv-xattn", recompute)), counter.counting():
+        it.loss(frames, features)
+    return counter.bytes
+
+
 @pytest.mark.parametrize("family", ["mplug_owl3", "open_flamingo", "idefics"])
 def test_kept_is_what_the_layers_keep(bench, family: str) -> None:
     """Per frame: nothing with recomputation; without, what the planner says: K, V, and what norms before them keep."""
-    if family == "open_flamingo" and importlib.util.find_spec("open_flamingo") is None:
-        pytest.skip("open_flamingo is installed with --no-deps by scripts/test.sh")
-    steps = bench("memory_steps")
-    it = steps.Bench(family, 32, 16, torch.device("cpu"), largest=2)
-    given = list(it.subject.model.parameters())
-
-    def kept(recompute: bool, frames: int) -> int:
-        features = it.features(frames)
-        counter = bench("memory_measure").Kept([*given, features])
-        with it.patched(steps.Mode("lv-xattn", recompute)), counter.counting():
-            it.loss(frames, features)
-        return counter.bytes
+    it = measured(bench, family, 32, 16)
+    kept = partial(kept_by_autograd, bench, it)
 
     def planned(frames: int) -> int:
         run = Run(model=it.subject.sizes, frames=frames, text=16, gpus=1, recompute=False)
-        return kept_by_formula(run, steps.Mode("lv-xattn", False).way(1))
+        return kept_by_formula(run, LV)
 
     assert kept(True, 1) == kept(True, 2)
     assert kept(False, 2) - kept(False, 1) == pytest.approx(planned(2) - planned(1), rel=0.01)
@@ -79,22 +88,16 @@ def test_kept_is_what_the_layers_keep(bench, family: str) -> None:
 @pytest.mark.parametrize("family", ["mplug_owl3", "open_flamingo", "idefics"])
 def test_a_token_of_text_costs_what_the_planner_says(bench, family: str) -> None:
     """At most 2% more, and 9% less where norms are layer norms, as in OpenFlamingo's blocks."""
-    if family == "open_flamingo" and importlib.util.find_spec("open_flamingo") is None:
-        pytest.skip("open_flamingo is installed with --no-deps by scripts/test.sh")
-    steps = bench("memory_steps")
-    it = steps.Bench(family, 16, 128, torch.device("cpu"), largest=2)
-    given = list(it.subject.model.requires_grad_(True).parameters())  # IDEFICS is made with a frozen language model
+    it = measured(bench, family, 16, 128)
+    it.subject.model.requires_grad_(True)  # IDEFICS is made with a frozen language model
 
     def kept(text: int) -> int:
-        it.text, features = text, it.features(1)
-        counter = bench("memory_measure").Kept([*given, features])
-        with it.patched(steps.Mode("lv-xattn", True)), counter.counting():
-            it.loss(1, features)
-        return counter.bytes - text * 1024 * 4  # the logits, in float32
+        it.text = text
+        return kept_by_autograd(bench, it, True, 1) - text * 1024 * 4  # the logits, in float32
 
     def planned(text: int) -> int:
         run = Run(model=it.subject.sizes, frames=1, text=text, gpus=1)
-        return kept_by_formula(run, steps.Mode("lv-xattn", True).way(1))
+        return kept_by_formula(run, LV)
 
     assert 0.98 < (planned(256) - planned(128)) / (kept(256) - kept(128)) < 1.09
 

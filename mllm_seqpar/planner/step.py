@@ -13,6 +13,7 @@ from ..errors import ConfigError
 from .choose import Candidate, Options, choose
 from .cluster import Cluster
 from .run import Run
+from .strategies import TEXT_STRATEGIES
 from .transfers import all_gather, all_gather_seconds
 
 PARTS = ("vision tower", "self-attention", "cross-attention", "MLP", "vocabulary", "parameters")
@@ -73,7 +74,7 @@ def self_candidate(run: Run, cluster: Cluster) -> Candidate:
     if run.self_attention == "local" or run.gpus == 1:
         names = ("ring",)
     elif run.self_attention == "auto":
-        names = ("ring", "mesh", "ulysses")
+        names = TEXT_STRATEGIES
     options = Options(training=run.training, strategies=names, causal=True, overlap=run.overlap)
     try:
         return choose(run.text_problem, cluster, options=options).table[0]

@@ -12,6 +12,9 @@ from .cluster import Cluster
 
 STRATEGIES = ("lv-xattn", "ring", "mesh", "ulysses", "replicate")
 """In the order in which equal costs are decided. Star Attention is approximate: it is never among them."""
+# Rows and keys of text are as many: moving Q, O and the log-sum-exp is never less than moving K and V.
+TEXT_STRATEGIES = ("ring", "mesh", "ulysses")
+"""Those that `self_attention="auto"` chooses among."""
 
 
 @dataclass(frozen=True)

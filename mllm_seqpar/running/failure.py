@@ -41,9 +41,7 @@ def run(main: Callable[[Sequence[str]], None], argv: Sequence[str]) -> None:
         if dist.is_initialized():
             dist.destroy_process_group()
         logging.shutdown()
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(0)
+        _exit(0)
 
 
 def describe(error: Exception) -> tuple[str, int]:
@@ -92,8 +90,13 @@ def _leave(text: str, status: int) -> None:
         where = f"[rank {_rank()}] " if _ranks() > 1 else ""
         print(where + text, file=sys.stderr, flush=True)  # noqa: T201 - the last words of a script
     sys.stdout.flush()
-    sys.stderr.flush()
     if not text or text.startswith(_STOPPED):
         # Not the cause: the launcher reports the first rank that leaves as the root cause, and ends all the others.
         time.sleep(3.0)
-    os._exit(status)  # destructors of process groups may wait for the other ranks
+    _exit(status)  # destructors of process groups may wait for the other ranks
+
+
+def _exit(status: int) -> None:
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)

@@ -8,6 +8,8 @@ from __future__ import annotations
 import functools
 import logging
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -89,16 +91,23 @@ class Told(logging.Handler):
         self.lines.append(record.getMessage())
 
 
-def auto_by(rank: int, world: int, cluster: str | None, passes: int = 1) -> tuple[list[str], dict[str, int]]:
+@contextmanager
+def told_of_choices() -> Iterator[list[str]]:
+    """The lines that are logged of choices inside the block."""
     told, log = Told(), logging.getLogger("mllm_seqpar.choosing")
     log.addHandler(told)
     log.setLevel(logging.INFO)
     try:
-        for _ in range(passes):
-            sent = sent_by(rank, world, {"strategy": "auto", "cluster": cluster})
+        yield told.lines
     finally:
         log.removeHandler(told)
-    return told.lines, sent
+
+
+def auto_by(rank: int, world: int, cluster: str | None, passes: int = 1) -> tuple[list[str], dict[str, int]]:
+    with told_of_choices() as lines:
+        for _ in range(passes):
+            sent = sent_by(rank, world, {"strategy": "auto", "cluster": cluster})
+    return lines, sent
 
 
 def test_auto_takes_what_the_rates_make_cheapest_and_says_why(tmp_path: Path) -> None:
@@ -115,13 +124,8 @@ def test_auto_takes_what_the_rates_make_cheapest_and_says_why(tmp_path: Path) ->
 
 def chosen_rank(rank: int, world: int, variant: str, case: Case) -> tuple[Outcome, list[str]]:
     """What the patched model gives, and what was logged of choices."""
-    told, log = Told(), logging.getLogger("mllm_seqpar.choosing")
-    log.addHandler(told)
-    log.setLevel(logging.INFO)
-    try:
-        return patched_rank(rank, world, variant, case), told.lines
-    finally:
-        log.removeHandler(told)
+    with told_of_choices() as lines:
+        return patched_rank(rank, world, variant, case), lines
 
 
 @pytest.mark.parametrize(
