@@ -99,3 +99,8 @@ def test_equals_unpatched_in(world: int, case: str, gate: str | None) -> None:
 def test_equals_unpatched_by(way: str, gate: str | None) -> None:
     what = Case(frames=(4, 1), padding="left").with_options(**ON_FOUR[way])
     check(ranks(4).run(patched_rank, gate, what, timeout=PATIENCE), reference(gate, what), what)
+
+
+def test_equals_unpatched_with_a_vector_gate() -> None:
+    what = Case(frames=(2, 0, 3), padding="left", offsets=True)
+    check(ranks(3).run(patched_rank, "vector", what, timeout=PATIENCE), reference("vector", what), what)
