@@ -68,7 +68,7 @@ def with_lora(dropout: float = 0.0) -> Any:
         r=2,
         lora_alpha=4,
         lora_dropout=dropout,
-        target_modules=r".*language_model.*\.(gate|up|down)_proj",
+        target_modules=r".*language_model.*\.mlp\.(gate|up|down)_proj",
         init_lora_weights=False,
     )
     return get_peft_model(tiny_model("per_head"), config).train()
