@@ -161,7 +161,7 @@ VIDEO = {"type": "video", "path": "clips/a.mp4"}
         (chat({"type": "video"}), 'type video needs "path", a file, or "images"'),
         ({"messages": [{"role": "user", "content": 5}]}, "its content is 5; a text or a list of parts"),
         (chat({"type": "video", "images": ["0.png"], "fps": 1}), "fps of a list of pictures, which have no time"),
-        (chat({"type": "image", "path": "0.png", "num_frames": 2}), "num_frames of an image, which is one frame"),
+        (chat({"type": "image", "path": "0.png", "num_frames": 2}), "num_frames of an image; only a video takes it"),
         (chat({"type": "video", "images": []}), 'needs "path", a file, or "images"'),
         (chat({"type": "image"}), 'type image needs "path", a file$'),
         (chat({"type": "video", "path": "nowhere.mp4"}), "nowhere.mp4: no such file"),
