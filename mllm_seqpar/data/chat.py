@@ -7,7 +7,8 @@ One conversation per line:
 
 Parts that show something: {"type": "video", "path": FILE}, with "fps", "num_frames" or "max_frames" of its own if
 wanted; {"type": "video", "images": [FILE, ...]}, a list of pictures as a video; {"type": "image", "path": FILE}, one
-frame, or as many tiles as the model's processor cuts it into. Relative paths start at the JSONL's folder. Other keys of a line are ignored.
+frame, or as many tiles as the model's processor cuts it into. Relative paths start at the JSONL's folder. Other keys of
+a line are ignored.
 
 Which frames a micro-batch has is known without decoding any, on every rank the same. They form one flat list, sample
 after sample in the order of the text's placeholders; a rank decodes the range of it that it owns and nothing else.

@@ -16,7 +16,6 @@ from ..reader import check_range
 from ..sources import FrameSource, ImageListSource
 from .base import ChatFamily, ChatText, Messages
 
-
 _ENDS = ("<|im_end|>", "<|endoftext|>")
 
 

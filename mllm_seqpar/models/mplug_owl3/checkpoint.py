@@ -81,7 +81,7 @@ def complete_config(config: MPlugOwl3Config, keys: set[str]) -> None:
     """
     if not any(_VISUAL in key for key in keys) and config.hyper_layers:
         raise ConfigError("the weights have no self_attn.v_kv_proj: this is not an mPLUG-Owl3 checkpoint")
-    found = "gated" if any(key.endswith(_GATE) for key in keys) else "fused"
+    found = "gated" if any(key.endswith("self_attn.gate") for key in keys) else "fused"
     if config.variant not in (None, found):
         raise ConfigError(
             f"the config says variant={config.variant!r}, and the weights "
