@@ -40,7 +40,7 @@ _MODELS = "mllm_seqpar.models.mplug_owl3."
 
 
 class MPlugOwl3Adapter:
-    """The adapter of the native mPLUG-Owl3, both variants."""
+    """The adapter of the native mPLUG-Owl3, all published generations."""
 
     name = "mPLUG-Owl3"
 

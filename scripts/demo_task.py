@@ -47,7 +47,7 @@ FINETUNE = "--steps 200 --global-batch 16 --micro-batch 8 --lr 3e-3 --warmup 30 
 """Options of scripts/finetune.py that the recipe was found with."""
 
 
-def demo_config(tokenizer: Any, task: DemoTask, variant: str = "gated") -> MPlugOwl3Config:
+def demo_config(tokenizer: Any, task: DemoTask, gate: str | None = "vector") -> MPlugOwl3Config:
     """A small mPLUG-Owl3: two layers of width 128, both with hyper attention; 2 heads over one KV head."""
     vision = SiglipVisionConfig(
         hidden_size=32,
@@ -58,7 +58,7 @@ def demo_config(tokenizer: Any, task: DemoTask, variant: str = "gated") -> MPlug
         patch_size=task.patch,
     )
     return MPlugOwl3Config(
-        variant=variant,
+        gate=gate,
         hyper_layers=[1, 2],
         image_token_id=tokenizer.convert_tokens_to_ids("<|image|>"),
         vocab_size=len(tokenizer),
@@ -78,7 +78,7 @@ def demo_config(tokenizer: Any, task: DemoTask, variant: str = "gated") -> MPlug
     )
 
 
-def make(folder: Path, task: DemoTask, seed: int = 0, variant: str = "gated") -> NeedleVideo:
+def make(folder: Path, task: DemoTask, seed: int = 0, gate: str | None = "vector") -> NeedleVideo:
     """Writes everything below `folder` and returns the long video with its answer."""
     short = make_needle_videos(
         folder / "videos/short", task.short, frames=task.short_frames, size=task.size, seed=seed + 1
@@ -97,7 +97,7 @@ def make(folder: Path, task: DemoTask, seed: int = 0, variant: str = "gated") ->
     write_needle_jsonl(folder / "long.jsonl", [long])
     tokenizer = make_tokenizer()
     set_seed(seed)
-    MPlugOwl3ForConditionalGeneration(demo_config(tokenizer, task, variant)).save_pretrained(folder / "model")
+    MPlugOwl3ForConditionalGeneration(demo_config(tokenizer, task, gate)).save_pretrained(folder / "model")
     MPlugOwl3Processor(MPlugOwl3ImageProcessor(image_size=task.size), tokenizer).save_pretrained(folder / "model")
     return long
 
@@ -131,7 +131,7 @@ def main(argv: Sequence[str]) -> int:
     making = commands.add_parser("make", help="write videos, chat files and the model before training")
     making.add_argument("folder", type=Path)
     making.add_argument("--frames", type=int, default=DemoTask.long_frames, help="of the long video")
-    making.add_argument("--variant", default="gated", choices=("gated", "fused"))
+    making.add_argument("--gate", default="vector", choices=("per_head", "vector", "none"))
     making.add_argument("--seed", type=int, default=0)
     scoring = commands.add_parser("score", help="accuracy of a trained model on unseen videos")
     scoring.add_argument("--model", type=Path, required=True)
@@ -139,7 +139,9 @@ def main(argv: Sequence[str]) -> int:
     scoring.add_argument("--at-least", type=float, default=0.0)
     args = parser.parse_args(argv)
     if args.command == "make":
-        long = make(args.folder, DemoTask(long_frames=args.frames), args.seed, args.variant)
+        long = make(
+            args.folder, DemoTask(long_frames=args.frames), args.seed, None if args.gate == "none" else args.gate
+        )
         print(
             json.dumps({"long_video": long.path, "frames": long.frames, "marker": long.marker, "answer": long.colour})
         )

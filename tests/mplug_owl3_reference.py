@@ -19,7 +19,7 @@ State = dict[str, Tensor]
 class Numbers:
     """The sizes that a state dict does not tell."""
 
-    variant: str
+    gate: str | None
     heads: int
     kv_heads: int
     head_dim: int
@@ -75,7 +75,7 @@ def split(x: Tensor, heads: int) -> Tensor:
 
 
 def encode(state: State, numbers: Numbers, frames: Tensor) -> Tensor:
-    """(frames, tokens, hidden): SigLIP without its last layer, then the linear layer to the text's width."""
+    """(frames, tokens, hidden): SigLIP without its last layer, then one linear layer or two to the text's width."""
     kernel = state["vision_model.embeddings.patch_embedding.weight"]
     size = numbers.patch
     encoded = []
@@ -96,7 +96,12 @@ def encode(state: State, numbers: Numbers, frames: Tensor) -> Tensor:
             h = h + linear(attend(q, k, v, everything), state, f"{name}.self_attn.out_proj")
             x = linear(layer_norm(h, state, f"{name}.layer_norm2"), state, f"{name}.mlp.fc1")
             h = h + linear(F.gelu(x, approximate="tanh"), state, f"{name}.mlp.fc2")
-        encoded.append(linear(h, state, "vision2text_model"))
+        if "vision2text_model.weight" in state:
+            encoded.append(linear(h, state, "vision2text_model"))
+        else:
+            x = linear(h, state, "vision2text_model.0")
+            x = 0.5 * x * (1 + torch.erf(x / math.sqrt(2)))
+            encoded.append(linear(x, state, "vision2text_model.2"))
     return torch.stack(encoded)
 
 
@@ -116,7 +121,7 @@ def hyper_attention(
         return linear(attend(q, k, v, causal), state, f"{name}.o_proj")
 
     tokens = y.shape[1]
-    gated = numbers.variant == "gated"
+    gated = numbers.gate is not None
     sees = torch.zeros(rows, len(placeholders), dtype=torch.bool)
     for row in range(rows):
         for frame, placeholder in enumerate(placeholders):
@@ -132,7 +137,6 @@ def hyper_attention(
         return linear(attend(q, keys, values, torch.cat([visible, causal], dim=1)), state, f"{name}.o_proj")
 
     text = attend(q, k, v, causal)
-    share = torch.sigmoid(state[f"{name}.gate"])
     mixed = []
     for row in range(rows):
         if not sees[row].any():
@@ -140,6 +144,11 @@ def hyper_attention(
             continue
         one = slice(row, row + 1)
         visual = attend(q[:, one], visual_k, visual_v, visible[one])[0]
+        if numbers.gate == "vector":
+            share = 1 / (1 + torch.exp(-state[f"{name}.gate"]))
+        else:
+            heads = [linear(head, state, f"{name}.gate_proj.0") for head in text[row].split(numbers.head_dim)]
+            share = 1 / (1 + torch.exp(-torch.cat(heads)))
         mixed.append(text[row] * (1 - share) + visual * share)
     return linear(torch.stack(mixed), state, f"{name}.o_proj")
 

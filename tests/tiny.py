@@ -9,12 +9,13 @@ from transformers import PreTrainedTokenizerFast, SiglipVisionConfig
 
 from mllm_seqpar.models.mplug_owl3 import MPlugOwl3Config, MPlugOwl3ForConditionalGeneration
 
+GATES = ("per_head", "vector", None)
 IMAGE_TOKEN = 255
 IMAGE_SIZE = 28
 TOKENS_PER_FRAME = 4
 
 
-def tiny_config(variant: str | None = "gated", **overrides: Any) -> MPlugOwl3Config:
+def tiny_config(gate: str | None = "per_head", **overrides: Any) -> MPlugOwl3Config:
     """4 layers of width 64, hyper layers 1 and 3, 4 heads over 2 KV heads of 16; 4 tokens a frame."""
     vision: dict[str, Any] = {
         "hidden_size": 32,
@@ -25,7 +26,7 @@ def tiny_config(variant: str | None = "gated", **overrides: Any) -> MPlugOwl3Con
         "patch_size": 14,
     }
     fields: dict[str, Any] = {
-        "variant": variant,
+        "gate": gate,
         "hyper_layers": [1, 3],
         "image_token_id": IMAGE_TOKEN,
         "vocab_size": 256,
@@ -43,10 +44,10 @@ def tiny_config(variant: str | None = "gated", **overrides: Any) -> MPlugOwl3Con
     return MPlugOwl3Config(**(fields | {"vision_config": SiglipVisionConfig(**vision)} | overrides))
 
 
-def tiny_model(variant: str = "gated", seed: int = 0, **overrides: Any) -> MPlugOwl3ForConditionalGeneration:
+def tiny_model(gate: str | None = "per_head", seed: int = 0, **overrides: Any) -> MPlugOwl3ForConditionalGeneration:
     """A model in eval mode. Norms are not ones, biases and gates not zeros, and attention is not uniform."""
     generator = torch.Generator().manual_seed(seed)
-    model = MPlugOwl3ForConditionalGeneration(tiny_config(variant, **overrides)).eval()
+    model = MPlugOwl3ForConditionalGeneration(tiny_config(gate, **overrides)).eval()
 
     def normal(like: Tensor, scale: float) -> Tensor:
         return torch.randn(like.shape, generator=generator).to(like.dtype) * scale

@@ -158,7 +158,7 @@ def mplug_owl3(images: int, prompt: int) -> Subject:
     tower = SiglipVisionConfig(**TOWER, hidden_size=160, intermediate_size=640, num_attention_heads=4)
     config = MPlugOwl3Config(
         **TEXT,
-        variant="gated",
+        gate="per_head",
         hyper_layers=[1, 5],
         image_token_id=WORDS - 1,
         hidden_size=WIDTH,

@@ -93,7 +93,7 @@ def mplug_owl3(scale: int) -> Subject:
     config = MPlugOwl3Config(
         **TEXT | _text(sizes),
         num_key_value_heads=sizes.text.kv_heads,
-        variant="gated",
+        gate="per_head",
         hyper_layers=[1, 3, 5, 7],
         image_token_id=MEDIA,
         max_position_embeddings=32768,

@@ -20,13 +20,13 @@ VISION = {
 DTYPE = {"cuda": torch.bfloat16, "cpu": torch.float32}
 
 
-def build(device: str, variant: str = "fused") -> MPlugOwl3ForConditionalGeneration:
+def build(device: str, gate: str | None = None) -> MPlugOwl3ForConditionalGeneration:
     """Return a model of two layers, the first one a hyper layer, with a vision tower of two."""
     torch.manual_seed(0)
     vision = SiglipVisionConfig(**VISION[device], num_hidden_layers=2, patch_size=14)
     config = MPlugOwl3Config(
         **TEXT[device],
-        variant=variant,
+        gate=gate,
         hyper_layers=[1],
         num_hidden_layers=2,
         vocab_size=8192,

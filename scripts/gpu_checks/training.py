@@ -16,6 +16,7 @@ from gpu_checks.rows import Row
 from mllm_seqpar import patch_model
 from mllm_seqpar.comm import Communicator
 from mllm_seqpar.comm.loopback import run_loopback
+from mllm_seqpar.models.mplug_owl3.configuration import GATES
 
 RANKS = 2
 SIZES = {"cuda": (16, 512), "cpu": (3, 40)}
@@ -28,16 +29,16 @@ The two computations round differently: 8 bits of mantissa through two layers an
 
 
 def check_training(device: str) -> Iterator[Row]:
-    """Yield loss and gradients against the unpatched model, and time and memory of a step, for both variants."""
-    for variant in ("fused", "gated"):
-        yield from check_variant(variant, device)
+    """Yield loss and gradients against the unpatched model, and time and memory of a step, with each kind of gate."""
+    for gate in GATES:
+        yield from check_gate(gate, device)
 
 
-def check_variant(variant: str, device: str) -> Iterator[Row]:
-    """Yield the rows of one variant."""
+def check_gate(gate: str | None, device: str) -> Iterator[Row]:
+    """Yield the rows of one gate."""
     frames, length = SIZES[device]
     inputs = text(frames, length, device) | pixels(frames, device)
-    model: Any = build(device, variant)
+    model: Any = build(device, gate)
     count = sum(p.numel() for p in model.parameters()) / 1e6
     alone = copy.deepcopy(model)
     loss = alone(**inputs, use_cache=False).loss
@@ -50,7 +51,7 @@ def check_variant(variant: str, device: str) -> Iterator[Row]:
     models = [model] + [copy.deepcopy(model) for _ in range(RANKS - 1)]
     steps = run_loopback(RANKS, lambda comm: train(models[comm.rank], inputs, comm))
     of_loss, of_gradient = ALLOWED[DTYPE[device]]
-    subject = f"{variant}, {RANKS} ranks, {count:.0f} M parameters"
+    subject = f"gate {gate}, {RANKS} ranks, {count:.0f} M parameters"
     off = max(abs(step.loss - exact_loss) / abs(exact_loss) for step in steps)
     yield Row("training", subject, f"loss {steps[0].loss:.5f}, off by {off:.1e}", f"{of_loss:g}", off <= of_loss)
     # A bias on keys adds one number to all scores of a row, which softmax does not see: its gradient is rounding only.
@@ -61,11 +62,11 @@ def check_variant(variant: str, device: str) -> Iterator[Row]:
     yield Row("training", subject, found, f"{of_gradient:g}", worst <= of_gradient)
     same = all(torch.equal(a, b) for a, b in zip(models[0].parameters(), models[1].parameters(), strict=True))
     found = f"parameters {'equal' if same else 'differ'} on the ranks"
-    yield Row("training", f"{variant}, after two AdamW steps", found, "", same)
+    yield Row("training", f"gate {gate}, after two AdamW steps", found, "", same)
     peak = f", peak {torch.cuda.max_memory_allocated() / 2**30:.1f} GiB for all ranks" if device == "cuda" else ""
     tokens = frames * (inputs["pixel_values"].shape[-1] // 14) ** 2
     found = f"{max(step.seconds for step in steps) * 1e3:.0f} ms a step{peak}"
-    yield Row("training", f"{variant}, {frames} frames, {tokens} visual tokens", found)
+    yield Row("training", f"gate {gate}, {frames} frames, {tokens} visual tokens", found)
 
 
 @dataclass

@@ -51,14 +51,14 @@ class Prompt:
 
 
 @functools.cache
-def _mplug(variant: str, window: bool) -> Any:
+def _mplug(gate: str | None, window: bool) -> Any:
     sliding = {"use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 1} if window else {}
-    return tiny_model(variant, **sliding)
+    return tiny_model(gate, **sliding)
 
 
-def mplug_owl3(variant: str, frames: tuple[int, ...], padding: int = 0, window: bool = False) -> Prompt:
+def mplug_owl3(gate: str | None, frames: tuple[int, ...], padding: int = 0, window: bool = False) -> Prompt:
     """`padding` tokens before the second sample."""
-    model = _mplug(variant, window)
+    model = _mplug(gate, window)
     ids = tiny_text(*frames, length=LENGTH)
     inputs = {"input_ids": ids}
     if padding:
@@ -95,11 +95,11 @@ def open_flamingo(name: str, **fields: Any) -> Prompt:
 
 
 PROMPTS = {
-    "mPLUG-Owl3, gated": functools.partial(mplug_owl3, "gated", (5,)),
-    "mPLUG-Owl3, gated, padded batch": functools.partial(mplug_owl3, "gated", (4, 1), 3),
-    "mPLUG-Owl3, fused, padded batch": functools.partial(mplug_owl3, "fused", (4, 1), 3),
-    "mPLUG-Owl3, sliding window": functools.partial(mplug_owl3, "fused", (3,), window=True),
-    "mPLUG-Owl3, text only": functools.partial(mplug_owl3, "gated", (0, 0)),
+    "mPLUG-Owl3, gated": functools.partial(mplug_owl3, "per_head", (5,)),
+    "mPLUG-Owl3, gated, padded batch": functools.partial(mplug_owl3, "per_head", (4, 1), 3),
+    "mPLUG-Owl3, fused, padded batch": functools.partial(mplug_owl3, None, (4, 1), 3),
+    "mPLUG-Owl3, sliding window": functools.partial(mplug_owl3, None, (3,), window=True),
+    "mPLUG-Owl3, text only": functools.partial(mplug_owl3, "per_head", (0, 0)),
     "IDEFICS": functools.partial(idefics, images=(4,), mask="before"),
     "IDEFICS, padded batch": functools.partial(idefics, images=(3, 1), padding="left"),
     "Llama 3.2 Vision": mllama,

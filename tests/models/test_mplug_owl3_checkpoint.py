@@ -11,9 +11,7 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelF
 
 from mllm_seqpar.errors import ConfigError, DataError, ShapeError
 from mllm_seqpar.models.mplug_owl3 import MPlugOwl3Config, MPlugOwl3ForConditionalGeneration, register
-from tiny import IMAGE_TOKEN, tiny_config, tiny_frames, tiny_model, tiny_text
-
-VARIANTS = ("gated", "fused")
+from tiny import GATES, IMAGE_TOKEN, tiny_config, tiny_frames, tiny_model, tiny_text
 
 # The first lines of a published config.json, with this test's sizes: written for transformers 4, without what we add.
 PUBLISHED = {
@@ -53,7 +51,7 @@ PUBLISHED = {
 }
 
 
-def published_names(variant: str, head: bool = True) -> set[str]:
+def published_names(gate: str | None, head: bool = True) -> set[str]:
     """The tensors of a published checkpoint of these sizes."""
     names = {"language_model.model.embed_tokens.weight", "language_model.model.norm.weight"}
     names |= {"language_model.lm_head.weight", "vision2text_model.weight", "vision2text_model.bias"}
@@ -63,7 +61,7 @@ def published_names(variant: str, head: bool = True) -> set[str]:
         parts += [f"mlp.{part}_proj.weight" for part in ("gate", "up", "down")]
         if layer in (0, 2):
             parts += ["self_attn.v_kv_proj.weight", "self_attn.v_kv_proj.bias"]
-            parts += ["self_attn.gate"] if variant == "gated" else []
+            parts += ["self_attn.gate"] if gate == "per_head" else []
         names |= {f"language_model.model.layers.{layer}.{part}" for part in parts}
     vision = ["embeddings.patch_embedding.weight", "embeddings.patch_embedding.bias"]
     vision += ["embeddings.position_embedding.weight", "post_layernorm.weight", "post_layernorm.bias"]
@@ -77,9 +75,9 @@ def published_names(variant: str, head: bool = True) -> set[str]:
     return names | {f"vision_model.{name}" for name in vision}
 
 
-def publish(variant: str, directory: Path, shards: int = 1, head: bool = True) -> MPlugOwl3ForConditionalGeneration:
+def publish(gate: str | None, directory: Path, shards: int = 1, head: bool = True) -> MPlugOwl3ForConditionalGeneration:
     """Writes a checkpoint as published and returns the model it was taken from."""
-    model = tiny_model(variant, rope_parameters={"rope_type": "default", "rope_theta": 1e6})
+    model = tiny_model(gate, rope_parameters={"rope_type": "default", "rope_theta": 1e6})
     tensors = {name: value for name, value in model.state_dict().items() if head or ".head." not in name}
     (directory / "config.json").write_text(json.dumps(PUBLISHED))
     if shards == 1:
@@ -105,33 +103,33 @@ def fields_of(config: MPlugOwl3Config) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_the_names_are_the_published_ones(variant: str, tmp_path: Path) -> None:
-    model = tiny_model(variant)
-    assert set(model.state_dict()) == published_names(variant)
+@pytest.mark.parametrize("gate", GATES)
+def test_the_names_are_the_published_ones(gate: str | None, tmp_path: Path) -> None:
+    model = tiny_model(gate)
+    assert set(model.state_dict()) == published_names(gate)
     model.save_pretrained(tmp_path)
-    assert set(load_file(tmp_path / "model.safetensors")) == published_names(variant)
+    assert set(load_file(tmp_path / "model.safetensors")) == published_names(gate)
 
 
 @pytest.mark.parametrize("shards", [1, 3])
 @pytest.mark.parametrize("head", [True, False])
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_a_published_checkpoint_loads(variant: str, head: bool, shards: int, tmp_path: Path) -> None:
-    model = publish(variant, tmp_path, shards, head)
+@pytest.mark.parametrize("gate", GATES)
+def test_a_published_checkpoint_loads(gate: str | None, head: bool, shards: int, tmp_path: Path) -> None:
+    model = publish(gate, tmp_path, shards, head)
     for auto in (MPlugOwl3ForConditionalGeneration, AutoModel, AutoModelForCausalLM, AutoModelForImageTextToText):
         loaded, report = auto.from_pretrained(tmp_path, output_loading_info=True)
         assert not any(report.values()), report
         assert isinstance(loaded, MPlugOwl3ForConditionalGeneration) and not loaded.training
-    assert loaded.config.variant == variant and loaded.config.rope_parameters["rope_theta"] == 1e6
+    assert loaded.config.gate == gate and loaded.config.rope_parameters["rope_theta"] == 1e6
     assert loaded.config.use_cache is False and hasattr(loaded.vision_model, "head") is head
     loaded.config.image_token_id = IMAGE_TOKEN
     ids, frames = tiny_text(3, 1), tiny_frames(4)
     assert torch.equal(loaded(ids, frames).logits, model(ids, frames).logits)
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_save_and_load_again(variant: str, tmp_path: Path) -> None:
-    model = tiny_model(variant)
+@pytest.mark.parametrize("gate", GATES)
+def test_save_and_load_again(gate: str | None, tmp_path: Path) -> None:
+    model = tiny_model(gate)
     model.save_pretrained(tmp_path, max_shard_size="100KB")
     assert len(list(tmp_path.glob("*.safetensors"))) > 1
     loaded = AutoModel.from_pretrained(tmp_path)
@@ -141,19 +139,19 @@ def test_save_and_load_again(variant: str, tmp_path: Path) -> None:
 
 
 def test_options_of_from_pretrained(tmp_path: Path) -> None:
-    publish("gated", tmp_path)
+    publish("per_head", tmp_path)
     load = MPlugOwl3ForConditionalGeneration.from_pretrained
     assert load(tmp_path, dtype=torch.bfloat16).dtype == torch.bfloat16
     assert load(tmp_path, attn_implementation="eager").config.vision_config._attn_implementation == "eager"
     assert load(tmp_path, use_cache=True, image_token_id=7).config.image_token_id == 7
-    assert load(tmp_path, variant="gated").config.variant == "gated"
+    assert load(tmp_path, gate="per_head").config.gate == "per_head"
     config = MPlugOwl3Config.from_pretrained(tmp_path)
-    assert load(tmp_path, config=config).config.variant == "gated" and config.variant is None
-    assert load(tmp_path, config=str(tmp_path)).config.variant == "gated"
+    assert load(tmp_path, config=config).config.gate == "per_head" and config.gate is None
+    assert load(tmp_path, config=str(tmp_path)).config.gate == "per_head"
     state = load_file(tmp_path / "model.safetensors")
-    assert load(None, config=config, state_dict=state).config.variant == "gated"
-    with pytest.raises(ConfigError, match="variant='fused', and the weights have self_attn.gate"):
-        load(tmp_path, variant="fused")
+    assert load(None, config=config, state_dict=state).config.gate == "per_head"
+    with pytest.raises(ConfigError, match="gate='fused', and the weights have self_attn.gate"):
+        load(tmp_path, gate=None)
     with pytest.raises(ConfigError, match="use_safetensors is False"):
         load(tmp_path, use_safetensors=False)
     with pytest.raises(ConfigError, match="together with config"):
@@ -162,7 +160,7 @@ def test_options_of_from_pretrained(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("file", "message"), [("pytorch_model.bin", "holds pytorch_model.bin"), (None, "neither")])
 def test_only_safetensors_are_loaded(file: str | None, message: str, tmp_path: Path) -> None:
-    model = publish("fused", tmp_path)
+    model = publish(None, tmp_path)
     (tmp_path / "model.safetensors").unlink()
     if file:
         torch.save(model.state_dict(), tmp_path / file)
@@ -171,16 +169,16 @@ def test_only_safetensors_are_loaded(file: str | None, message: str, tmp_path: P
 
 
 def test_another_models_weights_are_refused(tmp_path: Path) -> None:
-    publish("fused", tmp_path)
+    publish(None, tmp_path)
     save_file({"language_model.model.norm.weight": torch.ones(64)}, tmp_path / "model.safetensors", {"format": "pt"})
     with pytest.raises(ConfigError, match="not an mPLUG-Owl3 checkpoint"):
         AutoModel.from_pretrained(tmp_path)
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_tied_embeddings(variant: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("gate", GATES)
+def test_tied_embeddings(gate: str | None, tmp_path: Path) -> None:
     """The smaller backbones share one matrix between embedding and output."""
-    model = tiny_model(variant, tie_word_embeddings=True)
+    model = tiny_model(gate, tie_word_embeddings=True)
     assert model.get_output_embeddings().weight is model.get_input_embeddings().weight
     model.save_pretrained(tmp_path)
     assert "language_model.lm_head.weight" not in load_file(tmp_path / "model.safetensors")
@@ -192,14 +190,14 @@ def test_tied_embeddings(variant: str, tmp_path: Path) -> None:
 
 def test_new_weights_are_in_place() -> None:
     """A model that is made and not loaded: gates half open, and no parameter left as memory had it."""
-    model = MPlugOwl3ForConditionalGeneration(tiny_config("gated"))
+    model = MPlugOwl3ForConditionalGeneration(tiny_config("per_head"))
     for index in (0, 2):
         assert torch.equal(model.language_model.model.layers[index].self_attn.gate, torch.zeros(64))
     assert all(bool(weight.isfinite().all()) and weight.abs().max() < 10 for weight in model.parameters())
 
 
 def test_embeddings_can_grow() -> None:
-    model = tiny_model("gated")
+    model = tiny_model("per_head")
     model.resize_token_embeddings(260)
     assert model.config.vocab_size == 260
     ids = tiny_text(1)
@@ -209,7 +207,7 @@ def test_embeddings_can_grow() -> None:
 
 class TestConfig:
     def test_round_trip(self, tmp_path: Path) -> None:
-        config = tiny_config("fused", image_token_id=9)
+        config = tiny_config(None, image_token_id=9)
         config.save_pretrained(tmp_path)
         loaded = AutoConfig.from_pretrained(tmp_path)
         assert isinstance(loaded, MPlugOwl3Config) and fields_of(loaded) == fields_of(config)
@@ -217,13 +215,13 @@ class TestConfig:
 
     def test_defaults(self) -> None:
         config = MPlugOwl3Config()
-        assert (config.variant, config.image_token_id, config.hyper_layers) == (None, None, [])
+        assert (config.gate, config.image_token_id, config.hyper_layers) == (None, None, [])
         assert isinstance(config.vision_config, SiglipVisionConfig)
 
     @pytest.mark.parametrize(
         ("fields", "message"),
         [
-            ({"variant": "blended"}, "variant is 'blended'; it is one of gated, fused"),
+            ({"gate": "blended"}, "gate is 'blended'; it is one of gated, fused"),
             ({"hyper_layers": [0, 2]}, "counted from 1"),
             ({"hyper_layers": [5]}, "num_hidden_layers=4"),
             ({"hyper_layers": [2, 2]}, "distinct"),
@@ -235,7 +233,7 @@ class TestConfig:
             tiny_config(**fields)
 
     def test_a_new_model_needs_its_variant(self) -> None:
-        with pytest.raises(ConfigError, match="variant is None"):
+        with pytest.raises(ConfigError, match="gate is None"):
             MPlugOwl3ForConditionalGeneration(tiny_config(None))
 
     def test_registering_twice_changes_nothing(self) -> None:
@@ -261,12 +259,12 @@ class TestConfig:
 )
 def test_calls_that_do_not_fit(call: dict[str, Any], message: str) -> None:
     with pytest.raises(ShapeError, match=message):
-        tiny_model("gated")(**call)
+        tiny_model("per_head")(**call)
 
 
 def test_reentrant_checkpointing_is_refused() -> None:
     with pytest.raises(ConfigError, match="use_reentrant"):
-        tiny_model("gated").gradient_checkpointing_enable({"use_reentrant": True})
+        tiny_model("per_head").gradient_checkpointing_enable({"use_reentrant": True})
 
 
 def test_attention_without_a_form_for_frames_is_refused() -> None:

@@ -6,9 +6,7 @@ from torch import Tensor
 
 from mllm_seqpar.models.mplug_owl3 import visual_inputs
 from mplug_owl3_reference import Numbers, reference_logits, reference_loss
-from tiny import IMAGE_TOKEN, tiny_frames, tiny_model, tiny_text
-
-VARIANTS = ("gated", "fused")
+from tiny import GATES, IMAGE_TOKEN, tiny_frames, tiny_model, tiny_text
 
 # float32 against float64 through 4 layers: 2e-6 in gradients, less in logits. A wrong mask or position shows as 1e-2.
 TOLERANCE = 5e-6
@@ -17,7 +15,7 @@ TOLERANCE = 5e-6
 def numbers(model: torch.nn.Module) -> Numbers:
     config = model.config
     return Numbers(
-        variant=config.variant,
+        gate=config.gate,
         heads=config.num_attention_heads,
         kv_heads=config.num_key_value_heads,
         head_dim=config.hidden_size // config.num_attention_heads,
@@ -60,9 +58,9 @@ CASES = {
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 @pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_logits(variant: str, case: str, attention: str) -> None:
-    model = tiny_model(variant)
+@pytest.mark.parametrize("gate", GATES)
+def test_logits(gate: str | None, case: str, attention: str) -> None:
+    model = tiny_model(gate)
     model.set_attn_implementation(attention)
     ids, frames = tiny_text(*CASES[case]), tiny_frames(sum(CASES[case]))
     logits = model(ids, frames).logits
@@ -70,22 +68,22 @@ def test_logits(variant: str, case: str, attention: str) -> None:
         assert error(found, reference) < TOLERANCE
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("gate", GATES)
 @pytest.mark.parametrize("placeholders", [[0], [0, 1, 2, 3], [11], [9, 10, 11], [0, 5, 11]])
-def test_placeholders_at_the_edges(variant: str, placeholders: list[int]) -> None:
-    model = tiny_model(variant)
+def test_placeholders_at_the_edges(gate: str | None, placeholders: list[int]) -> None:
+    model = tiny_model(gate)
     ids = tiny_text(0)
     ids[0, placeholders] = IMAGE_TOKEN
     frames = tiny_frames(len(placeholders))
     assert error(model(ids, frames).logits[0], expected(model, ids, frames)[0]) < TOLERANCE
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_many_rows_and_frames_cut_into_blocks(variant: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("gate", GATES)
+def test_many_rows_and_frames_cut_into_blocks(gate: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows with one interval go without a mask, the others in masks of bounded size; the cuts must not show."""
     monkeypatch.setattr(visual_inputs, "SHORT_RUN", 4)
     monkeypatch.setattr(visual_inputs, "MASK_ELEMENTS", 3 * 5 * 4)
-    model = tiny_model(variant)
+    model = tiny_model(gate)
     ids = tiny_text(9, 0, 7, length=40)
     ids[0, 30:] = 7  # a long run with one interval after the frames
     frames = tiny_frames(int((ids == IMAGE_TOKEN).sum()))
@@ -96,9 +94,9 @@ def test_many_rows_and_frames_cut_into_blocks(variant: str, monkeypatch: pytest.
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 @pytest.mark.parametrize("side", ["left", "right"])
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_padding_changes_nothing(variant: str, side: str, attention: str) -> None:
-    model = tiny_model(variant)
+@pytest.mark.parametrize("gate", GATES)
+def test_padding_changes_nothing(gate: str | None, side: str, attention: str) -> None:
+    model = tiny_model(gate)
     model.set_attn_implementation(attention)
     samples = [tiny_text(3, length=12, seed=1), tiny_text(2, length=7, seed=2), tiny_text(0, length=9, seed=3)]
     frames = tiny_frames(5)
@@ -121,9 +119,9 @@ def test_padding_changes_nothing(variant: str, side: str, attention: str) -> Non
             assert error(logits[index, rows[index]], reference) < TOLERANCE
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_loss_and_every_gradient(variant: str) -> None:
-    model = tiny_model(variant)
+@pytest.mark.parametrize("gate", GATES)
+def test_loss_and_every_gradient(gate: str | None) -> None:
+    model = tiny_model(gate)
     ids, frames = tiny_text(3, 0, 2), tiny_frames(5).requires_grad_()
     labels = ids.clone()
     labels[0, :4] = -100
@@ -150,7 +148,7 @@ def test_loss_and_every_gradient(variant: str) -> None:
 
 
 def test_the_last_vision_layer_is_not_used() -> None:
-    model = tiny_model("gated")
+    model = tiny_model("per_head")
     ids, frames = tiny_text(2), tiny_frames(2)
     before = model(ids, frames).logits
     with torch.no_grad():
@@ -160,9 +158,9 @@ def test_the_last_vision_layer_is_not_used() -> None:
     assert torch.equal(model(ids, frames).logits, before)
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_loss_options(variant: str) -> None:
-    model = tiny_model(variant)
+@pytest.mark.parametrize("gate", GATES)
+def test_loss_options(gate: str | None) -> None:
+    model = tiny_model(gate)
     ids, frames = tiny_text(3, 1), tiny_frames(4)
     labels = ids.clone()
     labels[:, :5] = -100
@@ -174,9 +172,9 @@ def test_loss_options(variant: str) -> None:
     assert torch.allclose(by_count, usual / 4)
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_bfloat16_stays_near(variant: str) -> None:
-    model = tiny_model(variant)
+@pytest.mark.parametrize("gate", GATES)
+def test_bfloat16_stays_near(gate: str | None) -> None:
+    model = tiny_model(gate)
     ids, frames = tiny_text(4, 2), tiny_frames(6)
     reference = torch.stack(expected(model, ids, frames))
     logits = model.bfloat16()(ids, frames.bfloat16()).logits
@@ -185,9 +183,9 @@ def test_bfloat16_stays_near(variant: str) -> None:
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_autocast_stays_near(variant: str, attention: str) -> None:
-    model = tiny_model(variant)
+@pytest.mark.parametrize("gate", GATES)
+def test_autocast_stays_near(gate: str | None, attention: str) -> None:
+    model = tiny_model(gate)
     model.set_attn_implementation(attention)
     ids, frames = tiny_text(4, 2), tiny_frames(6)
     reference = torch.stack(expected(model, ids, frames))
@@ -201,20 +199,20 @@ def test_autocast_stays_near(variant: str, attention: str) -> None:
         assert gradient.dtype == torch.float32 and bool(gradient.isfinite().all()) and gradient.norm() > 0
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_features_in_place_of_pixels(variant: str) -> None:
-    model = tiny_model(variant)
+@pytest.mark.parametrize("gate", GATES)
+def test_features_in_place_of_pixels(gate: str | None) -> None:
+    model = tiny_model(gate)
     ids, frames = tiny_text(3, 2), tiny_frames(5)
     features = model.encode_frames(frames)
     assert torch.equal(model(ids, image_embeds=features).logits, model(ids, frames).logits)
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_gradient_checkpointing_gives_the_same_gradients(variant: str) -> None:
+@pytest.mark.parametrize("gate", GATES)
+def test_gradient_checkpointing_gives_the_same_gradients(gate: str | None) -> None:
     ids, frames = tiny_text(3, 2), tiny_frames(5)
     gradients = []
     for checkpointing in (False, True):
-        model = tiny_model(variant).train()
+        model = tiny_model(gate).train()
         if checkpointing:
             model.gradient_checkpointing_enable()
         output = model(ids, frames, labels=ids)

@@ -8,9 +8,8 @@ from torch import Tensor
 from transformers import LogitsProcessor, LogitsProcessorList, StaticCache
 
 from mllm_seqpar.errors import ShapeError
-from tiny import IMAGE_TOKEN, tiny_frames, tiny_model, tiny_text
+from tiny import GATES, IMAGE_TOKEN, tiny_frames, tiny_model, tiny_text
 
-VARIANTS = ("gated", "fused")
 NEW = 5
 
 
@@ -54,10 +53,10 @@ def run_again(model: Any, ids: Tensor, mask: Tensor, frames: Tensor) -> tuple[Te
     ids=["cache", "no cache", "static cache", "static cache without padding", "assisted"],
 )
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("gate", GATES)
 @torch.no_grad()
-def test_greedy(variant: str, attention: str, options: dict) -> None:
-    model = tiny_model(variant)
+def test_greedy(gate: str | None, attention: str, options: dict) -> None:
+    model = tiny_model(gate)
     model.set_attn_implementation(attention)
     ids, mask, frames = padded()
     options = dict(options)
@@ -77,9 +76,9 @@ def test_greedy(variant: str, attention: str, options: dict) -> None:
     assert (torch.stack(found.logits) - logits).abs().max() < 1e-4
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_padding_and_company_change_nothing(variant: str) -> None:
-    model = tiny_model(variant)
+@pytest.mark.parametrize("gate", GATES)
+def test_padding_and_company_change_nothing(gate: str | None) -> None:
+    model = tiny_model(gate)
     ids, mask, frames = padded()
     together = generate(model, ids, attention_mask=mask, pixel_values=frames)
     for row, own in enumerate((frames[:3], None, frames[3:])):
@@ -97,10 +96,10 @@ def test_padding_and_company_change_nothing(variant: str) -> None:
     ],
     ids=["beams", "several beams", "samples", "sampled beams"],
 )
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_repeated_samples_share_their_frames(variant: str, options: dict) -> None:
+@pytest.mark.parametrize("gate", GATES)
+def test_repeated_samples_share_their_frames(gate: str | None, options: dict) -> None:
     """Flat frame lists are not repeated. The references: no cache, and each sample on its own."""
-    model = tiny_model(variant)
+    model = tiny_model(gate)
     ids, mask, frames = padded()
     results = []
     for cached in (True, False):
@@ -115,10 +114,10 @@ def test_repeated_samples_share_their_frames(variant: str, options: dict) -> Non
 
 
 @pytest.mark.parametrize("given", ["features", "features and offsets", "embeddings"])
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("gate", GATES)
 @torch.no_grad()
-def test_other_forms_of_the_inputs(variant: str, given: str) -> None:
-    model = tiny_model(variant)
+def test_other_forms_of_the_inputs(gate: str | None, given: str) -> None:
+    model = tiny_model(gate)
     ids, mask, frames = padded()
     expected = generate(model, ids, attention_mask=mask, pixel_values=frames)[:, -NEW:]
     inputs: dict[str, Any] = {"image_embeds": model.encode_frames(frames), "attention_mask": mask}
@@ -132,9 +131,9 @@ def test_other_forms_of_the_inputs(variant: str, given: str) -> None:
     assert torch.equal(found[:, -NEW:], expected)
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_frames_are_encoded_and_projected_once(variant: str) -> None:
-    model = tiny_model(variant)
+@pytest.mark.parametrize("gate", GATES)
+def test_frames_are_encoded_and_projected_once(gate: str | None) -> None:
+    model = tiny_model(gate)
     calls: dict[str, int] = {}
 
     def count(name: str) -> Any:
@@ -162,9 +161,9 @@ class Force(LogitsProcessor):
 
 
 @pytest.mark.parametrize("frames", [3, 0])
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_a_generated_placeholder_is_only_a_token(variant: str, frames: int) -> None:
-    model = tiny_model(variant)
+@pytest.mark.parametrize("gate", GATES)
+def test_a_generated_placeholder_is_only_a_token(gate: str | None, frames: int) -> None:
+    model = tiny_model(gate)
     ids = tiny_text(frames)
     pixels = {"pixel_values": tiny_frames(frames)} if frames else {}
     forced = LogitsProcessorList([Force(ids.shape[1])])
@@ -174,9 +173,9 @@ def test_a_generated_placeholder_is_only_a_token(variant: str, frames: int) -> N
 
 
 @pytest.mark.parametrize("pass_frames_again", [True, False])
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_a_conversation_goes_on_with_its_cache(variant: str, pass_frames_again: bool) -> None:
-    model = tiny_model(variant)
+@pytest.mark.parametrize("gate", GATES)
+def test_a_conversation_goes_on_with_its_cache(gate: str | None, pass_frames_again: bool) -> None:
+    model = tiny_model(gate)
     ids, frames = tiny_text(3), tiny_frames(3)
     first = generate(model, ids, pixel_values=frames, return_dict_in_generate=True)
     longer = torch.cat([first.sequences, torch.tensor([[5, 6, 7, 8]])], dim=1)
@@ -185,10 +184,10 @@ def test_a_conversation_goes_on_with_its_cache(variant: str, pass_frames_again: 
     assert torch.equal(found, generate(model, longer, pixel_values=frames, use_cache=False))
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_frames_after_a_cached_text(variant: str) -> None:
+@pytest.mark.parametrize("gate", GATES)
+def test_frames_after_a_cached_text(gate: str | None) -> None:
     """A first turn without frames, and frames in the second: they lie after what the cache holds."""
-    model = tiny_model(variant)
+    model = tiny_model(gate)
     text, shown, frames = tiny_text(0, seed=4), tiny_text(2, seed=5), tiny_frames(2)
     cache = model(text).past_key_values
     continued = model(shown, frames, past_key_values=cache).logits
@@ -201,7 +200,7 @@ def test_frames_after_a_cached_text(variant: str) -> None:
 
 
 def test_new_frames_for_a_cache_that_has_some_are_refused() -> None:
-    model = tiny_model("gated")
+    model = tiny_model("per_head")
     ids = tiny_text(3)
     cache = model(ids, tiny_frames(3)).past_key_values
     with pytest.raises(ShapeError, match="1 frames were passed with a cache that holds 3"):
@@ -211,9 +210,9 @@ def test_new_frames_for_a_cache_that_has_some_are_refused() -> None:
         generate(model, longer, pixel_values=tiny_frames(4), past_key_values=cache)
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_a_cache_that_was_reset_forgets_the_frames(variant: str) -> None:
-    model = tiny_model(variant)
+@pytest.mark.parametrize("gate", GATES)
+def test_a_cache_that_was_reset_forgets_the_frames(gate: str | None) -> None:
+    model = tiny_model(gate)
     ids, text = tiny_text(3), tiny_text(0, seed=9)
     cache = StaticCache(config=model.config, max_cache_len=20)
     model(ids, tiny_frames(3), past_key_values=cache)

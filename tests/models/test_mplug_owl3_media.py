@@ -7,15 +7,14 @@ from torch import Tensor
 from mllm_seqpar.errors import ConfigError, ShapeError
 from mllm_seqpar.models.mplug_owl3 import MediaLayout, media_layout
 from mllm_seqpar.models.mplug_owl3.visual_inputs import row_blocks
-from tiny import IMAGE_TOKEN, tiny_text
+from tiny import GATES, IMAGE_TOKEN, tiny_text
 
-VARIANTS = ("gated", "fused")
 NOTHING = -1000000  # published: a row of a sample without images
 
 
-def published_offset(variant: str, ids: Tensor) -> Tensor | list[Tensor]:
+def published_offset(gate: str | None, ids: Tensor) -> Tensor | list[Tensor]:
     """`media_offset` as the published processors build it, by loops."""
-    if variant == "fused":
+    if gate is None:
         return [(row == IMAGE_TOKEN).nonzero().flatten() for row in ids]
     offset, before = torch.zeros(*ids.shape, 2, dtype=torch.long), 0
     for sample, row in enumerate(ids.tolist()):
@@ -35,13 +34,13 @@ def visible(layout: MediaLayout) -> list[list[set[int]]]:
     ]
 
 
-def rules(variant: str, ids: Tensor) -> list[list[set[int]]]:
+def rules(gate: str | None, ids: Tensor) -> list[list[set[int]]]:
     rows, before = [], 0
     for row in ids.tolist():
         placeholders = [position for position, token in enumerate(row) if token == IMAGE_TOKEN]
         rows.append(
             [
-                {before + j for j, at in enumerate(placeholders) if (at < token if variant == "gated" else at <= token)}
+                {before + j for j, at in enumerate(placeholders) if (at < token if gate is not None else at <= token)}
                 for token in range(len(row))
             ]
         )
@@ -50,31 +49,31 @@ def rules(variant: str, ids: Tensor) -> list[list[set[int]]]:
 
 
 @pytest.mark.parametrize("counts", [(3,), (0, 2), (2, 0, 4), (0, 0)])
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_placeholders_and_published_offsets_say_the_same(variant: str, counts: tuple[int, ...]) -> None:
+@pytest.mark.parametrize("gate", GATES)
+def test_placeholders_and_published_offsets_say_the_same(gate: str | None, counts: tuple[int, ...]) -> None:
     ids, total = tiny_text(*counts), sum(counts)
     forms = [
-        media_layout(variant, total_frames=total, input_ids=ids, image_token_id=IMAGE_TOKEN),
-        media_layout(variant, total_frames=total, input_ids=ids, media_offset=published_offset(variant, ids)),
+        media_layout(gate, total_frames=total, input_ids=ids, image_token_id=IMAGE_TOKEN),
+        media_layout(gate, total_frames=total, input_ids=ids, media_offset=published_offset(gate, ids)),
         media_layout(
-            variant,
+            gate,
             total_frames=total,
             position_ids=torch.arange(ids.shape[1])[None],
-            media_offset=published_offset(variant, ids),
+            media_offset=published_offset(gate, ids),
         ),
-        media_layout(  # positions serve both variants
-            variant,
+        media_layout(  # models of all generations take positions
+            gate,
             total_frames=total,
             input_ids=ids,
-            media_offset=[p.tolist() for p in published_offset("fused", ids)],
+            media_offset=[p.tolist() for p in published_offset(None, ids)],
         ),
     ]
     ends = torch.tensor(counts).cumsum(0).tolist()
     own = [[end - count, end] for end, count in zip(ends, counts, strict=True)]
-    late = 1 if variant == "gated" else 0
-    at = [position + late for row in published_offset("fused", ids) for position in row.tolist()]
+    late = 0 if gate is None else 1
+    at = [position + late for row in published_offset(None, ids) for position in row.tolist()]
     for layout in forms:
-        assert visible(layout) == rules(variant, ids)
+        assert visible(layout) == rules(gate, ids)
         assert bool((layout.stop >= layout.first).all())
         assert layout.frame_position.tolist() == at
         assert [r for r, n in zip(layout.sample_range.tolist(), counts, strict=True) if n] == [
@@ -83,14 +82,14 @@ def test_placeholders_and_published_offsets_say_the_same(variant: str, counts: t
         assert all(start == end for (start, end), n in zip(layout.sample_range.tolist(), counts, strict=True) if n == 0)
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_frames_lie_where_position_ids_say(variant: str) -> None:
-    ids = torch.tensor([[9, IMAGE_TOKEN, 9, IMAGE_TOKEN]])
-    for position_ids in (torch.tensor([[0, 10, 20, 30]]), torch.tensor([0, 10, 20, 30])[None].expand(1, -1)):
-        expected = [20, 31] if variant == "gated" else [10, 30]
-        for offset in (None, published_offset(variant, ids)):
+@pytest.mark.parametrize("gate", GATES)
+def test_frames_lie_where_position_ids_say(gate: str | None) -> None:
+    ids = torch.tensor([[9, IMAGE_TOKEN, IMAGE_TOKEN, 9]])
+    for position_ids in (torch.tensor([[0, 10, 20, 31]]), torch.tensor([0, 10, 20, 31])[None].expand(1, -1)):
+        expected = [10, 20] if gate is None else [20, 31]
+        for offset in (None, published_offset(gate, ids)):
             layout = media_layout(
-                variant,
+                gate,
                 total_frames=2,
                 input_ids=ids,
                 image_token_id=IMAGE_TOKEN,
@@ -100,18 +99,18 @@ def test_frames_lie_where_position_ids_say(variant: str) -> None:
             assert layout.frame_position.tolist() == expected
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_a_frame_nobody_sees_yet_belongs_to_its_sample(variant: str) -> None:
+@pytest.mark.parametrize("gate", GATES)
+def test_placeholder_as_last_token_belongs_to_its_sample(gate: str | None) -> None:
     ids = torch.tensor([[9, 9, IMAGE_TOKEN], [9, IMAGE_TOKEN, 9]])
-    for offset in (None, published_offset(variant, ids)):
-        layout = media_layout(variant, total_frames=2, input_ids=ids, image_token_id=IMAGE_TOKEN, media_offset=offset)
+    for offset in (None, [[2], [1]]):
+        layout = media_layout(gate, total_frames=2, input_ids=ids, image_token_id=IMAGE_TOKEN, media_offset=offset)
         assert layout.sample_range.tolist() == [[0, 1], [1, 2]]
         first, stop = layout.rows(3, 2)
         assert first.tolist() == [[0, 0], [1, 1]] and stop.tolist() == [[1, 1], [2, 2]]
 
 
 def test_rows_across_the_end_of_the_prompt_and_repeated_samples() -> None:
-    layout = media_layout("gated", total_frames=3, input_ids=tiny_text(2, 1), image_token_id=IMAGE_TOKEN)
+    layout = media_layout("per_head", total_frames=3, input_ids=tiny_text(2, 1), image_token_id=IMAGE_TOKEN)
     first, stop = layout.rows(10, 4)
     assert torch.equal(first[:, :2], layout.first[:, 10:]) and torch.equal(stop[:, :2], layout.stop[:, 10:])
     assert first[:, 2:].tolist() == [[0, 0], [2, 2]] and stop[:, 2:].tolist() == [[2, 2], [3, 3]]
@@ -120,11 +119,43 @@ def test_rows_across_the_end_of_the_prompt_and_repeated_samples() -> None:
     assert torch.equal(beams.stop[2], layout.stop[0]) and torch.equal(beams.stop[3], layout.stop[1])
 
 
-def test_gated_offsets_of_repeated_samples_share_frames() -> None:
+def test_offsets_of_repeated_samples_share_frames() -> None:
     ids = tiny_text(2, 1)
-    offset = published_offset("gated", ids).repeat_interleave(2, dim=0)
-    layout = media_layout("gated", total_frames=3, input_ids=ids.repeat_interleave(2, dim=0), media_offset=offset)
+    offset = published_offset("per_head", ids).repeat_interleave(2, dim=0)
+    layout = media_layout("per_head", total_frames=3, input_ids=ids.repeat_interleave(2, dim=0), media_offset=offset)
     assert layout.sample_range.tolist() == [[0, 2], [0, 2], [2, 3], [2, 3]]
+
+
+@pytest.mark.parametrize("gate", GATES)
+def test_both_published_forms_say_the_same_to_every_generation(gate: str | None) -> None:
+    ids = tiny_text(2, 0, 3)
+    forms = [published_offset("per_head", ids), published_offset(None, ids)]
+    layouts = [media_layout(gate, total_frames=5, input_ids=ids, media_offset=form) for form in forms]
+    for name in ("first", "stop", "frame_position", "sample_range"):
+        one, other = (getattr(layout, name)[[0, 2]] for layout in layouts)  # sample 1 has no frames to say first of
+        if name == "frame_position":
+            one, other = (layout.frame_position for layout in layouts)
+        assert torch.equal(one, other), name
+    assert visible(layouts[0])[1] == visible(layouts[1])[1] == [set()] * 12
+
+
+@pytest.mark.parametrize("gate", GATES)
+@pytest.mark.parametrize("form", ["per_head", None])
+def test_tokens_do_not_matter_beside_media_offset(gate: str | None, form: str | None) -> None:
+    """Placeholders of several ordinary tokens; the one that config.image_token_id names is an ordinary one as well."""
+    ids = torch.full((1, 14), 9)
+    ids[0, [0, 13]] = IMAGE_TOKEN
+    starts = torch.zeros_like(ids)
+    starts[0, [2, 7]] = IMAGE_TOKEN  # each placeholder is five tokens
+    layout = media_layout(
+        gate,
+        total_frames=2,
+        input_ids=ids,
+        image_token_id=IMAGE_TOKEN,
+        media_offset=published_offset(form, starts),
+    )
+    assert visible(layout) == rules(gate, starts)
+    assert layout.frame_position.tolist() == ([2, 7] if gate is None else [3, 8])
 
 
 IDS = torch.tensor([[9, IMAGE_TOKEN, 9, IMAGE_TOKEN, 9], [9, 9, 9, IMAGE_TOKEN, 9]])
@@ -135,34 +166,44 @@ IDS = torch.tensor([[9, IMAGE_TOKEN, 9, IMAGE_TOKEN, 9], [9, 9, 9, IMAGE_TOKEN, 
     [
         ({"total_frames": 2}, ShapeError, r"placeholders for 3 frames \(by sample: \[2, 1\]\), and 2 were passed"),
         ({"total_frames": 0}, ShapeError, "neither pixel_values nor image_embeds"),
-        ({"image_token_id": None}, ConfigError, "set config.image_token_id"),
+        ({"image_token_id": None}, ConfigError, "pass media_offset"),
         ({"input_ids": None}, ShapeError, "pass input_ids or position_ids"),
         ({"position_ids": torch.zeros(2, 4, dtype=torch.long)}, ShapeError, r"position_ids has shape \(2, 4\)"),
-        ({"variant": "blended"}, ConfigError, "'gated' or 'fused'"),
+        ({"gate": "auto"}, ConfigError, "gate is 'auto'; expected one of"),
         ({"media_offset": [[1, 3], [3]], "total_frames": 4}, ShapeError, "and 4 were passed"),
         ({"media_offset": [[1, 3, 3]]}, ShapeError, "1 lists for 2 samples"),
         ({"media_offset": [[3, 1], [3]]}, ShapeError, "of sample 0"),
         ({"media_offset": [[1, 3], [5]]}, ShapeError, "stay below 5"),
-        ({"variant": "fused", "media_offset": torch.zeros(2, 5, 2)}, ShapeError, "gated variant's form"),
-        ({"media_offset": torch.zeros(2, 4, 2)}, ShapeError, r"of shape \(2, 5, 2\)"),
-        ({"media_offset": published_offset("gated", IDS) + 1}, ShapeError, "3 frames were passed"),
-        ({"media_offset": published_offset("gated", IDS) - 1}, ShapeError, "media_offset reaches from frame -1"),
+        ({"media_offset": torch.zeros(2, 4, 2)}, ShapeError, r"expected \(2, 5, 2\)"),
+        ({"media_offset": published_offset("per_head", IDS) + 1}, ShapeError, "3 frames were passed"),
+        ({"media_offset": published_offset("per_head", IDS) - 1}, ShapeError, "media_offset reaches from frame -1"),
         (
-            {"media_offset": published_offset("gated", IDS) + 1, "total_frames": 4, "image_token_id": None},
+            {"media_offset": published_offset("per_head", IDS) + 1, "total_frames": 4},
             ShapeError,
-            "begins with frame 1",
+            "no token sees frame 0",
+        ),
+        ({"media_offset": published_offset("per_head", IDS), "total_frames": 4}, ShapeError, "no token sees frame 3"),
+        (
+            {"gate": None, "media_offset": published_offset("per_head", IDS).repeat_interleave(2, 0)[:2]},
+            ShapeError,
+            "no token sees frame 2",
+        ),
+        (  # one sample's offsets for both: which one has the placeholder cannot be said
+            {"gate": None, "media_offset": published_offset("per_head", IDS[:1]).expand(2, -1, -1), "total_frames": 2},
+            ShapeError,
+            "where each frame's placeholder is",
         ),
         (
-            {"media_offset": published_offset("gated", IDS), "total_frames": 4},
+            {"gate": None, "media_offset": published_offset("per_head", IDS)[:, [2, 2, 3, 4, 4]]},
             ShapeError,
-            "sample 1 has 1 placeholders",
+            "where each frame's placeholder is",
         ),
     ],
 )
 def test_what_does_not_fit_is_refused(changes: dict, error: type[Exception], message: str) -> None:
-    arguments = {"variant": "gated", "total_frames": 3, "input_ids": IDS, "image_token_id": IMAGE_TOKEN} | changes
+    arguments = {"gate": "per_head", "total_frames": 3, "input_ids": IDS, "image_token_id": IMAGE_TOKEN} | changes
     with pytest.raises(error, match=message):
-        media_layout(arguments.pop("variant"), **arguments)
+        media_layout(arguments.pop("gate"), **arguments)
 
 
 @pytest.mark.parametrize("short_run", [1, 2, 32])

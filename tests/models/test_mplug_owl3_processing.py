@@ -168,9 +168,9 @@ class TestCall:
         assert torch.equal(inputs["pixel_values"], both.image_processor(frames)["pixel_values"])
         assert (inputs["media_offset"] >= 0).sum(1).tolist() == [3, 3]
 
-    @pytest.mark.parametrize("variant", ["gated", "fused"])
-    def test_the_model_takes_what_comes_out(self, variant: str) -> None:
-        model = tiny_model(variant)
+    @pytest.mark.parametrize("gate", ["per_head", None])
+    def test_the_model_takes_what_comes_out(self, gate: str | None) -> None:
+        model = tiny_model(gate)
         chat = [
             {
                 "role": "user",
@@ -204,7 +204,7 @@ class TestCall:
 
 
 def test_saves_and_loads(tmp_path: Path) -> None:
-    tiny_model("gated").save_pretrained(tmp_path)
+    tiny_model().save_pretrained(tmp_path)
     processor(video_span=True).save_pretrained(tmp_path)
     for loaded in (AutoProcessor.from_pretrained(tmp_path), MPlugOwl3Processor.from_pretrained(tmp_path)):
         assert isinstance(loaded, MPlugOwl3Processor) and loaded.video_span

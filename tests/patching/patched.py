@@ -23,6 +23,9 @@ TOLERANCE = 1e-5
 PATIENCE = 240.0
 """Seconds for a case on ranks: the first one imports transformers in every worker, on a machine that others use."""
 
+GATES = ("per_head", None)
+"""Gates with a path of their own through the patch. A vector gate is mixed in the same place as `per_head`."""
+
 Inputs = dict[str, Any]
 
 
@@ -65,19 +68,19 @@ class Case:
 
 
 @functools.cache
-def _model(variant: str, overrides: tuple[tuple[str, Any], ...]) -> nn.Module:
-    return tiny_model(variant, **{name: list(v) if isinstance(v, tuple) else v for name, v in overrides})
+def _model(gate: str | None, overrides: tuple[tuple[str, Any], ...]) -> nn.Module:
+    return tiny_model(gate, **{name: list(v) if isinstance(v, tuple) else v for name, v in overrides})
 
 
-def model_of(variant: str, case: Case) -> Any:
+def model_of(gate: str | None, case: Case) -> Any:
     """The case's model, kept between cases: patching it must leave no trace."""
     overrides = {name: tuple(v) if isinstance(v, list) else v for name, v in case.model.items()}
-    model = _model(variant, tuple(sorted(overrides.items())))
+    model = _model(gate, tuple(sorted(overrides.items())))
     model.zero_grad(set_to_none=True)
     return model.eval()
 
 
-def inputs_of(variant: str, case: Case, model: Any) -> Inputs:
+def inputs_of(gate: str | None, case: Case, model: Any) -> Inputs:
     """The arguments of the unpatched model's forward."""
     ids = tiny_text(*case.frames, length=case.length)
     inputs: Inputs = {"input_ids": ids, **case.arguments}
@@ -115,7 +118,7 @@ def inputs_of(variant: str, case: Case, model: Any) -> Inputs:
     elif total:
         inputs["pixel_values"] = tiny_frames(total)
     if case.offsets or case.embeds:
-        inputs["media_offset"] = published_offsets(variant, ids)
+        inputs["media_offset"] = published_offsets(gate, ids)
     if case.embeds:
         inputs["inputs_embeds"] = model.get_input_embeddings()(inputs.pop("input_ids")).detach()
     for name in case.wants_grad:
@@ -123,10 +126,10 @@ def inputs_of(variant: str, case: Case, model: Any) -> Inputs:
     return inputs
 
 
-def published_offsets(variant: str, ids: Tensor) -> Any:
+def published_offsets(gate: str | None, ids: Tensor) -> Any:
     """`media_offset` as the published checkpoints want it."""
     placeholders = ids == IMAGE_TOKEN
-    if variant == "fused":
+    if gate is None:
         return [row.nonzero().flatten() for row in placeholders]
     counts = placeholders.sum(1)
     first = (counts.cumsum(0) - counts)[:, None].expand_as(ids)
@@ -144,10 +147,10 @@ def local_frames(inputs: Inputs, group: Any = None) -> Inputs:
 
 
 @functools.cache
-def _reference(variant: str, key: str, case_: _Hashable) -> Outcome:
+def _reference(gate: str | None, key: str, case_: _Hashable) -> Outcome:
     case = case_.case
-    model = model_of(variant, case)
-    return run_case(model, inputs_of(variant, case, model))
+    model = model_of(gate, case)
+    return run_case(model, inputs_of(gate, case, model))
 
 
 @dataclass(frozen=True)
@@ -158,16 +161,16 @@ class _Hashable:
         return 0
 
 
-def reference(variant: str, case: Case) -> Outcome:
+def reference(gate: str | None, case: Case) -> Outcome:
     """The unpatched model in this process; the same for all options and ways to pass frames, so computed once."""
     plain = replace(case, options={}, local_frames=False)
-    return _reference(variant, repr(plain), _Hashable(plain))
+    return _reference(gate, repr(plain), _Hashable(plain))
 
 
-def patched_rank(rank: int, world: int, variant: str, case: Case) -> Outcome:
+def patched_rank(rank: int, world: int, gate: str | None, case: Case) -> Outcome:
     """On a rank: the patched model's outcome."""
-    model = model_of(variant, case)
-    inputs = inputs_of(variant, case, model)
+    model = model_of(gate, case)
+    inputs = inputs_of(gate, case, model)
     if case.local_frames:
         inputs = local_frames(inputs)
     patch_model(model, **case.options)

@@ -37,7 +37,7 @@ def bad_inputs(name: str, inputs: dict[str, Any], rank: int, world: int) -> dict
             case "other text":
                 return inputs | {"input_ids": ids.flip(1), "labels": inputs["labels"].flip(1)}
             case "longer text":
-                return inputs_of("gated", Case(frames=(3,), length=14), None)
+                return inputs_of("per_head", Case(frames=(3,), length=14), None)
             case "other labels":
                 return inputs | {"labels": inputs["labels"] + 1}
             case "no labels":
@@ -122,18 +122,18 @@ ERRORS: dict[str, tuple[type[Exception], str, str]] = {
 
 def forward_errors(rank: int, world: int, names: list[str]) -> dict[str, tuple[str, str, float]]:
     """Error class, message and seconds of each case; the group must stay usable after each."""
-    model = model_of("gated", CASE)
+    model = model_of("per_head", CASE)
     patch_model(model)
     found = {}
     for name in names:
-        inputs = inputs_of("gated", CASE, model)
+        inputs = inputs_of("per_head", CASE, model)
         start = time.monotonic()
         try:
             model(**bad_inputs(name, inputs, rank, world))
             found[name] = ("nothing", "", 0.0)
         except SeqParError as error_:
             found[name] = (type(error_).__name__, str(error_), time.monotonic() - start)
-    loss = model(**inputs_of("gated", CASE, model)).loss.item()
+    loss = model(**inputs_of("per_head", CASE, model)).loss.item()
     unpatch_model(model)
     assert loss == loss
     return found
@@ -170,7 +170,7 @@ def patch_errors(rank: int, world: int, what: str) -> None:
         elif what == "frozen otherwise":
             overrides = {"frozen": True}
     frozen = overrides.pop("frozen", False)
-    model = torch.nn.Linear(2, 2) if what == "no model" and rank == 1 else tiny_model("gated", **overrides)
+    model = torch.nn.Linear(2, 2) if what == "no model" and rank == 1 else tiny_model("per_head", **overrides)
     if frozen:
         model.requires_grad_(False)
     start = time.monotonic()
@@ -203,9 +203,9 @@ def test_ranks_that_patch_differently(what: str, own: str, others: str) -> None:
 
 
 def attention_dropout(rank: int, world: int) -> None:
-    model = tiny_model("gated", attention_dropout=0.1).train()
+    model = tiny_model("per_head", attention_dropout=0.1).train()
     patch_model(model)
-    inputs = inputs_of("gated", CASE, model)
+    inputs = inputs_of("per_head", CASE, model)
     for arguments in ({}, {"use_cache": True}):
         with pytest.raises(ConfigError, match="attention_dropout=0.1: dropout on attention weights is not supported"):
             model(**inputs, **arguments)
@@ -227,7 +227,7 @@ from tiny import tiny_frames, tiny_model, tiny_text
 from mllm_seqpar import patch_model
 
 dist.init_process_group("gloo")
-model = tiny_model("gated").train()
+model = tiny_model("per_head").train()
 patch_model(model)
 ids = tiny_text(3)
 for step in range(1000):

@@ -4,11 +4,10 @@ from typing import Any
 
 import pytest
 import torch
-from patched import PATIENCE, Case, check, patched_rank, reference
+from patched import GATES, PATIENCE, Case, check, patched_rank, reference
 
 from ranks import ranks
 
-VARIANTS = ("gated", "fused")
 SLIDING = {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1}
 
 EVERYWHERE = {
@@ -77,26 +76,26 @@ ON_FOUR: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("world", [1, 2, 3, 4])
 @pytest.mark.parametrize("case", EVERYWHERE)
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_equals_unpatched(world: int, case: str, variant: str) -> None:
+@pytest.mark.parametrize("gate", GATES)
+def test_equals_unpatched(world: int, case: str, gate: str | None) -> None:
     what = EVERYWHERE[case]
-    check(ranks(world).run(patched_rank, variant, what, timeout=PATIENCE), reference(variant, what), what)
+    check(ranks(world).run(patched_rank, gate, what, timeout=PATIENCE), reference(gate, what), what)
 
 
 @pytest.mark.parametrize(
     ("world", "case"), sorted((2 + index % 3, case) for index, case in enumerate(ONCE)), ids=lambda value: str(value)
 )
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_equals_unpatched_in(world: int, case: str, variant: str) -> None:
+@pytest.mark.parametrize("gate", GATES)
+def test_equals_unpatched_in(world: int, case: str, gate: str | None) -> None:
     what = ONCE[case]
-    outcomes, expected = ranks(world).run(patched_rank, variant, what, timeout=PATIENCE), reference(variant, what)
+    outcomes, expected = ranks(world).run(patched_rank, gate, what, timeout=PATIENCE), reference(gate, what)
     if "full" in case or "no labels" in case or "local text" in case:
         assert all(outcome.logits.shape == expected.logits.shape for outcome in outcomes)
     check(outcomes, expected, what)
 
 
 @pytest.mark.parametrize("way", ON_FOUR)
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_equals_unpatched_by(way: str, variant: str) -> None:
+@pytest.mark.parametrize("gate", GATES)
+def test_equals_unpatched_by(way: str, gate: str | None) -> None:
     what = Case(frames=(4, 1), padding="left").with_options(**ON_FOUR[way])
-    check(ranks(4).run(patched_rank, variant, what, timeout=PATIENCE), reference(variant, what), what)
+    check(ranks(4).run(patched_rank, gate, what, timeout=PATIENCE), reference(gate, what), what)

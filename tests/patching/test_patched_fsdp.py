@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 import torch
-from patched import PATIENCE, Case, Inputs, inputs_of, local_frames
+from patched import GATES, PATIENCE, Case, Inputs, inputs_of, local_frames
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -53,9 +53,9 @@ def train(model: Any, batches: list[Inputs], sharded: bool) -> dict[str, Any]:
 
 
 def fsdp_rank(
-    rank: int, world: int, variant: str, order: str, checkpointing: bool, options: dict[str, Any]
+    rank: int, world: int, gate: str | None, order: str, checkpointing: bool, options: dict[str, Any]
 ) -> dict[str, Any]:
-    model = tiny_model(variant).train()
+    model = tiny_model(gate).train()
     if checkpointing:
         model.gradient_checkpointing_enable()
     if order == "patched first":
@@ -64,35 +64,35 @@ def fsdp_rank(
     else:
         shard(model)
         patch_model(model, **options)
-    batches = [inputs_of(variant, case, model) for case in (VIDEO, TEXT, OTHER_VIDEO)]
+    batches = [inputs_of(gate, case, model) for case in (VIDEO, TEXT, OTHER_VIDEO)]
     found = train(model, batches, sharded=True)
-    tokens = model.eval().generate(**generation_inputs(variant, model))
+    tokens = model.eval().generate(**generation_inputs(gate, model))
     texts = model.generate(input_ids=torch.arange(3, 9)[None], max_new_tokens=3, do_sample=False, eos_token_id=None)
     return (found if rank == 0 else {"losses": found["losses"]}) | {"tokens": tokens, "texts": texts}
 
 
-def generation_inputs(variant: str, model: Any) -> dict[str, Any]:
-    inputs = inputs_of(variant, Case(frames=(2, 1), labels=None), model)
+def generation_inputs(gate: str | None, model: Any) -> dict[str, Any]:
+    inputs = inputs_of(gate, Case(frames=(2, 1), labels=None), model)
     return inputs | {"max_new_tokens": 4, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
 
 
 @pytest.mark.parametrize(
-    ("world", "variant", "order", "checkpointing", "options"),
+    ("world", "gate", "order", "checkpointing", "options"),
     [
-        (2, "gated", "patched first", False, {}),
-        (2, "fused", "sharded first", True, {"strategy": "replicate"}),
-        (3, "fused", "patched first", False, {"vision_chunk_size": 1}),
-        (4, "gated", "sharded first", True, {"vision_chunk_size": 1}),
-        (4, "fused", "patched first", True, {"strategy": "ulysses", "self_attention": "ulysses"}),
-        (4, "gated", "patched first", True, {"strategy": "auto", "self_attention": "mesh", "tile": (2, 2)}),
+        (2, "per_head", "patched first", False, {}),
+        (2, None, "sharded first", True, {"strategy": "replicate"}),
+        (3, None, "patched first", False, {"vision_chunk_size": 1}),
+        (4, "per_head", "sharded first", True, {"vision_chunk_size": 1}),
+        (4, None, "patched first", True, {"strategy": "ulysses", "self_attention": "ulysses"}),
+        (4, "per_head", "patched first", True, {"strategy": "auto", "self_attention": "mesh", "tile": (2, 2)}),
     ],
 )
-def test_fsdp2(world: int, variant: str, order: str, checkpointing: bool, options: dict[str, Any]) -> None:
-    model = tiny_model(variant).train()
-    expected = train(model, [inputs_of(variant, case, model) for case in (VIDEO, TEXT, OTHER_VIDEO)], sharded=False)
+def test_fsdp2(world: int, gate: str | None, order: str, checkpointing: bool, options: dict[str, Any]) -> None:
+    model = tiny_model(gate).train()
+    expected = train(model, [inputs_of(gate, case, model) for case in (VIDEO, TEXT, OTHER_VIDEO)], sharded=False)
     model.eval()
-    tokens = model.generate(**generation_inputs(variant, model))
-    outcomes = ranks(world).run(fsdp_rank, variant, order, checkpointing, options, timeout=PATIENCE)
+    tokens = model.generate(**generation_inputs(gate, model))
+    outcomes = ranks(world).run(fsdp_rank, gate, order, checkpointing, options, timeout=PATIENCE)
     compare_training(outcomes, expected)
     assert all(torch.equal(outcome["tokens"], tokens) for outcome in outcomes)
     assert all(torch.equal(outcome["texts"], outcomes[0]["texts"]) for outcome in outcomes)
@@ -109,19 +109,19 @@ def compare_training(outcomes: list[dict[str, Any]], expected: dict[str, Any]) -
         assert error(outcomes[0]["weights"][name], weight) < TOLERANCE, name
 
 
-def two_groups(rank: int, world: int, variant: str, cases: list[list[Case]]) -> dict[str, Any]:
+def two_groups(rank: int, world: int, gate: str | None, cases: list[list[Case]]) -> dict[str, Any]:
     """Data parallel 2 x sequence parallel 2 under one FSDP; each group has its own batch at every step."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "sp"))
-    model = tiny_model(variant).train()
+    model = tiny_model(gate).train()
     shard(model, mesh["dp", "sp"]._flatten("all"))
     patch_model(model, group=mesh["sp"], vision_chunk_size=1)  # groups whose towers run as often, with other frames
     group = mesh["dp"].get_local_rank()
     own = cases[group]
-    batches = [local_inputs(variant, case, model, mesh["sp"]) for case in own]
+    batches = [local_inputs(gate, case, model, mesh["sp"]) for case in own]
     found = train(model, batches, sharded=True)
     with torch.no_grad():
         prompt = own[0]
-        inputs = {k: v for k, v in inputs_of(variant, prompt, model).items() if k != "labels"}
+        inputs = {k: v for k, v in inputs_of(gate, prompt, model).items() if k != "labels"}
         # one group goes on when the other has its tokens, and needs its shards of the weights
         new = {"max_new_tokens": 2 + 3 * group, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
         tokens = model.eval().generate(**inputs, **new)
@@ -129,8 +129,8 @@ def two_groups(rank: int, world: int, variant: str, cases: list[list[Case]]) -> 
     return found if rank == 0 else {"losses": found["losses"]}
 
 
-def local_inputs(variant: str, case: Case, model: Any, group: Any) -> Inputs:
-    inputs = inputs_of(variant, case, model)
+def local_inputs(gate: str | None, case: Case, model: Any, group: Any) -> Inputs:
+    inputs = inputs_of(gate, case, model)
     return local_frames(inputs, group) if sum(case.frames) else inputs
 
 
@@ -138,22 +138,22 @@ FEATURES = Case(frames=(2,), features=True)
 NO_FEATURES = Case(frames=(0,), length=13, arguments={"image_embeds": torch.zeros(0, 4, 64)})
 
 
-@pytest.mark.parametrize("variant", ["gated", "fused"])
+@pytest.mark.parametrize("gate", GATES)
 @pytest.mark.parametrize("kind", ["pixels", "features"])
-def test_one_group_has_text_only_when_another_has_video(variant: str, kind: str) -> None:
+def test_one_group_has_text_only_when_another_has_video(gate: str | None, kind: str) -> None:
     """FSDP gathers a module's weights when it runs: a group that skipped the tower would hang the others."""
     cases = [[TEXT, VIDEO, TEXT], [OTHER_VIDEO, TEXT, VIDEO]]
     if kind == "features":
         cases = [[NO_FEATURES, FEATURES], [FEATURES, NO_FEATURES]]
-    outcomes = ranks(4).run(two_groups, variant, cases, timeout=PATIENCE)
+    outcomes = ranks(4).run(two_groups, gate, cases, timeout=PATIENCE)
     assert outcomes[0]["losses"] == outcomes[1]["losses"] and outcomes[2]["losses"] == outcomes[3]["losses"]
 
-    model = tiny_model(variant).train()
+    model = tiny_model(gate).train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-3)
     losses = []
     for pair in zip(*cases, strict=True):
         optimizer.zero_grad(set_to_none=True)
-        both = [model(**inputs_of(variant, case, model)).loss for case in pair]
+        both = [model(**inputs_of(gate, case, model)).loss for case in pair]
         (sum(both) / 2).backward()
         losses.append([loss.item() for loss in both])
         grads = {name: weight.grad for name, weight in model.named_parameters()}
@@ -165,12 +165,12 @@ def test_one_group_has_text_only_when_another_has_video(variant: str, kind: str)
     assert value < 10 * TOLERANCE, (value, name)
 
 
-def ddp_rank(rank: int, world: int, variant: str) -> dict[str, Any]:
-    model = tiny_model(variant).train()
+def ddp_rank(rank: int, world: int, gate: str | None) -> dict[str, Any]:
+    model = tiny_model(gate).train()
     freeze_unused(model)
     wrapped = DistributedDataParallel(model)
     patch_model(wrapped)
-    found = train(wrapped, [inputs_of(variant, case, model) for case in (VIDEO, OTHER_VIDEO)], sharded=False)
+    found = train(wrapped, [inputs_of(gate, case, model) for case in (VIDEO, OTHER_VIDEO)], sharded=False)
     for name in ("grads", "weights"):
         found[name] = {key.removeprefix("module."): x for key, x in found[name].items()}
     return found if rank == 0 else {"losses": found["losses"]}
@@ -184,30 +184,30 @@ def freeze_unused(model: nn.Module) -> None:
             weight.requires_grad_(False)
 
 
-@pytest.mark.parametrize("variant", ["gated", "fused"])
-def test_ddp(variant: str) -> None:
+@pytest.mark.parametrize("gate", GATES)
+def test_ddp(gate: str | None) -> None:
     """Without `find_unused_parameters`: a rank without frames has gradients for the tower, too."""
-    model = tiny_model(variant).train()
+    model = tiny_model(gate).train()
     freeze_unused(model)
-    expected = train(model, [inputs_of(variant, case, model) for case in (VIDEO, OTHER_VIDEO)], sharded=False)
-    compare_training(ranks(2).run(ddp_rank, variant, timeout=PATIENCE), expected)
+    expected = train(model, [inputs_of(gate, case, model) for case in (VIDEO, OTHER_VIDEO)], sharded=False)
+    compare_training(ranks(2).run(ddp_rank, gate, timeout=PATIENCE), expected)
 
 
-def twenty_steps(rank: int, world: int, variant: str) -> dict[str, Any]:
-    model = tiny_model(variant).train()
+def twenty_steps(rank: int, world: int, gate: str | None) -> dict[str, Any]:
+    model = tiny_model(gate).train()
     shard(model)
     patch_model(model)
-    return train(model, twenty_batches(variant, model), sharded=True)
+    return train(model, twenty_batches(gate, model), sharded=True)
 
 
-def twenty_batches(variant: str, model: Any) -> list[Inputs]:
-    return [inputs_of(variant, case, model) for case in (VIDEO, OTHER_VIDEO, TEXT, VIDEO) * 5]
+def twenty_batches(gate: str | None, model: Any) -> list[Inputs]:
+    return [inputs_of(gate, case, model) for case in (VIDEO, OTHER_VIDEO, TEXT, VIDEO) * 5]
 
 
 def test_twenty_steps_on_one_process_and_on_four() -> None:
-    model = tiny_model("gated").train()
-    expected = train(model, twenty_batches("gated", model), sharded=False)
-    found = ranks(4).run(twenty_steps, "gated", timeout=PATIENCE)[0]
+    model = tiny_model("per_head").train()
+    expected = train(model, twenty_batches("per_head", model), sharded=False)
+    found = ranks(4).run(twenty_steps, "per_head", timeout=PATIENCE)[0]
     assert found["losses"] == pytest.approx(expected["losses"], rel=1e-4)
     assert found["norms"] == pytest.approx(expected["norms"], rel=1e-4)
     assert found["losses"][-1] < found["losses"][0] / 2

@@ -5,12 +5,11 @@ from typing import Any
 
 import pytest
 import torch
-from patched import PATIENCE, Case, inputs_of, local_frames, model_of
+from patched import GATES, PATIENCE, Case, inputs_of, local_frames, model_of
 
 from mllm_seqpar import patch_model, unpatch_model
 from ranks import ranks
 
-VARIANTS = ("gated", "fused")
 NEW = 6
 
 ONE = Case(frames=(5,), labels=None)
@@ -71,11 +70,11 @@ def settings(**given: Any) -> dict[str, Any]:
     return {"max_new_tokens": NEW, "do_sample": False, "pad_token_id": 0, "eos_token_id": None} | given
 
 
-def tokens_of_all(rank: int, world: int, variant: str) -> dict[str, torch.Tensor]:
+def tokens_of_all(rank: int, world: int, gate: str | None) -> dict[str, torch.Tensor]:
     found = {}
     for name, (case, given) in CASES.items():
-        model = model_of(variant, case)
-        inputs = inputs_of(variant, case, model)
+        model = model_of(gate, case)
+        inputs = inputs_of(gate, case, model)
         patch_model(model, **case.options)
         torch.manual_seed(17 if rank == 0 else 1000 + rank)  # the other ranks were not seeded alike
         found[name] = model.generate(**inputs, **settings(**given))
@@ -85,13 +84,13 @@ def tokens_of_all(rank: int, world: int, variant: str) -> dict[str, torch.Tensor
     return found
 
 
-@pytest.mark.parametrize("variant,world", [("gated", 1), ("gated", 2), ("gated", 4), ("fused", 1), ("fused", 3)])
-def test_tokens(variant: str, world: int) -> None:
-    outcomes = ranks(world).run(tokens_of_all, variant, timeout=PATIENCE)
+@pytest.mark.parametrize("gate,world", [("per_head", 1), ("per_head", 2), ("per_head", 4), (None, 1), (None, 3)])
+def test_tokens(gate: str | None, world: int) -> None:
+    outcomes = ranks(world).run(tokens_of_all, gate, timeout=PATIENCE)
     for name, (case, given) in CASES.items():
-        model = model_of(variant, case)
+        model = model_of(gate, case)
         torch.manual_seed(17)
-        expected = model.generate(**inputs_of(variant, case, model), **settings(**given))
+        expected = model.generate(**inputs_of(gate, case, model), **settings(**given))
         for found in outcomes:
             assert torch.equal(found[name], expected), name
             if name in LOCAL:
@@ -116,30 +115,30 @@ def conversation(model: Any, inputs: dict[str, Any]) -> tuple[list[torch.Tensor]
     return [first.sequences, second], {"projected": projected, "kept": kept}
 
 
-def patched_conversation(rank: int, world: int, variant: str) -> tuple[list[torch.Tensor], dict[str, Any]]:
-    model = model_of(variant, ONE)
+def patched_conversation(rank: int, world: int, gate: str | None) -> tuple[list[torch.Tensor], dict[str, Any]]:
+    model = model_of(gate, ONE)
     patch_model(model)
     try:
-        return conversation(model, inputs_of(variant, ONE, model))
+        return conversation(model, inputs_of(gate, ONE, model))
     finally:
         unpatch_model(model)
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_a_conversation_goes_on_with_the_cache(variant: str) -> None:
+@pytest.mark.parametrize("gate", GATES)
+def test_a_conversation_goes_on_with_the_cache(gate: str | None) -> None:
     """And K and V of the frames are projected once per layer, and kept by the rank whose frames they are."""
-    expected, _ = conversation(model_of(variant, ONE), inputs_of(variant, ONE, model_of(variant, ONE)))
-    for rank, (found, counts) in enumerate(ranks(3).run(patched_conversation, variant, timeout=PATIENCE)):
+    expected, _ = conversation(model_of(gate, ONE), inputs_of(gate, ONE, model_of(gate, ONE)))
+    for rank, (found, counts) in enumerate(ranks(3).run(patched_conversation, gate, timeout=PATIENCE)):
         assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
         keys = [2, 2, 1][rank] * 4
         assert counts == {"projected": [keys, keys], "kept": {0: keys, 2: keys}}
 
 
-def dealt_conversation(rank: int, world: int, variant: str) -> tuple[list[torch.Tensor], list[int]]:
+def dealt_conversation(rank: int, world: int, gate: str | None) -> tuple[list[torch.Tensor], list[int]]:
     """The two turns over a dealt cache, and how many text tokens' K this rank keeps in each layer after the first."""
     case = ONE.with_options(shard_prompt_from=2)
-    model = model_of(variant, case)
-    inputs = inputs_of(variant, case, model)
+    model = model_of(gate, case)
+    inputs = inputs_of(gate, case, model)
     patch_model(model, **case.options)
     try:
         first = model.generate(**inputs, **settings(return_dict_in_generate=True))
@@ -152,11 +151,11 @@ def dealt_conversation(rank: int, world: int, variant: str) -> tuple[list[torch.
         unpatch_model(model)
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_a_dealt_prompt_stays_dealt(variant: str) -> None:
+@pytest.mark.parametrize("gate", GATES)
+def test_a_dealt_prompt_stays_dealt(gate: str | None) -> None:
     """Every token's K and V are on one rank only, about as many on each; and a second turn goes on with them."""
-    expected, _ = conversation(model_of(variant, ONE), inputs_of(variant, ONE, model_of(variant, ONE)))
-    outcomes = ranks(3).run(dealt_conversation, variant, timeout=PATIENCE)
+    expected, _ = conversation(model_of(gate, ONE), inputs_of(gate, ONE, model_of(gate, ONE)))
+    outcomes = ranks(3).run(dealt_conversation, gate, timeout=PATIENCE)
     for found, _ in outcomes:
         assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
     in_all = expected[0].shape[1] - 1  # the last token has not been through the model
@@ -166,10 +165,10 @@ def test_a_dealt_prompt_stays_dealt(variant: str) -> None:
 
 
 def different_settings(rank: int, world: int, given: list[dict[str, Any]]) -> None:
-    model = model_of("gated", ONE)
+    model = model_of("per_head", ONE)
     patch_model(model)
     try:
-        model.generate(**inputs_of("gated", ONE, model), **settings(**given[rank]))
+        model.generate(**inputs_of("per_head", ONE, model), **settings(**given[rank]))
     finally:
         unpatch_model(model)
 

@@ -4,7 +4,7 @@ from collections import Counter
 
 import pytest
 import torch
-from patched import PATIENCE, TOLERANCE, Case, inputs_of, model_of
+from patched import GATES, PATIENCE, TOLERANCE, Case, inputs_of, model_of
 
 from mllm_seqpar import patch_model, unpatch_model
 from mllm_seqpar.patching import patch_of
@@ -21,9 +21,9 @@ EACH = torch.tensor([[0, 5, 12], [3, 3, 11]])
 MARKED = (torch.arange(13) == 5) | torch.tensor([[False], [True]]) & (torch.arange(13) > 10)
 
 
-def logits_of_every_mode(rank: int, world: int, variant: str) -> dict[str, torch.Tensor]:
-    model = model_of(variant, CASE)
-    labelled = inputs_of(variant, CASE, model)
+def logits_of_every_mode(rank: int, world: int, gate: str | None) -> dict[str, torch.Tensor]:
+    model = model_of(gate, CASE)
+    labelled = inputs_of(gate, CASE, model)
     plain = {name: x for name, x in labelled.items() if name != "labels"}
     found = {}
     for mode in ("auto", "full", "local"):
@@ -46,16 +46,16 @@ def logits_of_every_mode(rank: int, world: int, variant: str) -> dict[str, torch
     return found
 
 
-@pytest.mark.parametrize("variant", ["gated", "fused"])
-def test_modes(variant: str) -> None:
+@pytest.mark.parametrize("gate", GATES)
+def test_modes(gate: str | None) -> None:
     world = 3
-    model = model_of(variant, CASE)
-    inputs = inputs_of(variant, CASE, model)
+    model = model_of(gate, CASE)
+    inputs = inputs_of(gate, CASE, model)
     with torch.no_grad():
         whole = model(**inputs).logits
         assert error(model(**inputs | {"labels": None}, logits_to_keep=MARKED).logits, whole[MARKED]) < TOLERANCE
     padded = torch.nn.functional.pad(whole, (0, 0, 0, padded_length(13, world, "zigzag") - 13))
-    for rank, found in enumerate(ranks(world).run(logits_of_every_mode, variant, timeout=PATIENCE)):
+    for rank, found in enumerate(ranks(world).run(logits_of_every_mode, gate, timeout=PATIENCE)):
         at = sequence_positions(padded.shape[1], rank, world, "zigzag")
         real = at < 13
         for name, logits in found.items():
@@ -77,7 +77,7 @@ def test_modes(variant: str) -> None:
 
 def local_sizes(rank: int, world: int, case: Case) -> dict[str, list[int]]:
     """Tokens of each decoder layer's input, frames that the tower saw, frames that the layers share."""
-    model = model_of("gated", case)
+    model = model_of("per_head", case)
     found: dict[str, list[int]] = {"tokens": [], "tower": [], "frames": []}
     handles = [
         layer.register_forward_pre_hook(lambda _, args: found["tokens"].append(args[0].shape[1]))
@@ -92,7 +92,7 @@ def local_sizes(rank: int, world: int, case: Case) -> dict[str, list[int]]:
         )
     )
     patch_model(model)
-    model(**inputs_of("gated", case, model))
+    model(**inputs_of("per_head", case, model))
     unpatch_model(model)
     for handle in handles:
         handle.remove()
@@ -113,22 +113,22 @@ def test_a_rank_holds_its_share_only() -> None:
     assert all(found["tower"] == [1] for found in one_frame)  # an empty one, for the sake of the parameters' gradients
 
 
-def sent_by(rank: int, world: int, variant: str, options: dict) -> dict[str, int]:
-    model = model_of(variant, CASE)
+def sent_by(rank: int, world: int, gate: str | None, options: dict) -> dict[str, int]:
+    model = model_of(gate, CASE)
     patch_model(model, **options)
     patch = patch_of(model)
     assert patch is not None
     patch.context.comm.bytes.reset()
-    model(**inputs_of(variant, CASE, model)).loss.backward()
+    model(**inputs_of(gate, CASE, model)).loss.backward()
     sent = dict(patch.context.comm.bytes.sent)
     unpatch_model(model)
     return sent
 
 
-def rows_that_see(variant: str, world: int) -> list[list[int]]:
+def rows_that_see(gate: str | None, world: int) -> list[list[int]]:
     """[i][j]: rows of rank i, of all samples, that see a frame of rank j; from the unpatched model's layout."""
-    model = model_of(variant, CASE)
-    inputs = inputs_of(variant, CASE, model)
+    model = model_of(gate, CASE)
+    inputs = inputs_of(gate, CASE, model)
     layout = model.media_layout(3, input_ids=inputs["input_ids"], position_ids=torch.arange(CASE.length)[None])
     first, stop = (bound[..., None] for bound in layout.rows(0, CASE.length))
     sees = (first <= torch.arange(3)) & (torch.arange(3) < stop)  # of 3 ranks, each has one frame
@@ -141,13 +141,13 @@ def rows_that_see(variant: str, world: int) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("strategy", ["lv-xattn", "ring"])
-@pytest.mark.parametrize("variant", ["gated", "fused"])
-def test_bytes_sent(variant: str, strategy: str) -> None:
+@pytest.mark.parametrize("gate", GATES)
+def test_bytes_sent(gate: str | None, strategy: str) -> None:
     """One forward and backward pass sends what the formulas of `traffic` say; 4 layers, of which 2 also see frames."""
     world, batch, heads, groups, dim, per_frame = 3, 2, 4, 2, 16, 4
     s = padded_length(CASE.length, world, "zigzag") // world
-    seen = rows_that_see(variant, world)
-    for rank, sent in enumerate(ranks(world).run(sent_by, variant, {"strategy": strategy}, timeout=PATIENCE)):
+    seen = rows_that_see(gate, world)
+    for rank, sent in enumerate(ranks(world).run(sent_by, gate, {"strategy": strategy}, timeout=PATIENCE)):
         shape = {"heads": heads, "kv_heads": groups, "dim": dim, "batch": batch, "rank": rank, "element": 4}
         text = Problem(rows=s, keys=(s,) * world, key_batch=batch, **shape)
         visual = Problem(rows=s, keys=(per_frame,) * world, **shape)
@@ -167,11 +167,11 @@ def test_bytes_sent(variant: str, strategy: str) -> None:
         assert set(rest) == {"loss", "agreement"} and sum(rest.values()) < 1024
 
 
-def logits_under_autocast(rank: int, world: int, variant: str) -> list[torch.Tensor]:
-    model = model_of(variant, PROMPT)
+def logits_under_autocast(rank: int, world: int, gate: str | None) -> list[torch.Tensor]:
+    model = model_of(gate, PROMPT)
     patch_model(model)
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
-        found = two_passes(model, inputs_of(variant, PROMPT, model))
+        found = two_passes(model, inputs_of(gate, PROMPT, model))
     unpatch_model(model)
     return found
 
@@ -186,14 +186,14 @@ def two_passes(model: torch.nn.Module, inputs: dict) -> list[torch.Tensor]:
     return [first.logits, second.logits]
 
 
-@pytest.mark.parametrize("variant", ["gated", "fused"])
-def test_a_cache_under_autocast(variant: str) -> None:
-    model = model_of(variant, PROMPT)
+@pytest.mark.parametrize("gate", GATES)
+def test_a_cache_under_autocast(gate: str | None) -> None:
+    model = model_of(gate, PROMPT)
     with torch.no_grad():
-        exact = two_passes(model, inputs_of(variant, PROMPT, model))
+        exact = two_passes(model, inputs_of(gate, PROMPT, model))
         with torch.autocast("cpu", torch.bfloat16):
-            alone = two_passes(model, inputs_of(variant, PROMPT, model))
-    outcomes = ranks(2).run(logits_under_autocast, variant, timeout=PATIENCE)
+            alone = two_passes(model, inputs_of(gate, PROMPT, model))
+    outcomes = ranks(2).run(logits_under_autocast, gate, timeout=PATIENCE)
     for found in outcomes:
         assert all(torch.equal(mine, first) for mine, first in zip(found, outcomes[0], strict=True))
         for mine, unpatched, truth in zip(found, alone, exact, strict=True):

@@ -51,10 +51,10 @@ BUSY = cluster("busy links", latency=0.1, matmul=1e12)
 
 def sent_by(rank: int, world: int, options: dict[str, Any]) -> dict[str, int]:
     """What a rank sends in a training step, by label."""
-    model = model_of("gated", CASE)
+    model = model_of("per_head", CASE)
     patch_model(model, self_attention="local", **options)
     try:
-        model(**inputs_of("gated", CASE, model)).loss.backward()
+        model(**inputs_of("per_head", CASE, model)).loss.backward()
         return dict(patch_of(model).context.comm.bytes.sent)
     finally:
         unpatch_model(model)
@@ -122,10 +122,10 @@ def test_auto_takes_what_the_rates_make_cheapest_and_says_why(tmp_path: Path) ->
         assert "a call" in line and "rows" in line and "keys" in line
 
 
-def chosen_rank(rank: int, world: int, variant: str, case: Case) -> tuple[Outcome, list[str]]:
+def chosen_rank(rank: int, world: int, gate: str | None, case: Case) -> tuple[Outcome, list[str]]:
     """What the patched model gives, and what was logged of choices."""
     with told_of_choices() as lines:
-        return patched_rank(rank, world, variant, case), lines
+        return patched_rank(rank, world, gate, case), lines
 
 
 @pytest.mark.parametrize(
@@ -145,8 +145,8 @@ def test_what_a_cluster_file_decides(rates: Cluster, options: dict[str, Any], to
     """Self-attention by auto, a mesh's tile and the order of its steps; results stay the unpatched model's."""
     write_cluster(rates, tmp_path / "cluster.yaml")
     case = CASE.with_options(cluster=str(tmp_path / "cluster.yaml"), **options)
-    found = ranks(4).run(chosen_rank, "gated", case, timeout=PATIENCE)
-    check([outcome for outcome, _ in found], reference("gated", case), case)
+    found = ranks(4).run(chosen_rank, "per_head", case, timeout=PATIENCE)
+    check([outcome for outcome, _ in found], reference("per_head", case), case)
     assert {line[: line.index(": ", line.index(": ") + 1)] for line in found[0][1]} == told
 
 
@@ -163,7 +163,7 @@ def other_file(rank: int, world: int, folder: str) -> str:
     os.chdir(own)
     try:
         with pytest.raises(AgreementError) as error:
-            patch_model(model_of("gated", CASE), strategy="auto", cluster="rates.yaml")
+            patch_model(model_of("per_head", CASE), strategy="auto", cluster="rates.yaml")
     finally:
         os.chdir(before)
     return str(error.value)
@@ -174,10 +174,10 @@ def test_ranks_must_decide_by_the_same_rates(tmp_path: Path) -> None:
 
 
 def refused(rank: int, world: int, options: dict[str, Any]) -> str:
-    model = model_of("gated", CASE)
+    model = model_of("per_head", CASE)
     try:
         patch_model(model, **options)
-        model(**inputs_of("gated", CASE, model))
+        model(**inputs_of("per_head", CASE, model))
     except ConfigError as error:
         return str(error)
     finally:
@@ -208,8 +208,8 @@ def test_what_cannot_be_is_refused_on_every_rank(options: dict[str, Any], messag
 
 
 def test_auto_on_one_process_is_lv_xattn() -> None:
-    model = patch_model(model_of("gated", CASE), strategy="auto")
+    model = patch_model(model_of("per_head", CASE), strategy="auto")
     try:
-        assert torch.isfinite(model(**inputs_of("gated", CASE, model)).loss)
+        assert torch.isfinite(model(**inputs_of("per_head", CASE, model)).loss)
     finally:
         unpatch_model(model)

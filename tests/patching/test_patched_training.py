@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from patched import PATIENCE, Case, inputs_of
+from patched import GATES, PATIENCE, Case, inputs_of
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
@@ -56,14 +56,14 @@ PREPARED = {
 }
 
 
-def prepared(variant: str, how: str) -> Any:
-    return PREPARED[how](tiny_model(variant).train())
+def prepared(gate: str | None, how: str) -> Any:
+    return PREPARED[how](tiny_model(gate).train())
 
 
-def prepared_rank(rank: int, world: int, variant: str, how: str, case: Case, options: dict) -> Any:
-    model = prepared(variant, how)
+def prepared_rank(rank: int, world: int, gate: str | None, how: str, case: Case, options: dict) -> Any:
+    model = prepared(gate, how)
     patch_model(model, **options)
-    inputs = inputs_of(variant, case, tiny_model(variant))
+    inputs = inputs_of(gate, case, tiny_model(gate))
     outcome = run_case(model, inputs)
     average(outcome.grads, world)
     return outcome
@@ -71,13 +71,13 @@ def prepared_rank(rank: int, world: int, variant: str, how: str, case: Case, opt
 
 @pytest.mark.parametrize("how", PREPARED)
 def test_equals_unpatched_when(how: str) -> None:
-    for variant, case, options in (
-        ("gated", BATCH, {}),
-        ("fused", ONE_FRAME, {}),
-        ("fused", BATCH, {"recompute_visual": False, "strategy": "ring"}),
+    for gate, case, options in (
+        ("per_head", BATCH, {}),
+        (None, ONE_FRAME, {}),
+        (None, BATCH, {"recompute_visual": False, "strategy": "ring"}),
     ):
-        expected = run_case(prepared(variant, how), inputs_of(variant, case, tiny_model(variant)))
-        outcomes = ranks(2).run(prepared_rank, variant, how, case, options, timeout=PATIENCE)
+        expected = run_case(prepared(gate, how), inputs_of(gate, case, tiny_model(gate)))
+        outcomes = ranks(2).run(prepared_rank, gate, how, case, options, timeout=PATIENCE)
         assert outcomes[0].loss == pytest.approx(expected.loss, rel=1e-5)
         value, name = worst_gradient(outcomes[0].grads, expected.grads)
         assert value < 1e-5, (value, name)
@@ -87,7 +87,7 @@ def with_dropout(rank: int, world: int, checkpointing: bool) -> Any:
     """LoRA dropout before v_kv_proj, seeded alike; the recomputation in backward must drop the same."""
     from peft import LoraConfig, get_peft_model
 
-    model = tiny_model("gated").train()
+    model = tiny_model("per_head").train()
     torch.manual_seed(5)
     settings = LoraConfig(r=4, target_modules=["v_kv_proj"], init_lora_weights=False, lora_dropout=0.5)
     model = get_peft_model(model, settings)
@@ -95,7 +95,7 @@ def with_dropout(rank: int, world: int, checkpointing: bool) -> Any:
         model.gradient_checkpointing_enable()
     patch_model(model)
     weight = next(p for name, p in model.named_parameters() if name.endswith("v_kv_proj.lora_B.default.weight"))
-    inputs = inputs_of("gated", BATCH, tiny_model("gated"))
+    inputs = inputs_of("per_head", BATCH, tiny_model("per_head"))
     torch.manual_seed(9)
     model(**inputs).loss.backward()
     assert weight.grad is not None
@@ -118,9 +118,9 @@ def test_dropout_in_a_projection_drops_the_same_in_backward(checkpointing: bool)
     assert gradient.item() == pytest.approx(outcomes[0][1].item(), rel=2e-2)
 
 
-def low_precision(rank: int, world: int, variant: str, how: str) -> Any:
-    model = tiny_model(variant).train()
-    inputs = inputs_of(variant, BATCH, model)
+def low_precision(rank: int, world: int, gate: str | None, how: str) -> Any:
+    model = tiny_model(gate).train()
+    inputs = inputs_of(gate, BATCH, model)
     return narrow(model, inputs, how, patched=True, world=world)
 
 
@@ -150,16 +150,16 @@ def narrow(model: Any, inputs: dict[str, Any], how: str, *, patched: bool, world
 
 
 @pytest.mark.parametrize("how", ["autocast", "checkpointed autocast", "weights", "policy"])
-@pytest.mark.parametrize("variant", ["gated", "fused"])
-def test_bf16_is_as_near_to_float32_as_unpatched(variant: str, how: str) -> None:
+@pytest.mark.parametrize("gate", GATES)
+def test_bf16_is_as_near_to_float32_as_unpatched(gate: str | None, how: str) -> None:
     """All gradients together, against float32: no worse than the unpatched model in bf16, but for chance."""
-    model = tiny_model(variant).train()
-    exact = run_case(model, inputs_of(variant, BATCH, model))
-    plain = tiny_model(variant).train()
+    model = tiny_model(gate).train()
+    exact = run_case(model, inputs_of(gate, BATCH, model))
+    plain = tiny_model(gate).train()
     # FSDP2's policy makes everything bf16, as bf16 weights do
     alone_how = "weights" if how == "policy" else how
-    alone, alone_grads = narrow(plain, inputs_of(variant, BATCH, plain), alone_how, patched=False)
-    outcomes = ranks(2).run(low_precision, variant, how, timeout=PATIENCE)
+    alone, alone_grads = narrow(plain, inputs_of(gate, BATCH, plain), alone_how, patched=False)
+    outcomes = ranks(2).run(low_precision, gate, how, timeout=PATIENCE)
     assert all(loss == outcomes[0][0] for loss, _ in outcomes)
 
     def distance(grads: dict[str, torch.Tensor]) -> float:
@@ -171,9 +171,9 @@ def test_bf16_is_as_near_to_float32_as_unpatched(variant: str, how: str) -> None
     assert abs(outcomes[0][0] - exact.loss) < 0.02 * exact.loss and abs(alone - exact.loss) < 0.02 * exact.loss
 
 
-def kept_bytes(rank: int, world: int, variant: str, frames: int, checkpointing: bool, recompute: bool) -> list[int]:
+def kept_bytes(rank: int, world: int, gate: str | None, frames: int, checkpointing: bool, recompute: bool) -> list[int]:
     """Bytes that each hyper layer's attention keeps for backward, beyond the features that all layers share."""
-    model = tiny_model(variant).train()
+    model = tiny_model(gate).train()
     freeze(model, but="vision_model")  # the tower keeps something for every frame, as it must
     if checkpointing:
         model.gradient_checkpointing_enable()
@@ -204,23 +204,23 @@ def kept_bytes(rank: int, world: int, variant: str, frames: int, checkpointing: 
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])
-@pytest.mark.parametrize("variant", ["gated", "fused"])
-def test_what_a_layer_keeps_does_not_grow_with_the_frames(variant: str, checkpointing: bool) -> None:
-    few, many = (ranks(2).run(kept_bytes, variant, frames, checkpointing, True, timeout=PATIENCE) for frames in (8, 32))
+@pytest.mark.parametrize("gate", GATES)
+def test_what_a_layer_keeps_does_not_grow_with_the_frames(gate: str | None, checkpointing: bool) -> None:
+    few, many = (ranks(2).run(kept_bytes, gate, frames, checkpointing, True, timeout=PATIENCE) for frames in (8, 32))
     assert few == many and all(size > 0 for sizes in few for size in sizes[:1])
 
 
 def test_without_recomputation_it_grows() -> None:
     """So the measurement above would see it."""
-    few, many = (ranks(2).run(kept_bytes, "gated", frames, False, False, timeout=PATIENCE) for frames in (8, 32))
+    few, many = (ranks(2).run(kept_bytes, "per_head", frames, False, False, timeout=PATIENCE) for frames in (8, 32))
     assert all(b > a for ranks_ in zip(few, many, strict=True) for a, b in zip(*ranks_, strict=True))
 
 
 def other_weights(rank: int, world: int, when: str) -> None:
     """Ranks whose weights differ: from the start, or since the second of three passes."""
-    model = tiny_model("gated")
+    model = tiny_model("per_head")
     patch_model(model)
-    inputs = inputs_of("gated", BATCH, model)
+    inputs = inputs_of("per_head", BATCH, model)
     for step in range(3):
         if rank == 1 and when == ("at first", "later")[step == 1]:
             with torch.no_grad():
@@ -235,17 +235,17 @@ def test_ranks_with_other_weights(when: str) -> None:
 
 
 def own_loss(rank: int, world: int) -> None:
-    model = tiny_model("gated")
+    model = tiny_model("per_head")
     model.loss_function = lambda **_: torch.zeros(())
     patch_model(model)
-    model(**inputs_of("gated", BATCH, model))
+    model(**inputs_of("per_head", BATCH, model))
 
 
 def test_a_loss_of_the_models_own_is_refused_where_text_is_dealt() -> None:
     errors = ranks(2).errors(own_loss, timeout=PATIENCE)
     assert all('Patch with self_attention="local"' in str(error) for error in errors), errors
-    model = tiny_model("gated")
-    inputs = inputs_of("gated", BATCH, model)
+    model = tiny_model("per_head")
+    inputs = inputs_of("per_head", BATCH, model)
     # of unshifted labels, as a loss that does its own shifting takes them
     model.loss_function = lambda logits, labels, **_: logits[:, :-1].gather(2, labels[:, 1:, None] % 7).mean()
     expected = model(**inputs).loss.item()

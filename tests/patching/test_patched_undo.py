@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from patched import PATIENCE, Case, inputs_of, model_of, reference
+from patched import GATES, PATIENCE, Case, inputs_of, model_of, reference
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from transformers import AttentionInterface, AttentionMaskInterface
@@ -22,8 +22,6 @@ from mllm_seqpar.patching import patch_of
 from outcomes import error
 from ranks import ranks
 from tiny import tiny_config, tiny_frames, tiny_model, tiny_text
-
-VARIANTS = ("gated", "fused")
 
 
 def traces(model: nn.Module) -> dict[str, Any]:
@@ -39,9 +37,9 @@ def traces(model: nn.Module) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_unpatching_leaves_no_trace(variant: str) -> None:
-    model = tiny_model(variant)
+@pytest.mark.parametrize("gate", GATES)
+def test_unpatching_leaves_no_trace(gate: str | None) -> None:
+    model = tiny_model(gate)
     ids, frames = tiny_text(3, 1), tiny_frames(4)
     logits, before = model(ids, frames).logits, traces(model)
     registered = {name: ALL_ATTENTION_FUNCTIONS[name] for name in ALL_ATTENTION_FUNCTIONS.valid_keys()}
@@ -61,7 +59,7 @@ def test_unpatching_leaves_no_trace(variant: str) -> None:
 
 
 def test_another_model_of_the_same_config_is_not_touched() -> None:
-    config = tiny_config("gated")
+    config = tiny_config("per_head")
     torch.manual_seed(1)
     patched, other = (MPlugOwl3ForConditionalGeneration(config).eval() for _ in range(2))
     ids, frames = tiny_text(2), tiny_frames(2)
@@ -74,9 +72,9 @@ def test_another_model_of_the_same_config_is_not_touched() -> None:
     assert copy.deepcopy(other)(ids, frames).logits.equal(logits)
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_saving_and_loading(variant: str, tmp_path: Path) -> None:
-    model = tiny_model(variant)
+@pytest.mark.parametrize("gate", GATES)
+def test_saving_and_loading(gate: str | None, tmp_path: Path) -> None:
+    model = tiny_model(gate)
     ids, frames = tiny_text(3), tiny_frames(3)
     logits, keys = model(ids, frames).logits, list(model.state_dict())
     model.save_pretrained(tmp_path / "before")
@@ -219,21 +217,21 @@ def loss_by_group(rank: int, world: int) -> dict[str, float]:
     }
     found = {}
     for name, group in groups.items():
-        model = model_of("gated", CASE)
+        model = model_of("per_head", CASE)
         patch_model(model, group=group)
         patch = patch_of(model)
         assert patch is not None
         assert patch.context.comm.size == (2 if name in ("sub-group", "mesh dimension") else 4)
-        found[name] = model(**inputs_of("gated", CASE, model)).loss.item()
+        found[name] = model(**inputs_of("per_head", CASE, model)).loss.item()
         unpatch_model(model)
     for group, message in ((mesh, "a DeviceMesh of 2 dimensions"), (halves[1 - rank % 2], "not a member of the group")):
         with pytest.raises(ConfigError, match=message):
-            patch_model(model_of("gated", CASE), group=group)
+            patch_model(model_of("per_head", CASE), group=group)
     return found
 
 
 def test_groups() -> None:
-    expected = reference("gated", CASE).loss
+    expected = reference("per_head", CASE).loss
     for found in ranks(4).run(loss_by_group, timeout=PATIENCE):
         assert found == {name: pytest.approx(expected, rel=1e-5) for name in found} and len(found) == 4
 

@@ -10,20 +10,25 @@ from transformers.utils import cached_file
 
 from mllm_seqpar.errors import ConfigError, DataError
 
-from .configuration import MPlugOwl3Config
+from .configuration import AUTO, MPlugOwl3Config
 
-_SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
+_SINGLE, _INDEX = "model{}.safetensors", "model.safetensors.index{}.json"
 _PICKLED = ("pytorch_model.bin", "pytorch_model.bin.index.json")
 _VISUAL = "self_attn.v_kv_proj."
+_HYPER_LAYER = re.compile(r"layers\.(\d+)\.self_attn\.v_kv_proj\.")
+_PROJECTOR = "vision2text_model."
+_PROJECTORS = {1: {"weight", "bias"}, 2: {"0.weight", "0.bias", "2.weight", "2.bias"}}
+_UNKNOWN = {("gate", AUTO), ("projector_layers", None)}
 _GATE = re.compile(r"self_attn\.(gate.*)$")
 _GATES = {"gate": "vector", "gate_proj.0.weight": "per_head", "gate_proj.0.bias": "per_head"}
 
 
-def checkpoint_keys(path: str | os.PathLike, **hub: Any) -> set[str]:
+def checkpoint_keys(path: str | os.PathLike, variant: str | None = None, **hub: Any) -> set[str]:
     """The tensor names of a checkpoint directory or hub repository, of one safetensors file or several with an index.
 
     Args:
         path: as for `from_pretrained`.
+        variant: transformers' name of a file variant, such as "fp16".
         **hub: where and how to look, as for `from_pretrained` (cache_dir, revision, token, subfolder, ...).
 
     Raises:
@@ -40,10 +45,12 @@ def checkpoint_keys(path: str | os.PathLike, **hub: Any) -> set[str]:
             **hub,
         )
 
-    if (single := find(_SINGLE)) is not None:
+    suffix = f".{variant}" if variant else ""
+    single_name, index_name = _SINGLE.format(suffix), _INDEX.format(suffix)
+    if (single := find(single_name)) is not None:
         with safe_open(single, framework="pt") as file:
             return set(file.keys())
-    if (index := find(_INDEX)) is not None:
+    if (index := find(index_name)) is not None:
         with open(index, encoding="utf-8") as file:
             return set(json.load(file)["weight_map"])
     pickled = [name for name in _PICKLED if find(name) is not None]
@@ -52,7 +59,9 @@ def checkpoint_keys(path: str | os.PathLike, **hub: Any) -> set[str]:
             f"{os.fspath(path)!r} holds {pickled[0]} and no safetensors; only safetensors are loaded. Convert it where "
             "it is trusted: load the pickled state dict and write it with safetensors.torch.save_file"
         )
-    raise DataError(f"{os.fspath(path)!r} holds neither {_SINGLE} nor {_INDEX}; expected a checkpoint in safetensors")
+    raise DataError(
+        f"{os.fspath(path)!r} holds neither {single_name} nor {index_name}; expected a checkpoint in safetensors"
+    )
 
 
 def gate_of(keys: set[str]) -> str | None:
@@ -73,23 +82,40 @@ def gate_of(keys: set[str]) -> str | None:
     return gates.pop() if gates else None
 
 
-def complete_config(config: MPlugOwl3Config, keys: set[str]) -> None:
-    """Fills in, in place, what a published config leaves to the weights: the variant, and whether the tower has a head.
+def projector_layers_of(keys: set[str]) -> int:
+    """Return the number of linear layers, 1 or 2, that tensor names show between the vision tower and the text.
 
     Raises:
-        ConfigError: the config names a variant that the weights are not, or hyper layers that they do not have.
+        ConfigError: the names are those of no published generation.
     """
-    if not any(_VISUAL in key for key in keys) and config.hyper_layers:
-        raise ConfigError("the weights have no self_attn.v_kv_proj: this is not an mPLUG-Owl3 checkpoint")
-    found = "gated" if any(key.endswith("self_attn.gate") for key in keys) else "fused"
-    if config.variant not in (None, found):
-        raise ConfigError(
-            f"the config says variant={config.variant!r}, and the weights "
-            f"{'have' if found == 'gated' else 'do not have'} self_attn.gate, so they "
-            f"are {found!r}: leave variant out, or set it to {found!r}"
-        )
-    config.variant = found
-    if any(key.startswith("vision_model.") for key in keys):
-        has_head = any(key.startswith("vision_model.head.") for key in keys)
-        if getattr(config.vision, "vision_use_head", True) != has_head:
-            config.vision.vision_use_head = has_head
+    names = {key.partition(_PROJECTOR)[2] for key in keys if _PROJECTOR in key}
+    for layers, parts in _PROJECTORS.items():
+        if names and names <= parts:
+            return layers
+    raise ConfigError(
+        f"the weights have vision2text_model.{{{', '.join(sorted(names))}}}; published checkpoints have "
+        "vision2text_model.{weight, bias} or vision2text_model.{0, 2}.{weight, bias}"
+    )
+
+
+def complete_config(config: MPlugOwl3Config, keys: set[str]) -> None:
+    """Fill in, in place, what a published config leaves to the weights: gate, projector, head of the vision tower.
+
+    Raises:
+        ConfigError: the config states something that the weights are not, or hyper layers that they do not have.
+    """
+    found: dict[str, Any] = {"projector_layers": projector_layers_of(keys)}
+    if config.hyper_layers or any(_VISUAL in key for key in keys):
+        found["gate"] = gate_of(keys)
+        found["hyper_layers"] = sorted({int(match[1]) + 1 for key in keys if (match := _HYPER_LAYER.search(key))})
+    stated = {name: getattr(config, name) for name in found}
+    wrong = [name for name, value in stated.items() if value != found[name] and (name, value) not in _UNKNOWN]
+    if wrong:
+        both = (f"the config says {name}={stated[name]!r}, and the weights are {found[name]!r}" for name in wrong)
+        raise ConfigError(f"{'; '.join(both)}. Correct the config, or leave gate and projector_layers out of it")
+    for name, value in found.items():
+        setattr(config, name, value)
+    # No published generation computes the head of the tower; a checkpoint may do without it.
+    has_head = any("vision_model.head." in key for key in keys)
+    if getattr(config.vision, "vision_use_head", True) != has_head:
+        config.vision.vision_use_head = has_head

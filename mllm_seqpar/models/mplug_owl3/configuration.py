@@ -5,7 +5,19 @@ from transformers.configuration_utils import PreTrainedConfig
 
 from mllm_seqpar.errors import ConfigError
 
-VARIANTS = ("gated", "fused")
+GATES = ("per_head", "vector", None)
+AUTO = "auto"
+"""The gate of a config that leaves it to the weights; `from_pretrained` replaces it."""
+
+_DEFAULT_HYPER_LAYERS = (1, 9, 17, 25)
+_DEFAULT_VISION = {
+    "hidden_size": 1152,
+    "image_size": 384,
+    "intermediate_size": 4304,
+    "num_attention_heads": 16,
+    "num_hidden_layers": 27,
+    "patch_size": 14,
+}
 
 # Rotary types whose frequencies depend on the longest position of a call: text and frames, rotated apart, would not
 # agree.
@@ -15,20 +27,26 @@ _LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")
 class MPlugOwl3Config(Qwen2Config):
     """Configuration of mPLUG-Owl3: Qwen2's fields, flat, and what hyper attention and the vision tower add.
 
-    A published `config.json` loads as it is: it has neither `variant` nor `image_token_id`. The variant is then found
-    from the weights by `MPlugOwl3ForConditionalGeneration.from_pretrained`.
+    A published `config.json` loads unchanged. It states neither `gate` nor `projector_layers`, which tell the published
+    generations apart; `MPlugOwl3ForConditionalGeneration.from_pretrained` finds both from the names of the weights, and
+    saving writes them. Keys that are absent have the published defaults.
 
     Attributes:
         hyper_layers: the decoder layers with hyper attention, counted from 1 as published: layer index i is one when
-            i + 1 is in the list.
-        vision_config: a `SiglipVisionConfig`, or its dict.
-        variant: "gated" (visual attention has its own softmax and a learned gate mixes it in), "fused" (one softmax
-            over visual and text keys), or None while it is unknown.
-        image_token_id: the placeholder token, one per frame. Needed only where `media_offset` is not given.
+            i + 1 is in the list. [1, 9, 17, 25] when None.
+        vision_config: a `SiglipVisionConfig`, or its dict; SigLIP-so400m when None.
+        gate: how a hyper layer mixes visual and text attention. "per_head": a linear layer and a sigmoid of the text's
+            attention output of each head (7B-240728). "vector": one learned share per channel (1B and 2B-241014). None:
+            no gate, one softmax over visual and text keys (241101). "auto": not known yet.
+        projector_layers: 1 or 2 linear layers between the vision tower and the text. None: not known yet; a model that
+            is not loaded then gets what the generation with its gate has.
+        vision_batch_size: the number of frames that the vision tower encodes at once; all of them when None.
+        image_token_id: the placeholder token, one per frame, of tokenizers that have such a token (the published ones
+            do not). It is used only when `media_offset` is not given.
 
     Raises:
-        ConfigError: a variant that does not exist, a hyper layer that the model does not have, a rotary type whose
-            frequencies depend on the sequence length.
+        ConfigError: a gate or projector that does not exist, a hyper layer that the model does not have, a rotary type
+            whose frequencies depend on the sequence length.
     """
 
     model_type = "mplugowl3"
@@ -38,26 +56,42 @@ class MPlugOwl3Config(Qwen2Config):
 
     hyper_layers: list[int] | None = None
     vision_config: dict | PreTrainedConfig | None = None
-    variant: str | None = None
+    gate: str | None = AUTO
+    projector_layers: int | None = None
+    vision_batch_size: int | None = None
     image_token_id: int | None = None
 
     def __post_init__(self, **kwargs: Any) -> None:
+        if "variant" in kwargs:
+            raise ConfigError(
+                f"variant={kwargs['variant']!r} is not a field of this config: state gate='vector' for the former "
+                "'gated' and gate=None for 'fused', or leave it to the weights"
+            )
         if self.vision_config is None:
-            self.vision_config = SiglipVisionConfig()
+            self.vision_config = SiglipVisionConfig(**_DEFAULT_VISION)
         elif isinstance(self.vision_config, dict):
             self.vision_config = SiglipVisionConfig(**self.vision_config)
-        self.hyper_layers = sorted(self.hyper_layers or [])
+        self.hyper_layers = sorted(_DEFAULT_HYPER_LAYERS if self.hyper_layers is None else self.hyper_layers)
         super().__post_init__(**kwargs)
-        self._check()
+        self.check()
 
     @property
     def vision(self) -> SiglipVisionConfig:
         """`vision_config`, which is a config and no dict any more once this object exists."""
         return cast(SiglipVisionConfig, self.vision_config)
 
-    def _check(self) -> None:
-        if self.variant is not None and self.variant not in VARIANTS:
-            raise ConfigError(f"variant is {self.variant!r}; it is one of {', '.join(VARIANTS)}, or None to be found")
+    def check(self) -> None:
+        """Raise if a field, or a combination of fields, cannot work."""
+        if self.gate not in (*GATES, AUTO):
+            raise ConfigError(
+                f"gate is {self.gate!r}; expected one of {GATES}, or {AUTO!r} to find it from the weights"
+            )
+        if self.projector_layers not in (1, 2, None):
+            raise ConfigError(f"projector_layers is {self.projector_layers!r}; expected 1 or 2")
+        if self.vision_batch_size is not None and self.vision_batch_size < 1:
+            raise ConfigError(
+                f"vision_batch_size is {self.vision_batch_size}; expected at least 1, or None for no limit"
+            )
         layers = self.hyper_layers or []
         outside = [number for number in layers if not 1 <= number <= self.num_hidden_layers]
         if outside or len(set(layers)) != len(layers):

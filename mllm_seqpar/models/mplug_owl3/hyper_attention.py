@@ -36,20 +36,21 @@ class HyperAttention(Qwen2Attention):
 
     Attributes:
         v_kv_proj: visual features to K and V; its output channels are (KV head, {K, V}, head dim).
-        gate: (hidden,) logits of the visual part's share per channel; None in the fused variant.
+        gate: (hidden,) logits of the visual part's share per channel; None unless `config.gate` is "vector".
+        gate_proj: the visual part's share as a function of one head of the text's attention output; None unless
+            `config.gate` is "per_head".
     """
 
     def __init__(self, config: MPlugOwl3Config, layer_idx: int) -> None:
         super().__init__(config, layer_idx)
         self.num_kv_heads = config.num_key_value_heads
         self.v_kv_proj = nn.Linear(config.hidden_size, 2 * self.num_kv_heads * self.head_dim, bias=True)
-        self.gate = nn.Parameter(torch.zeros(config.hidden_size)) if config.variant == "gated" else None
+        self.fused = config.gate is None
+        self.gate = nn.Parameter(torch.zeros(config.hidden_size)) if config.gate == "vector" else None
+        self.gate_proj: nn.Module | None = None
+        if config.gate == "per_head":
+            self.gate_proj = nn.Sequential(nn.Linear(self.head_dim, self.head_dim), nn.Sigmoid())
         self.rotary_emb = Qwen2RotaryEmbedding(config)  # no parameters and nothing in the state dict
-
-    @property
-    def fused(self) -> bool:
-        """Whether visual and text keys share one softmax."""
-        return self.gate is None
 
     def project_text(
         self, hidden_states: Tensor, position_embeddings: tuple[Tensor, Tensor]
@@ -83,13 +84,17 @@ class HyperAttention(Qwen2Attention):
         return (wide * cos + rotate_half(wide) * sin).to(k.dtype)
 
     def mix(self, text_out: Tensor, visual_out: Tensor, sees: Tensor) -> Tensor:
-        """Gated variant: text_out (1 - s) + visual_out s, s = sigmoid(gate), in rows that see a frame; (B, L, C).
+        """Return text_out (1 - s) + visual_out s, (B, L, C), with the share s that the gate gives the visual part.
 
         `sees` is (B, L) bool. A row that sees nothing keeps its self-attention untouched.
         """
-        if self.gate is None:
-            raise TypeError("the fused variant has no gate: its parts meet in one softmax")
-        share = torch.sigmoid(self.gate).to(text_out.dtype)
+        if self.gate_proj is not None:
+            share = self.gate_proj(text_out.unflatten(-1, (-1, self.head_dim))).flatten(-2)
+        elif self.gate is not None:
+            share = torch.sigmoid(self.gate)
+        else:
+            raise TypeError("config.gate is None: visual and text keys share one softmax, there are no parts to mix")
+        share = share.to(text_out.dtype)
         return torch.where(sees[..., None], text_out * (1 - share) + visual_out * share, text_out)
 
     def output(self, mixed: Tensor) -> Tensor:

@@ -24,7 +24,7 @@ def text_visibility(attention_mask: Tensor | None, q: Tensor, k: Tensor) -> Tens
     if attention_mask is not None:
         if attention_mask.dim() != 4 or attention_mask.shape[1] != 1:
             raise TypeError(
-                f"the fused variant needs the text mask as (batch, 1, rows, keys) and got "
+                f"a model without a gate needs the text mask as (batch, 1, rows, keys) and got "
                 f"{tuple(attention_mask.shape)}; use attn_implementation 'sdpa' or 'eager'"
             )
         return attention_mask[:, 0, :, :keys]

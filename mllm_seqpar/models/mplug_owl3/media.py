@@ -1,10 +1,10 @@
-"""Which text token sees which frames: the published ways to say it, brought into one form.
+"""Which text token sees which frames: both published forms of `media_offset`, brought into one form.
 
 Shape legend: B samples, L text tokens, F frames of all samples in one flat list, sample after sample.
 
-Both published variants mark each frame by one placeholder token in the text. They differ in whether the placeholder
-itself sees its frame, in the position that rotates the frame's keys, and in how `media_offset` says all this. After
-this module they do not differ any more: a row of text sees the half-open interval of frames [first, stop).
+A frame belongs to a place in the text, its placeholder. The published generations differ in whether the placeholder's
+first token itself sees the frame, in the position that rotates the frame's keys, and in how `media_offset` says all
+this. After this module they do not differ any more: a row of text sees the half-open interval of frames [first, stop).
 """
 
 from dataclasses import dataclass, replace
@@ -14,8 +14,16 @@ from torch import Tensor
 
 from mllm_seqpar.errors import ConfigError, ShapeError
 
+from .configuration import GATES
+
 MediaOffset = Tensor | list[Tensor] | list[list[int]]
-"""As published: (B, L, 2) integers (gated), or the placeholders' positions of each sample (fused; taken by both)."""
+"""Either published form; models of all generations take both.
+
+- (B, L, 2) integers (240728, 241014): the index of the sample's first frame, and that plus the number of placeholders
+  that start strictly before the token; -1000000 for a sample without images.
+- Per sample, the positions of its placeholders (241101 and later); also as an integer tensor (B, N) whose rows are
+  filled up with negative numbers.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,7 +67,7 @@ class MediaLayout:
 
 
 def media_layout(
-    variant: str,
+    gate: str | None,
     *,
     total_frames: int,
     input_ids: Tensor | None = None,
@@ -67,47 +75,45 @@ def media_layout(
     media_offset: MediaOffset | None = None,
     position_ids: Tensor | None = None,
 ) -> MediaLayout:
-    """Brings placeholders, or a published `media_offset`, into the one form the model works with.
+    """Return which rows see which frames, by the rules of the generation that has this gate.
 
     Args:
-        variant: "gated" or "fused".
+        gate: `config.gate`. With a gate, a placeholder does not see its own frame, and the frame's keys are rotated by
+            the position of the first token that sees it. Without one, both are the placeholder's.
         total_frames: frames of all samples.
         input_ids: (B, L); without it `media_offset` and `position_ids` are needed.
-        image_token_id: the placeholder token; not needed with `media_offset`.
-        media_offset: as published for the variant; computed from the placeholders when None. Both variants take the
-            fused one's form, and it also as an integer tensor (B, N) whose rows are filled up with negative numbers.
+        image_token_id: the placeholder token. Ignored when `media_offset` is given.
+        media_offset: where the frames are.
         position_ids: (B, L) or (1, L), the rotary positions of the text; 0, 1, 2, ... when None.
 
     Raises:
-        ConfigError: unknown variant, or no way to tell the placeholders.
+        ConfigError: unknown gate, or nothing says where the frames are.
         ShapeError: placeholders and frames do not fit each other, or `media_offset` does not fit the text or frames.
     """
-    if variant not in ("gated", "fused"):
-        raise ConfigError(f"variant is {variant!r}; it is 'gated' or 'fused'")
+    if gate not in GATES:
+        raise ConfigError(f"gate is {gate!r}; expected one of {GATES}")
     positions = _positions(input_ids, position_ids, media_offset)
-    placeholders = None
-    if input_ids is not None and image_token_id is not None:
-        placeholders = (input_ids == image_token_id).to(positions.device)
     if media_offset is None:
-        if placeholders is None:
-            if total_frames == 0:
-                return _from_placeholders(variant, torch.zeros_like(positions, dtype=torch.bool), positions)
+        if input_ids is not None and image_token_id is not None:
+            placeholders = (input_ids == image_token_id).to(positions.device)
+            _check_count(placeholders, total_frames)
+        elif total_frames == 0:
+            placeholders = torch.zeros_like(positions, dtype=torch.bool)
+        else:
             raise ConfigError(
-                "cannot tell which tokens stand for frames: set config.image_token_id and pass input_ids, or pass "
-                "media_offset"
+                "nothing says which tokens stand for frames: pass media_offset, or for a tokenizer with a token for "
+                "<|image|> set config.image_token_id and pass input_ids"
             )
+    elif isinstance(media_offset, Tensor) and media_offset.dim() == 3:
+        first, stop, sample_range = _checked_offsets(media_offset, positions, total_frames)
+        if gate is not None:
+            at = _first_rows(first, stop, sample_range, positions, total_frames)
+            return MediaLayout(first=first, stop=stop, frame_position=at, sample_range=sample_range)
+        placeholders = _placeholders_of(first, stop, sample_range, total_frames)
+    else:
+        placeholders = _marks(media_offset, positions)
         _check_count(placeholders, total_frames)
-        return _from_placeholders(variant, placeholders, positions)
-    if not (isinstance(media_offset, Tensor) and media_offset.dim() == 3):
-        marked = _marks(media_offset, positions)
-        _check_count(marked, total_frames)
-        return _from_placeholders(variant, marked, positions)
-    if variant == "fused":
-        raise ShapeError(
-            f"media_offset has shape {tuple(media_offset.shape)}, which is the gated variant's form; the fused variant "
-            "takes the placeholders' positions of each sample"
-        )
-    return _from_offsets(media_offset, positions, total_frames, placeholders)
+    return _from_placeholders(gate, placeholders, positions)
 
 
 def _positions(input_ids: Tensor | None, position_ids: Tensor | None, media_offset: MediaOffset | None) -> Tensor:
@@ -145,13 +151,13 @@ def _check_count(placeholders: Tensor, total_frames: int) -> None:
 
 
 def _marks(media_offset: MediaOffset, positions: Tensor) -> Tensor:
-    """(B, L) bool, True at the placeholders that a fused `media_offset` lists."""
+    """Return (B, L) bool, True at the placeholders' positions that `media_offset` lists."""
     batch, length = positions.shape
     if len(media_offset) != batch or (isinstance(media_offset, Tensor) and media_offset.dim() != 2):
         found = tuple(media_offset.shape) if isinstance(media_offset, Tensor) else f"{len(media_offset)} lists"
         raise ShapeError(
             f"media_offset has {found} for {batch} samples; expected one list of placeholder positions per sample, "
-            "or for the gated variant (batch, length, 2) integers"
+            "or (batch, length, 2) integers"
         )
     marked = torch.zeros_like(positions, dtype=torch.bool)
     for sample, listed in enumerate(media_offset):
@@ -165,13 +171,13 @@ def _marks(media_offset: MediaOffset, positions: Tensor) -> Tensor:
     return marked
 
 
-def _from_placeholders(variant: str, placeholders: Tensor, positions: Tensor) -> MediaLayout:
+def _from_placeholders(gate: str | None, placeholders: Tensor, positions: Tensor) -> MediaLayout:
     counts = placeholders.sum(1)
     ends = counts.cumsum(0)
     starts = ends - counts
     seen = placeholders.long().cumsum(1)
     at = positions
-    if variant == "gated":  # the placeholder itself does not see its frame; the next token is the first that does
+    if gate is not None:  # the placeholder itself does not see its frame; the next token is the first that does
         seen = seen - placeholders.long()
         at = torch.cat([positions[:, 1:], positions[:, -1:] + 1], dim=1)
     return MediaLayout(
@@ -182,56 +188,59 @@ def _from_placeholders(variant: str, placeholders: Tensor, positions: Tensor) ->
     )
 
 
-def _from_offsets(
-    media_offset: Tensor, positions: Tensor, total_frames: int, placeholders: Tensor | None
-) -> MediaLayout:
-    """The layout of the gated variant's published (B, L, 2) offsets."""
+def _checked_offsets(media_offset: Tensor, positions: Tensor, total_frames: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Return first and stop, (B, L), and the frames of each sample, (B, 2), of (B, L, 2) offsets.
+
+    As in the published code, the frames of a sample are those that its offsets reach. Samples may share frames (beams).
+    """
     batch, length = positions.shape
     if media_offset.shape != (batch, length, 2):
-        raise ShapeError(
-            f"media_offset has shape {tuple(media_offset.shape)}; the gated variant takes integers of shape "
-            f"{(batch, length, 2)}"
-        )
+        raise ShapeError(f"media_offset has shape {tuple(media_offset.shape)}; expected {(batch, length, 2)}")
     first, stop = media_offset.to(device=positions.device, dtype=torch.long).unbind(-1)
-    stop = torch.where(stop < 0, first, stop)  # published as -1000000: the row sees nothing
-    sees = stop > first
-    if total_frames < int(torch.where(sees, stop, 0).max()) or bool((sees & (first < 0)).any()):
+    sees = stop > first  # published as -1000000: the row sees nothing
+    stop = torch.where(sees, stop, first)
+    if bool(sees.any()) and (int(first[sees].min()) < 0 or int(stop[sees].max()) > total_frames):
         raise ShapeError(
             f"media_offset reaches from frame {int(first[sees].min())} to {int(stop[sees].max())} and {total_frames} "
             "frames were passed (frames of all samples, one after another)"
         )
-    counts = None if placeholders is None else placeholders.sum(1).tolist()
-    sample_range = _sample_ranges(first, sees, counts, total_frames)
-    frame_position = torch.zeros(total_frames, dtype=torch.long, device=positions.device)
-    for sample, (start, end) in enumerate(sample_range):
-        reached = torch.where(sees[sample], stop[sample], 0).cummax(0).values
-        row = torch.searchsorted(reached, torch.arange(start, end, device=positions.device), right=True)
-        after = positions[sample, -1:] + 1  # of a frame that only later tokens see
-        frame_position[start:end] = torch.cat([positions[sample], after])[row]
-    return MediaLayout(
-        first=first,
-        stop=stop,
-        frame_position=frame_position,
-        sample_range=torch.tensor(sample_range, dtype=torch.long, device=positions.device).reshape(batch, 2),
-    )
+    starts = torch.where(sees, first, total_frames).amin(1)
+    ends = torch.where(sees, stop, 0).amax(1)
+    starts = torch.minimum(starts, ends)  # (0, 0) for a sample that sees nothing
+    frames = torch.arange(total_frames, device=positions.device)
+    reached = ((starts[:, None] <= frames) & (frames < ends[:, None])).any(0)
+    if not bool(reached.all()):
+        unseen = frames[~reached].tolist()
+        raise ShapeError(
+            f"by media_offset, no token sees frame {unseen[0]} ({len(unseen)} of {total_frames} frames are unseen). "
+            "Pass only the frames of this text, or the placeholders' positions of each sample as media_offset, which "
+            "can also say that a placeholder is the last token"
+        )
+    return first, stop, torch.stack([starts, ends], dim=1)
 
 
-def _sample_ranges(first: Tensor, sees: Tensor, counts: list[int] | None, total_frames: int) -> list[tuple[int, int]]:
-    """Frames [start, end) of each sample: up to where the next sample's begin. Samples may share frames (beams)."""
-    starts: list[int | None] = []
-    for sample in range(first.shape[0]):
-        has_frames = bool(sees[sample].any()) if counts is None else counts[sample] > 0
-        seen = first[sample][sees[sample]]
-        start = int(seen.min() if seen.numel() else first[sample].max())
-        starts.append(start if has_frames else None)
-    edges = sorted({start for start in starts if start is not None} | {total_frames})
-    following = dict(zip(edges, [*edges[1:], total_frames], strict=True))
-    ranges = [(0, 0) if begin is None else (begin, following[begin]) for begin in starts]
-    if edges[0] != 0:
-        raise ShapeError(f"media_offset begins with frame {edges[0]}; the frames before it belong to no sample")
-    for sample, (begin, end) in enumerate(ranges):
-        if counts is not None and counts[sample] != end - begin:
-            raise ShapeError(
-                f"sample {sample} has {counts[sample]} placeholders; media_offset gives it frames {begin} to {end}"
-            )
-    return ranges
+def _first_rows(first: Tensor, stop: Tensor, sample_range: Tensor, positions: Tensor, total_frames: int) -> Tensor:
+    """Return (F,) the position of the first token that sees each frame."""
+    at = torch.zeros(total_frames, dtype=torch.long, device=positions.device)
+    for sample, (start, end) in enumerate(sample_range.tolist()):
+        reached = torch.where(stop[sample] > first[sample], stop[sample], 0).cummax(0).values
+        rows = torch.searchsorted(reached, torch.arange(start, end, device=positions.device), right=True)
+        at[start:end] = positions[sample][rows]
+    return at
+
+
+def _placeholders_of(first: Tensor, stop: Tensor, sample_range: Tensor, total_frames: int) -> Tensor:
+    """Return (B, L) bool: a placeholder is the token before one that sees a frame more."""
+    starts, ends = sample_range[:, :1], sample_range[:, 1:]
+    count = torch.minimum(torch.maximum(stop, starts), ends) - starts
+    more = count.diff(dim=1)
+    ordered = sample_range[ends[:, 0] > starts[:, 0]].flatten()
+    shared = bool((ordered.diff()[1::2] != 0).any())
+    if bool((count[:, :1] != 0).any() | (more < 0).any() | (more > 1).any()) or shared:
+        raise ShapeError(
+            "media_offset of shape (batch, length, 2) does not say where each frame's placeholder is, which a model "
+            "without a gate needs; pass the placeholders' positions of each sample"
+        )
+    placeholders = torch.nn.functional.pad(more > 0, (0, 1))
+    _check_count(placeholders, total_frames)
+    return placeholders

@@ -1,4 +1,4 @@
-"""mPLUG-Owl3 for transformers 5: Qwen2 with hyper attention in a few layers, SigLIP, and one linear layer between.
+"""mPLUG-Owl3 for transformers 5: Qwen2 with hyper attention in a few layers, SigLIP, and a projector between.
 
 Shape legend: B samples, L text tokens, F frames of all samples in one flat list, T tokens a frame.
 """
@@ -15,7 +15,7 @@ from mllm_seqpar.errors import ConfigError, ShapeError
 from mllm_seqpar.text import rows_kept
 
 from .backbones import HyperQwen2ForCausalLM, MPlugOwl3VisionModel
-from .configuration import VARIANTS, MPlugOwl3Config
+from .configuration import AUTO, GATES, MPlugOwl3Config
 from .generation import MPlugOwl3GenerationMixin
 from .media import MediaLayout, MediaOffset, media_layout
 from .pretrained import MPlugOwl3PreTrainedModel
@@ -28,18 +28,21 @@ class MPlugOwl3ForConditionalGeneration(MPlugOwl3PreTrainedModel, MPlugOwl3Gener
     Attributes:
         language_model: `HyperQwen2ForCausalLM`.
         vision_model: SigLIP's vision tower.
-        vision2text_model: the tower's width to the text's.
+        vision2text_model: the tower's width to the text's: a linear layer, or two with an exact GELU between.
     """
 
     def __init__(self, config: MPlugOwl3Config) -> None:
-        if config.variant is None:
+        if config.gate == AUTO:
             raise ConfigError(
-                f"config.variant is None; from_pretrained finds it from the weights, for a new model say {VARIANTS}"
+                f"config.gate is {AUTO!r}, which from_pretrained resolves from the weights; for a new model set it to "
+                f"one of {GATES}"
             )
+        if config.projector_layers is None:
+            config.projector_layers = 2 if config.gate is None else 1
         super().__init__(config)
         self.language_model = HyperQwen2ForCausalLM(config)
         self.vision_model = MPlugOwl3VisionModel(config.vision_config)
-        self.vision2text_model = nn.Linear(config.vision.hidden_size, config.hidden_size)
+        self.vision2text_model = _projector(config)
         self.post_init()
 
     def get_input_embeddings(self) -> nn.Module:
@@ -64,7 +67,9 @@ class MPlugOwl3ForConditionalGeneration(MPlugOwl3PreTrainedModel, MPlugOwl3Gener
 
     def encode_frames(self, pixel_values: Tensor) -> Tensor:
         """(F, T, hidden) of frames (F, 3, H, W): the tower, then `vision2text_model`; what `image_embeds` takes."""
-        return self.vision2text_model(self.vision_model.penultimate(pixel_values))
+        size = self.config.vision_batch_size or pixel_values.shape[0]
+        features = [self.vision_model.penultimate(chunk) for chunk in pixel_values.split(size)]
+        return self.vision2text_model(features[0] if len(features) == 1 else torch.cat(features))
 
     def media_layout(
         self,
@@ -74,9 +79,9 @@ class MPlugOwl3ForConditionalGeneration(MPlugOwl3PreTrainedModel, MPlugOwl3Gener
         media_offset: MediaOffset | None = None,
         position_ids: Tensor | None = None,
     ) -> MediaLayout:
-        """`media.media_layout` with this model's variant and placeholder."""
+        """`media.media_layout` with this model's gate and placeholder."""
         return media_layout(
-            str(self.config.variant),
+            self.config.gate,
             total_frames=total_frames,
             input_ids=input_ids,
             image_token_id=self.config.image_token_id,
@@ -132,9 +137,10 @@ class MPlugOwl3ForConditionalGeneration(MPlugOwl3PreTrainedModel, MPlugOwl3Gener
         """Logits of the text, and the loss when there are labels.
 
         Args:
-            input_ids: (B, L), one placeholder token per frame.
+            input_ids: (B, L).
             pixel_values: (F, 3, H, W), the frames of all samples, one sample after another.
-            media_offset: as published for the variant; computed from the placeholder tokens when None.
+            media_offset: which tokens see which frames, in either published form (`media.MediaOffset`). When None, the
+                placeholders are the tokens that equal `config.image_token_id`.
             attention_mask: (B, L) text mask, 0 at padding, on either side.
             position_ids: (B, L); continues the cache, from 0, when None.
             past_key_values: cache of earlier tokens. The frames' K and V are kept with it, and later calls pass none.
@@ -193,6 +199,13 @@ class MPlugOwl3ForConditionalGeneration(MPlugOwl3PreTrainedModel, MPlugOwl3Gener
             hidden_states=outputs.hidden_states,
             attentions=outputs.attentions,
         )
+
+
+def _projector(config: MPlugOwl3Config) -> nn.Module:
+    first = nn.Linear(config.vision.hidden_size, config.hidden_size)
+    if config.projector_layers == 1:
+        return first
+    return nn.Sequential(first, nn.GELU(), nn.Linear(config.hidden_size, config.hidden_size))
 
 
 def _cached_visual(cache: Any, past_length: int, length: int, embeds: Tensor | None) -> VisualInputs | None:
