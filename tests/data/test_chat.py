@@ -59,7 +59,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def processor() -> MPlugOwl3Processor:
-    return MPlugOwl3Processor(MPlugOwl3ImageProcessor(image_size=32), make_tokenizer(["What?", "No picture. And now?"]))
+    """Still images are not cut: each is one frame."""
+    tokenizer = make_tokenizer(["What?", "No picture. And now?"])
+    return MPlugOwl3Processor(MPlugOwl3ImageProcessor(image_size=32), tokenizer, cut_enable=False)
 
 
 def test_samples_say_what_they_show_without_decoding(folder: Path, processor: MPlugOwl3Processor) -> None:
@@ -122,6 +124,24 @@ def test_any_split_of_the_frames(folder: Path, processor: MPlugOwl3Processor, wo
     ]
     assert [len(part) for part in parts] == [b - a for a, b in frame_bounds(batch.frames, world)]
     assert torch.equal(torch.cat(parts), whole)
+
+
+def test_still_images_are_cut_as_the_processor_cuts_them(folder: Path, processor: MPlugOwl3Processor) -> None:
+    """Counts, text and tiles, however the frames are split over ranks; the pictures of a video are not cut."""
+    cutting = MPlugOwl3Processor(processor.image_processor, processor.tokenizer)
+    data = ChatDataset(folder / "train.jsonl", cutting)
+    assert [data[index].frames for index in range(len(data))] == [3, 7, 3 + 7, 0, 7 + 3 + 7]
+    batch = data.batch([2])
+    pictures = [Image.open(folder / f"{number}.png") for number in range(4)]
+    expected = cutting.apply_chat_template(
+        ROWS[2]["messages"], tokenize=True, images=pictures[3:], videos=[pictures[:3]], return_labels=True
+    )
+    for name in ("input_ids", "labels", "media_offset"):
+        assert torch.equal(getattr(batch, name), expected[name])
+    for world in (1, 3):
+        bounds = frame_bounds(batch.frames, world)
+        parts = [load_local_frames(batch, range(*part), processor.image_processor, at_once=2) for part in bounds]
+        assert torch.equal(torch.cat(parts), expected["pixel_values"])
 
 
 def test_too_long_samples_are_refused(folder: Path, processor: MPlugOwl3Processor) -> None:

@@ -1,8 +1,8 @@
 """Frames and the tiles of still images to `pixel_values`.
 
 The published code resizes with Pillow. So does this, to the same bytes, for uint8 pictures on the CPU where Pillow is
-installed. Without Pillow torch's integer kernel resizes them, within one level of 255; floating pictures, and those on
-an accelerator, are resized by torch in floating point. torchvision is not needed: it has no build for some machines.
+installed. Elsewhere torch does what Pillow does, within one level of 255. Floating pictures are not rounded to levels.
+torchvision is not needed: it has no build for some machines.
 """
 
 from collections.abc import Iterable, Sequence
@@ -120,19 +120,17 @@ class MPlugOwl3ImageProcessor(ImageProcessingMixin):
 
 
 def resized(frames: Tensor, height: int, width: int) -> Tensor:
-    """Return pictures (F, 3, H, W) resized to (F, 3, height, width), uint8 as uint8 on the CPU, floating elsewhere."""
+    """Return pictures (F, 3, H, W) resized to (F, 3, height, width), of the same dtype."""
     if frames.shape[2:] == (height, width):
         return frames
-    whole = frames.dtype == torch.uint8
-    if whole and frames.device.type == "cpu" and _pillow() is not None:
-        return torch.stack([_resized_by_pillow(frame, height, width) for frame in frames])
-    if whole and frames.device.type != "cpu":
-        frames = frames.float() / 255  # the integer kernel is for CPUs
-    frames = F.interpolate(frames, size=(height, width), mode="bicubic", antialias=True)
     if frames.is_floating_point():
-        frames = frames.clamp(0, 1)
-        frames = (frames * 255).round() / 255 if whole else frames
-    return frames
+        return F.interpolate(frames, size=(height, width), mode="bicubic", antialias=True).clamp(0, 1)
+    if frames.device.type == "cpu" and _pillow() is not None:
+        return torch.stack([_resized_by_pillow(frame, height, width) for frame in frames])
+    levels = frames.float()
+    for size in ((frames.shape[2], width), (height, width)):  # as Pillow: the width first, in whole levels
+        levels = F.interpolate(levels, size=size, mode="bicubic", antialias=True).clamp(0, 255).round()
+    return levels.to(frames.dtype)
 
 
 def _resized_by_pillow(frame: Tensor, height: int, width: int) -> Tensor:
