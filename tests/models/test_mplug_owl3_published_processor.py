@@ -12,6 +12,7 @@ from PIL import Image
 from safetensors.torch import save_file
 from transformers import AutoProcessor, AutoTokenizer
 
+from mllm_seqpar.data.families import chat_family
 from mllm_seqpar.errors import ConfigError, DataError
 from mllm_seqpar.models.mplug_owl3 import MPlugOwl3ImageProcessor, MPlugOwl3Processor
 from mllm_seqpar.models.mplug_owl3.cutting import best_grid, image_text
@@ -157,6 +158,12 @@ class TestPrompts:
         called = processor(text=processor.apply_chat_template(chat), **shown)
         assert torch.equal(called["input_ids"], asked["input_ids"])
         assert len(called.get("pixel_values", [])) == len(places)
+
+    def test_answers_end_as_published(self, tokenizer: Any) -> None:
+        """At both marks that follow an answer in training; token 0 fills up a batch."""
+        family = chat_family(MPlugOwl3Processor(MPlugOwl3ImageProcessor(), tokenizer))
+        ends = [tokenizer.convert_tokens_to_ids(mark) for mark in ("<|im_end|>", "<|endoftext|>")]
+        assert family.generation(None) == {"eos_token_id": ends, "pad_token_id": 0}
 
     def test_a_placeholder_is_five_tokens_and_marks_merge_with_their_neighbours(self, tokenizer: Any) -> None:
         """Otherwise the chats above would show nothing."""

@@ -1,7 +1,8 @@
 """Frames and the tiles of still images to `pixel_values`.
 
 The published code resizes with Pillow. So does this, to the same bytes, for uint8 pictures on the CPU where Pillow is
-installed. Elsewhere torch does what Pillow does, within one level of 255. Floating pictures are not rounded to levels.
+installed. Elsewhere torch does the same two passes, the width first, within one level of 255; releases of Pillow that
+take the height first where that is cheaper differ by more there. Floating pictures are not rounded to levels.
 torchvision is not needed: it has no build for some machines.
 """
 
@@ -128,7 +129,7 @@ def resized(frames: Tensor, height: int, width: int) -> Tensor:
     if frames.device.type == "cpu" and _pillow() is not None:
         return torch.stack([_resized_by_pillow(frame, height, width) for frame in frames])
     levels = frames.float()
-    for size in ((frames.shape[2], width), (height, width)):  # as Pillow: the width first, in whole levels
+    for size in ((frames.shape[2], width), (height, width)):  # in whole levels, as Pillow does
         levels = F.interpolate(levels, size=size, mode="bicubic", antialias=True).clamp(0, 255).round()
     return levels.to(frames.dtype)
 
