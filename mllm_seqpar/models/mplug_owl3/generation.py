@@ -25,6 +25,8 @@ class MPlugOwl3GenerationMixin(GenerationMixin):
     their sample, also when the model generates a placeholder token, and with or without a cache.
     """
 
+    generation_config: GenerationConfig
+
     def adjust_generation_fn(self, generation_config: GenerationConfig | None, *args: Any, **kwargs: Any) -> None:
         """Set `generation_config` as `from_pretrained` needs it: of the directory's file, only where an answer ends.
 
