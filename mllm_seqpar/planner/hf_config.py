@@ -15,6 +15,15 @@ from .model import Cross, Model, Resampler, Text, Vision
 
 Config = dict[str, Any]
 
+_SO400M: Config = {
+    "hidden_size": 1152,
+    "num_hidden_layers": 27,
+    "num_attention_heads": 16,
+    "intermediate_size": 4304,
+    "image_size": 384,
+    "patch_size": 14,
+}
+
 
 def read_hf_config(path: Path) -> Model:
     """The sizes of a model directory, or of its `config.json`.
@@ -43,7 +52,8 @@ def read_hf_config(path: Path) -> Model:
 def _mplug_owl3(config: Config, name: str) -> Model:
     hidden, heads = config["hidden_size"], config["num_attention_heads"]
     kv_heads = config.get("num_key_value_heads") or heads
-    vision = _siglip(config.get("vision_config") or {})
+    tower = config.get("vision_config")
+    vision = _siglip(_SO400M if tower is None else tower)
     shape = {"heads": heads, "kv_heads": kv_heads, "head_dim": config.get("head_dim") or hidden // heads}
     return Model(
         name=name,
@@ -57,20 +67,25 @@ def _mplug_owl3(config: Config, name: str) -> Model:
             tied_embeddings=config.get("tie_word_embeddings", False),
         ),
         cross=Cross(
-            layers=len(config["hyper_layers"]), **shape, visual_dim=hidden, own_queries=False, features_norm=True
+            layers=len(config.get("hyper_layers", (1, 9, 17, 25))),
+            **shape,
+            visual_dim=hidden,
+            own_queries=False,
+            features_norm=True,
+            gate="none" if config.get("gate", "per_head") in (None, "vector") else "per_head",
         ),
         vision=vision,
-        projector=(vision.width, hidden),
+        projector=(vision.width, *(config.get("projector_layers") or 1) * (hidden,)),
     )
 
 
 def _siglip(config: Config) -> Vision:
-    side = config.get("image_size", 384) // config.get("patch_size", 14)
+    side = config.get("image_size", 224) // config.get("patch_size", 16)
     return Vision(
-        width=config.get("hidden_size", 1152),
-        layers=config.get("num_hidden_layers", 27),
-        heads=config.get("num_attention_heads", 16),
-        mlp_inner=config.get("intermediate_size", 4304),
+        width=config.get("hidden_size", 768),
+        layers=config.get("num_hidden_layers", 12),
+        heads=config.get("num_attention_heads", 12),
+        mlp_inner=config.get("intermediate_size", 3072),
         tokens=side**2,
         keys=side**2,
     )

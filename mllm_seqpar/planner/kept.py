@@ -22,6 +22,7 @@ def kept(run: Run, way: Way) -> int:
     decoder = attention_layer(run, text.heads, text.kv_heads, text.head_dim)
     decoder += mlp_layer(run, text.mlp_inner, text.mlp_matrices)
     crossing = attention_layer(run, cross.heads, 0, cross.head_dim) + (_own_block(run) if cross.own_queries else 0)
+    crossing += _shares(run) if cross.gate == "per_head" else 0
     crossing += mlp_layer(run, cross.mlp_inner, cross.mlp_matrices) if cross.mlp_inner else 0
     visual = 0 if run.recompute else _projected(run, way)
     if run.checkpointing:  # the inputs of all, and the inside of one
@@ -62,6 +63,11 @@ def _own_block(run: Run) -> int:
     return run.batch * run.rows * (2 * run.model.text.hidden * run.element + _head_norm(run, run.model.cross.heads))
 
 
+def _shares(run: Run) -> int:
+    """A gate that depends on the text: the share of the visual part and that of the text."""
+    return run.batch * run.rows * 2 * run.model.cross.heads * run.model.cross.head_dim * run.element
+
+
 def _head_norm(run: Run, heads: int) -> int:
     """Of a token of Q or K: its float32 copy, what it normalised, a factor of each head; as it came, where "mixed"."""
     cross, element = run.model.cross, run.element
@@ -99,8 +105,8 @@ def _projected(run: Run, way: Way) -> int:
 def _connector(run: Run) -> int:
     """What is between the tower and the features; it is trained wherever anything is."""
     model, frame = run.model, 0
-    if model.projector:  # its input
-        frame += model.vision.keys * model.projector[0] * run.element
+    if model.projector:  # the input of its layers, and of the activation function between them
+        frame += model.vision.keys * (model.projector[0] + 2 * sum(model.projector[1:-1])) * run.element
     if model.resampler:  # its input, the inside of each layer, and the input of the norm at the end
         frame += model.vision.width * (model.vision.tokens + model.vision.keys) * run.element
         frame += model.resampler.layers * _resampler_layer(model.resampler, model.vision, run.element)

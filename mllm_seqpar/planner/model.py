@@ -9,6 +9,7 @@ for what they keep for backward is not (`memory`).
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -84,10 +85,15 @@ class Cross(_Sizes):
         features_norm: each layer normalises the features before it projects them (mPLUG-Owl3).
         key_norm: how K is normalised, head by head: "none"; "float32": in a float32 copy of it (Llama 3.2); "mixed":
             as it is, times a factor from a float32 copy (IDEFICS). Both copies are kept for backward.
+        gate: "per_head" if the share of the visual part is a linear layer of each head of the text's attention output
+            (mPLUG-Owl3-7B-240728), or "none"; other gates cost next to nothing.
     """
 
     may_be_zero: ClassVar[tuple[str, ...]] = ("mlp_inner", "mlp_matrices")
-    choices: ClassVar[dict[str, tuple[str, ...]]] = {"key_norm": ("none", "float32", "mixed")}
+    choices: ClassVar[dict[str, tuple[str, ...]]] = {
+        "key_norm": ("none", "float32", "mixed"),
+        "gate": ("none", "per_head"),
+    }
 
     layers: int
     heads: int
@@ -99,6 +105,7 @@ class Cross(_Sizes):
     mlp_matrices: int = 0
     features_norm: bool = False
     key_norm: str = "none"
+    gate: str = "none"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -146,14 +153,18 @@ class Resampler(_Sizes):
 
 @dataclass(frozen=True, kw_only=True)
 class Model:
-    """A cross-attention MLLM. `projector`: (in, out) channels of a linear layer behind the tower, or none."""
+    """A cross-attention MLLM.
+
+    `projector`: the channels from layer to layer of the linear layers behind the tower, (in, out) of one layer or (in,
+    inner, out) of two with an activation function between them; or none.
+    """
 
     name: str
     text: Text
     cross: Cross
     vision: Vision
     resampler: Resampler | None = None
-    projector: tuple[int, int] | None = None
+    projector: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
         for name, part in (("text", self.text), ("cross", self.cross)):
@@ -168,12 +179,18 @@ class Model:
             2 * cross.visual_dim * cross.kv_heads * cross.head_dim
             + (2 * hidden * cross.heads * cross.head_dim if cross.own_queries else 0)
             + cross.mlp_matrices * hidden * cross.mlp_inner
+            + (cross.head_dim**2 if cross.gate == "per_head" else 0)
         )
+
+    @property
+    def projector_parameters(self) -> int:
+        """Of the projector."""
+        return sum(a * b for a, b in pairwise(self.projector or ()))
 
     @property
     def connector_parameters(self) -> int:
         """Of resampler and projector."""
-        found = self.projector[0] * self.projector[1] if self.projector else 0
+        found = self.projector_parameters
         if self.resampler:
             width, r = self.vision.width, self.resampler
             found += r.layers * (4 * width * r.heads * r.head_dim + 2 * width * r.mlp_inner)
@@ -183,7 +200,7 @@ class Model:
     def connector_work(self) -> int:
         """Parameters of resampler and projector times the tokens of one frame that each of them sees."""
         latents, width = self.vision.keys, self.vision.width
-        found = latents * self.projector[0] * self.projector[1] if self.projector else 0
+        found = latents * self.projector_parameters
         if self.resampler:  # its keys are of latents and patches
             r, tokens = self.resampler, 4 * latents + 2 * self.vision.tokens
             found += r.layers * width * (tokens * r.heads * r.head_dim + latents * 2 * r.mlp_inner)
@@ -229,8 +246,8 @@ def model_from(values: dict[str, Any], origin: str) -> Model:
     projector = sections.get("projector")
     if projector is not None:
         whole = isinstance(projector, list) and all(type(x) is int and x > 0 for x in projector)
-        if not whole or len(projector) != 2:
-            raise ConfigError(f"{origin}: projector is {projector!r}; give [in, out] channels")
+        if not whole or len(projector) not in (2, 3):
+            raise ConfigError(f"{origin}: projector is {projector!r}; give [in, out] or [in, inner, out] channels")
         sections["projector"] = tuple(projector)
     return build(Model, sections, origin)
 

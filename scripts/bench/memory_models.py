@@ -78,7 +78,7 @@ def scaled(name: str, scale: int, layers: int) -> Model:
         head_dim=model.resampler.head_dim // scale,
         mlp_inner=model.resampler.mlp_inner // scale,
     )
-    projector = model.projector and (model.projector[0] // scale, model.projector[1] // scale)
+    projector = model.projector and tuple(channels // scale for channels in model.projector)
     return replace(model, text=text, cross=cross, vision=vision, resampler=resampler, projector=projector)
 
 

@@ -11,11 +11,17 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelF
 
 from mllm_seqpar.errors import ConfigError, DataError, ShapeError
 from mllm_seqpar.models.mplug_owl3 import MPlugOwl3Config, MPlugOwl3ForConditionalGeneration, register
+from mllm_seqpar.models.mplug_owl3.checkpoint import gate_of
 from tiny import GATES, IMAGE_TOKEN, tiny_config, tiny_frames, tiny_model, tiny_text
 
 # The first lines of a published config.json, with this test's sizes: written for transformers 4, without what we add.
 PUBLISHED = {
     "architectures": ["mPLUGOwl3Model"],
+    "auto_map": {
+        "AutoConfig": "configuration_mplugowl3.mPLUGOwl3Config",
+        "AutoModel": "modeling_mplugowl3.mPLUGOwl3Model",
+        "AutoModelForCausalLM": "modeling_mplugowl3.mPLUGOwl3Model",
+    },
     "attention_dropout": 0.0,
     "bos_token_id": 1,
     "eos_token_id": 2,
@@ -47,21 +53,33 @@ PUBLISHED = {
         "num_hidden_layers": 3,
         "patch_size": 14,
     },
+    "vision_batch_size": 3,
     "vocab_size": 256,
+}
+
+
+GATE_NAMES = {
+    "per_head": ["self_attn.gate_proj.0.weight", "self_attn.gate_proj.0.bias"],
+    "vector": ["self_attn.gate"],
+    None: [],
+}
+PROJECTOR_NAMES = {"per_head": ["weight", "bias"], "vector": ["weight", "bias"]} | {
+    None: ["0.weight", "0.bias", "2.weight", "2.bias"]
 }
 
 
 def published_names(gate: str | None, head: bool = True) -> set[str]:
     """The tensors of a published checkpoint of these sizes."""
     names = {"language_model.model.embed_tokens.weight", "language_model.model.norm.weight"}
-    names |= {"language_model.lm_head.weight", "vision2text_model.weight", "vision2text_model.bias"}
+    names |= {"language_model.lm_head.weight"}
+    names |= {f"vision2text_model.{part}" for part in PROJECTOR_NAMES[gate]}
     for layer in range(4):
         parts = ["input_layernorm.weight", "post_attention_layernorm.weight", "self_attn.o_proj.weight"]
         parts += [f"self_attn.{part}_proj.{kind}" for part in "qkv" for kind in ("weight", "bias")]
         parts += [f"mlp.{part}_proj.weight" for part in ("gate", "up", "down")]
         if layer in (0, 2):
             parts += ["self_attn.v_kv_proj.weight", "self_attn.v_kv_proj.bias"]
-            parts += ["self_attn.gate"] if gate == "per_head" else []
+            parts += GATE_NAMES[gate]
         names |= {f"language_model.model.layers.{layer}.{part}" for part in parts}
     vision = ["embeddings.patch_embedding.weight", "embeddings.patch_embedding.bias"]
     vision += ["embeddings.position_embedding.weight", "post_layernorm.weight", "post_layernorm.bias"]
@@ -121,6 +139,7 @@ def test_a_published_checkpoint_loads(gate: str | None, head: bool, shards: int,
         assert not any(report.values()), report
         assert isinstance(loaded, MPlugOwl3ForConditionalGeneration) and not loaded.training
     assert loaded.config.gate == gate and loaded.config.rope_parameters["rope_theta"] == 1e6
+    assert loaded.config.projector_layers == (2 if gate is None else 1)
     assert loaded.config.use_cache is False and hasattr(loaded.vision_model, "head") is head
     loaded.config.image_token_id = IMAGE_TOKEN
     ids, frames = tiny_text(3, 1), tiny_frames(4)
@@ -146,16 +165,84 @@ def test_options_of_from_pretrained(tmp_path: Path) -> None:
     assert load(tmp_path, use_cache=True, image_token_id=7).config.image_token_id == 7
     assert load(tmp_path, gate="per_head").config.gate == "per_head"
     config = MPlugOwl3Config.from_pretrained(tmp_path)
-    assert load(tmp_path, config=config).config.gate == "per_head" and config.gate is None
+    assert load(tmp_path, config=config).config.gate == "per_head" and config.gate == "auto"
     assert load(tmp_path, config=str(tmp_path)).config.gate == "per_head"
     state = load_file(tmp_path / "model.safetensors")
     assert load(None, config=config, state_dict=state).config.gate == "per_head"
-    with pytest.raises(ConfigError, match="gate='fused', and the weights have self_attn.gate"):
-        load(tmp_path, gate=None)
+    for stated in ({"gate": None}, {"gate": "vector"}, {"projector_layers": 2}, {"hyper_layers": [1, 2]}):
+        with pytest.raises(ConfigError, match=f"the config says {next(iter(stated))}=.*, and the weights are"):
+            load(tmp_path, **stated)
+    with pytest.raises(ConfigError, match="ignore_mismatched_sizes is True"):
+        load(tmp_path, ignore_mismatched_sizes=True)
     with pytest.raises(ConfigError, match="use_safetensors is False"):
         load(tmp_path, use_safetensors=False)
     with pytest.raises(ConfigError, match="together with config"):
         load(None, config=config)
+
+
+GATED_LAYER = "language_model.model.layers.2.self_attn.gate_proj.0"
+
+
+@pytest.mark.parametrize(
+    ("left_out", "added", "message"),
+    [
+        ("language_model.model.layers.1.mlp.up_proj.weight", {}, r"it lacks 1 tensor \(language_model.model.layers.1"),
+        (f"{GATED_LAYER}.bias", {}, "it lacks 1 tensor .*gate_proj.0.bias"),
+        ("vision2text_model.bias", {}, r"it lacks 1 tensor \(vision2text_model.bias\)"),
+        ("vision_model.head.mlp.fc1.bias", {}, "it lacks 1 tensor .*vision_model.head.mlp.fc1.bias"),
+        (None, {"language_model.model.layers.3.extra": (2,)}, r"the model does not have 1 tensor .*layers.3.extra"),
+        (None, {f"{GATED_LAYER}.weight": (8, 8)}, r"gate_proj.0.weight: \(8, 8\) in the checkpoint, \(16, 16\)"),
+    ],
+)
+def test_weights_that_do_not_fit_are_refused(
+    left_out: str | None, added: dict[str, tuple[int, ...]], message: str, tmp_path: Path
+) -> None:
+    publish("per_head", tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    tensors.pop(left_out or "", None)
+    tensors |= {name: torch.zeros(shape) for name, shape in added.items()}
+    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    with pytest.raises(DataError, match=f"{message}.*mPLUG-Owl3 with gate='per_head'"):
+        AutoModel.from_pretrained(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("names", "expected"),
+    [
+        ({"self_attn.gate_proj.0.weight", "self_attn.gate_proj.0.bias", "mlp.gate_proj.weight"}, "per_head"),
+        ({"self_attn.gate", "mlp.gate_proj.weight"}, "vector"),
+        ({"mlp.gate_proj.weight"}, None),
+        ({"self_attn.gate", "self_attn.gate_proj.0.weight"}, ConfigError),
+        ({"self_attn.gate_proj.weight"}, ConfigError),
+    ],
+)
+def test_gate_is_told_by_names_only(names: set[str], expected: Any) -> None:
+    keys = {f"language_model.model.layers.8.{name}" for name in {*names, "self_attn.v_kv_proj.weight"}}
+    if expected is ConfigError:
+        with pytest.raises(ConfigError, match="or no gate"):
+            gate_of(keys)
+    else:
+        assert gate_of(keys) == expected
+    with pytest.raises(ConfigError, match="not an mPLUG-Owl3 checkpoint"):
+        gate_of({"language_model.model.norm.weight"})
+
+
+@pytest.mark.parametrize("gate", GATES)
+def test_saved_config_states_gate_and_projector(gate: str | None, tmp_path: Path) -> None:
+    publish(gate, tmp_path)
+    AutoModel.from_pretrained(tmp_path).save_pretrained(tmp_path / "again")
+    written = json.loads((tmp_path / "again" / "config.json").read_text())
+    assert written["gate"] == gate and written["projector_layers"] == (2 if gate is None else 1)
+    assert AutoConfig.from_pretrained(tmp_path / "again").gate == gate
+
+
+def test_frames_are_encoded_in_batches_of_the_configured_size() -> None:
+    model, frames, sizes = tiny_model(), tiny_frames(7), []
+    whole = model.encode_frames(frames)
+    model.config.vision_batch_size = 3
+    model.vision_model.embeddings.register_forward_pre_hook(lambda _, inputs: sizes.append(len(inputs[0])))
+    torch.testing.assert_close(model.encode_frames(frames), whole)
+    assert sizes == [3, 3, 1]
 
 
 @pytest.mark.parametrize(("file", "message"), [("pytorch_model.bin", "holds pytorch_model.bin"), (None, "neither")])
@@ -171,7 +258,7 @@ def test_only_safetensors_are_loaded(file: str | None, message: str, tmp_path: P
 def test_another_models_weights_are_refused(tmp_path: Path) -> None:
     publish(None, tmp_path)
     save_file({"language_model.model.norm.weight": torch.ones(64)}, tmp_path / "model.safetensors", {"format": "pt"})
-    with pytest.raises(ConfigError, match="not an mPLUG-Owl3 checkpoint"):
+    with pytest.raises(ConfigError, match="published checkpoints have"):
         AutoModel.from_pretrained(tmp_path)
 
 
@@ -190,7 +277,7 @@ def test_tied_embeddings(gate: str | None, tmp_path: Path) -> None:
 
 def test_new_weights_are_in_place() -> None:
     """A model that is made and not loaded: gates half open, and no parameter left as memory had it."""
-    model = MPlugOwl3ForConditionalGeneration(tiny_config("per_head"))
+    model = MPlugOwl3ForConditionalGeneration(tiny_config("vector"))
     for index in (0, 2):
         assert torch.equal(model.language_model.model.layers[index].self_attn.gate, torch.zeros(64))
     assert all(bool(weight.isfinite().all()) and weight.abs().max() < 10 for weight in model.parameters())
@@ -207,7 +294,7 @@ def test_embeddings_can_grow() -> None:
 
 class TestConfig:
     def test_round_trip(self, tmp_path: Path) -> None:
-        config = tiny_config(None, image_token_id=9)
+        config = tiny_config(None, image_token_id=9, projector_layers=2)
         config.save_pretrained(tmp_path)
         loaded = AutoConfig.from_pretrained(tmp_path)
         assert isinstance(loaded, MPlugOwl3Config) and fields_of(loaded) == fields_of(config)
@@ -215,13 +302,19 @@ class TestConfig:
 
     def test_defaults(self) -> None:
         config = MPlugOwl3Config()
-        assert (config.gate, config.image_token_id, config.hyper_layers) == (None, None, [])
+        assert (config.gate, config.image_token_id, config.hyper_layers) == ("auto", None, [1, 9, 17, 25])
         assert isinstance(config.vision_config, SiglipVisionConfig)
+        vision = config.vision_config
+        assert (vision.hidden_size, vision.intermediate_size, vision.image_size) == (1152, 4304, 384)
+        assert (vision.num_hidden_layers, vision.num_attention_heads, vision.patch_size) == (27, 16, 14)
 
     @pytest.mark.parametrize(
         ("fields", "message"),
         [
-            ({"gate": "blended"}, "gate is 'blended'; it is one of gated, fused"),
+            ({"gate": "blended"}, "gate is 'blended'; expected one of .*per_head.*vector.*None"),
+            ({"projector_layers": 3}, "projector_layers is 3; expected 1 or 2"),
+            ({"vision_batch_size": 0}, "vision_batch_size is 0"),
+            ({"variant": "fused"}, "gate=None for 'fused'"),
             ({"hyper_layers": [0, 2]}, "counted from 1"),
             ({"hyper_layers": [5]}, "num_hidden_layers=4"),
             ({"hyper_layers": [2, 2]}, "distinct"),
@@ -232,9 +325,9 @@ class TestConfig:
         with pytest.raises(ConfigError, match=message):
             tiny_config(**fields)
 
-    def test_a_new_model_needs_its_variant(self) -> None:
-        with pytest.raises(ConfigError, match="gate is None"):
-            MPlugOwl3ForConditionalGeneration(tiny_config(None))
+    def test_a_new_model_needs_its_gate(self) -> None:
+        with pytest.raises(ConfigError, match="gate is 'auto'"):
+            MPlugOwl3ForConditionalGeneration(tiny_config("auto"))
 
     def test_registering_twice_changes_nothing(self) -> None:
         register()

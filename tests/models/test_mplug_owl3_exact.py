@@ -56,8 +56,9 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("attention", ["sdpa", "eager"])
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    ("case", "attention"), [*((case, "sdpa") for case in CASES), ("a sample without frames first", "eager")]
+)
 @pytest.mark.parametrize("gate", GATES)
 def test_logits(gate: str | None, case: str, attention: str) -> None:
     model = tiny_model(gate)
@@ -66,6 +67,28 @@ def test_logits(gate: str | None, case: str, attention: str) -> None:
     logits = model(ids, frames).logits
     for found, reference in zip(logits, expected(model, ids, frames), strict=True):
         assert error(found, reference) < TOLERANCE
+
+
+@pytest.mark.parametrize("gate", GATES)
+def test_published_inputs(gate: str | None) -> None:
+    """Placeholders of five ordinary tokens each: only media_offset, in either form, says where the frames are."""
+    model = tiny_model(gate, image_token_id=None)
+    ids, frames = tiny_text(0, 0, 0, length=20), tiny_frames(5)
+    starts = [[2, 7, 12], [], [0, 15]]
+    offset, before = torch.zeros(3, 20, 2, dtype=torch.long), 0
+    for sample, at in enumerate(starts):
+        for token in range(20):
+            seen = sum(start < token for start in at)
+            offset[sample, token] = torch.tensor([before, before + seen if at else -1000000])
+        before += len(at)
+    references = [
+        reference_logits(double_state(model), numbers(model), row, at, own.double())
+        for row, at, own in zip(ids.tolist(), starts, frames.split([3, 0, 2]), strict=True)
+    ]
+    for media_offset in (offset, [torch.tensor(at, dtype=torch.long) for at in starts]):
+        logits = model(ids, frames, media_offset=media_offset).logits
+        for found, reference in zip(logits, references, strict=True):
+            assert error(found, reference) < TOLERANCE
 
 
 @pytest.mark.parametrize("gate", GATES)

@@ -34,7 +34,7 @@ ONCE = {
     "labels shifted by the caller": Case(frames=(2, 1), labels="shifted"),
     "items counted by the caller": Case(frames=(2, 1), arguments={"num_items_in_batch": 37}),
     "another label is no target": Case(frames=(2, 1), labels="every row", arguments={"ignore_index": 7}),
-    "offsets given": Case(frames=(2, 0, 1), offsets=True),
+    "offsets given": Case(frames=(2, 0, 1), offsets=True, model={"image_token_id": None}),
     "gradients of pixels": Case(frames=(2, 1), wants_grad=("pixel_values",)),
     "gradients of features": Case(frames=(2, 1), features=True, wants_grad=("image_embeds",)),
     "gradients of embeddings": Case(frames=(2, 1), embeds=True, wants_grad=("inputs_embeds", "pixel_values")),
@@ -99,3 +99,8 @@ def test_equals_unpatched_in(world: int, case: str, gate: str | None) -> None:
 def test_equals_unpatched_by(way: str, gate: str | None) -> None:
     what = Case(frames=(4, 1), padding="left").with_options(**ON_FOUR[way])
     check(ranks(4).run(patched_rank, gate, what, timeout=PATIENCE), reference(gate, what), what)
+
+
+def test_equals_unpatched_with_a_vector_gate() -> None:
+    what = Case(frames=(2, 0, 3), padding="left", offsets=True)
+    check(ranks(3).run(patched_rank, "vector", what, timeout=PATIENCE), reference("vector", what), what)

@@ -115,7 +115,7 @@ def test_bad_model_directories(tmp_path: Path) -> None:
         ("layers: 28, ", "", "text: layers missing"),
         ("hidden:", "hiden:", "text: unknown field hiden; there are"),
         ("kv_heads: 4", "kv_heads: 3", "text: 3 kv_heads do not divide 28 heads"),
-        ("projector: [1152, 3584]", "projector: 5", r"projector is 5; give \[in, out\] channels"),
+        ("projector: [1152, 3584]", "projector: 5", r"projector is 5; give \[in, out\]"),
         ("cross: {", "crossing: {", "unknown field crossing"),
         ("name: mplug-owl3-7b", "text: 5", "text is 5; it must hold fields"),
         ("name: mplug-owl3-7b", "text:", "text is None; it must hold fields"),

@@ -18,7 +18,7 @@ _VISUAL = "self_attn.v_kv_proj."
 _HYPER_LAYER = re.compile(r"layers\.(\d+)\.self_attn\.v_kv_proj\.")
 _PROJECTOR = "vision2text_model."
 _PROJECTORS = {1: {"weight", "bias"}, 2: {"0.weight", "0.bias", "2.weight", "2.bias"}}
-_UNKNOWN = {("gate", AUTO), ("projector_layers", None)}
+_UNKNOWN = {"gate": AUTO, "projector_layers": None}
 _GATE = re.compile(r"self_attn\.(gate.*)$")
 _GATES = {"gate": "vector", "gate_proj.0.weight": "per_head", "gate_proj.0.bias": "per_head"}
 
@@ -109,7 +109,7 @@ def complete_config(config: MPlugOwl3Config, keys: set[str]) -> None:
         found["gate"] = gate_of(keys)
         found["hyper_layers"] = sorted({int(match[1]) + 1 for key in keys if (match := _HYPER_LAYER.search(key))})
     stated = {name: getattr(config, name) for name in found}
-    wrong = [name for name, value in stated.items() if value != found[name] and (name, value) not in _UNKNOWN]
+    wrong = [name for name, value in stated.items() if value not in (found[name], _UNKNOWN.get(name, found[name]))]
     if wrong:
         both = (f"the config says {name}={stated[name]!r}, and the weights are {found[name]!r}" for name in wrong)
         raise ConfigError(f"{'; '.join(both)}. Correct the config, or leave gate and projector_layers out of it")
