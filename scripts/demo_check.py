@@ -53,7 +53,7 @@ def count_bytes(model_path: Path, data: Path, ranks: int) -> int:
         return loss.item(), sum(comm.bytes.sent[label] for label in ATTENTION)
 
     # The text's own ring attention uses labels k, v too: a step without frames says how much that is.
-    ids = inputs["input_ids"].masked_fill(inputs["input_ids"] == processor.image_token_id, 0)
+    ids = inputs["input_ids"].masked_fill(inputs["input_ids"] == model.config.image_token_id, 0)
     text_only = {"input_ids": ids, "media_offset": None}
     without = run_loopback(ranks, step, None)
     sent, losses = {}, {}

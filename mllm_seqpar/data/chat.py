@@ -6,8 +6,9 @@ One conversation per line:
                   {"role": "assistant", "content": "..."}]}
 
 Parts that show something: {"type": "video", "path": FILE}, with "fps", "num_frames" or "max_frames" of its own if
-wanted; {"type": "video", "images": [FILE, ...]}, a list of pictures as a video; {"type": "image", "path": FILE}.
-Relative paths start at the JSONL's folder. Other keys of a line are ignored.
+wanted; {"type": "video", "images": [FILE, ...]}, a list of pictures as a video; {"type": "image", "path": FILE}, one
+frame, or as many tiles as the model's processor cuts it into. Relative paths start at the JSONL's folder. Other keys of
+a line are ignored.
 
 Which frames a micro-batch has is known without decoding any, on every rank the same. They form one flat list, sample
 after sample in the order of the text's placeholders; a rank decodes the range of it that it owns and nothing else.
@@ -131,7 +132,7 @@ class ChatDataset:
     ) -> None:
         self.path = Path(path)
         self.processor = processor
-        self._marks = chat_family(processor).marks
+        self._family = chat_family(processor)
         self.max_length = max_length
         self._rate = {"fps": fps, "num_frames": num_frames}
         self._limit = max_frames
@@ -170,11 +171,13 @@ class ChatDataset:
         return collate([self[index] for index in indices], self.processor, self.max_length, str(self.path))
 
     def _source(self, part: Mapping[str, Any]) -> FrameSource:
-        if part["type"] == "image" or "images" in part:
-            names = part["images"] if "images" in part else [part["path"]]
+        if part["type"] == "image":
+            return self._family.still(self.path.parent / part["path"])
+        if "images" in part:
+            names = part["images"]
             asked = (part.get("num_frames"), part.get("max_frames"), self._limit)
             limits = [number for number in asked if number is not None]
-            chosen = _evenly(names, min(limits, default=len(names))) if "images" in part else names
+            chosen = _evenly(names, min(limits, default=len(names)))
             return ImageListSource([self.path.parent / name for name in chosen])
         own = {name: part.get(name) for name in _SAMPLING}
         if any(self._rate.values()):
@@ -191,7 +194,7 @@ class ChatDataset:
             raise DataError(f"{self.path}:{number}: not JSON ({error}); each line holds one conversation") from error
         try:
             return check_messages(
-                record.get("messages") if isinstance(record, dict) else None, self.path.parent, self._marks
+                record.get("messages") if isinstance(record, dict) else None, self.path.parent, self._family.marks
             )
         except DataError as error:
             raise DataError(f"{self.path}:{number}: {error}") from error
@@ -333,7 +336,7 @@ def _part_fault(part: Any, role: str, folder: Path, marks: Sequence[str]) -> str
             return f"{name} is {value!r}; it is {'a' if name == 'fps' else 'a whole'} number above 0"
     given = [name for name in _SAMPLING if part.get(name) is not None]
     if kind == "image" and given:
-        return f"{given[0]} of an image, which is one frame; only a video takes it"
+        return f"{given[0]} of an image; only a video takes it"
     if part.get("fps") is not None and "images" in part:
         return "fps of a list of pictures, which have no time; give num_frames or max_frames"
     if part.get("fps") is not None and part.get("num_frames") is not None:

@@ -59,7 +59,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def processor() -> MPlugOwl3Processor:
-    return MPlugOwl3Processor(MPlugOwl3ImageProcessor(image_size=32), make_tokenizer(["What?", "No picture. And now?"]))
+    """Still images are not cut: each is one frame."""
+    tokenizer = make_tokenizer(["What?", "No picture. And now?"])
+    return MPlugOwl3Processor(MPlugOwl3ImageProcessor(image_size=32), tokenizer, cut_enable=False)
 
 
 def test_samples_say_what_they_show_without_decoding(folder: Path, processor: MPlugOwl3Processor) -> None:
@@ -124,6 +126,24 @@ def test_any_split_of_the_frames(folder: Path, processor: MPlugOwl3Processor, wo
     assert torch.equal(torch.cat(parts), whole)
 
 
+def test_still_images_are_cut_as_the_processor_cuts_them(folder: Path, processor: MPlugOwl3Processor) -> None:
+    """Counts, text and tiles, however the frames are split over ranks; the pictures of a video are not cut."""
+    cutting = MPlugOwl3Processor(processor.image_processor, processor.tokenizer)
+    data = ChatDataset(folder / "train.jsonl", cutting)
+    assert [data[index].frames for index in range(len(data))] == [3, 7, 3 + 7, 0, 7 + 3 + 7]
+    batch = data.batch([2])
+    pictures = [Image.open(folder / f"{number}.png") for number in range(4)]
+    expected = cutting.apply_chat_template(
+        ROWS[2]["messages"], tokenize=True, images=pictures[3:], videos=[pictures[:3]], return_labels=True
+    )
+    for name in ("input_ids", "labels", "media_offset"):
+        assert torch.equal(getattr(batch, name), expected[name])
+    for world in (1, 3):
+        bounds = frame_bounds(batch.frames, world)
+        parts = [load_local_frames(batch, range(*part), processor.image_processor, at_once=2) for part in bounds]
+        assert torch.equal(torch.cat(parts), expected["pixel_values"])
+
+
 def test_too_long_samples_are_refused(folder: Path, processor: MPlugOwl3Processor) -> None:
     data = ChatDataset(folder / "train.jsonl", processor, max_length=30)
     data.batch([0])
@@ -161,7 +181,7 @@ VIDEO = {"type": "video", "path": "clips/a.mp4"}
         (chat({"type": "video"}), 'type video needs "path", a file, or "images"'),
         ({"messages": [{"role": "user", "content": 5}]}, "its content is 5; a text or a list of parts"),
         (chat({"type": "video", "images": ["0.png"], "fps": 1}), "fps of a list of pictures, which have no time"),
-        (chat({"type": "image", "path": "0.png", "num_frames": 2}), "num_frames of an image, which is one frame"),
+        (chat({"type": "image", "path": "0.png", "num_frames": 2}), "num_frames of an image; only a video takes it"),
         (chat({"type": "video", "images": []}), 'needs "path", a file, or "images"'),
         (chat({"type": "image"}), 'type image needs "path", a file$'),
         (chat({"type": "video", "path": "nowhere.mp4"}), "nowhere.mp4: no such file"),

@@ -1,12 +1,17 @@
 """One process: `generate` against running the whole text again for each token, without a cache."""
 
+import copy
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
-from transformers import LogitsProcessor, LogitsProcessorList, StaticCache
+from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList, StaticCache
 
+from mllm_seqpar import patch_model
+from mllm_seqpar.comm import Communicator, run_loopback
 from mllm_seqpar.errors import ShapeError
 from tiny import GATES, IMAGE_TOKEN, tiny_frames, tiny_model, tiny_text
 
@@ -74,6 +79,48 @@ def test_greedy(gate: str | None, attention: str, options: dict) -> None:
     )
     assert torch.equal(found.sequences, expected)
     assert (torch.stack(found.logits) - logits).abs().max() < 1e-4
+
+
+FILE = {"do_sample": True, "repetition_penalty": 9.0, "temperature": 0.7, "top_k": 20, "top_p": 0.8}
+IDS = {"bos_token_id": 1, "eos_token_id": [2, 1], "pad_token_id": 1}
+GREEDY = {"do_sample": False, "repetition_penalty": 1.0, "eos_token_id": [2, 1], "pad_token_id": 0}
+
+
+@torch.no_grad()
+def test_the_file_of_a_directory_decides_only_where_answers_end(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The published `generate` does not read generation_config.json. Unpatched, and patched on one rank and two."""
+    fresh, ids, frames = tiny_model(), tiny_text(3), tiny_frames(3)
+    fresh.save_pretrained(tmp_path / "published")
+    (tmp_path / "published/generation_config.json").write_text(json.dumps(FILE | IDS))
+    loaded = type(fresh).from_pretrained(tmp_path / "published").eval()
+    assert "says do_sample=True, repetition_penalty=9.0, temperature=0.7, top_k=20, top_p=0.8;" in caplog.text
+    inputs: dict[str, Any] = {"pixel_values": frames, "max_new_tokens": 12}
+    expected = fresh.generate(ids, **inputs, **GREEDY)
+    assert torch.equal(loaded.generate(ids, **inputs), expected)
+    # What is passed wins, and would have given other tokens.
+    asked = GenerationConfig.from_pretrained(
+        tmp_path / "published", do_sample=False, **dict.fromkeys(("top_k", "top_p"))
+    )
+    penalised = fresh.generate(ids, **inputs, **GREEDY | {"repetition_penalty": 9.0})
+    assert not torch.equal(penalised, expected)
+    assert torch.equal(loaded.generate(ids, generation_config=asked, **inputs), penalised)
+    assert torch.equal(loaded.generate(ids, repetition_penalty=9.0, **inputs), penalised)
+    given = type(fresh).from_pretrained(tmp_path / "published", generation_config=asked).eval()
+    assert torch.equal(given.generate(ids, **inputs), penalised)
+
+    def patched(comm: Communicator) -> Tensor:
+        return patch_model(copy.deepcopy(loaded), "lv-xattn", group=comm).generate(ids, **inputs)
+
+    for ranks in (1, 2):
+        assert all(torch.equal(found, expected) for found in run_loopback(ranks, patched))
+    # A checkpoint that is saved states what is used, so nothing is left to warn of.
+    caplog.clear()
+    loaded.save_pretrained(tmp_path / "saved")
+    again = type(fresh).from_pretrained(tmp_path / "saved").generation_config
+    assert (again.eos_token_id, again.pad_token_id, again.do_sample) == ([2, 1], 0, None)
+    assert "generation_config" not in caplog.text
 
 
 @pytest.mark.parametrize("gate", GATES)

@@ -31,7 +31,7 @@ UNSTEADY = {"seconds", "peak_memory_mib"}
 def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny model, 18 videos of 1 to 7 frames, and two chats without any among the 20 of the training data."""
     folder = tmp_path_factory.mktemp("inputs")
-    tiny_model("fused").save_pretrained(folder / "model")
+    tiny_model(None).save_pretrained(folder / "model")
     MPlugOwl3Processor(MPlugOwl3ImageProcessor(image_size=28), tiny_tokenizer()).save_pretrained(folder / "model")
     rows: list[Any] = [video.sample(folder) for video in make_needle_videos(folder / "videos", 18, frames=(1, 7))]
     text = {"messages": [{"role": "user", "content": "Say hello."}, {"role": "assistant", "content": "hello, hello"}]}

@@ -6,6 +6,7 @@ hand.
 
 from __future__ import annotations
 
+import os
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -16,7 +17,7 @@ from torch import Tensor
 
 from ...errors import ConfigError, DataError
 from ...sharding import FrameShard
-from ..sources import FrameSource
+from ..sources import FrameSource, ImageListSource
 
 Message = Mapping[str, Any]
 Messages = Sequence[Message]
@@ -127,6 +128,10 @@ class ChatFamily(ABC):
     def generation(self, model: Any) -> dict[str, Any]:
         """Arguments of `generate` that this family's prompts need: where an answer ends, for example."""
         return {}
+
+    def still(self, path: str | os.PathLike[str]) -> FrameSource:
+        """Return the frames of a still image: one, or as many as the family's processor cuts it into."""
+        return ImageListSource([path])
 
     def facts_of_frames(self, source: FrameSource) -> dict[str, Any]:
         """What features on disk must say of their frames, so that prompts can be written without the video."""

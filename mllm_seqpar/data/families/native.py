@@ -2,16 +2,52 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ...errors import AdapterError, DataError
+from ...errors import AdapterError, ConfigError, DataError
 from ...sharding import FrameShard
-from ..sources import FrameSource
+from ..reader import check_range
+from ..sources import FrameSource, ImageListSource
 from .base import ChatFamily, ChatText, Messages
+
+_ENDS = ("<|im_end|>", "<|endoftext|>")
+
+
+@dataclass(frozen=True)
+class CutImageSource:
+    """A still image as frames: the tiles of a grid, row by row, and last the whole of it.
+
+    Attributes:
+        picture: the image.
+        grid: (rows, columns).
+        image_processor: cuts it; tiles are of the size that it wants, so that it has nothing more to resize.
+    """
+
+    picture: ImageListSource
+    grid: tuple[int, int]
+    image_processor: Any = field(compare=False)
+
+    def __len__(self) -> int:
+        return self.grid[0] * self.grid[1] + 1
+
+    def sizes(self) -> list[tuple[int, int]]:
+        """(height, width) of each tile."""
+        return [(self.image_processor.image_size,) * 2] * len(self)
+
+    def read(self, start: int, stop: int, *, size: tuple[int, int] | None = None, batch: int = 16) -> Iterator[Tensor]:
+        """Yield tiles start <= i < stop, as uint8 tensors (at most `batch`, 3, S, S)."""
+        check_range(start, stop, len(self), batch)
+        if size not in (None, self.sizes()[0]):
+            raise ConfigError(f"size is {size}; tiles of an image are {self.sizes()[0]}: leave size out")
+        if start < stop:
+            (picture,) = next(self.picture.read(0, 1))
+            yield from self.image_processor.tiles(picture, self.grid)[start:stop].split(batch)
 
 
 class NativeChats(ChatFamily):
@@ -38,14 +74,16 @@ class NativeChats(ChatFamily):
                 "needs one of mPLUG-Owl3, IDEFICS, Llama 3.2 Vision (processor_config.json or "
                 "preprocessor_config.json, and a tokenizer) or OpenFlamingo"
             )
+        media = [
+            (kind, source)
+            for messages, sources in zip(conversations, shown, strict=True)
+            for kind, source in zip(_kinds(messages), sources, strict=False)  # `encode` counts
+        ]
+        grids = [_grid(source) for kind, source in media if kind == "image"]
         encoded = self.processor.encode(
             conversations,
-            frames_per_video=[
-                len(source)
-                for messages, sources in zip(conversations, shown, strict=True)
-                for kind, source in zip(_kinds(messages), sources, strict=False)  # `encode` counts
-                if kind == "video"
-            ],
+            frames_per_video=[len(source) for kind, source in media if kind == "video"],
+            **({"image_grids": grids} if grids else {}),
             add_generation_prompt=add_generation_prompt,
             return_labels=labels,
             padding_side=padding_side,
@@ -73,6 +111,20 @@ class NativeChats(ChatFamily):
             del given["media_offset"]
         return given
 
+    def still(self, path: str | os.PathLike[str]) -> FrameSource:
+        """Return the tiles that the processor cuts the image into, or one frame where it cuts none."""
+        picture = ImageListSource([path])
+        if not getattr(self.processor, "cut_enable", False):
+            return picture
+        (size,) = picture.sizes()
+        return CutImageSource(picture, self.processor.image_grid(*size), self.processor.image_processor)
+
+    def generation(self, model: Any) -> dict[str, Any]:
+        """Return where published answers end, and what fills up a batch: token 0."""
+        vocabulary = self.tokenizer.get_vocab()
+        ends = [vocabulary[mark] for mark in _ENDS if mark in vocabulary]
+        return {"eos_token_id": ends, "pad_token_id": 0} if ends else {}
+
     def pixels(self, frames: Tensor) -> tuple[Tensor, ...]:
         """(n, 3, S, S)."""
         return (self.processor.image_processor(frames)["pixel_values"],)
@@ -88,6 +140,14 @@ class NativeChats(ChatFamily):
     def shows_features(self, model: Any, features: Tensor, shard: FrameShard) -> dict[str, Any]:
         """As `image_embeds`."""
         return {"image_embeds": features, "visual_shard": shard}
+
+
+def _grid(source: FrameSource) -> tuple[int, int] | None:
+    """Return the grid that an image is cut into, or None where it is one frame."""
+    grid = getattr(source, "grid", None)
+    if grid is None and len(source) != 1:
+        raise DataError(f"an image was given {len(source)} frames; pass one picture, or show several as a video")
+    return grid
 
 
 def _kinds(messages: Messages) -> list[str]:

@@ -1,8 +1,12 @@
-"""Conversations as text: ChatML with one placeholder per frame, in the pieces that are tokenised one by one."""
+"""Conversations as text: ChatML with one placeholder per frame, in pieces that are tokenized one by one.
+
+As published, images and videos are expanded in a message's text, and only then is the text cut, at `<|image|>` alone:
+the marks around a video are plain text, which byte pairs merge with what stands beside it.
+"""
 
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from mllm_seqpar.errors import DataError
@@ -18,15 +22,16 @@ Message = Mapping[str, Any]
 A part is {"type": "text", "text": ...}, {"type": "image", ...} or {"type": "video", ...}; a text may hold the
 placeholders itself."""
 
-_MEDIA = re.compile(f"({re.escape(IMAGE)}|{re.escape(VIDEO)})")
+_MEDIA = re.compile(f"{re.escape(IMAGE)}|{re.escape(VIDEO)}")
+_ANSWER = f"\n{IM_START}assistant\n"
 
 
 @dataclass(frozen=True)
 class Piece:
-    """A stretch of text that is tokenised on its own.
+    """A stretch of text that is tokenized on its own, but for the cuts at its placeholders.
 
     Attributes:
-        text: never holds a placeholder together with anything else.
+        text: with placeholders where media stand.
         learned: part of an answer, and so of the training targets.
     """
 
@@ -35,14 +40,19 @@ class Piece:
 
 
 def conversation_pieces(
-    messages: Sequence[Message], *, add_generation_prompt: bool = False, end_of_document: str = ""
+    messages: Sequence[Message],
+    *,
+    add_generation_prompt: bool = False,
+    end_of_document: str = "",
+    training: bool = False,
 ) -> list[Piece]:
-    """The pieces of one conversation; a conversation without a system message gets an empty one, as in training.
+    """Return the pieces of one conversation; one without a system message gets an empty one, as in training.
 
     Args:
-        messages: in order.
-        add_generation_prompt: ends with the beginning of an answer.
+        messages: in order. A final assistant message of empty content is the beginning of an answer, as published.
+        add_generation_prompt: whether to end with the beginning of an answer.
         end_of_document: follows each answer, and is learned with it.
+        training: whether a final empty answer is an answer to learn.
 
     Raises:
         DataError: a role or part that does not exist.
@@ -55,22 +65,24 @@ def conversation_pieces(
         if role == "system":
             pieces.append(Piece(f"{IM_START}system\n{content}{IM_END}"))
         elif role == "user":
-            pieces += (Piece(part) for part in _MEDIA.split(f"\n{IM_START}user\n{content}{IM_END}") if part)
+            pieces.append(Piece(f"\n{IM_START}user\n{content}{IM_END}"))
+        elif role == "assistant" and not content and number == len(messages) - 1 and not training:
+            add_generation_prompt = True
         elif role == "assistant":
-            pieces += [Piece(f"\n{IM_START}assistant\n"), Piece(f"{content}{IM_END}", learned=True)]
+            pieces += [Piece(_ANSWER), Piece(f"{content}{IM_END}", learned=True)]
             pieces += [Piece(end_of_document, learned=True)] if end_of_document else []
         else:
             raise DataError(f"message {number} has the role {role!r}; it is one of system, user, assistant")
         if role != "user" and _MEDIA.search(content):
             raise DataError(f"message {number} of role {role!r} holds an image or video; only a user shows them")
     if add_generation_prompt:
-        pieces.append(Piece(f"\n{IM_START}assistant\n"))
+        pieces.append(Piece(_ANSWER))
     return pieces
 
 
 def text_pieces(text: str) -> list[Piece]:
-    """The pieces of a text that is formatted already."""
-    return [Piece(part) for part in _MEDIA.split(text) if part]
+    """Return the pieces of a text that is formatted already: an answer is tokenized apart from what announces it."""
+    return [Piece(part) for part in re.split(f"(?<={re.escape(_ANSWER)})", text)]
 
 
 def content_text(content: Any, number: int) -> str:
@@ -101,26 +113,16 @@ def media_parts(messages: Sequence[Message], kind: str) -> list[Any]:
     ]
 
 
-def expand_videos(pieces: Iterable[Piece], frames: Iterator[int], *, span: bool) -> Iterator[Piece]:
-    """Puts one image placeholder per frame in place of each video's, taking the numbers of frames from `frames`.
+def placeholders(pieces: Iterable[Piece]) -> list[str]:
+    """Return the images and videos of a text, in order: `IMAGE` or `VIDEO` for each."""
+    return [kind for piece in pieces for kind in _MEDIA.findall(piece.text)]
 
-    Args:
-        pieces: of one sample.
-        frames: frames of each video, in order; shared by the samples of a batch.
-        span: whether the frames of a video are enclosed in its start and end marks.
 
-    Raises:
-        DataError: more videos in the text than numbers.
-    """
-    for piece in pieces:
-        if piece.text != VIDEO:
-            yield piece
-            continue
-        count = next(frames, None)
-        if count is None:
-            raise DataError(f"the text has more {VIDEO} than there are videos; pass one video for each, in order")
-        if span:
-            yield Piece(VIDEO_START)
-        yield from [Piece(IMAGE)] * count
-        if span:
-            yield Piece(VIDEO_END)
+def video_text(frames: int, *, span: bool) -> str:
+    """Return the text that stands for a video: a placeholder for each frame, within the video's marks if `span`."""
+    return f"{VIDEO_START}{IMAGE * frames}{VIDEO_END}" if span else IMAGE * frames
+
+
+def expand_media(pieces: Iterable[Piece], texts: Mapping[str, Iterator[str]]) -> list[Piece]:
+    """Return the pieces with the next of its kind in `texts`, by `IMAGE` and `VIDEO`, for each image and video."""
+    return [replace(piece, text=_MEDIA.sub(lambda found: next(texts[found[0]]), piece.text)) for piece in pieces]

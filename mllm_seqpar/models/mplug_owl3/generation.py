@@ -1,18 +1,21 @@
-"""What `generate` must know of the frames: they have no batch dimension, and go in once."""
+"""`generate`: frames have no batch dimension and go in once; without arguments it is greedy, as published."""
 
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import GenerationMixin
+from transformers import GenerationConfig, GenerationMixin
 from transformers.cache_utils import Cache
 
 from mllm_seqpar.errors import ShapeError
+from mllm_seqpar.log import get_logger
 
 from .media import MediaLayout
 from .visual_inputs import visual_cache
 
 _FRAMES = ("pixel_values", "image_embeds")
+_KEPT = ("bos_token_id", "eos_token_id")
+_log = get_logger(__name__)
 
 
 class MPlugOwl3GenerationMixin(GenerationMixin):
@@ -21,6 +24,31 @@ class MPlugOwl3GenerationMixin(GenerationMixin):
     The prompt's layout (which row sees which frames) is fixed once, before the first step: later rows see all frames of
     their sample, also when the model generates a placeholder token, and with or without a cache.
     """
+
+    generation_config: GenerationConfig
+
+    def adjust_generation_fn(self, generation_config: GenerationConfig | None, *args: Any, **kwargs: Any) -> None:
+        """Set `generation_config` as `from_pretrained` needs it: of the directory's file, only where an answer ends.
+
+        The published `generate` never reads generation_config.json: it is greedy, without a repetition penalty, and
+        pads with token 0. What the file says besides token ids is therefore not used, and a warning lists it. A
+        `generation_config` that is passed to `from_pretrained` or to `generate`, or set on the model, is used whole.
+        """
+        super().adjust_generation_fn(generation_config, *args, **kwargs)
+        if generation_config is not None:
+            return
+        found = self.generation_config
+        self.generation_config = GenerationConfig(**{name: getattr(found, name) for name in _KEPT}, pad_token_id=0)
+        known = {*_KEPT, "pad_token_id", "transformers_version", "_from_model_config"}
+        usual = GenerationConfig.from_model_config(self.config).to_diff_dict()
+        stated = {name: value for name, value in found.to_diff_dict().items() if name not in known}
+        if unused := {name: value for name, value in stated.items() if usual.get(name) != value}:
+            _log.warning(
+                "generation_config.json says %s; it is not used: the published generate is greedy. To use it, pass "
+                "generation_config=GenerationConfig.from_pretrained(directory) to from_pretrained or generate; "
+                "otherwise save_pretrained does not write it again",
+                ", ".join(f"{name}={value!r}" for name, value in sorted(unused.items())),
+            )
 
     def count_frames(self, pixel_values: Tensor | None = None, image_embeds: Tensor | None = None, **_: Any) -> int:
         """Frames of all samples among the model's inputs."""

@@ -1,6 +1,13 @@
-"""Frames to `pixel_values`, in torch alone: torchvision has no build for some machines, and decoders give tensors."""
+"""Frames and the tiles of still images to `pixel_values`.
+
+The published code resizes with Pillow. So does this, to the same bytes, for uint8 pictures on the CPU where Pillow is
+installed. Elsewhere torch does the same two passes, the width first, within one level of 255; releases of Pillow that
+take the height first where that is cheaper differ by more there. Floating pictures are not rounded to levels.
+torchvision is not needed: it has no build for some machines.
+"""
 
 from collections.abc import Iterable, Sequence
+from functools import cache
 from typing import Any, TypedDict
 
 import numpy as np
@@ -11,6 +18,8 @@ from transformers.feature_extraction_utils import BatchFeature
 from transformers.image_processing_base import ImageProcessingMixin
 
 from mllm_seqpar.errors import DataError, ShapeError
+
+from .cutting import Grid, best_grid
 
 Frame = Any
 """A picture: PIL image, or array or tensor, (H, W, 3) or (3, H, W), uint8 (0 to 255) or floating (0 to 1)."""
@@ -29,7 +38,7 @@ class ImageOptions(TypedDict, total=False):
 class MPlugOwl3ImageProcessor(ImageProcessingMixin):
     """Resizes frames to a square, bicubic with antialiasing and whatever their aspect, and normalises them.
 
-    Published models also cut large still images into tiles. Not here: an image is one frame, as in a video.
+    A call makes one frame of each picture. `tiles` cuts a still image; what it returns is then passed to a call.
 
     Attributes:
         image_size: side of the square; a vision tower of 27 x 27 patches of 14 takes 378 and 384 alike.
@@ -42,7 +51,7 @@ class MPlugOwl3ImageProcessor(ImageProcessingMixin):
 
     def __init__(
         self,
-        image_size: int = 378,
+        image_size: int = 384,
         image_mean: Sequence[float] = (0.5, 0.5, 0.5),
         image_std: Sequence[float] = (0.5, 0.5, 0.5),
         **kwargs: Any,
@@ -65,7 +74,7 @@ class MPlugOwl3ImageProcessor(ImageProcessingMixin):
             raise DataError(
                 f"unknown arguments: {', '.join(sorted(unknown))}; size and normalisation are set when it is made"
             )
-        frames = [_as_tensor(frame, number) for number, frame in enumerate(frame_list(images))]
+        frames = [as_tensor(frame, number) for number, frame in enumerate(frame_list(images))]
         resized: list[Tensor] = []
         start = 0
         while start < len(frames):
@@ -81,16 +90,27 @@ class MPlugOwl3ImageProcessor(ImageProcessingMixin):
         """The same as calling it."""
         return self(images, **kwargs)
 
+    def grid(self, height: int, width: int) -> Grid:
+        """Return the (rows, columns) that a still image of that size is cut into."""
+        return best_grid(height, width, self.image_size)
+
+    def tiles(self, picture: Frame, grid: Grid | None = None) -> Tensor:
+        """Return the tiles of a still image, row by row, and last the whole of it: (rows * columns + 1, 3, size, size).
+
+        They are of the picture's dtype, uint8 or floating, so that a call has nothing more to resize.
+
+        Args:
+            picture: the image.
+            grid: (rows, columns); the one that fits best when None.
+        """
+        whole, size = as_tensor(picture, 0)[None], self.image_size
+        rows, columns = grid or self.grid(*whole.shape[2:])
+        cut = resized(whole, rows * size, columns * size).unflatten(2, (rows, size)).unflatten(4, (columns, size))
+        return torch.cat([cut[0].permute(1, 3, 0, 2, 4).flatten(0, 1), resized(whole, size, size)])
+
     def _resized(self, frames: Tensor) -> Tensor:
         """(F, 3, size, size) float32 from 0 to 1, of frames (F, 3, H, W), uint8 or floating."""
-        if frames.shape[2:] != (self.image_size, self.image_size):
-            whole = frames.dtype == torch.uint8
-            if whole and frames.device.type != "cpu":
-                frames = frames.float() / 255  # the integer kernel, which rounds as picture libraries do, is for CPUs
-            frames = F.interpolate(frames, size=(self.image_size,) * 2, mode="bicubic", antialias=True)
-            if frames.is_floating_point():
-                frames = frames.clamp(0, 1)
-                frames = (frames * 255).round() / 255 if whole else frames
+        frames = resized(frames, self.image_size, self.image_size)
         return frames.float() / 255 if frames.dtype == torch.uint8 else frames.float()
 
     def _normalised(self, frames: Tensor) -> Tensor:
@@ -100,6 +120,36 @@ class MPlugOwl3ImageProcessor(ImageProcessingMixin):
         return (frames - mean) / std
 
 
+def resized(frames: Tensor, height: int, width: int) -> Tensor:
+    """Return pictures (F, 3, H, W) resized to (F, 3, height, width), of the same dtype."""
+    if frames.shape[2:] == (height, width):
+        return frames
+    if frames.is_floating_point():
+        return F.interpolate(frames, size=(height, width), mode="bicubic", antialias=True).clamp(0, 1)
+    if frames.device.type == "cpu" and _pillow() is not None:
+        return torch.stack([_resized_by_pillow(frame, height, width) for frame in frames])
+    levels = frames.float()
+    for size in ((frames.shape[2], width), (height, width)):  # in whole levels, as Pillow does
+        levels = F.interpolate(levels, size=size, mode="bicubic", antialias=True).clamp(0, 255).round()
+    return levels.to(frames.dtype)
+
+
+def _resized_by_pillow(frame: Tensor, height: int, width: int) -> Tensor:
+    image = _pillow()
+    picture = image.fromarray(frame.permute(1, 2, 0).contiguous().numpy())
+    picture = picture.resize((width, height), image.Resampling.BICUBIC)
+    return torch.from_numpy(np.array(picture)).permute(2, 0, 1)
+
+
+@cache
+def _pillow() -> Any:
+    try:
+        from PIL import Image
+    except ImportError:
+        return None
+    return Image
+
+
 def frame_list(images: Any) -> list[Frame]:
     """The pictures of what is one picture, an array or tensor of several, or any iterable of them."""
     if isinstance(images, (np.ndarray, Tensor)):
@@ -107,8 +157,8 @@ def frame_list(images: Any) -> list[Frame]:
     return [images] if hasattr(images, "convert") else list(images)
 
 
-def _as_tensor(frame: Any, number: int) -> Tensor:
-    """(3, H, W), uint8 or floating."""
+def as_tensor(frame: Any, number: int) -> Tensor:
+    """Return the picture as (3, H, W), uint8 or floating; `number` is for the message that it is none."""
     if hasattr(frame, "convert"):  # a PIL image, without importing PIL
         frame = np.array(frame.convert("RGB"))
     if isinstance(frame, np.ndarray):
