@@ -141,7 +141,7 @@ def _whole_outputs(
     family: Family, inputs: Inputs, hidden: Tensor, states: Any, cache: Any, kwargs: dict[str, Any]
 ) -> CausalLMOutputWithPast:
     logits = family.lm_head(hidden)
-    loss = whole_text_loss(logits, inputs, family.loss_function, family.text_config.vocab_size, kwargs)
+    loss = whole_text_loss(logits, inputs, family.loss_function, kwargs)
     return CausalLMOutputWithPast(loss=loss, logits=logits, past_key_values=cache, hidden_states=states)
 
 

@@ -62,7 +62,6 @@ def _sharded_pass(family: Family, inputs: Inputs, logits_to_keep: int | Tensor, 
         outputs.hidden_states,
         lm_head=family.lm_head,
         loss_function=family.loss_function,
-        vocab_size=family.text_config.vocab_size,
         loss_arguments=kwargs,
         logits_to_keep=logits_to_keep,
     )
