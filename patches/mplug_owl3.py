@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import types
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -20,16 +20,17 @@ from mllm_seqpar.blockwise import chunk_forwards
 from mllm_seqpar.call import SeqParCall, as_attended
 from mllm_seqpar.choosing import CrossShape
 from mllm_seqpar.context import SeqParContext
-from mllm_seqpar.errors import AdapterError, ShapeError
-from mllm_seqpar.masks import FrameMask
+from mllm_seqpar.errors import AdapterError, ConfigError, ShapeError
+from mllm_seqpar.masks import FrameMask, GivenBlock
+from mllm_seqpar.models.cache_rows import attach, detach
 from mllm_seqpar.models.mplug_owl3.media import MediaLayout
 from mllm_seqpar.models.mplug_owl3.visual_inputs import VisualCache, visual_cache
 from mllm_seqpar.patching import Patch
 from mllm_seqpar.sharding import FrameShard
-from mllm_seqpar.visual import Projection
+from mllm_seqpar.visual import KeptVisual, Projection
 
 from . import hf_attention
-from .hf_cache import remembered
+from .hf_cache import Remembered, remembered
 from .hf_family import VISUAL_SHARD, Family, View
 from .hf_generation import patch_generate
 from .hf_inputs import Inputs, flat_places, makes_cache
@@ -68,7 +69,7 @@ class MPlugOwl3Adapter:
     def install(self, model: Any, context: SeqParContext, patch: Patch) -> None:
         """Replaces the forward of the model and of its hyper layers, and selects the text's attention function."""
         decoder = model.language_model.model
-        hf_attention.select(patch, [decoder, *(layer.self_attn for layer in decoder.layers)])
+        hf_attention.select(patch, [layer.self_attn for layer in decoder.layers])
         for number in model.config.hyper_layers:
             attention = decoder.layers[number - 1].self_attn
             patch.set(attention, "forward", _hyper_forward(attention))
@@ -154,6 +155,10 @@ def _replicated(
         assert text is not None
         return _channels(text[0].to(q.dtype))
     keys = seqpar.kept.keys_values(self.layer_idx, _projection(self, visual_norm), q.dtype)
+    if self.fused and seqpar.wants_grad(q, k, v, *keys):
+        k, v = k[:, :, : seqpar.tokens], v[:, :, : seqpar.tokens]
+        source = seqpar.own_keys(q, k, v, GivenBlock(tuple(causal_tiles(attention_mask, q, k))))
+        return _channels(seqpar.attend(q, [source, seqpar.kept_keys(q, *keys)], self.scaling))
     o_visual, lse_visual = seqpar.attend_replicated(q, *keys, self.scaling)
     if not self.fused:
         text_out = self._attend_text(q, k, v, attention_mask)[0] if text is None else _channels(text[0].to(q.dtype))
@@ -190,6 +195,7 @@ class _Inputs(Inputs):
     @functools.cached_property
     def note(self) -> _Note:
         """The layout; raises what the unpatched model would raise."""
+        inclusive = self.model.config.variant == "fused"
         if self.media_layout is None:
             layout = self.model.media_layout(
                 self.total_frames,
@@ -197,22 +203,26 @@ class _Inputs(Inputs):
                 media_offset=self.media_offset,
                 position_ids=self.positions(),
             )
-            return _Note(layout, self.past_length)
+            return _Note(layout, self.past_length, inclusive)
         samples, frames = self.media_layout.first.shape[0], self.media_layout.total_frames
         if (samples, frames) != (self.batch, self.total_frames):
             raise ShapeError(
                 f"media_layout is for {samples} samples and {frames} frames; the call has {self.batch} samples and "
                 f"{self.total_frames} frames"
             )
-        return _Note(self.media_layout, 0)
+        return _Note(self.media_layout, 0, inclusive)
 
 
 @dataclass(frozen=True)
 class _Note:
-    """Which row sees which frames, counted from the text token `row_offset` of the cache."""
+    """Which row sees which frames, counted from the text token `row_offset` of the cache.
+
+    `inclusive`: whether a placeholder sees its own frame.
+    """
 
     layout: MediaLayout
     row_offset: int
+    inclusive: bool
 
 
 class MPlugOwl3Family(Family):
@@ -245,8 +255,41 @@ class MPlugOwl3Family(Family):
 
     def view(self, inputs: Inputs, units: int, tokens: int, note: _Note) -> View:
         """The layout's rows."""
-        first, stop = note.layout.rows(inputs.past_length - note.row_offset, inputs.length)
+        rows = inputs.rows.to(note.layout.first.device)
+        first, stop = (x[rows] for x in note.layout.rows(inputs.past_length - note.row_offset, inputs.length))
         return self._view(FrameMask.from_intervals(first, stop, tokens, units))
+
+    def cropped(self, note: _Note | None, past: int) -> _Note | None:
+        """The layout of the text that is left."""
+        return (
+            None if note is None else replace(note, layout=note.layout.cropped(past - note.row_offset, note.inclusive))
+        )
+
+    def adopt(self, cache: Any, beside: Remembered) -> None:
+        """Take over the native model's K and V of frames, which are those of one process; refuse them on several."""
+        cached = visual_cache(cache)
+        if cached is None:
+            return
+        if self.context.comm.size > 1:
+            raise ConfigError(
+                "past_key_values holds K and V of frames that the unpatched model computed, all of them on this rank; "
+                "continue it with the unpatched model, or begin with a new cache"
+            )
+        kept = KeptVisual.given(cached.states, cached.layout.total_frames, cached.tokens_per_frame)
+        beside.keep(kept, _Note(cached.layout, cached.row_offset, cached.inclusive), 0)
+        beside.rows, beside.seen = cached.rows, cached.seen
+
+    def text_mask(self, embeds: Tensor, mask: Any, positions: Tensor, cache: Any) -> Any:
+        """Return a causal mask for each kind of layer."""
+        decoder = self.model.language_model.model
+        if isinstance(mask, dict):
+            return mask
+        config = decoder.layers[0].self_attn.config
+        made = {"full_attention": hf_attention.causal_mask(config, embeds, mask, positions, cache)}
+        if decoder.has_sliding_layers:
+            sliding = hf_attention.causal_mask(config, embeds, mask, positions, cache, sliding=True)
+            made["sliding_attention"] = sliding
+        return made
 
     def nobody(self, inputs: Inputs, units: int, tokens: int) -> View:
         """As for all families, with the fact that the layers read."""
@@ -333,12 +376,19 @@ def _with_native_cache(family: MPlugOwl3Family, inputs: _Inputs, logits_to_keep:
     """Runs a pass and keeps up what the native `generate` looks at: the layout of the prompt, beside the cache."""
     cache: Any = inputs.past_key_values
     if cache is not None and inputs.past_length == 0:
-        cache.visual = None  # of an earlier text, when the cache was reset
+        detach(cache, VisualCache)  # of an earlier text, when the cache was reset
     out = run_pass(family, inputs, logits_to_keep, kwargs)
     cache = out.past_key_values
-    kept = None if cache is None else remembered(cache).kept
-    if kept is not None and kept.note is not None and visual_cache(cache) is None:
-        note: _Note = kept.note
-        cache.visual = VisualCache(note.layout, row_offset=note.row_offset, tokens_per_frame=kept.tokens_per_unit)
-        cache.visual.states = kept.states
+    beside = None if cache is None else remembered(cache)
+    if beside is not None and beside.kept is not None and beside.kept.total_frames:
+        note, cached = beside.note, visual_cache(cache)
+        if cached is None:
+            tokens = beside.kept.tokens_per_unit
+            cached = VisualCache(
+                note.layout, row_offset=note.row_offset, tokens_per_frame=tokens, inclusive=note.inclusive
+            )
+            attach(cache, cached, family.text_config.num_hidden_layers)
+            cached.states, cached.seen = beside.kept.states, beside.seen
+            cached.whole = family.context.comm.size == 1
+        cached.layout = note.layout
     return out
