@@ -108,6 +108,8 @@ class KeptElsewhere(CacheLayerMixin):
 
     def __init__(self, own: Any, beside: Remembered) -> None:
         self._own, self._beside = own, beside
+        for name in ("is_compileable", "is_croppable", "is_sliding"):  # transformers makes masks by these
+            setattr(self, name, getattr(own, name, False))
 
     @property
     def is_initialized(self) -> bool:  # type: ignore[override]
