@@ -1,7 +1,7 @@
 """The one thing registered globally: an attention function of transformers' interface, under a name of our own.
 
 It is selected for the attention modules of a patched instance only; `sdpa` and the others stay as they are. In a
-sharded pass it is causal Ring Attention; over a cache whose K and V stay dealt to the ranks, each rank's part merged; in
+sharded pass it is causal Ring Attention; over a cache whose K and V stay sharded, the merge of the ranks' results; in
 every other pass (decoding, or text that is not sharded) it is transformers' own sdpa.
 """
 

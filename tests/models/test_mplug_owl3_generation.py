@@ -8,6 +8,7 @@ from torch import Tensor
 from transformers import LogitsProcessor, LogitsProcessorList, StaticCache
 
 from mllm_seqpar.errors import ShapeError
+from mllm_seqpar.models.mplug_owl3.visual_inputs import visual_cache
 from tiny import IMAGE_TOKEN, tiny_frames, tiny_model, tiny_text
 
 VARIANTS = ("gated", "fused")
@@ -217,7 +218,7 @@ def test_a_cache_that_was_reset_forgets_the_frames(variant: str) -> None:
     ids, text = tiny_text(3), tiny_text(0, seed=9)
     cache = StaticCache(config=model.config, max_cache_len=20)
     model(ids, tiny_frames(3), past_key_values=cache)
-    assert cache.visual is not None
+    assert visual_cache(cache) is not None
     cache.reset()
     assert (model(text, past_key_values=cache).logits - model(text).logits).abs().max() < 1e-4
-    assert cache.visual is None
+    assert visual_cache(cache) is None
