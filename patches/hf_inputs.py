@@ -244,15 +244,21 @@ def _some(flat: Tensor) -> Tensor:
     return (values if values.is_floating_point() else values.to(torch.float32)).float().view(torch.int32)
 
 
-def makes_cache(context: SeqParContext, config: Any, use_cache: bool | None, past: Any, labels: Tensor | None) -> bool:
+def makes_cache(
+    context: SeqParContext, model: nn.Module, config: Any, use_cache: bool | None, past: Any, labels: Tensor | None
+) -> bool:
     """Whether a pass fills or continues a cache: when there is one, or the caller asks for one.
 
-    A caller who does not say gets one only where it costs no rank anything, on one process, as unpatched: a cache wants
-    all text on every rank, and has no backward pass.
+    Without `use_cache` there is one on one process, as unpatched, but not in training, where it would hold K and V that
+    are recomputed otherwise. Several ranks need all text for it on each. Gradient checkpointing rules a new one out, as
+    in transformers.
     """
-    if past is not None or use_cache is not None:
-        return past is not None or bool(use_cache)
-    return context.comm.size == 1 and labels is None and not torch.is_grad_enabled() and bool(config.use_cache)
+    if past is not None or use_cache is False:
+        return past is not None
+    trains = model.training and torch.is_grad_enabled()
+    if use_cache:
+        return not (trains and any(getattr(m, "gradient_checkpointing", False) for m in model.modules()))
+    return context.comm.size == 1 and labels is None and not trains and bool(config.use_cache)
 
 
 def flat_places(*places: Any) -> tuple[Tensor, ...]:

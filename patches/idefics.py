@@ -298,7 +298,7 @@ def _model_forward(model: Any, context: SeqParContext) -> Any:
             visual_shard=visual_shard,
             places=flat_places(image_attention_mask),
             past_key_values=past_key_values,
-            use_cache=makes_cache(context, self.config, use_cache, past_key_values, labels),
+            use_cache=makes_cache(context, self, self.config, use_cache, past_key_values, labels),
             packed=False,  # the unpatched model makes a mask of ones where none is given
             frame_names=_FRAMES,
             compare_frames=pixel_values is not None,

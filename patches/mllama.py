@@ -280,7 +280,7 @@ def _model_forward(model: Any, context: SeqParContext) -> Any:
             visual_shard=visual_shard,
             places=flat_places(None if cross_attention_mask is None else cross_attention_mask == 1, *everyones),
             past_key_values=past_key_values,
-            use_cache=makes_cache(context, family.text_config, use_cache, past_key_values, labels),
+            use_cache=makes_cache(context, self, family.text_config, use_cache, past_key_values, labels),
             packed=not _unpatched_caches(self, past_key_values, use_cache),
             extras=extras,
             frame_names=("pixel_values", "cross_attention_states"),

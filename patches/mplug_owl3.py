@@ -345,7 +345,7 @@ def _model_forward(model: Any, context: SeqParContext) -> Any:
         **kwargs: Any,
     ) -> CausalLMOutputWithPast:
         _, unpatched_caches = self._cache_for(past_key_values, use_cache)
-        caches = makes_cache(context, self.config, use_cache, past_key_values, labels)
+        caches = makes_cache(context, self, self.config, use_cache, past_key_values, labels)
         layout = () if media_layout is None else (media_layout.first, media_layout.stop, media_layout.frame_position)
         inputs = _Inputs(
             input_ids=input_ids,
@@ -375,8 +375,12 @@ def _model_forward(model: Any, context: SeqParContext) -> Any:
 def _with_native_cache(family: MPlugOwl3Family, inputs: _Inputs, logits_to_keep: Any, kwargs: dict[str, Any]) -> Any:
     """Runs a pass and keeps up what the native `generate` looks at: the layout of the prompt, beside the cache."""
     cache: Any = inputs.past_key_values
-    if cache is not None and inputs.past_length == 0:
-        detach(cache, VisualCache)  # of an earlier text, when the cache was reset
+    cached = visual_cache(cache)
+    if cached is not None and inputs.past_length <= cached.row_offset:
+        detach(cache, VisualCache)  # of an earlier text, when the cache was reset, or cropped to before it
+        beside = remembered(cache)
+        if beside is not None:
+            beside.kept = beside.note = None
     out = run_pass(family, inputs, logits_to_keep, kwargs)
     cache = out.past_key_values
     beside = None if cache is None else remembered(cache)

@@ -208,9 +208,10 @@ class MPlugOwl3ForConditionalGeneration(MPlugOwl3PreTrainedModel, MPlugOwl3Gener
 
 def _cached_visual(cache: Any, past_length: int, inputs_embeds: Tensor, embeds: Tensor | None) -> VisualInputs | None:
     """What tokens that continue a cache see of the frames whose K and V are in it."""
-    if past_length == 0 and visual_cache(cache) is not None:
-        detach(cache, VisualCache)  # a cache that was reset: those frames belong to its earlier text
     cached = visual_cache(cache)
+    if cached is not None and past_length <= cached.row_offset:
+        detach(cache, VisualCache)  # a cache that was reset, or cropped to before those frames' text
+        cached = None
     if cached is None:
         return None
     if embeds is not None:
