@@ -112,12 +112,12 @@ class KeptElsewhere(CacheLayerMixin):
             setattr(self, name, getattr(own, name, False))
 
     @property
-    def is_initialized(self) -> bool:  # type: ignore[override]
+    def is_initialized(self) -> bool:
         """Whether there are K and V, here or in the record."""
         return self._beside.kept is not None or bool(self._own.is_initialized)
 
     @property
-    def keys(self) -> Any:  # type: ignore[override]
+    def keys(self) -> Any:
         """K of the layer itself; nothing in a pass of the patched model, which takes the record's.
 
         Raises:
@@ -130,7 +130,7 @@ class KeptElsewhere(CacheLayerMixin):
         return torch.empty(0)
 
     @property
-    def values(self) -> Any:  # type: ignore[override]
+    def values(self) -> Any:
         """As `keys`."""
         return self._own.values if self._beside.kept is None else self.keys
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import types
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,21 +20,19 @@ from mllm_seqpar.blockwise import chunk_forwards
 from mllm_seqpar.call import SeqParCall, as_attended
 from mllm_seqpar.choosing import CrossShape
 from mllm_seqpar.context import SeqParContext
-from mllm_seqpar.errors import AdapterError, ConfigError, ShapeError
+from mllm_seqpar.errors import AdapterError, ShapeError
 from mllm_seqpar.masks import FrameMask, GivenBlock
-from mllm_seqpar.models.cache_rows import attach, detach
 from mllm_seqpar.models.mplug_owl3.media import MediaLayout
-from mllm_seqpar.models.mplug_owl3.visual_inputs import VisualCache, visual_cache
 from mllm_seqpar.patching import Patch
 from mllm_seqpar.sharding import FrameShard
-from mllm_seqpar.visual import KeptVisual, Projection
+from mllm_seqpar.visual import Projection
 
 from . import hf_attention
-from .hf_cache import Remembered, remembered
-from .hf_family import VISUAL_SHARD, Family, View
+from .hf_family import VISUAL_SHARD, View
 from .hf_generation import patch_generate
 from .hf_inputs import Inputs, flat_places, makes_cache
-from .hf_passes import forward_of, run_pass
+from .hf_passes import forward_of
+from .mplug_owl3_cache import LayoutsInCaches, Note, run_with_native_cache
 from .text_masks import causal_tiles
 
 _MODELS = "mllm_seqpar.models.mplug_owl3."
@@ -193,7 +191,7 @@ class _Inputs(Inputs):
     media_layout: MediaLayout | None
 
     @functools.cached_property
-    def note(self) -> _Note:
+    def note(self) -> Note:
         """The layout; raises what the unpatched model would raise."""
         inclusive = self.model.config.variant == "fused"
         if self.media_layout is None:
@@ -203,29 +201,17 @@ class _Inputs(Inputs):
                 media_offset=self.media_offset,
                 position_ids=self.positions(),
             )
-            return _Note(layout, self.past_length, inclusive)
+            return Note(layout, self.past_length, inclusive)
         samples, frames = self.media_layout.first.shape[0], self.media_layout.total_frames
         if (samples, frames) != (self.batch, self.total_frames):
             raise ShapeError(
                 f"media_layout is for {samples} samples and {frames} frames; the call has {self.batch} samples and "
                 f"{self.total_frames} frames"
             )
-        return _Note(self.media_layout, 0, inclusive)
+        return Note(self.media_layout, 0, inclusive)
 
 
-@dataclass(frozen=True)
-class _Note:
-    """Which row sees which frames, counted from the text token `row_offset` of the cache.
-
-    `inclusive`: whether a placeholder sees its own frame.
-    """
-
-    layout: MediaLayout
-    row_offset: int
-    inclusive: bool
-
-
-class MPlugOwl3Family(Family):
+class MPlugOwl3Family(LayoutsInCaches):
     """mPLUG-Owl3: SigLIP frames in one flat list, a rotary position per frame."""
 
     def cross_shape(self) -> CrossShape:
@@ -244,7 +230,7 @@ class MPlugOwl3Family(Family):
         shape = (1, vision.num_channels, vision.image_size, vision.image_size)
         return (torch.zeros(shape, device=weight.device, dtype=weight.dtype),)
 
-    def note(self, inputs: Inputs) -> _Note:
+    def note(self, inputs: Inputs) -> Note:
         """The prompt's layout, for later passes."""
         assert isinstance(inputs, _Inputs)
         return inputs.note
@@ -253,31 +239,11 @@ class MPlugOwl3Family(Family):
         """The frames' rotary positions."""
         return self.note(inputs).layout.frame_position if inputs.total_frames else super().index(inputs, units)
 
-    def view(self, inputs: Inputs, units: int, tokens: int, note: _Note) -> View:
+    def view(self, inputs: Inputs, units: int, tokens: int, note: Note) -> View:
         """The layout's rows."""
         rows = inputs.rows.to(note.layout.first.device)
         first, stop = (x[rows] for x in note.layout.rows(inputs.past_length - note.row_offset, inputs.length))
         return self._view(FrameMask.from_intervals(first, stop, tokens, units))
-
-    def cropped(self, note: _Note | None, past: int) -> _Note | None:
-        """The layout of the text that is left."""
-        return (
-            None if note is None else replace(note, layout=note.layout.cropped(past - note.row_offset, note.inclusive))
-        )
-
-    def adopt(self, cache: Any, beside: Remembered) -> None:
-        """Take over the native model's K and V of frames, which are those of one process; refuse them on several."""
-        cached = visual_cache(cache)
-        if cached is None:
-            return
-        if self.context.comm.size > 1:
-            raise ConfigError(
-                "past_key_values holds K and V of frames that the unpatched model computed, all of them on this rank; "
-                "continue it with the unpatched model, or begin with a new cache"
-            )
-        kept = KeptVisual.given(cached.states, cached.layout.total_frames, cached.tokens_per_frame)
-        beside.keep(kept, _Note(cached.layout, cached.row_offset, cached.inclusive), 0)
-        beside.rows, beside.seen = cached.rows, cached.seen
 
     def text_mask(self, embeds: Tensor, mask: Any, positions: Tensor, cache: Any) -> Any:
         """Return a causal mask for each kind of layer."""
@@ -366,33 +332,7 @@ def _model_forward(model: Any, context: SeqParContext) -> Any:
             media_offset=media_offset,
             media_layout=media_layout,
         )
-        return _with_native_cache(family, inputs, logits_to_keep, kwargs)
+        return run_with_native_cache(family, inputs, logits_to_keep, kwargs)
 
     forward.__doc__ = (unpatched.__doc__ or "") + VISUAL_SHARD.format(frames="`pixel_values` or `image_embeds`")
     return forward_of(model, forward)
-
-
-def _with_native_cache(family: MPlugOwl3Family, inputs: _Inputs, logits_to_keep: Any, kwargs: dict[str, Any]) -> Any:
-    """Runs a pass and keeps up what the native `generate` looks at: the layout of the prompt, beside the cache."""
-    cache: Any = inputs.past_key_values
-    cached = visual_cache(cache)
-    if cached is not None and inputs.past_length <= cached.row_offset:
-        detach(cache, VisualCache)  # of an earlier text, when the cache was reset, or cropped to before it
-        beside = remembered(cache)
-        if beside is not None:
-            beside.kept = beside.note = None
-    out = run_pass(family, inputs, logits_to_keep, kwargs)
-    cache = out.past_key_values
-    beside = None if cache is None else remembered(cache)
-    if beside is not None and beside.kept is not None and beside.kept.total_frames:
-        note, cached = beside.note, visual_cache(cache)
-        if cached is None:
-            tokens = beside.kept.tokens_per_unit
-            cached = VisualCache(
-                note.layout, row_offset=note.row_offset, tokens_per_frame=tokens, inclusive=note.inclusive
-            )
-            attach(cache, cached, family.text_config.num_hidden_layers)
-            cached.states, cached.seen = beside.kept.states, beside.seen
-            cached.whole = family.context.comm.size == 1
-        cached.layout = note.layout
-    return out

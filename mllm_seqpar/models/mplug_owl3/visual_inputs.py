@@ -4,6 +4,7 @@ Shape legend: B samples, L text tokens of this pass, F frames of all samples, T 
 """
 
 import copy
+from collections.abc import Hashable
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import groupby
@@ -96,7 +97,7 @@ class VisualCache(RowsLayer):
         self.row_offset = row_offset
         self.tokens_per_frame = tokens_per_frame
         self.inclusive = inclusive
-        self.states: dict[int, tuple[Tensor, Tensor]] = {}
+        self.states: dict[Hashable, tuple[Tensor, Tensor]] = {}
         self.seen: set[tuple[int, ...]] = set()
         self.whole = True
 
