@@ -86,9 +86,9 @@ def fingerprint_of(frames: Tensor) -> tuple[int, ...]:
 
 
 def project_all(project: Projection, features: Tensor, index: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """k and v (1, G, frames * tokens, D) of all frames, contiguous, chunk by chunk; call it without grad mode.
+    """k and v (1, G, frames * tokens, D) of all frames, contiguous, chunk by chunk; differentiable in grad mode.
 
-    Only one chunk of a projection's intermediate results is ever alive, and k and v exist once.
+    Without it only one chunk of a projection's intermediate results is ever alive, and k and v exist once.
     """
     chunks, tokens = frame_chunks(features), features.shape[1]
     whole: tuple[Tensor, ...] = ()
@@ -136,13 +136,8 @@ class KeptVisual:
     def keys_values(self, layer: Hashable, project: Projection, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """k and v (1, G, keys of this rank, D) of a layer, projected on its first call; differentiable in grad mode."""
         if layer not in self.states:
-            visual = self._visual
-            assert visual is not None, f"layer {layer} has not seen the prompt's first pass"
-            if torch.is_grad_enabled():
-                k, v = (x.to(dtype) for x in project(visual.features, visual.index))
-                self.states[layer] = k, v
-            else:
-                self.states[layer] = project_all(project, visual.features, visual.index, dtype)
+            assert self._visual is not None, f"layer {layer} has not seen the prompt's first pass"
+            self.states[layer] = project_all(project, self._visual.features, self._visual.index, dtype)
         return self.states[layer]
 
     def close(self) -> None:
