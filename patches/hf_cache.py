@@ -144,8 +144,9 @@ class KeptElsewhere(CacheLayerMixin):
         return self._own.update(key_states, value_states, *args, **kwargs)
 
     def get_seq_length(self) -> int:
-        """As the layer itself."""
-        return self._own.get_seq_length()
+        """Keys of all frames, by which older versions of transformers see that there are some."""
+        kept = self._beside.kept
+        return self._own.get_seq_length() if kept is None else kept.units * kept.tokens_per_unit
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """As the layer itself."""

@@ -43,14 +43,20 @@ class Talk:
             self.model = tiny_model(family)
             self.prompt = {"input_ids": tiny_text(3, 2), "pixel_values": tiny_frames(5)}
 
-    def _masks(self, rows: list[int], length: int) -> dict[str, Tensor]:
-        """What each of the new rows sees of its own sample's images: what the prompt's last row does."""
+    def masks(self, rows: list[int], start: int, stop: int) -> dict[str, Tensor]:
+        """What new tokens see of their own sample's images: what the prompt's last row does. Llama's has all tokens."""
         found = {}
         for name in ("cross_attention_mask", "image_attention_mask"):
             if name in self.prompt:
-                last = self.prompt[name][rows, -1:]
-                found[name] = last.expand(-1, length, *last.shape[2:])
+                prompt = self.prompt[name][rows]
+                whole = torch.cat([prompt, prompt[:, -1:].expand(-1, stop, *prompt.shape[2:])], dim=1)
+                found[name] = whole if name == "cross_attention_mask" else whole[:, start - stop :]
         return found
+
+    def prompt_and(self, ids: Tensor) -> dict[str, Any]:
+        """The prompt with these tokens behind it."""
+        given = self.prompt | {"input_ids": torch.cat([self.prompt["input_ids"], ids], dim=1)}
+        return given | self.masks([0, 1], -self.prompt["input_ids"].shape[1], ids.shape[1])
 
     def fill(self, cache: Any = None) -> Any:
         """Read the prompt into a cache."""
@@ -59,18 +65,14 @@ class Talk:
     def go_on(self, cache: Any, ids: Tensor, rows: list[int], **more: Any) -> Tensor:
         """Logits of two tokens, then of one, of these rows of the prompt."""
         parts = []
-        for part in (ids[rows, :2], ids[rows, 2:]):
-            masks = self._masks(rows, part.shape[1])
-            parts.append(self.model(input_ids=part, past_key_values=cache, **masks, **more).logits)
+        for start, stop in ((0, 2), (2, 3)):
+            given = {"input_ids": ids[rows, start:stop], **self.masks(rows, start, stop), **more}
+            parts.append(self.model(**given, past_key_values=cache).logits)
         return torch.cat(parts, dim=1)
 
     def whole(self, ids: Tensor, rows: list[int]) -> Tensor:
         """The same without a cache, both samples computed whole."""
-        given = dict(self.prompt)
-        given["input_ids"] = torch.cat([given["input_ids"], ids], dim=1)
-        for name, mask in self._masks([0, 1], ids.shape[1]).items():
-            given[name] = torch.cat([given[name], mask], dim=1)
-        return self.model(**given, use_cache=False).logits[rows, -ids.shape[1] :]
+        return self.model(**self.prompt_and(ids), use_cache=False).logits[rows, -ids.shape[1] :]
 
     def unpatched(self, move: str) -> Tensor:
         """The reference: transformers' own cache where it has the images, otherwise no cache."""
