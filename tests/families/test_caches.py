@@ -97,27 +97,29 @@ def test_cropping_a_prompt_takes_its_frames_away(variant: str, left: int) -> Non
         assert error(torch.cat(found, dim=1), expected) < TOLERANCE, is_patched
 
 
-def two_passes(talk: Talk, frames: dict[str, Any]) -> dict[str, Any]:
-    """Gradients of the losses of a prompt and of a text over its cache."""
+def two_passes(talk: Talk, frames: dict[str, Any], prompt_too: bool) -> dict[str, Any]:
+    """Gradients of the losses of a prompt and of a text over its cache, or of the text's alone."""
     talk.model.zero_grad(set_to_none=True)
     labels = talk.prompt["input_ids"].clone()
     labels[labels >= talk.model.get_output_embeddings().weight.shape[0]] = -100  # Llama's image token
-    first = talk.model(**talk.prompt, labels=labels, use_cache=True)
+    with torch.set_grad_enabled(prompt_too):
+        first = talk.model(**talk.prompt, labels=labels, use_cache=True)
     masks = talk.masks([0, 1], 0, 3)
     second = talk.model(input_ids=NEW, labels=NEW, past_key_values=first.past_key_values, **masks, **frames)
-    (first.loss + 2 * second.loss).backward()
+    (2 * second.loss + first.loss * prompt_too).backward()
     grads = {name: None if p.grad is None else p.grad.clone() for name, p in talk.model.named_parameters()}
     talk.model.zero_grad(set_to_none=True)
     return grads
 
 
+@pytest.mark.parametrize("prompt_too", [True, False])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_one_process_trains_through_a_cache(family: str) -> None:
+def test_one_process_trains_through_a_cache(family: str, prompt_too: bool) -> None:
     talk = Talk(family)
     frames = {name: talk.prompt[name] for name in ("pixel_values",) if family == "idefics"}
-    expected = two_passes(talk, frames)
+    expected = two_passes(talk, frames, prompt_too)
     with patched(talk.model):
-        found = two_passes(talk, frames)
+        found = two_passes(talk, frames, prompt_too)
     value, where = worst_gradient(found, expected)
     assert value < TOLERANCE, (value, where)
 
@@ -202,6 +204,16 @@ def test_generate_takes_a_prefix_cache_with_the_whole_prompt(family: str) -> Non
         with pytest.raises(ShapeError, match="other frames were passed|others already"):
             others = given | {"pixel_values": given["pixel_values"] + 1}
             talk.model.generate(**others, past_key_values=prefix, **settings())
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_several_sampled_sequences_of_a_prompt_are_the_unpatched_models(family: str) -> None:
+    talk, given = Talk(family), settings(do_sample=True, temperature=1.3, top_k=20, num_return_sequences=3)
+    torch.manual_seed(3)
+    expected = talk.model.generate(**talk.prompt, **given)
+    with patched(talk.model):
+        torch.manual_seed(3)
+        assert torch.equal(talk.model.generate(**talk.prompt, **given), expected)
 
 
 @torch.no_grad()
