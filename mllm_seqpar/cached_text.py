@@ -29,13 +29,13 @@ class CachedText:
         self.fresh = text.own
         self.positions = text.positions(text.comm.rank)[self.fresh]
         self.total = text.length
-        self._comm, self._keeper = text.comm, text.keeper
+        self._rank, self._size, self._keeper = text.comm.rank, text.comm.size, text.keeper
 
     def extend(self, count: int) -> None:
         """Begins a pass of `count` new tokens."""
         new = torch.arange(self.total, self.total + count)
-        home = new % self._comm.size if self._keeper is None else torch.full_like(new, self._keeper)
-        self.fresh = (home == self._comm.rank).nonzero().flatten()
+        home = new % self._size if self._keeper is None else torch.full_like(new, self._keeper)
+        self.fresh = (home == self._rank).nonzero().flatten()
         self.positions = torch.cat([self.positions, new[self.fresh]])
         self.total += count
 

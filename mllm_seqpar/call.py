@@ -243,11 +243,9 @@ class SeqParCall:
 
     def attend_replicated(self, q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
         """q (B, H, L, D), the same on every rank, over the ranks' visual keys -> (o, lse), the same on every rank."""
-        if torch.is_grad_enabled() and any(t.requires_grad for t in (q, k, v)):
-            raise ConfigError(
-                "use_cache: a pass with a cache has no backward pass when sequence-parallel; run it under "
-                "torch.no_grad(), or pass use_cache=False to train"
-            )
+        if self.wants_grad(q, k, v):
+            sources = [self.kept_keys(q, k, v)]
+            return attend(q, sources, comm=self.context.comm, scale=scale, kernel=self.context.config.kernel)
         result = decode_attention(
             q,
             k,
@@ -261,6 +259,31 @@ class SeqParCall:
         )
         assert isinstance(result, tuple)
         return result
+
+    def wants_grad(self, *tensors: Tensor) -> bool:
+        """Whether a pass with a cache is differentiated, which one process can do.
+
+        Raises:
+            ConfigError: it is, on several ranks.
+        """
+        wanted = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
+        if wanted and self.context.comm.size > 1:
+            raise ConfigError(
+                "use_cache: a pass with a cache has no backward pass when sequence-parallel; run it under "
+                "torch.no_grad(), or pass use_cache=False to train"
+            )
+        return wanted
+
+    def kept_keys(self, q: Tensor, k: Tensor, v: Tensor) -> GivenKeys:
+        """Return the frames' K and V of one process as a differentiable source for the rows q."""
+        assert self.frame_mask is not None
+        blocks = FrameBlocks([self.frame_mask], [(0, self.frame_mask.total_frames)])
+        return self.own_keys(q, k, v, blocks)
+
+    def own_keys(self, q: Tensor, k: Tensor, v: Tensor, blocks: Blocks) -> GivenKeys:
+        """Return K and V of one process as a differentiable source, whatever the strategy."""
+        dtype = accumulation(self.context.config.accumulate_dtype, q.dtype)
+        return GivenKeys(Plan((1, 1), blocks, (k.shape[2],), dtype), k, v)
 
     def attend_cached_text(
         self, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None = None

@@ -26,6 +26,8 @@ from .errors import ShapeError
 CHUNK_BYTES = 64 << 20
 """Features projected at once: what bounds the intermediate results of a projection."""
 
+_SAMPLED = 4096
+
 Projection = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
@@ -58,10 +60,35 @@ def frame_chunks(features: Tensor) -> list[slice]:
     return [slice(start, min(start + step, frames)) for start in range(0, frames, step)] or [slice(0, 0)]
 
 
-def project_all(project: Projection, features: Tensor, index: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """k and v (1, G, frames * tokens, D) of all frames, contiguous, chunk by chunk; call it without grad mode.
+def sampled_bits(frames: Tensor) -> Tensor:
+    """Return the bits of some values of every part of the frames, evenly spread: enough to tell two videos apart."""
+    x, step = frames.detach(), max(1, frames.numel() // _SAMPLED)
+    if x.is_contiguous():
+        return x.view(-1)[::step].float().view(torch.int32)
+    # one by one: to flatten them, channels last for example, would copy the whole video
+    places = torch.arange(0, x.numel(), step, device=x.device)
+    return x[torch.unravel_index(places, x.shape)].float().view(torch.int32)
 
-    Only one chunk of a projection's intermediate results is ever alive, and k and v exist once.
+
+def checksum(*tensors: Tensor | None) -> Tensor:
+    """Return a number that changes when an entry does, or when two change places."""
+    given = [x.detach().reshape(-1).long() for x in tensors if x is not None]
+    if not given:
+        return torch.zeros((), dtype=torch.long)
+    x = torch.cat(given)
+    weights = torch.arange(1, x.numel() + 1, device=x.device) * 2654435761 % 2147483647
+    return ((x + 1) * weights).sum()
+
+
+def fingerprint_of(frames: Tensor) -> tuple[int, ...]:
+    """Return shape and checksum of a sample: whether frames passed now are those passed before."""
+    return (*frames.shape, int(checksum(sampled_bits(frames))))
+
+
+def project_all(project: Projection, features: Tensor, index: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """k and v (1, G, frames * tokens, D) of all frames, contiguous, chunk by chunk; differentiable in grad mode.
+
+    Without it only one chunk of a projection's intermediate results is ever alive, and k and v exist once.
     """
     chunks, tokens = frame_chunks(features), features.shape[1]
     whole: tuple[Tensor, ...] = ()
@@ -82,21 +109,32 @@ def project_all(project: Projection, features: Tensor, index: Tensor, dtype: tor
 class KeptVisual:
     """K and V of one prompt's frames for decoding: each layer projects this rank's once, and they stay here.
 
+    Copies of a cache share it (`__deepcopy__`): after the first pass it never changes.
+
     Attributes:
         total_frames: frames of all ranks together; 0 where an empty one only keeps the ranks in step.
         units: what masks speak of, of all ranks together (frames, or tiles of them).
         tokens_per_unit: keys of one.
-        note: what the model family wants to remember of the prompt.
     """
 
-    def __init__(self, visual: SharedVisual, total_frames: int, note: Any = None) -> None:
-        self.total_frames, self.note = total_frames, note
+    def __init__(self, visual: SharedVisual, total_frames: int) -> None:
+        self.total_frames = total_frames
         self.units, self.tokens_per_unit = visual.total_frames, visual.features.shape[1]
         self.states: dict[Hashable, tuple[Tensor, Tensor]] = {}
         self._visual: SharedVisual | None = visual
 
+    @classmethod
+    def given(cls, states: dict[Hashable, tuple[Tensor, Tensor]], frames: int, tokens: int) -> KeptVisual:
+        """Return K and V that exist already, of `frames` frames of `tokens` keys, of which this rank has all."""
+        some = next(iter(states.values()))[0]
+        empty = SharedVisual(some.new_empty(0, tokens, 0), torch.zeros(0, dtype=torch.long), frames)
+        kept = cls(empty, frames)
+        kept.states = dict(states)
+        kept.close()
+        return kept
+
     def keys_values(self, layer: Hashable, project: Projection, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """k and v (1, G, keys of this rank, D) of a layer, projected on its first call."""
+        """k and v (1, G, keys of this rank, D) of a layer, projected on its first call; differentiable in grad mode."""
         if layer not in self.states:
             assert self._visual is not None, f"layer {layer} has not seen the prompt's first pass"
             self.states[layer] = project_all(project, self._visual.features, self._visual.index, dtype)
@@ -105,6 +143,9 @@ class KeptVisual:
     def close(self) -> None:
         """After the first pass: every layer has its K and V, and the features can go."""
         self._visual = None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> KeptVisual:
+        return self
 
 
 @dataclass(frozen=True)

@@ -1,19 +1,18 @@
 """The one thing registered globally: an attention function of transformers' interface, under a name of our own.
 
-It is selected on the text config of a patched instance only; `sdpa` and the others stay as they are. In a sharded pass
-it is causal Ring Attention; over a cache whose K and V stay dealt to the ranks, each rank's part merged; in every other
-pass (decoding, or text that is not sharded) it is transformers' own sdpa.
+It is selected for the attention modules of a patched instance only; `sdpa` and the others stay as they are. In a
+sharded pass it is causal Ring Attention; over a cache whose K and V stay sharded, the merge of the ranks' results; in
+every other pass (decoding, or text that is not sharded) it is transformers' own sdpa.
 """
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.masking_utils import sdpa_mask
+from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask, sdpa_mask
 
 from mllm_seqpar.call import SeqParCall, as_attended
 from mllm_seqpar.errors import ConfigError
@@ -72,19 +71,41 @@ def register() -> None:
 
 
 def select(patch: Patch, modules: list[nn.Module]) -> None:
-    """Selects the function for these modules of one instance, through a copy of their config.
+    """Select the function for these attention modules of one instance, which read their config through a view.
 
-    A copy, because other models may have been built from the same config object.
+    The config itself stays the model's own object and unchanged: other models may share it, and it is saved.
     """
     register()
-    copies: dict[int, Any] = {}
     owners = {id(owner): owner for module in modules for owner in _with_config(module)}
     for owner in owners.values():
-        config: Any = owner.config
-        if id(config) not in copies:
-            copies[id(config)] = copy.copy(config)
-            copies[id(config)]._attn_implementation_internal = NAME  # the public setter would reach into sub-configs
-        patch.set(owner, "config", copies[id(config)])
+        patch.set(owner, "config", SelectedConfig(owner.config))
+
+
+class SelectedConfig:
+    """A config as the attention of a patched model reads it: its own attributes, and our attention function."""
+
+    _attn_implementation = NAME
+
+    def __init__(self, config: Any) -> None:
+        object.__setattr__(self, "_config", config)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(object.__getattribute__(self, "_config"), name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(self._config, name, value)
+
+
+def causal_mask(config: Any, embeds: Tensor, mask: Any, positions: Tensor, cache: Any, sliding: bool = False) -> Any:
+    """Return the mask of a pass as transformers makes it for our function.
+
+    Args:
+        config: as an attention module of the patched model reads it.
+        embeds, mask, positions, cache: the decoder's arguments; a four-dimensional mask is returned unchanged.
+        sliding: for layers with a sliding window.
+    """
+    make = create_sliding_window_causal_mask if sliding else create_causal_mask
+    return make(config=config, inputs_embeds=embeds, attention_mask=mask, past_key_values=cache, position_ids=positions)
 
 
 def _with_config(module: nn.Module) -> list[nn.Module]:

@@ -18,13 +18,14 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from mllm_seqpar.cached_text import CachedRows
 from mllm_seqpar.call import SeqParCall
 from mllm_seqpar.errors import ShapeError
+from mllm_seqpar.models.cache_rows import attach
 from mllm_seqpar.text import TextShards, rows_kept
-from mllm_seqpar.visual import KeptVisual
+from mllm_seqpar.visual import KeptVisual, fingerprint_of
 
 from .hf_cache import Remembered, begin_prompt, can_be_dealt, deal_text, remembered
 from .hf_family import Family, View
 from .hf_frames import local_features
-from .hf_inputs import Inputs, fingerprint_of
+from .hf_inputs import Inputs
 from .hf_outputs import whole_states, whole_text_loss
 from .hf_shares import agree_on_pass, frames_of, passed_through, report, shared, text_of, view_of
 from .hf_star import can_be_cut, check_star, joined_states, star_shards
@@ -44,33 +45,77 @@ def cached_pass(family: Family, inputs: Inputs, logits_to_keep: int | Tensor, kw
         agree_on_pass(family, inputs, kwargs)
     else:
         check_star(family.context.config, inputs)
-    beside = remembered(cache) if past else begin_prompt(cache)
-    features = _keep_frames(family, inputs, beside, past)
-    if past == 0 and _deals_prompt(family, inputs, cache):
-        out = _dealt_prompt(family, inputs, cache, beside, features, logits_to_keep, kwargs)
-    else:
-        out = _replicated_pass(family, inputs, cache, beside, logits_to_keep, kwargs)
+    beside = _continued(family, inputs, cache) if past else _begun(family, inputs, cache)
+    beside.active = True
+    try:
+        features = _keep_frames(family, inputs, cache, beside, past)
+        if past == 0 and _deals_prompt(family, inputs, cache):
+            out = _dealt_prompt(family, inputs, cache, beside, features, logits_to_keep, kwargs)
+        else:
+            out = _replicated_pass(family, inputs, cache, beside, logits_to_keep, kwargs)
+    finally:
+        beside.active = False
     if beside.kept is not None:
         beside.kept.close()
     return family.output(out, features, inputs)
 
 
-def _keep_frames(family: Family, inputs: Inputs, beside: Remembered, past: int) -> Tensor | None:
-    """Encodes frames that came with this pass, and makes a place for their K and V."""
-    if inputs.frames is not None and beside.kept is not None and fingerprint_of(inputs.frames) not in beside.seen:
-        raise ShapeError(
-            f"{inputs.total_frames} frames were passed with a cache that holds {beside.kept.total_frames} already; "
-            "pass new frames with the whole conversation and without the cache"
-        )
-    if beside.kept is not None or (past and not inputs.total_frames):
+def _begun(family: Family, inputs: Inputs, cache: Any) -> Remembered:
+    return begin_prompt(cache, inputs.batch, family.context.comm, family.text_config.num_hidden_layers)
+
+
+def _continued(family: Family, inputs: Inputs, cache: Any) -> Remembered:
+    """Return what is kept with a cache that has some text.
+
+    Raises:
+        ConfigError: K and V in it are sharded over another group, or belong to an unpatched model's frames.
+        ShapeError: it has another number of rows than the call.
+    """
+    beside, comm = remembered(cache), family.context.comm
+    if beside is None:
+        beside = Remembered(inputs.batch, comm)
+        family.adopt(cache, beside)
+        attach(cache, beside, family.text_config.num_hidden_layers)
+    beside.check_group(comm)
+    beside.rows_of(inputs.batch)
+    beside.note = family.cropped(beside.note, inputs.past_length)
+    return beside
+
+
+def _keep_frames(family: Family, inputs: Inputs, cache: Any, beside: Remembered, past: int) -> Tensor | None:
+    """Encode frames that came with this pass, and make a place for their K and V."""
+    if beside.kept is not None and not _replaces_frames(family, inputs, beside):
+        return None
+    if past and not inputs.total_frames:
         return None
     note = family.note(inputs)
     features = local_features(family, inputs)  # FSDP wants it without frames, too
     if features is not None:
-        beside.kept = KeptVisual(shared(family, inputs, features), inputs.total_frames, note)
-        if family.repeats_frames:
-            beside.seen = {fingerprint_of(x) for x in (inputs.frames, features) if x is not None}
+        beside.keep(KeptVisual(shared(family, inputs, features), inputs.total_frames), note, inputs.batch)
+        beside.seen = {fingerprint_of(x) for x in (inputs.frames, features) if x is not None}
+        family.mark_cache(cache, beside)
     return features
+
+
+def _replaces_frames(family: Family, inputs: Inputs, beside: Remembered) -> bool:
+    """Whether frames of this pass take the place of those that are kept; the same frames do not.
+
+    Raises:
+        ShapeError: other frames, in a family whose earlier text would then lack its own.
+    """
+    if inputs.frames is None or not inputs.total_frames:
+        return False
+    assert beside.kept is not None
+    same = fingerprint_of(inputs.frames) in beside.seen
+    if family.repeats_frames:  # as unpatched: every pass looks at the frames that come with it
+        return torch.is_grad_enabled() or not same or not family.in_order(inputs, beside.note)
+    if same:
+        return False
+    raise ShapeError(
+        f"{inputs.total_frames} frames were passed with a cache that holds {beside.kept.total_frames} others already; "
+        "leave frames out to go on with those of the cache, or pass new frames with the whole conversation and "
+        "without the cache"
+    )
 
 
 def _replicated_pass(
@@ -82,17 +127,18 @@ def _replicated_pass(
     kwargs: dict[str, Any],
 ) -> CausalLMOutputWithPast:
     """All text on every rank, frames dealt out; text K and V as the cache has them, whole or dealt."""
-    view = _view_of_kept(family, inputs, beside.kept)
+    view = _view_of_kept(family, inputs, beside)
     outputs = _replicated_rows(family, inputs, inputs.positions(), view, cache, beside, kwargs)
     hidden = _in_step(family, rows_kept(outputs.last_hidden_state, logits_to_keep))
     return _whole_outputs(family, inputs, hidden, outputs.hidden_states, cache, kwargs)
 
 
-def _view_of_kept(family: Family, inputs: Inputs, kept: KeptVisual | None) -> View | None:
+def _view_of_kept(family: Family, inputs: Inputs, beside: Remembered) -> View | None:
     """What the rows of this pass see of the frames whose K and V are kept."""
+    kept = beside.kept
     if kept is None:
         return None
-    return view_of(family, inputs, kept.units, kept.tokens_per_unit, kept.total_frames, kept.note)
+    return view_of(family, inputs, kept.units, kept.tokens_per_unit, kept.total_frames, beside.note)
 
 
 def _replicated_rows(
@@ -119,6 +165,7 @@ def _replicated_rows(
         beside.text.extend(length)
         cached = CachedRows(beside.text, length, mask)
         mask = passed_through(embeds)
+    mask = family.text_mask(embeds, mask, positions[:, start:], cache)
     seen: dict[str, Any] = {}
     if kept is not None:
         assert view is not None
@@ -141,7 +188,7 @@ def _whole_outputs(
     family: Family, inputs: Inputs, hidden: Tensor, states: Any, cache: Any, kwargs: dict[str, Any]
 ) -> CausalLMOutputWithPast:
     logits = family.lm_head(hidden)
-    loss = whole_text_loss(logits, inputs, family.loss_function, family.text_config.vocab_size, kwargs)
+    loss = whole_text_loss(logits, inputs, family.loss_function, kwargs)
     return CausalLMOutputWithPast(loss=loss, logits=logits, past_key_values=cache, hidden_states=states)
 
 
@@ -174,9 +221,9 @@ def _dealt_prompt(
     """
     star = family.context.config.self_attention == "star"
     text = (star_shards if star else text_shards)(family.context, inputs)
-    note = None if beside.kept is None else beside.kept.note
+    note = beside.note
     # of all rows, by a cache that is empty still
-    every_position, every_view = inputs.positions(), _view_of_kept(family, inputs, beside.kept)
+    every_position, every_view = inputs.positions(), _view_of_kept(family, inputs, beside)
     deal_text(cache, text, family.text_config.num_hidden_layers)
     call = SeqParCall(family.context, text=text, **frames_of(family, inputs, text, features, note, beside.kept))
     report(family, inputs, text.local)

@@ -21,6 +21,7 @@ from mllm_seqpar.choosing import CrossShape
 from mllm_seqpar.context import SeqParContext
 from mllm_seqpar.masks import FrameMask
 
+from .hf_cache import Remembered
 from .hf_inputs import Inputs
 from .hf_outputs import refuse_other_losses, refuse_reentrant, refuse_unlike_attention
 
@@ -134,6 +135,35 @@ class Family(ABC):
             refuse_reentrant(self.model)
         if self.context.comm.size > 1 and self.context.config.self_attention != "local" and not inputs.use_cache:
             refuse_other_losses(self.loss_of, inputs.target_labels() is not None)
+
+    def text_mask(self, embeds: Tensor, mask: Any, positions: Tensor, cache: Any) -> Any:
+        """Return the decoder's `attention_mask` for text that every rank has whole, made for the patch's attention.
+
+        The decoder itself would make one for the attention that its config names.
+        """
+        return mask
+
+    def adopt(self, cache: Any, beside: Remembered) -> None:
+        """Take over what an unpatched model kept with a cache of this text.
+
+        Without K and V of frames in it, as here, the cache can be continued unchanged.
+
+        Raises:
+            ConfigError: it has K and V of frames that cannot be taken over.
+        """
+        return None
+
+    def cropped(self, note: Any, past: int) -> Any:
+        """Return the note of a text of which the cache has `past` tokens now, perhaps fewer than the note knows."""
+        return note
+
+    def mark_cache(self, cache: Any, beside: Remembered) -> None:
+        """Show an unpatched model that K and V of the frames are kept elsewhere, where it would not notice."""
+        return None
+
+    def in_order(self, inputs: Inputs, note: Any) -> bool:
+        """Whether the cache's rows stand beside the samples that they had when the frames came."""
+        return True
 
     def note(self, inputs: Inputs) -> Any:
         """What `view` must know of the prompt's frames, in later passes over the same cache too.

@@ -20,6 +20,9 @@ from mllm_seqpar.comm import Communicator
 from mllm_seqpar.context import SeqParContext
 from mllm_seqpar.errors import ShapeError
 from mllm_seqpar.sharding import FrameShard, frame_bounds
+from mllm_seqpar.visual import checksum, sampled_bits
+
+from .hf_cache import remembered
 
 _NAMES = (
     "samples",
@@ -41,7 +44,6 @@ _NAMES = (
     "checksum of pixels",
     "checksum of weights",
 )
-_SAMPLED_PIXELS = 4096
 _SAMPLED_WEIGHTS = 16  # of each parameter
 
 
@@ -117,6 +119,12 @@ class Inputs:
             return 0
         return self.visual_shard.total if self.visual_shard is not None else self.frames.shape[0]
 
+    @property
+    def rows(self) -> Tensor:
+        """(B,) int64: the row of the frames' own pass that each row continues; rows of a cache may have moved since."""
+        beside = remembered(self.past_key_values) if self.past_length else None
+        return torch.arange(self.batch) if beside is None else beside.rows_of(self.batch)
+
     def positions(self) -> Tensor:
         """(B or 1, L) rotary positions; from the cache's length on when none were given."""
         if self.position_ids is not None:
@@ -178,13 +186,13 @@ def _numbers(inputs: Inputs, model: nn.Module | None) -> dict[str, int]:
     ]
     everyone_has_all_pixels = frames is not None and kind == 1 and inputs.visual_shard is None and inputs.compare_frames
     checksums = [
-        _checksum(inputs.input_ids),
-        _checksum(labels),
-        _checksum(*_mask_tensors(inputs.attention_mask)),
-        _checksum(inputs.position_ids),
-        _checksum(*inputs.places),
-        _checksum(_sampled_bits(frames)) if everyone_has_all_pixels and frames is not None else torch.zeros(()),
-        torch.zeros(()) if model is None else _checksum(*_sampled_weights(model)),
+        checksum(inputs.input_ids),
+        checksum(labels),
+        checksum(*_mask_tensors(inputs.attention_mask)),
+        checksum(inputs.position_ids),
+        checksum(*inputs.places, inputs.rows.to(inputs.text.device) if inputs.past_length else None),
+        checksum(sampled_bits(frames)) if everyone_has_all_pixels and frames is not None else torch.zeros(()),
+        torch.zeros(()) if model is None else checksum(*_sampled_weights(model)),
     ]
     device = inputs.text.device
     read = torch.stack([x.to(device, torch.long) for x in checksums]).tolist()  # one wait for the device, not six
@@ -218,29 +226,9 @@ def _check_frames(comm: Communicator, inputs: Inputs) -> None:
             )
 
 
-def _checksum(*tensors: Tensor | None) -> Tensor:
-    """A number that changes when an entry does, or two change places."""
-    given = [x.detach().reshape(-1).long() for x in tensors if x is not None]
-    if not given:
-        return torch.zeros((), dtype=torch.long)
-    x = torch.cat(given)
-    weights = torch.arange(1, x.numel() + 1, device=x.device) * 2654435761 % 2147483647
-    return ((x + 1) * weights).sum()
-
-
 def _mask_tensors(mask: Any) -> Sequence[Tensor | None]:
     """The tensors of an attention mask: one, or one for each kind of layer."""
     return list(mask.values()) if isinstance(mask, Mapping) else [mask]
-
-
-def _sampled_bits(frames: Tensor) -> Tensor:
-    """The bits of some values of every part of the frames, evenly spread: enough to tell two videos apart."""
-    x, step = frames.detach(), max(1, frames.numel() // _SAMPLED_PIXELS)
-    if x.is_contiguous():
-        return x.view(-1)[::step].float().view(torch.int32)
-    # one by one: to flatten them, channels last for example, would copy the whole video
-    places = torch.arange(0, x.numel(), step, device=x.device)
-    return x[torch.unravel_index(places, x.shape)].float().view(torch.int32)
 
 
 def _sampled_weights(model: nn.Module) -> list[Tensor]:
@@ -256,20 +244,21 @@ def _some(flat: Tensor) -> Tensor:
     return (values if values.is_floating_point() else values.to(torch.float32)).float().view(torch.int32)
 
 
-def fingerprint_of(frames: Tensor) -> tuple[int, ...]:
-    """Shape and checksum of a sample: whether the frames passed now are those passed before."""
-    return (*frames.shape, int(_checksum(_sampled_bits(frames))))
-
-
-def makes_cache(context: SeqParContext, config: Any, use_cache: bool | None, past: Any, labels: Tensor | None) -> bool:
+def makes_cache(
+    context: SeqParContext, model: nn.Module, config: Any, use_cache: bool | None, past: Any, labels: Tensor | None
+) -> bool:
     """Whether a pass fills or continues a cache: when there is one, or the caller asks for one.
 
-    A caller who does not say gets one only where it costs no rank anything, on one process, as unpatched: a cache wants
-    all text on every rank, and has no backward pass.
+    Without `use_cache` there is one on one process, as unpatched, but not in training, where it would hold K and V that
+    are recomputed otherwise. Several ranks need all text for it on each. Gradient checkpointing rules a new one out, as
+    in transformers.
     """
-    if past is not None or use_cache is not None:
-        return past is not None or bool(use_cache)
-    return context.comm.size == 1 and labels is None and not torch.is_grad_enabled() and bool(config.use_cache)
+    if past is not None or use_cache is False:
+        return past is not None
+    trains = model.training and torch.is_grad_enabled()
+    if use_cache:
+        return not (trains and any(getattr(m, "gradient_checkpointing", False) for m in model.modules()))
+    return context.comm.size == 1 and labels is None and not trains and bool(config.use_cache)
 
 
 def flat_places(*places: Any) -> tuple[Tensor, ...]:

@@ -50,17 +50,18 @@ def refuse_other_losses(model: Any, has_labels: bool) -> None:
 
 
 def whole_text_loss(
-    logits: Tensor, inputs: Inputs, loss_function: Callable[..., Tensor], vocab_size: int, arguments: dict[str, Any]
+    logits: Tensor, inputs: Inputs, loss_function: Callable[..., Tensor], arguments: dict[str, Any]
 ) -> Tensor | None:
-    """The loss of logits (B, L, V) of the whole text; None without labels.
+    """Return the loss of logits (B, L, V) of the whole text; None without labels.
 
-    Labels go on as they came: a loss function of the user's own may know the unshifted ones only.
+    Labels are passed on unchanged: a loss function of the user's own may know the unshifted ones only. The vocabulary
+    is as wide as the logits, which may have more columns than `config.vocab_size` (IDEFICS' `additional_vocab_size`).
     """
     if inputs.labels is None and inputs.shift_labels is None:
         return None
     if inputs.shift_labels is not None:
         arguments = {**arguments, "shift_labels": inputs.shift_labels.contiguous()}  # the loss takes a view of it
-    return loss_function(logits=logits, labels=inputs.labels, vocab_size=vocab_size, **arguments)
+    return loss_function(logits=logits, labels=inputs.labels, vocab_size=logits.shape[-1], **arguments)
 
 
 def sharded_outputs(
@@ -71,7 +72,6 @@ def sharded_outputs(
     *,
     lm_head: nn.Module,
     loss_function: Callable[..., Tensor],
-    vocab_size: int,
     loss_arguments: dict[str, Any],
     logits_to_keep: int | Tensor,
 ) -> CausalLMOutputWithPast:
@@ -84,7 +84,6 @@ def sharded_outputs(
         hidden_states: those of every layer, or None when they were not asked for.
         lm_head: the vocabulary's projection.
         loss_function: the model's own, for text that is not sharded.
-        vocab_size: for the loss function.
         loss_arguments: the caller's further arguments, among them those of the loss (`num_items_in_batch`).
         logits_to_keep: rows of the whole text; asking for some gives those, whatever `config.logits` says.
     """
@@ -94,7 +93,7 @@ def sharded_outputs(
     choice = call.context.config.logits
     if not call.shards_text or text.comm.size == 1:
         logits = lm_head(rows_kept(hidden, logits_to_keep))
-        loss = whole_text_loss(logits, inputs, loss_function, vocab_size, loss_arguments)
+        loss = whole_text_loss(logits, inputs, loss_function, loss_arguments)
         return CausalLMOutputWithPast(loss=loss, logits=logits, hidden_states=hidden_states)
     loss = logits = None
     if targets is not None:

@@ -38,8 +38,6 @@ def forward_of(model: Any, forward: Callable[..., Any]) -> Any:
 
 def run_pass(family: Family, inputs: Inputs, logits_to_keep: int | Tensor, kwargs: dict[str, Any]) -> Any:
     """One forward pass of a patched model; what its `forward` returns."""
-    if kwargs.get("output_hidden_states") is None and family.text_config.output_hidden_states:
-        kwargs = kwargs | {"output_hidden_states": True}  # said since patching: layers have a copy of the config
     return (cached_pass if inputs.use_cache else _sharded_pass)(family, inputs, logits_to_keep, kwargs)
 
 
@@ -54,6 +52,8 @@ def _sharded_pass(family: Family, inputs: Inputs, logits_to_keep: int | Tensor, 
     if not call.shards_text and family.model.training:  # every rank computes all text: it must drop the same of it
         share_random_state(context.comm, inputs.text.device)
     embeds, positions, mask = text_of(family, inputs, call)
+    if not call.shards_text:
+        mask = family.text_mask(embeds, mask, positions, None)
     outputs = family.decode(embeds, positions, mask, None, call, **kwargs)
     out = sharded_outputs(
         call,
@@ -62,7 +62,6 @@ def _sharded_pass(family: Family, inputs: Inputs, logits_to_keep: int | Tensor, 
         outputs.hidden_states,
         lm_head=family.lm_head,
         loss_function=family.loss_function,
-        vocab_size=family.text_config.vocab_size,
         loss_arguments=kwargs,
         logits_to_keep=logits_to_keep,
     )

@@ -192,8 +192,8 @@ class IdeficsFamily(Family):
         if inputs.resampled and not self.model.config.use_resampler:
             raise ShapeError("perceiver_embeddings were passed to a model without resampler (config.use_resampler)")
 
-    def note(self, inputs: Inputs) -> None:
-        """Checks the images' size and the table's shape."""
+    def note(self, inputs: Inputs) -> int:
+        """Check the images' size and the table's shape; return the rows of the images' own pass."""
         assert isinstance(inputs, _Inputs)
         mask, frames = inputs.image_attention_mask, inputs.frames
         if frames is None:
@@ -209,13 +209,22 @@ class IdeficsFamily(Family):
                 f"image_attention_mask: expected (samples, text tokens, images of a sample) with {inputs.batch} "
                 f"samples and {inputs.length} tokens, got {found}"
             )
+        return inputs.batch
+
+    def in_order(self, inputs: Inputs, note: int) -> bool:
+        """Whether each row's sample is the one at its place; beams move within theirs."""
+        assert isinstance(inputs, _Inputs)
+        own = inputs.image_attention_mask.shape[2] or 1
+        beams = max(1, note * own // inputs.total_frames)
+        here = torch.arange(inputs.batch)
+        return inputs.batch == note and torch.equal(inputs.rows // beams, here // beams)
 
     def view(self, inputs: Inputs, units: int, tokens: int, note: Any) -> View:
         """As `image_attention_mask` says; the gate closes rows that see no image."""
         assert isinstance(inputs, _Inputs)
         visible = inputs.image_attention_mask.bool()
         gate = visible.any(-1).to(device=self.embedding_weight().device, dtype=self.model.dtype)
-        return View(sample_mask(visible, tokens, units), {"gate": gate})
+        return View(sample_mask(visible, tokens, units, inputs.rows, note), {"gate": gate})
 
     def nobody(self, inputs: Inputs, units: int, tokens: int) -> View:
         """With every gate closed."""
@@ -289,7 +298,7 @@ def _model_forward(model: Any, context: SeqParContext) -> Any:
             visual_shard=visual_shard,
             places=flat_places(image_attention_mask),
             past_key_values=past_key_values,
-            use_cache=makes_cache(context, self.config, use_cache, past_key_values, labels),
+            use_cache=makes_cache(context, self, self.config, use_cache, past_key_values, labels),
             packed=False,  # the unpatched model makes a mask of ones where none is given
             frame_names=_FRAMES,
             compare_frames=pixel_values is not None,

@@ -28,13 +28,14 @@ from mllm_seqpar.blockwise import chunk_forwards
 from mllm_seqpar.call import SeqParCall
 from mllm_seqpar.choosing import CrossShape
 from mllm_seqpar.context import SeqParContext
-from mllm_seqpar.errors import AdapterError
+from mllm_seqpar.errors import AdapterError, ConfigError
 from mllm_seqpar.log import get_logger
 from mllm_seqpar.masks import FrameMask
 from mllm_seqpar.patching import Patch
 from mllm_seqpar.sharding import FrameShard
 
 from . import hf_attention
+from .hf_cache import Remembered, mark_layers
 from .hf_family import Family, View
 from .hf_generation import patch_generate
 from .hf_inputs import Inputs, flat_places, makes_cache
@@ -78,7 +79,7 @@ class MllamaAdapter:
         decoder = model.model.language_model
         crossing = [layer.cross_attn for layer in decoder.layers if hasattr(layer, "cross_attn")]
         text = [layer.self_attn for layer in decoder.layers if hasattr(layer, "self_attn")]
-        hf_attention.select(patch, [decoder, *text])
+        hf_attention.select(patch, text)
         for attention in crossing:
             patch.set(attention, "forward", _cross_forward(attention))
         chunk_forwards(patch, (layer.mlp for layer in decoder.layers))
@@ -153,22 +154,22 @@ class MllamaFamily(Family):
         ratio[:, 0] = 1
         return torch.zeros(shape, device=weight.device, dtype=weight.dtype), ratio.new_zeros(1), ratio
 
-    def note(self, inputs: Inputs) -> int:
-        """The samples that the prompt's images belong to."""
+    def note(self, inputs: Inputs) -> tuple[int, Tensor]:
+        """Return the number of samples that the images belong to, and the sample of each row of this pass."""
         assert isinstance(inputs, MllamaInputs)
-        return inputs.samples
+        return inputs.samples, torch.arange(inputs.batch) // (inputs.batch // inputs.samples)
 
-    def view(self, inputs: Inputs, units: int, tokens: int, note: int) -> View:
+    def view(self, inputs: Inputs, units: int, tokens: int, note: tuple[int, Tensor]) -> View:
         """The mask's tiles of the row's own sample; all of them for a row that it shows none."""
         assert isinstance(inputs, MllamaInputs)
-        per_sample = units // note
-        sample = torch.arange(inputs.batch) // (inputs.batch // note)
+        samples, sample_of = note
+        per_sample, sample = units // samples, sample_of[inputs.rows]
         seen = inputs.seen(per_sample)
         if seen is None:
             first = (sample * per_sample)[:, None].expand(-1, inputs.length)
             return View(FrameMask.from_intervals(first, first + per_sample, tokens, units))
         sees = seen.any(-1)
-        visible = seen.new_zeros(inputs.batch, inputs.length, note, per_sample)
+        visible = seen.new_zeros(inputs.batch, inputs.length, samples, per_sample)
         visible[torch.arange(inputs.batch), :, sample] = seen | ~sees[..., None]
         return View(FrameMask.from_dense(visible.flatten(2), tokens), self._rows(sees))
 
@@ -176,6 +177,31 @@ class MllamaFamily(Family):
         """Attention gives nothing and the MLP part is left out: what a skipped layer gives."""
         nothing = torch.zeros(inputs.batch, inputs.length, dtype=torch.bool)
         return View(super().nobody(inputs, units, tokens).mask, self._rows(nothing))
+
+    def adopt(self, cache: Any, beside: Remembered) -> None:
+        """Refuse a cache in which the unpatched model keeps K and V of tiles, whole on every rank."""
+        filled = [i for i in self._crossing(cache) if cache.layers[i].is_initialized and cache.layers[i].keys.numel()]
+        if filled:
+            raise ConfigError(
+                f"past_key_values holds K and V of images that an unpatched model computed (layers {filled}); continue "
+                "it with the unpatched model, or begin with a new cache"
+            )
+
+    def mark_cache(self, cache: Any, beside: Remembered) -> None:
+        """Mark the cross-attention layers: the unpatched model would skip them where they hold nothing."""
+        mark_layers(cache, beside, self._crossing(cache))
+
+    def _crossing(self, cache: Any) -> list[int]:
+        return [i for i in self.text_config.cross_attention_layers if i < len(cache.layers)]
+
+    def text_mask(self, embeds: Tensor, mask: Any, positions: Tensor, cache: Any) -> Any:
+        """Return a causal mask."""
+        return hf_attention.causal_mask(self.attention_config, embeds, mask, positions, cache)
+
+    @property
+    def attention_config(self) -> Any:
+        """The config as the text's attention reads it."""
+        return self.model.model.language_model.layers[0].self_attn.config
 
     def _rows(self, sees: Tensor) -> dict[str, Tensor]:
         return {"sees": sees.to(self.embedding_weight().device)}
@@ -254,7 +280,7 @@ def _model_forward(model: Any, context: SeqParContext) -> Any:
             visual_shard=visual_shard,
             places=flat_places(None if cross_attention_mask is None else cross_attention_mask == 1, *everyones),
             past_key_values=past_key_values,
-            use_cache=makes_cache(context, family.text_config, use_cache, past_key_values, labels),
+            use_cache=makes_cache(context, self, family.text_config, use_cache, past_key_values, labels),
             packed=not _unpatched_caches(self, past_key_values, use_cache),
             extras=extras,
             frame_names=("pixel_values", "cross_attention_states"),

@@ -21,19 +21,18 @@ from mllm_seqpar.call import SeqParCall, as_attended
 from mllm_seqpar.choosing import CrossShape
 from mllm_seqpar.context import SeqParContext
 from mllm_seqpar.errors import AdapterError, ShapeError
-from mllm_seqpar.masks import FrameMask
+from mllm_seqpar.masks import FrameMask, GivenBlock
 from mllm_seqpar.models.mplug_owl3.media import MediaLayout
-from mllm_seqpar.models.mplug_owl3.visual_inputs import VisualCache, visual_cache
 from mllm_seqpar.patching import Patch
 from mllm_seqpar.sharding import FrameShard
 from mllm_seqpar.visual import Projection
 
 from . import hf_attention
-from .hf_cache import remembered
-from .hf_family import VISUAL_SHARD, Family, View
+from .hf_family import VISUAL_SHARD, View
 from .hf_generation import patch_generate
 from .hf_inputs import Inputs, flat_places, makes_cache
-from .hf_passes import forward_of, run_pass
+from .hf_passes import forward_of
+from .mplug_owl3_cache import LayoutsInCaches, Note, run_with_native_cache
 from .text_masks import causal_tiles
 
 _MODELS = "mllm_seqpar.models.mplug_owl3."
@@ -68,7 +67,7 @@ class MPlugOwl3Adapter:
     def install(self, model: Any, context: SeqParContext, patch: Patch) -> None:
         """Replaces the forward of the model and of its hyper layers, and selects the text's attention function."""
         decoder = model.language_model.model
-        hf_attention.select(patch, [decoder, *(layer.self_attn for layer in decoder.layers)])
+        hf_attention.select(patch, [layer.self_attn for layer in decoder.layers])
         for number in model.config.hyper_layers:
             attention = decoder.layers[number - 1].self_attn
             patch.set(attention, "forward", _hyper_forward(attention))
@@ -154,6 +153,10 @@ def _replicated(
         assert text is not None
         return _channels(text[0].to(q.dtype))
     keys = seqpar.kept.keys_values(self.layer_idx, _projection(self, visual_norm), q.dtype)
+    if self.fused and seqpar.wants_grad(q, k, v, *keys):
+        k, v = k[:, :, : seqpar.tokens], v[:, :, : seqpar.tokens]
+        source = seqpar.own_keys(q, k, v, GivenBlock(tuple(causal_tiles(attention_mask, q, k))))
+        return _channels(seqpar.attend(q, [source, seqpar.kept_keys(q, *keys)], self.scaling))
     o_visual, lse_visual = seqpar.attend_replicated(q, *keys, self.scaling)
     if not self.fused:
         text_out = self._attend_text(q, k, v, attention_mask)[0] if text is None else _channels(text[0].to(q.dtype))
@@ -188,8 +191,9 @@ class _Inputs(Inputs):
     media_layout: MediaLayout | None
 
     @functools.cached_property
-    def note(self) -> _Note:
+    def note(self) -> Note:
         """The layout; raises what the unpatched model would raise."""
+        inclusive = self.model.config.variant == "fused"
         if self.media_layout is None:
             layout = self.model.media_layout(
                 self.total_frames,
@@ -197,25 +201,17 @@ class _Inputs(Inputs):
                 media_offset=self.media_offset,
                 position_ids=self.positions(),
             )
-            return _Note(layout, self.past_length)
+            return Note(layout, self.past_length, inclusive)
         samples, frames = self.media_layout.first.shape[0], self.media_layout.total_frames
         if (samples, frames) != (self.batch, self.total_frames):
             raise ShapeError(
                 f"media_layout is for {samples} samples and {frames} frames; the call has {self.batch} samples and "
                 f"{self.total_frames} frames"
             )
-        return _Note(self.media_layout, 0)
+        return Note(self.media_layout, 0, inclusive)
 
 
-@dataclass(frozen=True)
-class _Note:
-    """Which row sees which frames, counted from the text token `row_offset` of the cache."""
-
-    layout: MediaLayout
-    row_offset: int
-
-
-class MPlugOwl3Family(Family):
+class MPlugOwl3Family(LayoutsInCaches):
     """mPLUG-Owl3: SigLIP frames in one flat list, a rotary position per frame."""
 
     def cross_shape(self) -> CrossShape:
@@ -234,7 +230,7 @@ class MPlugOwl3Family(Family):
         shape = (1, vision.num_channels, vision.image_size, vision.image_size)
         return (torch.zeros(shape, device=weight.device, dtype=weight.dtype),)
 
-    def note(self, inputs: Inputs) -> _Note:
+    def note(self, inputs: Inputs) -> Note:
         """The prompt's layout, for later passes."""
         assert isinstance(inputs, _Inputs)
         return inputs.note
@@ -243,10 +239,23 @@ class MPlugOwl3Family(Family):
         """The frames' rotary positions."""
         return self.note(inputs).layout.frame_position if inputs.total_frames else super().index(inputs, units)
 
-    def view(self, inputs: Inputs, units: int, tokens: int, note: _Note) -> View:
+    def view(self, inputs: Inputs, units: int, tokens: int, note: Note) -> View:
         """The layout's rows."""
-        first, stop = note.layout.rows(inputs.past_length - note.row_offset, inputs.length)
+        rows = inputs.rows.to(note.layout.first.device)
+        first, stop = (x[rows] for x in note.layout.rows(inputs.past_length - note.row_offset, inputs.length))
         return self._view(FrameMask.from_intervals(first, stop, tokens, units))
+
+    def text_mask(self, embeds: Tensor, mask: Any, positions: Tensor, cache: Any) -> Any:
+        """Return a causal mask for each kind of layer."""
+        decoder = self.model.language_model.model
+        if isinstance(mask, dict):
+            return mask
+        config = decoder.layers[0].self_attn.config
+        made = {"full_attention": hf_attention.causal_mask(config, embeds, mask, positions, cache)}
+        if decoder.has_sliding_layers:
+            sliding = hf_attention.causal_mask(config, embeds, mask, positions, cache, sliding=True)
+            made["sliding_attention"] = sliding
+        return made
 
     def nobody(self, inputs: Inputs, units: int, tokens: int) -> View:
         """As for all families, with the fact that the layers read."""
@@ -302,7 +311,7 @@ def _model_forward(model: Any, context: SeqParContext) -> Any:
         **kwargs: Any,
     ) -> CausalLMOutputWithPast:
         _, unpatched_caches = self._cache_for(past_key_values, use_cache)
-        caches = makes_cache(context, self.config, use_cache, past_key_values, labels)
+        caches = makes_cache(context, self, self.config, use_cache, past_key_values, labels)
         layout = () if media_layout is None else (media_layout.first, media_layout.stop, media_layout.frame_position)
         inputs = _Inputs(
             input_ids=input_ids,
@@ -323,22 +332,7 @@ def _model_forward(model: Any, context: SeqParContext) -> Any:
             media_offset=media_offset,
             media_layout=media_layout,
         )
-        return _with_native_cache(family, inputs, logits_to_keep, kwargs)
+        return run_with_native_cache(family, inputs, logits_to_keep, kwargs)
 
     forward.__doc__ = (unpatched.__doc__ or "") + VISUAL_SHARD.format(frames="`pixel_values` or `image_embeds`")
     return forward_of(model, forward)
-
-
-def _with_native_cache(family: MPlugOwl3Family, inputs: _Inputs, logits_to_keep: Any, kwargs: dict[str, Any]) -> Any:
-    """Runs a pass and keeps up what the native `generate` looks at: the layout of the prompt, beside the cache."""
-    cache: Any = inputs.past_key_values
-    if cache is not None and inputs.past_length == 0:
-        cache.visual = None  # of an earlier text, when the cache was reset
-    out = run_pass(family, inputs, logits_to_keep, kwargs)
-    cache = out.past_key_values
-    kept = None if cache is None else remembered(cache).kept
-    if kept is not None and kept.note is not None and visual_cache(cache) is None:
-        note: _Note = kept.note
-        cache.visual = VisualCache(note.layout, row_offset=note.row_offset, tokens_per_frame=kept.tokens_per_unit)
-        cache.visual.states = kept.states
-    return out

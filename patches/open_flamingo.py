@@ -13,6 +13,7 @@ from __future__ import annotations
 import functools
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from transformers.cache_utils import Cache
 from transformers.modeling_outputs import CausalLMOutputWithPast
@@ -169,9 +170,9 @@ def _held(media: Media | None, cache: Cache | None) -> bool:
     if media is None or cache is None or not cache.get_seq_length():
         return False
     beside = remembered(cache)
-    if beside.kept is not None and beside.kept.note != media.token:
-        beside.kept = None
-    return beside.kept is not None
+    if beside is not None and beside.kept is not None and (beside.note != media.token or torch.is_grad_enabled()):
+        beside.kept = None  # in grad mode K and V are projected in each pass, as unpatched
+    return beside is not None and beside.kept is not None
 
 
 def _conditioning(language_model: Any, input_ids: Tensor) -> tuple[Media | None, Tensor]:

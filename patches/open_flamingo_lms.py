@@ -35,8 +35,13 @@ class RotaryLM:
     def install(self, patch: Patch) -> None:
         """Selects the attention function for these layers, and has their MLPs computed in chunks."""
         attention = [m for m in self.stack.modules() if hasattr(m, "is_causal") and hasattr(m, "config")]
-        hf_attention.select(patch, [self.stack, *attention])
+        hf_attention.select(patch, attention)
+        self._attention_config = attention[0].config
         self.chunk_mlps(patch)
+
+    def text_mask(self, embeds: Tensor, mask: Any, positions: Tensor, cache: Any) -> Any:
+        """Return a causal mask; see `Family.text_mask`."""
+        return hf_attention.causal_mask(self._attention_config, embeds, mask, positions, cache)
 
     def chunk_mlps(self, patch: Patch) -> None:
         """As `mlp_chunk_size` says; blocks may be in the wrappers of activation checkpointing."""

@@ -170,6 +170,11 @@ class FlamingoFamily(Family):
         assert isinstance(inputs, MediaInputs) and inputs.media is not None
         own = units // inputs.media.samples
         time = inputs.time
+        if inputs.batch % inputs.media.samples:  # media belong to the model's conditioning, and rows to their places
+            raise ShapeError(
+                f"lang_x: {inputs.batch} rows of text, but the model is conditioned on media of {inputs.media.samples} "
+                "samples; after selecting rows of a cache, condition the model on the media of those"
+            )
         beams = inputs.batch // inputs.media.samples
         base = (torch.arange(inputs.batch, device=time.device) // beams * own)[:, None].expand_as(time)
         if self._immediate():
@@ -183,6 +188,10 @@ class FlamingoFamily(Family):
         first, stop = torch.where(uniform, base, first), torch.where(uniform, base + own, stop)
         mask = FrameMask.from_intervals(first, stop, tokens, units)
         return View(mask, {"uniform": uniform} if bool(uniform.any()) else {})
+
+    def text_mask(self, embeds: Tensor, mask: Any, positions: Tensor, cache: Any) -> Any:
+        """Return the language model's own mask."""
+        return self.language_model.text_mask(embeds, mask, positions, cache)
 
     def decode(self, embeds: Tensor, positions: Tensor, mask: Any, cache: Any, call: SeqParCall, **kwargs: Any) -> Any:
         """The language model's own layers."""

@@ -142,6 +142,10 @@ class MptLM:
         """MPT ignores those that are given."""
         return None
 
+    def text_mask(self, embeds: Tensor, mask: Any, positions: Tensor, cache: Any) -> Any:
+        """Return the mask unchanged: `decode` makes what the blocks take."""
+        return mask
+
     def decode(self, embeds: Tensor, positions: Tensor, mask: Any, cache: Any, call: SeqParCall, **kwargs: Any) -> Any:
         """Runs the blocks as `MptModel.forward` does; see `Family.decode`."""
         stack, wants_states = self.stack, kwargs.get("output_hidden_states")
@@ -182,8 +186,9 @@ class MptLM:
             row_positions = key_positions = call.text.positions(call.context.comm.rank)
             blind = self._blind(call, row_positions)
         elif call.cached is not None:
-            kept = remembered(cache).text
-            assert kept is not None
+            beside = remembered(cache)
+            assert beside is not None and beside.text is not None
+            kept = beside.text
             total, key_positions = kept.total, kept.positions
             row_positions = torch.arange(total - rows, total)
         else:

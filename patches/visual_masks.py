@@ -9,7 +9,9 @@ from mllm_seqpar.errors import ShapeError
 from mllm_seqpar.masks import FrameMask
 
 
-def sample_mask(visible: Tensor, tokens: int, units: int) -> FrameMask:
+def sample_mask(
+    visible: Tensor, tokens: int, units: int, rows: Tensor | None = None, first_batch: int | None = None
+) -> FrameMask:
     """The mask over the one flat list of all samples' units, sample by sample.
 
     Args:
@@ -17,13 +19,16 @@ def sample_mask(visible: Tensor, tokens: int, units: int) -> FrameMask:
         tokens: keys of a unit.
         units: of all samples and ranks together; with beams, B is a multiple of the samples, and the beams of a sample
             share its units.
+        rows: (B,) the row of the frames' own pass that each row continues; None: that pass itself.
+        first_batch: rows of the frames' own pass; None: B.
 
     Raises:
         ShapeError: units that do not fit the table.
     """
     visible = visible.detach().cpu()
     batch, length, own = visible.shape
-    start = unit_offsets(batch, own, units)
+    start = unit_offsets(first_batch or batch, own, units)
+    start = start if rows is None else start[rows]
     count = visible.sum(-1)
     first = visible.int().argmax(-1) if own else count
     after = own - visible.flip(-1).int().argmax(-1) if own else count

@@ -3,6 +3,17 @@
 from .causal import CausalBlocks
 from .frame import FrameBlocks, FrameMask
 from .rows import Rows
-from .tiles import Blocks, FullBlocks, Tile, clip_rows, full_tile
+from .tiles import Blocks, FullBlocks, GivenBlock, Tile, clip_rows, full_tile
 
-__all__ = ["Blocks", "CausalBlocks", "FrameBlocks", "FrameMask", "FullBlocks", "Rows", "Tile", "clip_rows", "full_tile"]
+__all__ = [
+    "Blocks",
+    "CausalBlocks",
+    "FrameBlocks",
+    "FrameMask",
+    "FullBlocks",
+    "GivenBlock",
+    "Rows",
+    "Tile",
+    "clip_rows",
+    "full_tile",
+]

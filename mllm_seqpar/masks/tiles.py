@@ -147,6 +147,39 @@ def masked_tiles(batch: Span, rows: Span, units: Span, tokens: int, rule: Rule) 
 
 
 @dataclass(frozen=True)
+class GivenBlock:
+    """The one block of a group of one, by its tiles; its keys have the batch of its rows."""
+
+    given: tuple[Tile, ...]
+
+    prunes = False
+    keys_are_rows = False
+
+    def tiles(self, row: int, column: int) -> tuple[Tile, ...]:
+        """Return those given."""
+        return self.given
+
+    def rows(self, row: int, column: int) -> Rows | None:
+        """Return None: all rows."""
+        return None
+
+    def packed(self, row: int, column: int) -> tuple[Tile, ...]:
+        """Return the same as `tiles`."""
+        return self.given
+
+    def folded(self) -> GivenBlock:
+        """Not folded: its keys have a batch."""
+        raise NotImplementedError("keys of one block with a batch of their own are not folded")
+
+    def orders(self, size: int, device: torch.device) -> None:
+        """Keep the order."""
+
+    def merged(self, size: int, orders: Sequence[Tensor] | None) -> GivenBlock:
+        """Return itself: there are no other ranks."""
+        return self
+
+
+@dataclass(frozen=True)
 class FullBlocks:
     """No mask: each of `length` rows sees every key. `key_lengths[j]` is the number of keys that rank j holds."""
 

@@ -79,6 +79,13 @@ def _add_plan(plan: argparse.ArgumentParser) -> None:
         default=Run.vision_chunk_size,
         help=f"that the vision tower encodes at once; default: {Run.vision_chunk_size}",
     )
+    plan.add_argument(
+        "--content-tiles",
+        type=int,
+        metavar="TILES",
+        help="of a frame, where the model pads pictures to several (Llama 3.2: 1 at 224 pixels, 2 at 360p and 480p, 4 "
+        "from 720p); the text does not see empty ones; default: all",
+    )
     plan.add_argument("--no-overlap", action="store_true", help="wait for transfers before computing")
     plan.add_argument("--element", type=int, default=2, help="bytes of an activation's element; default: 2, bf16")
     plan.add_argument(
@@ -118,6 +125,7 @@ def _plan(args: argparse.Namespace) -> None:
         element=args.element,
         mlp_chunk_size=args.mlp_chunk_size,
         vision_chunk_size=args.vision_chunk_size,
+        content_tiles=args.content_tiles,
         parameter=(args.element if args.trained == "none" else 4) if args.parameter is None else args.parameter,
         optimizer=args.optimizer,
     )

@@ -147,6 +147,7 @@ def _mllama(config: Config, name: str) -> Model:
     inner = text.get("intermediate_size", 14336)
     width = tower.get("hidden_size", 1280)
     patches = (tower.get("image_size", 448) // tower.get("patch_size", 14)) ** 2 + 1
+    tiles = tower.get("max_num_tiles", 4)  # the processor pads every picture to so many
     crossing = len(text.get("cross_attention_layers") or (3, 8, 13, 18, 23, 28, 33, 38))
     kv_heads = text.get("num_key_value_heads", 8)
     shape = {"heads": heads, "kv_heads": kv_heads, "head_dim": hidden // heads}
@@ -167,8 +168,9 @@ def _mllama(config: Config, name: str) -> Model:
             layers=tower.get("num_hidden_layers", 32) + tower.get("num_global_layers", 8),
             heads=tower.get("attention_heads", 16),
             mlp_inner=tower.get("intermediate_size", 5120),
-            tokens=patches,
-            keys=patches,  # one tile a frame
+            tokens=tiles * (patches + -patches % 8),  # the tower fills up every tile
+            keys=tiles * patches,
+            tiles=tiles,
             outputs_held=tower.get("num_hidden_layers", 32) + tower.get("num_global_layers", 8),
         ),
         projector=(tower.get("vision_output_dim", 7680), hidden),

@@ -116,11 +116,12 @@ def _mlp_buffers(run: Run) -> int:
 
 def tower_at_work(run: Run) -> int:
     """A tower without backward and the frames it encodes at once: outputs that are held, what attention made of the
-    last, that normalised, and inner activations before and after the function between them."""
+    last, that normalised, inner activations before and after the function between them, and the mask of tiles."""
     if run.trained == "all":
         return 0
     vision = run.model.vision
     elements = (vision.outputs_held + 2) * vision.width + 2 * vision.mlp_inner
+    elements += vision.tokens if vision.tiles > 1 else 0
     frames = min(run.local_frames, run.vision_chunk_size or run.local_frames)
     return frames * vision.tokens * elements * run.element
 

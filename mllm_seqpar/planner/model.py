@@ -118,6 +118,7 @@ class Vision(_Sizes):
         keys: what a frame has in the end.
         outputs_held: outputs of its layers that are alive at the same time: the last one, the embeddings as well
             (IDEFICS), all of them (Llama 3.2).
+        tiles: that `tokens` and `keys` consist of; those of one frame attend to each other, by a mask (Llama 3.2).
     """
 
     width: int
@@ -127,6 +128,7 @@ class Vision(_Sizes):
     tokens: int
     keys: int
     outputs_held: int = 1
+    tiles: int = 1
 
     @property
     def parameters(self) -> int:

@@ -30,6 +30,8 @@ class Run:
         checkpointing: decoder layers, and those of a trained vision tower, are computed again in backward.
         mlp_chunk_size: tokens that MLPs compute at once, again in backward, where a rank has more; None: all.
         vision_chunk_size: frames that the vision tower encodes at once; None: all of a rank's.
+        content_tiles: tiles of a frame that have content, where the model has several; the text sees no others, and
+            None means all.
         overlap: transfers under computation.
         element: bytes of an activation's element (bf16: 2).
         parameter: bytes of a stored parameter and of its gradient (float32 masters: 4).
@@ -50,6 +52,7 @@ class Run:
     checkpointing: bool = False
     mlp_chunk_size: int | None = None
     vision_chunk_size: int | None = 32
+    content_tiles: int | None = None
     overlap: bool = True
     element: int = 2
     parameter: int = 4
@@ -68,6 +71,14 @@ class Run:
             value = getattr(self, name)
             if value is not None and (type(value) is not int or value < 1):
                 raise ConfigError(f"{name}: {value!r} is not a number of {counted}; give 1 or more")
+        tiles = self.model.vision.tiles
+        if self.content_tiles is not None and not (
+            type(self.content_tiles) is int and 1 <= self.content_tiles <= tiles
+        ):
+            raise ConfigError(
+                f"content_tiles: {self.content_tiles!r} is not a number of tiles that a frame of {self.model.name} can "
+                f"have; give 1 to {tiles}"
+            )
         if self.trained not in TRAINED:
             raise ConfigError(f"trained: {self.trained!r} is unknown; choose one of {', '.join(TRAINED)}")
         if self.self_attention not in SELF_ATTENTION:
@@ -95,6 +106,11 @@ class Run:
     def chunked(self) -> bool:
         """Whether MLPs go in chunks: with no more tokens than a chunk has, they are computed as ever."""
         return self.mlp_rows < self.batch * self.rows
+
+    @property
+    def visible(self) -> float:
+        """Share of the visual keys that the text sees: empty tiles are projected and sent, and masked."""
+        return 1.0 if self.content_tiles is None else self.content_tiles / self.model.vision.tiles
 
     @property
     def local_frames(self) -> int:

@@ -57,7 +57,9 @@ def step_parts(run: Run, cluster: Cluster, cross: Candidate, text: Candidate) ->
 def cross_candidates(run: Run, cluster: Cluster, strategies: tuple[str, ...]) -> dict[str, list[Candidate]]:
     """The ways of each strategy for one cross-attention call, cheapest first; strategies that are not legal are left
     out."""
-    options = Options(training=run.training, strategies=strategies, visual=run.visual, overlap=run.overlap)
+    options = Options(
+        training=run.training, strategies=strategies, visible=run.visible, visual=run.visual, overlap=run.overlap
+    )
     found: dict[str, list[Candidate]] = {}
     for candidate in choose(run.cross_problem, cluster, options=options).table:
         found.setdefault(candidate.way.strategy, []).append(candidate)

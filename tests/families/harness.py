@@ -108,7 +108,7 @@ def reference(family: str, cases: str, name: str) -> Outcome:
     """The unpatched model's outcome, in this process."""
     module = importlib.import_module(family)
     case = getattr(module, cases)[name]
-    outcome = run_case(*_prepared(module, case))
+    outcome = getattr(module, "run_unpatched", run_case)(*_prepared(module, case))
     outcome.grads = {n: None if g is None else g.clone() for n, g in outcome.grads.items()}
     module.model_of(case).zero_grad(set_to_none=True)
     return outcome
@@ -127,6 +127,7 @@ def check_case(family: str, cases: str, name: str, world: int) -> float:
         if expected.loss is not None:
             assert outcome.loss is not None
             found.append(abs(outcome.loss - expected.loss) / abs(expected.loss))
+        assert outcome.logits.shape[-1] == expected.logits.shape[-1]
         if whole or case.options.get("logits") == "full":
             found.append(error(outcome.logits[keep], expected.logits[keep]))
         for mine, theirs in zip(outcome.hidden_states, expected.hidden_states, strict=True):

@@ -153,7 +153,7 @@ def traffic(rank: int, world: int) -> tuple[dict[str, int], list[int]]:
             prompt.model(**prompt.inputs, use_cache=True, logits_to_keep=1)
         sent = {label: count - before.get(label, 0) for label, count in counter.sent.items()}
         out = prompt.model.generate(**prompt.inputs, **settings(return_dict_in_generate=True))
-        return sent, [layer.keys.shape[2] for layer in out.past_key_values.layers]
+        return sent, [layer.keys.shape[2] for layer in out.past_key_values.layers[:4]]
     finally:
         unpatch_model(prompt.model)
 

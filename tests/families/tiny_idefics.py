@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from transformers import IdeficsConfig, IdeficsForVisionText2Text
 
 from mllm_seqpar import FrameShard, frame_range
+from outcomes import Outcome, run_case
 
 VOCABULARY = 128
 
@@ -134,7 +135,9 @@ def inputs_of(case: Case, model: nn.Module) -> dict[str, Any]:
     """The arguments of the unpatched model's forward."""
     generator = torch.Generator().manual_seed(1)
     batch, images = len(case.images), max(case.images)
+    additional = case.model.get("additional_vocab_size", 0)
     ids = torch.randint(3, VOCABULARY, (batch, case.length), generator=generator)
+    ids[:, -additional - 1 : -1] = torch.arange(VOCABULARY, VOCABULARY + additional)
     inputs: dict[str, Any] = {"input_ids": ids, "image_attention_mask": image_mask(case), **case.arguments}
     real = case.real()
     if real is not None:
@@ -169,10 +172,26 @@ def local_frames(inputs: dict[str, Any], group: Any = None) -> dict[str, Any]:
     return inputs | {name: flat[own.start : own.stop], "visual_shard": shard}
 
 
+def run_unpatched(model: Any, inputs: dict[str, Any]) -> Outcome:
+    """Run the reference; its loss is computed here, because transformers' fails where there are additional tokens."""
+    labels = inputs.get("labels")
+    if labels is None or not model.config.additional_vocab_size:
+        return run_case(model, inputs)
+    outcome = model(**inputs | {"labels": None}, output_hidden_states=True)
+    rows = outcome.logits[:, :-1].double()
+    loss = nn.functional.cross_entropy(rows.flatten(0, 1), labels[:, 1:].flatten())
+    loss.backward()
+    grads = {name: weight.grad for name, weight in model.named_parameters()}
+    states = [state.detach() for state in outcome.hidden_states]
+    return Outcome(loss.item(), outcome.logits.detach(), states, grads, {})
+
+
 RESAMPLER = {"use_resampler": True}
+BASE, INSTRUCT = {"additional_vocab_size": 2}, {"additional_vocab_size": 3}
+"""As published: the base and the instruct models have more columns of logits than `vocab_size`."""
 EVERYWHERE = {
-    "one sample": Case(),
-    "two samples, uneven": Case(images=(4, 1)),
+    "one sample": Case(model=INSTRUCT),
+    "two samples, uneven": Case(images=(4, 1), model=BASE).with_options(logits="local"),
     "resampler, all before": Case(images=(2, 3), mask="before", model=RESAMPLER),
     "holes": Case(images=(5, 3), mask="holes"),
     "one image, short text": Case(images=(1,), length=4),
@@ -199,12 +218,12 @@ ONCE = {
     "striped": Case(images=(3, 2), padding="left").with_options(text_layout="striped"),
     "contiguous, nothing recomputed": Case().with_options(text_layout="contiguous", recompute_visual=False),
     "local text": Case(images=(3, 2), padding="left").with_options(self_attention="local"),
-    "full logits in training": Case(images=(2, 1)).with_options(logits="full"),
+    "full logits in training": Case(images=(2, 1), model=INSTRUCT).with_options(logits="full"),
     "no labels": Case(images=(2, 1), labels=False),
 }
 """Each with one number of ranks, 2 to 4 in turn."""
 
-ONE = Case(images=(4,), mask="before", labels=False)
+ONE = Case(images=(4,), mask="before", labels=False, model=INSTRUCT)
 TWO = Case(images=(3, 1), padding="left", labels=False)
 LATENTS = Case(images=(2, 3), mask="holes", model=RESAMPLER, labels=False)
 DEALT = {"shard_prompt_from": 2}

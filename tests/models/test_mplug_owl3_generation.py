@@ -13,6 +13,7 @@ from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList,
 from mllm_seqpar import patch_model
 from mllm_seqpar.comm import Communicator, run_loopback
 from mllm_seqpar.errors import ShapeError
+from mllm_seqpar.models.mplug_owl3.visual_inputs import visual_cache
 from tiny import GATES, IMAGE_TOKEN, tiny_frames, tiny_model, tiny_text
 
 NEW = 5
@@ -263,7 +264,7 @@ def test_a_cache_that_was_reset_forgets_the_frames(gate: str | None) -> None:
     ids, text = tiny_text(3), tiny_text(0, seed=9)
     cache = StaticCache(config=model.config, max_cache_len=20)
     model(ids, tiny_frames(3), past_key_values=cache)
-    assert cache.visual is not None
+    assert visual_cache(cache) is not None
     cache.reset()
     assert (model(text, past_key_values=cache).logits - model(text).logits).abs().max() < 1e-4
-    assert cache.visual is None
+    assert visual_cache(cache) is None

@@ -12,7 +12,7 @@ from patched import PATIENCE, Case, inputs_of, local_frames, model_of
 from launch import launch
 from mllm_seqpar import FrameShard, patch_model, unpatch_model
 from mllm_seqpar.errors import AgreementError, ConfigError, MaskError, SeqParError, ShapeError
-from mllm_seqpar.patches.hf_inputs import fingerprint_of
+from mllm_seqpar.visual import fingerprint_of
 from ranks import ranks
 from tiny import tiny_frames, tiny_model
 

@@ -8,6 +8,7 @@ import torch
 from patched import GATES, PATIENCE, Case, inputs_of, local_frames, model_of
 
 from mllm_seqpar import patch_model, unpatch_model
+from mllm_seqpar.models.mplug_owl3.visual_inputs import visual_cache
 from ranks import ranks
 
 NEW = 6
@@ -106,7 +107,7 @@ def conversation(model: Any, inputs: dict[str, Any]) -> tuple[list[torch.Tensor]
     first = model.generate(**inputs, **settings(return_dict_in_generate=True))
     # as a chat does: the cache lacks the last token, which the next call takes from the ids
     asked = torch.cat([first.sequences, torch.tensor([[7, 8, 9, 10]])], dim=1)
-    frames_before = first.past_key_values.visual
+    frames_before = visual_cache(first.past_key_values)
     second = model.generate(asked, past_key_values=first.past_key_values, **settings())
     for layer in model.language_model.model.layers:
         if hasattr(layer.self_attn, "v_kv_proj"):
@@ -142,7 +143,7 @@ def dealt_conversation(rank: int, world: int, gate: str | None) -> tuple[list[to
     patch_model(model, **case.options)
     try:
         first = model.generate(**inputs, **settings(return_dict_in_generate=True))
-        kept = [layer.keys.shape[2] for layer in first.past_key_values.layers]
+        kept = [layer.keys.shape[2] for layer in first.past_key_values.layers[:4]]
         assert first.past_key_values.get_seq_length() == first.sequences.shape[1] - 1
         asked = torch.cat([first.sequences, torch.tensor([[7, 8, 9, 10]])], dim=1)
         second = model.generate(asked, past_key_values=first.past_key_values, **settings())

@@ -1,4 +1,4 @@
-"""Layer: pure Python. Model sizes: the files that come along, model directories, and each way to get one wrong."""
+"""Layer: one process. Model sizes: the files that come along, model directories, and each way to get one wrong."""
 
 from __future__ import annotations
 
@@ -6,10 +6,14 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 
 from mllm_seqpar.errors import ConfigError
+from mllm_seqpar.planner import read_cluster
 from mllm_seqpar.planner.files import CONFIGS, find_file
 from mllm_seqpar.planner.model import Model, read_model
+from mllm_seqpar.planner.run import Run
+from mllm_seqpar.planner.step import cross_candidates
 
 # Billions of parameters as published: sums over the checkpoints' tensors, on the models' pages.
 PUBLISHED = {
@@ -85,6 +89,44 @@ def test_real_configurations_are_read(tmp_path: Path) -> None:
     assert read_model(tmp_path / "m").text.layers == 32 and read_model(tmp_path / "m").cross.layers == 8
     IdeficsConfig().save_pretrained(tmp_path / "i")
     assert read_model(tmp_path / "i").cross.layers == 32 and read_model(tmp_path / "i").resampler is None
+
+
+def test_a_frame_of_llama_is_all_tiles_that_the_tower_computes(tmp_path: Path) -> None:
+    """Counted in a tiny tower of the real class: tokens that its layers see, and keys that come out."""
+    from transformers import MllamaConfig
+    from transformers.models.mllama.configuration_mllama import MllamaVisionConfig
+    from transformers.models.mllama.modeling_mllama import MllamaVisionModel
+
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_global_layers": 1}
+    picture = {"image_size": 28, "patch_size": 14, "vision_output_dim": 32, "intermediate_layers_indices": [0]}
+    tower = MllamaVisionModel(MllamaVisionConfig(**sizes, **picture, attention_heads=2))
+    seen: list[int] = []
+    tower.transformer.layers[0].register_forward_pre_hook(
+        lambda _, args, kwargs: seen.append((args or tuple(kwargs.values()))[0].shape[1]), with_kwargs=True
+    )
+    ratio = torch.tensor([[[1, 0, 0, 0]]])  # a picture of one tile, and three empty ones
+    out = tower(torch.zeros(1, 1, 4, 3, 28, 28), aspect_ratio_ids=torch.ones(1, 1).long(), aspect_ratio_mask=ratio)
+    MllamaConfig(vision_config=tower.config).save_pretrained(tmp_path)
+    found = read_model(tmp_path).vision
+    assert found.keys == out.last_hidden_state.shape[2:4].numel() and [found.tokens] == seen and found.tiles == 4
+
+
+def test_empty_tiles_are_projected_and_not_attended_to() -> None:
+    model, cluster = (
+        read_model(find_file("model", "llama-3.2-11b-vision")),
+        read_cluster(find_file("cluster", "a100-80g-8xN")),
+    )
+    times = {}
+    for tiles in (None, 4, 1):
+        run = Run(model=model, frames=600, text=8192, gpus=8, content_tiles=tiles)
+        parts = cross_candidates(run, cluster, ("lv-xattn",))["lv-xattn"][0]
+        times[tiles] = parts.seconds
+        assert run.keys == 75 * 6404
+    assert times[None] == times[4] and 0.25 < times[1] / times[4] < 0.5
+    with pytest.raises(
+        ConfigError, match="content_tiles: 5 is not a number of tiles that a frame of llama-3.2-11b-vis"
+    ):
+        Run(model=model, frames=600, text=8192, gpus=8, content_tiles=5)
 
 
 def test_bad_model_directories(tmp_path: Path) -> None:

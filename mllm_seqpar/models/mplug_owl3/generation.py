@@ -9,6 +9,7 @@ from transformers.cache_utils import Cache
 
 from mllm_seqpar.errors import ShapeError
 from mllm_seqpar.log import get_logger
+from mllm_seqpar.visual import fingerprint_of
 
 from .media import MediaLayout
 from .visual_inputs import visual_cache
@@ -113,5 +114,11 @@ class MPlugOwl3GenerationMixin(GenerationMixin):
             raise ShapeError(
                 f"the cache holds {cached.layout.total_frames} frames and {passed} were passed; a conversation goes on "
                 "with the frames it began with: pass those, or none, or start without the cache"
+            )
+        given = [inputs[name] for name in _FRAMES if inputs.get(name) is not None] if is_first_iteration else []
+        if cached.seen and any(fingerprint_of(frames) not in cached.seen for frames in given):
+            raise ShapeError(
+                "other frames were passed than those whose K and V the cache holds; a conversation goes on with the "
+                "frames it began with: pass those, or none, or start without the cache"
             )
         return {name: value for name, value in inputs.items() if name not in (*_FRAMES, "media_layout", "media_offset")}

@@ -56,6 +56,21 @@ class MediaLayout:
         )
         return first, stop
 
+    def cropped(self, length: int, inclusive: bool) -> "MediaLayout":
+        """The layout once the text was cut to `length` tokens: later rows see the frames that are left.
+
+        Args:
+            length: from the first token on; a longer text is left unchanged.
+            inclusive: whether a placeholder sees its own frame.
+        """
+        if length >= self.first.shape[1]:
+            return self
+        start, stop = self.sample_range.unbind(1)
+        left = start if length <= 0 else self.stop[:, length - 1 if inclusive else length]
+        left = torch.minimum(torch.maximum(left, start), stop)
+        first, stop = (bound[:, : max(length, 0)] for bound in (self.first, self.stop))
+        return replace(self, first=first, stop=stop, sample_range=torch.stack([start, left], dim=1))
+
     def repeat_samples(self, times: int) -> "MediaLayout":
         """The layout of a batch in which each sample stands `times` times (beams), all sharing the sample's frames."""
         if times == 1:

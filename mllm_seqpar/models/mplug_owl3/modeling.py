@@ -13,7 +13,9 @@ from transformers.utils import can_return_tuple
 
 from mllm_seqpar.errors import ConfigError, ShapeError
 from mllm_seqpar.text import rows_kept
+from mllm_seqpar.visual import fingerprint_of
 
+from ..cache_rows import attach, detach
 from .backbones import HyperQwen2ForCausalLM, MPlugOwl3VisionModel
 from .configuration import AUTO, GATES, MPlugOwl3Config
 from .generation import MPlugOwl3GenerationMixin
@@ -116,6 +118,13 @@ class MPlugOwl3ForConditionalGeneration(MPlugOwl3PreTrainedModel, MPlugOwl3Gener
             past_key_values = DynamicCache(config=self.config)
         return past_key_values, use_cache
 
+    def _remember_frames(self, cache: Cache | None, *frames: Tensor | None) -> None:
+        """Completes what is kept with the cache: the generation's rule for placeholders, and which frames these are."""
+        cached = visual_cache(cache)
+        if cached is not None:
+            cached.inclusive = self.config.variant == "fused"
+            cached.seen = {fingerprint_of(x) for x in frames if x is not None}
+
     @can_return_tuple
     def forward(
         self,
@@ -166,7 +175,7 @@ class MPlugOwl3ForConditionalGeneration(MPlugOwl3PreTrainedModel, MPlugOwl3Gener
             end = past_length + inputs_embeds.shape[1]
             position_ids = torch.arange(past_length, end, device=inputs_embeds.device)[None]
         embeds = self._frame_features(pixel_values, image_embeds)
-        visual = _cached_visual(past_key_values, past_length, inputs_embeds.shape[1], embeds)
+        visual = _cached_visual(past_key_values, past_length, inputs_embeds, embeds)
         if visual is None and (embeds is not None or past_length == 0):
             row_offset = past_length if media_layout is None else 0
             if media_layout is None:
@@ -174,7 +183,9 @@ class MPlugOwl3ForConditionalGeneration(MPlugOwl3PreTrainedModel, MPlugOwl3Gener
                 media_layout = self.media_layout(
                     total, input_ids=input_ids, media_offset=media_offset, position_ids=position_ids
                 )
-            visual = _new_visual(media_layout, row_offset, embeds, past_key_values, past_length, inputs_embeds)
+            layers = self.config.num_hidden_layers
+            visual = _new_visual(media_layout, row_offset, embeds, past_key_values, past_length, inputs_embeds, layers)
+            self._remember_frames(past_key_values, pixel_values, image_embeds)
         outputs = self.language_model.model(
             attention_mask=attention_mask,
             position_ids=position_ids,
@@ -208,11 +219,12 @@ def _projector(config: MPlugOwl3Config) -> nn.Module:
     return nn.Sequential(first, nn.GELU(), nn.Linear(config.hidden_size, config.hidden_size))
 
 
-def _cached_visual(cache: Any, past_length: int, length: int, embeds: Tensor | None) -> VisualInputs | None:
+def _cached_visual(cache: Any, past_length: int, inputs_embeds: Tensor, embeds: Tensor | None) -> VisualInputs | None:
     """What tokens that continue a cache see of the frames whose K and V are in it."""
-    if past_length == 0 and visual_cache(cache) is not None:
-        cache.visual = None  # a cache that was reset: those frames belong to its earlier text
     cached = visual_cache(cache)
+    if cached is not None and past_length <= cached.row_offset:
+        detach(cache, VisualCache)  # a cache that was reset, or cropped to before those frames' text
+        cached = None
     if cached is None:
         return None
     if embeds is not None:
@@ -220,7 +232,7 @@ def _cached_visual(cache: Any, past_length: int, length: int, embeds: Tensor | N
             f"{embeds.shape[0]} frames were passed with a cache that holds {cached.layout.total_frames} already; "
             "pass new frames with the whole conversation and without the cache"
         )
-    return cached.inputs(past_length, length)
+    return cached.inputs(past_length, inputs_embeds.shape[1], inputs_embeds.shape[0])
 
 
 def _new_visual(
@@ -230,6 +242,7 @@ def _new_visual(
     cache: Any,
     past_length: int,
     inputs_embeds: Tensor,
+    own_layers: int,
 ) -> VisualInputs | None:
     """What the tokens of this call see of the frames passed with it; with a cache, the place for their K and V."""
     total = 0 if embeds is None else embeds.shape[0]
@@ -241,7 +254,7 @@ def _new_visual(
         )
     if embeds is None:
         return None
-    visual = VisualCache(layout, row_offset=row_offset, tokens_per_frame=embeds.shape[1])
+    visual = VisualCache(layout, row_offset=row_offset, tokens_per_frame=embeds.shape[1], inclusive=False)
     if cache is not None:
-        cache.visual = visual
-    return visual.inputs(past_length, length, embeds)
+        attach(cache, visual, own_layers)
+    return visual.inputs(past_length, length, batch, embeds)

@@ -3,6 +3,8 @@
 Shape legend: B samples, L text tokens of this pass, F frames of all samples, T tokens a frame, G KV heads, D head dim.
 """
 
+import copy
+from collections.abc import Hashable
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import groupby
@@ -10,6 +12,9 @@ from typing import Any
 
 from torch import Tensor
 
+from mllm_seqpar.errors import ConfigError
+
+from ..cache_rows import RowsLayer, layer_of
 from .media import MediaLayout
 
 MASK_ELEMENTS = 1 << 24
@@ -71,25 +76,48 @@ class VisualInputs:
         ]
 
 
-class VisualCache:
+class VisualCache(RowsLayer):
     """The visual K and V of each hyper layer, projected once at prefill and kept with the text cache.
+
+    It is one more layer of that cache, so it follows the cache's row operations. Copies of the cache share K and V.
 
     Attributes:
         layout: of the text that came with the frames.
         row_offset: tokens that were in the cache before that text.
         tokens_per_frame: T.
+        inclusive: whether a placeholder sees its own frame.
         states: by layer index, k and v of shape (1, G, F * T, D), k already rotated.
+        seen: fingerprints of the frames.
+        whole: whether `states` has all frames; a patched model keeps this rank's only.
     """
 
-    def __init__(self, layout: MediaLayout, *, row_offset: int, tokens_per_frame: int) -> None:
+    def __init__(self, layout: MediaLayout, *, row_offset: int, tokens_per_frame: int, inclusive: bool) -> None:
+        super().__init__(layout.first.shape[0])
         self.layout = layout
         self.row_offset = row_offset
         self.tokens_per_frame = tokens_per_frame
-        self.states: dict[int, tuple[Tensor, Tensor]] = {}
+        self.inclusive = inclusive
+        self.states: dict[Hashable, tuple[Tensor, Tensor]] = {}
+        self.seen: set[tuple[int, ...]] = set()
+        self.whole = True
 
-    def inputs(self, past_length: int, length: int, embeds: Tensor | None = None) -> VisualInputs:
-        """The visual inputs of the `length` tokens that follow `past_length` cached ones."""
-        first, stop = self.layout.rows(past_length - self.row_offset, length)
+    def inputs(self, past_length: int, length: int, batch: int, embeds: Tensor | None = None) -> VisualInputs:
+        """The visual inputs of the `length` tokens that follow `past_length` cached ones.
+
+        Raises:
+            ConfigError: K and V of frames are on other ranks.
+            ShapeError: the cache has another number of rows than the call.
+        """
+        if not self.whole:
+            raise ConfigError(
+                "past_key_values holds K and V of the frames of one rank only, as the patched model that filled it "
+                "keeps them; continue it with that model while it is patched, or begin with a new cache"
+            )
+        rows = self.rows_of(batch).to(self.layout.first.device)
+        self.layout = (
+            self.layout.cropped(past_length - self.row_offset, self.inclusive) if embeds is None else self.layout
+        )
+        first, stop = (bound[rows] for bound in self.layout.rows(past_length - self.row_offset, length))
         return VisualInputs(
             embeds=embeds,
             frame_position=self.layout.frame_position,
@@ -98,10 +126,15 @@ class VisualCache:
             tokens_per_frame=self.tokens_per_frame,
         )
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> "VisualCache":
+        copied = copy.copy(self)  # operations replace rows, layout and states, and change none of them in place
+        copied.states = dict(self.states)
+        return copied
+
 
 def visual_cache(past_key_values: Any) -> VisualCache | None:
     """The visual part kept with a text cache, if there is one."""
-    return getattr(past_key_values, "visual", None)
+    return layer_of(past_key_values, VisualCache)
 
 
 def row_blocks(first: list[int], stop: list[int], tokens_per_frame: int) -> list[RowBlock]:

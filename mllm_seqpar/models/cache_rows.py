@@ -1,0 +1,115 @@
+"""A layer of a transformers cache for what is kept beside the text K and V: it follows the cache's row operations.
+
+`Cache` applies `reorder_cache`, `batch_select_indices`, `batch_repeat_interleave`, `crop` and `reset` to each of its
+layers, and a copy of a cache copies its layers. One more layer, behind the model's own, therefore takes part in all of
+them, and nothing of transformers is replaced. K and V of frames stay where they are: only the numbers of the rows move,
+so rows of one sample (beams) share the memory of its frames.
+"""
+
+from __future__ import annotations
+
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+from transformers import cache_utils
+
+from mllm_seqpar.errors import ShapeError
+
+LayerT = TypeVar("LayerT", bound="RowsLayer")
+
+
+class RowsLayer(getattr(cache_utils, "DummyLayer", object)):  # type: ignore[misc]
+    """A layer without text K and V that records which row of the prompt each row of the cache continues.
+
+    Attributes:
+        rows: (B,) int64 on the CPU; None after `reset`.
+    """
+
+    is_initialized = True
+    is_compileable = True
+    is_croppable = True
+    is_sliding = None  # neither True nor False: transformers looks up a layer of either kind to make masks by
+    supports_early_init = False
+    keys = values = None
+
+    def __init__(self, batch: int) -> None:
+        self.rows: Tensor | None = torch.arange(batch)
+
+    def rows_of(self, batch: int) -> Tensor:
+        """Return `rows` for a pass of `batch` rows.
+
+        Raises:
+            ShapeError: the cache has another number of rows.
+        """
+        rows = torch.arange(batch) if self.rows is None else self.rows
+        if rows.numel() != batch:
+            raise ShapeError(
+                f"past_key_values has {rows.numel()} rows and the call has {batch}; repeat or select the rows of the "
+                "cache first (batch_repeat_interleave, batch_select_indices)"
+            )
+        return rows
+
+    def reorder_cache(self, beam_idx: Any) -> None:
+        """Take the rows with these indices."""
+        if self.rows is not None:
+            self.rows = self.rows[beam_idx.cpu() if isinstance(beam_idx, Tensor) else beam_idx]
+
+    batch_select_indices = reorder_cache
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Repeat each row."""
+        if self.rows is not None:
+            self.rows = self.rows.repeat_interleave(repeats)
+
+    def reset(self) -> None:
+        """Forget the text."""
+        self.rows = None
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Keep everything: frames do not belong to single tokens."""
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Initialize nothing."""
+
+    def get_seq_length(self) -> int:
+        """Return 0."""
+        return 0
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """Return the sizes of a layer without cached tokens."""
+        return query_length, 0
+
+    def get_max_length(self) -> int:
+        """Return -1: no maximum."""
+        return -1
+
+    get_max_cache_shape = get_max_length  # the name before transformers 5.20
+
+    def offload(self) -> None:
+        """Keep the rows on the CPU."""
+
+    prefetch = offload
+
+
+def layer_of(cache: Any, kind: type[LayerT]) -> LayerT | None:
+    """Return the cache's layer of this kind, if it has one."""
+    layers = getattr(cache, "layers", ())
+    return next((layer for layer in reversed(layers) if isinstance(layer, kind)), None)
+
+
+def attach(cache: Any, layer: RowsLayer, own_layers: int) -> None:
+    """Put the layer behind the model's own ones in the place of an earlier one of its kind.
+
+    Args:
+        own_layers: layers of the model; a cache that adds them on demand gets all of them now.
+    """
+    detach(cache, type(layer))
+    while len(cache.layers) < own_layers and cache.layer_class_to_replicate is not None:
+        cache.layers.append(cache.layer_class_to_replicate())
+    cache.layers.append(layer)
+
+
+def detach(cache: Any, kind: type[RowsLayer]) -> None:
+    """Remove the cache's layer of this kind."""
+    cache.layers[:] = [layer for layer in cache.layers if not isinstance(layer, kind)]
