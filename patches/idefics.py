@@ -65,6 +65,8 @@ class IdeficsAdapter:
         for index, block in enumerate(decoder.gated_cross_attn_layers):
             patch.set(block.cross_attn, "forward", _cross_attention_forward(block.cross_attn, index))
         chunk_forwards(patch, (layer.mlp for layer in [*decoder.layers, *decoder.gated_cross_attn_layers]))
+        text = [layer.self_attn for layer in decoder.layers]
+        patch.guard(model, [*text, *(block.cross_attn for block in decoder.gated_cross_attn_layers)])
         patch.set(decoder, "forward", _decoder_forward(decoder))
         patch.set(model, "forward", _model_forward(model, context))
         patch_generate(model, context, patch, frames=_FRAMES)
