@@ -10,7 +10,6 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.utils.hooks import RemovableHandle
 
 from .adapters import Adapter, find_adapter
 from .agreement import agree_on_text, fingerprint
@@ -36,7 +35,7 @@ class Patch:
     adapter: str
     context: SeqParContext
     _undo: list[tuple[Any, str, Any, Any]] = field(default_factory=list)
-    _hooks: dict[int, RemovableHandle] = field(default_factory=dict)
+    _guards: list[tuple[nn.Module, list[nn.Module]]] = field(default_factory=list)
 
     def set(self, owner: Any, name: str, value: Any) -> None:
         """Sets an attribute on an instance (never on a class), remembering what the instance itself had there.
@@ -66,12 +65,18 @@ class Patch:
             model: the module whose forward begins a pass; it and what is around it may be called.
             sites: the modules within it that attend over tokens of several ranks.
         """
-        wanted = {id(site) for site in sites}
-        for name, module in model.named_modules():
-            inner = module is not model and any(id(part) in wanted for part in module.modules())
-            if inner and id(module) not in self._hooks:
-                hook = functools.partial(_require_pass, self.context, type(model).__name__, name)
-                self._hooks[id(module)] = module.register_forward_pre_hook(hook, with_kwargs=True)
+        self._guards.append((model, list(sites)))
+
+    def close(self) -> None:
+        """Puts the guards in place, around every forward that was set, once all are set."""
+        guarded: set[int] = set()
+        for model, sites in self._guards:
+            wanted = {id(site) for site in sites}
+            for name, module in model.named_modules():
+                inner = module is not model and any(id(part) in wanted for part in module.modules())
+                if inner and id(module) not in guarded:
+                    guarded.add(id(module))
+                    self.set(module, "forward", _guarded(self.context, type(model).__name__, name, module))
 
     def refuse_copies(self, model: nn.Module) -> None:
         """Makes copying or pickling `model`, and every module that was changed, an error.
@@ -87,7 +92,8 @@ class Patch:
         Raises:
             AdapterError: somebody has replaced one of the attributes since; nothing is changed then.
         """
-        for owner, name, _, value in self._undo:
+        last = {(id(owner), name): (owner, name, value) for owner, name, _, value in self._undo}
+        for owner, name, value in last.values():
             if vars(owner).get(name, _ABSENT) is not value:
                 raise AdapterError(
                     f"unpatch_model: {type(owner).__name__}.{name} was replaced by something else after patch_model; "
@@ -99,24 +105,25 @@ class Patch:
             else:
                 object.__setattr__(owner, name, before)
         self._undo.clear()
-        for handle in self._hooks.values():
-            handle.remove()
-        self._hooks.clear()
 
 
-def _require_pass(
-    context: SeqParContext, model: str, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> None:
-    """Raises where a module inside of a patched model is called, and not by a pass over the ranks of its group."""
-    context.require_same_world()
-    if context.comm.size == 1 or any(isinstance(x, SeqParCall) for x in (*args, *kwargs.values())):
-        return
-    raise AdapterError(
-        f"{name} ({type(module).__name__}) was called outside of the patched forward of its {model}; on "
-        f"{context.comm.size} ranks it would compute with this rank's inputs alone, unsharded. Call the model itself. "
-        "If a trainer or a fused kernel (Liger) replaced its forward, turn that off; to use inner modules, call "
-        "unpatch_model(model) first. The vision tower alone may be called"
-    )
+def _guarded(context: SeqParContext, model: str, name: str, module: nn.Module) -> Any:
+    """Return the forward of `module`, which raises unless a pass over the ranks of the group calls it."""
+    inner = module.forward
+
+    @functools.wraps(inner)
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        context.require_same_world()
+        if context.comm.size > 1 and not any(isinstance(x, SeqParCall) for x in (*args, *kwargs.values())):
+            raise AdapterError(
+                f"{name} ({type(module).__name__}) was called outside of the patched forward of its {model}; on "
+                f"{context.comm.size} ranks it would compute with this rank's inputs alone, unsharded. Call the model "
+                "itself. If a trainer or a fused kernel (Liger) replaced its forward, turn that off; to use inner "
+                "modules, call unpatch_model(model) first. The vision tower alone may be called"
+            )
+        return inner(*args, **kwargs)
+
+    return forward
 
 
 def _refuse_copy(protocol: int) -> Any:
@@ -181,6 +188,7 @@ def patch_model(
     patch = Patch(adapter.name, context)
     try:
         adapter.install(inner, context, patch)
+        patch.close()
         patch.refuse_copies(inner)
     except BaseException:
         patch.undo()

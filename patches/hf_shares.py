@@ -16,6 +16,7 @@ from mllm_seqpar.sharding import frame_bounds
 from mllm_seqpar.text import TextShards
 from mllm_seqpar.visual import KeptVisual, SharedVisual
 
+from .hf_checks import check_text, refuse_unknown
 from .hf_family import Family, View
 from .hf_inputs import Inputs, agree_on_inputs
 from .hf_star import check_star
@@ -26,6 +27,8 @@ def agree_on_pass(family: Family, inputs: Inputs, kwargs: dict[str, Any]) -> Non
     """Raises on every rank unless all ranks can compute this pass, and pass the same to it."""
 
     def check() -> None:
+        check_text(inputs)
+        refuse_unknown(kwargs)
         check_star(family.context.config, inputs)
         family.check(inputs, kwargs)
 

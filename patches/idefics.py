@@ -228,6 +228,8 @@ class IdeficsFamily(Family):
         self, embeds: Tensor, positions: Tensor, mask: Any, cache: Cache | None, call: SeqParCall, **kwargs: Any
     ) -> Any:
         """Cross-attention blocks and decoder layers."""
+        if "gate" not in call.rows:
+            raise ShapeError(f"IDEFICS needs images: none of {', '.join(_FRAMES)} holds one")
         return self.model.model(
             inputs_embeds=embeds,
             attention_mask=mask,
@@ -308,7 +310,7 @@ def _model_forward(model: Any, context: SeqParContext) -> Any:
 def _positions(mask: Tensor | None, positions: Tensor | None, ids: Tensor | None, embeds: Tensor | None) -> Any:
     """Rotary positions count real tokens only, as the unpatched model makes them from the attention mask."""
     text = ids if ids is not None else embeds
-    if positions is not None or mask is None or text is None:
+    if positions is not None or mask is None or text is None or mask.dim() != 2:
         return positions
     counted = mask.long().cumsum(-1) - 1
     return counted.masked_fill(mask == 0, 1)[:, -text.shape[1] :]
