@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 from transformers.utils import TransformersKwargs
 
+from mllm_seqpar.agreement import fingerprint
 from mllm_seqpar.errors import ConfigError, ShapeError
 
 from .hf_inputs import Inputs
@@ -15,6 +18,7 @@ _KNOWN = {
     *TransformersKwargs.__annotations__,
     "cache_position",
     "ignore_index",
+    "logits_to_keep",
     "return_dict",
     "token_type_ids",  # tokenizers return them for all models
 }
@@ -49,3 +53,34 @@ def _require_integers(**tensors: Tensor | None) -> None:
     for name, tensor in tensors.items():
         if tensor is not None and (tensor.is_floating_point() or tensor.is_complex()):
             raise ShapeError(f"{name}: has dtype {tensor.dtype}; expected integers, such as torch.long")
+
+
+def facts_of_call(model: nn.Module, inputs: Inputs, kwargs: Mapping[str, Any], whole: bool) -> dict[str, int]:
+    """Return what else the ranks must have in common for one pass, by name: what decides the course of computation.
+
+    Args:
+        model: the patched model.
+        inputs: of this call.
+        kwargs: the further arguments of this call.
+        whole: compare what only a walk over all modules and parameters shows, too.
+    """
+    device = inputs.text.device.type
+    autocast = str(torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else ""
+    frames = inputs.frames if inputs.visual_shard is None else None  # a rank without frames passes any empty tensor
+    given = (inputs.input_ids, inputs.inputs_embeds, inputs.labels, inputs.shift_labels, frames)
+    counted = kwargs.get("num_items_in_batch")
+    settings = {name: value for name, value in kwargs.items() if isinstance(value, (bool, int, float, str))}
+    facts = {
+        "training mode": int(model.training),
+        "autocast (checksum of its dtype)": fingerprint(autocast) if autocast else 0,
+        "checksum of the inputs' dtypes": fingerprint(str([None if x is None else x.dtype for x in given])),
+        "num_items_in_batch": -1 if counted is None else int(counted),
+        "checksum of further arguments": fingerprint(repr(sorted(settings.items()))),
+    }
+    if not whole:
+        return facts
+    trained = "".join(str(int(p.requires_grad)) for p in model.parameters())
+    return facts | {
+        "gradient checkpointing": int(any(getattr(m, "gradient_checkpointing", False) for m in model.modules())),
+        "checksum of which parameters train": fingerprint(trained),
+    }

@@ -11,6 +11,7 @@ from patched import PATIENCE, Case, inputs_of, local_frames, model_of
 
 from launch import launch
 from mllm_seqpar import FrameShard, frame_range, patch_model, unpatch_model
+from mllm_seqpar.comm import run_loopback
 from mllm_seqpar.errors import AgreementError, ConfigError, MaskError, SeqParError, ShapeError
 from mllm_seqpar.patches.hf_inputs import fingerprint_of
 from mllm_seqpar.patching import patch_of
@@ -206,6 +207,78 @@ def test_process_group_made_after_patching_is_noticed(monkeypatch: pytest.Monkey
     with pytest.raises(ConfigError, match="patched for one process, before the process group of 2 ranks existed"):
         models[0](ids, frames)
     models[1](ids, frames)
+
+
+def _differently(model: Any, what: str, rank: int) -> Any:
+    """Runs a pass in which rank 1 does something else."""
+    ids, frames = tiny_text(2), tiny_frames(2)
+    more: dict[str, Any] = {}
+    if rank == 1:
+        match what:
+            case "training mode":
+                model.train()
+            case "gradient checkpointing":
+                model.gradient_checkpointing_enable()
+            case "checksum of which parameters train":
+                model.requires_grad_(False)
+            case "num_items_in_batch":
+                more = {"num_items_in_batch": 3}
+            case "checksum of further arguments":
+                more = {"output_hidden_states": True}
+            case "checksum of the inputs' dtypes":
+                frames = frames.double()
+            case "stopping_criteria":
+                more = {"stopping_criteria": [lambda *_: True]}
+    if what == "stopping_criteria":
+        return model.generate(ids, pixel_values=frames, max_new_tokens=2, pad_token_id=0, streamer=None, **more)
+    with torch.autocast("cpu", torch.bfloat16, enabled=what.startswith("autocast") and rank == 1):
+        return model(ids, frames, labels=ids, **more)
+
+
+@pytest.mark.parametrize(
+    "what",
+    [
+        "training mode",
+        "gradient checkpointing",
+        "checksum of which parameters train",
+        "num_items_in_batch",
+        "checksum of further arguments",
+        "checksum of the inputs' dtypes",
+        "autocast",
+        "stopping_criteria",
+    ],
+)
+def test_ranks_that_compute_differently_are_told(what: str) -> None:
+    """They would compute another loss each, or send each other what the other does not wait for."""
+    models = [tiny_model() for _ in range(2)]
+    found: dict[int, str] = {}
+
+    def run(comm: Any) -> None:
+        patch_model(models[comm.rank], group=comm)
+        with pytest.raises(AgreementError) as error:
+            _differently(models[comm.rank], what, comm.rank)
+        found[comm.rank] = str(error.value)
+
+    run_loopback(2, run, timeout=SECONDS)
+    assert all(what in found[rank] for rank in range(2)), found
+
+
+@pytest.mark.parametrize(
+    ("arguments", "kind", "message"),
+    [
+        ({"pixel_valuez": tiny_frames(2)}, ConfigError, "forward: unknown argument pixel_valuez"),
+        ({"position_ids": torch.arange(11)[None]}, ShapeError, r"position_ids: has shape \(1, 11\)"),
+        ({"position_ids": torch.arange(12)}, ShapeError, r"position_ids: has shape \(12,\)"),
+        ({"labels": torch.zeros(1, 12)}, ShapeError, "labels: has dtype torch.float32; expected integers"),
+        ({"input_ids": tiny_text(2)[0]}, ShapeError, r"input_ids: has shape \(12,\); expected 2 dimensions"),
+    ],
+)
+def test_arguments_that_nothing_reads_or_that_do_not_fit(
+    arguments: dict[str, Any], kind: type[Exception], message: str
+) -> None:
+    given = {"input_ids": tiny_text(2), "pixel_values": tiny_frames(2)} | arguments
+    with pytest.raises(kind, match=message):
+        patch_model(tiny_model())(**given)
 
 
 def patch_errors(rank: int, world: int, what: str) -> None:
