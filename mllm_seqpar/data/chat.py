@@ -326,7 +326,7 @@ def check_messages(messages: Any, folder: Path, marks: Sequence[str] = ()) -> li
 def _part_fault(part: Any, role: str, folder: Path, marks: Sequence[str]) -> str | None:
     """What is wrong with one part of a message's content, or None."""
     kind = part.get("type") if isinstance(part, dict) else None
-    unknown = sorted(set(part) - _PART_KEYS[kind]) if kind in _PART_KEYS else []
+    unknown = sorted(set(part) - _PART_KEYS[str(kind)]) if kind in ("text", "image", "video") else []
     if unknown:
         return f"unknown key {unknown[0]!r} in {part!r:.80}; a part of type {kind} takes {sorted(_PART_KEYS[kind])}"
     if kind == "text":
