@@ -328,7 +328,9 @@ def _part_fault(part: Any, role: str, folder: Path, marks: Sequence[str]) -> str
     kind = part.get("type") if isinstance(part, dict) else None
     unknown = sorted(set(part) - _PART_KEYS[str(kind)]) if kind in ("text", "image", "video") else []
     if unknown:
-        return f"unknown key {unknown[0]!r} in {part!r:.80}; a part of type {kind} takes {sorted(_PART_KEYS[kind])}"
+        return (
+            f"unknown key {unknown[0]!r} in {part!r:.80}; a part of type {kind} takes {sorted(_PART_KEYS[str(kind)])}"
+        )
     if kind == "text":
         text = part.get("text")
         if not isinstance(text, str):
