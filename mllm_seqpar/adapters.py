@@ -101,6 +101,8 @@ def find_adapter(model: nn.Module) -> tuple[Adapter, nn.Module]:
     Raises:
         AdapterError: no family matches; lists the known ones.
     """
+    if not isinstance(model, nn.Module):
+        raise AdapterError(f"expected a model, a torch.nn.Module; got {type(model).__name__}")
     known = adapters()
     for module in model.modules():
         for adapter in known.values():

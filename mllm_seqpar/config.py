@@ -90,13 +90,8 @@ class SeqParConfig:
         for name in ("recompute_visual", "overlap"):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(f"{name}: {getattr(self, name)!r} is not a bool; pass True or False")
-        if self.shard_prompt_from is not None and (
-            not isinstance(self.shard_prompt_from, int) or isinstance(self.shard_prompt_from, bool)
-        ):
-            raise ConfigError(
-                f"shard_prompt_from: {self.shard_prompt_from!r} is not a number of tokens; pass an int or None"
-            )
-        for name, counted in (("mlp_chunk_size", "tokens"), ("vision_chunk_size", "frames")):
+        counts = (("shard_prompt_from", "tokens"), ("mlp_chunk_size", "tokens"), ("vision_chunk_size", "frames"))
+        for name, counted in counts:
             size = getattr(self, name)
             if size is not None and (not isinstance(size, int) or isinstance(size, bool) or size < 1):
                 raise ConfigError(f"{name}: {size!r} is not a number of {counted}; pass a positive int, or None")
@@ -110,6 +105,24 @@ class SeqParConfig:
                 )
         if not isinstance(self.kernel, str):
             raise ConfigError(f"kernel: {self.kernel!r} is not a kernel's name; pass 'auto' or a name")
+        self._refuse_idle_options()
+
+    def _refuse_idle_options(self) -> None:
+        """Raises ConfigError for a choice that the way the text is distributed makes meaningless."""
+        if self.self_attention == "star" and self.shard_prompt_from is None:
+            raise ConfigError(
+                'shard_prompt_from: with None no prompt is long enough for self_attention="star", which would never be '
+                "used; pass a number of tokens, or another self_attention"
+            )
+        idle = [f"shard_prompt_from={self.shard_prompt_from}"] * (
+            self.shard_prompt_from not in (type(self).shard_prompt_from, None)
+        )
+        idle += ['logits="local"'] * (self.logits == "local")
+        if self.self_attention == "local" and idle:
+            raise ConfigError(
+                f'{idle[0]}: self_attention="local" never shards the text, so that this would have no effect; leave it '
+                "out, or choose another self_attention"
+            )
 
     def tile_for(self, name: str) -> tuple[int, int] | None:
         """The tile of the strategy of that name: of both kinds of attention, where both take one; first of a mesh."""

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+import torch.distributed as dist
+
 from .choosing import Chooser
 from .comm import Communicator
 from .config import SeqParConfig
+from .errors import ConfigError
 from .log import get_logger
 
 _log = get_logger(__name__)
@@ -20,14 +23,25 @@ class SeqParContext:
         comm: transfers of this model, with its byte counter.
         config: the user's choices.
         chooser: what decides for `strategy="auto"`.
+        assumed_alone: the group is one of this process alone because there was no process group.
     """
 
     comm: Communicator
     config: SeqParConfig
     chooser: Chooser | None = None
+    assumed_alone: bool = False
     _reported: list[bool] = field(default_factory=list, repr=False, compare=False)
     _warned: list[bool] = field(default_factory=list, repr=False, compare=False)
     _passes: list[int] = field(default_factory=lambda: [0], repr=False, compare=False)
+
+    def require_same_world(self) -> None:
+        """Raise ConfigError if a process group of several ranks came into being after patching for a single one."""
+        if self.assumed_alone and dist.is_initialized() and dist.get_world_size() > 1:
+            raise ConfigError(
+                f"this model was patched for one process, before the process group of {dist.get_world_size()} ranks "
+                "existed. Call torch.distributed.init_process_group(...) before patch_model(model), or pass "
+                'group="self" if this process is to compute alone'
+            )
 
     def compares_weights(self) -> bool:
         """Whether this pass compares the ranks' weights: the 1st, 2nd, 4th, 8th ... do.

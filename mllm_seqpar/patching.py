@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from .adapters import Adapter, find_adapter
 from .agreement import agree_on_text, fingerprint
+from .call import SeqParCall
 from .choosing import Chooser, chooser_for
 from .comm import Group, as_communicator
 from .config import SeqParConfig
@@ -31,11 +35,48 @@ class Patch:
     adapter: str
     context: SeqParContext
     _undo: list[tuple[Any, str, Any, Any]] = field(default_factory=list)
+    _guards: list[tuple[nn.Module, list[nn.Module]]] = field(default_factory=list)
 
     def set(self, owner: Any, name: str, value: Any) -> None:
-        """Sets an attribute on an instance (never on a class), remembering what the instance itself had there."""
+        """Sets an attribute on an instance (never on a class), remembering what the instance itself had there.
+
+        Raises:
+            AdapterError: `name` is "forward", and something else has replaced the forward of this instance already.
+        """
+        if name == "forward" and name in vars(owner) and not self._has_set(owner, name):
+            raise AdapterError(
+                f"patch_model: the forward of this {type(owner).__name__} was replaced by something else already, and "
+                "patching would silently drop that (autocast by Accelerator.prepare, hooks of device_map, a fused "
+                "loss). Patch first, then prepare; leave out device_map and kernels that replace a forward"
+            )
         self._undo.append((owner, name, vars(owner).get(name, _ABSENT), value))
         object.__setattr__(owner, name, value)
+
+    def _has_set(self, owner: Any, name: str) -> bool:
+        return any(owner is changed and name == attribute for changed, attribute, *_ in self._undo)
+
+    def guard(self, model: nn.Module, sites: Iterable[nn.Module]) -> None:
+        """Makes it an error to reach `sites`, or a module around them, except in a pass of the patched model.
+
+        Such a call would compute with this rank's inputs alone. The passes hand a `SeqParCall` to all these modules as
+        an argument, and so does the recomputation of gradient checkpointing in backward.
+
+        Args:
+            model: the module whose forward begins a pass; it and what is around it may be called.
+            sites: the modules within it that attend over tokens of several ranks.
+        """
+        self._guards.append((model, list(sites)))
+
+    def close(self) -> None:
+        """Puts the guards in place, around every forward that was set, once all are set."""
+        guarded: set[int] = set()
+        for model, sites in self._guards:
+            wanted = {id(site) for site in sites}
+            for name, module in model.named_modules():
+                inner = module is not model and any(id(part) in wanted for part in module.modules())
+                if inner and id(module) not in guarded:
+                    guarded.add(id(module))
+                    self.set(module, "forward", _guarded(self.context, type(model).__name__, name, module))
 
     def refuse_copies(self, model: nn.Module) -> None:
         """Makes copying or pickling `model`, and every module that was changed, an error.
@@ -51,7 +92,8 @@ class Patch:
         Raises:
             AdapterError: somebody has replaced one of the attributes since; nothing is changed then.
         """
-        for owner, name, _, value in self._undo:
+        last = {(id(owner), name): (owner, name, value) for owner, name, _, value in self._undo}
+        for owner, name, value in last.values():
             if vars(owner).get(name, _ABSENT) is not value:
                 raise AdapterError(
                     f"unpatch_model: {type(owner).__name__}.{name} was replaced by something else after patch_model; "
@@ -63,6 +105,25 @@ class Patch:
             else:
                 object.__setattr__(owner, name, before)
         self._undo.clear()
+
+
+def _guarded(context: SeqParContext, model: str, name: str, module: nn.Module) -> Any:
+    """Return the forward of `module`, which raises unless a pass over the ranks of the group calls it."""
+    inner = module.forward
+
+    @functools.wraps(inner)
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        context.require_same_world()
+        if context.comm.size > 1 and not any(isinstance(x, SeqParCall) for x in (*args, *kwargs.values())):
+            raise AdapterError(
+                f"{name} ({type(module).__name__}) was called outside of the patched forward of its {model}; on "
+                f"{context.comm.size} ranks it would compute with this rank's inputs alone, unsharded. Call the model "
+                "itself. If a trainer or a fused kernel (Liger) replaced its forward, turn that off; to use inner "
+                "modules, call unpatch_model(model) first. The vision tower alone may be called"
+            )
+        return inner(*args, **kwargs)
+
+    return forward
 
 
 def _refuse_copy(protocol: int) -> Any:
@@ -90,12 +151,14 @@ def patch_model(
     Args:
         model: a model of a known family, or a wrapper (PEFT, DDP) of one; before or after `fully_shard`.
         strategy: how cross-attention is distributed; None: the config's, by default "lv-xattn".
-        group: ProcessGroup, one-dimensional DeviceMesh, or None: the whole world (one process: a group of one).
+        group: ProcessGroup, one-dimensional DeviceMesh, or None: the whole world. The process group must exist by then,
+            where a launcher started several processes; a single process needs none. "self" is a group of this process
+            alone, for processes under a launcher that are independent of each other.
         config: all options at once.
         **options: single fields of `SeqParConfig`, over those of `config`.
 
     Raises:
-        ConfigError: an unknown option or value.
+        ConfigError: an unknown option or value; several processes and no process group.
         AdapterError: no adapter for this model, or it is patched already.
         AgreementError: the ranks pass different options or models; on every rank.
     """
@@ -105,7 +168,8 @@ def patch_model(
     def describe() -> str:
         if not isinstance(model, nn.Module):
             raise AdapterError(f"patch_model: expected a model, got {type(model).__name__}")
-        context = SeqParContext(comm, _chosen(strategy, config, options))
+        alone = group is None and not dist.is_initialized()
+        context = SeqParContext(comm, _chosen(strategy, config, options), assumed_alone=alone)
         context.config.check_ranks(comm.size)
         adapter, inner = find_adapter(model)
         if _ATTRIBUTE in vars(inner):
@@ -124,6 +188,7 @@ def patch_model(
     patch = Patch(adapter.name, context)
     try:
         adapter.install(inner, context, patch)
+        patch.close()
         patch.refuse_copies(inner)
     except BaseException:
         patch.undo()

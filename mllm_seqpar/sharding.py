@@ -9,6 +9,7 @@ loss (contract, point 3).
 from __future__ import annotations
 
 from dataclasses import dataclass
+from numbers import Integral
 
 import torch
 from torch import Tensor
@@ -32,11 +33,20 @@ class FrameShard:
     total: int
 
     def __post_init__(self) -> None:
+        if not all(map(_is_count, (self.start, self.stop, self.total))):
+            raise ShapeError(
+                f"FrameShard: start={self.start!r}, stop={self.stop!r}, total={self.total!r} are no numbers of frames; "
+                "pass three ints"
+            )
         if not 0 <= self.start <= self.stop <= self.total:
             raise ShapeError(
                 f"FrameShard: start={self.start}, stop={self.stop}, total={self.total}; "
                 "needs 0 <= start <= stop <= total"
             )
+
+
+def _is_count(value: object) -> bool:
+    return isinstance(value, Integral) and not isinstance(value, bool)
 
 
 def frame_bounds(total: int, size: int) -> list[tuple[int, int]]:
@@ -48,8 +58,8 @@ def frame_bounds(total: int, size: int) -> list[tuple[int, int]]:
 
 def frame_range(total: int, group: Group = None) -> range:
     """The global frame numbers that this rank of `group` holds out of `total`; may be empty."""
-    if total < 0:
-        raise ShapeError(f"frame_range: total={total}; needs a number of frames, 0 or more")
+    if not _is_count(total) or total < 0:
+        raise ShapeError(f"frame_range: total={total!r}; needs a number of frames, an int of 0 or more")
     comm = as_communicator(group)
     return range(*frame_bounds(total, comm.size)[comm.rank])
 

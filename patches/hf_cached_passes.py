@@ -42,7 +42,7 @@ def cached_pass(family: Family, inputs: Inputs, logits_to_keep: int | Tensor, kw
     if cache is None:
         cache = DynamicCache(config=family.text_config)
     if past == 0 or inputs.length > 1:  # not each step of decoding
-        agree_on_pass(family, inputs, kwargs)
+        agree_on_pass(family, inputs, kwargs | {"logits_to_keep": logits_to_keep})
     else:
         check_star(family.context.config, inputs)
     beside = _continued(family, inputs, cache) if past else _begun(family, inputs, cache)

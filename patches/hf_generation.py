@@ -6,6 +6,7 @@ import functools
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from mllm_seqpar.agreement import agree_on_text
 from mllm_seqpar.comm import Communicator
@@ -65,19 +66,23 @@ def _keeping(unpatched: Any, frames: tuple[str, ...]) -> Any:
 
 def _settings(config: Any, kwargs: dict[str, Any]) -> str:
     """What decides how many tokens are generated and how, as text. The forward pass compares the inputs."""
-    settings = {**config.to_dict(), **kwargs}
+    settings = {**config.to_dict(), **kwargs, "streamer": None}  # one rank's streamer changes nothing
     if settings.get("max_time") is not None:
         raise ConfigError(
             f"max_time={settings['max_time']}: the ranks' clocks would end generation at different tokens; use "
             "max_new_tokens"
         )
-    return ", ".join(f"{name}={value!r}" for name, value in sorted(settings.items()) if _is_setting(value))
+    told = {name: _as_text(value) for name, value in sorted(settings.items())}
+    return ", ".join(f"{name}={text}" for name, text in told.items() if text)
 
 
-def _is_setting(value: Any) -> bool:
+def _as_text(value: Any) -> str:
+    """Return a setting as the ranks compare it: objects by type; nothing for tensors, which the forward compares."""
     if isinstance(value, (list, tuple)):
-        return all(map(_is_setting, value))
-    return isinstance(value, (bool, int, float, str))
+        return f"[{', '.join(map(_as_text, value))}]"
+    if value is None or isinstance(value, Tensor):
+        return ""
+    return repr(value) if isinstance(value, (bool, int, float, str)) else type(value).__name__
 
 
 def share_random_state(comm: Communicator, device: torch.device) -> None:

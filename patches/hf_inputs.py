@@ -43,6 +43,13 @@ _NAMES = (
     "checksum of what says where the frames belong",
     "checksum of pixels",
     "checksum of weights",
+    "training mode",
+    "autocast (checksum of its dtype)",
+    "checksum of the inputs' dtypes",
+    "num_items_in_batch",
+    "checksum of further arguments",
+    "gradient checkpointing",
+    "checksum of which parameters train",
 )
 _SAMPLED_WEIGHTS = 16  # of each parameter
 
@@ -142,7 +149,11 @@ class Inputs:
 
 
 def agree_on_inputs(
-    comm: Communicator, inputs: Inputs, check: Callable[[], None], model: nn.Module | None = None
+    comm: Communicator,
+    inputs: Inputs,
+    check: Callable[[], None],
+    model: nn.Module | None = None,
+    facts: Callable[[], Mapping[str, int]] = dict,
 ) -> None:
     """Raises on every rank of the group unless all pass the same text, the same number of frames, and the same pixels.
 
@@ -154,6 +165,7 @@ def agree_on_inputs(
         inputs: what this rank was given.
         check: the model family's own checks; what it raises, the other ranks are told of.
         model: whose weights are compared too, by a sample of them; None: not in this pass.
+        facts: further numbers of `_NAMES`.
 
     Raises:
         SeqParError: on the rank whose own inputs do not fit together; AgreementError: on the other ranks.
@@ -162,7 +174,7 @@ def agree_on_inputs(
     def describe() -> dict[str, int]:
         _check_frames(comm, inputs)
         check()
-        return _numbers(inputs, model)
+        return {**_numbers(inputs, model), **facts()}
 
     agree(comm, "forward pass", _NAMES, describe)
 
@@ -196,7 +208,7 @@ def _numbers(inputs: Inputs, model: nn.Module | None) -> dict[str, int]:
     ]
     device = inputs.text.device
     read = torch.stack([x.to(device, torch.long) for x in checksums]).tolist()  # one wait for the device, not six
-    return dict(zip(_NAMES, [*map(int, counts), *read], strict=True))
+    return dict(zip(_NAMES, [*map(int, counts), *read], strict=False))  # the rest comes from the caller
 
 
 def _check_frames(comm: Communicator, inputs: Inputs) -> None:

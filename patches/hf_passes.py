@@ -44,7 +44,7 @@ def run_pass(family: Family, inputs: Inputs, logits_to_keep: int | Tensor, kwarg
 def _sharded_pass(family: Family, inputs: Inputs, logits_to_keep: int | Tensor, kwargs: dict[str, Any]) -> Any:
     """Text and frames dealt to the ranks, no cache: training, evaluation, generation without a cache."""
     context = family.context
-    agree_on_pass(family, inputs, kwargs)
+    agree_on_pass(family, inputs, kwargs | {"logits_to_keep": logits_to_keep})
     text, note = text_shards(context, inputs), family.note(inputs)
     features = local_features(family, inputs)
     call = SeqParCall(context, text=text, **frames_of(family, inputs, text, features, note))

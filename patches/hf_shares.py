@@ -6,6 +6,7 @@ rank). A frame is what one rank holds whole; it consists of `units_per_frame` un
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from mllm_seqpar.sharding import frame_bounds
 from mllm_seqpar.text import TextShards
 from mllm_seqpar.visual import KeptVisual, SharedVisual
 
+from .hf_checks import check_text, facts_of_call, refuse_unknown
 from .hf_family import Family, View
 from .hf_inputs import Inputs, agree_on_inputs
 from .hf_star import check_star
@@ -26,11 +28,14 @@ def agree_on_pass(family: Family, inputs: Inputs, kwargs: dict[str, Any]) -> Non
     """Raises on every rank unless all ranks can compute this pass, and pass the same to it."""
 
     def check() -> None:
+        check_text(inputs)
+        refuse_unknown(kwargs)
         check_star(family.context.config, inputs)
         family.check(inputs, kwargs)
 
     compared = family.model if family.context.compares_weights() else None
-    agree_on_inputs(family.context.comm, inputs, check, compared)
+    facts = functools.partial(facts_of_call, family.model, inputs, kwargs, compared is not None)
+    agree_on_inputs(family.context.comm, inputs, check, compared, facts)
 
 
 def passed_through(text: Tensor) -> Tensor:

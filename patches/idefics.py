@@ -65,6 +65,8 @@ class IdeficsAdapter:
         for index, block in enumerate(decoder.gated_cross_attn_layers):
             patch.set(block.cross_attn, "forward", _cross_attention_forward(block.cross_attn, index))
         chunk_forwards(patch, (layer.mlp for layer in [*decoder.layers, *decoder.gated_cross_attn_layers]))
+        text = [layer.self_attn for layer in decoder.layers]
+        patch.guard(model, [*text, *(block.cross_attn for block in decoder.gated_cross_attn_layers)])
         patch.set(decoder, "forward", _decoder_forward(decoder))
         patch.set(model, "forward", _model_forward(model, context))
         patch_generate(model, context, patch, frames=_FRAMES)
@@ -235,6 +237,8 @@ class IdeficsFamily(Family):
         self, embeds: Tensor, positions: Tensor, mask: Any, cache: Cache | None, call: SeqParCall, **kwargs: Any
     ) -> Any:
         """Cross-attention blocks and decoder layers."""
+        if "gate" not in call.rows:
+            raise ShapeError(f"IDEFICS needs images: none of {', '.join(_FRAMES)} holds one")
         return self.model.model(
             inputs_embeds=embeds,
             attention_mask=mask,
@@ -315,7 +319,7 @@ def _model_forward(model: Any, context: SeqParContext) -> Any:
 def _positions(mask: Tensor | None, positions: Tensor | None, ids: Tensor | None, embeds: Tensor | None) -> Any:
     """Rotary positions count real tokens only, as the unpatched model makes them from the attention mask."""
     text = ids if ids is not None else embeds
-    if positions is not None or mask is None or text is None:
+    if positions is not None or mask is None or text is None or mask.dim() != 2:
         return positions
     counted = mask.long().cumsum(-1) - 1
     return counted.masked_fill(mask == 0, 1)[:, -text.shape[1] :]

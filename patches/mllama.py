@@ -83,6 +83,7 @@ class MllamaAdapter:
         for attention in crossing:
             patch.set(attention, "forward", _cross_forward(attention))
         chunk_forwards(patch, (layer.mlp for layer in decoder.layers))
+        patch.guard(model, [*crossing, *text])
         patch.set(model, "forward", _model_forward(model, context))
         patch_image_arguments(model, patch)
         patch_generate(model, context, patch)

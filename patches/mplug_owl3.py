@@ -72,6 +72,7 @@ class MPlugOwl3Adapter:
             attention = decoder.layers[number - 1].self_attn
             patch.set(attention, "forward", _hyper_forward(attention))
         chunk_forwards(patch, (layer.mlp for layer in decoder.layers))
+        patch.guard(model, (layer.self_attn for layer in decoder.layers))
         patch.set(model, "forward", _model_forward(model, context))
         patch.set(model, "count_frames", functools.partial(_count_frames, model.count_frames))
         patch_generate(model, context, patch)
@@ -193,7 +194,7 @@ class _Inputs(Inputs):
     @functools.cached_property
     def note(self) -> Note:
         """The layout; raises what the unpatched model would raise."""
-        inclusive = self.model.config.variant == "fused"
+        inclusive = self.model.config.gate is None
         if self.media_layout is None:
             layout = self.model.media_layout(
                 self.total_frames,

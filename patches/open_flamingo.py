@@ -67,6 +67,7 @@ class OpenFlamingoAdapter:
         family = FlamingoFamily(model, context)
         family.language_model.install(patch)
         for index, attention in cross_attentions(language_model):
+            patch.guard(language_model, [attention])
             patch.set(attention, "forward", cross_forward(attention, index))
         chunk_forwards(patch, (block.ff for block in language_model.gated_cross_attn_layers if block is not None))
         for layer in language_model._get_decoder_layers():

@@ -35,6 +35,7 @@ class RotaryLM:
     def install(self, patch: Patch) -> None:
         """Selects the attention function for these layers, and has their MLPs computed in chunks."""
         attention = [m for m in self.stack.modules() if hasattr(m, "is_causal") and hasattr(m, "config")]
+        patch.guard(self.model, attention)
         hf_attention.select(patch, attention)
         self._attention_config = attention[0].config
         self.chunk_mlps(patch)

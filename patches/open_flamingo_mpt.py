@@ -133,6 +133,7 @@ class MptLM:
 
     def install(self, patch: Patch) -> None:
         """Replaces the forward of every block's attention, and of its MLP, which adds the residual by itself."""
+        patch.guard(self.model, self.model.old_decoder_blocks)  # a block hands the call to its attention in the bias
         for block in self.stack.modules():
             if any(c.__name__ == "MptAttention" for c in type(block).__mro__):
                 patch.set(block, "forward", _attention_forward(block))

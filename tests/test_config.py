@@ -84,6 +84,19 @@ def test_what_is_unknown_is_refused_with_what_is_known(name: str, value: object,
         SeqParConfig(**{name: value})
 
 
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"self_attention": "star", "shard_prompt_from": None},
+        {"self_attention": "local", "shard_prompt_from": 2},
+        {"self_attention": "local", "logits": "local"},
+    ],
+)
+def test_options_without_effect_are_refused(options: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=f"{[*options][1]}.*(never be used|no effect)"):
+        SeqParConfig(**options)
+
+
 def test_it_is_frozen_and_keyword_only() -> None:
     with pytest.raises(dataclasses.FrozenInstanceError):
         SeqParConfig().strategy = "ring"  # type: ignore[misc]
@@ -91,8 +104,10 @@ def test_it_is_frozen_and_keyword_only() -> None:
         SeqParConfig("ring")  # type: ignore[misc]
 
 
-@pytest.mark.parametrize("value", ["long", 1.5, True])
+@pytest.mark.parametrize("value", ["long", 1.5, True, 0, -3])
 def test_a_prompt_is_dealt_from_a_number_of_tokens_on(value: Any) -> None:
-    with pytest.raises(ConfigError, match="shard_prompt_from: .* is not a number of tokens; pass an int or None"):
+    with pytest.raises(
+        ConfigError, match="shard_prompt_from: .* is not a number of tokens; pass a positive int, or None"
+    ):
         SeqParConfig(shard_prompt_from=value)
     assert SeqParConfig(shard_prompt_from=None).shard_prompt_from is None

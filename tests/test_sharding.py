@@ -114,4 +114,7 @@ def test_bad_use() -> None:
         FrameShard(3, 2, 4)
     with pytest.raises(ShapeError, match="start=0, stop=5, total=4"):
         FrameShard(0, 5, 4)
+    for made in (lambda: FrameShard(0.0, 1.0, 2.0), lambda: frame_range(2.5)):  # type: ignore[arg-type]
+        with pytest.raises(ShapeError, match=r"0\.0|2\.5"):
+            made()
     assert FrameShard(0, 0, 0).total == 0

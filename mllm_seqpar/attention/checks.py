@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import struct
 from collections.abc import Callable, Mapping, Sequence
+from numbers import Real
 
 import torch
 from torch import Tensor
@@ -45,6 +47,19 @@ def check_accumulation(dtype: torch.dtype | None) -> None:
     """Raises ConfigError for anything but a floating dtype or None."""
     if dtype is not None and dtype not in _DTYPES:
         raise ConfigError(f"accumulate_dtype: {dtype!r} cannot be used; choose torch.float32, or None for q's dtype")
+
+
+def check_scale(scale: float | None) -> None:
+    """Raises ConfigError for a scale that is no finite number; a tensor would lose its gradient."""
+    if scale is not None and (isinstance(scale, bool) or not isinstance(scale, Real) or not math.isfinite(scale)):
+        raise ConfigError(f"scale: {scale!r:.80} is not a finite number; pass a float, or None for head dim ** -0.5")
+
+
+def check_flags(**flags: bool) -> None:
+    """Raises ConfigError for the first of the options that is no bool."""
+    for name, value in flags.items():
+        if not isinstance(value, bool):
+            raise ConfigError(f"{name}: {value!r:.80} is not a bool; pass True or False")
 
 
 def check_mask_type(mask: FrameMask | None) -> None:

@@ -13,11 +13,11 @@ from torch import Tensor
 
 from ..comm import Communicator, Group, Recv, Send, as_communicator
 from ..eager import eager
-from ..errors import ConfigError
+from ..errors import ConfigError, MaskError
 from ..masks import FrameMask, Tile, full_tile
 from ..sharding import frame_range
 from .block import BlockMath, Partial, fold, unfold
-from .checks import check_mask, check_mask_type, check_qkv
+from .checks import check_flags, check_mask, check_mask_type, check_qkv, check_scale
 from .planning import accumulation
 
 SCATTER_ROWS = 64
@@ -60,6 +60,9 @@ def decode_attention(
         raise ConfigError("decode_attention has no backward pass; call it under torch.no_grad(), or use lv_xattn")
     check_qkv(q, k, v)
     check_mask_type(mask)
+    check_scale(scale)
+    check_flags(return_lse=return_lse)
+    _check_units(units_per_frame, mask)
     comm = as_communicator(group)
     batch = q.shape[0]
     rows = fold(q) if k.shape[0] < batch else q
@@ -76,6 +79,15 @@ def decode_attention(
     o, lse = (x if rows is q else unfold(x, batch).contiguous() for x in partial.value)
     o, lse = merge_over_ranks(o, lse, comm)
     return (o.to(q.dtype), lse) if return_lse else o.to(q.dtype)
+
+
+def _check_units(units: int, mask: FrameMask | None) -> None:
+    total = 0 if mask is None else mask.total_frames
+    if isinstance(units, bool) or not isinstance(units, int) or units < 1 or total % units:
+        raise MaskError(
+            f"units_per_frame: {units!r} does not divide the {total} units of the mask; pass the number of units that "
+            "make a frame, 1 or more"
+        )
 
 
 @eager

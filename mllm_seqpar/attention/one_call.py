@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ..comm import Group, as_communicator
 from ..eager import eager
-from ..errors import MaskError, ShapeError
+from ..errors import ConfigError, MaskError, ShapeError
 from ..kernels import choose_kernel
 from ..masks import Blocks, CausalBlocks, FrameMask, FullBlocks
 from ..schedules.heads import HeadShares
@@ -19,9 +19,11 @@ from .checks import (
     GRADIENT_STATES,
     agree_on_keys,
     check_accumulation,
+    check_flags,
     check_mask,
     check_mask_type,
     check_qkv,
+    check_scale,
     dtype_code,
     gradient_state,
     scale_bits,
@@ -57,19 +59,23 @@ def attend_once(
     """One distributed attention by a named strategy; o, or (o, lse)."""
     comm, mask, causal, layout = as_communicator(options.group), options.mask, options.causal, options.layout
     tile = tuple(tile) if isinstance(tile, list) else tile
-    scale = q.shape[-1] ** -0.5 if options.scale is None else float(options.scale)
+    scale = q.shape[-1] ** -0.5 if options.scale is None else options.scale
     frames = frame_bounds(mask.total_frames, comm.size) if isinstance(mask, FrameMask) else []
 
     def check() -> dict[str, int]:
         check_qkv(q, k, v)
         check_accumulation(options.accumulate_dtype)
+        check_scale(options.scale)
+        check_flags(overlap=options.overlap, return_lse=options.return_lse, causal=causal)
+        if layout not in LAYOUTS:
+            raise ConfigError(f"layout: {layout!r} is unknown; choose one of {', '.join(LAYOUTS)}")
         check_mask_type(mask)
         choose_kernel(options.kernel, q, k, causal=causal, masked=mask is not None)
         rows, heads = tile_and_heads(strategy, None if tile is None else check_tile(tile), comm.size)
         HeadShares(q.shape[1], k.shape[1], heads)
         facts = {
             "strategy": STRATEGIES.index(strategy),
-            "scale": scale_bits(scale),
+            "scale": scale_bits(float(scale)),
             "accumulate_dtype": dtype_code(options.accumulate_dtype),
         }
         facts |= {"tile rows": 0 if rows is None else rows[0], "tile columns": 0 if rows is None else rows[1]}
@@ -109,5 +115,5 @@ def attend_once(
         accumulation(options.accumulate_dtype, q.dtype),
         options.overlap,
     )
-    o, lse = attend(q, [GivenKeys(plan, k, v)], comm=comm, scale=scale, kernel=options.kernel)
+    o, lse = attend(q, [GivenKeys(plan, k, v)], comm=comm, scale=float(scale), kernel=options.kernel)
     return (o, lse) if options.return_lse else o

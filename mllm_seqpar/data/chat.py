@@ -7,8 +7,9 @@ One conversation per line:
 
 Parts that show something: {"type": "video", "path": FILE}, with "fps", "num_frames" or "max_frames" of its own if
 wanted; {"type": "video", "images": [FILE, ...]}, a list of pictures as a video; {"type": "image", "path": FILE}, one
-frame, or as many tiles as the model's processor cuts it into. Relative paths start at the JSONL's folder. Other keys of
-a line are ignored.
+frame, or as many tiles as the model's processor cuts it into. Relative paths start at the JSONL's folder. A line may
+have further keys, such as an id, but none that name media or tools beside the messages; messages and parts have no
+others.
 
 Which frames a micro-batch has is known without decoding any, on every rank the same. They form one flat list, sample
 after sample in the order of the text's placeholders; a rank decodes the range of it that it owns and nothing else.
@@ -36,6 +37,13 @@ DEFAULT_FPS = 1.0
 """Frames a second of a video for which neither the data nor the caller says anything."""
 
 _SAMPLING = ("fps", "num_frames", "max_frames")
+_PART_KEYS = {
+    "text": {"type", "text"},
+    "image": {"type", "path", "images", *_SAMPLING},  # some of them are refused by name
+    "video": {"type", "path", "images", *_SAMPLING},
+}
+_BESIDE_MESSAGES = {"image", "images", "video", "videos", "audio", "audios", "tools", "system", *_SAMPLING}
+"""Keys of other formats, whose content the model would never be shown."""
 
 
 @dataclass(frozen=True)
@@ -192,6 +200,12 @@ class ChatDataset:
             record = json.loads(row)
         except ValueError as error:
             raise DataError(f"{self.path}:{number}: not JSON ({error}); each line holds one conversation") from error
+        beside = sorted(_BESIDE_MESSAGES & set(record)) if isinstance(record, dict) else []
+        if beside:
+            raise DataError(
+                f"{self.path}:{number}: has {beside[0]!r} beside the messages, which would be ignored; media are parts "
+                'of a message, such as {"type": "video", "path": "a.mp4"}, and a system prompt is a message'
+            )
         try:
             return check_messages(
                 record.get("messages") if isinstance(record, dict) else None, self.path.parent, self._family.marks
@@ -297,6 +311,9 @@ def check_messages(messages: Any, folder: Path, marks: Sequence[str] = ()) -> li
         role = message.get("role") if isinstance(message, dict) else None
         if role not in ("system", "user", "assistant"):
             raise DataError(f"message {number} has the role {role!r}; it is one of system, user, assistant")
+        unknown = sorted(set(message) - {"role", "content"})
+        if unknown:
+            raise DataError(f"message {number} ({role}): unknown key {unknown[0]!r}; a message has role and content")
         content = message.get("content")
         if not isinstance(content, (str, list)):
             raise DataError(f"message {number} ({role}): its content is {content!r:.80}; a text or a list of parts")
@@ -312,6 +329,11 @@ def check_messages(messages: Any, folder: Path, marks: Sequence[str] = ()) -> li
 def _part_fault(part: Any, role: str, folder: Path, marks: Sequence[str]) -> str | None:
     """What is wrong with one part of a message's content, or None."""
     kind = part.get("type") if isinstance(part, dict) else None
+    unknown = sorted(set(part) - _PART_KEYS[str(kind)]) if kind in ("text", "image", "video") else []
+    if unknown:
+        return (
+            f"unknown key {unknown[0]!r} in {part!r:.80}; a part of type {kind} takes {sorted(_PART_KEYS[str(kind)])}"
+        )
     if kind == "text":
         text = part.get("text")
         if not isinstance(text, str):

@@ -78,6 +78,21 @@ class InferArguments(Options):
             raise ConfigError(f"--kernel: {self.kernel!r} is unknown; choose auto, {', '.join(available_kernels())}")
         self.sampling()
         self.seqpar_config()
+        self._refuse_idle_options()
+
+    def _refuse_idle_options(self) -> None:
+        self._require("temperature", True, "a finite number")
+        self._require("seed", 0 <= self.seed < 2**63, "0 or more, below 2**63")
+        if self.temperature == 0:
+            for name in ("top_p", "seed"):
+                self._refuse_idle(name, "without --temperature above 0 nothing is drawn")
+        if self.num_frames is not None:
+            self._refuse_idle("max_frames", "--num-frames says how many; give one of them")
+        if not self.question:
+            for name in ("temperature", "strategy", "self_attention", "tile", "mlp_chunk_size", "kernel"):
+                self._refuse_idle(name, "nothing is asked; give --question, or leave it out")
+        if self.report is not None:
+            self._require("report", bool(self.report), "a file")
 
     def sampling(self) -> Sampling:
         """How tokens are chosen."""

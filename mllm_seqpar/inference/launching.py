@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from ..comm import Communicator, as_communicator
-from ..running.devices import on_cuda, time_limit
+from ..running.devices import on_cuda, require_rendezvous, time_limit
 
 
 @contextmanager
@@ -29,6 +29,7 @@ def launched_ranks(device: str = "auto", timeout: float | None = None) -> Iterat
     Raises:
         ConfigError: cuda is asked for, and this node has too few GPUs.
     """
+    require_rendezvous()
     cuda = on_cuda(device)
     place = torch.device("cuda", _number("LOCAL_RANK", 0)) if cuda else torch.device("cpu")
     if cuda:

@@ -14,6 +14,7 @@ from ..comm import Communicator
 from ..config import SeqParConfig
 from ..data.families import chat_family
 from ..patching import patch_model
+from ..running.digest import weight_files
 from ..running.loading import layer_classes, load_model
 from .encoding import encoder_of
 
@@ -40,7 +41,7 @@ def load_for_inference(path: str, dtype: str, device: torch.device, *, on_cpu: b
 def model_files(path: str) -> str:
     """A digest of a model directory's config and of the names and sizes of its weights: cheap, no tensor is read."""
     folder = Path(path)
-    weights = sorted((file.name, file.stat().st_size) for file in folder.glob("*.safetensors"))
+    weights = sorted((file.name, file.stat().st_size) for file in weight_files(folder))
     return hashlib.sha256((folder / "config.json").read_bytes() + repr(weights).encode()).hexdigest()[:16]
 
 

@@ -44,6 +44,11 @@ class FrameMask:
         Raises:
             MaskError: shapes or dtypes that do not fit, or a row that sees frames that do not exist.
         """
+        if not (isinstance(first, Tensor) and isinstance(stop, Tensor)):
+            raise MaskError(
+                f"FrameMask.from_intervals: first is {type(first).__name__}, stop is {type(stop).__name__}; both must "
+                "be tensors of integers"
+            )
         if first.shape != stop.shape or first.dim() != 2 or first.is_floating_point() or stop.is_floating_point():
             raise MaskError(
                 f"FrameMask.from_intervals: first is {tuple(first.shape)} {first.dtype}, stop is {tuple(stop.shape)} "
@@ -240,5 +245,8 @@ class FrameBlocks:
 
 
 def _check_counts(where: str, tokens: int, frames: int) -> None:
-    if tokens < 1 or frames < 0:
-        raise MaskError(f"FrameMask.{where}: tokens_per_frame={tokens}, frames={frames}; the least is 1 and 0")
+    whole = all(isinstance(count, int) and not isinstance(count, bool) for count in (tokens, frames))
+    if not whole or tokens < 1 or frames < 0:
+        raise MaskError(
+            f"FrameMask.{where}: tokens_per_frame={tokens!r}, frames={frames!r}; both are ints, the least is 1 and 0"
+        )

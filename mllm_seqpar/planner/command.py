@@ -38,10 +38,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="mllm-seqpar", description="Plans sequence-parallel steps of MLLMs.")
+    parser = argparse.ArgumentParser(
+        prog="mllm-seqpar", description="Plans sequence-parallel steps of MLLMs.", allow_abbrev=False
+    )
     commands = parser.add_subparsers(dest="command", required=True)
-    _add_plan(commands.add_parser("plan", help="times, bytes and memory of a step, for each strategy"))
-    _add_calibrate(commands.add_parser("calibrate", help="measure this machine; under torchrun, its links too"))
+    _add_plan(
+        commands.add_parser("plan", help="times, bytes and memory of a step, for each strategy", allow_abbrev=False)
+    )
+    _add_calibrate(
+        commands.add_parser("calibrate", help="measure this machine; under torchrun, its links too", allow_abbrev=False)
+    )
     return parser
 
 
@@ -93,7 +99,7 @@ def _add_plan(plan: argparse.ArgumentParser) -> None:
         type=int,
         help="bytes of a stored parameter, and of its gradient; default: 4, or as --element where nothing is trained",
     )
-    plan.add_argument("--optimizer", type=int, default=8, help="bytes of its state for a parameter; default: 8, AdamW")
+    plan.add_argument("--optimizer", type=int, help="bytes of its state for a parameter; default: 8, AdamW")
     plan.add_argument("--json", action="store_true", help="print JSON, in seconds and bytes")
     plan.add_argument("--timeline", metavar="FILE", help="draw one cross-attention layer of the best strategy, as SVG")
     plan.set_defaults(run=_plan)
@@ -111,6 +117,7 @@ def _add_calibrate(calibrate: argparse.ArgumentParser) -> None:
 
 
 def _plan(args: argparse.Namespace) -> None:
+    _refuse_idle(args)
     run = Run(
         model=read_model(find_file("model", args.model)),
         frames=args.frames,
@@ -127,13 +134,23 @@ def _plan(args: argparse.Namespace) -> None:
         vision_chunk_size=args.vision_chunk_size,
         content_tiles=args.content_tiles,
         parameter=(args.element if args.trained == "none" else 4) if args.parameter is None else args.parameter,
-        optimizer=args.optimizer,
+        optimizer=Run.optimizer if args.optimizer is None else args.optimizer,
     )
     plan = make_plan(run, read_cluster(find_file("cluster", args.cluster)), args.strategy)
     if args.timeline:
         Path(args.timeline).write_text(draw(plan))
     sys.stdout.write(json.dumps(as_json(plan), indent=2) if args.json else table(plan))
     sys.stdout.write("\n")
+
+
+def _refuse_idle(args: argparse.Namespace) -> None:
+    """Raises ConfigError for options that have no effect on a plan without a backward pass."""
+    idle = [name for name in ("optimizer", "gradient_checkpointing", "keep_visual") if getattr(args, name)]
+    if args.trained == "none" and idle:
+        raise ConfigError(
+            f"{idle[0]}: would have no effect: with --trained none there is no backward pass; leave it out, or say "
+            "what is trained"
+        )
 
 
 def draw(plan: Plan) -> str:

@@ -67,6 +67,8 @@ class Run:
             value = getattr(self, name)
             if type(value) is not int or value < least:
                 raise ConfigError(f"{name}: {value!r} is not a number of bytes; give {least} or more")
+        if self.element not in (1, 2, 4, 8):
+            raise ConfigError(f"element: no floating-point number has {self.element} bytes; give 1, 2, 4 or 8")
         for name, counted in (("mlp_chunk_size", "tokens"), ("vision_chunk_size", "frames")):
             value = getattr(self, name)
             if value is not None and (type(value) is not int or value < 1):

@@ -6,7 +6,9 @@ import os
 from datetime import timedelta
 
 import torch
+import torch.distributed as dist
 
+from ..comm import launched_processes
 from ..errors import ConfigError
 
 DEVICES = ("auto", "cpu", "cuda")
@@ -37,3 +39,13 @@ def time_limit(seconds: float | None, cuda: bool) -> timedelta:
     On CPU the ranks share fewer cores, but nobody waits for half an hour.
     """
     return timedelta(seconds=seconds or (600 if cuda else 300))
+
+
+def require_rendezvous() -> None:
+    """Raise ConfigError under a launcher that does not say where its processes meet: srun, mpirun."""
+    processes, variable = launched_processes()
+    if processes > 1 and variable != "WORLD_SIZE" and not dist.is_initialized():
+        raise ConfigError(
+            f"{variable}={processes}: {processes} processes were started, and each would do all of the work alone; "
+            "start the script with torchrun or accelerate launch, once on each node"
+        )

@@ -9,6 +9,11 @@ _SAMPLES = 64
 _BYTES = 4096
 
 
+def weight_files(folder: Path) -> list[Path]:
+    """Return the files that a model directory keeps its weights in, safetensors or pickled."""
+    return sorted([*folder.glob("*.safetensors"), *folder.glob("pytorch_model*.bin")])
+
+
 def model_digest(path: str) -> str:
     """A digest of a model directory: its config, and of each weight file the name, size and evenly spread samples.
 
@@ -17,7 +22,7 @@ def model_digest(path: str) -> str:
     folder, digest = Path(path), hashlib.sha256()
     config = folder / "config.json"
     digest.update(config.read_bytes() if config.is_file() else b"")
-    for file in sorted(folder.glob("*.safetensors")):
+    for file in weight_files(folder):
         size = file.stat().st_size
         digest.update(f"{file.name} {size}".encode())
         with file.open("rb") as stream:

@@ -12,6 +12,7 @@ from torch import nn
 
 from .. import models
 from ..errors import ConfigError
+from ..models.loading_report import require_clean
 from .failure import first_line
 
 
@@ -24,7 +25,8 @@ def load_model(path: str, dtype: torch.dtype | str = torch.float32) -> nn.Module
             checkpoint.
 
     Raises:
-        ConfigError: there is no model, it cannot be read, lacks weights, or its type is not known.
+        ConfigError: there is no model, it cannot be read, it is an adapter, or its type is not known.
+        DataError: the checkpoint's weights are not exactly the model's.
     """
     from safetensors import SafetensorError
     from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForImageTextToText
@@ -37,12 +39,13 @@ def load_model(path: str, dtype: torch.dtype | str = torch.float32) -> nn.Module
         raise ConfigError(f"--model {path}: {first_line(error)}") from error
     for auto in (AutoModelForImageTextToText, AutoModelForCausalLM, AutoModel):
         if type(config) in auto._model_mapping:
+            options = _reporting(auto._model_mapping[type(config)])
             try:
-                loaded = auto.from_pretrained(path, config=config, dtype=dtype, output_loading_info=True)
-            except (OSError, SafetensorError, RuntimeError) as error:  # the last for weights of other shapes
+                loaded = auto.from_pretrained(path, config=config, dtype=dtype, **options)
+            except (OSError, SafetensorError, RuntimeError) as error:
                 raise ConfigError(f"--model {path}: {first_line(error)}") from error
             model, report = loaded if isinstance(loaded, tuple) else (loaded, {})
-            _require_complete(path, report)
+            require_clean(report, f"--model {path}", expected=type(model).__name__)
             return model
     raise ConfigError(f"--model {path}: no model class is registered for {type(config).__name__}")
 
@@ -76,19 +79,21 @@ def layer_classes(model: nn.Module) -> list[str]:
 def _require_directory(path: str) -> None:
     if not (Path(path) / "config.json").is_file():
         raise ConfigError(f"--model {path}: no config.json there; give a directory that save_pretrained wrote")
+    if (Path(path) / "adapter_config.json").is_file():
+        raise ConfigError(
+            f"--model {path}: it holds an adapter (adapter_config.json), and transformers would load the weights of "
+            "the base model that it names from elsewhere; merge the adapter (PEFT's merge_and_unload), save, and give "
+            "that directory"
+        )
 
 
-def _require_complete(path: str, report: dict[str, Any]) -> None:
-    """transformers fills what a checkpoint lacks with random numbers: other ones on every rank, and no model at all."""
-    names = sorted(map(str, report.get("missing_keys", ())))
-    shapes = [str(entry[0]) if isinstance(entry, tuple) else str(entry) for entry in report.get("mismatched_keys", ())]
-    for what, found in (("lacks", names), ("has other shapes for", sorted(shapes))):
-        if found:
-            shown = ", ".join(found[:3]) + (", ..." if len(found) > 3 else "")
-            raise ConfigError(
-                f"--model {path}: the checkpoint {what} {len(found)} of the model's weights ({shown}); is it complete, "
-                "and of the model that its config.json describes?"
-            )
+def _reporting(kind: Any) -> dict[str, Any]:
+    """Return the options that make `from_pretrained` report every difference, where the class checks none itself."""
+    from transformers import PreTrainedModel
+
+    if getattr(kind.from_pretrained, "__func__", None) is not PreTrainedModel.from_pretrained.__func__:
+        return {"output_loading_info": True}
+    return {"output_loading_info": True, "ignore_mismatched_sizes": True}
 
 
 def _register() -> None:

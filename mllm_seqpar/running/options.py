@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import math
 import types
 from collections.abc import Sequence
 from typing import Any, NoReturn, TypeVar, get_args, get_origin, get_type_hints
@@ -22,8 +23,19 @@ class Options:
     """What the dataclasses of options have in common."""
 
     def _require(self, name: str, good: bool, allowed: str) -> None:
-        if not good:
-            raise ConfigError(f"--{name.replace('_', '-')}: {getattr(self, name)!r} is not allowed; give {allowed}")
+        value = getattr(self, name)
+        if not good or (isinstance(value, float) and not math.isfinite(value)):
+            raise ConfigError(f"{_flag(name)}: {value!r} is not allowed; give {allowed}")
+
+    def _refuse_idle(self, name: str, why: str) -> None:
+        """Raises ConfigError where the option `name` was given and would have no effect."""
+        default = next(item.default for item in dataclasses.fields(self) if item.name == name)  # type: ignore[arg-type]
+        if getattr(self, name) != default:
+            raise ConfigError(f"{_flag(name)} {getattr(self, name)} would have no effect: {why}")
+
+
+def _flag(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
 
 
 def tile_shape(text: str | None) -> tuple[int, int] | None:
@@ -43,13 +55,14 @@ def tile_shape(text: str | None) -> tuple[int, int] | None:
 def parse_options(kind: type[Arguments], argv: Sequence[str], *, prog: str, description: str) -> Arguments:
     """The options in `argv` (without the program's name) as a `kind`.
 
-    Underscores become dashes, a bool has a --no- form, a tuple takes its option several times.
+    Underscores become dashes, a bool has a --no- form, a tuple takes its option several times. Names are not
+    abbreviated. Of any other option given twice the last one counts.
 
     Raises:
         ConfigError: an unknown option, a value of the wrong type, or what `kind` itself refuses.
     """
     # SUPPRESS: the dataclass has the defaults.
-    parser = _Parser(prog=prog, description=description, argument_default=argparse.SUPPRESS)
+    parser = _Parser(prog=prog, description=description, argument_default=argparse.SUPPRESS, allow_abbrev=False)
     hints = get_type_hints(kind)
     for item in dataclasses.fields(kind):  # type: ignore[arg-type]
         _add(parser, item, hints[item.name])

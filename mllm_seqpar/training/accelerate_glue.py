@@ -9,7 +9,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from mllm_seqpar.errors import ConfigError
-from mllm_seqpar.running.devices import on_cuda, time_limit
+from mllm_seqpar.running.devices import on_cuda, require_rendezvous, time_limit
 from mllm_seqpar.running.loading import layer_classes
 from mllm_seqpar.training.accelerate_cpu import enable_fsdp2_on_cpu, require_sharded
 
@@ -32,6 +32,7 @@ def start_accelerator(device: str = "auto", timeout: float | None = None):
     cpu = not on_cuda(device)
     limit = time_limit(timeout, not cpu)
     accelerator = Accelerator(cpu=cpu, kwargs_handlers=[InitProcessGroupKwargs(timeout=limit)])
+    require_rendezvous()
     if dist.is_initialized():
         if os.environ.get("ACCELERATE_USE_FSDP", "").lower() != "true" or os.environ.get("FSDP_VERSION") != "2":
             raise ConfigError(

@@ -80,6 +80,7 @@ class TrainArguments(Options):
             self._require(name, getattr(self, name) > 0, "more than 0")
         for name in ("eval_every", "save_every", "warmup", "weight_decay", "clip"):
             self._require(name, getattr(self, name) >= 0, "0 or more")
+        self._require("seed", 0 <= self.seed < 2**63, "0 or more, below 2**63")
         for name in ("beta1", "beta2"):
             self._require(name, 0 <= getattr(self, name) < 1, "at least 0 and below 1")
         self._require("min_lr", 0 <= self.min_lr <= 1, "a part of --lr, from 0 to 1")
@@ -88,6 +89,20 @@ class TrainArguments(Options):
         self._require("self_attention", self.self_attention in SELF_ATTENTION, f"one of {', '.join(SELF_ATTENTION)}")
         self._require("device", self.device in DEVICES, f"one of {', '.join(DEVICES)}")
         self.tile_shape()
+        self._refuse_idle_options()
+
+    def _refuse_idle_options(self) -> None:
+        if self.steps is not None:
+            self._refuse_idle("epochs", "--steps says how long the run is; give one of them")
+            self._require("stop_after", (self.stop_after or 0) <= self.steps, f"at most --steps {self.steps}")
+        if self.eval_data is None:
+            self._refuse_idle("eval_every", "there is nothing to evaluate on; give --eval-data")
+        if not self.save_every and self.stop_after is None:
+            self._refuse_idle("keep", "no checkpoints are written; give --save-every or --stop-after")
+        if self.schedule == "constant":
+            self._refuse_idle("min_lr", "--schedule constant never goes below --lr")
+        if not self.freeze:
+            self._refuse_idle("train", "nothing is frozen; give --freeze, or leave it out")
 
     def tile_shape(self) -> tuple[int, int] | None:
         """`tile` as two numbers."""

@@ -106,6 +106,10 @@ def prepare(argv: Sequence[str]) -> Run:
     model, optimizer = shard_model(accelerator, model, optimizer)
     steps = args.steps or max(1, round(args.epochs * order.steps_per_epoch))
     conditions = {name: getattr(args, name) for name in sorted(TRAJECTORY)}
+    if args.stop_after is not None and args.stop_after > steps:
+        raise ConfigError(f"--stop-after {args.stop_after}: the run has {steps} steps; give at most as many")
+    if accelerator.mixed_precision != "no":
+        conditions["mixed_precision"] = accelerator.mixed_precision
     conditions |= {"data": facts["training data"], "model's weights": facts["model's weights"]}
     _log.info(
         "%d data parallel x %d sequence parallel ranks, %s; %d steps of %d samples, %d forward passes each",

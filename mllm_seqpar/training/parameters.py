@@ -37,7 +37,10 @@ def choose_parameters(model: nn.Module, freeze: str, train: str) -> None:
         ConfigError: a name fits nothing, or nothing is left to train.
     """
     names = [name for name, _ in model.named_parameters()]
-    frozen = _covered(model, names, freeze, "--freeze") - _covered(model, names, train, "--train")
+    frozen, wanted = _covered(model, names, freeze, "--freeze"), _covered(model, names, train, "--train")
+    if wanted and not wanted & frozen:
+        raise ConfigError(f"--train {train}: --freeze {freeze!r} covers none of these parameters; leave it out")
+    frozen -= wanted
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(name not in frozen)
     if len(frozen) == len(names):
@@ -48,6 +51,8 @@ def choose_parameters(model: nn.Module, freeze: str, train: str) -> None:
 
 def _covered(model: nn.Module, names: list[str], wanted: str, flag: str) -> set[str]:
     covered: set[str] = set()
+    if wanted and not wanted.replace(",", "").strip():
+        raise ConfigError(f"{flag} {wanted!r}: names nothing; leave it out, or give {', '.join(PARTS)}")
     for item in filter(None, (part.strip() for part in wanted.split(","))):
         prefixes = [name for name in PARTS.get(item, (item,)) if _has_module(model, name)]
         found = {name for name in names if name.startswith(tuple(prefix + "." for prefix in prefixes))}

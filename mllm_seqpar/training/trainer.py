@@ -70,16 +70,35 @@ class SeqParTrainer(Trainer):
         model = kwargs.get("model", args[0] if args else None)
         if model is None or kwargs.get("model_init") is not None:
             raise ConfigError("SeqParTrainer: pass model=...; model_init, which makes models later, is not supported")
-        self._patched_degree = _patched_degree(model)
+        if sequence_parallel_size is not None and type(sequence_parallel_size) is not int:
+            raise ConfigError(
+                f"SeqParTrainer: sequence_parallel_size={sequence_parallel_size!r} is no number of ranks; pass an int"
+            )
+        self._patched_degree = _patched_degree(model, seqpar)
+        _refuse_liger(kwargs.get("args", args[1] if len(args) > 1 else None))
         super().__init__(*args, **kwargs)
         if not self.args.average_tokens_across_devices:
             raise ConfigError(
                 "SeqParTrainer: average_tokens_across_devices=False divides by the tokens of one rank's batches over "
                 "the ranks that share them, in some versions rounded; leave it out, and the loss is exact"
             )
+        self._refuse_where_ranks_share_samples()
         if self._patched_degree is None:
             patch_model(self.model, group=self._group(), config=seqpar)
         set_fsdp_units(self.accelerator, find_adapter(self.model)[1])
+
+    def _refuse_where_ranks_share_samples(self) -> None:
+        """Raises ConfigError for arguments of `Trainer` that work on each rank by itself."""
+        if self.sequence_parallel_size > 1 and self.args.neftune_noise_alpha:
+            raise ConfigError(
+                f"SeqParTrainer: neftune_noise_alpha={self.args.neftune_noise_alpha} scales the noise by the tokens "
+                "that a rank has, which are a part of the text; leave it out"
+            )
+        if self.args.world_size > 1 and self.args.auto_find_batch_size:
+            raise ConfigError(
+                "SeqParTrainer: auto_find_batch_size=True begins again on the rank that ran out of memory alone, and "
+                "the others would wait for it; set per_device_train_batch_size"
+            )
 
     @property
     def sequence_parallel_size(self) -> int:
@@ -275,7 +294,24 @@ def _launched_for_fsdp2() -> bool:
     return os.environ.get("ACCELERATE_USE_FSDP", "").lower() == "true" and os.environ.get("FSDP_VERSION") == "2"
 
 
-def _patched_degree(model: nn.Module) -> int | None:
-    """The size of the group that a model is patched for, or None when it is not."""
+def _refuse_liger(args: Any) -> None:
+    if getattr(args, "use_liger_kernel", False):
+        raise ConfigError(
+            "SeqParTrainer: use_liger_kernel=True replaces the forward that patch_model makes sequence-parallel; leave "
+            "it out (block kernels: SeqParConfig(kernel=...))"
+        )
+
+
+def _patched_degree(model: nn.Module, seqpar: SeqParConfig | None) -> int | None:
+    """The size of the group that a model is patched for, or None when it is not.
+
+    Raises:
+        ConfigError: it is patched with other options than `seqpar`, which would be ignored.
+    """
     patch = patch_of(find_adapter(model)[1])
+    if patch is not None and seqpar is not None and seqpar != patch.context.config:
+        raise ConfigError(
+            f"SeqParTrainer: seqpar={seqpar!r} would be ignored: the model is patched already, with "
+            f"{patch.context.config}; leave seqpar out, or call unpatch_model(model) first"
+        )
     return None if patch is None else patch.context.comm.size

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from mllm_seqpar.attention import lv_xattn, mesh_attention, ring_attention, ulysses_attention
+from mllm_seqpar.attention import decode_attention, lv_xattn, mesh_attention, ring_attention, ulysses_attention
 from mllm_seqpar.comm import Communicator, as_communicator, run_loopback
 from mllm_seqpar.errors import AgreementError, ConfigError, MaskError, SeqParError, ShapeError
 from mllm_seqpar.masks import FrameMask
@@ -44,6 +44,22 @@ WRONG_EVERYWHERE: dict[str, tuple[Call, type[SeqParError], str]] = {
     "dtypes": (lambda g: ring_attention(qkv()[0].bfloat16(), *qkv()[1:], group=g), ShapeError, "share one dtype"),
     "integers": (lambda g: lv_xattn(*(x.int() for x in qkv()), group=g), ShapeError, "must be floating point"),
     "kernel": (lambda g: lv_xattn(*qkv(), group=g, kernel="fast"), ConfigError, "'fast' does not exist; choose auto"),
+    "scale": (
+        lambda g: lv_xattn(*qkv(), group=g, scale=float("nan")),
+        ConfigError,
+        "scale: nan is not a finite number",
+    ),
+    "learned scale": (
+        lambda g: lv_xattn(*qkv(), group=g, scale=torch.ones(())),  # type: ignore[arg-type]
+        ConfigError,
+        r"scale: tensor\(1.\) is not a finite number; pass a float",
+    ),
+    "causal": (
+        lambda g: ring_attention(*qkv(4, 4), group=g, causal=None),  # type: ignore[arg-type]
+        ConfigError,
+        "causal: None is not a bool",
+    ),
+    "units": (lambda g: decode_attention(*qkv(), group=g, units_per_frame=0), MaskError, "units_per_frame: 0 does not"),
     "accumulate": (
         lambda g: lv_xattn(*qkv(), group=g, accumulate_dtype=torch.int64),
         ConfigError,
@@ -51,6 +67,11 @@ WRONG_EVERYWHERE: dict[str, tuple[Call, type[SeqParError], str]] = {
     ),
     "layout": (
         lambda g: ring_attention(*qkv(4, 4), group=g, causal=True, layout="spiral"),
+        ConfigError,
+        "'spiral' is unknown; choose one of zigzag",
+    ),
+    "layout of attention that is not causal": (
+        lambda g: ring_attention(*qkv(4, 4), group=g, layout="spiral"),
         ConfigError,
         "'spiral' is unknown; choose one of zigzag",
     ),

@@ -16,7 +16,9 @@ from tiny import tiny_frames, tiny_model, tiny_text
 
 NEW = torch.tensor([[7, 8, 9], [10, 11, 12]])
 OTHER = torch.tensor([[13, 14, 15], [16, 17, 18]])
-FAMILIES = ("mllama", "idefics", "gated", "fused")
+GATE_OF = {"per_head": "per_head", "fused": None}
+"""The two kinds of native mPLUG-Owl3 whose placeholders differ in what they see, and their gates."""
+FAMILIES = ("mllama", "idefics", *GATE_OF)
 
 MOVES: dict[str, tuple[Callable[[Any], None], list[int]]] = {
     "reorder": (lambda cache: cache.reorder_cache(torch.tensor([1, 0])), [1, 0]),
@@ -40,7 +42,7 @@ class Talk:
             self.model = tiny_idefics.model_of(self.case)
             self.prompt = tiny_idefics.inputs_of(self.case, self.model)
         else:
-            self.model = tiny_model(family)
+            self.model = tiny_model(GATE_OF[family])
             self.prompt = {"input_ids": tiny_text(3, 2), "pixel_values": tiny_frames(5)}
 
     def masks(self, rows: list[int], start: int, stop: int) -> dict[str, Tensor]:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from cache_cases import FAMILIES, MOVES, NEW, OTHER, Talk, moved_rows
+from cache_cases import FAMILIES, GATE_OF, MOVES, NEW, OTHER, Talk, moved_rows
 from harness import PATIENCE, TOLERANCE, settings
 from transformers import StaticCache
 
@@ -49,9 +49,9 @@ def test_rows_of_a_cache_move_on_several_ranks(options: dict[str, Any]) -> None:
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("variant", ["gated", "fused"])
-def test_rows_of_the_native_models_cache_move(variant: str) -> None:
-    check_moves({(variant, move): Talk(variant).moved(move) for move in MOVES})
+@pytest.mark.parametrize("native", ["per_head", "fused"])
+def test_rows_of_the_native_models_cache_move(native: str) -> None:
+    check_moves({(native, move): Talk(native).moved(move) for move in MOVES})
 
 
 @torch.no_grad()
@@ -81,11 +81,11 @@ def test_idefics_sees_the_images_that_are_passed_with_a_moved_cache() -> None:
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("variant", ["gated", "fused"])
+@pytest.mark.parametrize("native", ["per_head", "fused"])
 @pytest.mark.parametrize("left", [2, 5, 9])
-def test_cropping_a_prompt_takes_its_frames_away(variant: str, left: int) -> None:
+def test_cropping_a_prompt_takes_its_frames_away(native: str, left: int) -> None:
     """What remains is what the model computes of the shorter prompt with the frames that it still has."""
-    model, ids, frames = tiny_model(variant), tiny_text(5), tiny_frames(5)
+    model, ids, frames = tiny_model(GATE_OF[native]), tiny_text(5), tiny_frames(5)
     short = torch.cat([ids[:, :left], NEW[:1]], dim=1)
     count = int((ids[:, :left] == model.config.image_token_id).sum())
     expected = model(short, frames[:count] if count else None, use_cache=False).logits[:, -3:]
@@ -125,9 +125,9 @@ def test_one_process_trains_through_a_cache(family: str, prompt_too: bool) -> No
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("variant", ["gated", "fused"])
-def test_native_and_patched_continue_each_others_caches_on_one_process(variant: str) -> None:
-    talk = Talk(variant)
+@pytest.mark.parametrize("native", ["per_head", "fused"])
+def test_native_and_patched_continue_each_others_caches_on_one_process(native: str) -> None:
+    talk = Talk(native)
     expected = talk.whole(NEW, [1, 0])
     native = talk.fill()
     with patched(talk.model):
@@ -161,12 +161,12 @@ def foreign_caches(rank: int, world: int) -> dict[str, str]:
     """What continuing a cache says that another kind of model, or another group, filled."""
     alone = [torch.distributed.new_group([member]) for member in range(world)][rank]
     found = {}
-    for family, options in (("gated", {}), ("idefics", {"shard_prompt_from": 2})):
+    for family, options in (("per_head", {}), ("idefics", {"shard_prompt_from": 2})):
         talk = Talk(family)
         native = talk.fill()
         with patched(talk.model, **options):
             cache = talk.fill()
-            if family == "gated":
+            if family == "per_head":
                 found["native, continued by patched"] = _message(talk, native)
         found[f"{family}, continued by unpatched"] = _message(talk, cache)
         with patched(talk.model, group=alone):
@@ -184,13 +184,13 @@ def _message(talk: Talk, cache: Any) -> str:
 def test_caches_of_several_ranks_are_refused_elsewhere() -> None:
     for rank, found in enumerate(ranks(2).run(foreign_caches, timeout=PATIENCE)):
         assert "unpatched model computed, all of them on this rank" in found.pop("native, continued by patched")
-        assert "holds K and V of the frames of one rank only" in found.pop("gated, continued by unpatched")
+        assert "holds K and V of the frames of one rank only" in found.pop("per_head, continued by unpatched")
         assert "each rank its own tokens' only" in found.pop("idefics, continued by unpatched")
         for message in found.values():
             assert f"rank {rank} of 2 ranks then, rank 0 of 1 now" in message
 
 
-@pytest.mark.parametrize("family", ["mllama", "gated"])
+@pytest.mark.parametrize("family", ["mllama", "per_head"])
 def test_generate_takes_a_prefix_cache_with_the_whole_prompt(family: str) -> None:
     """As transformers documents it: the prompt's frames are passed again, and are those of the cache."""
     talk = Talk(family)

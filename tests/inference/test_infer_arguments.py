@@ -12,6 +12,7 @@ from mllm_seqpar.inference.arguments import parse
 from tiny import tiny_tokenizer
 
 NEEDED = ["--model", "m", "--video", "v.mp4", "--question", "Why?"]
+ENCODE = ["--model", "m", "--video", "v.mp4", "--save-features", "f"]
 
 
 def test_defaults_and_repeated_questions() -> None:
@@ -42,6 +43,12 @@ def test_defaults_and_repeated_questions() -> None:
         ([*NEEDED, "--device", "tpu"], "--device: 'tpu' is not allowed"),
         ([*NEEDED, "--top-p", "0"], "top_p: 0.0 is not allowed; give more than 0 and at most 1"),
         ([*NEEDED, "--temperature", "-1"], "temperature: -1.0 is not allowed"),
+        ([*NEEDED, "--temperature", "inf"], "--temperature: inf is not allowed; give a finite number"),
+        ([*NEEDED, "--top-p", "0.5"], "--top-p 0.5 would have no effect: without --temperature above 0"),
+        ([*NEEDED, "--seed", "3"], "--seed 3 would have no effect: without --temperature above 0"),
+        ([*NEEDED, "--num-frames", "9", "--max-frames", "4"], "--max-frames 4 would have no effect: --num-frames"),
+        ([*ENCODE, "--strategy", "ring"], "--strategy ring would have no effect: nothing is asked"),
+        ([*ENCODE, "--quest", "Why?"], "unrecognized arguments: --quest Why?"),
         ([*NEEDED, "--speed", "3"], "unrecognized arguments: --speed 3"),
     ],
 )

@@ -10,11 +10,13 @@ import torch
 from patched import PATIENCE, Case, inputs_of, local_frames, model_of
 
 from launch import launch
-from mllm_seqpar import FrameShard, patch_model, unpatch_model
+from mllm_seqpar import FrameShard, frame_range, patch_model, unpatch_model
+from mllm_seqpar.comm import run_loopback
 from mllm_seqpar.errors import AgreementError, ConfigError, MaskError, SeqParError, ShapeError
+from mllm_seqpar.patching import patch_of
 from mllm_seqpar.visual import fingerprint_of
 from ranks import ranks
-from tiny import tiny_frames, tiny_model
+from tiny import tiny_frames, tiny_model, tiny_text
 
 CASE = Case(frames=(3,), length=12)
 SECONDS = 20.0
@@ -155,6 +157,128 @@ def test_bad_inputs() -> None:
 def test_frames_are_told_apart_by_the_same_values_however_they_lie_in_memory() -> None:
     frames = torch.randn(7, 33, 50, 3).permute(0, 3, 1, 2)
     assert fingerprint_of(frames) == fingerprint_of(frames.contiguous()) != fingerprint_of(frames + 1)
+
+
+ALONE_BY_MISTAKE = r"=4, so a launcher started 4 processes, but .*init_process_group.*PartialState.*group=\"self\""
+
+
+@pytest.mark.parametrize(
+    "variables",
+    [
+        {"WORLD_SIZE": "4", "RANK": "0"},
+        {"OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_RANK": "1"},
+        {"PMI_SIZE": "4", "PMI_RANK": "1"},
+        {"SLURM_STEP_NUM_TASKS": "4", "SLURM_PROCID": "3"},
+    ],
+    ids=lambda variables: next(iter(variables)),
+)
+def test_launched_processes_without_a_process_group_are_refused(
+    variables: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = tiny_model()
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    for attempt in (lambda: patch_model(model), lambda: frame_range(8)):
+        with pytest.raises(ConfigError, match=ALONE_BY_MISTAKE):
+            attempt()
+    assert patch_of(patch_model(model, group="self")) and frame_range(8, "self") == range(8)
+
+
+@pytest.mark.parametrize(
+    "variables",
+    [
+        {"WORLD_SIZE": "1", "RANK": "0", "SLURM_STEP_NUM_TASKS": "4", "SLURM_PROCID": "2"},  # torchrun inside of srun
+        {"SLURM_NTASKS": "4", "SLURM_PROCID": "0"},  # the script of sbatch, which runs once
+        {"WORLD_SIZE": "4"},  # no process has a rank
+    ],
+)
+def test_single_processes_need_no_process_group(variables: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    assert frame_range(8) == range(8)
+
+
+def test_process_group_made_after_patching_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As under torch.multiprocessing, which says nothing of its processes before they join."""
+    models = patch_model(tiny_model()), patch_model(tiny_model(), group="self")
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
+    ids, frames = tiny_text(2), tiny_frames(2)
+    with pytest.raises(ConfigError, match="patched for one process, before the process group of 2 ranks existed"):
+        models[0](ids, frames)
+    models[1](ids, frames)
+
+
+def _differently(model: Any, what: str, rank: int) -> Any:
+    """Runs a pass in which rank 1 does something else."""
+    ids, frames = tiny_text(2), tiny_frames(2)
+    more: dict[str, Any] = {}
+    if rank == 1:
+        match what:
+            case "training mode":
+                model.train()
+            case "gradient checkpointing":
+                model.gradient_checkpointing_enable()
+            case "checksum of which parameters train":
+                model.requires_grad_(False)
+            case "num_items_in_batch":
+                more = {"num_items_in_batch": 3}
+            case "checksum of further arguments":
+                more = {"output_hidden_states": True}
+            case "checksum of the inputs' dtypes":
+                frames = frames.double()
+            case "stopping_criteria":
+                more = {"stopping_criteria": [lambda *_: True]}
+    if what == "stopping_criteria":
+        return model.generate(ids, pixel_values=frames, max_new_tokens=2, pad_token_id=0, streamer=None, **more)
+    with torch.autocast("cpu", torch.bfloat16, enabled=what.startswith("autocast") and rank == 1):
+        return model(ids, frames, labels=ids, **more)
+
+
+@pytest.mark.parametrize(
+    "what",
+    [
+        "training mode",
+        "gradient checkpointing",
+        "checksum of which parameters train",
+        "num_items_in_batch",
+        "checksum of further arguments",
+        "checksum of the inputs' dtypes",
+        "autocast",
+        "stopping_criteria",
+    ],
+)
+def test_ranks_that_compute_differently_are_told(what: str) -> None:
+    """They would compute another loss each, or send each other what the other does not wait for."""
+    models = [tiny_model() for _ in range(2)]
+    found: dict[int, str] = {}
+
+    def run(comm: Any) -> None:
+        patch_model(models[comm.rank], group=comm)
+        with pytest.raises(AgreementError) as error:
+            _differently(models[comm.rank], what, comm.rank)
+        found[comm.rank] = str(error.value)
+
+    run_loopback(2, run, timeout=SECONDS)
+    assert all(what in found[rank] for rank in range(2)), found
+
+
+@pytest.mark.parametrize(
+    ("arguments", "kind", "message"),
+    [
+        ({"pixel_valuez": tiny_frames(2)}, ConfigError, "forward: unknown argument pixel_valuez"),
+        ({"position_ids": torch.arange(11)[None]}, ShapeError, r"position_ids: has shape \(1, 11\)"),
+        ({"position_ids": torch.arange(12)}, ShapeError, r"position_ids: has shape \(12,\)"),
+        ({"labels": torch.zeros(1, 12)}, ShapeError, "labels: has dtype torch.float32; expected integers"),
+        ({"input_ids": tiny_text(2)[0]}, ShapeError, r"input_ids: has shape \(12,\); expected 2 dimensions"),
+    ],
+)
+def test_arguments_that_nothing_reads_or_that_do_not_fit(
+    arguments: dict[str, Any], kind: type[Exception], message: str
+) -> None:
+    given = {"input_ids": tiny_text(2), "pixel_values": tiny_frames(2)} | arguments
+    with pytest.raises(kind, match=message):
+        patch_model(tiny_model())(**given)
 
 
 def patch_errors(rank: int, world: int, what: str) -> None:

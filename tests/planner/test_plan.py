@@ -334,6 +334,11 @@ def test_the_command_says_what_is_wrong(capsys: pytest.CaptureFixture[str]) -> N
     assert "cluster: 'nowhere' is neither a file nor a name that is known here" in capsys.readouterr().err
     assert main([*COMMAND, "--frames", "0"]) == 2
     assert "frames: 0 is not a number of frames" in capsys.readouterr().err
+    assert main([*COMMAND, "--element", "3"]) == 2
+    assert "no floating-point number has 3 bytes" in capsys.readouterr().err
+    for idle in (["--keep-visual"], ["--gradient-checkpointing"], ["--optimizer", "4"]):
+        assert main([*COMMAND, "--trained", "none", *idle]) == 2
+        assert "would have no effect: with --trained none" in capsys.readouterr().err
 
 
 def test_calibrate_writes_a_cluster(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

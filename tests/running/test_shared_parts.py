@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from mllm_seqpar.errors import ConfigError
-from mllm_seqpar.running.devices import on_cuda, time_limit
+from mllm_seqpar.running.devices import on_cuda, require_rendezvous, time_limit
 from mllm_seqpar.running.failure import describe
 from mllm_seqpar.running.options import Options, option, parse_options
 from mllm_seqpar.running.prefetch import read_ahead
@@ -32,6 +32,17 @@ def test_an_error_of_ours_is_one_line_and_others_keep_their_traceback() -> None:
     assert status == 1
     text, status = describe(KeyError("x"))
     assert "KeyError: 'x'" in text
+
+
+def test_processes_that_srun_started_alone_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    require_rendezvous()
+    monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "4")
+    monkeypatch.setenv("SLURM_PROCID", "1")
+    with pytest.raises(ConfigError, match="SLURM_STEP_NUM_TASKS=4: 4 processes were started.*with torchrun"):
+        require_rendezvous()
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("RANK", "0")
+    require_rendezvous()  # torchrun within srun
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -17,7 +17,7 @@ from torch.utils.data import ChainDataset, DataLoader
 from transformers import TrainingArguments
 
 from launch import ROOT, launch
-from mllm_seqpar import SeqParTrainer, patch_model
+from mllm_seqpar import SeqParConfig, SeqParTrainer, patch_model
 from mllm_seqpar.errors import ConfigError
 from mllm_seqpar.models.mplug_owl3 import MPlugOwl3ForConditionalGeneration
 from mllm_seqpar.training.accelerate_cp import keep_out_context_parallelism
@@ -157,6 +157,12 @@ def test_bad_use(tmp_path: Path) -> None:
         trainer(tmp_path, args={"average_tokens_across_devices": False})
     with pytest.raises(ConfigError, match="dispatch_batches=True lets rank 0 read"):
         trainer(tmp_path, args={"accelerator_config": {"dispatch_batches": True}})
+    with pytest.raises(ConfigError, match="use_liger_kernel=True replaces the forward"):
+        trainer(tmp_path, args={"use_liger_kernel": True})
+    with pytest.raises(ConfigError, match="sequence_parallel_size='1' is no number of ranks"):
+        trainer(tmp_path, sequence_parallel_size="1")
+    with pytest.raises(ConfigError, match="seqpar=.*'ring'.* would be ignored: the model is patched already"):
+        trainer(tmp_path, patch_model(tiny_model("gated")), seqpar=SeqParConfig(strategy="ring"))
     with pytest.raises(ConfigError, match="no Accelerator._prepare_cp"):
         keep_out_context_parallelism(object())
 

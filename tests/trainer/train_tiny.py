@@ -80,7 +80,7 @@ class Record(TrainerCallback):
 
 
 def prepared(options: dict[str, Any]) -> nn.Module:
-    model = tiny_model("gated")
+    model = tiny_model("per_head")
     if options.get("lora"):
         from peft import LoraConfig, get_peft_model
 

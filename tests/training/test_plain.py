@@ -3,11 +3,13 @@
 import json
 
 import pytest
+import torch
 
 from mllm_seqpar.errors import ConfigError, DataError
 from mllm_seqpar.training.arguments import TRAJECTORY, TrainArguments, parse
 from mllm_seqpar.training.metrics import MetricsFile, read_metrics
 from mllm_seqpar.training.order import TrainOrder, eval_order
+from mllm_seqpar.training.parameters import choose_parameters
 from mllm_seqpar.training.schedule import learning_rate, warmup_steps
 
 NEEDED = ["--model", "m", "--data", "d", "--output", "o"]
@@ -84,12 +86,36 @@ def test_the_command_line_has_every_field() -> None:
         ([*NEEDED, "--schedule", "sine"], "cosine, linear, constant"),
         ([*NEEDED, "--tile", "4"], "two numbers such as 2x2"),
         ([*NEEDED, "--min-lr", "2"], "from 0 to 1"),
+        ([*NEEDED, "--lr", "inf"], "--lr: inf is not allowed"),
+        ([*NEEDED, "--seed", "-1"], "--seed: -1 is not allowed"),
+        ([*NEEDED, "--strat", "ring"], "unrecognized arguments: --strat"),
+        ([*NEEDED, "--steps", "3", "--epochs", "2"], "--epochs 2.0 would have no effect: --steps"),
+        ([*NEEDED, "--steps", "3", "--stop-after", "4"], "--stop-after: 4 is not allowed; give at most --steps 3"),
+        ([*NEEDED, "--eval-every", "3"], "--eval-every 3 would have no effect.*--eval-data"),
+        ([*NEEDED, "--keep", "5"], "--keep 5 would have no effect.*--save-every"),
+        ([*NEEDED, "--min-lr", "0.5", "--schedule", "constant"], "--min-lr 0.5 would have no effect"),
+        ([*NEEDED, "--train", "vision"], "--train vision would have no effect: nothing is frozen"),
         ([*NEEDED, "--self-attention", "star"], "--self-attention: 'star' is not allowed; give one of ring"),
     ],
 )
 def test_bad_arguments_say_what_is_wrong(given: list[str], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         parse(given)
+
+
+@pytest.mark.parametrize(
+    ("freeze", "train", "message"),
+    [
+        (",,", "", "--freeze ',,': names nothing"),
+        ("0", "1", "--train 1: --freeze '0' covers none of these parameters"),
+    ],
+)
+def test_choices_of_parameters_without_effect_are_refused(freeze: str, train: str, message: str) -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
+    with pytest.raises(ConfigError, match=message):
+        choose_parameters(model, freeze, train)
+    choose_parameters(model, "0", "0.bias")
+    assert [p.requires_grad for p in model.parameters()] == [False, True, True, True]
 
 
 def test_metrics_are_cut_back_to_the_resumed_step(tmp_path) -> None:

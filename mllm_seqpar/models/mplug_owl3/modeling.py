@@ -122,7 +122,7 @@ class MPlugOwl3ForConditionalGeneration(MPlugOwl3PreTrainedModel, MPlugOwl3Gener
         """Completes what is kept with the cache: the generation's rule for placeholders, and which frames these are."""
         cached = visual_cache(cache)
         if cached is not None:
-            cached.inclusive = self.config.variant == "fused"
+            cached.inclusive = self.config.gate is None
             cached.seen = {fingerprint_of(x) for x in frames if x is not None}
 
     @can_return_tuple
