@@ -15,13 +15,14 @@ from ..errors import ConfigError
 from .failure import first_line
 
 
-def load_model(path: str, dtype: torch.dtype | str = torch.float32) -> nn.Module:
+def load_model(path: str, dtype: torch.dtype | str = torch.float32, device_map: str | None = None) -> nn.Module:
     """The model in directory `path`.
 
     Args:
         path: a directory that `save_pretrained` wrote, or a published checkpoint.
         dtype: for training float32: optimizers need master weights, FSDP casts for computation. "auto": that of the
             checkpoint.
+        device_map: "meta" validates names and shapes without reading the weights.
 
     Raises:
         ConfigError: there is no model, it cannot be read, lacks weights, or its type is not known.
@@ -38,7 +39,9 @@ def load_model(path: str, dtype: torch.dtype | str = torch.float32) -> nn.Module
     for auto in (AutoModelForImageTextToText, AutoModelForCausalLM, AutoModel):
         if type(config) in auto._model_mapping:
             try:
-                loaded = auto.from_pretrained(path, config=config, dtype=dtype, output_loading_info=True)
+                loaded = auto.from_pretrained(
+                    path, config=config, dtype=dtype, output_loading_info=True, device_map=device_map
+                )
             except (OSError, SafetensorError, RuntimeError) as error:  # the last for weights of other shapes
                 raise ConfigError(f"--model {path}: {first_line(error)}") from error
             model, report = loaded if isinstance(loaded, tuple) else (loaded, {})
