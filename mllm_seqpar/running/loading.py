@@ -16,13 +16,14 @@ from ..models.loading_report import require_clean
 from .failure import first_line
 
 
-def load_model(path: str, dtype: torch.dtype | str = torch.float32) -> nn.Module:
+def load_model(path: str, dtype: torch.dtype | str = torch.float32, device_map: str | None = None) -> nn.Module:
     """The model in directory `path`.
 
     Args:
         path: a directory that `save_pretrained` wrote, or a published checkpoint.
         dtype: for training float32: optimizers need master weights, FSDP casts for computation. "auto": that of the
             checkpoint.
+        device_map: "meta" validates names and shapes without reading the weights.
 
     Raises:
         ConfigError: there is no model, it cannot be read, it is an adapter, or its type is not known.
@@ -40,6 +41,7 @@ def load_model(path: str, dtype: torch.dtype | str = torch.float32) -> nn.Module
     for auto in (AutoModelForImageTextToText, AutoModelForCausalLM, AutoModel):
         if type(config) in auto._model_mapping:
             options = _reporting(auto._model_mapping[type(config)])
+            options |= {} if device_map is None else {"device_map": device_map}
             try:
                 loaded = auto.from_pretrained(path, config=config, dtype=dtype, **options)
             except (OSError, SafetensorError, RuntimeError) as error:

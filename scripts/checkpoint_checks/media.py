@@ -1,0 +1,73 @@
+"""The picture and the video that a check asks about: drawn here, or read from files."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+SIZE = (288, 512)
+"""Height and width of what is drawn."""
+
+
+@dataclass(frozen=True)
+class Still:
+    """Frames in memory as a `FrameSource`.
+
+    Attributes:
+        frames: (n, 3, H, W) uint8.
+        kind: "image" or "video", the type of the message part that shows them.
+    """
+
+    frames: Tensor
+    kind: str
+
+    def __len__(self) -> int:
+        return self.frames.shape[0]
+
+    def sizes(self) -> list[tuple[int, int]]:
+        """Return (height, width) of each frame."""
+        return [(self.frames.shape[2], self.frames.shape[3])] * len(self)
+
+    def read(self, start: int, stop: int, **_: Any) -> Iterator[Tensor]:
+        """Yield the frames start <= i < stop."""
+        yield self.frames[start:stop]
+
+
+def disc(x: float, y: float, colour: tuple[int, int, int]) -> Tensor:
+    """Return a picture (3, H, W) of a disc on grey, its centre at the fractions `x` and `y` of width and height."""
+    height, width = SIZE
+    rows, columns = torch.meshgrid(torch.arange(height), torch.arange(width), indexing="ij")
+    inside = (columns - x * width) ** 2 + (rows - y * height) ** 2 < (height / 5) ** 2
+    picture = torch.full((3, height, width), 200, dtype=torch.uint8)
+    return torch.where(inside, torch.tensor(colour, dtype=torch.uint8)[:, None, None], picture)
+
+
+def drawn_picture() -> Still:
+    """Return a red disc on grey."""
+    return Still(disc(0.5, 0.5, (220, 30, 30))[None], "image")
+
+
+def drawn_video(frames: int) -> Still:
+    """Return a blue disc that moves from left to right."""
+    places = torch.linspace(0.2, 0.8, frames).tolist()
+    return Still(torch.stack([disc(x, 0.5, (30, 60, 220)) for x in places]), "video")
+
+
+def read_picture(path: Path) -> Still:
+    """Return the picture in a file."""
+    from mllm_seqpar.data.sources import ImageListSource
+
+    return Still(next(iter(ImageListSource([path]).read(0, 1))), "image")
+
+
+def read_video(path: Path, frames: int) -> Still:
+    """Return evenly spaced frames of a video file."""
+    from mllm_seqpar.data.sources import VideoSource
+
+    source = VideoSource.open(path, num_frames=frames)
+    return Still(torch.cat(list(source.read(0, len(source)))), "video")

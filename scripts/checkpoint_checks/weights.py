@@ -1,0 +1,117 @@
+"""The tensors of a checkpoint: their names and shapes without loading them, and whether the model fits into memory."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import nn
+
+from mllm_seqpar.errors import ConfigError
+from mllm_seqpar.running.loading import load_model
+
+BYTES = {"F64": 8, "F32": 4, "BF16": 2, "F16": 2, "I64": 8, "U8": 1, "BOOL": 1}
+DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+SPARE = 1.25
+"""Memory needed, relative to the weights: activations of a few frames come on top of them."""
+
+
+def headers(path: str) -> dict[str, tuple[str, list[int]]]:
+    """Return dtype and shape of each tensor in the safetensors files of a directory, from the files' headers.
+
+    Raises:
+        ConfigError: there are no safetensors.
+    """
+    found = {}
+    for file in sorted(Path(path).glob("*.safetensors")):
+        with safe_open(file, framework="pt") as tensors:
+            for name in tensors.keys():  # noqa: SIM118 - not a dictionary
+                part = tensors.get_slice(name)
+                found[name] = (part.get_dtype(), part.get_shape())
+    if not found:
+        raise ConfigError(
+            f"{path}: no *.safetensors files; convert pickled weights first (OpenFlamingo: "
+            "mllm_seqpar.models.open_flamingo.convert)"
+        )
+    return found
+
+
+def describe_files(path: str) -> str:
+    """Return what the directory holds: the config's type, tensors and bytes by dtype, other files."""
+    try:
+        config = json.loads((Path(path) / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"{path}: config.json cannot be read ({error}); give the directory of a checkpoint"
+        ) from error
+    tensors = headers(path)
+    kinds = Counter(dtype for dtype, _ in tensors.values())
+    total = sum(prod(shape) * BYTES.get(dtype, 4) for dtype, shape in tensors.values())
+    others = sorted(file.name for file in Path(path).iterdir() if file.suffix != ".safetensors")
+    return (
+        f"model_type {config.get('model_type')!r}, {len(tensors)} tensors, {total / 2**30:.2f} GiB, "
+        + ", ".join(f"{count} {dtype}" for dtype, count in kinds.items())
+        + "\nother files: "
+        + ", ".join(others)
+    )
+
+
+def names_and_shapes(path: str) -> str:
+    """Compare the names and shapes in the files with the model's, on the meta device: nothing is read or allocated.
+
+    Raises:
+        ConfigError: tensors are missing or unexpected, or have other shapes.
+    """
+    model: Any = load_model(path, dtype="auto", device_map="meta")
+    config = model.config
+    facts = {
+        name: getattr(config, name)
+        for name in ("gate", "projector_layers", "hyper_layers", "cross_layer_interval", "additional_vocab_size")
+        if hasattr(config, name)
+    }
+    total = sum(p.numel() for p in model.parameters())
+    named = ", ".join(f"{name}={value}" for name, value in facts.items())
+    return (
+        f"{type(model).__name__} of {total / 1e9:.3f} billion parameters: all names and shapes match\n{named}".strip()
+    )
+
+
+def missing_memory(path: str, dtype: str, device: str) -> tuple[torch.dtype, str | None]:
+    """Return the dtype to load in, and what to say if the model does not fit into the memory of `device`."""
+    tensors = headers(path)
+    elements = sum(prod(shape) for _, shape in tensors.values())
+    kinds = Counter({name: 0 for name in DTYPES})
+    for kind, shape in tensors.values():
+        kinds[kind] += prod(shape)
+    published = DTYPES.get(kinds.most_common(1)[0][0], torch.float32)
+    free = free_memory(device)
+    wanted = [torch.float32, published] if dtype == "auto" else [getattr(torch, dtype)]
+    for kind in wanted:
+        need = SPARE * elements * kind.itemsize
+        if free is None or need <= free:
+            return kind, None
+    return wanted[-1], (
+        f"{need / 2**30:.1f} GiB are needed in {wanted[-1]}, {free / 2**30:.1f} GiB are free on {device}; "
+        "run this on a machine with more memory"
+    )
+
+
+def free_memory(device: str) -> int | None:
+    """Return the bytes that are free on a device, or None if the system does not say."""
+    if torch.device(device).type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    try:
+        lines = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
+        return int(lines["MemAvailable"].split()[0]) * 1024
+    except (OSError, KeyError, ValueError):
+        return None
+
+
+def load(path: str, dtype: torch.dtype, device: str) -> nn.Module:
+    """Return the model in eval mode, on `device`."""
+    return load_model(path, dtype=dtype).to(device).eval().requires_grad_(False)
