@@ -16,23 +16,26 @@ import logging
 import os
 import platform
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
 import transformers
-from checkpoint_checks.media import Still, drawn_picture, drawn_video, read_picture, read_video
+from checkpoint_checks.media import drawn_video, picture_file, read_video
 from checkpoint_checks.model import Comparison, compare
 from checkpoint_checks.rows import Row, report
 from checkpoint_checks.weights import describe_files, load, missing_memory, names_and_shapes
 
 from mllm_seqpar.data.families import chat_family
+from mllm_seqpar.data.sources import FrameSource
 from mllm_seqpar.errors import SeqParError
 from mllm_seqpar.running.loading import load_processor
 
 LARGEST_DIFFERENCE = {torch.float32: 1e-4, torch.bfloat16: 0.05, torch.float16: 0.01}
 """Mean absolute difference of the logits, relative to their standard deviation, that still counts as rounding."""
+QUESTIONS = {"image": "Describe the image in one sentence.", "video": "What happens in the video?"}
 
 
 def main() -> int:
@@ -101,23 +104,25 @@ def checks(args: argparse.Namespace) -> Iterator[Row]:
         yield row
         return
     yield Row("model", True, f"{dtype} on {args.device}, loaded in {time.monotonic() - start:.0f} s")
-    picture = drawn_picture() if args.picture is None else read_picture(args.picture)
-    video = drawn_video(args.frames) if args.video is None else read_video(args.video, args.frames)
-    for check, media, question in (
-        ("picture", picture, "Describe the image in one sentence."),
-        ("video", video, "What happens in the video?"),
-    ):
-        yield attempt(check, lambda media=media, question=question: asked(args, models[0], found[0], media, question))
+    with tempfile.TemporaryDirectory() as folder:
+        for kind in ("image", "video"):
+            yield attempt(kind, lambda kind=kind: asked(args, models[0], found[0], kind, Path(folder)))
 
 
-def asked(args: argparse.Namespace, model: torch.nn.Module, processor: object, media: Still, question: str) -> str:
+def asked(args: argparse.Namespace, model: torch.nn.Module, processor: object, kind: str, folder: Path) -> str:
     """Compare patched and unpatched on one question; return what was found.
 
     Raises:
         ValueError: the patched model differs from the unpatched one by more than rounding explains.
     """
     start = time.monotonic()
-    result = compare(model, chat_family(processor), media, question, args.ranks, args.max_new_tokens)
+    family = chat_family(processor)
+    media: FrameSource
+    if kind == "image":
+        media = family.still(picture_file(folder) if args.picture is None else args.picture)
+    else:
+        media = drawn_video(args.frames) if args.video is None else read_video(args.video, args.frames)
+    result = compare(model, family, media, kind, QUESTIONS[kind], args.ranks, args.max_new_tokens)
     dtype = next(model.parameters()).dtype
     text = describe(result, args.ranks) + f"\n{time.monotonic() - start:.0f} s"
     if not result.finite:

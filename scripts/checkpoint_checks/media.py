@@ -15,16 +15,14 @@ SIZE = (288, 512)
 
 
 @dataclass(frozen=True)
-class Still:
+class Frames:
     """Frames in memory as a `FrameSource`.
 
     Attributes:
         frames: (n, 3, H, W) uint8.
-        kind: "image" or "video", the type of the message part that shows them.
     """
 
     frames: Tensor
-    kind: str
 
     def __len__(self) -> int:
         return self.frames.shape[0]
@@ -47,27 +45,24 @@ def disc(x: float, y: float, colour: tuple[int, int, int]) -> Tensor:
     return torch.where(inside, torch.tensor(colour, dtype=torch.uint8)[:, None, None], picture)
 
 
-def drawn_picture() -> Still:
-    """Return a red disc on grey."""
-    return Still(disc(0.5, 0.5, (220, 30, 30))[None], "image")
+def picture_file(folder: Path) -> Path:
+    """Write a red disc on grey to a file in `folder`; return its path."""
+    from PIL import Image
+
+    path = folder / "disc.png"
+    Image.fromarray(disc(0.5, 0.5, (220, 30, 30)).permute(1, 2, 0).numpy()).save(path)
+    return path
 
 
-def drawn_video(frames: int) -> Still:
+def drawn_video(frames: int) -> Frames:
     """Return a blue disc that moves from left to right."""
     places = torch.linspace(0.2, 0.8, frames).tolist()
-    return Still(torch.stack([disc(x, 0.5, (30, 60, 220)) for x in places]), "video")
+    return Frames(torch.stack([disc(x, 0.5, (30, 60, 220)) for x in places]))
 
 
-def read_picture(path: Path) -> Still:
-    """Return the picture in a file."""
-    from mllm_seqpar.data.sources import ImageListSource
-
-    return Still(next(iter(ImageListSource([path]).read(0, 1))), "image")
-
-
-def read_video(path: Path, frames: int) -> Still:
+def read_video(path: Path, frames: int) -> Frames:
     """Return evenly spaced frames of a video file."""
     from mllm_seqpar.data.sources import VideoSource
 
     source = VideoSource.open(path, num_frames=frames)
-    return Still(torch.cat(list(source.read(0, len(source)))), "video")
+    return Frames(torch.cat(list(source.read(0, len(source)))))

@@ -13,8 +13,7 @@ from torch import Tensor, nn
 from mllm_seqpar import patch_model
 from mllm_seqpar.comm import Communicator, run_loopback
 from mllm_seqpar.data.families import ChatFamily
-
-from .media import Still
+from mllm_seqpar.data.sources import FrameSource
 
 SECONDS = 3600.0
 """A rank of a large model on a CPU may compute for long before the others hear from it."""
@@ -46,13 +45,19 @@ class Comparison:
 
 @torch.no_grad()
 def compare(
-    model: nn.Module, family: ChatFamily, media: Still, question: str, ranks: int, max_new_tokens: int
+    model: nn.Module,
+    family: ChatFamily,
+    media: FrameSource,
+    kind: str,
+    question: str,
+    ranks: int,
+    max_new_tokens: int,
 ) -> Comparison:
-    """Return what the model says unpatched and patched on `ranks` ranks about the picture or video in `media`."""
+    """Return what the model says about `media`, an "image" or a "video", unpatched and patched on `ranks` ranks."""
     weight = next(model.parameters())
-    messages = [{"role": "user", "content": [{"type": media.kind}, {"type": "text", "text": question}]}]
+    messages = [{"role": "user", "content": [{"type": kind}, {"type": "text", "text": question}]}]
     text = family.text([messages], [[media]], add_generation_prompt=True)
-    pixels = family.pixels(media.frames)
+    pixels = family.pixels(torch.cat(list(media.read(0, len(media)))))
     shown = {
         name: x.to(weight.device, weight.dtype if x.is_floating_point() else None)
         for name, x in zip(family.frame_names, pixels, strict=True)

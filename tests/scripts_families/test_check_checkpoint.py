@@ -13,6 +13,8 @@ from safetensors.torch import load_file, save_file
 from tiny_directories import MAKERS
 
 from mllm_seqpar.attention.block import Partial
+from mllm_seqpar.models.mplug_owl3 import MPlugOwl3ImageProcessor, MPlugOwl3Processor
+from tiny import tiny_model, tiny_tokenizer
 
 SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
 
@@ -31,12 +33,21 @@ def check(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
     return run
 
 
-@pytest.mark.parametrize("name", MAKERS)
-def test_complete_checkpoint_passes(check, folder: Path, name: str, tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def native(folder: Path) -> Path:
+    """A tiny mPLUG-Owl3 of the first generation, whose processor cuts still images."""
+    tiny_model("per_head").save_pretrained(folder / "native")
+    images = MPlugOwl3ImageProcessor(image_size=28)
+    MPlugOwl3Processor(images, tiny_tokenizer(placeholder=False)).save_pretrained(folder / "native")
+    return folder / "native"
+
+
+@pytest.mark.parametrize("name", [*MAKERS, "native"])
+def test_complete_checkpoint_passes(check, folder: Path, native: Path, name: str, tmp_path: Path) -> None:
     status, printed = check(folder / name, "--max-new-tokens", 3, "--frames", 3, "--report", tmp_path / "report.md")
     assert status == 0, printed
     text = (tmp_path / "report.md").read_text()
-    for row in ("files", "names and shapes", "processor", "model", "picture", "video"):
+    for row in ("files", "names and shapes", "processor", "model", "image", "video"):
         assert f"**{row}: passed.**" in text
     assert "for 3 frames" in text
 
