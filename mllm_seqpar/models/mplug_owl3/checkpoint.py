@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 from typing import Any
 
 from safetensors import safe_open
@@ -13,8 +14,9 @@ from .configuration import MPlugOwl3Config
 
 _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 _PICKLED = ("pytorch_model.bin", "pytorch_model.bin.index.json")
-_GATE = "self_attn.gate"
 _VISUAL = "self_attn.v_kv_proj."
+_GATE = re.compile(r"self_attn\.(gate.*)$")
+_GATES = {"gate": "vector", "gate_proj.0.weight": "per_head", "gate_proj.0.bias": "per_head"}
 
 
 def checkpoint_keys(path: str | os.PathLike, **hub: Any) -> set[str]:
@@ -51,6 +53,24 @@ def checkpoint_keys(path: str | os.PathLike, **hub: Any) -> set[str]:
             "it is trusted: load the pickled state dict and write it with safetensors.torch.save_file"
         )
     raise DataError(f"{os.fspath(path)!r} holds neither {_SINGLE} nor {_INDEX}; expected a checkpoint in safetensors")
+
+
+def gate_of(keys: set[str]) -> str | None:
+    """Return the gate that tensor names show: "per_head", "vector", or None for one softmax over frames and text.
+
+    Raises:
+        ConfigError: the names are those of no published generation.
+    """
+    if not any(_VISUAL in key for key in keys):
+        raise ConfigError("the weights have no self_attn.v_kv_proj: this is not an mPLUG-Owl3 checkpoint")
+    names = {match[1] for key in keys if (match := _GATE.search(key))}
+    gates = {_GATES.get(name) for name in names}
+    if None in gates or len(gates) > 1:
+        raise ConfigError(
+            f"the weights have self_attn.{{{', '.join(sorted(names))}}}; published checkpoints have "
+            "self_attn.gate_proj.0.{weight, bias} (per_head), self_attn.gate (vector), or no gate"
+        )
+    return gates.pop() if gates else None
 
 
 def complete_config(config: MPlugOwl3Config, keys: set[str]) -> None:
