@@ -80,7 +80,7 @@ class MosaicGPT(nn.Module):
 
 
 class _Tower(nn.Module):
-    """What open_clip's towers return with `output_tokens`: the patches before the last norm, without the class token."""
+    """What open_clip's towers return with `output_tokens`: patches before the last norm, without the class token."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__()

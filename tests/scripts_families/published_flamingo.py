@@ -80,7 +80,8 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "attn_config": {"alibi": True, "alibi_bias_max": 8, "attn_impl": "torch", "attn_pdrop": 0,
                         "attn_type": "multihead_attention", "attn_uses_sequence_id": False, "clip_qkv": None,
                         "prefix_lm": False, "qk_ln": False, "softmax_scale": None},
-        "auto_map": {"AutoConfig": "configuration_mpt.MPTConfig", "AutoModelForCausalLM": "modeling_mpt.MPTForCausalLM"},
+        "auto_map": {"AutoConfig": "configuration_mpt.MPTConfig",
+                     "AutoModelForCausalLM": "modeling_mpt.MPTForCausalLM"},
         "d_model": WIDTH, "emb_pdrop": 0, "embedding_fraction": 1.0, "expansion_ratio": 4,
         "init_config": {"name": "kaiming_normal_"}, "init_device": "cpu", "learned_pos_emb": True,
         "logit_scale": None, "max_seq_len": 2048, "model_type": "mpt", "n_heads": HEADS, "n_layers": LAYERS,
@@ -229,7 +230,7 @@ def _write_clip(folder: Path, generator: torch.Generator) -> None:
 
 
 def trained_shapes(kind: str, rows: int) -> Shapes:
-    """What the authors' filter keeps: perceiver, gated cross-attention, and names with "embed" or trained embeddings."""
+    """What the authors' filter keeps: perceiver, gated cross-attention, embeddings and names with "embed" in them."""
     shapes: Shapes = {"perceiver.latents": (64, VISION), **_norm("perceiver.norm", VISION)}
     for layer in range(6):
         attention, mlp = f"perceiver.layers.{layer}.0", f"perceiver.layers.{layer}.1"

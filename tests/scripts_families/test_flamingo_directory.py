@@ -164,7 +164,7 @@ BAD: dict[str, tuple[str, str, Callable[[Path], None], str]] = {
     "a checkpoint without a gate": (
         *("mosaic_gpt", "checkpoint.pt"),
         edited_state(lambda state: state.pop(GATE)),
-        rf"checkpoint.pt: .* it lacks \d tensors \(.*\). Expected exactly the weights of the perceiver",
+        r"checkpoint.pt: .* it lacks \d tensors \(.*\). Expected exactly the weights of the perceiver",
     ),
     "a checkpoint without the trained embedding": (
         *("mosaic_gpt", "checkpoint.pt"),
