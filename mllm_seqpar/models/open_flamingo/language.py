@@ -19,15 +19,22 @@ from mllm_seqpar.errors import ConfigError
 from .weights import load_complete
 
 # What transformers' MPT computes. Any other value is read by its config and ignored by its model.
-_MPT = {"no_bias": True, "logit_scale": None, "expansion_ratio": 4, "embedding_fraction": 1}
+_MPT: dict[str, Any] = {"no_bias": True, "logit_scale": None, "expansion_ratio": 4, "embedding_fraction": 1}
 _MPT |= {"emb_pdrop": 0, "resid_pdrop": 0, "norm_type": "low_precision_layernorm"}
-_MPT_ATTENTION = {"alibi": True, "alibi_bias_max": 8, "attn_type": "multihead_attention"}
+_MPT_ATTENTION: dict[str, Any] = {"alibi": True, "alibi_bias_max": 8, "attn_type": "multihead_attention"}
 _MPT_ATTENTION |= {"prefix_lm": False, "attn_uses_sequence_id": False}
 
 # Keys of a mosaic_gpt config with their defaults, and the names in an MptConfig where those differ.
-_MOSAIC = {"d_model": 2048, "n_heads": 16, "n_layers": 24, "mlp_ratio": 4, "max_seq_len": 2048, "vocab_size": 50368}
+_MOSAIC: dict[str, Any] = {
+    "d_model": 2048,
+    "n_heads": 16,
+    "n_layers": 24,
+    "mlp_ratio": 4,
+    "max_seq_len": 2048,
+    "vocab_size": 50368,
+}
 _MOSAIC |= {"emb_pdrop": 0, "resid_pdrop": 0, "embedding_fraction": 1, "logit_scale": None, "no_bias": False}
-_MOSAIC_ATTENTION = {"attn_qk_ln": False, "attn_clip_qkv": None, "attn_pdrop": 0, "softmax_scale": None}
+_MOSAIC_ATTENTION: dict[str, Any] = {"attn_qk_ln": False, "attn_clip_qkv": None, "attn_pdrop": 0, "softmax_scale": None}
 _MOSAIC_ATTENTION |= {"alibi": False, "alibi_bias_max": 8, "prefix_lm": False, "attn_uses_sequence_id": False}
 _AS_MPT = {"mlp_ratio": "expansion_ratio", "attn_qk_ln": "qk_ln", "attn_clip_qkv": "clip_qkv"}
 _MOSAIC_TENSORS = {
