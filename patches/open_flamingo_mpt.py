@@ -218,7 +218,10 @@ def _attention_forward(attention: Any) -> Any:
         qkv = self.Wqkv(hidden_states)
         if self.clip_qkv:
             qkv = qkv.clamp(min=-self.clip_qkv, max=self.clip_qkv)
-        q, k, v = (x.unflatten(-1, (self.n_heads, -1)).transpose(1, 2) for x in qkv.chunk(3, dim=2))
+        q, k, v = qkv.chunk(3, dim=2)
+        if hasattr(self, "q_ln"):  # MPT-1B normalises over the full width, before the heads are split
+            q, k = self.q_ln(q).to(v.dtype), self.k_ln(k).to(v.dtype)
+        q, k, v = (x.unflatten(-1, (self.n_heads, -1)).transpose(1, 2) for x in (q, k, v))
         if past_key_values is not None:
             k, v = past_key_values.update(k, v, self.layer_idx)
         o = position_bias.attend(q, k, v, self.softmax_scale)

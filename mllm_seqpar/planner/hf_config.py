@@ -182,7 +182,8 @@ def _open_flamingo(config: Config, name: str) -> Model:
     hidden = text.get("hidden_size") or text["d_model"]
     layers = text.get("num_hidden_layers") or text["n_layers"]
     heads = text.get("num_attention_heads") or text["n_heads"]
-    gated = text.get("model_type") == "llama"
+    kind = text.get("model_type")
+    gated = kind == "llama"
     inner = text.get("intermediate_size") or text.get("ffn_dim") or text.get("expansion_ratio", 4) * hidden
     width = tower.get("hidden_size", 768)
     return Model(
@@ -196,7 +197,7 @@ def _open_flamingo(config: Config, name: str) -> Model:
             mlp_inner=inner,
             mlp_matrices=3 if gated else 2,
             vocabulary=text["vocab_size"],
-            tied_embeddings=not gated,
+            tied_embeddings=text.get("tie_word_embeddings", kind in ("mpt", "opt")),
         ),
         # the package's own constants: 8 heads of 64, MLPs four times as wide, 64 latents in 6 layers
         cross=Cross(

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from open_flamingo_cases import PATIENCE, Case, check, inputs_of, model_of, patched_rank, reference
-from tiny_open_flamingo import LANGUAGE_MODELS
+from tiny_open_flamingo import LANGUAGE_MODELS, MPT_1B
 
 from mllm_seqpar import patch_model, unpatch_model
 from outcomes import error
@@ -45,6 +45,12 @@ ONCE = {
 def test_equals_unpatched(world: int, case: str, name: str) -> None:
     what = EVERYWHERE[case]
     check(ranks(world).run(patched_rank, name, what, timeout=PATIENCE), reference(name, what), what)
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_mpt_with_normalised_queries_and_keys_equals_unpatched(world: int) -> None:
+    what = EVERYWHERE["left padding"]
+    check(ranks(world).run(patched_rank, MPT_1B, what, timeout=PATIENCE), reference(MPT_1B, what), what)
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from open_flamingo_cases import PATIENCE, TOLERANCE, Case, inputs_of, model_of, own_media
-from tiny_open_flamingo import LANGUAGE_MODELS, MEDIA, PAD, VOCABULARY, accept_missing_mask, pixels
+from tiny_open_flamingo import LANGUAGE_MODELS, MEDIA, MPT_1B, PAD, VOCABULARY, accept_missing_mask, pixels
 
 from mllm_seqpar import patch_model, unpatch_model
 from outcomes import error
@@ -86,6 +86,29 @@ def test_tokens(name: str) -> None:
             assert len(found) == (len(CASES) + len(LOCAL) if world == 3 else len(EVERYWHERE))
             for what, tokens in found.items():
                 assert torch.equal(tokens, expected[what.removesuffix(", own media")]), (world, what)
+
+
+SAMPLED = {"do_sample": True, "temperature": 1.5}
+
+
+def tokens_of_a_sharded_prompt(rank: int, world: int) -> torch.Tensor:
+    case, _ = CASES["dealt prompt"]
+    model = patch_model(model_of(MPT_1B, case), **case.options)
+    torch.manual_seed(17)
+    try:
+        return model.generate(**inputs_of(case), **settings(**SAMPLED))
+    finally:
+        unpatch_model(model)
+
+
+def test_mpt_with_normalised_queries_and_keys_generates_from_a_sharded_prompt() -> None:
+    model = model_of(MPT_1B, TWO)
+    torch.manual_seed(17)
+    with helped(model):
+        expected = model.generate(**inputs_of(TWO), **settings(**SAMPLED))
+    assert len(expected[:, TWO.length :].unique()) > 6
+    for found in ranks(3).run(tokens_of_a_sharded_prompt, timeout=PATIENCE):
+        assert torch.equal(found, expected)
 
 
 def projections(rank: int, world: int, name: str) -> tuple[list[int], list[int]]:

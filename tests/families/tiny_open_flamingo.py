@@ -23,6 +23,8 @@ from transformers import (
     OPTForCausalLM,
 )
 
+from mllm_seqpar.models.open_flamingo.mpt import QKNormMptForCausalLM
+
 sys.modules.setdefault("open_clip", types.ModuleType("open_clip"))
 _package = "installed with --no-deps by scripts/test.sh: it pins a torch that is too old"
 Flamingo = pytest.importorskip("open_flamingo", reason=_package).Flamingo
@@ -30,11 +32,18 @@ _flamingo_lm = pytest.importorskip("open_flamingo.src.flamingo_lm", reason=_pack
 _utils = pytest.importorskip("open_flamingo.src.utils", reason=_package)
 
 LANGUAGE_MODELS = ("opt", "llama", "mpt", "gpt_neox")
+MPT_1B = "mpt, q and k normalised"
+"""The language model of OpenFlamingo-3B: MPT but for two norms, so it has fewer cases than `LANGUAGE_MODELS`."""
 VOCABULARY = 64
 MEDIA, END_OF_CHUNK, PAD = 60, 61, 1
 IMAGE_SIZE = 12
 WIDTH = 24  # of the vision tower and the perceiver
-LAYERS = {"opt": "model.decoder.layers", "llama": "model.layers", "mpt": "transformer.blocks"}
+LAYERS = {
+    "opt": "model.decoder.layers",
+    "llama": "model.layers",
+    "mpt": "transformer.blocks",
+    MPT_1B: "transformer.blocks",
+}
 LAYERS["gpt_neox"] = "gpt_neox.layers"
 
 
@@ -62,6 +71,10 @@ def _language_model(name: str) -> nn.Module:
     if name == "llama":
         shape = {"hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2}
         return LlamaForCausalLM(LlamaConfig(**common, **shape, intermediate_size=48, max_position_embeddings=96))
+    if name == MPT_1B:
+        return QKNormMptForCausalLM(
+            MptConfig(**common, d_model=36, n_heads=4, n_layers=2, max_seq_len=96, attn_config={"qk_ln": True})
+        )
     if name == "mpt":  # a head dim that is no square: biases before the scale are no powers of two
         return MptForCausalLM(MptConfig(**common, d_model=36, n_heads=3, n_layers=2, max_seq_len=96))
     assert name == "gpt_neox"
@@ -73,7 +86,7 @@ def tiny_flamingo(name: str, *, every: int = 1, immediate: bool = True, seed: in
     """A `Flamingo` in eval mode over a language model of transformers.
 
     Args:
-        name: one of `LANGUAGE_MODELS`.
+        name: one of `LANGUAGE_MODELS`, or `MPT_1B`.
         every: a gated cross-attention block before each `every`-th layer.
         immediate: `only_attend_immediate_media`.
         seed: of the weights.

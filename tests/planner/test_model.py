@@ -68,6 +68,25 @@ CONFIGS_OF = {
             "patch_size": 14,
         },
     },
+    "open-flamingo-4b": {
+        "model_type": "open_flamingo",
+        "cross_attn_every_n_layers": 2,
+        "text_config": {
+            "model_type": "gpt_neox",
+            "hidden_size": 2560,
+            "num_hidden_layers": 32,
+            "num_attention_heads": 32,
+            "intermediate_size": 10240,
+            "vocab_size": 50280,
+        },
+        "vision_config": {
+            "hidden_size": 1024,
+            "num_hidden_layers": 24,
+            "num_attention_heads": 16,
+            "intermediate_size": 4096,
+            "patch_size": 14,
+        },
+    },
 }
 
 

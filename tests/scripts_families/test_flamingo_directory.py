@@ -1,105 +1,271 @@
-"""Layer: one process. OpenFlamingo directories: saved once, loaded by any name, converted from the published parts."""
+"""Layer: one process. OpenFlamingo directories: converted from the published parts, saved once, loaded by any name."""
 
+import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from flamingo_reference import authors_flamingo
+from published_flamingo import BLOCKS, EVERY, published_parts
 from safetensors.torch import load_file, save_file
-from tiny_directories import FLAMINGO_MARKS, MAKERS, character_tokenizer, make_open_flamingo, shake
-from transformers import AutoModelForImageTextToText, CLIPVisionConfig, CLIPVisionModel, LlamaConfig, LlamaForCausalLM
+from tiny_directories import MAKERS, character_tokenizer, make_open_flamingo
+from tokenizers import Tokenizer
+from transformers import AutoModelForImageTextToText
 from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
 
 from mllm_seqpar.errors import ConfigError, DataError
 from mllm_seqpar.models.open_flamingo import OpenFlamingoProcessor, convert
 from mllm_seqpar.running.loading import load_model, load_processor
+from outcomes import error
 
 if "open_flamingo" not in MAKERS:
     pytest.skip("open-flamingo is not installed", allow_module_level=True)
 
+Parts = dict[str, Path]
 
-@pytest.mark.parametrize("kind", ["llama", "mpt"])
-def test_each_tensor_is_saved_once_and_all_come_back(tmp_path: Path, kind: str) -> None:
-    make_open_flamingo(tmp_path / "one", kind)
-    model: Any = load_model(str(tmp_path / "one"))
+
+@pytest.fixture(scope="module")
+def published(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Parts]:
+    """The published parts over a language model of that type, with `converted` beside them."""
+    root = tmp_path_factory.mktemp("published")
+
+    def parts(kind: str) -> Parts:
+        if not (root / kind).exists():
+            made = published_parts(root / kind, kind)
+            convert(root / kind / "converted", **made)
+        below = {"language_model": "lm", "vision_model": "clip", "checkpoint": "checkpoint.pt"}
+        return {name: root / kind / path for name, path in below.items()}
+
+    return parts
+
+
+def converted(parts: Parts) -> str:
+    return str(parts["checkpoint"].parent / "converted")
+
+
+@pytest.mark.parametrize("kind", EVERY)
+def test_converted_model_equals_the_authors_model(published: Callable[[str], Parts], kind: str) -> None:
+    parts = published(kind)
+    model: Any = load_model(converted(parts))
+    processor: Any = load_processor(converted(parts))
+    texts = ["<image>Question:Is it so? Short answer:Yes<|endofchunk|>", "<image>Output:A dog"]
+    pictures = torch.randint(0, 255, (2, 3, 20, 30), dtype=torch.uint8, generator=torch.Generator().manual_seed(1))
+    inputs = processor(text=texts, images=[[pictures[0]], [pictures[1]]], padding_side="left")
+
+    raw = Tokenizer.from_file(str(parts["language_model"] / "tokenizer.json"))
+    end_of_chunk, image, pad = range(raw.get_vocab_size(), raw.get_vocab_size() + 3)
+    first = [1] if kind == "llama" else []  # LLaMA's tokenizer begins every text with <s>
+    question, caption = (
+        [*first, image, *raw.encode(text, add_special_tokens=False).ids]
+        for text in ("Question:Is it so? Short answer:Yes", "Output:A dog")
+    )
+    question.append(end_of_chunk)
+    assert inputs["lang_x"].tolist() == [question, [pad] * (len(question) - len(caption)) + caption]
+
+    reference = authors_flamingo(parts, kind)
+    assert (model.media_token_id, model.eoc_token_id) == (image, end_of_chunk)
+    assert processor.tokenizer.pad_token_id == pad and len(processor.tokenizer) == pad + 1
+    with torch.no_grad():
+        found, expected = model(**inputs).logits, reference(**inputs).logits
+    # The authors' loader draws the new rows of LLaMA's head at random: its checkpoints lack them.
+    real, stop = inputs["attention_mask"].bool(), -3 if kind == "llama" else None
+    assert error(found[real][:, :stop], expected[real][:, :stop]) < 1e-5
+
+
+@pytest.mark.parametrize("kind", EVERY)
+def test_each_tensor_is_saved_once_and_all_come_back(
+    published: Callable[[str], Parts], tmp_path: Path, kind: str
+) -> None:
+    one = Path(converted(published(kind)))
+    model: Any = load_model(str(one))
     assert any(c.__module__ == "open_flamingo.src.flamingo" for c in type(model).__mro__) and not model.training
-    saved = load_file(tmp_path / "one" / "model.safetensors")
+    saved = load_file(one / "model.safetensors")
     distinct = {id(x) for x in model.state_dict(keep_vars=True).values()}
     assert len(saved) == len(distinct) < len(model.state_dict())
     assert saved.keys() <= model.state_dict().keys()
     assert any(".gated_cross_attn_layer." in name for name in saved)  # as in published checkpoints
     assert not any("gated_cross_attn_layers" in name or "old_decoder_blocks" in name for name in saved)
     model.save_pretrained(tmp_path / "two")
-    again: Any = AutoModelForImageTextToText.from_pretrained(tmp_path / "two", dtype=torch.bfloat16)
-    assert again.perceiver.latents.dtype == torch.bfloat16
-    computed = dict(model.named_buffers())  # rotary frequencies: not of the file, and not to be rounded
-    assert all(torch.equal(x, computed[name]) for name, x in again.named_buffers() if name not in again.state_dict())
-    assert kind != "llama" or any(name.endswith("inv_freq") for name, _ in again.named_buffers())
-    again = AutoModelForImageTextToText.from_pretrained(tmp_path / "two", torch_dtype=torch.bfloat16)
-    assert again.perceiver.latents.dtype == torch.bfloat16
-    with pytest.raises(ConfigError, match="device_map: not known to OpenFlamingo.from_pretrained"):
-        AutoModelForImageTextToText.from_pretrained(tmp_path / "two", device_map="cpu")
-    again = load_model(str(tmp_path / "two"))
+    again: Any = load_model(str(tmp_path / "two"))
     for name, tensor in model.state_dict().items():
         assert torch.equal(again.state_dict()[name], tensor), name
-    assert again.lang_encoder.gated_cross_attn_layers[-2 if kind == "llama" else -1].attn.only_attend_immediate_media
+    assert load_file(tmp_path / "two" / "model.safetensors").keys() == saved.keys()
+    assert model.config.to_diff_dict() == again.config.to_diff_dict()
 
 
-def test_from_published_parts(tmp_path: Path) -> None:
-    """A checkpoint.pt has what was trained: the perceiver, the gated blocks, under the layers' names, embeddings."""
-    tokenizer = character_tokenizer(bos="<s>", eos="</s>")
-    assert not set(FLAMINGO_MARKS) & set(tokenizer.get_vocab())
-    tokenizer.save_pretrained(tmp_path / "lm")
-    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
-    lm = shake(LlamaForCausalLM(LlamaConfig(vocab_size=len(tokenizer), **sizes, pad_token_id=0)))
-    lm.save_pretrained(tmp_path / "lm")
-    tower = CLIPVisionConfig(**sizes, image_size=16, patch_size=8)
-    clip = shake(CLIPVisionModel(tower))
-    clip.save_pretrained(tmp_path / "clip")
-    CLIPImageProcessorPil(crop_size={"height": 16, "width": 16}).save_pretrained(tmp_path / "clip")
-    parts = {"language_model": tmp_path / "lm", "vision_model": tmp_path / "clip"}
-    convert(tmp_path / "untrained", **parts)
-    state = shake(load_model(str(tmp_path / "untrained")), seed=1).state_dict()
-    trained = {
-        name: x
-        for name, x in state.items()
-        if name.startswith("perceiver") or ".gated_cross_attn_layer." in name or "embed_tokens" in name
-    }
-    torch.save({"model_state_dict": {f"module.{name}": x for name, x in trained.items()}}, tmp_path / "checkpoint.pt")
-    convert(tmp_path / "whole", **parts, checkpoint=tmp_path / "checkpoint.pt", only_attend_immediate_media=False)
-    model: Any = load_model(str(tmp_path / "whole"))
-    for name, x in model.state_dict().items():
-        if name in trained or "gated_cross" in name:
-            assert torch.equal(x, state[name]), name
-    for name, x in clip.state_dict().items():
-        assert torch.equal(model.vision_encoder.state_dict()[name], x)
-    layer = lm.state_dict()["model.layers.1.mlp.up_proj.weight"]
-    assert torch.equal(model.lang_encoder.old_decoder_blocks[1].mlp.up_proj.weight, layer)
-    assert not model.lang_encoder.gated_cross_attn_layers[0].attn.only_attend_immediate_media
-    processor: Any = load_processor(str(tmp_path / "whole"))
-    picture = torch.zeros(3, 20, 30, dtype=torch.uint8)
-    made = processor(text="<image>hi<|endofchunk|>", images=[[picture]])
-    assert int(made["lang_x"][0, 0]) == model.media_token_id and int(made["lang_x"][0, -1]) == model.eoc_token_id
-    with pytest.raises(DataError, match="unknown arguments: max_length, truncation"):
-        processor(text="<image>hi", images=[[picture]], truncation=True, max_length=4)
-    pixels = torch.randn(2, 3, 16, 16)
-    pooled, tokens = model.vision_encoder(pixels)
-    hidden = clip(pixel_values=pixels)
-    assert torch.equal(tokens, hidden.last_hidden_state[:, 1:]) and torch.equal(pooled, hidden.pooler_output)
+def test_dtypes(published: Callable[[str], Parts], tmp_path: Path) -> None:
+    parts = published("llama")
+    whole: Any = load_model(converted(parts))
+    convert(tmp_path / "one", **parts, dtype=torch.bfloat16, only_attend_immediate_media=False)
+    for options in ({}, {"dtype": torch.bfloat16}, {"torch_dtype": torch.bfloat16}):
+        again: Any = AutoModelForImageTextToText.from_pretrained(tmp_path / "one", **options)
+        assert all(torch.equal(x, whole.state_dict()[name].bfloat16()) for name, x in again.state_dict().items())
+        assert not again.lang_encoder.gated_cross_attn_layers[-1].attn.only_attend_immediate_media
+    computed = {name: x for name, x in whole.named_buffers() if name not in whole.state_dict()}
+    assert any(name.endswith("inv_freq") for name in computed)  # rotary frequencies are not to be rounded
+    assert all(torch.equal(x, computed[name]) for name, x in again.named_buffers() if name in computed)
+    with pytest.raises(ConfigError, match="device_map: not known to OpenFlamingo.from_pretrained"):
+        AutoModelForImageTextToText.from_pretrained(tmp_path / "one", device_map="cpu")
 
 
-def test_what_is_missing_is_named(tmp_path: Path) -> None:
+def test_conversion_without_a_checkpoint_leaves_the_language_model_as_it_is(
+    published: Callable[[str], Parts], tmp_path: Path
+) -> None:
+    parts = published("gpt_neox")
+    convert(tmp_path / "one", language_model=parts["language_model"], vision_model=parts["vision_model"])
+    model: Any = load_model(str(tmp_path / "one"))
+    processor: Any = load_processor(str(tmp_path / "one"))
+    # No pad token is stated, whatever the class of the tokenizer has as a default.
+    assert processor.tokenizer.pad_token == "<PAD>"
+    rows = len(processor.tokenizer)
+    before = torch.load(parts["language_model"] / "pytorch_model.bin", weights_only=True)
+    assert torch.equal(model.lang_encoder.get_output_embeddings().weight, before["embed_out.weight"][:rows].float())
+    assert all(not x.any() for name, x in model.named_parameters() if name.endswith("_gate"))
+
+
+def edited_state(change: Callable[[dict[str, torch.Tensor]], Any]) -> Callable[[Path], None]:
+    def edit(file: Path) -> None:
+        state = torch.load(file, weights_only=True)
+        change(state)
+        torch.save(state, file)
+
+    return edit
+
+
+def edited_text(old: str, new: str) -> Callable[[Path], None]:
+    def edit(file: Path) -> None:
+        text = file.read_text()
+        assert old in text
+        file.write_text(text.replace(old, new))
+
+    return edit
+
+
+GATE = "lang_encoder.transformer.blocks.1.gated_cross_attn_layer.attn_gate"
+NEOX = "lang_encoder.gpt_neox.layers.1"
+BAD: dict[str, tuple[str, str, Callable[[Path], None], str]] = {
+    "a tower without a weight": (
+        *("mosaic_gpt", "clip/pytorch_model.bin"),
+        edited_state(lambda state: state.pop("vision_model.pre_layrnorm.weight")),
+        r"clip: .* it lacks 1 tensor \(.*pre_layrnorm.weight\).* the CLIPVisionModel that",
+    ),
+    "a language model without a weight": (
+        *("mosaic_gpt", "lm/pytorch_model.bin"),
+        edited_state(lambda state: state.pop("transformer.blocks.2.attn.q_ln.weight")),
+        r"lm: .* it lacks 1 tensor \(transformer.blocks.2.attn.q_ln.weight\)",
+    ),
+    "a language model with another weight": (
+        *("gpt_neox", "lm/pytorch_model.bin"),
+        edited_state(lambda state: state.update(extra=torch.zeros(1))),
+        r"lm: .* the model does not have 1 tensor \(extra\)",
+    ),
+    "a checkpoint without a gate": (
+        *("mosaic_gpt", "checkpoint.pt"),
+        edited_state(lambda state: state.pop(GATE)),
+        r"checkpoint.pt: .* it lacks \d tensors \(.*\). Expected exactly the weights of the perceiver",
+    ),
+    "a checkpoint without the trained embedding": (
+        *("mosaic_gpt", "checkpoint.pt"),
+        edited_state(lambda state: state.pop("lang_encoder.transformer.wte.weight")),
+        r"expected lang_encoder.transformer.wte.weight, the trained embedding",
+    ),
+    "a checkpoint without the trained head": (
+        *("gpt_neox", "checkpoint.pt"),
+        edited_state(lambda state: state.pop("lang_encoder.embed_out.weight")),
+        r"it lacks 1 tensor \(lang_encoder.embed_out.weight\)",
+    ),
+    "a checkpoint with another weight": (
+        *("mosaic_gpt", "checkpoint.pt"),
+        edited_state(lambda state: state.update({"perceiver.extra": torch.zeros(1)})),
+        r"the model does not have 1 tensor \(perceiver.extra\)",
+    ),
+    "a checkpoint of another shape": (
+        *("mosaic_gpt", "checkpoint.pt"),
+        edited_state(lambda state: state.update({"perceiver.latents": torch.zeros(64, 7)})),
+        r"other shapes have 1 tensor \(perceiver.latents: \(64, 7\) in the checkpoint, \(64, 24\) in the model\)",
+    ),
+    "two values for one tensor": (
+        *("mosaic_gpt", "checkpoint.pt"),
+        edited_state(lambda state: state.update({"lang_encoder.gated_cross_attn_layers.1.attn_gate": state[GATE] + 1})),
+        r"attn_gate and .*attn_gate are one tensor of the model, and differ in the file",
+    ),
+    "other rotary frequencies": (
+        *("gpt_neox", "checkpoint.pt"),
+        edited_state(lambda state: state[f"{NEOX}.decoder_layer.attention.rotary_emb.inv_freq"].mul_(0.5)),
+        r"layers.1.decoder_layer.attention.rotary_emb.inv_freq has other rotary frequencies",
+    ),
+    "another tokenizer": (
+        *("mosaic_gpt", "checkpoint.pt"),
+        edited_state(lambda state: state.update({"lang_encoder.transformer.wte.weight": torch.zeros(7, 32)})),
+        r"embedding has 7 rows, but the tokenizer in .* has 260 tokens .*, and 261 with <PAD>",
+    ),
+    "no gates": (
+        *("mosaic_gpt", "checkpoint.pt"),
+        edited_state(lambda state: [state.pop(name) for name in list(state) if name.endswith("attn_gate")]),
+        "has no weights of gated cross-attention",
+    ),
+    "learned positions": (
+        *("mosaic_gpt", "lm/config.json"),
+        edited_text('"alibi": true', '"alibi": false'),
+        "alibi is False; an MPT with alibi=True is supported only",
+    ),
+    "biases": ("mpt", "lm/config.json", edited_text('"no_bias": true', '"no_bias": false'), "no_bias is False"),
+    "heads that are no power of two": (
+        *("mosaic_gpt", "lm/config.json"),
+        edited_text('"n_heads": 4', '"n_heads": 6'),
+        "n_heads is 6; mosaic_gpt and MPT have the same position biases for powers of two only",
+    ),
+    "pictures of another size": (
+        *("mosaic_gpt", "clip/preprocessor_config.json"),
+        edited_text('"crop_size": 16', '"crop_size": 24'),
+        "crops pictures to 24 x 24, but the vision tower takes 16 x 16",
+    ),
+    "code instead of tensors": (
+        *("mosaic_gpt", "checkpoint.pt"),
+        lambda file: torch.save({"perceiver.latents": print}, file),
+        "checkpoint=.*checkpoint.pt: ",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_parts_that_do_not_fit_are_refused(published: Callable[[str], Parts], tmp_path: Path, case: str) -> None:
+    kind, file, edit, message = BAD[case]
+    shutil.copytree(published(kind)["checkpoint"].parent, tmp_path / "parts")
+    edit(tmp_path / "parts" / file)
+    parts = {name: tmp_path / "parts" / path.name for name, path in published(kind).items()}
+    with pytest.raises((ConfigError, DataError), match=message):
+        convert(tmp_path / "out", **parts)
+
+
+def test_another_interval_is_refused(published: Callable[[str], Parts], tmp_path: Path) -> None:
+    parts = published("gpt_neox")
+    assert BLOCKS["gpt_neox"] == "gpt_neox.layers"
+    with pytest.raises(ConfigError, match=r"cross_attn_every_n_layers=4, but .* has 2; pass that"):
+        convert(tmp_path / "out", **parts, cross_attn_every_n_layers=4)
+
+
+def test_a_directory_without_a_weight_is_refused(tmp_path: Path) -> None:
     make_open_flamingo(tmp_path / "one")
     weights = load_file(tmp_path / "one" / "model.safetensors")
     del weights["perceiver.latents"]
     save_file(weights, tmp_path / "one" / "model.safetensors")
-    with pytest.raises(ConfigError, match=r"1 weights of the model are missing, among them perceiver.latents"):
+    with pytest.raises(DataError, match=r"it lacks 1 tensor \(perceiver.latents\)"):
         load_model(str(tmp_path / "one"))
     save_file(weights | {"extra": torch.zeros(1)}, tmp_path / "one" / "model.safetensors")
-    with pytest.raises(ConfigError, match=r"no weights named extra"):
+    with pytest.raises(DataError, match=r"the model does not have 1 tensor \(extra\)"):
         load_model(str(tmp_path / "one"))
     (tmp_path / "one" / "model.safetensors").unlink()
     with pytest.raises(ConfigError, match=r"no model.safetensors there"):
         load_model(str(tmp_path / "one"))
+
+
+def test_processor_refuses_other_arguments_and_tokenizers(published: Callable[[str], Parts]) -> None:
+    processor: Any = load_processor(converted(published("mosaic_gpt")))
+    picture = torch.zeros(3, 20, 30, dtype=torch.uint8)
+    with pytest.raises(DataError, match="unknown arguments: max_length, truncation"):
+        processor(text="<image>hi", images=[[picture]], truncation=True, max_length=4)
     with pytest.raises(DataError, match=r"no token <image>, <\|endofchunk\|>"):
         OpenFlamingoProcessor(CLIPImageProcessorPil(), character_tokenizer(bos="<s>", eos="</s>"))

@@ -83,7 +83,7 @@ class OpenFlamingoChats(ChatFamily):
 def write(messages: Sequence[dict[str, Any]], open_answer: bool) -> str:
     """A chat in the form of the published evaluations.
 
-    <image>Question:What is it? Answer:A cat.<|endofchunk|>Question:Where? Answer:At home.<|endofchunk|>
+    <image>Question:What is it? Short answer:A cat.<|endofchunk|>Question:Where? Short answer:At home.<|endofchunk|>
     <image>Output:A cat at home.<|endofchunk|>
 
     Args:
@@ -103,7 +103,7 @@ def write(messages: Sequence[dict[str, Any]], open_answer: bool) -> str:
                 text += "Question:" * (message["role"] == "user" and not asked) + part["text"]
                 asked = True
         if message["role"] == "user":
-            opening = " Answer:" if asked else "Output:"
+            opening = " Short answer:" if asked else "Output:"
         elif message["role"] == "assistant":
             text += END_OF_CHUNK
     return text + opening * open_answer

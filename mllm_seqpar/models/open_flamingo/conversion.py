@@ -3,16 +3,29 @@
 from __future__ import annotations
 
 import os
+import pickle
+import re
 from pathlib import Path
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from mllm_seqpar.errors import ConfigError
 
+from ..loading_report import require_clean
 from .configuration import OpenFlamingoConfig
 from .processing import END_OF_CHUNK, IMAGE, OpenFlamingoProcessor
-from .weights import set_weights
+from .weights import cast, load_complete, set_weights
 
 Location = str | os.PathLike[str]
+
+# What a CLIP has beside its vision tower.
+_NOT_THE_TOWER = r"^(text_model|text_projection|visual_projection)\.|^logit_scale$|position_ids$"
+_GATE = re.compile(r"(?:\.(\d+)\.gated_cross_attn_layer|\.gated_cross_attn_layers\.(\d+))\.attn_gate$")
+# Buffers of the language models of 2023. They are computed now; `_check_buffers` compares those that carry a choice.
+_FREQUENCIES = re.compile(r"^lang_encoder\..*rotary_emb\.inv_freq$")
+_CAUSAL_MASKS = re.compile(r"^lang_encoder\..*\.attention\.(masked_)?bias$")
 
 
 def convert(
@@ -21,50 +34,170 @@ def convert(
     language_model: Location,
     vision_model: Location,
     checkpoint: Location | None = None,
-    cross_attn_every_n_layers: int = 1,
+    cross_attn_every_n_layers: int | None = None,
     only_attend_immediate_media: bool = True,
+    dtype: torch.dtype = torch.float32,
 ) -> None:
-    """Writes an OpenFlamingo directory.
+    """Write an OpenFlamingo directory.
 
     Args:
         output: the directory.
-        language_model: directory of a causal language model of transformers, with its tokenizer.
+        language_model: directory of a causal language model as published, with its tokenizer.
         vision_model: directory of a CLIP, or of its vision tower; with its image processor.
         checkpoint: published checkpoint.pt; None for untrained cross-attention, whose gates are closed.
-        cross_attn_every_n_layers: as the checkpoint was trained.
-        only_attend_immediate_media: likewise.
+        cross_attn_every_n_layers: as the checkpoint was trained; None reads it from the checkpoint, and is 1 without.
+        only_attend_immediate_media: as the checkpoint was trained.
+        dtype: of the written weights. Parts are joined in float32 first, as the authors' loader does.
 
     Raises:
         ConfigError: parts that do not fit together.
+        DataError: weights that are missing, unexpected or of another shape.
     """
-    import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import CLIPVisionModel
     from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
 
+    from .language import fit_vocabulary, load_language_model
     from .modeling import ClipTower, OpenFlamingo
 
-    tokenizer = AutoTokenizer.from_pretrained(language_model)
-    tokenizer.add_tokens([END_OF_CHUNK, IMAGE], special_tokens=True)  # in the order of the published checkpoints
-    if tokenizer.pad_token is None:
-        tokenizer.add_special_tokens({"pad_token": "<PAD>"})
-    text: Any = AutoModelForCausalLM.from_pretrained(language_model)
-    text.resize_token_embeddings(len(tokenizer))
-    tower = ClipTower.from_pretrained(vision_model)
+    state = None if checkpoint is None else _read(checkpoint)
+    every = _interval(checkpoint, state, cross_attn_every_n_layers)
+    text = load_language_model(language_model)
+    embedding = _name_of_embedding(text)
+    rows = None if state is None else _rows(checkpoint, state, embedding)
+    tokenizer, length = _tokenizer(language_model, rows)
+    fit_vocabulary(text, length)
+    tower = load_complete(CLIPVisionModel, vision_model, _NOT_THE_TOWER)
+    tower.__class__ = ClipTower
+    images = CLIPImageProcessorPil.from_pretrained(vision_model)
+    _check_images(vision_model, images, tower.config)
     config = OpenFlamingoConfig(
         text_config=text.config,
         vision_config=tower.config,
         media_token_id=tokenizer.convert_tokens_to_ids(IMAGE),
         eoc_token_id=tokenizer.convert_tokens_to_ids(END_OF_CHUNK),
-        cross_attn_every_n_layers=cross_attn_every_n_layers,
+        cross_attn_every_n_layers=every,
         only_attend_immediate_media=only_attend_immediate_media,
     )
     model = OpenFlamingo(config, text, tower)
-    if checkpoint is not None:
-        state = torch.load(checkpoint, map_location="cpu", weights_only=True)
-        state = state.get("model_state_dict", state)
-        state = {name.removeprefix("module."): tensor for name, tensor in state.items()}
-        missing = [name for name in set_weights(model, state) if "gated_cross" in name or name.startswith("perceiver")]
-        if missing:
-            raise ConfigError(f"{checkpoint}: lacks {len(missing)} trained weights, among them {missing[0]}")
+    if state is not None:
+        _fill(model, state, embedding, checkpoint)
+    cast(model, dtype)
+    text.config.dtype = tower.config.dtype = dtype
     model.save_pretrained(output)
-    OpenFlamingoProcessor(CLIPImageProcessorPil.from_pretrained(vision_model), tokenizer).save_pretrained(Path(output))
+    OpenFlamingoProcessor(images, tokenizer).save_pretrained(Path(output))
+
+
+def _read(checkpoint: Any) -> dict[str, Tensor]:
+    """Return the tensors of a checkpoint.pt; nothing but tensors is unpickled."""
+    try:
+        state = torch.load(checkpoint, map_location="cpu", weights_only=True)
+    except (OSError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
+        raise ConfigError(f"checkpoint={checkpoint}: {str(error).splitlines()[0]}") from error
+    state = state.get("model_state_dict", state)
+    return {name.removeprefix("module."): tensor for name, tensor in state.items()}
+
+
+def _interval(checkpoint: Any, state: dict[str, Tensor] | None, asked: int | None) -> int:
+    """Return the distance of the cross-attention blocks, by the numbers of the layers whose gates are in the file."""
+    if state is None:
+        return asked or 1
+    gated = {int(found[1] or found[2]) for found in map(_GATE.search, state) if found}
+    if not gated:
+        raise ConfigError(f"{checkpoint}: has no weights of gated cross-attention; it is no OpenFlamingo checkpoint")
+    every = min(gated) + 1
+    if asked not in (None, every):
+        raise ConfigError(
+            f"cross_attn_every_n_layers={asked}, but {checkpoint} has {every}; pass that, or leave it out"
+        )
+    return every
+
+
+def _name_of_embedding(text: Any) -> str:
+    embedding = text.get_input_embeddings().weight
+    return "lang_encoder." + next(name for name, weight in text.named_parameters() if weight is embedding)
+
+
+def _rows(checkpoint: Any, state: dict[str, Tensor], embedding: str) -> int:
+    if embedding not in state:
+        raise ConfigError(
+            f"{checkpoint}: expected {embedding}, the trained embedding of this language model; it is not there. "
+            "Pass the language model that the checkpoint was trained over"
+        )
+    return state[embedding].shape[0]
+
+
+def _tokenizer(directory: Location, rows: int | None) -> tuple[Any, int]:
+    """Return the tokenizer with the authors' tokens in the authors' order, and how many tokens it has.
+
+    `<PAD>` is added where the published tokenizer states no pad token; the rows of a checkpoint's embedding decide.
+    """
+    tokenizer = _published_tokenizer(directory)
+    tokenizer.add_tokens([END_OF_CHUNK, IMAGE], special_tokens=True)
+    length = len(tokenizer)
+    if tokenizer.pad_token is None or rows == length + 1:
+        tokenizer.add_special_tokens({"pad_token": "<PAD>"})
+    if rows not in (None, len(tokenizer)):
+        raise ConfigError(
+            f"the checkpoint's embedding has {rows} rows, but the tokenizer in {directory} has {length} tokens with "
+            f"{END_OF_CHUNK} and {IMAGE}, and {length + 1} with <PAD>; pass the language model and tokenizer that the "
+            "checkpoint was trained over"
+        )
+    return tokenizer, len(tokenizer)
+
+
+def _published_tokenizer(directory: Location) -> Any:
+    """Return what the files say, not what a class of transformers 5 builds from their vocabulary.
+
+    Those classes have a pad token that GPT-NeoX does not state, and leave out the space that LLaMA's tokenizers of
+    2023 put after each special token, with which the models were trained.
+    """
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+    try:
+        if (Path(directory) / "tokenizer.json").is_file():
+            return PreTrainedTokenizerFast.from_pretrained(directory)
+        made = AutoTokenizer.from_pretrained(directory, trust_remote_code=False, legacy=True)
+    except (OSError, ValueError, ImportError) as error:
+        raise ConfigError(f"language_model={directory}: no tokenizer can be read there: {error}") from error
+    named = {name: token for name, token in made.special_tokens_map.items() if isinstance(token, str)}
+    return PreTrainedTokenizerFast(tokenizer_object=made.backend_tokenizer, **named)
+
+
+def _check_images(vision_model: Location, images: Any, tower: Any) -> None:
+    crop = images.crop_size
+    if not crop["height"] == crop["width"] == tower.image_size:
+        raise ConfigError(
+            f"{vision_model}: preprocessor_config.json crops pictures to {crop['height']} x {crop['width']}, but the "
+            f"vision tower takes {tower.image_size} x {tower.image_size}"
+        )
+
+
+def _fill(model: Any, state: dict[str, Tensor], embedding: str, checkpoint: Any) -> None:
+    """Set what was trained, all of which must be there, and any other weight that the checkpoint has."""
+    _check_buffers(model, state, checkpoint)
+    state = {name: x for name, x in state.items() if not (_FREQUENCIES.match(name) or _CAUSAL_MASKS.match(name))}
+    missing = set_weights(model, state, checkpoint)
+    trained = [name for name in missing if "gated_cross_attn_layer" in name or name.startswith("perceiver.")]
+    # The authors keep every name with "embed" in it, thus GPT-NeoX's untied embed_out.
+    head = "lang_encoder.embed_out.weight"
+    if model.lang_encoder.config.model_type == "gpt_neox" and any(name in missing for name in _heads(model)):
+        trained.append(head)
+    expected = "the perceiver, the gated cross-attention blocks and the embeddings of this model"
+    require_clean({"missing_keys": trained}, str(checkpoint), expected=expected)
+
+
+def _heads(model: Any) -> list[str]:
+    weight = model.lang_encoder.get_output_embeddings().weight
+    return [name for name, tensor in model.state_dict(keep_vars=True).items() if tensor is weight]
+
+
+def _check_buffers(model: Any, state: dict[str, Tensor], checkpoint: Any) -> None:
+    """Raise ConfigError if rotary frequencies of the checkpoint are not those that this language model computes."""
+    own = next((m.inv_freq for m in model.lang_encoder.modules() if hasattr(m, "inv_freq")), None)
+    for name in filter(_FREQUENCIES.match, state):
+        found = state[name].float()
+        if own is None or own.shape != found.shape or not torch.allclose(own.float(), found, rtol=1e-2):
+            raise ConfigError(
+                f"{checkpoint}: {name} has other rotary frequencies than the language model; pass the language model "
+                "that the checkpoint was trained over"
+            )

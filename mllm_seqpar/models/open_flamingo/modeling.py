@@ -9,12 +9,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, CLIPVisionModel
+from transformers import CLIPVisionModel
 from transformers.initialization import no_init_weights
 
 from mllm_seqpar.errors import ConfigError
 
 from .configuration import OpenFlamingoConfig
+from .language import language_model_class
 from .package import open_flamingo
 from .weights import load_weights, save_weights
 
@@ -46,8 +47,9 @@ class OpenFlamingo(_Flamingo):  # type: ignore[valid-type,misc]
         """Builds the model; parts that are not given get no weights of their own yet."""
         layers = config.layers
         with no_init_weights():
-            language_model = language_model or AutoModelForCausalLM.from_config(config.text)
+            language_model = language_model or language_model_class(config.text)._from_config(config.text)
             tower = tower or ClipTower(config.vision)
+        language_model.tie_weights()  # not done where weights are not initialised
         _extend(language_model, _Mixin)
         language_model.set_decoder_layers_attr_name(layers)
         super().__init__(
@@ -89,7 +91,8 @@ class OpenFlamingo(_Flamingo):  # type: ignore[valid-type,misc]
             **options: of `PreTrainedModel.from_pretrained`, those that say where on the hub to look.
 
         Raises:
-            ConfigError: weights that are missing, or that the model has no place for; an option that is not known.
+            ConfigError: an option that is not known, or no weights.
+            DataError: weights that are missing, or that the model has no place for.
         """
         unknown = [name for name, x in options.items() if x is not None and name[0] != "_" and name not in _NO_MATTER]
         if unknown:

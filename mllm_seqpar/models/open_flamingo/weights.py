@@ -7,16 +7,64 @@ which published checkpoints go (those of the layers); readers take any of them.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import os
+import re
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from mllm_seqpar.errors import ConfigError
+from mllm_seqpar.errors import ConfigError, DataError
+
+from ..loading_report import require_clean
 
 FILE = "model.safetensors"
 _UNPUBLISHED = ("lang_encoder.old_decoder_blocks.", "lang_encoder.gated_cross_attn_layers.")
+# The same tensor in other versions of transformers; GPT-NeoX publishes the first of the one pair, CLIP of the other.
+_SYNONYMS = (("lang_encoder.embed_out.", "lang_encoder.lm_head."), ("vision_encoder.vision_model.", "vision_encoder."))
+
+
+def load_complete(cls: Any, directory: str | os.PathLike[str], ignored: str, **options: Any) -> Any:
+    """Return `cls.from_pretrained(directory)` in float32, with every weight that the class has from the files.
+
+    Args:
+        cls: a model class of transformers. It must be the real class: transformers renames tensors by class names.
+        directory: with safetensors or `pytorch_model.bin` files, in one part or several.
+        ignored: a regular expression for names in the files that the model has no place for.
+        **options: of `from_pretrained`.
+
+    Raises:
+        ConfigError: files that cannot be read.
+        DataError: weights that are missing, unexpected or of another shape.
+    """
+    from safetensors import SafetensorError
+
+    try:
+        with without_report():
+            model, report = cls.from_pretrained(
+                directory, dtype=torch.float32, output_loading_info=True, ignore_mismatched_sizes=True, **options
+            )
+    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
+        raise ConfigError(f"{directory}: cannot be loaded as {cls.__name__}: {error}") from error
+    ignore = [name for name in report["unexpected_keys"] if re.search(ignored, name)]
+    require_clean(report, str(directory), expected=f"the {cls.__name__} that its config.json describes", ignore=ignore)
+    return model
+
+
+@contextmanager
+def without_report() -> Iterator[None]:
+    """Keep transformers from printing what a CLIP holds beside the tower; any other difference raises an error here."""
+    from transformers.utils import logging
+
+    before = logging.get_verbosity()
+    logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(before)
 
 
 def load_weights(model: nn.Module, directory: Path, dtype: torch.dtype | None) -> None:
@@ -28,7 +76,8 @@ def load_weights(model: nn.Module, directory: Path, dtype: torch.dtype | None) -
         dtype: of the model afterwards; None for that of the files.
 
     Raises:
-        ConfigError: no file, or other weights than the model has.
+        ConfigError: no file.
+        DataError: other weights than the model has.
     """
     from safetensors.torch import load_file
 
@@ -41,15 +90,11 @@ def load_weights(model: nn.Module, directory: Path, dtype: torch.dtype | None) -
     if dtype is None and len(kinds) == 1:
         dtype = kinds.pop()
     if dtype is not None:
-        _cast(model, dtype)
-    left = set_weights(model, found)
-    if left:
-        raise ConfigError(
-            f"{directory}: {len(left)} weights of the model are missing, among them {', '.join(left[:3])}"
-        )
+        cast(model, dtype)
+    require_clean({"missing_keys": set_weights(model, found, directory)}, str(directory))
 
 
-def _cast(model: nn.Module, dtype: torch.dtype) -> None:
+def cast(model: nn.Module, dtype: torch.dtype) -> None:
     """Parameters and saved buffers to `dtype`, in place.
 
     Not what is computed from the config: rotary frequencies rounded to bfloat16 would turn late tokens elsewhere.
@@ -59,26 +104,43 @@ def _cast(model: nn.Module, dtype: torch.dtype) -> None:
             tensor.data = tensor.data.to(dtype)
 
 
-def set_weights(model: nn.Module, given: Mapping[str, Tensor]) -> list[str]:
-    """Copies tensors into a model by any of their names; returns the names of those that got none.
+def set_weights(model: nn.Module, given: Mapping[str, Tensor], where: str | os.PathLike[str]) -> list[str]:
+    """Copy tensors into a model by any of their names, and return the names of those that got none.
+
+    Args:
+        model: the model.
+        given: names and tensors, those of `where`.
+        where: the file or directory that errors name.
 
     Raises:
-        ConfigError: a name that the model does not have, or another shape.
+        DataError: a name that the model does not have, another shape, or two values for one tensor.
     """
     own = model.state_dict(keep_vars=True)
-    unknown = sorted(given.keys() - own.keys())
-    if unknown:
-        raise ConfigError(f"the model has no weights named {', '.join(unknown[:3])} ({len(unknown)} such names)")
-    filled = set()
+    places = {name: _own_name(name, own) for name in given}
+    unknown = [name for name, place in places.items() if place not in own]
+    other = [
+        (name, x.shape, own[places[name]].shape)
+        for name, x in given.items()
+        if name not in unknown and x.shape != own[places[name]].shape
+    ]
+    require_clean({"unexpected_keys": unknown, "mismatched_keys": other}, str(where))
+    filled: dict[int, str] = {}
     with torch.no_grad():
         for name, tensor in given.items():
-            if tensor.shape != own[name].shape:
-                raise ConfigError(
-                    f"{name} has shape {tuple(tensor.shape)} in the file and {tuple(own[name].shape)} in the model"
-                )
-            own[name].copy_(tensor)
-            filled.add(own[name].data_ptr())
+            place = own[places[name]]
+            before = filled.setdefault(place.data_ptr(), name)
+            if before != name and not torch.equal(given[before], tensor):
+                raise DataError(f"{where}: {before} and {name} are one tensor of the model, and differ in the file")
+            place.copy_(tensor)
     return [name for name, tensor in own.items() if tensor.data_ptr() not in filled]
+
+
+def _own_name(name: str, own: Collection[str]) -> str:
+    for pair in _SYNONYMS:
+        for old, new in (pair, pair[::-1]):
+            if name not in own and name.startswith(old):
+                name = new + name.removeprefix(old)
+    return name
 
 
 def save_weights(model: nn.Module, directory: Path, state: Mapping[str, Tensor]) -> None:
