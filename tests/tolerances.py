@@ -33,11 +33,15 @@ DRIFT = 0.1
 """Largest mean error over mean absolute error: rounding has no direction, a lost or a phantom key has one."""
 
 
-def relative_error(x: Tensor, exact: Tensor) -> float:
-    """|x - exact| / |exact| in float64; |x| where exact is zero, so that anything there counts."""
+def relative_error(x: Tensor, exact: Tensor, terms: Tensor | float = 0.0) -> float:
+    """|x - exact| / |exact| in float64; |x| where exact is zero, so that anything there counts.
+
+    `terms` is the size of the terms whose sum x is. If the sum is smaller, because terms cancel, it is the scale.
+    """
     x, exact = x.detach().double(), exact.detach().double()
-    size = exact.norm()
-    return float((x - exact).norm() / size) if size > 0 else float(x.norm())
+    assert x.shape == exact.shape, (x.shape, exact.shape)
+    size = max(float(exact.norm()), float(terms))
+    return float((x - exact).norm()) / (size or 1.0)
 
 
 def drift(x: Tensor, exact: Tensor) -> float:
