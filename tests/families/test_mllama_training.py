@@ -77,6 +77,7 @@ def in_dtype_rank(rank: int, world: int, how: str) -> tuple[torch.Tensor, dict[s
     return logits, grads
 
 
+@pytest.mark.rounding
 @pytest.mark.parametrize("how", ["float64", "autocast", "bf16 weights"])
 def test_in_other_dtypes(how: str) -> None:
     """As near to float64 as the unpatched model in that dtype, but for chance.

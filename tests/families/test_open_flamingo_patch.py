@@ -98,6 +98,7 @@ def narrow(rank: int, world: int, name: str, how: str, patched: bool) -> torch.T
     return out.logits.detach().float()
 
 
+@pytest.mark.rounding
 @pytest.mark.parametrize("how", ["weights", "autocast"])
 @pytest.mark.parametrize("name", ["mpt", "opt"])
 def test_bfloat16(name: str, how: str) -> None:
@@ -214,6 +215,7 @@ def test_it_is_known() -> None:
     assert "OpenFlamingo" in adapters.adapters()
 
 
+@pytest.mark.rounding
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_biases_are_exact_in_a_long_text(dtype: torch.dtype) -> None:
     """At its end, where the positions are large: as exact as the unpatched bias is there, and in bfloat16 too."""

@@ -16,6 +16,8 @@ from mllm_seqpar.kernels import choose_kernel, flash_attn, torch_cuda
 from mllm_seqpar.kernels.partials import merge_
 from tolerances import EXACT, relative_error
 
+pytestmark = pytest.mark.rounding
+
 TORCH = {
     "cuda_flash": torch_cuda.CudaFlashKernel,
     "cuda_efficient": torch_cuda.CudaEfficientKernel,

@@ -20,6 +20,8 @@ from tolerances import (
     relative_error,
 )
 
+pytestmark = pytest.mark.rounding
+
 
 def run(kernel: BlockKernel, b: Block) -> Dense:
     o, lse = kernel.forward(b.q, b.k, b.v, **b.how)

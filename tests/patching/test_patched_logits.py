@@ -187,6 +187,7 @@ def two_passes(model: torch.nn.Module, inputs: dict) -> list[torch.Tensor]:
     return [first.logits, second.logits]
 
 
+@pytest.mark.rounding
 @pytest.mark.parametrize("variant", ["gated", "fused"])
 def test_a_cache_under_autocast(variant: str) -> None:
     model = model_of(variant, PROMPT)

@@ -150,6 +150,7 @@ def narrow(model: Any, inputs: dict[str, Any], how: str, *, patched: bool, world
     return loss.item(), {name: grad for name, grad in grads.items() if grad is not None}
 
 
+@pytest.mark.rounding
 @pytest.mark.parametrize("how", ["autocast", "checkpointed autocast", "weights", "policy"])
 @pytest.mark.parametrize("variant", ["gated", "fused"])
 def test_bf16_is_as_near_to_float32_as_unpatched(variant: str, how: str) -> None:

@@ -28,6 +28,8 @@ from mllm_seqpar.planner.model import Cross, Model, Resampler, Text, Vision
 from mllm_seqpar.planner.run import Run
 from tiny import tiny_frames, tiny_model, tiny_text
 
+pytestmark = pytest.mark.rounding
+
 WIDTHS = {"hidden_size": 256, "intermediate_size": 704, "num_attention_heads": 8, "num_key_value_heads": 2}
 ALONE = Way("lv-xattn", (1, 1))
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
