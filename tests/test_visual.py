@@ -23,6 +23,8 @@ from mllm_seqpar.sharding import frame_bounds
 from mllm_seqpar.visual import RecomputedKeys, SharedVisual, frame_chunks
 from tolerances import EXACT, relative_error
 
+pytestmark = pytest.mark.rounding
+
 HEADS, GROUPS, DIM, WIDTH, TOKENS = 4, 2, 8, 12, 3
 
 

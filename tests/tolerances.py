@@ -6,6 +6,9 @@ can be near zero while the tensor is right; a norm over the tensor neither hides
 
 from __future__ import annotations
 
+from collections import defaultdict
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor
 
@@ -29,15 +32,45 @@ AGAINST_ONE_DEVICE = 1.5
 AGAINST_ONE_DEVICE_FLOAT32_PARTIALS = 1.1
 """The same for kernels whose partial results are float32: nothing is rounded that one device does not round too."""
 
+AGAINST_UNPATCHED = 2.0
+"""Times the error of the unpatched model in the same 16-bit arithmetic, on the same machine. Both errors are rounding,
+drawn by the processor: few of the rounded numbers matter much, so one may be 1.4 times the other. A value that is
+rounded once more in every layer, or computed in 16 bits where the unpatched model keeps float32, adds more."""
+
 DRIFT = 0.1
 """Largest mean error over mean absolute error: rounding has no direction, a lost or a phantom key has one."""
 
 
-def relative_error(x: Tensor, exact: Tensor) -> float:
-    """|x - exact| / |exact| in float64; |x| where exact is zero, so that anything there counts."""
+def relative_error(x: Tensor, exact: Tensor, terms: Tensor | float = 0.0) -> float:
+    """|x - exact| / |exact| in float64; |x| where exact is zero, so that anything there counts.
+
+    `terms` is the size of the terms whose sum x is. If the sum is smaller, because terms cancel, it is the scale.
+    """
     x, exact = x.detach().double(), exact.detach().double()
-    size = exact.norm()
-    return float((x - exact).norm() / size) if size > 0 else float(x.norm())
+    assert x.shape == exact.shape, (x.shape, exact.shape)
+    size = max(float(exact.norm()), float(terms))
+    return float((x - exact).norm()) / (size or 1.0)
+
+
+def assert_as_near_as_unpatched(
+    found: Mapping[str, Tensor], unpatched: Mapping[str, Tensor], exact: Mapping[str, Tensor]
+) -> None:
+    """Hold 16-bit results against the unpatched model's: how far each is from `exact`, by groups of parameters.
+
+    The parameters of one kind of block in all layers are a group: q_proj, k_proj and the others of `self_attn`. One
+    tensor is too few: the gradient of a gate is a sum that may cancel, and then its relative error is luck.
+    """
+    assert found.keys() == unpatched.keys() == exact.keys()
+    groups: dict[str, list[str]] = defaultdict(list)
+    for name in exact:
+        groups[".".join([part for part in name.split(".") if not part.isdigit()][:-2])].append(name)
+    for group, names in groups.items():
+        ours, theirs, truth = (
+            torch.cat([results[name].detach().double().flatten() for name in names])
+            for results in (found, unpatched, exact)
+        )
+        error, allowed = relative_error(ours, truth), AGAINST_UNPATCHED * relative_error(theirs, truth)
+        assert error <= allowed, f"{group or names}: {error:.2e} from exact, {allowed:.2e} allowed"
 
 
 def drift(x: Tensor, exact: Tensor) -> float:

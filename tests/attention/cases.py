@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attention.dense import dense_attention
+from attention.dense import dense_attention, squared_terms
 from comm.strict import StrictLoopback
 from mllm_seqpar.attention import lv_xattn, mesh_attention, ring_attention, ulysses_attention
 from mllm_seqpar.attention.joint import attend
@@ -278,7 +278,7 @@ def over_gloo(rank: int, world: int, cases: list[Case], again: int = 1) -> list[
 
 @cache
 def exact(case: Case, n: int) -> dict[str, Tensor]:
-    """What one dense float64 attention gives for everything."""
+    """What one dense float64 attention gives for everything; "terms o" and so on: the size of the terms of each."""
     total = case.total(n)
     x = {name: t.double().requires_grad_() for name, t in inputs(case, total).items()}
     seen = visible_frames(case, total)
@@ -294,7 +294,14 @@ def exact(case: Case, n: int) -> dict[str, Tensor]:
     o, lse = dense_attention(x["q"], k, v, torch.cat(parts, dim=-1), case.dim**-0.5)
     o.backward(x["do"].detach())
     found = {"o": o.detach(), "lse": lse.detach(), "dq": x["q"].grad}
-    return found | {f"{p}d{t}": x[f"{p}{t}"].grad for p in ("", "text_") for t in "kv" if x[f"{p}{t}"].grad is not None}
+    found |= {f"{p}d{t}": x[f"{p}{t}"].grad for p in ("", "text_") for t in "kv" if x[f"{p}{t}"].grad is not None}
+    with torch.no_grad():
+        terms = squared_terms(x["q"], k, v, x["do"], torch.cat(parts, dim=-1), case.dim**-0.5)
+    lengths = [x[pair[0]].shape[2] for pair in names]
+    for name in ("dk", "dv"):
+        pieces = terms.pop(name).split(lengths, dim=-1)
+        terms |= {pair[0].replace("k", name): piece for pair, piece in zip(names, pieces, strict=True)}
+    return found | {f"terms {name}": x.sum().sqrt() for name, x in terms.items()}
 
 
 def assemble(case: Case, results: list[dict[str, Any]]) -> dict[str, Tensor]:
@@ -314,7 +321,8 @@ def assemble(case: Case, results: list[dict[str, Any]]) -> dict[str, Tensor]:
 def errors(case: Case, results: list[dict[str, Any]]) -> dict[str, float]:
     """Relative error to float64 of o, lse, and every gradient by itself; what must be zero or -inf must be exactly."""
     reference, found = exact(case, len(results)), assemble(case, results)
-    assert set(reference) == set(found), (set(reference), set(found))
+    wanted = {name for name in reference if not name.startswith("terms ")}
+    assert wanted == set(found), (wanted, set(found))
     for name, x in found.items():
         assert not x.isnan().any(), f"{name} has NaN: {case}"
         assert x.shape == reference[name].shape, name
@@ -323,10 +331,8 @@ def errors(case: Case, results: list[dict[str, Any]]) -> dict[str, float]:
     for name in ("o", "dq"):
         assert not found[name][blind].any(), f"{name} of a row that sees nothing must be 0: {case}"
     return {
-        name: relative_error(found[name][~blind], reference[name][~blind])
-        if name == "lse"
-        else relative_error(found[name], reference[name])
-        for name in reference
+        name: relative_error(*((x[~blind] if name == "lse" else x) for x in pair), reference[f"terms {name}"])
+        for name, pair in ((name, (found[name], reference[name])) for name in wanted)
     }
 
 

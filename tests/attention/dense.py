@@ -22,10 +22,29 @@ def dense_attention(q: Tensor, k: Tensor, v: Tensor, visible: Tensor | None, sca
     return p @ v, lse
 
 
-def relative_error(x: Tensor, reference: Tensor) -> float:
-    """|x - reference| / |reference| in the Euclidean norm, in float64; absolute where the reference is zero."""
-    x, reference = x.double(), reference.double()
-    assert x.shape == reference.shape, (x.shape, reference.shape)
-    assert torch.isfinite(x).all()
-    norm = reference.norm().item()
-    return ((x - reference).norm() / (norm or 1.0)).item()
+def squared_terms(
+    q: Tensor, k: Tensor, v: Tensor, do: Tensor, visible: Tensor | None, scale: float
+) -> dict[str, Tensor]:
+    """Return the sum of squares of the terms that attention and its backward pass add up, for each row or key.
+
+    Its root is what the rounding error of any implementation is proportional to. Where terms do not cancel it is about
+    the size of the result; where they do, as in dq with a single visible key, the result says nothing about rounding.
+    "o", "lse", "dq" are (B, H, S), "dk", "dv" are (B, H, T): key heads are repeated, sums over their rows are left out.
+    """
+    q, do, (o, lse) = q.double(), do.double(), dense_attention(q, k, v, visible, scale)
+    repeat = q.shape[1] // k.shape[1]
+    k, v = (x.double().expand(q.shape[0], -1, -1, -1).repeat_interleave(repeat, dim=1) for x in (k, v))
+    scores = scale * q @ k.mT
+    if visible is not None:
+        scores = scores.masked_fill(~visible.unsqueeze(1), float("-inf"))
+    p2 = torch.exp(scores - lse.masked_fill(lse == float("-inf"), 0.0).unsqueeze(-1)).square()
+    # ds = p (dp - delta), where dp and delta are sums over the head's channels
+    ds2 = scale**2 * p2 * (do.square() @ v.square().mT + (do * o).square().sum(-1, keepdim=True))
+    scores2 = scale**2 * q.square() @ k.square().mT + scores.square()
+    return {
+        "o": (p2 @ v.square()).sum(-1),
+        "lse": (p2 * scores2.masked_fill(p2 == 0, 0.0)).sum(-1),
+        "dq": (ds2 @ k.square()).sum(-1),
+        "dk": (ds2.mT @ q.square()).sum(-1),
+        "dv": (p2.mT @ do.square()).sum(-1),
+    }

@@ -7,6 +7,8 @@ import pytest
 from attention.cases import Case, assert_exact, over_gloo, same_bits
 from ranks import ranks
 
+pytestmark = pytest.mark.rounding
+
 CROSS = [
     Case(op="lv"),
     Case(op="lv", mask="random", batch=2, groups=4),

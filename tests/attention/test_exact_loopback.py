@@ -34,6 +34,7 @@ def test_cross_attention(op: str, mask: str | None, n: int) -> None:
         assert_exact(case, run_loopback(n, run_case, case))
 
 
+@pytest.mark.rounding
 @pytest.mark.parametrize("n", SIZES)
 @pytest.mark.parametrize("op", ["lv", "ring"])
 def test_few_keys(op: str, n: int) -> None:

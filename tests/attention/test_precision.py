@@ -15,6 +15,8 @@ from mllm_seqpar.kernels import registry
 from mllm_seqpar.kernels.tiled import TiledKernel
 from tolerances import AGAINST_ONE_DEVICE, AGAINST_ONE_DEVICE_FLOAT32_PARTIALS, drift, relative_error
 
+pytestmark = pytest.mark.rounding
+
 NAMES = ("o", "dq", "dk", "dv")
 FLOAT32_PARTIALS = ("torch_cpu", "tiled")
 

@@ -11,6 +11,8 @@ from torch.utils.checkpoint import checkpoint
 from mllm_seqpar.errors import ConfigError, ShapeError
 from tolerances import EXACT, relative_error
 
+pytestmark = pytest.mark.rounding
+
 
 def assert_close(found: list[Tensor], expected: list[Tensor]) -> None:
     for mine, theirs in zip(found, expected, strict=True):

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from attention.dense import squared_terms
 from mllm_seqpar.kernels import available_kernels, kernel_by_name
 from mllm_seqpar.kernels.base import BlockKernel
 
@@ -92,14 +93,26 @@ class Dense:
     dv: Tensor
 
 
+def visible_keys(b: Block) -> Tensor:
+    """Return (B or 1, rows, keys) bool."""
+    if b.mask is not None:
+        return b.mask
+    visible = torch.ones(1, b.q.shape[2], b.k.shape[2], dtype=torch.bool, device=b.q.device)
+    return visible.tril() if b.causal else visible
+
+
+def sizes_of_terms(b: Block) -> dict[str, Tensor]:
+    """Return the size of the terms of which o, lse, dq, dk and dv of a block are sums."""
+    terms = squared_terms(b.q, b.k, b.v, b.do, visible_keys(b), b.how["scale"])
+    return {name: x.sum().sqrt() for name, x in terms.items()}
+
+
 def dense(b: Block) -> Dense:
     """Compute the block in float64 by autograd through an ordinary softmax."""
     q, k, v = (x.detach().double().requires_grad_() for x in (b.q, b.k, b.v))
     repeat = q.shape[1] // k.shape[1]
     scores = q @ k.repeat_interleave(repeat, dim=1).mT * b.how["scale"]
-    visible = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device)
-    visible = visible.tril()[None] if b.causal else visible[None]
-    visible = visible if b.mask is None else b.mask
+    visible = visible_keys(b)
     scores = scores.masked_fill(~visible[:, None], -torch.inf)
     lse = torch.logsumexp(scores, dim=-1)
     sees = visible.any(-1)[:, None, :, None]

@@ -8,6 +8,8 @@ from mllm_seqpar.models.mplug_owl3 import visual_inputs
 from mplug_owl3_reference import Numbers, reference_logits, reference_loss
 from tiny import GATES, IMAGE_TOKEN, tiny_frames, tiny_model, tiny_text
 
+pytestmark = pytest.mark.rounding
+
 # float32 against float64 through 4 layers: 2e-6 in gradients, less in logits. A wrong mask or position shows as 1e-2.
 TOLERANCE = 5e-6
 
