@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import types
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -79,6 +80,7 @@ class OpenFlamingo(_Flamingo):  # type: ignore[valid-type,misc]
         config: OpenFlamingoConfig | None = None,
         dtype: Any = "auto",
         torch_dtype: Any = None,
+        device_map: str | None = None,
         **options: Any,
     ) -> OpenFlamingo:
         """The model in a directory, in eval mode.
@@ -88,6 +90,7 @@ class OpenFlamingo(_Flamingo):  # type: ignore[valid-type,misc]
             config: when it is read already.
             dtype: of the parameters; "auto" for that of the file.
             torch_dtype: its former name.
+            device_map: "meta" compares names and shapes only and gives a model without values; otherwise the CPU.
             **options: of `PreTrainedModel.from_pretrained`, those that say where on the hub to look.
 
         Raises:
@@ -95,10 +98,13 @@ class OpenFlamingo(_Flamingo):  # type: ignore[valid-type,misc]
             DataError: weights that are missing, or that the model has no place for.
         """
         unknown = [name for name, x in options.items() if x is not None and name[0] != "_" and name not in _NO_MATTER]
+        if device_map not in (None, "cpu", "meta"):
+            unknown.append("device_map")
         if unknown:
             raise ConfigError(f"{', '.join(sorted(unknown))}: not known to OpenFlamingo.from_pretrained; leave it out")
         dtype = dtype if torch_dtype is None else torch_dtype
-        model = cls(config or OpenFlamingoConfig.from_pretrained(path))
+        with nullcontext() if device_map is None else torch.device(device_map):
+            model = cls(config or OpenFlamingoConfig.from_pretrained(path))
         load_weights(model, Path(path), None if dtype in ("auto", None) else _dtype(dtype))
         return model.eval()
 

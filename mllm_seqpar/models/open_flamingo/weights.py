@@ -128,11 +128,11 @@ def set_weights(model: nn.Module, given: Mapping[str, Tensor], where: str | os.P
     with torch.no_grad():
         for name, tensor in given.items():
             place = own[places[name]]
-            before = filled.setdefault(place.data_ptr(), name)
+            before = filled.setdefault(id(place), name)
             if before != name and not torch.equal(given[before], tensor):
                 raise DataError(f"{where}: {before} and {name} are one tensor of the model, and differ in the file")
             place.copy_(tensor)
-    return [name for name, tensor in own.items() if tensor.data_ptr() not in filled]
+    return [name for name, tensor in own.items() if id(tensor) not in filled]
 
 
 def _own_name(name: str, own: Collection[str]) -> str:
