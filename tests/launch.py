@@ -21,6 +21,8 @@ from pathlib import Path
 import psutil
 
 ROOT = Path(__file__).resolve().parent.parent
+HANG = 400.0
+"""Seconds after which a launch counts as hanging: long, since nothing waits for it and machines may be busy."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +43,7 @@ def launch(
     script: str | Path,
     *arguments: object,
     config: str | Path | None = None,
-    timeout: float = 120.0,
+    timeout: float = HANG,
     env: Mapping[str, str] | None = None,
     cwd: str | Path = ROOT,
 ) -> Launched:

@@ -204,7 +204,7 @@ class Ranks:
 
     world: int
 
-    def run(self, fn: Callable[..., Any], *args: Any, timeout: float = 60.0, **kwargs: Any) -> list[Any]:
+    def run(self, fn: Callable[..., Any], *args: Any, timeout: float = 240.0, **kwargs: Any) -> list[Any]:
         """Calls `fn(rank, world, *args, **kwargs)` on every rank and returns the results by rank.
 
         Raises:
@@ -216,7 +216,7 @@ class Ranks:
             raise RankError(f"{fn.__module__}.{fn.__qualname__}", self.world, failures)
         return outcomes
 
-    def errors(self, fn: Callable[..., Any], *args: Any, timeout: float = 60.0, **kwargs: Any) -> list[Any]:
+    def errors(self, fn: Callable[..., Any], *args: Any, timeout: float = 240.0, **kwargs: Any) -> list[Any]:
         """Like `run`, for cases that are to fail: the exception of each rank, None where it returned."""
         outcomes = _pool.outcomes(self.world, fn, args, kwargs, timeout)
         return [outcome.error if isinstance(outcome, Failure) else None for outcome in outcomes]

@@ -129,7 +129,7 @@ def test_nothing_is_left_of_a_run_that_was_ended(namespaces, number: signal.Sign
             ranks = [pid for name in namespaces.existing() if name.startswith(mine) for pid in inside(name)]
         assert len(ranks) == 2
         process.send_signal(number)
-        process.wait(timeout=20)
+        process.wait(timeout=120)
     finally:
         process.kill()
         process.wait()

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from launch import ROOT, launch
+from launch import HANG, ROOT, launch
 
 pytestmark = pytest.mark.launch
 
@@ -40,7 +40,7 @@ def test_a_part_that_one_rank_cannot_read_ends_all_with_one_line(folder: Path) -
     data[start : start + 600] = bytes(600)
     (folder / "broken.mp4").write_bytes(data)
     arguments = ("--model", folder / "gated", "--video", folder / "broken.mp4", "--fps", 25, "--question", "?")
-    done = launch(2, SCRIPT, *arguments, "--no-progress", timeout=60)
+    done = launch(2, SCRIPT, *arguments, "--no-progress")
     assert done.returncode != 0
     before, _, _ = done.output.partition("torch.distributed.elastic")  # the launcher's own account follows
     told = [line for line in done.output.splitlines() if "error: " in line]
@@ -50,6 +50,6 @@ def test_a_part_that_one_rank_cannot_read_ends_all_with_one_line(folder: Path) -
 
 def test_python_alone_ends_with_one_line_and_status_2(folder: Path) -> None:
     command = [sys.executable, str(ROOT / SCRIPT), "--model", str(folder / "gated"), "--question", "?"]
-    done = subprocess.run([*command, "--video", "none.mp4"], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([*command, "--video", "none.mp4"], capture_output=True, text=True, timeout=HANG)
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr == "error: none.mp4: no such file; give the path of a video file\n"
