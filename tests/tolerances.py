@@ -57,13 +57,15 @@ def assert_as_near_as_unpatched(
 ) -> None:
     """Hold 16-bit results against the unpatched model's: how far each is from `exact`, by groups of parameters.
 
-    The parameters of one kind of block in all layers are a group: q_proj, k_proj and the others of `self_attn`. One
-    tensor is too few: the gradient of a gate is a sum that may cancel, and then its relative error is luck.
+    The parameters of one kind of block in all layers are a group: q_proj, k_proj and the others of `self_attn`. A few
+    numbers are too few: the gradient of a gate is a sum that may cancel, and then its relative error is luck. So all
+    gates of a tower are in one group with what the tower has outside its layers, such as its embeddings.
     """
     assert found.keys() == unpatched.keys() == exact.keys()
     groups: dict[str, list[str]] = defaultdict(list)
-    for name in exact:
-        groups[".".join([part for part in name.split(".") if not part.isdigit()][:-2])].append(name)
+    for name, x in exact.items():
+        parts = [part for part in name.split(".") if not part.isdigit()]
+        groups[".".join(parts[:2] if x.numel() == 1 else parts[:-2])].append(name)
     for group, names in groups.items():
         ours, theirs, truth = (
             torch.cat([results[name].detach().double().flatten() for name in names])

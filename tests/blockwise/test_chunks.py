@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from mllm_seqpar.errors import ConfigError, ShapeError
-from tolerances import EXACT, relative_error
+from tolerances import AGAINST_UNPATCHED, EXACT, relative_error
 
 pytestmark = pytest.mark.rounding
 
@@ -110,17 +110,20 @@ def test_autocast(inside: bool) -> None:
     module, (x,) = made("gated", torch.float32), inputs_for("gated", 4, 50, dtype=torch.float32)
     of = [x, *module.parameters()]
     exact_module, exact_x = made("gated"), x.detach().double().requires_grad_()
-    exact = gradients(exact_module(exact_x), [exact_x, *exact_module.parameters()])
+    exact_y = exact_module(exact_x)
+    exact = gradients(exact_y, [exact_x, *exact_module.parameters()])
     dtypes: list[torch.dtype] = []
     module.down.register_forward_hook(lambda _, args, out: dtypes.append(out.dtype))
     with torch.autocast("cpu", torch.bfloat16):
         plain, mine = module(x), chunked(module, 16, x)
         found = gradients(mine, of) if inside else None
     found = gradients(mine, of) if found is None else found
-    assert mine.dtype == torch.bfloat16 and torch.equal(mine, plain)
+    assert mine.dtype == torch.bfloat16
+    # not the same bits: how a processor sums a product of matrices may depend on the number of rows
+    assert relative_error(mine, exact_y) <= AGAINST_UNPATCHED * relative_error(plain, exact_y)
     for grad, theirs, reference in zip(found, gradients(plain, of), exact, strict=True):
         assert grad.dtype == torch.float32
-        assert relative_error(grad, reference) < 2 * relative_error(theirs, reference)
+        assert relative_error(grad, reference) <= AGAINST_UNPATCHED * relative_error(theirs, reference)
     assert dtypes == [torch.bfloat16] * (1 + 2 * 13)
 
 
