@@ -16,6 +16,7 @@ from .agreement import agree_on_text, fingerprint
 from .call import SeqParCall
 from .choosing import Chooser, chooser_for
 from .comm import Group, as_communicator
+from .comm.ending import release_gloo_at_exit
 from .config import SeqParConfig
 from .context import SeqParContext
 from .errors import AdapterError, ConfigError
@@ -163,6 +164,7 @@ def patch_model(
         AgreementError: the ranks pass different options or models; on every rank.
     """
     comm = as_communicator(group)
+    release_gloo_at_exit()
     found: list[tuple[Adapter, nn.Module, SeqParContext]] = []
 
     def describe() -> str:

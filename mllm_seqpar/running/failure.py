@@ -4,7 +4,6 @@ A rank that raises leaves at once, without waiting for others in a destructor. I
 same node, and those that wait for it in a collective see the connection close, or at the latest the group's time limit.
 """
 
-import logging
 import os
 import sys
 import time
@@ -13,6 +12,7 @@ from collections.abc import Callable, Sequence
 
 import torch.distributed as dist
 
+from mllm_seqpar.comm.ending import release_gloo_at_exit
 from mllm_seqpar.errors import AgreementError, SeqParError, TransferError
 
 BAD_INPUT = 2
@@ -23,25 +23,24 @@ _LOST = ("connection closed", "connection reset", "broken pipe", "timed out", "t
 
 
 def run(main: Callable[[Sequence[str]], None], argv: Sequence[str]) -> None:
-    """Calls `main(argv)`; an exception ends this process with a message on stderr and a status other than 0.
+    """Call `main(argv)`; an exception ends this process with a message on stderr and a status other than 0.
 
-    One of several ranks ends with status 0 as soon as `main` returns, without taking the interpreter down: gloo's
-    threads may still hold tensors of the last transfers, and one that lets go of them then aborts the process.
+    If `main` returns, the process group is destroyed and the interpreter shuts down as usual, after gloo's threads have
+    released their tensors (`mllm_seqpar.comm.ending`). A rank that fails leaves through `os._exit` instead: destructors
+    of process groups, and threads that are joined at exit, may wait for ranks that wait for this one.
 
     Errors of `mllm_seqpar.errors` print as one line; a collective that broke because another rank ended prints as one
     line too; anything else with its traceback.
     """
+    release_gloo_at_exit()
     try:
         main(argv)
     except KeyboardInterrupt:
         _leave("interrupted", 130)
     except Exception as error:  # everything that main can raise must end the process
         _leave(*describe(error))
-    if _ranks() > 1:
-        if dist.is_initialized():
-            dist.destroy_process_group()
-        logging.shutdown()
-        _exit(0)
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 def describe(error: Exception) -> tuple[str, int]:
