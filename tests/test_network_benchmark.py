@@ -119,7 +119,12 @@ def test_cap_is_felt_and_everything_cleaned_up(bench, namespaces, tmp_path: Path
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
 def test_nothing_is_left_of_a_run_that_was_ended(namespaces, number: signal.Signals) -> None:
     code = "import sys, namespaces; sys.exit(namespaces.launch(2, ['sleep', '300']))"
-    process = subprocess.Popen([sys.executable, "-c", code], cwd=BENCH)
+    # A shell starts a command in the background with SIGINT ignored, and children inherit that.
+    process = subprocess.Popen(
+        [sys.executable, "-c", code],
+        cwd=BENCH,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )
     mine = f"{namespaces.PREFIX}-{process.pid}-"
     try:
         ranks: list[int] = []

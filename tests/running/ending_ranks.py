@@ -46,7 +46,7 @@ def rank_main(rank: int, rendezvous: str, what: str, model: nn.Module) -> None:
 
 def start(what: str, pair: int) -> list[int] | None:
     """Fork two ranks and return their process ids; None in a rank, when it has to end."""
-    model = tiny_model("gated")
+    model = tiny_model("per_head")
     rendezvous = str(Path(tempfile.mkdtemp()) / f"pair{pair}")
     started = []
     for rank in range(2):
