@@ -71,7 +71,7 @@ def remembered(cache: Any) -> Remembered | None:
 
 
 def begin_prompt(cache: Cache, batch: int, comm: Communicator, own_layers: int) -> Remembered:
-    """Forget an earlier text's frames, give the cache its own layers back, and begin anew."""
+    """Forget an earlier text's frames, give the cache its own layers back, and start a new record."""
     before = remembered(cache)
     for index, layer in ({} if before is None else before.replaced).items():
         cache.layers[index] = layer
@@ -131,15 +131,15 @@ class KeptElsewhere(CacheLayerMixin):
 
     @property
     def values(self) -> Any:
-        """As `keys`."""
+        """V of the layer itself, under the rules of `keys`."""
         return self._own.values if self._beside.kept is None else self.keys
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """As the layer itself."""
+        """Delegate to the cache's own layer."""
         self._own.lazy_initialization(key_states, value_states)
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """As the layer itself, once the record is empty."""
+        """Delegate to the cache's own layer, once the record is empty."""
         _ = self.keys  # raises where K and V of other frames are in the record
         return self._own.update(key_states, value_states, *args, **kwargs)
 
@@ -149,19 +149,19 @@ class KeptElsewhere(CacheLayerMixin):
         return self._own.get_seq_length() if kept is None else kept.units * kept.tokens_per_unit
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """As the layer itself."""
+        """Delegate to the cache's own layer."""
         return self._own.get_mask_sizes(query_length)
 
     def get_max_length(self) -> int:
-        """As the layer itself."""
+        """Delegate to the cache's own layer."""
         return self._own.get_max_length()
 
     def get_max_cache_shape(self) -> int:
-        """As the layer itself, under the name that older versions of transformers have."""
+        """Delegate to the cache's own layer, under the name that older versions of transformers have."""
         return self._own.get_max_cache_shape()
 
     def reset(self) -> None:
-        """As the layer itself."""
+        """Delegate to the cache's own layer."""
         self._own.reset()
 
     def reorder_cache(self, beam_idx: Any) -> None:

@@ -72,8 +72,8 @@ def _settings(config: Any, kwargs: dict[str, Any]) -> str:
             f"max_time={settings['max_time']}: the ranks' clocks would end generation at different tokens; use "
             "max_new_tokens"
         )
-    told = {name: _as_text(value) for name, value in sorted(settings.items())}
-    return ", ".join(f"{name}={text}" for name, text in told.items() if text)
+    texts = {name: _as_text(value) for name, value in sorted(settings.items())}
+    return ", ".join(f"{name}={text}" for name, text in texts.items() if text)
 
 
 def _as_text(value: Any) -> str:

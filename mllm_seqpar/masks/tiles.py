@@ -156,7 +156,7 @@ class GivenBlock:
     keys_are_rows = False
 
     def tiles(self, row: int, column: int) -> tuple[Tile, ...]:
-        """Return those given."""
+        """Return the tiles of the one block."""
         return self.given
 
     def rows(self, row: int, column: int) -> Rows | None:

@@ -58,19 +58,19 @@ class RowsLayer(getattr(cache_utils, "DummyLayer", object)):  # type: ignore[mis
     batch_select_indices = reorder_cache
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        """Repeat each row."""
+        """Repeat each row `repeats` times, as transformers' layers do."""
         if self.rows is not None:
             self.rows = self.rows.repeat_interleave(repeats)
 
     def reset(self) -> None:
-        """Forget the text."""
+        """Forget which rows of the prompt are continued."""
         self.rows = None
 
     def crop(self, tokens_to_remove: int) -> None:
         """Keep everything: frames do not belong to single tokens."""
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Initialize nothing."""
+        """Do nothing: the layer has no K and V to allocate."""
 
     def get_seq_length(self) -> int:
         """Return 0."""

@@ -186,7 +186,7 @@ class Model:
 
     @property
     def projector_parameters(self) -> int:
-        """Of the projector."""
+        """Return the number of weights of the projector."""
         return sum(a * b for a, b in pairwise(self.projector or ()))
 
     @property
