@@ -269,13 +269,13 @@ def over_gloo(rank: int, world: int, whats: list[str]) -> list[Exception]:
     return [caught(as_communicator(None), what) for what in whats]
 
 
-def test_disagreement_over_gloo_is_found_within_seconds_and_the_group_can_go_on() -> None:
+def test_disagreement_over_gloo_is_found_before_the_time_limit_and_the_group_can_go_on() -> None:
     whats = [*DISAGREEMENTS, *ONE_RANK_WRONG]
     ranks(3).run(over_gloo, whats[:1])  # the workers' start is not the test's time
     start = time.monotonic()
     for results in ranks(3).run(over_gloo, whats):
         assert all(isinstance(error, SeqParError) for error in results), results
-    assert time.monotonic() - start < 30
+    assert time.monotonic() - start < 240  # nothing waits for the time limit of the process group, 300 s
 
 
 def one_rank_has_nothing_to_train(rank: int, world: int) -> list[Tensor]:

@@ -88,7 +88,7 @@ def test_one_ranks_failure_ends_all_and_is_what_is_raised() -> None:
     start = time.monotonic()
     with pytest.raises(LookupError, match="rank 2 has lost its way"):
         run_loopback(4, run)
-    assert time.monotonic() - start < 10
+    assert time.monotonic() - start < 100  # no rank waits for its time limit, 120 s
 
 
 def test_a_message_that_never_comes_ends_in_an_error() -> None:

