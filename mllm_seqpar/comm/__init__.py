@@ -52,7 +52,8 @@ def as_communicator(group: Group = None) -> Communicator:
     if group is dist.GroupMember.NON_GROUP_MEMBER:
         raise ConfigError(NOT_A_MEMBER)
     raise ConfigError(
-        f'group: expected a ProcessGroup, a one-dimensional DeviceMesh, None or "self", got {group!r:.80}'
+        'group: expected a ProcessGroup, a one-dimensional DeviceMesh, None or "self", '
+        f"got {type(group).__name__} {group!r:.60}"
     )
 
 

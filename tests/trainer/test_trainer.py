@@ -84,7 +84,7 @@ def test_two_groups_of_two_and_resuming(tmp_path: Path) -> None:
     assert_same_evaluation(found, expected)
     facts = json.loads((tmp_path / "four" / "facts.json").read_text())
     assert facts["hooks on self_attn"] == 0  # of accelerate's context parallelism
-    assert facts["sharded"] == len(list(tiny_model("gated").parameters()))
+    assert facts["sharded"] == len(list(tiny_model("per_head").parameters()))
     trained = MPlugOwl3ForConditionalGeneration.from_pretrained(tmp_path / "four" / "model").state_dict()
     for name, weight in load_file(tmp_path / "alone" / "model" / "model.safetensors").items():
         torch.testing.assert_close(trained[name], weight, rtol=1e-3, atol=1e-5)
@@ -140,14 +140,14 @@ def test_a_stream_that_workers_read_cannot_be_counted() -> None:
 
 def trainer(tmp_path: Path, model: Any = None, **given: Any) -> SeqParTrainer:
     arguments = TrainingArguments(output_dir=str(tmp_path), use_cpu=True, report_to=[], **given.pop("args", {}))
-    return SeqParTrainer(model=model or tiny_model("gated"), args=arguments, **given)
+    return SeqParTrainer(model=model or tiny_model("per_head"), args=arguments, **given)
 
 
 def test_bad_use(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="2 ranks to a sample do not divide 1 processes"):
         trainer(tmp_path, sequence_parallel_size=2)
     with pytest.raises(ConfigError, match="sequence_parallel_size is 2, the group that the model is patched for is 1"):
-        trainer(tmp_path, patch_model(tiny_model("gated")), sequence_parallel_size=2)
+        trainer(tmp_path, patch_model(tiny_model("per_head")), sequence_parallel_size=2)
     with pytest.raises(ConfigError, match="pass model="):
         SeqParTrainer(args=TrainingArguments(output_dir=str(tmp_path), use_cpu=True, report_to=[]))
     smooth = trainer(tmp_path, args={"label_smoothing_factor": 0.1})
@@ -162,11 +162,11 @@ def test_bad_use(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="sequence_parallel_size='1' is no number of ranks"):
         trainer(tmp_path, sequence_parallel_size="1")
     with pytest.raises(ConfigError, match="seqpar=.*'ring'.* would be ignored: the model is patched already"):
-        trainer(tmp_path, patch_model(tiny_model("gated")), seqpar=SeqParConfig(strategy="ring"))
+        trainer(tmp_path, patch_model(tiny_model("per_head")), seqpar=SeqParConfig(strategy="ring"))
     with pytest.raises(ConfigError, match="no Accelerator._prepare_cp"):
         keep_out_context_parallelism(object())
 
 
 def test_a_model_that_is_patched_already(tmp_path: Path) -> None:
-    model = patch_model(tiny_model("gated"), "ring")
+    model = patch_model(tiny_model("per_head"), "ring")
     assert trainer(tmp_path, model).sequence_parallel_size == 1
