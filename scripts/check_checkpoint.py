@@ -26,11 +26,12 @@ import transformers
 from checkpoint_checks.media import drawn_video, picture_file, read_video
 from checkpoint_checks.model import Comparison, compare
 from checkpoint_checks.rows import Row, report
-from checkpoint_checks.weights import describe_files, load, missing_memory, names_and_shapes
+from checkpoint_checks.weights import describe_files, missing_memory, names_and_shapes
 
 from mllm_seqpar.data.families import chat_family
 from mllm_seqpar.data.sources import FrameSource
 from mllm_seqpar.errors import SeqParError
+from mllm_seqpar.inference.model import load_for_inference
 from mllm_seqpar.running.loading import load_processor
 
 LARGEST_DIFFERENCE = {torch.float32: 1e-4, torch.bfloat16: 0.05, torch.float16: 0.01}
@@ -99,7 +100,8 @@ def checks(args: argparse.Namespace) -> Iterator[Row]:
         return
     start = time.monotonic()
     models = []
-    row = attempt("model", lambda: models.append(load(path, dtype, args.device)) or "")
+    kind, device = str(dtype).removeprefix("torch."), torch.device(args.device)
+    row = attempt("model", lambda: models.append(load_for_inference(path, kind, device)) or "")
     if row.ok is False:
         yield row
         return

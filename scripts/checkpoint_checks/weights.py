@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from safetensors import safe_open
-from torch import nn
 
 from mllm_seqpar.errors import ConfigError
 from mllm_seqpar.running.loading import load_model
@@ -110,8 +109,3 @@ def free_memory(device: str) -> int | None:
         return int(lines["MemAvailable"].split()[0]) * 1024
     except (OSError, KeyError, ValueError):
         return None
-
-
-def load(path: str, dtype: torch.dtype, device: str) -> nn.Module:
-    """Return the model in eval mode, on `device`."""
-    return load_model(path, dtype=dtype).to(device).eval().requires_grad_(False)

@@ -16,6 +16,14 @@ from mllm_seqpar.planner.run import Run
 from mllm_seqpar.planner.step import cross_candidates
 
 # Billions of parameters as published: sums over the checkpoints' tensors, on the models' pages.
+CLIP = {
+    "hidden_size": 1024,
+    "num_hidden_layers": 24,
+    "num_attention_heads": 16,
+    "intermediate_size": 4096,
+    "patch_size": 14,
+}
+"""The vision tower of all OpenFlamingo models."""
 PUBLISHED = {
     "mplug-owl3-7b": 8.07,
     "idefics-9b": 8.93,
@@ -60,13 +68,7 @@ CONFIGS_OF = {
     "open-flamingo-3b": {
         "model_type": "open_flamingo",
         "text_config": {"model_type": "mpt", "d_model": 2048, "n_layers": 24, "n_heads": 16, "vocab_size": 50280},
-        "vision_config": {
-            "hidden_size": 1024,
-            "num_hidden_layers": 24,
-            "num_attention_heads": 16,
-            "intermediate_size": 4096,
-            "patch_size": 14,
-        },
+        "vision_config": CLIP,
     },
     "open-flamingo-4b": {
         "model_type": "open_flamingo",
@@ -79,13 +81,7 @@ CONFIGS_OF = {
             "intermediate_size": 10240,
             "vocab_size": 50280,
         },
-        "vision_config": {
-            "hidden_size": 1024,
-            "num_hidden_layers": 24,
-            "num_attention_heads": 16,
-            "intermediate_size": 4096,
-            "patch_size": 14,
-        },
+        "vision_config": CLIP,
     },
 }
 
