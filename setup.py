@@ -8,4 +8,6 @@ from setuptools import find_packages, setup
 
 FOUND = find_packages(include=["mllm_seqpar", "mllm_seqpar.*"])
 
-setup(packages=[*FOUND, "mllm_seqpar.patches", "mllm_seqpar.configs"])
+FAMILIES = [f"mllm_seqpar.{name}" for name in find_packages(include=["patches", "patches.*"])]
+
+setup(packages=[*FOUND, *FAMILIES, "mllm_seqpar.configs"])

@@ -7,10 +7,10 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from mllm_seqpar.adapters import register_adapter
     from mllm_seqpar.config import SeqParConfig
     from mllm_seqpar.masks import FrameMask
     from mllm_seqpar.patching import patch_model, unpatch_model
+    from mllm_seqpar.patching.registry import register_adapter
     from mllm_seqpar.sharding import FrameShard, frame_range, shard_sequence, unshard_sequence
     from mllm_seqpar.training.trainer import SeqParTrainer
 
@@ -34,7 +34,7 @@ _HOME = {
     "SeqParTrainer": "training.trainer",
     "frame_range": "sharding",
     "patch_model": "patching",
-    "register_adapter": "adapters",
+    "register_adapter": "patching.registry",
     "shard_sequence": "sharding",
     "unpatch_model": "patching",
     "unshard_sequence": "sharding",

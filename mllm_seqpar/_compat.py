@@ -11,7 +11,7 @@ from functools import cache
 from importlib import metadata
 from types import ModuleType
 
-from mllm_seqpar.errors import ConfigError
+from .errors import ConfigError
 
 MINIMUM = {
     "torch": "2.11",

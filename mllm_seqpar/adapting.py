@@ -4,8 +4,8 @@ An adapter (`Adapter`) replaces forwards through `Patch.set`. The model's forwar
 (`frame_range`), says which text row sees which frames (`FrameMask`), and asks `sharded_call` for the pass; layers then
 attend through it: ``call.attend(q, [call.text_keys(k, v)], scale)`` is the language model's causal attention, and
 ``call.cross_attend(q, layer, project, modules, scale)`` that to the frames of all ranks. Model classes of transformers
-have more to them (caches, generation, batches with padding): `mllm_seqpar.patches.hf_family.Family` does that, and
-`mllm_seqpar.patches.idefics` shows how it is used.
+have more to them (caches, generation, batches with padding):
+`mllm_seqpar.integrations.transformers.family.Family` does that, and `mllm_seqpar.patches.idefics.adapter` shows how.
 """
 
 from __future__ import annotations
@@ -13,18 +13,18 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .adapters import Adapter
-from .agreement import agree, agree_on_text
-from .call import SeqParCall, VisualShards
+from .comm.agreement import agree, agree_on_text
 from .config import SeqParConfig
-from .context import SeqParContext
 from .errors import AdapterError, AgreementError, ConfigError, SeqParError, ShapeError
-from .loss import sharded_causal_lm_loss, shifted
 from .masks import FrameMask
 from .patching import Patch
+from .patching.registry import Adapter
+from .runtime.context import SeqParContext
+from .runtime.forward_state import SeqParCall, VisualShards
+from .runtime.loss import sharded_causal_lm_loss, shifted
+from .runtime.text_shards import TextShards
+from .runtime.visual_features import Projection, SharedVisual
 from .sharding import FrameShard, frame_bounds, frame_range
-from .text import TextShards
-from .visual import Projection, SharedVisual
 
 __all__ = [
     "Adapter",

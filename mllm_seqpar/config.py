@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields
 import torch
 
 from .errors import ConfigError
-from .schedules.strategies import check_tile, tile_and_heads
+from .schedules.mesh_shapes import check_tile, tile_and_heads
 from .sharding import LAYOUTS
 
 CHOICES: dict[str, tuple[str, ...]] = {
@@ -30,7 +30,7 @@ class SeqParConfig:
             the machine at hand, and logs which and why.
         self_attention: the language model's own attention: "ring", "mesh" or "ulysses"; "local" (text not sharded at
             all: every rank computes all text, only frames are shared out); "auto" (the cheapest of the first three, as
-            above); or "star", for generating from long prompts, which is approximate: see `mllm_seqpar.star`.
+            above); or "star", for generating from long prompts, which is approximate: see `mllm_seqpar.runtime.star`.
         text_layout: how text tokens are dealt to ranks; zigzag and striped balance causal work.
         tile: (a, b): with "mesh", how many ranks' rows and columns a rank computes with (a * b = n; None: the tile that
             sends least); with "ulysses", what is done between the groups of n / (a * b) ranks that deal heads (None:

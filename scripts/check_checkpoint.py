@@ -28,11 +28,11 @@ from checkpoint_checks.model import Comparison, compare
 from checkpoint_checks.rows import Row, report
 from checkpoint_checks.weights import describe_files, missing_memory, names_and_shapes
 
-from mllm_seqpar.data.families import chat_family
+from mllm_seqpar.data.chat_families import chat_family
 from mllm_seqpar.data.sources import FrameSource
 from mllm_seqpar.errors import SeqParError
 from mllm_seqpar.inference.model import load_for_inference
-from mllm_seqpar.running.loading import load_processor
+from mllm_seqpar.models.loading import load_processor
 
 LARGEST_DIFFERENCE = {torch.float32: 1e-4, torch.bfloat16: 0.05, torch.float16: 0.01}
 """Mean absolute difference of the logits, relative to their standard deviation, that still counts as rounding."""

@@ -18,7 +18,7 @@ from mllm_seqpar.comm import Communicator, run_loopback
 from mllm_seqpar.data import ChatDataset, load_local_frames
 from mllm_seqpar.models.mplug_owl3 import MPlugOwl3ForConditionalGeneration
 from mllm_seqpar.models.mplug_owl3.processing import MPlugOwl3Processor
-from mllm_seqpar.schedules.traffic import Problem, expanded, ring_bytes
+from mllm_seqpar.schedules.bytes_sent import Problem, expanded, ring_bytes
 
 # Labels under which the visual attention's transfers are counted; what only "ring" sends is k, v, dk, dv.
 ATTENTION = ("q", "o", "do", "lse", "dq", "k", "v", "dk", "dv")

@@ -10,8 +10,8 @@ import sys
 
 from transformers.utils import logging
 
-from mllm_seqpar.inference.session import infer
-from mllm_seqpar.running.failure import run
+from mllm_seqpar.cli.failure import run
+from mllm_seqpar.inference.run import infer
 
 if __name__ == "__main__":
     logging.set_verbosity_error()

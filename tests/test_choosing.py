@@ -8,14 +8,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from mllm_seqpar.choosing import Chooser, chooser_for
 from mllm_seqpar.comm import Communicator, as_communicator, run_loopback
 from mllm_seqpar.config import SeqParConfig
 from mllm_seqpar.errors import ConfigError
 from mllm_seqpar.masks import FrameBlocks, FrameMask, FullBlocks
 from mllm_seqpar.planner import Cluster, write_cluster
-from mllm_seqpar.planner.cost import Visual
-from mllm_seqpar.schedules.traffic import Problem
+from mllm_seqpar.planner.call_cost import Visual
+from mllm_seqpar.runtime.selection import Chooser, chooser_for
+from mllm_seqpar.schedules.bytes_sent import Problem
 from mllm_seqpar.sharding import frame_bounds
 
 CLUSTER = Cluster(

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from mllm_seqpar.planner.kept import kept as kept_by_formula
-from mllm_seqpar.planner.run import Run
-from mllm_seqpar.planner.strategies import Way
+from mllm_seqpar.planner.activation_memory import kept as kept_by_formula
+from mllm_seqpar.planner.candidates import Way
+from mllm_seqpar.planner.workload import Run
 
 LV = Way("lv-xattn", (1, 1))
 BENCH = Path(__file__).resolve().parent.parent / "scripts" / "bench"

@@ -6,8 +6,8 @@ from importlib import metadata
 import pytest
 
 from mllm_seqpar import _compat, errors
+from mllm_seqpar._logging import get_logger
 from mllm_seqpar.errors import ConfigError
-from mllm_seqpar.log import get_logger
 from ranks import ranks
 
 

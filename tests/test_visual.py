@@ -12,15 +12,15 @@ from torch import Tensor, nn
 
 from attention.dense import dense_attention
 from comm.strict import StrictLoopback
-from mllm_seqpar import visual
 from mllm_seqpar.attention.distributed import Plan
 from mllm_seqpar.attention.joint import attend
-from mllm_seqpar.attention.sources import GivenKeys
+from mllm_seqpar.attention.kv_sources import GivenKeys
 from mllm_seqpar.comm import Communicator, as_communicator, run_loopback
 from mllm_seqpar.errors import ShapeError
 from mllm_seqpar.masks import FullBlocks
+from mllm_seqpar.runtime import visual_features as visual
+from mllm_seqpar.runtime.visual_features import RecomputedKeys, SharedVisual, frame_chunks
 from mllm_seqpar.sharding import frame_bounds
-from mllm_seqpar.visual import RecomputedKeys, SharedVisual, frame_chunks
 from tolerances import EXACT, assert_as_near_as_unpatched, relative_error
 
 pytestmark = pytest.mark.rounding

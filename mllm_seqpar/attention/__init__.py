@@ -6,7 +6,7 @@ keys, as an autograd function), `all_to_all` and `heads` (dealt by heads), `plan
 `one_call`, `api` and `decode`. Partial results merge by `kernels.partials`.
 """
 
-from .api import lv_xattn, mesh_attention, ring_attention, ulysses_attention
 from .decode import decode_attention
+from .functional import lv_xattn, mesh_attention, ring_attention, ulysses_attention
 
 __all__ = ["decode_attention", "lv_xattn", "mesh_attention", "ring_attention", "ulysses_attention"]

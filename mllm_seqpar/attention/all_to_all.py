@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from ..comm import Communicator, Recv, Send
+from mllm_seqpar.comm import Communicator, Recv, Send
 
 
 class Item(NamedTuple):

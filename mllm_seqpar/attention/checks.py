@@ -10,9 +10,9 @@ from numbers import Real
 import torch
 from torch import Tensor
 
-from ..comm import Communicator
-from ..errors import AgreementError, ConfigError, MaskError, SeqParError, ShapeError
-from ..masks import FrameMask
+from mllm_seqpar.comm import Communicator
+from mllm_seqpar.errors import AgreementError, ConfigError, MaskError, SeqParError, ShapeError
+from mllm_seqpar.masks import FrameMask
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 

@@ -11,14 +11,15 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..comm import Communicator, Group, Recv, Send, as_communicator
-from ..eager import eager
-from ..errors import ConfigError, MaskError
-from ..masks import FrameMask, Tile, full_tile
-from ..sharding import frame_range
-from .block import BlockMath, Partial, fold, unfold
+from mllm_seqpar._eager import eager
+from mllm_seqpar.comm import Communicator, Group, Recv, Send, as_communicator
+from mllm_seqpar.errors import ConfigError, MaskError
+from mllm_seqpar.masks import FrameMask, Tile, full_tile
+from mllm_seqpar.sharding import frame_range
+
+from .block_math import BlockMath, Partial, fold, unfold
 from .checks import check_flags, check_mask, check_mask_type, check_qkv, check_scale
-from .planning import accumulation
+from .parallel_spec import accumulation
 
 SCATTER_ROWS = 64
 """From this many rows on, merging is shared out over the ranks."""

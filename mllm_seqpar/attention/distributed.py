@@ -8,10 +8,11 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from ..comm import Communicator
-from ..masks import Blocks, Rows, Tile, clip_rows
-from ..schedules import Axis, Block, Hides, Move, Schedule, schedule_for
-from .block import BlockMath, Partial, Places, Sum, fold, unfold
+from mllm_seqpar.comm import Communicator
+from mllm_seqpar.masks import Blocks, Rows, Tile, clip_rows
+from mllm_seqpar.schedules import Axis, Block, Hides, Move, Schedule, schedule_for
+
+from .block_math import BlockMath, Partial, Places, Sum, fold, unfold
 from .executor import Bundle, run_schedule
 
 

@@ -15,8 +15,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from ..comm import Communicator, Recv, Send
-from ..schedules import Axis, Block, Move, Schedule
+from mllm_seqpar.comm import Communicator, Recv, Send
+from mllm_seqpar.schedules import Axis, Block, Move, Schedule
 
 Bundle = dict[str, Tensor]
 

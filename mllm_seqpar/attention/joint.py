@@ -22,12 +22,13 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from ..comm import Communicator
-from ..eager import eager
-from .block import BlockMath, Partial
+from mllm_seqpar._eager import eager
+from mllm_seqpar.comm import Communicator
+
+from .block_math import BlockMath, Partial
 from .distributed import distributed_backward, distributed_forward
-from .heads import attend_by_heads, backward_by_heads, forward_by_heads
-from .sources import KeySource
+from .head_sharding import attend_by_heads, backward_by_heads, forward_by_heads
+from .kv_sources import KeySource
 
 
 @dataclass(frozen=True)

@@ -7,13 +7,14 @@ from typing import Literal
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from ..errors import ConfigError
+from mllm_seqpar.errors import ConfigError
+
 from .base import Communicator, Pending, Recv, Send
-from .counters import ByteCounter
-from .launched import launched_processes
+from .byte_counter import ByteCounter
+from .launcher import launched_processes
 from .loopback import LoopbackCommunicator, LoopbackWorld, run_loopback
-from .part import PartOfGroup
 from .process_group import ProcessGroupCommunicator
+from .subgroup import PartOfGroup
 
 NOT_A_MEMBER = "group: this process is not a member of the group given; call it on the group's members only"
 

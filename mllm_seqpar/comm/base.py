@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .counters import ByteCounter
+from .byte_counter import ByteCounter
 
 
 class Send(NamedTuple):

@@ -15,10 +15,11 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from ..errors import TransferError
+from mllm_seqpar.errors import TransferError
+
 from .base import Pending, Recv, Send, check_contiguous
-from .by_exchange import ByExchange
-from .counters import ByteCounter
+from .byte_counter import ByteCounter
+from .exchange_collectives import ByExchange
 
 T = TypeVar("T")
 

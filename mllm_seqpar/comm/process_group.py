@@ -9,9 +9,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..errors import TransferError
+from mllm_seqpar.errors import TransferError
+
 from .base import Communicator, Pending, Recv, Send, check_contiguous
-from .counters import ByteCounter
+from .byte_counter import ByteCounter
 
 T = TypeVar("T")
 

@@ -28,9 +28,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..errors import DataError, VideoError
-from .families import ChatFamily, ChatText, chat_family
-from .families.base import joined
+from mllm_seqpar.errors import DataError, VideoError
+
+from .chat_families import ChatFamily, ChatText, chat_family
+from .chat_family import joined
 from .sources import FrameSource, ImageListSource, VideoSource
 
 DEFAULT_FPS = 1.0

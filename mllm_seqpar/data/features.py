@@ -18,8 +18,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..errors import ConfigError, DataError
-from ..sharding import frame_bounds
+from mllm_seqpar.errors import ConfigError, DataError
+from mllm_seqpar.sharding import frame_bounds
+
 from .video import FramePlan
 
 INDEX = "features.json"

@@ -15,7 +15,8 @@ from typing import Any
 
 import numpy as np
 
-from ..errors import ConfigError
+from mllm_seqpar.errors import ConfigError
+
 from .video import require_av
 
 COLOURS = {

@@ -17,7 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..errors import ConfigError, VideoError
+from mllm_seqpar.errors import ConfigError, VideoError
+
 from .video import FramePlan, index_of, open_video, reason, require_av
 
 _FORWARD_SECONDS = 2  # without an index: a jump shorter than this (or than the longest GOP seen) is decoded through

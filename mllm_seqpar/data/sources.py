@@ -13,7 +13,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..errors import VideoError
+from mllm_seqpar.errors import VideoError
+
 from .reader import check_range, read_frames
 from .video import FramePlan, plan_frames, probe
 

@@ -14,8 +14,8 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
-from ..errors import ConfigError, VideoError
-from ..log import get_logger
+from mllm_seqpar._logging import get_logger
+from mllm_seqpar.errors import ConfigError, VideoError
 
 _log = get_logger(__name__)
 

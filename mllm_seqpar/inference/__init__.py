@@ -8,10 +8,11 @@
 `scripts/infer_long_video.py` is this with a command line, a progress bar and features that are kept on disk.
 """
 
-from .answering import Answer, Sampling, answer
+from mllm_seqpar.cli.launch import launched_ranks
+
 from .encoding import EncodedVideo, encode_video
-from .keeping import load_video, open_store, save_video
-from .launching import launched_ranks
+from .feature_files import load_video, open_store, save_video
+from .generation import Answer, Sampling, answer
 from .model import load_for_inference, shard_weights
 
 __all__ = [

@@ -6,13 +6,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ..config import CHOICES, SeqParConfig
-from ..errors import ConfigError
-from ..kernels import available_kernels
-from ..running.devices import DEVICES
-from ..running.options import Options, option, parse_options, tile_shape
-from .answering import Sampling
-from .keeping import SAMPLING
+from mllm_seqpar.cli.devices import DEVICES
+from mllm_seqpar.cli.options import Options, option, parse_options, tile_shape
+from mllm_seqpar.config import CHOICES, SeqParConfig
+from mllm_seqpar.errors import ConfigError
+from mllm_seqpar.kernels import available_kernels
+
+from .feature_files import SAMPLING
+from .generation import Sampling
 from .model import DTYPES
 
 DEFAULT_FPS = 1.0

@@ -19,13 +19,13 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from ..comm import Communicator, Group, as_communicator
-from ..data.families import ChatFamily, chat_family
-from ..data.sources import FrameSource
-from ..errors import ConfigError, VideoError
-from ..running.prefetch import read_ahead
-from ..running.together import settle
-from ..sharding import FrameShard, frame_bounds
+from mllm_seqpar.comm import Communicator, Group, as_communicator
+from mllm_seqpar.comm.collective_check import settle
+from mllm_seqpar.data.chat_families import ChatFamily, chat_family
+from mllm_seqpar.data.prefetch import read_ahead
+from mllm_seqpar.data.sources import FrameSource
+from mllm_seqpar.errors import ConfigError, VideoError
+from mllm_seqpar.sharding import FrameShard, frame_bounds
 
 Pictures = tuple[Tensor, ...]
 """What a family makes of frames: pixels, and what else belongs to each."""

@@ -10,12 +10,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..comm import Communicator
-from ..config import SeqParConfig
-from ..data.families import chat_family
-from ..patching import patch_model
-from ..running.digest import weight_files
-from ..running.loading import layer_classes, load_model
+from mllm_seqpar.comm import Communicator
+from mllm_seqpar.config import SeqParConfig
+from mllm_seqpar.data.chat_families import chat_family
+from mllm_seqpar.models.digest import weight_files
+from mllm_seqpar.models.loading import layer_classes, load_model
+from mllm_seqpar.patching import patch_model
+
 from .encoding import encoder_of
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")

@@ -7,7 +7,7 @@
 `kernels.base` states what a kernel promises.
 """
 
-from mllm_seqpar.kernels.base import BlockKernel
-from mllm_seqpar.kernels.registry import available_kernels, choose_kernel, kernel_by_name, kernel_names
+from .base import BlockKernel
+from .registry import available_kernels, choose_kernel, kernel_by_name, kernel_names
 
 __all__ = ["BlockKernel", "available_kernels", "choose_kernel", "kernel_by_name", "kernel_names"]

@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mllm_seqpar.kernels.fused import Call, FusedKernel
-from mllm_seqpar.kernels.torch_cuda import vectors, why_not_flash2
+from .fused import Call, FusedKernel
+from .torch_cuda import vectors, why_not_flash2
 
 
 class FlashAttnKernel(FusedKernel):

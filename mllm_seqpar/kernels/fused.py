@@ -19,8 +19,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from mllm_seqpar.kernels import base
-from mllm_seqpar.kernels.partials import merge_
+from . import base
+from .merge import merge_
 
 BIAS_ALIGNMENT = 16
 """Rows of a bias are stored this many entries apart (or a multiple): the CUDA operators read it in vectors."""

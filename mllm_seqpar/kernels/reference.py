@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from mllm_seqpar.kernels import base
+from . import base
 
 
 class ReferenceKernel:

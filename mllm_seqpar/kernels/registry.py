@@ -12,12 +12,13 @@ import torch
 from torch import Tensor
 
 from mllm_seqpar.errors import ConfigError
-from mllm_seqpar.kernels.base import BlockKernel
-from mllm_seqpar.kernels.flash_attn import FlashAttnKernel
-from mllm_seqpar.kernels.reference import ReferenceKernel
-from mllm_seqpar.kernels.tiled import TiledKernel
-from mllm_seqpar.kernels.torch_cpu import TorchCpuKernel
-from mllm_seqpar.kernels.torch_cuda import CudaCudnnKernel, CudaEfficientKernel, CudaFlashKernel
+
+from .base import BlockKernel
+from .blocked_matmul import TiledKernel
+from .flash_attn import FlashAttnKernel
+from .reference import ReferenceKernel
+from .torch_cpu import TorchCpuKernel
+from .torch_cuda import CudaCudnnKernel, CudaEfficientKernel, CudaFlashKernel
 
 _KERNELS: dict[str, Callable[[], BlockKernel]] = {
     "flash_attn": FlashAttnKernel,

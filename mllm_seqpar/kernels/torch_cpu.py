@@ -14,8 +14,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from mllm_seqpar.kernels import base
-from mllm_seqpar.kernels.fused import Call, FusedKernel
+from . import base
+from .fused import Call, FusedKernel
 
 KEYS_PER_PIECE = 8192
 """Keys converted to float32 at once for 16-bit inputs."""

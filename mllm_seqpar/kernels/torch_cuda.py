@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from mllm_seqpar.kernels.fused import Call, FusedKernel
-from mllm_seqpar.kernels.tiled import TiledKernel
+from .blocked_matmul import TiledKernel
+from .fused import Call, FusedKernel
 
 _aten = torch.ops.aten
 

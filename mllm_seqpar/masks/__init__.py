@@ -1,9 +1,9 @@
-"""Masks as rules over frames and tokens, cut into tiles; see `mllm_seqpar.masks.tiles`."""
+"""Masks as rules over frames and tokens, cut into tiles; see `mllm_seqpar.masks.rectangles`."""
 
 from .causal import CausalBlocks
-from .frame import FrameBlocks, FrameMask
-from .rows import Rows
-from .tiles import Blocks, FullBlocks, GivenBlock, Tile, clip_rows, full_tile
+from .frame_mask import FrameBlocks, FrameMask
+from .rectangles import Blocks, FullBlocks, GivenBlock, Tile, clip_rows, full_tile
+from .row_subset import Rows
 
 __all__ = [
     "Blocks",

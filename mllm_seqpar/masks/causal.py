@@ -11,12 +11,13 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ..errors import MaskError
-from ..sharding import sequence_positions
-from .fold import FoldedBlocks
+from mllm_seqpar.errors import MaskError
+from mllm_seqpar.sharding import sequence_positions
+
+from .folded_batch import FoldedBlocks
 from .intervals import interval_tiles
-from .rows import Rows
-from .tiles import Blocks, Tile
+from .rectangles import Blocks, Tile
+from .row_subset import Rows
 
 
 class CausalBlocks:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from .tiles import WASTE, Picked, Span, Tile, masked_tiles
+from .rectangles import WASTE, Picked, Span, Tile, masked_tiles
 
 MAX_SEGMENTS = 16
 """Rectangles that one group of rows may fall into; beyond, the keys that it sees are gathered into one."""

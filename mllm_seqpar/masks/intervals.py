@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .tiles import WASTE, Span, Tile, masked_tiles
+from .rectangles import WASTE, Span, Tile, masked_tiles
 
 
 @dataclass(frozen=True)

@@ -7,12 +7,12 @@ at hand, does.
 
 from __future__ import annotations
 
-from .around import Visual
-from .blocks import blocks_to_hide
-from .choose import Candidate, Choice, Options, choose
+from .block_cost import blocks_to_hide
+from .call_cost import CallCost, call_cost
+from .call_overheads import Visual
+from .candidates import Way
 from .cluster import Cluster, read_cluster, write_cluster
-from .cost import CallCost, call_cost
-from .strategies import Way
+from .selection import Candidate, Choice, Options, choose
 
 __all__ = [
     "CallCost",

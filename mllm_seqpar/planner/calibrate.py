@@ -16,9 +16,10 @@ from typing import Any
 
 import torch
 
-from ..agreement import fingerprint
-from ..comm import Communicator, Pending, Recv, Send
-from ..kernels import choose_kernel
+from mllm_seqpar.comm import Communicator, Pending, Recv, Send
+from mllm_seqpar.comm.agreement import fingerprint
+from mllm_seqpar.kernels import choose_kernel
+
 from .cluster import Cluster
 
 LONG_ENOUGH = 0.01

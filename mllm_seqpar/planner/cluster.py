@@ -11,7 +11,8 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from pathlib import Path
 
-from ..errors import ConfigError
+from mllm_seqpar.errors import ConfigError
+
 from .files import build, read_yaml
 
 

@@ -7,7 +7,7 @@ from dataclasses import MISSING, Field, fields
 from pathlib import Path
 from typing import Any, TypeVar
 
-from ..errors import ConfigError
+from mllm_seqpar.errors import ConfigError
 
 T = TypeVar("T")
 

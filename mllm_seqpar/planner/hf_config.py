@@ -10,7 +10,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from ..errors import ConfigError
+from mllm_seqpar.errors import ConfigError
+
 from .model import Cross, Model, Resampler, Text, Vision
 
 Config = dict[str, Any]

@@ -9,10 +9,11 @@ work. Where the vision tower, which runs before all that, needs more, that count
 
 from __future__ import annotations
 
-from ..schedules.traffic import LSE_BYTES, Problem
-from .kept import FLOAT32, attention_layer, inner_row, kept, kept_before, keys_values, visual_tokens
-from .run import Run
-from .strategies import Way
+from mllm_seqpar.schedules.bytes_sent import LSE_BYTES, Problem
+
+from .activation_memory import FLOAT32, attention_layer, inner_row, kept, kept_before, keys_values, visual_tokens
+from .candidates import Way
+from .workload import Run
 
 USABLE = 0.92
 """Share of a GPU's memory that a plan may fill: the rest is the driver's, the allocator's and NCCL's, and what

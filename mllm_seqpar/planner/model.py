@@ -13,7 +13,8 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, ClassVar
 
-from ..errors import ConfigError
+from mllm_seqpar.errors import ConfigError
+
 from .files import build, read_yaml
 
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from .choose import Candidate, Options
+from .candidates import STRATEGIES, Way
 from .cluster import Cluster
 from .memory import USABLE, memory
-from .run import Run
-from .step import Part, cross_candidates, self_candidate, step_parts
-from .strategies import STRATEGIES, Way
+from .selection import Candidate, Options
+from .step_cost import Part, cross_candidates, self_candidate, step_parts
+from .workload import Run
 
 LONGEST = 2**27
 """Frames beyond which no video is looked for: four years at one frame per second."""

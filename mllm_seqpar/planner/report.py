@@ -6,12 +6,12 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
-from .cost import CallCost
+from .call_cost import CallCost
+from .candidates import Way
 from .memory import KINDS, USABLE
 from .plan import Plan, Row
-from .run import Run
-from .step import PARTS
-from .strategies import Way
+from .step_cost import PARTS
+from .workload import Run
 
 
 def table(plan: Plan) -> str:

@@ -7,7 +7,7 @@ A tile (a, b) with a * b = n ranks says how many ranks' rows and columns a rank 
 from __future__ import annotations
 
 from .mesh import Hides, mesh
-from .rotation import direct, rotation
+from .ring import direct, rotation
 from .steps import Axis, Block, Move, Schedule, Step, Stream
 
 __all__ = [

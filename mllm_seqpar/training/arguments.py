@@ -3,9 +3,9 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from mllm_seqpar.cli.devices import DEVICES
+from mllm_seqpar.cli.options import Options, option, parse_options, tile_shape
 from mllm_seqpar.config import CHOICES
-from mllm_seqpar.running.devices import DEVICES
-from mllm_seqpar.running.options import Options, option, parse_options, tile_shape
 
 SAVE_DTYPES = ("source", "float32", "bfloat16", "float16")
 SCHEDULES = ("cosine", "linear", "constant")

@@ -33,8 +33,8 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 
+from mllm_seqpar._logging import get_logger
 from mllm_seqpar.errors import ConfigError, DataError
-from mllm_seqpar.log import get_logger
 
 _NAME = re.compile(r"checkpoint-(\d{8})")
 _log = get_logger(__name__)

@@ -12,7 +12,8 @@ import torch
 from torch import nn
 
 from mllm_seqpar.comm import Communicator, as_communicator
-from mllm_seqpar.training.arguments import SAVE_DTYPES
+
+from .arguments import SAVE_DTYPES
 
 
 def export_dtype(choice: str, source: str) -> torch.dtype | None:

@@ -14,29 +14,30 @@ from typing import Any
 import torch
 from torch import nn
 
+from mllm_seqpar._logging import get_logger
+from mllm_seqpar.cli.failure import first_line
+from mllm_seqpar.cli.memory import peak_memory, reset_peak_memory
+from mllm_seqpar.cli.progress import progress_bar
 from mllm_seqpar.comm import as_communicator
+from mllm_seqpar.comm.collective_check import attempt, settle, together
 from mllm_seqpar.config import SeqParConfig
-from mllm_seqpar.data.families import chat_family
+from mllm_seqpar.data.chat_families import chat_family
 from mllm_seqpar.errors import ConfigError
+from mllm_seqpar.integrations.accelerate.launch import Layout, make_layout, reshard, shard_model, start_accelerator
 from mllm_seqpar.kernels.registry import kernel_by_name
-from mllm_seqpar.log import get_logger
+from mllm_seqpar.models.digest import model_digest
+from mllm_seqpar.models.loading import load_model, load_processor
 from mllm_seqpar.patching import patch_model
-from mllm_seqpar.running.digest import model_digest
-from mllm_seqpar.running.failure import first_line
-from mllm_seqpar.running.loading import load_model, load_processor
-from mllm_seqpar.running.memory import peak_memory, reset_peak_memory
-from mllm_seqpar.running.progress import progress_bar
-from mllm_seqpar.running.together import attempt, settle, together
-from mllm_seqpar.training import checkpoint as checkpoints
-from mllm_seqpar.training.accelerate_glue import Layout, make_layout, reshard, shard_model, start_accelerator
-from mllm_seqpar.training.arguments import TRAJECTORY, TrainArguments, parse
-from mllm_seqpar.training.export import export_dtype, export_model
-from mllm_seqpar.training.feed import Feed, open_feed
-from mllm_seqpar.training.metrics import MetricsFile
-from mllm_seqpar.training.order import TrainOrder, eval_order
-from mllm_seqpar.training.parameters import choose_parameters, parameter_groups
-from mllm_seqpar.training.schedule import learning_rate, warmup_steps
-from mllm_seqpar.training.step import evaluate, train_step
+
+from . import checkpoint as checkpoints
+from .arguments import TRAJECTORY, TrainArguments, parse
+from .data_loader import Feed, open_feed
+from .export import export_dtype, export_model
+from .learning_rate import learning_rate, warmup_steps
+from .metrics import MetricsFile
+from .parameters import choose_parameters, parameter_groups
+from .sample_order import TrainOrder, eval_order
+from .step import evaluate, train_step
 
 _log = get_logger(__name__)
 

@@ -6,8 +6,8 @@ from typing import Any
 
 from torch import nn
 
+from mllm_seqpar._logging import get_logger
 from mllm_seqpar.errors import ConfigError
-from mllm_seqpar.log import get_logger
 
 PARTS = {
     "vision": ("vision_model", "vision_tower", "visual", "model.vision_model", "vision_encoder"),

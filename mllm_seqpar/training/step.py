@@ -14,13 +14,13 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from mllm_seqpar.data.prefetch import read_ahead
 from mllm_seqpar.errors import DataError
-from mllm_seqpar.running.prefetch import read_ahead
-from mllm_seqpar.training.accelerate_glue import Layout, reshard
+from mllm_seqpar.integrations.accelerate.launch import Layout, reshard
 
 
 class Batch(Protocol):
-    """What the steps need to know of one micro-batch; `mllm_seqpar.training.feed` makes them."""
+    """What the steps need to know of one micro-batch; `mllm_seqpar.training.data_loader` makes them."""
 
     @property
     def targets(self) -> int:

@@ -27,19 +27,20 @@ from torch import Tensor, nn
 from transformers import Trainer
 
 from mllm_seqpar._compat import PARALLELISM_ON_CPU
-from mllm_seqpar.adapters import find_adapter
 from mllm_seqpar.config import SeqParConfig
 from mllm_seqpar.errors import ConfigError
-from mllm_seqpar.patching import patch_model, patch_of
-from mllm_seqpar.training.accelerate_cp import keep_out_context_parallelism
-from mllm_seqpar.training.accelerate_cpu import (
+from mllm_seqpar.integrations.accelerate.context_parallel import keep_out_context_parallelism
+from mllm_seqpar.integrations.accelerate.cpu import (
     enable_fsdp2_on_cpu,
     set_parallelism_on_cpu,
     without_launched_parallelism,
 )
-from mllm_seqpar.training.accelerate_glue import reshard, set_fsdp_units
-from mllm_seqpar.training.evaluation import counting_stream, gather_once, without_fillers
-from mllm_seqpar.training.export import export_model
+from mllm_seqpar.integrations.accelerate.launch import reshard, set_fsdp_units
+from mllm_seqpar.patching import patch_model, patch_of
+from mllm_seqpar.patching.registry import find_adapter
+
+from .evaluation import counting_stream, gather_once, without_fillers
+from .export import export_model
 
 
 class SeqParTrainer(Trainer):

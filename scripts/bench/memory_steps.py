@@ -14,13 +14,13 @@ from memory_measure import held_by
 from memory_models import CONFIGS, FAMILIES, Subject
 from torch import Tensor
 
-import mllm_seqpar.visual
 from mllm_seqpar import FrameShard, frame_range, patch_model, unpatch_model
 from mllm_seqpar.comm import Communicator, as_communicator
+from mllm_seqpar.planner.candidates import Way
 from mllm_seqpar.planner.memory import from_features
 from mllm_seqpar.planner.model import read_model
-from mllm_seqpar.planner.run import Run
-from mllm_seqpar.planner.strategies import Way
+from mllm_seqpar.planner.workload import Run
+from mllm_seqpar.runtime import visual_features
 
 DTYPE = torch.bfloat16
 WHOLE_VIDEO = 1024
@@ -80,7 +80,7 @@ class Bench:
     @property
     def chunk_bytes(self) -> int:
         """Features projected at once, the share of the video that they are at full width; at full width as they are."""
-        whole = mllm_seqpar.visual.CHUNK_BYTES
+        whole = visual_features.CHUNK_BYTES
         if self.scale == 1:
             return whole
         real = read_model(CONFIGS / f"{self.subject.sizes.name}.yaml").cross.visual_dim
@@ -108,13 +108,16 @@ class Bench:
     def patched(self, mode: Mode) -> Iterator[None]:
         """The model, patched; text by ring."""
         tile = {"tile": mode.way(self.comm.size).tile} if mode.strategy == "mesh" else {}
-        before, mllm_seqpar.visual.CHUNK_BYTES = mllm_seqpar.visual.CHUNK_BYTES, self.chunk_bytes
+        before, visual_features.CHUNK_BYTES = (
+            visual_features.CHUNK_BYTES,
+            self.chunk_bytes,
+        )
         patch_model(self.subject.model, mode.strategy, recompute_visual=mode.recompute, **tile)
         try:
             yield
         finally:
             unpatch_model(self.subject.model)
-            mllm_seqpar.visual.CHUNK_BYTES = before
+            visual_features.CHUNK_BYTES = before
 
     def features(self, frames: int) -> Tensor:
         """Those of this rank, (f, tokens, width); they want a gradient."""

@@ -29,10 +29,10 @@ from transformers import Qwen2Config
 from transformers.models.qwen2.modeling_qwen2 import Qwen2DecoderLayer, Qwen2RotaryEmbedding
 
 from mllm_seqpar import SeqParConfig
-from mllm_seqpar.blockwise import chunk_forwards
+from mllm_seqpar.checkpointing.chunked_mlp import chunk_forwards
 from mllm_seqpar.comm import as_communicator
-from mllm_seqpar.context import SeqParContext
 from mllm_seqpar.patching import Patch
+from mllm_seqpar.runtime.context import SeqParContext
 
 CLOSE = {"float32": 1e-5, "bfloat16": 1e-2}
 MIB = 2**20

@@ -17,14 +17,14 @@ from torch import Tensor
 
 from mllm_seqpar.attention.distributed import Plan
 from mllm_seqpar.attention.joint import attend
-from mllm_seqpar.attention.planning import accumulation, plan_for, problem_of
-from mllm_seqpar.attention.sources import GivenKeys
+from mllm_seqpar.attention.kv_sources import GivenKeys
+from mllm_seqpar.attention.parallel_spec import accumulation, plan_for, problem_of
 from mllm_seqpar.comm import Communicator
 from mllm_seqpar.masks import FullBlocks
 from mllm_seqpar.planner import Cluster, Way, blocks_to_hide
 from mllm_seqpar.schedules import Block, Schedule, Step
-from mllm_seqpar.schedules.strategies import tiles_of
-from mllm_seqpar.schedules.traffic import Problem, expanded, mesh_bytes, ulysses_bytes
+from mllm_seqpar.schedules.bytes_sent import Problem, expanded, mesh_bytes, ulysses_bytes
+from mllm_seqpar.schedules.mesh_shapes import tiles_of
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from mllm_seqpar.schedules.traffic import Problem
+from mllm_seqpar.schedules.bytes_sent import Problem
 
 SUITES = {
     "paper": "the paper's clusters in proportion, emulated blocks, 8 ranks",

@@ -26,7 +26,7 @@ import numpy as np
 from mllm_seqpar.planner import Cluster, Way, call_cost, read_cluster
 from mllm_seqpar.planner.files import CONFIGS
 from mllm_seqpar.planner.model import Model, read_model
-from mllm_seqpar.schedules.traffic import Problem, expanded
+from mllm_seqpar.schedules.bytes_sent import Problem, expanded
 
 TABLES = Path(__file__).parent / "paper"
 CLUSTERS = {"table3": "a100-80g-4x4", "table4": "a30-24g-8x1"}

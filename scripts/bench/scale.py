@@ -17,11 +17,11 @@ from dataclasses import replace
 
 from mllm_seqpar.errors import ConfigError
 from mllm_seqpar.planner import read_cluster
+from mllm_seqpar.planner.candidates import STRATEGIES
 from mllm_seqpar.planner.files import find_file
 from mllm_seqpar.planner.model import read_model
 from mllm_seqpar.planner.plan import Plan, Row, make_plan
-from mllm_seqpar.planner.run import SELF_ATTENTION, Run
-from mllm_seqpar.planner.strategies import STRATEGIES
+from mllm_seqpar.planner.workload import SELF_ATTENTION, Run
 
 
 def main() -> None:

@@ -9,9 +9,9 @@ from typing import Any
 
 from step_clock import REST, Clock, timed_calls, timed_transfers
 
-from mllm_seqpar.call import SeqParCall
 from mllm_seqpar.patching import patch_of
-from mllm_seqpar.visual import RecomputedKeys
+from mllm_seqpar.runtime.forward_state import SeqParCall
+from mllm_seqpar.runtime.visual_features import RecomputedKeys
 
 CROSS, SELF, VISION, TRANSFERS, AVERAGING = "cross", "self", "vision", "transfers", "averaging"
 PARTS = (CROSS, SELF, VISION, TRANSFERS, AVERAGING, REST)

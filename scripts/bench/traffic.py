@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import argparse
 
-from mllm_seqpar.schedules.traffic import Problem, expanded, lv_xattn_bytes, ring_bytes, video_mme
+from mllm_seqpar.schedules.bytes_sent import Problem, expanded, lv_xattn_bytes, ring_bytes, video_mme
 
 
 def row(problem: Problem, *, backward: bool) -> str:

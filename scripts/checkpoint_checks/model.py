@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from mllm_seqpar import patch_model
 from mllm_seqpar.comm import Communicator, run_loopback
-from mllm_seqpar.data.families import ChatFamily
+from mllm_seqpar.data.chat_families import ChatFamily
 from mllm_seqpar.data.sources import FrameSource
 
 SECONDS = 3600.0

@@ -12,7 +12,7 @@ import torch
 from safetensors import safe_open
 
 from mllm_seqpar.errors import ConfigError
-from mllm_seqpar.running.loading import load_model
+from mllm_seqpar.models.loading import load_model
 
 BYTES = {"F64": 8, "F32": 4, "BF16": 2, "F16": 2, "I64": 8, "U8": 1, "BOOL": 1}
 DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}

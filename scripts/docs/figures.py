@@ -22,9 +22,9 @@ from mllm_seqpar.comm import Communicator
 from mllm_seqpar.comm.autograd import gather_shards
 from mllm_seqpar.comm.loopback import run_loopback
 from mllm_seqpar.masks import FrameBlocks, FrameMask
+from mllm_seqpar.runtime.star import StarText
 from mllm_seqpar.schedules import schedule_for
 from mllm_seqpar.sharding import LAYOUTS, frame_bounds, sequence_positions
-from mllm_seqpar.star import StarText
 
 FOLDER = Path(__file__).resolve().parent.parent.parent / "docs" / "figures"
 HOW = "In a cell: the blocks computed (queries of a rank, keys and values of a rank); below, what leaves meanwhile."

@@ -9,9 +9,9 @@ from grid import Cell, Chip, Leaving, Panel
 from torch import Tensor
 
 from mllm_seqpar.comm import Communicator, Pending, Recv, Send
-from mllm_seqpar.comm.by_exchange import ByExchange
+from mllm_seqpar.comm.exchange_collectives import ByExchange
 from mllm_seqpar.schedules import Move, Schedule, schedule_for
-from mllm_seqpar.schedules.heads import HeadShares
+from mllm_seqpar.schedules.head_sharding import HeadShares
 
 Tile = tuple[int, int]
 Share = Callable[[int, int], float]

@@ -2,7 +2,7 @@
 
     python scripts/docs/sent.py
 
-Formulas only, those of `mllm_seqpar/schedules/traffic.py`; tests hold them equal to the bytes that are counted. bf16,
+Formulas only, `schedules/bytes_sent.py`; tests hold them equal to the bytes that are counted. bf16,
 what is summed over ranks in float32; millions of bytes that the rank which sends most sends, per layer.
 
 video: the paper's Video-MME, 5,514 query rows, 1,739,394 keys, 28 heads, 4 key heads of 128 (mPLUG-Owl3-7B). K and V
@@ -16,15 +16,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from mllm_seqpar.schedules.strategies import tiles_of
-from mllm_seqpar.schedules.traffic import (
-    Problem,
-    lv_xattn_bytes,
-    mesh_bytes,
-    ring_bytes,
-    ulysses_bytes,
-    video_mme,
-)
+from mllm_seqpar.schedules.bytes_sent import Problem, lv_xattn_bytes, mesh_bytes, ring_bytes, ulysses_bytes, video_mme
+from mllm_seqpar.schedules.mesh_shapes import tiles_of
 
 RANKS = 8
 WIDTH, LAYERS = 3584, 4

@@ -114,7 +114,7 @@ def errors_of(kernel: BlockKernel, p: Problem) -> tuple[dict[str, float], float]
 
 def distributed(kernel: BlockKernel, p: Problem) -> dict[str, Tensor]:
     """Attend in two blocks of keys, merge, and differentiate both with the merged output."""
-    from mllm_seqpar.kernels.partials import merge
+    from mllm_seqpar.kernels.merge import merge
 
     keys = p.k.shape[2]
     cuts = [slice(0, keys)] if p.causal else [slice(0, keys // 2), slice(keys // 2, keys)]

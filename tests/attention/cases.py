@@ -20,8 +20,8 @@ from attention.dense import dense_attention, squared_terms
 from comm.strict import StrictLoopback
 from mllm_seqpar.attention import lv_xattn, mesh_attention, ring_attention, ulysses_attention
 from mllm_seqpar.attention.joint import attend
-from mllm_seqpar.attention.planning import accumulation, plan_for, problem_of
-from mllm_seqpar.attention.sources import GivenKeys
+from mllm_seqpar.attention.kv_sources import GivenKeys
+from mllm_seqpar.attention.parallel_spec import accumulation, plan_for, problem_of
 from mllm_seqpar.comm import Communicator, LoopbackCommunicator, as_communicator
 from mllm_seqpar.masks import Blocks, CausalBlocks, FrameMask, FullBlocks
 from mllm_seqpar.sharding import frame_bounds, frame_range, padded_length, sequence_positions

@@ -9,8 +9,8 @@ from attention.cases import Case, over_gloo, run_case, visible_frames
 from mllm_seqpar.attention import decode_attention
 from mllm_seqpar.attention.decode import SCATTER_ROWS
 from mllm_seqpar.comm import Communicator, run_loopback
-from mllm_seqpar.schedules.strategies import tiles_of
-from mllm_seqpar.schedules.traffic import Problem, lv_xattn_bytes, mesh_bytes, ring_bytes, ulysses_bytes
+from mllm_seqpar.schedules.bytes_sent import Problem, lv_xattn_bytes, mesh_bytes, ring_bytes, ulysses_bytes
+from mllm_seqpar.schedules.mesh_shapes import tiles_of
 from mllm_seqpar.sharding import frame_bounds, sequence_positions
 from ranks import ranks
 

@@ -10,7 +10,7 @@ import torch
 
 from attention.cases import Case, assert_exact, run_case, same_bits
 from mllm_seqpar.comm import run_loopback
-from mllm_seqpar.schedules.strategies import tiles_of
+from mllm_seqpar.schedules.mesh_shapes import tiles_of
 
 SIZES = (1, 2, 3, 4, 5, 8)
 MASKS = ("random", "growing", "one frame", "first frame", "last frame", "nothing", "some rows", "holes")

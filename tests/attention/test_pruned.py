@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from attention.cases import Case, assert_exact, frame_mask, over_gloo, run_case, same_bits, visible_frames
-from mllm_seqpar.attention.block import BlockMath
+from mllm_seqpar.attention.block_math import BlockMath
 from mllm_seqpar.attention.distributed import Plan
 from mllm_seqpar.comm import run_loopback
 from mllm_seqpar.masks import FrameBlocks, FullBlocks

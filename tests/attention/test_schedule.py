@@ -13,7 +13,7 @@ from fractions import Fraction
 import pytest
 
 from mllm_seqpar.schedules import Block, Hides, Move, Schedule, schedule_for
-from mllm_seqpar.schedules.strategies import tiles_of
+from mllm_seqpar.schedules.mesh_shapes import tiles_of
 
 SIZES = range(1, 17)
 Piece = tuple[str, int]  # axis, owner

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from mllm_seqpar.schedules.traffic import Problem, expanded, lv_xattn_bytes, ring_bytes, video_mme
+from mllm_seqpar.schedules.bytes_sent import Problem, expanded, lv_xattn_bytes, ring_bytes, video_mme
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 6])

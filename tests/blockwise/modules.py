@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from mllm_seqpar.blockwise import Tokenwise, in_chunks
+from mllm_seqpar.checkpointing.chunked_mlp import Tokenwise, in_chunks
 
 WIDTH = 8
 

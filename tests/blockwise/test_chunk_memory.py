@@ -17,10 +17,10 @@ from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
 
 from mllm_seqpar import SeqParConfig
-from mllm_seqpar.blockwise import chunk_forwards
+from mllm_seqpar.checkpointing.chunked_mlp import chunk_forwards
 from mllm_seqpar.comm import as_communicator
-from mllm_seqpar.context import SeqParContext
 from mllm_seqpar.patching import Patch
+from mllm_seqpar.runtime.context import SeqParContext
 
 WIDTH, TOKENS, SIZE = 16, 40, 8
 

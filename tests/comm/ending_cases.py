@@ -12,7 +12,7 @@ import time
 import torch
 import torch.distributed as dist
 
-from mllm_seqpar.comm.ending import release_gloo_at_exit
+from mllm_seqpar.comm.gloo_shutdown import release_gloo_at_exit
 
 CASES = ("plain", "group destroyed and still referenced", "handles", "point to point", "failing")
 WORLD = 2

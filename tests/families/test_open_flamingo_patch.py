@@ -13,9 +13,10 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
     checkpoint_wrapper,
 )
 
-from mllm_seqpar import FrameShard, adapters, patch_model, unpatch_model
+from mllm_seqpar import FrameShard, patch_model, unpatch_model
 from mllm_seqpar.errors import AdapterError, ConfigError, ShapeError
-from mllm_seqpar.patches.open_flamingo_mpt import BIAS_DIMS, bias_dims
+from mllm_seqpar.patches.open_flamingo.mpt import BIAS_DIMS, bias_dims
+from mllm_seqpar.patching import registry as adapters
 from outcomes import average
 from ranks import ranks
 from tolerances import assert_as_near_as_unpatched

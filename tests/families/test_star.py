@@ -16,7 +16,7 @@ from torch import Tensor
 
 from mllm_seqpar import patch_model, unpatch_model
 from mllm_seqpar.patching import patch_of
-from mllm_seqpar.star import block_length
+from mllm_seqpar.runtime.star import block_length
 from outcomes import error
 from ranks import ranks
 from star_reference import under_star_mask

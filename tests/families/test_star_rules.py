@@ -10,7 +10,7 @@ from star_cases import LENGTH, PROMPTS, STAR, Warnings
 
 from mllm_seqpar import patch_model, unpatch_model
 from mllm_seqpar.errors import ConfigError, MaskError
-from mllm_seqpar.star import block_length
+from mllm_seqpar.runtime.star import block_length
 from ranks import ranks
 from star_reference import under_star_mask
 from tiny import IMAGE_TOKEN

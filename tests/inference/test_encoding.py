@@ -11,11 +11,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from mllm_seqpar.comm.collective_check import together
 from mllm_seqpar.data import VideoSource
 from mllm_seqpar.errors import AgreementError, ConfigError, VideoError
 from mllm_seqpar.inference import encode_video, shard_weights
 from mllm_seqpar.models.mplug_owl3 import MPlugOwl3ImageProcessor, MPlugOwl3Processor
-from mllm_seqpar.running.together import together
 from mllm_seqpar.sharding import FrameShard, frame_bounds
 from ranks import ranks
 from tiny import IMAGE_SIZE, TOKENS_PER_FRAME, tiny_model, tiny_tokenizer

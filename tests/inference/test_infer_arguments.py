@@ -7,8 +7,8 @@ import torch
 from transformers import PreTrainedTokenizerFast
 
 from mllm_seqpar.errors import ConfigError
-from mllm_seqpar.inference.answering import Sampling, TextPieces
 from mllm_seqpar.inference.arguments import parse
+from mllm_seqpar.inference.generation import Sampling, TextPieces
 from tiny import tiny_tokenizer
 
 NEEDED = ["--model", "m", "--video", "v.mp4", "--question", "Why?"]

@@ -16,7 +16,7 @@ from mllm_seqpar import patch_model
 from mllm_seqpar.data import VideoSource, plan_frames, probe, read_frames
 from mllm_seqpar.errors import AgreementError, ConfigError, DataError, VideoError
 from mllm_seqpar.inference import Sampling, answer, encode_video, load_for_inference
-from mllm_seqpar.inference.session import infer
+from mllm_seqpar.inference.run import infer
 from mllm_seqpar.models.mplug_owl3 import MPlugOwl3ForConditionalGeneration, MPlugOwl3Processor
 from ranks import ranks
 

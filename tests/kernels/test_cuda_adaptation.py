@@ -13,7 +13,7 @@ from kernel_cases import block, dense, sizes_of_terms
 
 from mllm_seqpar.errors import ConfigError
 from mllm_seqpar.kernels import choose_kernel, flash_attn, torch_cuda
-from mllm_seqpar.kernels.partials import merge_
+from mllm_seqpar.kernels.merge import merge_
 from tolerances import EXACT, relative_error
 
 pytestmark = pytest.mark.rounding

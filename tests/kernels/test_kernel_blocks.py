@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from mllm_seqpar.kernels.base import BlockKernel
-from mllm_seqpar.kernels.partials import merge_
+from mllm_seqpar.kernels.merge import merge_
 from tolerances import (
     AGAINST_ONE_DEVICE,
     AGAINST_ONE_DEVICE_FLOAT32_PARTIALS,

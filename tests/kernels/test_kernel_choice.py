@@ -12,7 +12,7 @@ from attention.cases import Case, assert_exact, run_case
 from mllm_seqpar.comm import run_loopback
 from mllm_seqpar.errors import ConfigError, ShapeError
 from mllm_seqpar.kernels import BlockKernel, available_kernels, choose_kernel, kernel_names, registry
-from mllm_seqpar.kernels.tiled import TiledKernel
+from mllm_seqpar.kernels.blocked_matmul import TiledKernel
 
 
 def test_every_name_builds_a_kernel_of_that_name():

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from attention.dense import dense_attention
-from mllm_seqpar.kernels.partials import merge
+from mllm_seqpar.kernels.merge import merge
 from tolerances import relative_error
 
 NOTHING = float("-inf")

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from mllm_seqpar.masks import Tile
-from mllm_seqpar.masks.tiles import MAX_MASK
+from mllm_seqpar.masks.rectangles import MAX_MASK
 
 
 def paint(tiles: Sequence[Tile], batch: int, rows: int, keys: int) -> tuple[Tensor, Tensor]:

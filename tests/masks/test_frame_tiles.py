@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 
 from masks.painting import assert_paints, paint
-from mllm_seqpar.masks import FrameMask, dense, tiles
+from mllm_seqpar.masks import FrameMask, dense
+from mllm_seqpar.masks import rectangles as tiles
 from mllm_seqpar.masks.dense import dense_tiles
 from mllm_seqpar.masks.intervals import interval_tiles
 

@@ -12,8 +12,9 @@ import torch
 from torch import nn
 
 from launch import launch
-from mllm_seqpar import adapters, patch_model, register_adapter
+from mllm_seqpar import patch_model, register_adapter
 from mllm_seqpar.errors import AdapterError, AgreementError, ConfigError, ShapeError
+from mllm_seqpar.patching import registry as adapters
 from ranks import ranks
 
 HERE = Path(__file__).resolve().parent
@@ -153,7 +154,7 @@ def test_a_broken_entry_point_is_named(
     info = tmp_path / "broken-1.0.dist-info"
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: broken\nVersion: 1.0\n")
-    (info / "entry_points.txt").write_text(f"[mllm_seqpar.adapters]\nbroken = {value}\n")
+    (info / "entry_points.txt").write_text(f"[mllm_seqpar.patching.registry]\nbroken = {value}\n")
     (tmp_path / "broken_adapter.py").write_text(code)
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.delitem(sys.modules, "broken_adapter", raising=False)

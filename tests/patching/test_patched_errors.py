@@ -14,7 +14,7 @@ from mllm_seqpar import FrameShard, frame_range, patch_model, unpatch_model
 from mllm_seqpar.comm import run_loopback
 from mllm_seqpar.errors import AgreementError, ConfigError, MaskError, SeqParError, ShapeError
 from mllm_seqpar.patching import patch_of
-from mllm_seqpar.visual import fingerprint_of
+from mllm_seqpar.runtime.visual_features import fingerprint_of
 from ranks import ranks
 from tiny import tiny_frames, tiny_model, tiny_text
 

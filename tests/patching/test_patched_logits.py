@@ -8,9 +8,9 @@ from patched import GATES, PATIENCE, TOLERANCE, Case, inputs_of, model_of
 
 from mllm_seqpar import patch_model, unpatch_model
 from mllm_seqpar.patching import patch_of
-from mllm_seqpar.schedules.traffic import Problem, lv_xattn_bytes, ring_bytes
+from mllm_seqpar.runtime.visual_features import SharedVisual
+from mllm_seqpar.schedules.bytes_sent import Problem, lv_xattn_bytes, ring_bytes
 from mllm_seqpar.sharding import padded_length, sequence_positions
-from mllm_seqpar.visual import SharedVisual
 from outcomes import error
 from ranks import ranks
 from tolerances import assert_as_near_as_unpatched

@@ -15,10 +15,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from mllm_seqpar import SeqParConfig, adapters, patch_model, register_adapter, unpatch_model
+from mllm_seqpar import SeqParConfig, patch_model, register_adapter, unpatch_model
 from mllm_seqpar.errors import AdapterError, ConfigError
 from mllm_seqpar.models.mplug_owl3 import MPlugOwl3ForConditionalGeneration
 from mllm_seqpar.patching import patch_of
+from mllm_seqpar.patching import registry as adapters
 from outcomes import error
 from ranks import ranks
 from tiny import tiny_config, tiny_frames, tiny_model, tiny_text

@@ -8,9 +8,10 @@ import pytest
 from clusters import with_
 
 from mllm_seqpar.errors import ConfigError
-from mllm_seqpar.planner import Options, Visual, Way, choose
-from mllm_seqpar.planner.strategies import ways
-from mllm_seqpar.schedules.traffic import Problem
+from mllm_seqpar.planner import Options, Visual, Way
+from mllm_seqpar.planner import selection as choose
+from mllm_seqpar.planner.candidates import ways
+from mllm_seqpar.schedules.bytes_sent import Problem
 
 REAL = with_(
     attention_forward=1e14,

@@ -8,8 +8,8 @@ import pytest
 from clusters import with_
 
 from mllm_seqpar.planner import Visual, Way, blocks_to_hide, call_cost
-from mllm_seqpar.planner.strategies import period_of, ways
-from mllm_seqpar.schedules.traffic import Problem, lv_xattn_bytes, mesh_bytes, ring_bytes, ulysses_bytes
+from mllm_seqpar.planner.candidates import period_of, ways
+from mllm_seqpar.schedules.bytes_sent import Problem, lv_xattn_bytes, mesh_bytes, ring_bytes, ulysses_bytes
 
 EVEN = Problem(rows=64, keys=(4096,) * 8, heads=8, kv_heads=2, dim=64)
 ONE_NODE = with_(gpus_per_node=8)

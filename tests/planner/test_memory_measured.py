@@ -19,13 +19,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from mllm_seqpar import patch_model
-from mllm_seqpar.patches.mllama import _keys_values
+from mllm_seqpar.patches.mllama.adapter import _keys_values
 from mllm_seqpar.planner import Way
+from mllm_seqpar.planner.activation_memory import kept, kept_before
 from mllm_seqpar.planner.hf_config import _mplug_owl3
-from mllm_seqpar.planner.kept import kept, kept_before
 from mllm_seqpar.planner.memory import memory, tower_at_work
 from mllm_seqpar.planner.model import Cross, Model, Resampler, Text, Vision
-from mllm_seqpar.planner.run import Run
+from mllm_seqpar.planner.workload import Run
 from tiny import tiny_frames, tiny_model, tiny_text
 
 pytestmark = pytest.mark.rounding

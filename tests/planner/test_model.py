@@ -12,8 +12,8 @@ from mllm_seqpar.errors import ConfigError
 from mllm_seqpar.planner import read_cluster
 from mllm_seqpar.planner.files import CONFIGS, find_file
 from mllm_seqpar.planner.model import Model, read_model
-from mllm_seqpar.planner.run import Run
-from mllm_seqpar.planner.step import cross_candidates
+from mllm_seqpar.planner.step_cost import cross_candidates
+from mllm_seqpar.planner.workload import Run
 
 # Billions of parameters as published: sums over the checkpoints' tensors, on the models' pages.
 CLIP = {

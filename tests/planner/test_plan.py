@@ -11,15 +11,15 @@ from pathlib import Path
 import pytest
 from clusters import with_
 
+from mllm_seqpar.cli.planner import main
 from mllm_seqpar.errors import ConfigError
 from mllm_seqpar.planner import Way, read_cluster
-from mllm_seqpar.planner.command import main
 from mllm_seqpar.planner.files import CONFIGS, find_file
 from mllm_seqpar.planner.memory import KINDS, USABLE, memory, tower_at_work
 from mllm_seqpar.planner.model import read_model
 from mllm_seqpar.planner.plan import longest_video, make_plan
-from mllm_seqpar.planner.run import Run
-from mllm_seqpar.planner.step import PARTS
+from mllm_seqpar.planner.step_cost import PARTS
+from mllm_seqpar.planner.workload import Run
 
 OWL = read_model(find_file("model", "mplug-owl3-7b"))
 A100 = read_cluster(find_file("cluster", "a100-80g-4x4"))

@@ -8,11 +8,11 @@ from datetime import timedelta
 import pytest
 import torch
 
+from mllm_seqpar.cli.devices import on_cuda, require_rendezvous, time_limit
+from mllm_seqpar.cli.failure import describe
+from mllm_seqpar.cli.options import Options, option, parse_options
+from mllm_seqpar.data.prefetch import read_ahead
 from mllm_seqpar.errors import ConfigError
-from mllm_seqpar.running.devices import on_cuda, require_rendezvous, time_limit
-from mllm_seqpar.running.failure import describe
-from mllm_seqpar.running.options import Options, option, parse_options
-from mllm_seqpar.running.prefetch import read_ahead
 
 
 def test_reading_ahead_keeps_the_order_and_raises_in_place() -> None:

@@ -4,10 +4,10 @@ import os
 
 import pytest
 
+from mllm_seqpar.cli.failure import describe
 from mllm_seqpar.comm import as_communicator
+from mllm_seqpar.comm.collective_check import settle
 from mllm_seqpar.errors import AgreementError, ConfigError, DataError
-from mllm_seqpar.running.failure import describe
-from mllm_seqpar.running.together import settle
 from ranks import ranks
 
 

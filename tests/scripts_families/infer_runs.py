@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from mllm_seqpar.data import VideoSource, chat_family
-from mllm_seqpar.inference.session import infer
-from mllm_seqpar.running.loading import load_model, load_processor
+from mllm_seqpar.inference.run import infer
+from mllm_seqpar.models.loading import load_model, load_processor
 from ranks import ranks
 
 QUESTIONS = ("What is it?", "First this <|video|> and then?")

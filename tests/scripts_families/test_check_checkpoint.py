@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from tiny_directories import MAKERS
 
-from mllm_seqpar.attention.block import Partial
+from mllm_seqpar.attention.block_math import Partial
 from mllm_seqpar.models.mplug_owl3 import MPlugOwl3ImageProcessor, MPlugOwl3Processor
 from tiny import tiny_model, tiny_tokenizer
 

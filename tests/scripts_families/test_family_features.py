@@ -10,7 +10,7 @@ from tiny_directories import MAKERS, make_idefics
 
 from mllm_seqpar.data import ChatDataset
 from mllm_seqpar.errors import ConfigError, DataError
-from mllm_seqpar.running.loading import load_processor
+from mllm_seqpar.models.loading import load_processor
 from ranks import ranks
 
 FAMILIES = [*MAKERS]

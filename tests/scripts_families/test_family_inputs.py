@@ -11,9 +11,9 @@ from tiny_directories import MAKERS
 from torch import Tensor
 
 from mllm_seqpar.data import ChatDataset, chat_family, load_local_pictures
-from mllm_seqpar.data.families.idefics import prompt_items
-from mllm_seqpar.data.families.open_flamingo import write
-from mllm_seqpar.running.loading import load_processor
+from mllm_seqpar.models.loading import load_processor
+from mllm_seqpar.patches.idefics.chat import prompt_items
+from mllm_seqpar.patches.open_flamingo.chat import write
 from mllm_seqpar.sharding import frame_bounds
 
 BATCHES = {name: [number] for number, name in enumerate(CHATS)} | {"all": [0, 1, 2, 3], "two": [3, 0], "mixed": [1, 2]}

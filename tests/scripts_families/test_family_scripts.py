@@ -11,7 +11,7 @@ from infer_runs import answered, unpatched_tokens
 from tiny_directories import MAKERS
 
 from launch import launch
-from mllm_seqpar.running.loading import load_model, load_processor
+from mllm_seqpar.models.loading import load_model, load_processor
 from mllm_seqpar.training.metrics import read_metrics
 
 FAMILIES = [*MAKERS]

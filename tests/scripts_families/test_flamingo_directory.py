@@ -16,8 +16,8 @@ from transformers import AutoModelForImageTextToText
 from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
 
 from mllm_seqpar.errors import ConfigError, DataError
+from mllm_seqpar.models.loading import load_model, load_processor
 from mllm_seqpar.models.open_flamingo import OpenFlamingoProcessor, convert
-from mllm_seqpar.running.loading import load_model, load_processor
 from outcomes import error
 
 if "open_flamingo" not in MAKERS:

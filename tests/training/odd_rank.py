@@ -9,8 +9,8 @@ import os
 import signal
 import sys
 
+from mllm_seqpar.cli.failure import run
 from mllm_seqpar.errors import VideoError
-from mllm_seqpar.running.failure import run
 from mllm_seqpar.training import loop
 
 split = sys.argv.index("--")

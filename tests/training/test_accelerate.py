@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 from mllm_seqpar.errors import ConfigError
-from mllm_seqpar.training import accelerate_glue
-from mllm_seqpar.training.accelerate_cpu import require_sharded
+from mllm_seqpar.integrations.accelerate import launch as accelerate_glue
+from mllm_seqpar.integrations.accelerate.cpu import require_sharded
 from mllm_seqpar.training.step import clip_gradients
 from ranks import ranks
 from tiny import tiny_frames, tiny_model, tiny_text

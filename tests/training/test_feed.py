@@ -9,10 +9,10 @@ import torch
 
 from mllm_seqpar.data.needle import make_needle_videos
 from mllm_seqpar.errors import DataError
+from mllm_seqpar.integrations.accelerate.launch import make_layout
 from mllm_seqpar.models.mplug_owl3 import MPlugOwl3ImageProcessor, MPlugOwl3Processor
-from mllm_seqpar.training.accelerate_glue import make_layout
 from mllm_seqpar.training.arguments import TrainArguments
-from mllm_seqpar.training.feed import Feed, media_sizes, open_feed
+from mllm_seqpar.training.data_loader import Feed, media_sizes, open_feed
 from tiny import IMAGE_SIZE, IMAGE_TOKEN, tiny_model, tiny_tokenizer
 
 CPU = torch.device("cpu")

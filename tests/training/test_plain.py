@@ -7,10 +7,10 @@ import torch
 
 from mllm_seqpar.errors import ConfigError, DataError
 from mllm_seqpar.training.arguments import TRAJECTORY, TrainArguments, parse
+from mllm_seqpar.training.learning_rate import learning_rate, warmup_steps
 from mllm_seqpar.training.metrics import MetricsFile, read_metrics
-from mllm_seqpar.training.order import TrainOrder, eval_order
 from mllm_seqpar.training.parameters import choose_parameters
-from mllm_seqpar.training.schedule import learning_rate, warmup_steps
+from mllm_seqpar.training.sample_order import TrainOrder, eval_order
 
 NEEDED = ["--model", "m", "--data", "d", "--output", "o"]
 

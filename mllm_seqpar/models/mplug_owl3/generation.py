@@ -7,9 +7,9 @@ from torch import Tensor
 from transformers import GenerationConfig, GenerationMixin
 from transformers.cache_utils import Cache
 
+from mllm_seqpar._logging import get_logger
 from mllm_seqpar.errors import ShapeError
-from mllm_seqpar.log import get_logger
-from mllm_seqpar.visual import fingerprint_of
+from mllm_seqpar.runtime.visual_features import fingerprint_of
 
 from .media import MediaLayout
 from .visual_inputs import visual_cache

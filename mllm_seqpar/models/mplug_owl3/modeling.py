@@ -12,10 +12,10 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.utils import can_return_tuple
 
 from mllm_seqpar.errors import ConfigError, ShapeError
-from mllm_seqpar.text import rows_kept
-from mllm_seqpar.visual import fingerprint_of
+from mllm_seqpar.models.cache_rows import attach, detach
+from mllm_seqpar.runtime.text_shards import rows_kept
+from mllm_seqpar.runtime.visual_features import fingerprint_of
 
-from ..cache_rows import attach, detach
 from .backbones import HyperQwen2ForCausalLM, MPlugOwl3VisionModel
 from .configuration import AUTO, GATES, MPlugOwl3Config
 from .generation import MPlugOwl3GenerationMixin

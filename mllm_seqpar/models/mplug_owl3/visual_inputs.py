@@ -13,8 +13,8 @@ from typing import Any
 from torch import Tensor
 
 from mllm_seqpar.errors import ConfigError
+from mllm_seqpar.models.cache_rows import RowsLayer, layer_of
 
-from ..cache_rows import RowsLayer, layer_of
 from .media import MediaLayout
 
 MASK_ELEMENTS = 1 << 24

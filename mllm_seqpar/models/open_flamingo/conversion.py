@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from mllm_seqpar.errors import ConfigError
+from mllm_seqpar.models.loading_report import require_clean
 
-from ..loading_report import require_clean
 from .configuration import OpenFlamingoConfig
 from .processing import END_OF_CHUNK, IMAGE, OpenFlamingoProcessor
 from .weights import cast, load_complete, set_weights

@@ -18,8 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from mllm_seqpar.errors import ConfigError, DataError
-
-from ..loading_report import require_clean
+from mllm_seqpar.models.loading_report import require_clean
 
 FILE = "model.safetensors"
 _UNPUBLISHED = ("lang_encoder.old_decoder_blocks.", "lang_encoder.gated_cross_attn_layers.")

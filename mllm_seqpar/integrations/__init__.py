@@ -1,0 +1,1 @@
+"""Adaptation to other libraries: transformers and accelerate."""

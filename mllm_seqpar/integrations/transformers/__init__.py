@@ -1,0 +1,1 @@
+"""Sequence-parallel forward passes, caches and generation for model classes of transformers."""

@@ -1,0 +1,140 @@
+"""The text of one forward pass, dealt to the ranks: padding, sharding, undoing both, and the causal blocks.
+
+Shape legend: B samples, L tokens of the caller, P tokens after padding to what the layout needs, s = P / n per rank.
+"""
+
+from __future__ import annotations
+
+from functools import cached_property
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from mllm_seqpar.comm import Communicator
+from mllm_seqpar.masks import CausalBlocks
+from mllm_seqpar.sharding import padded_length, sequence_positions, unshard_sequence
+
+
+class TextShards:
+    """How the (B, L) tokens of one forward pass are dealt to the ranks of a group.
+
+    Args:
+        batch, length: B and L.
+        comm, layout: the group and how tokens are dealt to it.
+        valid: (B, L) bool or None: keys that may be attended to (the attention mask).
+        first: (B or 1, L) int64 or None: the first key each row may see (packed sequences).
+
+    Attributes:
+        keeper: the rank that keeps K and V of all tokens that come after this text; None: the ranks do in turn.
+    """
+
+    keeper: int | None = None
+
+    def __init__(
+        self,
+        batch: int,
+        length: int,
+        comm: Communicator,
+        layout: str,
+        valid: Tensor | None = None,
+        first: Tensor | None = None,
+    ) -> None:
+        self.batch, self.length, self.comm, self.layout = batch, length, comm, layout
+        self.padded = padded_length(length, comm.size, layout)
+        self._valid = None if valid is None or bool(valid.all()) else valid.bool().cpu()
+        self._first = None if first is None else first.long().cpu()
+        self._blocks: dict[int | None, CausalBlocks] = {}
+
+    @property
+    def local(self) -> int:
+        """s, tokens of each rank, padding included."""
+        return self.padded // self.comm.size
+
+    def positions(self, rank: int) -> Tensor:
+        """(s,) int64 on the CPU: where the tokens of `rank` stand in the padded text; real ones are below L."""
+        return sequence_positions(self.padded, rank, self.comm.size, self.layout)
+
+    @cached_property
+    def _mine(self) -> Tensor:
+        return self.positions(self.comm.rank)
+
+    @cached_property
+    def own(self) -> Tensor:
+        """Of this rank's s rows, those that are its own tokens: all but padding, (k,) int64 on the CPU."""
+        return (self._mine < self.length).nonzero().flatten()
+
+    def shard(self, x: Tensor, dim: int, fill: float = 0) -> Tensor:
+        """(..., L, ...) the same on every rank -> this rank's (..., s, ...); padding is `fill`. Differentiable."""
+        x = self.pad(x, dim, fill)
+        return x if self.comm.size == 1 else x.index_select(dim, self._mine.to(x.device))
+
+    def pad(self, x: Tensor, dim: int, fill: float = 0) -> Tensor:
+        """(..., L, ...) -> (..., P, ...)."""
+        missing = self.padded - x.shape[dim]
+        after = x.dim() - 1 - dim % x.dim()
+        return F.pad(x, (0, 0) * after + (0, missing), value=fill) if missing else x
+
+    def unshard(self, x: Tensor, dim: int) -> Tensor:
+        """This rank's (..., s, ...) -> the caller's (..., L, ...) on every rank, without padding. Differentiable."""
+        return unshard_sequence(x, dim, self.comm, self.layout).narrow(dim, 0, self.length)
+
+    def gather_rows(self, x: Tensor, rows: Tensor) -> Tensor:
+        """This rank's (B, s, C) -> the caller's rows with these indices, (B, r, C) everywhere. Not differentiable."""
+        place = torch.full((self.padded,), -1)
+        place[self._mine[self.own]] = self.own
+        mine = place[rows.cpu()]
+        out = x.new_zeros((x.shape[0], rows.numel(), *x.shape[2:]))
+        here = (mine >= 0).nonzero().flatten()
+        out[:, here.to(x.device)] = x[:, mine[here].to(x.device)].detach()
+        return out if self.comm.size == 1 else self.comm.all_reduce(out, "hidden")
+
+    def blocks(self, window: int | None = None) -> CausalBlocks:
+        """The causal blocks; with `window`, a row sees that many keys at most, itself included."""
+        if window not in self._blocks:
+            first = self._first
+            if window is not None:
+                edge = (torch.arange(self.length) - window + 1).clamp(min=0)[None]
+                first = edge if first is None else torch.maximum(first, edge)
+            if first is not None:
+                first = self.pad(first, 1)
+            # padding added here stands at the end, where no real row sees it: it needs no mask of its own
+            valid = None if self._valid is None else self.pad(self._valid, 1)
+            self._blocks[window] = self._blocks_of(first, valid)
+        return self._blocks[window]
+
+    def _blocks_of(self, first: Tensor | None, valid: Tensor | None) -> CausalBlocks:
+        return CausalBlocks(self.batch, self.padded, self.comm.size, self.layout, first, valid)
+
+
+def rows_kept(x: Tensor, wanted: int | Tensor) -> Tensor:
+    """The rows that a `logits_to_keep` asks for, as transformers 5.23 takes them.
+
+    Args:
+        x: (B, L, C).
+        wanted: that many last rows (0: all); (r,) indices or (L,) bool, the same rows of each sample; (B, r) indices of
+            each sample's own; or (B, L) bool.
+
+    Returns:
+        (B, r, C); for (B, L) bool (r, C), the rows of all samples one after another.
+    """
+    if isinstance(wanted, int):
+        return x[:, slice(-wanted, None)]
+    wanted = wanted.to(x.device)
+    if wanted.dim() < 2:
+        return x[:, wanted]
+    return x[wanted] if wanted.dtype is torch.bool else x.take_along_dim(wanted[..., None], dim=1)
+
+
+def packed_starts(position_ids: Tensor) -> Tensor | None:
+    """(B or 1, L) positions -> (B or 1, L) the index where each token's sequence begins, or None for one sequence.
+
+    Sequences that were packed into one row are told apart by positions that do not go on by one, as transformers does
+    when no attention mask is given.
+    """
+    positions = position_ids.long().cpu()
+    if positions.shape[-1] < 2:
+        return None
+    begins = torch.zeros_like(positions)
+    begins[:, 1:] = torch.where(positions.diff(dim=-1) != 1, torch.arange(1, positions.shape[-1]), 0)
+    return begins.cummax(dim=-1).values if bool(begins.any()) else None

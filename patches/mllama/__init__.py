@@ -1,0 +1,1 @@
+"""The family Llama 3.2 Vision."""
