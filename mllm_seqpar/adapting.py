@@ -13,17 +13,17 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .comm.agreement import agree, agree_on_text
+from .comm.agreement import require_agreement, require_same_text
 from .config import SeqParConfig
 from .errors import AdapterError, AgreementError, ConfigError, SeqParError, ShapeError
 from .masks import FrameMask
 from .patching import Patch
 from .patching.registry import Adapter
 from .runtime.context import SeqParContext
-from .runtime.forward_state import SeqParCall, VisualShards
+from .runtime.forward_state import ForwardState, FrameState
 from .runtime.loss import sharded_causal_lm_loss, shifted
 from .runtime.text_shards import TextShards
-from .runtime.visual_features import Projection, SharedVisual
+from .runtime.visual_features import Projection, VisualFeatures
 from .sharding import FrameShard, frame_bounds, frame_range
 
 __all__ = [
@@ -35,16 +35,16 @@ __all__ = [
     "FrameShard",
     "Patch",
     "Projection",
-    "SeqParCall",
+    "ForwardState",
     "SeqParConfig",
     "SeqParContext",
     "SeqParError",
     "ShapeError",
-    "SharedVisual",
+    "VisualFeatures",
     "TextShards",
-    "VisualShards",
-    "agree",
-    "agree_on_text",
+    "FrameState",
+    "require_agreement",
+    "require_same_text",
     "frame_range",
     "sharded_call",
     "sharded_causal_lm_loss",
@@ -54,7 +54,7 @@ __all__ = [
 
 def sharded_call(
     context: SeqParContext, features: Tensor, mask: FrameMask, *, valid: Tensor | None = None, units_per_frame: int = 1
-) -> SeqParCall:
+) -> ForwardState:
     """The call of one forward pass whose text and frames are dealt to the ranks; `call.text` deals tensors like it.
 
     Args:
@@ -103,15 +103,15 @@ def sharded_call(
         }
 
     names = ("samples", "text tokens", "frames", "tokens per frame", "gradients wanted")
-    agree(comm, "forward pass", names, describe)
+    require_agreement(comm, "forward pass", names, describe)
     start, stop = _own(context, mask, units_per_frame)
     text = TextShards(batch, length, comm, config.text_layout, valid)
-    visual = SharedVisual(features, torch.arange(start, stop, device=features.device), mask.total_frames)
+    visual = VisualFeatures(features, torch.arange(start, stop, device=features.device), mask.total_frames)
     context.report_shares((text.local, length), (stop - start, mask.total_frames))
-    shards = VisualShards.of(visual, mask, text, units_per_frame)
+    shards = FrameState.of(visual, mask, text, units_per_frame)
     if config.strategy == "replicate" and comm.size > 1:
         shards = shards.gathered(comm, torch.arange(mask.total_frames))
-    return SeqParCall(context, text=text, frames=shards)
+    return ForwardState(context, text=text, frames=shards)
 
 
 def _own(context: SeqParContext, mask: FrameMask, units_per_frame: int) -> tuple[int, int]:

@@ -11,10 +11,10 @@ import torch
 from mllm_seqpar.comm import Communicator, as_communicator, run_loopback
 from mllm_seqpar.config import SeqParConfig
 from mllm_seqpar.errors import ConfigError
-from mllm_seqpar.masks import FrameBlocks, FrameMask, FullBlocks
+from mllm_seqpar.masks import FrameBlockMasks, FrameMask, FullBlockMasks
 from mllm_seqpar.planner import Cluster, write_cluster
 from mllm_seqpar.planner.call_cost import Visual
-from mllm_seqpar.runtime.selection import Chooser, chooser_for
+from mllm_seqpar.runtime.selection import StrategySelector, selector_for
 from mllm_seqpar.schedules.bytes_sent import Problem
 from mllm_seqpar.sharding import frame_bounds
 
@@ -34,8 +34,8 @@ PROBLEM = Problem(rows=512, keys=(400_000,) * 8, heads=28, kv_heads=4, dim=128)
 VISUAL = Visual(dim=3584, layers=4)
 
 
-def full(problem: Problem) -> FullBlocks:
-    return FullBlocks(1, problem.rows, problem.keys)
+def full(problem: Problem) -> FullBlockMasks:
+    return FullBlockMasks(1, problem.rows, problem.keys)
 
 
 @pytest.mark.parametrize("dense", [False, True])
@@ -47,7 +47,7 @@ def test_shares_and_counts_are_those_of_the_mask(dense: bool) -> None:
         table = (frames >= first[..., None]) & (frames < stop[..., None])
         tables.append(table)
         masks.append(FrameMask.from_dense(table, 3) if dense else FrameMask.from_intervals(first, stop, 3, 10))
-    blocks = FrameBlocks(masks, bounds)
+    blocks = FrameBlockMasks(masks, bounds)
     assert blocks.share == pytest.approx(torch.stack(tables).float().mean().item())
     for i, table in enumerate(tables):
         for j, (start, stop) in enumerate(bounds):
@@ -56,7 +56,7 @@ def test_shares_and_counts_are_those_of_the_mask(dense: bool) -> None:
 
 
 def test_lengths_that_are_nearly_alike_are_one_choice() -> None:
-    chooser = Chooser(CLUSTER)
+    chooser = StrategySelector(CLUSTER)
     first = chooser.choose(PROBLEM, full(PROBLEM), training=True, visual=VISUAL)
     for keys in ((399_271,) * 8, (400_000,) * 7 + (399_271,), (380_000,) * 8):
         near = replace(PROBLEM, keys=keys)
@@ -68,7 +68,7 @@ def test_lengths_that_are_nearly_alike_are_one_choice() -> None:
 
 def test_the_crossover() -> None:
     """Long video and little text: LV-XAttn. Few frames: replication. Not gathered beforehand: never replication."""
-    slow = Chooser(replace(CLUSTER, node_link=1e9, network_link=1e9))
+    slow = StrategySelector(replace(CLUSTER, node_link=1e9, network_link=1e9))
     for keys, strategy in ((400_000, "lv-xattn"), (200, "replicate")):
         problem = replace(PROBLEM, rows=4096, keys=(keys,) * 8)
         assert slow.choose(problem, full(problem), training=True, visual=VISUAL).strategy == strategy
@@ -84,8 +84,8 @@ def test_a_mask_that_leaves_each_rank_its_own_frames_needs_no_links() -> None:
         masks.append(FrameMask.from_intervals(row + start, row + stop, 729, frames))
     problem = replace(PROBLEM, keys=(64 * 729,) * 8)
     found = [
-        Chooser(replace(CLUSTER, node_link=rate)).choose(
-            problem, FrameBlocks(masks, bounds), training=True, visual=None
+        StrategySelector(replace(CLUSTER, node_link=rate)).choose(
+            problem, FrameBlockMasks(masks, bounds), training=True, visual=None
         )
         for rate in (1e5, 1e12)
     ]
@@ -99,7 +99,7 @@ def test_links_that_one_process_could_not_measure_are_not_decided_by(tmp_path: P
 
     def on_rank(comm: Communicator) -> None:
         with pytest.raises(ConfigError, match="2 ranks need gpus_per_node, node_link and network_link"):
-            chooser_for(config, comm, torch.device("cpu"), torch.float32)
+            selector_for(config, comm, torch.device("cpu"), torch.float32)
 
     run_loopback(2, on_rank)
-    assert chooser_for(config, as_communicator(None), torch.device("cpu"), torch.float32) is not None
+    assert selector_for(config, as_communicator(None), torch.device("cpu"), torch.float32) is not None

@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from mllm_seqpar.planner.activation_memory import kept as kept_by_formula
-from mllm_seqpar.planner.candidates import Way
-from mllm_seqpar.planner.workload import Run
+from mllm_seqpar.planner.candidates import ParallelSpec
+from mllm_seqpar.planner.workload import Workload
 
-LV = Way("lv-xattn", (1, 1))
+LV = ParallelSpec("lv-xattn", (1, 1))
 BENCH = Path(__file__).resolve().parent.parent / "scripts" / "bench"
 MODULES = (
     "decode_models",
@@ -78,7 +78,7 @@ def test_kept_is_what_the_layers_keep(bench, family: str) -> None:
     kept = partial(kept_by_autograd, bench, it)
 
     def planned(frames: int) -> int:
-        run = Run(model=it.subject.sizes, frames=frames, text=16, gpus=1, recompute=False)
+        run = Workload(model=it.subject.sizes, frames=frames, text=16, gpus=1, recompute=False)
         return kept_by_formula(run, LV)
 
     assert kept(True, 1) == kept(True, 2)
@@ -96,7 +96,7 @@ def test_a_token_of_text_costs_what_the_planner_says(bench, family: str) -> None
         return kept_by_autograd(bench, it, True, 1) - text * 1024 * 4  # the logits, in float32
 
     def planned(text: int) -> int:
-        run = Run(model=it.subject.sizes, frames=1, text=text, gpus=1)
+        run = Workload(model=it.subject.sizes, frames=1, text=text, gpus=1)
         return kept_by_formula(run, LV)
 
     assert 0.98 < (planned(256) - planned(128)) / (kept(256) - kept(128)) < 1.09

@@ -12,14 +12,14 @@ from torch import Tensor, nn
 
 from attention.dense import dense_attention
 from comm.strict import StrictLoopback
-from mllm_seqpar.attention.distributed import Plan
+from mllm_seqpar.attention.distributed import CallSpec
 from mllm_seqpar.attention.joint import attend
-from mllm_seqpar.attention.kv_sources import GivenKeys
+from mllm_seqpar.attention.kv_sources import GivenKV
 from mllm_seqpar.comm import Communicator, as_communicator, run_loopback
 from mllm_seqpar.errors import ShapeError
-from mllm_seqpar.masks import FullBlocks
+from mllm_seqpar.masks import FullBlockMasks
 from mllm_seqpar.runtime import visual_features as visual
-from mllm_seqpar.runtime.visual_features import RecomputedKeys, SharedVisual, frame_chunks
+from mllm_seqpar.runtime.visual_features import RecomputedKV, VisualFeatures, frame_chunks
 from mllm_seqpar.sharding import frame_bounds
 from tolerances import EXACT, assert_as_near_as_unpatched, relative_error
 
@@ -84,18 +84,18 @@ def run(comm: Communicator, setting: Setting) -> dict[str, Any]:
     mine = slice(*bounds[comm.rank])
     y = features[mine].clone().requires_grad_(setting.features_need_grad)
     q = rows[:, :, torch.arange(12).chunk(comm.size)[comm.rank]].clone().requires_grad_()
-    shared = SharedVisual(y, torch.arange(setting.frames)[mine], setting.frames)
+    shared = VisualFeatures(y, torch.arange(setting.frames)[mine], setting.frames)
     lengths = tuple((stop - start) * TOKENS for start, stop in bounds)
     tile = (comm.size, 1) if setting.tile == "lv" else (1, comm.size)
-    plan = Plan(tile, FullBlocks(2, q.shape[2], lengths), lengths, torch.float32)
+    plan = CallSpec(tile, FullBlockMasks(2, q.shape[2], lengths), lengths, torch.float32)
     made = modules(setting)
     o = q
     with torch.autocast("cpu", torch.bfloat16, enabled=setting.autocast):
         for module in made:
             if setting.recompute:
-                source = RecomputedKeys(plan, shared, module, [module], torch.float32)
+                source = RecomputedKV(plan, shared, module, [module], torch.float32)
             else:
-                source = GivenKeys(plan, *(x.float() for x in module(shared.features, shared.index)))
+                source = GivenKV(plan, *(x.float() for x in module(shared.features, shared.index)))
             o = o + attend(o, [source], comm=comm, scale=DIM**-0.5)[0]
     o.square().sum().backward()
     grads = {f"{i}.{n}": p.grad for i, m in enumerate(made) for n, p in m.named_parameters()}
@@ -156,8 +156,8 @@ def test_whatever_is_frozen(setting: Setting) -> None:
 def test_chunks_of_frames_give_what_one_piece_gives(monkeypatch: pytest.MonkeyPatch) -> None:
     setting = Setting()
     monkeypatch.setattr(visual, "CHUNK_BYTES", 2 * TOKENS * WIDTH * 4)
-    source = RecomputedKeys(
-        None, SharedVisual(torch.zeros(7, TOKENS, WIDTH), torch.zeros(7), 7), None, [], torch.float32
+    source = RecomputedKV(
+        None, VisualFeatures(torch.zeros(7, TOKENS, WIDTH), torch.zeros(7), 7), None, [], torch.float32
     )
     assert [chunk.stop - chunk.start for chunk in frame_chunks(source.visual.features)] == [2, 2, 2, 1]
     assert_exact(setting, run_loopback(2, run, setting))
@@ -169,9 +169,9 @@ def test_dropout_draws_the_same_numbers_again(frames_at_once: int, monkeypatch: 
     monkeypatch.setattr(visual, "CHUNK_BYTES", frames_at_once * TOKENS * WIDTH * 4)
     module = Projector(dropout=0.5)
     features = torch.randn(5, TOKENS, WIDTH)
-    shared = SharedVisual(features, torch.arange(5), 5)
-    plan = Plan((1, 1), FullBlocks(1, 2, (15,)), (15,), torch.float32)
-    source = RecomputedKeys(plan, shared, module, [module], torch.float32)
+    shared = VisualFeatures(features, torch.arange(5), 5)
+    plan = CallSpec((1, 1), FullBlockMasks(1, 2, (15,)), (15,), torch.float32)
+    source = RecomputedKV(plan, shared, module, [module], torch.float32)
     first = source.keys_values(source.inputs())
     torch.rand(100)  # others draw numbers meanwhile
     second = source.keys_values(source.inputs())
@@ -191,7 +191,7 @@ def test_dropout_draws_the_same_numbers_again(frames_at_once: int, monkeypatch: 
     )
     terms = dv * first[1]
     assert relative_error(found, terms.sum(), terms.norm()) <= EXACT[torch.float32]
-    other = RecomputedKeys(plan, shared, module, [module], torch.float32)
+    other = RecomputedKV(plan, shared, module, [module], torch.float32)
     assert not torch.equal(other.keys_values(other.inputs())[0], first[0]), "the next layer draws other numbers"
 
 
@@ -224,16 +224,16 @@ def bytes_kept(call: Callable[[], Tensor], known: list[Tensor]) -> int:
 def kept_per_layer(frames: int, recompute: bool) -> int:
     module = Projector()
     y = torch.randn(frames, TOKENS, WIDTH, requires_grad=True)
-    shared = SharedVisual(y, torch.zeros(frames, dtype=torch.int64), frames)
+    shared = VisualFeatures(y, torch.zeros(frames, dtype=torch.int64), frames)
     q = torch.randn(1, HEADS, 6, DIM, requires_grad=True)
     length = (frames * TOKENS,)
-    plan = Plan((1, 1), FullBlocks(1, 6, length), length, torch.float32)
+    plan = CallSpec((1, 1), FullBlockMasks(1, 6, length), length, torch.float32)
 
     def layer() -> Tensor:
         if recompute:
-            source = RecomputedKeys(plan, shared, module, [module], torch.float32)
+            source = RecomputedKV(plan, shared, module, [module], torch.float32)
         else:
-            source = GivenKeys(plan, *module(shared.features, shared.index))
+            source = GivenKV(plan, *module(shared.features, shared.index))
         return attend(q, [source], comm=as_communicator(None), scale=1.0)[0]
 
     return bytes_kept(layer, [y, *module.parameters()])
@@ -249,6 +249,6 @@ def test_what_a_layer_keeps_does_not_grow_with_the_video() -> None:
 
 def test_features_of_other_shapes_are_refused() -> None:
     with pytest.raises(ShapeError, match=r"features are \(4, 12\)"):
-        SharedVisual(torch.zeros(4, 12), torch.zeros(4), 4)
+        VisualFeatures(torch.zeros(4, 12), torch.zeros(4), 4)
     with pytest.raises(ShapeError, match=r"index is \(3,\)"):
-        SharedVisual(torch.zeros(4, 2, 12), torch.zeros(3), 4)
+        VisualFeatures(torch.zeros(4, 2, 12), torch.zeros(3), 4)

@@ -15,7 +15,7 @@ from torch.autograd.function import once_differentiable
 from mllm_seqpar.comm import Communicator, Recv, Send
 
 
-class Item(NamedTuple):
+class HeadTensor(NamedTuple):
     """A tensor that changes hands: which of its heads each rank takes, how long each rank's part is, in what order.
 
     `order` sorts the parts of all ranks, one after another; None leaves them so.
@@ -27,7 +27,7 @@ class Item(NamedTuple):
     order: Tensor | None
 
 
-def deal(xs: Sequence[Tensor], items: Sequence[Item], comm: Communicator) -> list[Tensor]:
+def shard_heads(xs: Sequence[Tensor], items: Sequence[HeadTensor], comm: Communicator) -> list[Tensor]:
     """By rows -> by heads: (B, all heads, this rank's length, D) -> (B, this rank's heads, all lengths, D)."""
     sends, recvs, arrived = [], [], []
     for x, item in zip(xs, items, strict=True):
@@ -48,8 +48,8 @@ def deal(xs: Sequence[Tensor], items: Sequence[Item], comm: Communicator) -> lis
     ]
 
 
-def collect(xs: Sequence[Tensor], items: Sequence[Item], comm: Communicator) -> list[Tensor]:
-    """By heads -> by rows, the adjoint of `deal`: what several ranks have of one head adds up."""
+def gather_heads(xs: Sequence[Tensor], items: Sequence[HeadTensor], comm: Communicator) -> list[Tensor]:
+    """By heads -> by rows, the adjoint of `shard_heads`: what several ranks have of one head adds up."""
     sends, recvs, arrived = [], [], []
     for x, item in zip(xs, items, strict=True):
         if item.order is not None:
@@ -81,38 +81,38 @@ def _assembled(parts: Sequence[Tensor], heads: Sequence[range]) -> Tensor:
 
 
 class _Deal(torch.autograd.Function):
-    """Forward: `deal` of one tensor. Backward: `collect` of its gradient."""
+    """Forward: `shard_heads` of one tensor. Backward: `gather_heads` of its gradient."""
 
     @staticmethod
-    def forward(ctx: Any, comm: Communicator, item: Item, x: Tensor) -> Tensor:
+    def forward(ctx: Any, comm: Communicator, item: HeadTensor, x: Tensor) -> Tensor:
         ctx.comm, ctx.item = comm, item
-        return deal([x], [item], comm)[0]
+        return shard_heads([x], [item], comm)[0]
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        return None, None, collect([grad], [ctx.item._replace(label=f"d{ctx.item.label}")], ctx.comm)[0]
+        return None, None, gather_heads([grad], [ctx.item._replace(label=f"d{ctx.item.label}")], ctx.comm)[0]
 
 
 class _Collect(torch.autograd.Function):
-    """Forward: `collect` of one tensor. Backward: `deal` of its gradient."""
+    """Forward: `gather_heads` of one tensor. Backward: `shard_heads` of its gradient."""
 
     @staticmethod
-    def forward(ctx: Any, comm: Communicator, item: Item, x: Tensor) -> Tensor:
+    def forward(ctx: Any, comm: Communicator, item: HeadTensor, x: Tensor) -> Tensor:
         ctx.comm, ctx.item = comm, item
-        return collect([x], [item], comm)[0]
+        return gather_heads([x], [item], comm)[0]
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        return None, None, deal([grad], [ctx.item._replace(label=f"d{ctx.item.label}")], ctx.comm)[0]
+        return None, None, shard_heads([grad], [ctx.item._replace(label=f"d{ctx.item.label}")], ctx.comm)[0]
 
 
-def dealt(x: Tensor, item: Item, comm: Communicator) -> Tensor:
-    """`deal`, differentiable, for heads that are one rank's each; the gradient is labelled d and the item's label."""
+def shard_heads_autograd(x: Tensor, item: HeadTensor, comm: Communicator) -> Tensor:
+    """Differentiable `shard_heads` for heads of one rank each; gradients are labelled d and the label of `item`."""
     return _Deal.apply(comm, item, x)
 
 
-def collected(x: Tensor, item: Item, comm: Communicator) -> Tensor:
-    """`collect`, differentiable likewise."""
+def gather_heads_autograd(x: Tensor, item: HeadTensor, comm: Communicator) -> Tensor:
+    """`gather_heads`, differentiable likewise."""
     return _Collect.apply(comm, item, x)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from mllm_seqpar.kernels import BlockKernel, choose_kernel
 from mllm_seqpar.kernels.merge import merge_
-from mllm_seqpar.masks import Tile
+from mllm_seqpar.masks import Rectangle
 
 Places = slice | Tensor
 """Which rows or keys of a tensor: a span, or indices in ascending order, each once."""
@@ -31,7 +31,7 @@ def unfold(x: Tensor, batch: int) -> Tensor:
     return x.reshape(x.shape[1], batch, x.shape[2] // batch, *x.shape[3:]).transpose(0, 1)
 
 
-class Partial:
+class PartialResult:
     """The attention of some rows over the keys seen so far: o in `dtype` and lse; rows that saw nothing are 0, -inf."""
 
     def __init__(self, q: Tensor, dtype: torch.dtype) -> None:
@@ -62,7 +62,7 @@ class Partial:
             whole.index_copy_(2, rows, part)
 
 
-class Sum:
+class GradientAccumulator:
     """A gradient that adds up over blocks, in `dtype`."""
 
     def __init__(self, like: Tensor, dtype: torch.dtype) -> None:
@@ -104,7 +104,7 @@ class BlockMath:
     kernel: str
     scale: float
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, tiles: Iterable[Tile], out: Partial) -> None:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, tiles: Iterable[Rectangle], out: PartialResult) -> None:
         """Merges the attention of q over the visible keys into `out`."""
         for part in self._parts(q, k, v, tiles):
             o, lse = part.kernel.forward(*part.qkv, **part.how)
@@ -112,14 +112,14 @@ class BlockMath:
 
     def backward(
         self,
-        grads: tuple[Sum, Sum, Sum],
+        grads: tuple[GradientAccumulator, GradientAccumulator, GradientAccumulator],
         do: Tensor,
         q: Tensor,
         k: Tensor,
         v: Tensor,
         o: Tensor,
         lse: Tensor,
-        tiles: Iterable[Tile],
+        tiles: Iterable[Rectangle],
     ) -> None:
         """Adds the block's dq, dk, dv to `grads`; o and lse are final, merged over all keys of those rows."""
         dq, dk, dv = grads
@@ -130,7 +130,7 @@ class BlockMath:
             dk.add(dk_t, part.batch, part.keys)
             dv.add(dv_t, part.batch, part.keys)
 
-    def _parts(self, q: Tensor, k: Tensor, v: Tensor, tiles: Iterable[Tile]) -> Iterator[_Part]:
+    def _parts(self, q: Tensor, k: Tensor, v: Tensor, tiles: Iterable[Rectangle]) -> Iterator[_Part]:
         """Cuts the tiles out of a block, and finds each the kernel that can compute it."""
         for tile in tiles:
             batch, rows, keys = slice(*tile.batch), slice(*tile.rows), tile.places(q.device)

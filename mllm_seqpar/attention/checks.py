@@ -88,7 +88,7 @@ def scale_bits(scale: float) -> int:
     return struct.unpack("<q", struct.pack("<d", scale))[0]
 
 
-def agree_on_keys(
+def require_same_keys(
     q: Tensor,
     k: Tensor,
     comm: Communicator,
@@ -170,7 +170,7 @@ def _compare(everyone: list[list[int]], rank: int) -> None:
 
 
 def dtype_code(dtype: torch.dtype | None) -> int:
-    """A number for a dtype, as `agree_on_keys` wants it; 0 for None."""
+    """A number for a dtype, as `require_same_keys` wants it; 0 for None."""
     return 0 if dtype is None else 1 + _DTYPES.index(dtype)
 
 

@@ -14,10 +14,10 @@ from torch import Tensor
 from mllm_seqpar._eager import eager
 from mllm_seqpar.comm import Communicator, Group, Recv, Send, as_communicator
 from mllm_seqpar.errors import ConfigError, MaskError
-from mllm_seqpar.masks import FrameMask, Tile, full_tile
+from mllm_seqpar.masks import FrameMask, Rectangle, full_rectangle
 from mllm_seqpar.sharding import frame_range
 
-from .block_math import BlockMath, Partial, fold, unfold
+from .block_math import BlockMath, PartialResult, fold, unfold
 from .checks import check_flags, check_mask, check_mask_type, check_qkv, check_scale
 from .parallel_spec import accumulation
 
@@ -67,15 +67,15 @@ def decode_attention(
     comm = as_communicator(group)
     batch = q.shape[0]
     rows = fold(q) if k.shape[0] < batch else q
-    tiles: tuple[Tile, ...]
+    tiles: tuple[Rectangle, ...]
     if mask is None:
-        tiles = full_tile(rows.shape[0], rows.shape[2], k.shape[2])
+        tiles = full_rectangle(rows.shape[0], rows.shape[2], k.shape[2])
     else:
         frames = frame_range(mask.total_frames // units_per_frame, comm)
         start, stop = frames.start * units_per_frame, frames.stop * units_per_frame
         check_mask(mask, q, k, (start, stop))
         tiles = (mask if rows is q else mask.folded()).tiles(start, stop)
-    partial = Partial(rows, accumulation(torch.float32, q.dtype))
+    partial = PartialResult(rows, accumulation(torch.float32, q.dtype))
     BlockMath(kernel, q.shape[-1] ** -0.5 if scale is None else scale).forward(rows, k, v, tiles, partial)
     o, lse = (x if rows is q else unfold(x, batch).contiguous() for x in partial.value)
     o, lse = merge_over_ranks(o, lse, comm)

@@ -9,15 +9,15 @@ import torch
 from torch import Tensor
 
 from mllm_seqpar.comm import Communicator
-from mllm_seqpar.masks import Blocks, Rows, Tile, clip_rows
-from mllm_seqpar.schedules import Axis, Block, Hides, Move, Schedule, schedule_for
+from mllm_seqpar.masks import BlockMasks, Rectangle, RowSubset, clip_rows
+from mllm_seqpar.schedules import AttentionBlock, Axis, Move, OverlapRatios, Schedule, schedule_for
 
-from .block_math import BlockMath, Partial, Places, Sum, fold, unfold
+from .block_math import BlockMath, GradientAccumulator, PartialResult, Places, fold, unfold
 from .executor import Bundle, run_schedule
 
 
 @dataclass(frozen=True)
-class Plan:
+class CallSpec:
     """All that is known about one set of keys before its tensors are: the same on every rank.
 
     Attributes:
@@ -33,12 +33,12 @@ class Plan:
     """
 
     tile: tuple[int, int]
-    blocks: Blocks
+    blocks: BlockMasks
     key_lengths: tuple[int, ...]
     accumulate_dtype: torch.dtype
     overlap: bool = True
     heads: int = 1
-    hides: tuple[Hides, Hides] = (Hides(), Hides())
+    overlap_ratios: tuple[OverlapRatios, OverlapRatios] = (OverlapRatios(), OverlapRatios())
 
     @property
     def straight(self) -> bool:
@@ -47,9 +47,11 @@ class Plan:
 
     def schedule(self, rank: int, *, backward: bool) -> Schedule:
         """What a rank does at each step."""
-        return schedule_for(self.tile, rank, backward=backward, straight=self.straight, hides=self.hides[backward])
+        return schedule_for(
+            self.tile, rank, backward=backward, straight=self.straight, overlap_ratios=self.overlap_ratios[backward]
+        )
 
-    def folded(self) -> Plan:
+    def folded(self) -> CallSpec:
         """The same for queries whose batch is folded into their rows (`block.fold`)."""
         return replace(self, blocks=self.blocks.folded())
 
@@ -61,7 +63,7 @@ class _Travelling:
     of just those rows. Masks are known to all ranks, so both ends of a transfer cut the same rows.
     """
 
-    def __init__(self, plan: Plan, math: BlockMath, rank: int, home: Mapping[Axis, Bundle]) -> None:
+    def __init__(self, plan: CallSpec, math: BlockMath, rank: int, home: Mapping[Axis, Bundle]) -> None:
         self.plan, self.math, self.rank, self.home = plan, math, rank, home
 
     def leaving(self, move: Move, piece: Bundle) -> Bundle:
@@ -81,7 +83,7 @@ class _Travelling:
         rows = self._rows(move.recv, move.source) if move.axis == "rows" else None
         return slice(None) if rows is None else rows.on(device)
 
-    def tiles(self, block: Block) -> Sequence[Tile]:
+    def tiles(self, block: AttentionBlock) -> Sequence[Rectangle]:
         """The tiles of a block, cut to the part of its query rows that the schedule asks for."""
         if self.plan.straight and block.row != block.column:
             return self.plan.blocks.packed(block.row, block.column)
@@ -92,23 +94,23 @@ class _Travelling:
         start, stop = rows * block.part // block.parts, rows * (block.part + 1) // block.parts
         return [part for tile in tiles for part in clip_rows(tile, start, stop)]
 
-    def _rows(self, row: int, column: int) -> Rows | None:
+    def _rows(self, row: int, column: int) -> RowSubset | None:
         return self.plan.blocks.rows(row, column) if self.plan.straight else None
 
 
 class _Forward(_Travelling):
     """Rows carry q ahead and (o, lse) behind; columns carry k and v ahead."""
 
-    def __init__(self, plan: Plan, math: BlockMath, rank: int, q: Tensor, k: Tensor, v: Tensor) -> None:
+    def __init__(self, plan: CallSpec, math: BlockMath, rank: int, q: Tensor, k: Tensor, v: Tensor) -> None:
         super().__init__(plan, math, rank, {"rows": {"q": q}, "columns": {"k": k, "v": v}})
-        self._partials: dict[int, Partial] = {}
+        self._partials: dict[int, PartialResult] = {}
 
-    def partial(self, row: int, q: Tensor) -> Partial:
+    def partial(self, row: int, q: Tensor) -> PartialResult:
         if row not in self._partials:
-            self._partials[row] = Partial(q, self.plan.accumulate_dtype)
+            self._partials[row] = PartialResult(q, self.plan.accumulate_dtype)
         return self._partials[row]
 
-    def compute(self, block: Block, rows: Bundle, columns: Bundle) -> None:
+    def compute(self, block: AttentionBlock, rows: Bundle, columns: Bundle) -> None:
         out = self.partial(block.row, rows["q"])
         self.math.forward(rows["q"], columns["k"], columns["v"], self.tiles(block), out)
 
@@ -127,7 +129,7 @@ class _Backward(_Travelling):
 
     def __init__(
         self,
-        plan: Plan,
+        plan: CallSpec,
         math: BlockMath,
         rank: int,
         saved: tuple[Tensor, Tensor, Tensor, Tensor],
@@ -136,14 +138,14 @@ class _Backward(_Travelling):
     ) -> None:
         rows: Bundle = dict(zip(("q", "o", "lse", "do"), saved, strict=True))
         super().__init__(plan, math, rank, {"rows": rows, "columns": {"k": k, "v": v}})
-        self._sums: dict[tuple[str, int], Sum] = {}
+        self._sums: dict[tuple[str, int], GradientAccumulator] = {}
 
-    def total(self, name: str, owner: int, like: Tensor) -> Sum:
+    def total(self, name: str, owner: int, like: Tensor) -> GradientAccumulator:
         if (name, owner) not in self._sums:
-            self._sums[name, owner] = Sum(like, self.plan.accumulate_dtype)
+            self._sums[name, owner] = GradientAccumulator(like, self.plan.accumulate_dtype)
         return self._sums[name, owner]
 
-    def compute(self, block: Block, rows: Bundle, columns: Bundle) -> None:
+    def compute(self, block: AttentionBlock, rows: Bundle, columns: Bundle) -> None:
         q, k, v = rows["q"], columns["k"], columns["v"]
         grads = (
             self.total("dq", block.row, q),
@@ -164,7 +166,7 @@ class _Backward(_Travelling):
 
 
 def distributed_forward(
-    comm: Communicator, plan: Plan, math: BlockMath, q: Tensor, k: Tensor, v: Tensor
+    comm: Communicator, plan: CallSpec, math: BlockMath, q: Tensor, k: Tensor, v: Tensor
 ) -> tuple[Tensor, Tensor]:
     """This rank's q, k, v, contiguous -> (o in plan.accumulate_dtype, lse) of its rows over all ranks' keys.
 
@@ -180,7 +182,7 @@ def distributed_forward(
 
 def distributed_backward(
     comm: Communicator,
-    plan: Plan,
+    plan: CallSpec,
     math: BlockMath,
     saved: tuple[Tensor, Tensor, Tensor, Tensor],
     k: Tensor,

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from mllm_seqpar.comm import Communicator, Recv, Send
-from mllm_seqpar.schedules import Axis, Block, Move, Schedule
+from mllm_seqpar.schedules import AttentionBlock, Axis, Move, Schedule
 
 Bundle = dict[str, Tensor]
 
@@ -33,7 +33,7 @@ class Work(Protocol):
     def shape(self, move: Move, like: Tensor) -> tuple[int, ...]:
         """The shape of a tensor that `move` brings, given the one of the same name that it takes away."""
 
-    def compute(self, block: Block, rows: Bundle, columns: Bundle) -> None:
+    def compute(self, block: AttentionBlock, rows: Bundle, columns: Bundle) -> None:
         """Computes one block and adds it to the results for its row and its column."""
 
     def result(self, axis: Axis, owner: int) -> Bundle:

@@ -15,7 +15,7 @@ from torch import Tensor
 from mllm_seqpar.comm import Group
 from mllm_seqpar.masks import FrameMask
 
-from .functional_call import Options, attend_once
+from .functional_call import CallOptions, attend_once
 
 
 class Shared(TypedDict, total=False):
@@ -29,14 +29,14 @@ class Shared(TypedDict, total=False):
     accumulate_dtype: torch.dtype | None
 
 
-class Text(Shared, total=False):
+class TextOptions(Shared, total=False):
     """Those of the functions that text can attend to itself by."""
 
     causal: bool
     layout: str
 
 
-class Tiled(Text, total=False):
+class Tiled(TextOptions, total=False):
     """Those of the functions that take a tile."""
 
     tile: tuple[int, int] | None
@@ -86,7 +86,7 @@ def lv_xattn(
         ShapeError, MaskError, ConfigError: arguments that do not fit, on the rank that has them; AgreementError: ranks
             that disagree, on every rank, and arguments that another rank refused.
     """
-    options = Options(
+    options = CallOptions(
         group=group,
         mask=mask,
         scale=scale,
@@ -100,11 +100,11 @@ def lv_xattn(
 
 @overload
 def ring_attention(
-    q: Tensor, k: Tensor, v: Tensor, *, return_lse: Literal[False] = ..., **options: Unpack[Text]
+    q: Tensor, k: Tensor, v: Tensor, *, return_lse: Literal[False] = ..., **options: Unpack[TextOptions]
 ) -> Tensor: ...
 @overload
 def ring_attention(
-    q: Tensor, k: Tensor, v: Tensor, *, return_lse: Literal[True], **options: Unpack[Text]
+    q: Tensor, k: Tensor, v: Tensor, *, return_lse: Literal[True], **options: Unpack[TextOptions]
 ) -> tuple[Tensor, Tensor]: ...
 def ring_attention(
     q: Tensor,
@@ -130,7 +130,7 @@ def ring_attention(
 
     The other arguments, the result and the errors are those of `lv_xattn`.
     """
-    options = Options(
+    options = CallOptions(
         group=group,
         mask=mask,
         scale=scale,
@@ -176,7 +176,7 @@ def mesh_attention(
 
     The other arguments, the result and the errors are those of `ring_attention`.
     """
-    options = Options(
+    options = CallOptions(
         group=group,
         mask=mask,
         scale=scale,
@@ -224,7 +224,7 @@ def ulysses_attention(
     The other arguments, the result and the errors are those of `ring_attention`; a ConfigError names the largest group
     that the query heads can be dealt to. Key heads are repeated only as far as that group needs it.
     """
-    options = Options(
+    options = CallOptions(
         group=group,
         mask=mask,
         scale=scale,

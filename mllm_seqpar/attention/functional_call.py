@@ -11,14 +11,13 @@ from mllm_seqpar._eager import eager
 from mllm_seqpar.comm import Group, as_communicator
 from mllm_seqpar.errors import ConfigError, MaskError, ShapeError
 from mllm_seqpar.kernels import choose_kernel
-from mllm_seqpar.masks import Blocks, CausalBlocks, FrameMask, FullBlocks
-from mllm_seqpar.schedules.head_sharding import HeadShares
+from mllm_seqpar.masks import BlockMasks, CausalBlockMasks, FrameMask, FullBlockMasks
+from mllm_seqpar.schedules.head_sharding import HeadShards
 from mllm_seqpar.schedules.mesh_shapes import check_tile, tile_and_heads
 from mllm_seqpar.sharding import LAYOUTS, frame_bounds, sequence_positions
 
 from .checks import (
     GRADIENT_STATES,
-    agree_on_keys,
     check_accumulation,
     check_flags,
     check_mask,
@@ -27,18 +26,19 @@ from .checks import (
     check_scale,
     dtype_code,
     gradient_state,
+    require_same_keys,
     scale_bits,
     wants_gradients,
 )
 from .joint import attend
-from .kv_sources import GivenKeys
+from .kv_sources import GivenKV
 from .parallel_spec import accumulation, plan_for, problem_of
 
 STRATEGIES = ("lv-xattn", "ring", "mesh", "ulysses")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Options:
+class CallOptions:
     """What the functions of the functional layer have in common; see `lv_xattn`."""
 
     group: Group = None
@@ -55,7 +55,7 @@ class Options:
 
 @eager
 def attend_once(
-    q: Tensor, k: Tensor, v: Tensor, strategy: str, tile: tuple[int, int] | None, options: Options
+    q: Tensor, k: Tensor, v: Tensor, strategy: str, tile: tuple[int, int] | None, options: CallOptions
 ) -> Tensor | tuple[Tensor, Tensor]:
     """One distributed attention by a named strategy; o, or (o, lse)."""
     comm, mask, causal, layout = as_communicator(options.group), options.mask, options.causal, options.layout
@@ -73,7 +73,7 @@ def attend_once(
         check_mask_type(mask)
         choose_kernel(options.kernel, q, k, causal=causal, masked=mask is not None)
         rows, heads = tile_and_heads(strategy, None if tile is None else check_tile(tile), comm.size)
-        HeadShares(q.shape[1], k.shape[1], heads)
+        HeadShards(q.shape[1], k.shape[1], heads)
         facts = {
             "strategy": STRATEGIES.index(strategy),
             "scale": scale_bits(float(scale)),
@@ -97,15 +97,15 @@ def attend_once(
         known = 0 if mask is None else mask.known_as(comm, frames)
         return gradient_state(q, k, v) + GRADIENT_STATES * known
 
-    key_lengths, told = agree_on_keys(q, k, comm, check, own)
+    key_lengths, told = require_same_keys(q, k, comm, check, own)
     known = {number // GRADIENT_STATES for number in told}
     wanted = wants_gradients([number % GRADIENT_STATES for number in told])
     # The backward pass needs every rank in it; where heads are dealt, that of q by itself does.
     if wanted and not (q.requires_grad or (strategy != "ulysses" and (k.requires_grad or v.requires_grad))):
         q = q.detach().requires_grad_()
-    blocks: Blocks = FullBlocks(q.shape[0], q.shape[2], key_lengths)
+    blocks: BlockMasks = FullBlockMasks(q.shape[0], q.shape[2], key_lengths)
     if causal:
-        blocks = CausalBlocks(q.shape[0], q.shape[2] * comm.size, comm.size, layout)
+        blocks = CausalBlockMasks(q.shape[0], q.shape[2] * comm.size, comm.size, layout)
     elif mask is not None:
         blocks = mask.blocks(comm, frames, anew=0 in known or len(known) > 1)
     plan = plan_for(
@@ -116,5 +116,5 @@ def attend_once(
         accumulation(options.accumulate_dtype, q.dtype),
         options.overlap,
     )
-    o, lse = attend(q, [GivenKeys(plan, k, v)], comm=comm, scale=float(scale), kernel=options.kernel)
+    o, lse = attend(q, [GivenKV(plan, k, v)], comm=comm, scale=float(scale), kernel=options.kernel)
     return (o, lse) if options.return_lse else o

@@ -8,14 +8,14 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from mllm_seqpar.comm import Communicator, PartOfGroup
-from mllm_seqpar.schedules.head_sharding import HeadShares
+from mllm_seqpar.comm import Communicator, Subgroup
+from mllm_seqpar.schedules.head_sharding import HeadShards
 
-from .all_to_all import Item, collect, deal
-from .distributed import Plan
+from .all_to_all import HeadTensor, gather_heads, shard_heads
+from .distributed import CallSpec
 
 
-class ByHeads:
+class HeadLayout:
     """One plan, dealt by heads.
 
     Attributes:
@@ -24,11 +24,11 @@ class ByHeads:
         plan: what these run.
     """
 
-    def __init__(self, comm: Communicator, plan: Plan, q: Tensor, orders: Sequence[Tensor] | None) -> None:
+    def __init__(self, comm: Communicator, plan: CallSpec, q: Tensor, orders: Sequence[Tensor] | None) -> None:
         size = plan.heads
         group, place = divmod(comm.rank, size)
-        self.inside = PartOfGroup(comm, range(group * size, (group + 1) * size))
-        self.between = PartOfGroup(comm, range(place, comm.size, size))
+        self.inside = Subgroup(comm, range(group * size, (group + 1) * size))
+        self.between = Subgroup(comm, range(place, comm.size, size))
         lengths = [plan.key_lengths[i : i + size] for i in range(0, comm.size, size)]
         self.plan = replace(
             plan,
@@ -41,24 +41,24 @@ class ByHeads:
         self._order = None if orders is None else orders[group]
         self._key_order = self._order if plan.blocks.keys_are_rows else None
 
-    def rows(self, label: str) -> Item:
+    def rows(self, label: str) -> HeadTensor:
         """How what goes with query heads changes hands."""
-        shares = HeadShares(self._heads, self._heads, self.inside.size)
-        return Item(
+        shares = HeadShards(self._heads, self._heads, self.inside.size)
+        return HeadTensor(
             label, [shares.query_heads(peer) for peer in range(self.inside.size)], self._lengths[0], self._order
         )
 
-    def keys(self, label: str, kv_heads: int) -> Item:
+    def keys(self, label: str, kv_heads: int) -> HeadTensor:
         """How what goes with key heads does."""
         self._kv_heads = kv_heads
         shares = self._shares
-        return Item(
+        return HeadTensor(
             label, [shares.key_heads(peer) for peer in range(self.inside.size)], self._lengths[1], self._key_order
         )
 
     @property
-    def _shares(self) -> HeadShares:
-        return HeadShares(self._heads, self._kv_heads, self.inside.size)
+    def _shares(self) -> HeadShards:
+        return HeadShards(self._heads, self._kv_heads, self.inside.size)
 
     def _uniform(self, x: Tensor) -> Tensor:
         """Key heads (B, g, T, D) such that equally many query heads use each."""
@@ -77,7 +77,7 @@ class ByHeads:
 
     def deal_keys(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """k and v by rows -> by heads, uniform."""
-        both = deal([k, v], [self.keys(name, k.shape[1]) for name in ("k", "v")], self.inside)
+        both = shard_heads([k, v], [self.keys(name, k.shape[1]) for name in ("k", "v")], self.inside)
         k, v = (self._uniform(x).contiguous() for x in both)
         return k, v
 
@@ -87,5 +87,5 @@ class ByHeads:
         if shared or dtype is None:
             dtype = self.plan.accumulate_dtype
         grads = [self._not_uniform(x).to(dtype) for x in (dk, dv)]
-        dk, dv = collect(grads, [self.keys(name, self._kv_heads) for name in ("dk", "dv")], self.inside)
+        dk, dv = gather_heads(grads, [self.keys(name, self._kv_heads) for name in ("dk", "dv")], self.inside)
         return dk, dv

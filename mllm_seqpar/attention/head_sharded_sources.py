@@ -8,25 +8,25 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from .distributed import Plan
-from .head_layout import ByHeads
-from .kv_sources import GivenKeys, KeySource
+from .distributed import CallSpec
+from .head_layout import HeadLayout
+from .kv_sources import GivenKV, KVSource
 
 
 @dataclass(frozen=True)
-class DealtKeys:
+class HeadShardedKV:
     """A source whose keys are made by rows, when they are needed, and then dealt by heads.
 
     Keys that are given are kept as they were dealt; those that are made again in the backward pass are dealt again.
     """
 
-    source: KeySource
-    by: ByHeads
+    source: KVSource
+    by: HeadLayout
     dtype: torch.dtype
     _dealt: list[Tensor] = field(default_factory=list)
 
     @property
-    def plan(self) -> Plan:
+    def plan(self) -> CallSpec:
         """That of the ranks with the same heads."""
         return self.by.plan
 
@@ -37,7 +37,7 @@ class DealtKeys:
     def keys_values(self, inputs: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
         """The source's, dealt; every rank of the group takes part."""
         dealt = self.by.deal_keys(*self.source.keys_values(inputs))
-        if isinstance(self.source, GivenKeys):
+        if isinstance(self.source, GivenKV):
             self._dealt[:] = dealt
         return dealt
 
@@ -55,22 +55,22 @@ class DealtKeys:
         """The source's."""
         return self.source.restored(saved)
 
-    def without_inputs(self) -> KeySource:
+    def without_inputs(self) -> KVSource:
         """The same of the source without them."""
         if self._dealt:
-            return KeptDealt(self.by, self.dtype)
-        return DealtKeys(self.source.without_inputs(), self.by, self.dtype)
+            return HeadShardedSavedKV(self.by, self.dtype)
+        return HeadShardedKV(self.source.without_inputs(), self.by, self.dtype)
 
 
 @dataclass(frozen=True)
-class KeptDealt:
+class HeadShardedSavedKV:
     """In the backward pass: keys that were given, as they were dealt in the forward pass."""
 
-    by: ByHeads
+    by: HeadLayout
     dtype: torch.dtype
 
     @property
-    def plan(self) -> Plan:
+    def plan(self) -> CallSpec:
         """That of the ranks with the same heads."""
         return self.by.plan
 
@@ -98,6 +98,6 @@ class KeptDealt:
         """What was kept."""
         return saved
 
-    def without_inputs(self) -> KeySource:
+    def without_inputs(self) -> KVSource:
         """Itself."""
         return self

@@ -19,18 +19,18 @@ from torch import Tensor
 
 from mllm_seqpar.comm import Communicator
 
-from .all_to_all import collect, collected, deal, dealt
+from .all_to_all import gather_heads, gather_heads_autograd, shard_heads, shard_heads_autograd
 from .block_math import BlockMath
-from .distributed import Plan, distributed_backward, distributed_forward
-from .head_layout import ByHeads
-from .head_sharded_sources import DealtKeys
-from .kv_sources import KeySource
+from .distributed import CallSpec, distributed_backward, distributed_forward
+from .head_layout import HeadLayout
+from .head_sharded_sources import HeadShardedKV
+from .kv_sources import KVSource
 
-Attend = Callable[[Tensor, Sequence[KeySource], Communicator], tuple[Tensor, Tensor]]
+Attend = Callable[[Tensor, Sequence[KVSource], Communicator], tuple[Tensor, Tensor]]
 
 
 def attend_by_heads(
-    q: Tensor, sources: Sequence[KeySource], comm: Communicator, attend: Attend
+    q: Tensor, sources: Sequence[KVSource], comm: Communicator, attend: Attend
 ) -> tuple[Tensor, Tensor]:
     """One softmax over sources that are all dealt by heads, to as many ranks each.
 
@@ -45,33 +45,33 @@ def attend_by_heads(
     """
     size = sources[0].plan.heads
     orders = next((found for s in sources if (found := s.plan.blocks.orders(size, q.device)) is not None), None)
-    by = [ByHeads(comm, source.plan, q, orders) for source in sources]
-    q_dealt = dealt(q, by[0].rows("q"), by[0].inside)
-    inner = [DealtKeys(source, its, q.dtype) for source, its in zip(sources, by, strict=True)]
+    by = [HeadLayout(comm, source.plan, q, orders) for source in sources]
+    q_dealt = shard_heads_autograd(q, by[0].rows("q"), by[0].inside)
+    inner = [HeadShardedKV(source, its, q.dtype) for source, its in zip(sources, by, strict=True)]
     o, lse = attend(q_dealt, inner, by[0].between)
-    o = collected(o, by[0].rows("o"), by[0].inside)
-    (lse_rows,) = collect([lse.unsqueeze(-1)], [by[0].rows("lse")], by[0].inside)
+    o = gather_heads_autograd(o, by[0].rows("o"), by[0].inside)
+    (lse_rows,) = gather_heads([lse.unsqueeze(-1)], [by[0].rows("lse")], by[0].inside)
     return o, lse_rows.squeeze(-1)
 
 
 def forward_by_heads(
-    comm: Communicator, plan: Plan, math: BlockMath, q: Tensor, k: Tensor, v: Tensor
+    comm: Communicator, plan: CallSpec, math: BlockMath, q: Tensor, k: Tensor, v: Tensor
 ) -> tuple[Tensor, Tensor]:
     """`distributed_forward` for a plan that deals heads, beside sources of one softmax that do not.
 
     Then only the rows' home has the final (o, lse), and the backward pass deals everything again.
     """
-    by = ByHeads(comm, plan, q, plan.blocks.orders(plan.heads, q.device))
-    (q,) = deal([q], [by.rows("q")], by.inside)
+    by = HeadLayout(comm, plan, q, plan.blocks.orders(plan.heads, q.device))
+    (q,) = shard_heads([q], [by.rows("q")], by.inside)
     k, v = by.deal_keys(k, v)
     o, lse = distributed_forward(by.between, by.plan, math, q, k, v)
-    o, lse = collect([o, lse.unsqueeze(-1)], [by.rows("o"), by.rows("lse")], by.inside)
+    o, lse = gather_heads([o, lse.unsqueeze(-1)], [by.rows("o"), by.rows("lse")], by.inside)
     return o, lse.squeeze(-1)
 
 
 def backward_by_heads(
     comm: Communicator,
-    plan: Plan,
+    plan: CallSpec,
     math: BlockMath,
     saved: tuple[Tensor, Tensor, Tensor, Tensor],
     k: Tensor,
@@ -79,10 +79,10 @@ def backward_by_heads(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """`distributed_backward` for such a plan."""
     q, o, lse, do = saved
-    by = ByHeads(comm, plan, q, plan.blocks.orders(plan.heads, q.device))
-    rows = deal([q, o, lse.unsqueeze(-1), do], [by.rows(name) for name in ("q", "o", "lse", "do")], by.inside)
+    by = HeadLayout(comm, plan, q, plan.blocks.orders(plan.heads, q.device))
+    rows = shard_heads([q, o, lse.unsqueeze(-1), do], [by.rows(name) for name in ("q", "o", "lse", "do")], by.inside)
     q, o, lse, do = (x.contiguous() for x in rows)
     k, v = by.deal_keys(k, v)
     dq, dk, dv = distributed_backward(by.between, by.plan, math, (q, o, lse.squeeze(-1), do), k, v)
-    (dq,) = collect([dq], [by.rows("dq")], by.inside)
+    (dq,) = gather_heads([dq], [by.rows("dq")], by.inside)
     return dq, *by.collect_keys(dk, dv, None)

@@ -25,16 +25,16 @@ from torch.autograd.function import once_differentiable
 from mllm_seqpar._eager import eager
 from mllm_seqpar.comm import Communicator
 
-from .block_math import BlockMath, Partial
+from .block_math import BlockMath, PartialResult
 from .distributed import distributed_backward, distributed_forward
 from .head_sharding import attend_by_heads, backward_by_heads, forward_by_heads
-from .kv_sources import KeySource
+from .kv_sources import KVSource
 
 
 @dataclass(frozen=True)
 class _Call:
     comm: Communicator
-    sources: tuple[KeySource, ...]
+    sources: tuple[KVSource, ...]
     math: BlockMath
 
 
@@ -49,7 +49,7 @@ class _JointAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, call: _Call, q: Tensor, *inputs: Tensor) -> tuple[Tensor, Tensor]:
         q_home = q.contiguous()
-        total = Partial(q_home, call.sources[0].plan.accumulate_dtype)
+        total = PartialResult(q_home, call.sources[0].plan.accumulate_dtype)
         saved: list[Tensor] = []
         ctx.counts = []
         for source, its_inputs in _split(call.sources, inputs):
@@ -89,7 +89,7 @@ class _JointAttention(torch.autograd.Function):
         return None, dq.to(q.dtype), *grads
 
 
-def _split(sources: Sequence[KeySource], inputs: Sequence[Tensor]) -> list[tuple[KeySource, Sequence[Tensor]]]:
+def _split(sources: Sequence[KVSource], inputs: Sequence[Tensor]) -> list[tuple[KVSource, Sequence[Tensor]]]:
     pairs, start = [], 0
     for source in sources:
         count = len(source.inputs())
@@ -100,7 +100,7 @@ def _split(sources: Sequence[KeySource], inputs: Sequence[Tensor]) -> list[tuple
 
 @eager
 def attend(
-    q: Tensor, sources: Sequence[KeySource], *, comm: Communicator, scale: float, kernel: str = "auto"
+    q: Tensor, sources: Sequence[KVSource], *, comm: Communicator, scale: float, kernel: str = "auto"
 ) -> tuple[Tensor, Tensor]:
     """The attention of this rank's rows over every source's keys on all ranks, as one softmax.
 
@@ -121,7 +121,7 @@ def attend(
 
 
 def attend_by_rows(
-    q: Tensor, sources: Sequence[KeySource], comm: Communicator, *, scale: float, kernel: str
+    q: Tensor, sources: Sequence[KVSource], comm: Communicator, *, scale: float, kernel: str
 ) -> tuple[Tensor, Tensor]:
     """The same where the ranks have all heads of the rows that they have."""
     inputs = [tensor for source in sources for tensor in source.inputs()]

@@ -9,14 +9,14 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from .distributed import Plan
+from .distributed import CallSpec
 
 
-class KeySource(Protocol):
+class KVSource(Protocol):
     """One set of keys of a joint softmax, with the plan by which the group attends to it."""
 
     @property
-    def plan(self) -> Plan:
+    def plan(self) -> CallSpec:
         """How the group attends to these keys."""
 
     def inputs(self) -> Sequence[Tensor]:
@@ -36,7 +36,7 @@ class KeySource(Protocol):
     def restored(self, saved: Sequence[Tensor]) -> Sequence[Tensor]:
         """All inputs, in the order of `inputs`, from what was kept."""
 
-    def without_inputs(self) -> KeySource:
+    def without_inputs(self) -> KVSource:
         """What the backward pass holds on to: this source without tensors that `saved` names.
 
         Only what goes through autograd's saved tensors can be dropped by activation checkpointing, or offloaded.
@@ -44,10 +44,10 @@ class KeySource(Protocol):
 
 
 @dataclass(frozen=True)
-class GivenKeys:
+class GivenKV:
     """Keys and values that are tensors already, kept for the backward pass as they are."""
 
-    plan: Plan
+    plan: CallSpec
     k: Tensor
     v: Tensor
 
@@ -74,9 +74,9 @@ class GivenKeys:
         """What was kept."""
         return saved
 
-    def without_inputs(self) -> GivenKeys:
+    def without_inputs(self) -> GivenKV:
         """The plan alone."""
-        return GivenKeys(self.plan, self.k.new_empty(0), self.v.new_empty(0))
+        return GivenKV(self.plan, self.k.new_empty(0), self.v.new_empty(0))
 
 
 @dataclass(frozen=True)

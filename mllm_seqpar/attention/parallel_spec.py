@@ -6,12 +6,12 @@ from collections.abc import Sequence
 
 import torch
 
-from mllm_seqpar.masks import Blocks
-from mllm_seqpar.schedules import Hides
-from mllm_seqpar.schedules.bytes_sent import Problem, hides_by_bytes
+from mllm_seqpar.masks import BlockMasks
+from mllm_seqpar.schedules import OverlapRatios
+from mllm_seqpar.schedules.bytes_sent import Problem, overlap_ratios_by_bytes
 from mllm_seqpar.schedules.mesh_shapes import least_bytes_tile, tile_and_heads
 
-from .distributed import Plan
+from .distributed import CallSpec
 
 
 def accumulation(dtype: torch.dtype | None, of: torch.dtype) -> torch.dtype:
@@ -44,12 +44,12 @@ def problem_of(
 def plan_for(
     strategy: str,
     tile: tuple[int, int] | None,
-    blocks: Blocks,
+    blocks: BlockMasks,
     problem: Problem,
     accumulate_dtype: torch.dtype,
     overlap: bool = True,
-    hides: tuple[Hides, Hides] | None = None,
-) -> Plan:
+    overlap_ratios: tuple[OverlapRatios, OverlapRatios] | None = None,
+) -> CallSpec:
     """The plan of a strategy; a mesh without a tile takes the one that sends the fewest bytes.
 
     `hides`: what a mesh's order of steps is worked out for, forward and backward; None: by the bytes.
@@ -60,6 +60,17 @@ def plan_for(
     chosen, heads = tile_and_heads(strategy, tile, problem.ranks)
     if chosen is None:
         chosen = least_bytes_tile(problem)
-    if hides is None and 1 not in chosen:
-        hides = hides_by_bytes(problem, backward=False), hides_by_bytes(problem, backward=True)
-    return Plan(chosen, blocks, problem.keys, accumulate_dtype, overlap, heads, hides or (Hides(), Hides()))
+    if overlap_ratios is None and 1 not in chosen:
+        overlap_ratios = (
+            overlap_ratios_by_bytes(problem, backward=False),
+            overlap_ratios_by_bytes(problem, backward=True),
+        )
+    return CallSpec(
+        chosen,
+        blocks,
+        problem.keys,
+        accumulate_dtype,
+        overlap,
+        heads,
+        overlap_ratios or (OverlapRatios(), OverlapRatios()),
+    )

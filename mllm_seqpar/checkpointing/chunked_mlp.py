@@ -28,7 +28,7 @@ from mllm_seqpar.attention.kv_sources import AutocastState
 from mllm_seqpar.errors import ConfigError, ShapeError
 from mllm_seqpar.patching import Patch
 
-from .recompute import ChunkGradients, RandomState, drawing_again, flat_tokens, stand_ins, trained_parameters
+from .recompute import ChunkGradients, RNGState, detached_parameters, flat_tokens, rng_replay, trained_parameters
 
 
 def chunk_forwards(patch: Patch, modules: Iterable[nn.Module]) -> None:
@@ -51,7 +51,7 @@ def _forward(module: nn.Module, size: int) -> Any:
 
     @functools.wraps(unpatched)
     def forward(self: nn.Module, *inputs: Tensor) -> Tensor:
-        return in_chunks(Tokenwise(unpatched, [self], self), size, *inputs)
+        return run_in_chunks(Tokenwise(unpatched, [self], self), size, *inputs)
 
     return types.MethodType(forward, module)
 
@@ -88,7 +88,7 @@ class Tokenwise:
                     )
 
 
-def in_chunks(what: Tokenwise, size: int, *inputs: Tensor) -> Tensor:
+def run_in_chunks(what: Tokenwise, size: int, *inputs: Tensor) -> Tensor:
     """``what.run(*inputs)``, `size` tokens at once, with its inner activations recomputed in backward.
 
     With no more than `size` tokens it is the plain computation; without grad mode, chunks and nothing recomputed.
@@ -149,17 +149,17 @@ class _InChunks(torch.autograd.Function):
         ctx: Any, what: Tokenwise, size: int, kept: Any, marker: Tensor, count: int, *tensors: Tensor
     ) -> Tensor:
         ctx.what, ctx.size, ctx.kept, ctx.count = what, size, kept, count
-        ctx.autocast, before = AutocastState.current(tensors[0].device.type), RandomState.now(tensors[0])
+        ctx.autocast, before = AutocastState.current(tensors[0].device.type), RNGState.now(tensors[0])
         with ctx.autocast.again():  # its cache off: a cast of a weight without grad mode must not serve another pass
             out = _computed(what, size, tensors[:count])
-        ctx.random = None if before.same(RandomState.now(tensors[0])) else before
+        ctx.random = None if before.same(RNGState.now(tensors[0])) else before
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         inputs, needed = ctx.kept.saved_tensors, ctx.needs_input_grad[5:]
-        with ctx.autocast.again(), drawing_again(ctx.random, grad), stand_ins(ctx.what.modules) as parameters:
+        with ctx.autocast.again(), rng_replay(ctx.random, grad), detached_parameters(ctx.what.modules) as parameters:
             if len(parameters) != len(needed) - ctx.count:
                 raise ConfigError(
                     f"mlp_chunk_size: {len(needed) - ctx.count} parameters of {ctx.what.name} wanted a "

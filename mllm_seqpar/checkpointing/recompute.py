@@ -15,7 +15,7 @@ from mllm_seqpar.errors import ConfigError
 
 
 @dataclass(frozen=True)
-class RandomState:
+class RNGState:
     """Where the generators of the CPU and of one device stand.
 
     Attributes:
@@ -30,11 +30,11 @@ class RandomState:
     states: list[Tensor]
 
     @classmethod
-    def now(cls, x: Tensor) -> RandomState:
+    def now(cls, x: Tensor) -> RNGState:
         """The present state, of the CPU and the device of x."""
         return cls(torch.get_rng_state(), x.device.type, *get_device_states(x))
 
-    def same(self, other: RandomState) -> bool:
+    def same(self, other: RNGState) -> bool:
         """Whether nothing was drawn between the two."""
         pairs = zip([self.cpu, *self.states], [other.cpu, *other.states], strict=True)
         return all(torch.equal(a, b) for a, b in pairs)
@@ -46,7 +46,7 @@ class RandomState:
 
 
 @contextmanager
-def drawing_again(before: RandomState | None, x: Tensor) -> Iterator[None]:
+def rng_replay(before: RNGState | None, x: Tensor) -> Iterator[None]:
     """Inside, the numbers drawn since `before` are drawn again; outside, it is as if nothing was drawn. None: nothing.
 
     Args:
@@ -56,7 +56,7 @@ def drawing_again(before: RandomState | None, x: Tensor) -> Iterator[None]:
     if before is None:
         yield
         return
-    now = RandomState.now(x)
+    now = RNGState.now(x)
     before.restore()
     try:
         yield
@@ -71,7 +71,7 @@ def trained_parameters(modules: Sequence[nn.Module]) -> list[nn.Parameter]:
 
 
 @contextmanager
-def stand_ins(modules: Sequence[nn.Module]) -> Iterator[list[Tensor]]:
+def detached_parameters(modules: Sequence[nn.Module]) -> Iterator[list[Tensor]]:
     """Inside, the modules compute with stand-ins for their trained parameters: the same memory, other leaves.
 
     A gradient with respect to a stand-in is only a number to add up. One with respect to the parameter itself would

@@ -19,7 +19,7 @@ def option(text: str, default: Any = dataclasses.MISSING) -> Any:
     return dataclasses.field(default=default, metadata={"help": text})
 
 
-class Options:
+class CommandOptions:
     """What the dataclasses of options have in common."""
 
     def _require(self, name: str, good: bool, allowed: str) -> None:

@@ -23,7 +23,7 @@ from mllm_seqpar.planner.model import read_model
 from mllm_seqpar.planner.plan import Plan, make_plan
 from mllm_seqpar.planner.report import as_json, table
 from mllm_seqpar.planner.timeline_figure import duration, svg
-from mllm_seqpar.planner.workload import SELF_ATTENTION, TRAINED, Run
+from mllm_seqpar.planner.workload import SELF_ATTENTION, TRAINED, Workload
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -82,8 +82,8 @@ def _add_plan(plan: argparse.ArgumentParser) -> None:
         "--vision-chunk-size",
         type=int,
         metavar="FRAMES",
-        default=Run.vision_chunk_size,
-        help=f"that the vision tower encodes at once; default: {Run.vision_chunk_size}",
+        default=Workload.vision_chunk_size,
+        help=f"that the vision tower encodes at once; default: {Workload.vision_chunk_size}",
     )
     plan.add_argument(
         "--content-tiles",
@@ -118,7 +118,7 @@ def _add_calibrate(calibrate: argparse.ArgumentParser) -> None:
 
 def _plan(args: argparse.Namespace) -> None:
     _refuse_idle(args)
-    run = Run(
+    run = Workload(
         model=read_model(find_file("model", args.model)),
         frames=args.frames,
         text=args.text,
@@ -134,7 +134,7 @@ def _plan(args: argparse.Namespace) -> None:
         vision_chunk_size=args.vision_chunk_size,
         content_tiles=args.content_tiles,
         parameter=(args.element if args.trained == "none" else 4) if args.parameter is None else args.parameter,
-        optimizer=Run.optimizer if args.optimizer is None else args.optimizer,
+        optimizer=Workload.optimizer if args.optimizer is None else args.optimizer,
     )
     plan = make_plan(run, read_cluster(find_file("cluster", args.cluster)), args.strategy)
     if args.timeline:

@@ -14,7 +14,7 @@ from .byte_counter import ByteCounter
 from .launcher import launched_processes
 from .loopback import LoopbackCommunicator, LoopbackWorld, run_loopback
 from .process_group import ProcessGroupCommunicator
-from .subgroup import PartOfGroup
+from .subgroup import Subgroup
 
 NOT_A_MEMBER = "group: this process is not a member of the group given; call it on the group's members only"
 
@@ -76,7 +76,7 @@ __all__ = [
     "Group",
     "LoopbackCommunicator",
     "LoopbackWorld",
-    "PartOfGroup",
+    "Subgroup",
     "Pending",
     "ProcessGroupCommunicator",
     "Recv",

@@ -18,7 +18,9 @@ def fingerprint(text: str) -> int:
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 1
 
 
-def agree(comm: Communicator, what: str, names: tuple[str, ...], describe: Callable[[], Mapping[str, int]]) -> None:
+def require_agreement(
+    comm: Communicator, what: str, names: tuple[str, ...], describe: Callable[[], Mapping[str, int]]
+) -> None:
     """Raises on every rank unless `describe` gives the same integers on all ranks of the group.
 
     Args:
@@ -50,7 +52,7 @@ def agree(comm: Communicator, what: str, names: tuple[str, ...], describe: Calla
         )
 
 
-def agree_on_text(comm: Communicator, what: str, describe: Callable[[], str]) -> None:
+def require_same_text(comm: Communicator, what: str, describe: Callable[[], str]) -> None:
     """Raises on every rank, quoting all ranks, unless `describe` gives the same text on all (a configuration, say).
 
     What `describe` raises is raised here, and makes the other ranks raise too.

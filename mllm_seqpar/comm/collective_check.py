@@ -18,7 +18,7 @@ from mllm_seqpar.errors import AgreementError, SeqParError
 Made = TypeVar("Made")
 
 
-def together(
+def check_collectively(
     comm: Communicator,
     what: str,
     work: Callable[[], Made],
@@ -37,21 +37,23 @@ def together(
         Exception: what `work` raised here.
     """
     made, error = attempt(lambda: (done := work(), facts(done)))
-    settle(comm, what, error, made[1] if made else {})
-    assert made is not None  # or `settle` has raised
+    raise_on_all_ranks(comm, what, error, made[1] if made else {})
+    assert made is not None  # or `raise_on_all_ranks` has raised
     return made[0]
 
 
 def attempt(work: Callable[[], Made]) -> tuple[Made | None, Exception | None]:
-    """(result, None), or (None, the exception), for `settle`: the first half of `together`."""
+    """(result, None), or (None, the exception), for `raise_on_all_ranks`: the first half of `check_collectively`."""
     try:
         return work(), None
-    except Exception as error:  # noqa: BLE001 - raised by `settle`, when the other ranks know
+    except Exception as error:  # noqa: BLE001 - raised by `raise_on_all_ranks`, when the other ranks know
         return None, error
 
 
-def settle(comm: Communicator, what: str, error: Exception | None, facts: Mapping[str, Any] | None = None) -> None:
-    """The second half of `together`: raises on every rank unless no rank has an `error` and all have equal `facts`."""
+def raise_on_all_ranks(
+    comm: Communicator, what: str, error: Exception | None, facts: Mapping[str, Any] | None = None
+) -> None:
+    """Raise on every rank if any rank has an `error` or the ranks have different `facts`."""
     mine = [_told(error), {name: str(value) for name, value in (facts or {}).items()}]
     rows = [json.loads(text) for text in comm.gather_texts(json.dumps(mine))]
     told = [row[0] for row in rows]

@@ -10,7 +10,7 @@ from torch import Tensor
 from .base import Communicator, Recv, Send
 
 
-class ByExchange(Communicator):
+class ExchangeCollectives(Communicator):
     """A communicator whose collectives are one grouped exchange each."""
 
     def all_gather(self, x: Tensor, label: str = "gather") -> list[Tensor]:

@@ -19,7 +19,7 @@ from mllm_seqpar.errors import TransferError
 
 from .base import Pending, Recv, Send, check_contiguous
 from .byte_counter import ByteCounter
-from .exchange_collectives import ByExchange
+from .exchange_collectives import ExchangeCollectives
 
 T = TypeVar("T")
 
@@ -72,7 +72,7 @@ class _PendingCopies(Pending):
             buffer.copy_(arrived)
 
 
-class LoopbackCommunicator(ByExchange):
+class LoopbackCommunicator(ExchangeCollectives):
     """Rank `rank` of a `LoopbackWorld`."""
 
     def __init__(self, world: LoopbackWorld, rank: int) -> None:

@@ -7,10 +7,10 @@ from collections.abc import Hashable, Sequence
 import torch
 
 from .base import Communicator, Pending, Recv, Send
-from .exchange_collectives import ByExchange
+from .exchange_collectives import ExchangeCollectives
 
 
-class PartOfGroup(ByExchange):
+class Subgroup(ExchangeCollectives):
     """The ranks `members` of `whole`, numbered from 0 in that order; this rank is one of them.
 
     Everything goes by `exchange`, so the other ranks of the whole group need not take part. Bytes count with the whole

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from mllm_seqpar.cli.devices import DEVICES
-from mllm_seqpar.cli.options import Options, option, parse_options, tile_shape
+from mllm_seqpar.cli.options import CommandOptions, option, parse_options, tile_shape
 from mllm_seqpar.config import CHOICES, SeqParConfig
 from mllm_seqpar.errors import ConfigError
 from mllm_seqpar.kernels import available_kernels
@@ -20,7 +20,7 @@ DEFAULT_FPS = 1.0
 
 
 @dataclass(frozen=True, kw_only=True)
-class InferArguments(Options):
+class InferArguments(CommandOptions):
     """Everything that decides a run. `scripts/infer_long_video.py --help` prints the same texts."""
 
     model: str = option("directory of the model, safetensors, with its processor")

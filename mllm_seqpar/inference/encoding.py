@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from mllm_seqpar.comm import Communicator, Group, as_communicator
-from mllm_seqpar.comm.collective_check import settle
+from mllm_seqpar.comm.collective_check import raise_on_all_ranks
 from mllm_seqpar.data.chat_families import ChatFamily, chat_family
 from mllm_seqpar.data.prefetch import read_ahead
 from mllm_seqpar.data.sources import FrameSource
@@ -192,5 +192,5 @@ def _agree(comm: Communicator, encoder: _Encoder) -> list[int]:
     """Frames that each rank has encoded; when a rank has failed, all raise."""
     rows = comm.gather_ints([encoder.done, int(encoder.error is not None)])
     if any(failed for _, failed in rows):
-        settle(comm, "reading the video", encoder.error)
+        raise_on_all_ranks(comm, "reading the video", encoder.error)
     return [done for done, _ in rows]

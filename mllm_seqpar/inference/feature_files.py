@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from mllm_seqpar.comm import Communicator
-from mllm_seqpar.comm.collective_check import together
+from mllm_seqpar.comm.collective_check import check_collectively
 from mllm_seqpar.data.chat_families import ChatFamily
 from mllm_seqpar.data.features import FeatureStore, model_fingerprint, open_features, save_features, source_meta
 from mllm_seqpar.data.sources import VideoSource
@@ -50,7 +50,7 @@ def save_video(directory: str, video: EncodedVideo, comm: Communicator, meta: Ma
         except OSError as error:
             raise DataError(f"{directory}: the features cannot be written: {error}") from error
 
-    together(comm, "saving the features", write)
+    check_collectively(comm, "saving the features", write)
 
 
 def load_video(

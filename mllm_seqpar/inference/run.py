@@ -17,7 +17,7 @@ from torch import nn
 
 from mllm_seqpar.cli.launch import launched_ranks
 from mllm_seqpar.comm import Communicator
-from mllm_seqpar.comm.collective_check import attempt, settle, together
+from mllm_seqpar.comm.collective_check import attempt, check_collectively, raise_on_all_ranks
 from mllm_seqpar.data.chat_families import chat_family
 from mllm_seqpar.data.features import FeatureStore, source_meta
 from mllm_seqpar.data.sources import VideoSource
@@ -34,7 +34,7 @@ from .report import ENCODE, Stages, frames_bar, make_report
 
 
 @dataclass(frozen=True)
-class Inputs:
+class RunInputs:
     """What a run reads: the video, its features, or both; and how text and frames become tensors.
 
     Attributes:
@@ -70,7 +70,7 @@ def infer(argv: Sequence[str]) -> None:
     """
     args, problem = attempt(lambda: parse(argv))
     with launched_ranks(*((args.device, args.timeout) if args else ())) as (comm, device):
-        settle(comm, "arguments", problem, asdict(args) if args else {})
+        raise_on_all_ranks(comm, "arguments", problem, asdict(args) if args else {})
         assert args is not None  # or all ranks have raised
         _run(args, comm, device)
 
@@ -78,9 +78,9 @@ def infer(argv: Sequence[str]) -> None:
 def _run(args: InferArguments, comm: Communicator, device: torch.device) -> None:
     stages = Stages(device)
     with stages("open"):
-        inputs = together(comm, "inputs", lambda: _open(args, saves=comm.rank == 0), Inputs.facts)
+        inputs = check_collectively(comm, "inputs", lambda: _open(args, saves=comm.rank == 0), RunInputs.facts)
     with stages("load"):
-        model = together(comm, "model", lambda: _load(args, inputs, device))
+        model = check_collectively(comm, "model", lambda: _load(args, inputs, device))
         model = distribute(model, inputs.processor, comm, device, args.seqpar_config(), shard=args.shard_weights)
     video = _video(args, inputs, model, comm, device, stages)
     answers = [(question, _ask(args, inputs, model, video, question, comm.rank)) for question in args.question]
@@ -92,7 +92,7 @@ def _run(args: InferArguments, comm: Communicator, device: torch.device) -> None
             report.write(args.report)
 
 
-def _open(args: InferArguments, saves: bool) -> Inputs:
+def _open(args: InferArguments, saves: bool) -> RunInputs:
     processor = load_processor(args.model)
     source = None if args.video is None else _open_video(args.video, args.frames_of_video())
     store = None
@@ -103,10 +103,10 @@ def _open(args: InferArguments, saves: bool) -> Inputs:
     made_of = {}
     if saves and args.save_features is not None and source is not None:
         made_of = origin(source, args.model, chat_family(processor), args.frames_of_video())
-    return Inputs(model_files(args.model), processor, source, store, made_of)
+    return RunInputs(model_files(args.model), processor, source, store, made_of)
 
 
-def _load(args: InferArguments, inputs: Inputs, device: torch.device) -> nn.Module:
+def _load(args: InferArguments, inputs: RunInputs, device: torch.device) -> nn.Module:
     model = load_for_inference(args.model, args.dtype, device, on_cpu=args.shard_weights)
     chat_family(inputs.processor).check(model)
     return model
@@ -132,13 +132,13 @@ def _try_outputs(args: InferArguments) -> None:
 
 
 def _video(
-    args: InferArguments, inputs: Inputs, model: nn.Module, comm: Communicator, device: torch.device, stages: Stages
+    args: InferArguments, inputs: RunInputs, model: nn.Module, comm: Communicator, device: torch.device, stages: Stages
 ) -> EncodedVideo:
     """The encoded video, by the shortest way."""
     if inputs.store is not None:
         store, dtype = inputs.store, next(model.parameters()).dtype
         with stages("read features"):
-            return together(
+            return check_collectively(
                 comm, "features", lambda: load_video(store, chat_family(inputs.processor), comm, device, dtype)
             )
     source = inputs.source
@@ -153,7 +153,7 @@ def _video(
 
 
 def _ask(
-    args: InferArguments, inputs: Inputs, model: nn.Module, video: EncodedVideo, question: str, rank: int
+    args: InferArguments, inputs: RunInputs, model: nn.Module, video: EncodedVideo, question: str, rank: int
 ) -> Answer:
     """One answer, written to standard output by rank 0 as it comes."""
     if rank == 0 and len(args.question) > 1:

@@ -24,7 +24,7 @@ SCORES_PER_TILE = {"cpu": 1 << 20}
 SCORES_PER_TILE_ELSEWHERE = 1 << 25
 
 
-class TiledKernel:
+class BlockedMatmulKernel:
     """Block attention by tiles of matrix products, accumulating in float32. See `BlockKernel`."""
 
     name = "tiled"

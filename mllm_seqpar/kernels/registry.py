@@ -14,7 +14,7 @@ from torch import Tensor
 from mllm_seqpar.errors import ConfigError
 
 from .base import BlockKernel
-from .blocked_matmul import TiledKernel
+from .blocked_matmul import BlockedMatmulKernel
 from .flash_attn import FlashAttnKernel
 from .reference import ReferenceKernel
 from .torch_cpu import TorchCpuKernel
@@ -26,7 +26,7 @@ _KERNELS: dict[str, Callable[[], BlockKernel]] = {
     "cuda_cudnn": CudaCudnnKernel,
     "cuda_efficient": CudaEfficientKernel,
     "torch_cpu": TorchCpuKernel,
-    "tiled": TiledKernel,
+    "tiled": BlockedMatmulKernel,
     "reference": ReferenceKernel,
 }
 

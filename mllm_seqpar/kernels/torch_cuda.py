@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from .blocked_matmul import TiledKernel
+from .blocked_matmul import BlockedMatmulKernel
 from .fused import Call, FusedKernel
 
 _aten = torch.ops.aten
@@ -141,7 +141,7 @@ class CudaCudnnKernel(_CudaKernel):
         self, q: Tensor, k: Tensor, v: Tensor, *, scale: float, causal: bool = False, mask: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
         """Attend. See `BlockKernel.forward`. A single key, which cuDNN refuses, is left to plain matrix products."""
-        kernel = TiledKernel().forward if k.shape[2] == 1 else super().forward
+        kernel = BlockedMatmulKernel().forward if k.shape[2] == 1 else super().forward
         return kernel(q, k, v, scale=scale, causal=causal, mask=mask)
 
     def backward(
@@ -158,7 +158,7 @@ class CudaCudnnKernel(_CudaKernel):
         mask: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Differentiate. See `BlockKernel.backward`. A single key is left to plain matrix products."""
-        kernel = TiledKernel().backward if k.shape[2] == 1 else super().backward
+        kernel = BlockedMatmulKernel().backward if k.shape[2] == 1 else super().backward
         return kernel(do, q, k, v, o, lse, scale=scale, causal=causal, mask=mask)
 
     def _run_forward(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]:

@@ -1,19 +1,19 @@
 """Masks as rules over frames and tokens, cut into tiles; see `mllm_seqpar.masks.rectangles`."""
 
-from .causal import CausalBlocks
-from .frame_mask import FrameBlocks, FrameMask
-from .rectangles import Blocks, FullBlocks, GivenBlock, Tile, clip_rows, full_tile
-from .row_subset import Rows
+from .causal import CausalBlockMasks
+from .frame_mask import FrameBlockMasks, FrameMask
+from .rectangles import BlockMasks, FullBlockMasks, GivenBlockMask, Rectangle, clip_rows, full_rectangle
+from .row_subset import RowSubset
 
 __all__ = [
-    "Blocks",
-    "CausalBlocks",
-    "FrameBlocks",
+    "BlockMasks",
+    "CausalBlockMasks",
+    "FrameBlockMasks",
     "FrameMask",
-    "FullBlocks",
-    "GivenBlock",
-    "Rows",
-    "Tile",
+    "FullBlockMasks",
+    "GivenBlockMask",
+    "RowSubset",
+    "Rectangle",
     "clip_rows",
-    "full_tile",
+    "full_rectangle",
 ]

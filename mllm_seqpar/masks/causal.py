@@ -14,13 +14,13 @@ from torch import Tensor
 from mllm_seqpar.errors import MaskError
 from mllm_seqpar.sharding import sequence_positions
 
-from .folded_batch import FoldedBlocks
-from .intervals import interval_tiles
-from .rectangles import Blocks, Tile
-from .row_subset import Rows
+from .folded_batch import FoldedBlockMasks
+from .intervals import interval_rectangles
+from .rectangles import BlockMasks, Rectangle
+from .row_subset import RowSubset
 
 
-class CausalBlocks:
+class CausalBlockMasks:
     """Row p sees the keys ``first[p] <= key <= p`` that are `valid`; positions are global, tiles local to a block.
 
     Args:
@@ -46,18 +46,18 @@ class CausalBlocks:
     ) -> None:
         for name, tensor in (("first", first), ("valid", valid)):
             if tensor is not None and (tensor.shape[-1] != total or tensor.shape[0] not in (1, batch)):
-                raise MaskError(f"CausalBlocks: {name} is {tuple(tensor.shape)}; expected ({batch} or 1, {total})")
+                raise MaskError(f"CausalBlockMasks: {name} is {tuple(tensor.shape)}; expected ({batch} or 1, {total})")
         self.batch = batch
         self.positions = [sequence_positions(total, rank, size, layout) for rank in range(size)]
         self._total = total
         self.first = None if first is None else first.detach().cpu().expand(batch, total)
         self.valid = None if valid is None or bool(valid.all()) else valid.detach().bool().cpu().expand(batch, total)
-        self._tiles: dict[tuple[int, int], tuple[Tile, ...]] = {}
-        self._folded: FoldedBlocks | None = None
+        self._tiles: dict[tuple[int, int], tuple[Rectangle, ...]] = {}
+        self._folded: FoldedBlockMasks | None = None
         self._orders: dict[tuple[int, torch.device], list[Tensor]] = {}
-        self._merged: dict[int, CausalBlocks] = {}
+        self._merged: dict[int, CausalBlockMasks] = {}
 
-    def tiles(self, row: int, column: int) -> tuple[Tile, ...]:
+    def tiles(self, row: int, column: int) -> tuple[Rectangle, ...]:
         """Planned on first use, then kept for the other layers and for the backward pass."""
         if (row, column) not in self._tiles:
             rows, keys = self.positions[row], self.positions[column]
@@ -66,23 +66,23 @@ class CausalBlocks:
             if self.first is not None:
                 low = torch.searchsorted(keys, self.first[:, rows].contiguous())
             valid = None if self.valid is None else self.valid[:, keys]
-            self._tiles[row, column] = interval_tiles(low, high, keys.numel(), 1, valid)
+            self._tiles[row, column] = interval_rectangles(low, high, keys.numel(), 1, valid)
         return self._tiles[row, column]
 
-    def rows(self, row: int, column: int) -> Rows | None:
+    def rows(self, row: int, column: int) -> RowSubset | None:
         """All of them: text attends to itself by moving K and V, and its rows stay at home."""
         return None
 
-    def packed(self, row: int, column: int) -> tuple[Tile, ...]:
+    def packed(self, row: int, column: int) -> tuple[Rectangle, ...]:
         """The same as `tiles`."""
         return self.tiles(row, column)
 
-    def folded(self) -> Blocks:
+    def folded(self) -> BlockMasks:
         """The same item by item, for batch items that share their keys."""
         if self.batch == 1:
             return self
         if self._folded is None:
-            self._folded = FoldedBlocks(self, self.positions[0].numel())
+            self._folded = FoldedBlockMasks(self, self.positions[0].numel())
         return self._folded
 
     def orders(self, size: int, device: torch.device) -> list[Tensor]:
@@ -92,11 +92,11 @@ class CausalBlocks:
             self._orders[size, device] = [torch.cat(group).argsort().to(device) for group in groups]
         return self._orders[size, device]
 
-    def merged(self, size: int, orders: Sequence[Tensor] | None) -> CausalBlocks:
+    def merged(self, size: int, orders: Sequence[Tensor] | None) -> CausalBlockMasks:
         """With the tokens of every `size` ranks in the order of the text; kept for the other layers."""
         assert orders is not None, "rows of text are merged in order"
         if size not in self._merged:
-            merged = CausalBlocks(self.batch, self._total, 1, "contiguous", self.first, self.valid)
+            merged = CausalBlockMasks(self.batch, self._total, 1, "contiguous", self.first, self.valid)
             groups = [self.positions[i : i + size] for i in range(0, len(self.positions), size)]
             merged.positions = [torch.cat(group).sort().values for group in groups]
             self._merged[size] = merged

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from .rectangles import WASTE, Picked, Span, Tile, masked_tiles
+from .rectangles import WASTE, KeySelection, Rectangle, Span, masked_rectangles
 
 MAX_SEGMENTS = 16
 """Rectangles that one group of rows may fall into; beyond, the keys that it sees are gathered into one."""
@@ -48,7 +48,7 @@ class DenseRule:
         return expanded[..., start : start + keys[1] - keys[0]]
 
 
-def dense_tiles(visible: Tensor, tokens: int) -> tuple[Tile, ...]:
+def dense_rectangles(visible: Tensor, tokens: int) -> tuple[Rectangle, ...]:
     """The tiles of a block whose row (b, r) sees frame f when visible[b, r, f]; (B, rows, frames) bool on the CPU."""
     batch, rows, frames = visible.shape
     if not visible.numel():
@@ -59,7 +59,7 @@ def dense_tiles(visible: Tensor, tokens: int) -> tuple[Tile, ...]:
     return tuple(tile for span in spans for tile in _tiles_of_rows(span, visible[span[0]], rule))
 
 
-def _tiles_of_rows(batch: Span, visible: Tensor, rule: DenseRule) -> Iterator[Tile]:
+def _tiles_of_rows(batch: Span, visible: Tensor, rule: DenseRule) -> Iterator[Rectangle]:
     top, seen, union, common = 0, 0, 0, -1  # the group that is being grown: its rows start at `top`
     for row, these in enumerate(map(_as_bits, visible)):
         count = these.bit_count()
@@ -85,14 +85,14 @@ def _runs(bits: int) -> int:
     return (bits & ~(bits << 8)).bit_count()
 
 
-def _tiles_of_group(batch: Span, rows: Span, union: int, common: int, rule: DenseRule) -> Iterator[Tile]:
+def _tiles_of_group(batch: Span, rows: Span, union: int, common: int, rule: DenseRule) -> Iterator[Rectangle]:
     if not union:
         return
     frames, every = rule.visible.shape[-1], union & common
     if _runs(every) + _runs(union & ~every) > MAX_SEGMENTS:
         units = _as_table(union, frames).nonzero().flatten()
         if _runs(union) == 1:
-            yield from masked_tiles(batch, rows, (int(units[0]), int(units[-1]) + 1), rule.tokens, rule)
+            yield from masked_rectangles(batch, rows, (int(units[0]), int(units[-1]) + 1), rule.tokens, rule)
         else:
             yield from _gathered(batch, rows, units, every == union, rule)
         return
@@ -100,17 +100,17 @@ def _tiles_of_group(batch: Span, rows: Span, union: int, common: int, rule: Dens
     edges = [0, *(state.diff().nonzero().flatten() + 1).tolist(), frames]
     for start, stop in zip(edges[:-1], edges[1:], strict=True):
         if state[start] == 2:
-            yield Tile(batch, rows, (start * rule.tokens, stop * rule.tokens))
+            yield Rectangle(batch, rows, (start * rule.tokens, stop * rule.tokens))
         elif state[start] == 1:
-            yield from masked_tiles(batch, rows, (start, stop), rule.tokens, rule)
+            yield from masked_rectangles(batch, rows, (start, stop), rule.tokens, rule)
 
 
-def _gathered(batch: Span, rows: Span, units: Tensor, full: bool, rule: DenseRule) -> Iterator[Tile]:
+def _gathered(batch: Span, rows: Span, units: Tensor, full: bool, rule: DenseRule) -> Iterator[Rectangle]:
     """The frames `units` as one rectangle, a limited number of keys at a time; `full`: all rows see all of them."""
     for some in units.split(max(1, MAX_PICKED // rule.tokens)):
-        picked, keys = Picked(some, rule.tokens), (0, some.numel() * rule.tokens)
+        picked, keys = KeySelection(some, rule.tokens), (0, some.numel() * rule.tokens)
         if full:
-            yield Tile(batch, rows, keys, picked=picked)
+            yield Rectangle(batch, rows, keys, picked=picked)
             continue
-        for tile in masked_tiles(batch, rows, (0, some.numel()), rule.tokens, replace(rule, picked=some)):
+        for tile in masked_rectangles(batch, rows, (0, some.numel()), rule.tokens, replace(rule, picked=some)):
             yield replace(tile, picked=picked)

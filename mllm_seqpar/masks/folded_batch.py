@@ -13,8 +13,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from .rectangles import Blocks, Rule, Span, Tile
-from .row_subset import Rows
+from .rectangles import BlockMasks, Rectangle, Rule, Span
+from .row_subset import RowSubset
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class _OfItem:
         return self.rule.expand((self.item, self.item + 1), own, keys, device)
 
 
-def folded_tiles(tiles: tuple[Tile, ...], rows: int) -> tuple[Tile, ...]:
+def folded_rectangles(tiles: tuple[Rectangle, ...], rows: int) -> tuple[Rectangle, ...]:
     """Tiles of a block with `rows` rows per batch item -> the same of the block with the batch folded into its rows."""
     found = []
     for tile in tiles:
@@ -42,37 +42,37 @@ def folded_tiles(tiles: tuple[Tile, ...], rows: int) -> tuple[Tile, ...]:
     return tuple(found)
 
 
-class FoldedBlocks:
+class FoldedBlockMasks:
     """Any blocks whose rows are `rows` to a batch item and rank, with the batch folded; all rows see something."""
 
     prunes = False
     keys_are_rows = False
 
-    def __init__(self, blocks: Blocks, rows: int) -> None:
+    def __init__(self, blocks: BlockMasks, rows: int) -> None:
         self._blocks, self._rows = blocks, rows
-        self._tiles: dict[tuple[int, int], tuple[Tile, ...]] = {}
+        self._tiles: dict[tuple[int, int], tuple[Rectangle, ...]] = {}
 
-    def tiles(self, row: int, column: int) -> tuple[Tile, ...]:
+    def tiles(self, row: int, column: int) -> tuple[Rectangle, ...]:
         """Those of the blocks, item by item."""
         if (row, column) not in self._tiles:
-            self._tiles[row, column] = folded_tiles(self._blocks.tiles(row, column), self._rows)
+            self._tiles[row, column] = folded_rectangles(self._blocks.tiles(row, column), self._rows)
         return self._tiles[row, column]
 
-    def rows(self, row: int, column: int) -> Rows | None:
+    def rows(self, row: int, column: int) -> RowSubset | None:
         """All of them."""
         return None
 
-    def packed(self, row: int, column: int) -> tuple[Tile, ...]:
+    def packed(self, row: int, column: int) -> tuple[Rectangle, ...]:
         """The same as `tiles`."""
         return self.tiles(row, column)
 
-    def folded(self) -> Blocks:
+    def folded(self) -> BlockMasks:
         """Itself."""
         return self
 
     def orders(self, size: int, device: torch.device) -> None:
         """None: what is folded stays as it is."""
 
-    def merged(self, size: int, orders: Sequence[Tensor] | None) -> Blocks:
+    def merged(self, size: int, orders: Sequence[Tensor] | None) -> BlockMasks:
         """Not after folding: ranks are merged first."""
         raise NotImplementedError("merge blocks before folding them")

@@ -13,10 +13,10 @@ from torch import Tensor
 from mllm_seqpar.comm import Communicator
 from mllm_seqpar.errors import MaskError
 
-from .dense import dense_tiles
-from .intervals import interval_tiles
-from .rectangles import Tile
-from .row_subset import Rows
+from .dense import dense_rectangles
+from .intervals import interval_rectangles
+from .rectangles import Rectangle
+from .row_subset import RowSubset
 
 
 class FrameMask:
@@ -29,8 +29,8 @@ class FrameMask:
     def __init__(self, bounds: tuple[Tensor, Tensor] | None, visible: Tensor | None, tokens: int, total: int) -> None:
         self.bounds, self.visible = bounds, visible
         self.tokens_per_frame, self.total_frames = tokens, total
-        self._by_group: dict[tuple[Hashable, tuple[tuple[int, int], ...]], tuple[int, FrameBlocks]] = {}
-        self._tiles: dict[tuple[int, int], tuple[Tile, ...]] = {}
+        self._by_group: dict[tuple[Hashable, tuple[tuple[int, int], ...]], tuple[int, FrameBlockMasks]] = {}
+        self._tiles: dict[tuple[int, int], tuple[Rectangle, ...]] = {}
         self._folded: FrameMask | None = None
 
     @classmethod
@@ -130,13 +130,15 @@ class FrameMask:
             return self._table.new_zeros(self.shape)
         return self._table[..., start:stop].view(torch.uint8).amax(-1).bool()  # `any` takes 30 times as long
 
-    def tiles(self, start: int, stop: int) -> tuple[Tile, ...]:
+    def tiles(self, start: int, stop: int) -> tuple[Rectangle, ...]:
         """The tiles of all rows against the keys of the frames start <= f < stop; planned once, then kept."""
         if (start, stop) not in self._tiles:
             self._tiles[start, stop] = (
-                dense_tiles(self._table[..., start:stop], self.tokens_per_frame)
+                dense_rectangles(self._table[..., start:stop], self.tokens_per_frame)
                 if self.bounds is None
-                else interval_tiles(self.bounds[0] - start, self.bounds[1] - start, stop - start, self.tokens_per_frame)
+                else interval_rectangles(
+                    self.bounds[0] - start, self.bounds[1] - start, stop - start, self.tokens_per_frame
+                )
             )
         return self._tiles[start, stop]
 
@@ -148,7 +150,7 @@ class FrameMask:
         kept = self._by_group.get((comm.identity, tuple(frames)))
         return 0 if kept is None else kept[0]
 
-    def blocks(self, comm: Communicator, frames: Sequence[tuple[int, int]], *, anew: bool = False) -> FrameBlocks:
+    def blocks(self, comm: Communicator, frames: Sequence[tuple[int, int]], *, anew: bool = False) -> FrameBlockMasks:
         """The tiles of every block, when this mask's rows are this rank's and rank j holds the frames frames[j].
 
         The other ranks' rows are gathered on the first call for a group and kept, for all layers. `anew` gathers them
@@ -161,11 +163,11 @@ class FrameMask:
             number = 1
             for part in gathered:
                 number = zlib.crc32(part.contiguous().view(torch.uint8).numpy().data, number)
-            self._by_group[key] = max(number, 1), FrameBlocks([self._of(part) for part in gathered], frames)
+            self._by_group[key] = max(number, 1), FrameBlockMasks([self._of(part) for part in gathered], frames)
         return self._by_group[key][1]
 
 
-class FrameBlocks:
+class FrameBlockMasks:
     """The tiles of every block: `masks[i]` are the rows of rank i, `frames[j]` the (start, stop) frames of rank j.
 
     Everything is planned on first use, then kept for the other layers and for the backward pass.
@@ -173,10 +175,10 @@ class FrameBlocks:
 
     def __init__(self, masks: Sequence[FrameMask], frames: Sequence[tuple[int, int]]) -> None:
         self.masks, self.frames = list(masks), list(frames)
-        self._rows: dict[tuple[int, int], Rows | None] = {}
-        self._packed: dict[tuple[int, int], tuple[Tile, ...]] = {}
-        self._folded: FrameBlocks | None = None
-        self._merged: dict[int, tuple[Sequence[Tensor] | None, FrameBlocks]] = {}
+        self._rows: dict[tuple[int, int], RowSubset | None] = {}
+        self._packed: dict[tuple[int, int], tuple[Rectangle, ...]] = {}
+        self._folded: FrameBlockMasks | None = None
+        self._merged: dict[int, tuple[Sequence[Tensor] | None, FrameBlockMasks]] = {}
 
     keys_are_rows = False
 
@@ -202,18 +204,18 @@ class FrameBlocks:
         all_rows = folded.masks[0].shape[1]
         return [[all_rows if (rows := folded.rows(i, j)) is None else rows.count for j in ranks] for i in ranks]
 
-    def tiles(self, row: int, column: int) -> tuple[Tile, ...]:
+    def tiles(self, row: int, column: int) -> tuple[Rectangle, ...]:
         """Those of the mask of rank `row` against the frames of rank `column`."""
         return self.masks[row].tiles(*self.frames[column])
 
-    def rows(self, row: int, column: int) -> Rows | None:
+    def rows(self, row: int, column: int) -> RowSubset | None:
         """The rows of rank `row` that see a frame of rank `column` in any batch item; None: all of them."""
         if (row, column) not in self._rows:
             seen = self.masks[row].sees(*self.frames[column]).any(0)
-            self._rows[row, column] = None if bool(seen.all()) else Rows(seen.nonzero().flatten())
+            self._rows[row, column] = None if bool(seen.all()) else RowSubset(seen.nonzero().flatten())
         return self._rows[row, column]
 
-    def packed(self, row: int, column: int) -> tuple[Tile, ...]:
+    def packed(self, row: int, column: int) -> tuple[Rectangle, ...]:
         """The tiles of those rows alone: planned anew, since rows that were apart may now share a tile."""
         rows = self.rows(row, column)
         if rows is None:
@@ -222,18 +224,18 @@ class FrameBlocks:
             self._packed[row, column] = self.masks[row].take(rows.index).tiles(*self.frames[column])
         return self._packed[row, column]
 
-    def folded(self) -> FrameBlocks:
+    def folded(self) -> FrameBlockMasks:
         """With the batch of every rank's mask folded into its rows."""
         if self.masks[0].shape[0] == 1:
             return self
         if self._folded is None:
-            self._folded = FrameBlocks([mask.folded() for mask in self.masks], self.frames)
+            self._folded = FrameBlockMasks([mask.folded() for mask in self.masks], self.frames)
         return self._folded
 
     def orders(self, size: int, device: torch.device) -> None:
         """Any order will do."""
 
-    def merged(self, size: int, orders: Sequence[Tensor] | None) -> FrameBlocks:
+    def merged(self, size: int, orders: Sequence[Tensor] | None) -> FrameBlockMasks:
         """The frames of consecutive ranks are consecutive; kept for the other layers."""
         if size not in self._merged or self._merged[size][0] is not orders:
             starts = range(0, len(self.masks), size)
@@ -241,7 +243,7 @@ class FrameBlocks:
             if orders is not None:
                 masks = [mask.take(order) for mask, order in zip(masks, orders, strict=True)]
             frames = [(self.frames[i][0], self.frames[i + size - 1][1]) for i in starts]
-            self._merged[size] = orders, FrameBlocks(masks, frames)
+            self._merged[size] = orders, FrameBlockMasks(masks, frames)
         return self._merged[size][1]
 
 

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .rectangles import WASTE, Span, Tile, masked_tiles
+from .rectangles import WASTE, Rectangle, Span, masked_rectangles
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,9 @@ class _Group:
         self.right, self.inner_right = max(self.right, run.high), min(self.inner_right, run.high)
 
 
-def interval_tiles(low: Tensor, high: Tensor, units: int, tokens: int, valid: Tensor | None = None) -> tuple[Tile, ...]:
+def interval_rectangles(
+    low: Tensor, high: Tensor, units: int, tokens: int, valid: Tensor | None = None
+) -> tuple[Rectangle, ...]:
     """The tiles of a block whose row (b, r) sees units ``low[b, r] <= u < high[b, r]``.
 
     Args:
@@ -99,22 +101,22 @@ def interval_tiles(low: Tensor, high: Tensor, units: int, tokens: int, valid: Te
     batch = low.shape[0]
     alike = all(torch.equal(low[0], low[b]) and torch.equal(high[0], high[b]) for b in range(1, batch))
     spans = [(0, batch)] if alike else [(b, b + 1) for b in range(batch)]
-    tiles: list[Tile] = []
+    tiles: list[Rectangle] = []
     for span in spans if low.numel() else []:
         for tile in _tiles_of_rows(span, low[span[0]], high[span[0]], tokens, rule):
             tiles.extend(_with_holes(tile, valid, rule))
     return tuple(tiles)
 
 
-def _with_holes(tile: Tile, valid: Tensor | None, rule: IntervalRule) -> Iterator[Tile]:
+def _with_holes(tile: Rectangle, valid: Tensor | None, rule: IntervalRule) -> Iterator[Rectangle]:
     """`tile`, masked where some of its keys are invisible to everybody."""
     if valid is None or bool(valid[slice(*tile.batch), slice(*tile.keys)].all()):
         yield tile
     elif bool(valid[slice(*tile.batch), slice(*tile.keys)].any()):
-        yield from masked_tiles(tile.batch, tile.rows, tile.keys, 1, rule)
+        yield from masked_rectangles(tile.batch, tile.rows, tile.keys, 1, rule)
 
 
-def _tiles_of_rows(batch: Span, low: Tensor, high: Tensor, tokens: int, rule: IntervalRule) -> Iterator[Tile]:
+def _tiles_of_rows(batch: Span, low: Tensor, high: Tensor, tokens: int, rule: IntervalRule) -> Iterator[Rectangle]:
     group = _Group()
     for run in _runs(low, high, stairs=tokens == 1):
         if run.stair or not group.accepts(run):
@@ -123,8 +125,8 @@ def _tiles_of_rows(batch: Span, low: Tensor, high: Tensor, tokens: int, rule: In
         if run.stair:
             square, rows = run.high - 1, (run.top, run.bottom)
             if square > run.low:
-                yield Tile(batch, rows, (run.low, square))
-            yield Tile(batch, rows, (square, square + run.bottom - run.top), "causal")
+                yield Rectangle(batch, rows, (run.low, square))
+            yield Rectangle(batch, rows, (square, square + run.bottom - run.top), "causal")
         else:
             group.add(run)
     yield from _tiles_of_group(batch, group, tokens, rule)
@@ -163,16 +165,16 @@ def _single_rows(start: int, stop: int, lows: list[int], highs: list[int]) -> It
             yield _Run(row, row + 1, lows[row], highs[row])
 
 
-def _tiles_of_group(batch: Span, group: _Group, tokens: int, rule: IntervalRule) -> Iterator[Tile]:
+def _tiles_of_group(batch: Span, group: _Group, tokens: int, rule: IntervalRule) -> Iterator[Rectangle]:
     """What all rows of a group see is one full tile; what only some see, left and right of it, is masked."""
     if not group.runs:
         return
     rows = (group.top, group.bottom)
     if group.gap or group.inner_left >= group.inner_right:
-        yield from masked_tiles(batch, rows, (group.left, group.right), tokens, rule)
+        yield from masked_rectangles(batch, rows, (group.left, group.right), tokens, rule)
         return
-    yield Tile(batch, rows, (group.inner_left * tokens, group.inner_right * tokens))
+    yield Rectangle(batch, rows, (group.inner_left * tokens, group.inner_right * tokens))
     if group.left < group.inner_left:
-        yield from masked_tiles(batch, rows, (group.left, group.inner_left), tokens, rule)
+        yield from masked_rectangles(batch, rows, (group.left, group.inner_left), tokens, rule)
     if group.inner_right < group.right:
-        yield from masked_tiles(batch, rows, (group.inner_right, group.right), tokens, rule)
+        yield from masked_rectangles(batch, rows, (group.inner_right, group.right), tokens, rule)

@@ -6,7 +6,7 @@ tile by tile, to at most `MAX_MASK` entries. Rows are merged into one tile only 
 visible entries is computed, so a mask that hides most of the work makes that work vanish.
 
 Where the visible units lie scattered, with more gaps between them than rectangles are worth, their keys are gathered
-and computed as if they were neighbours (`Picked`): then no gap is computed either, and it is one rectangle.
+and computed as if they were neighbours (`KeySelection`): then no gap is computed either, and it is one rectangle.
 
 Coordinates are local to the block. Masks speak of units (frames, or single tokens) of `tokens` keys each.
 """
@@ -20,7 +20,7 @@ from typing import Literal, Protocol
 import torch
 from torch import Tensor
 
-from .row_subset import Rows
+from .row_subset import RowSubset
 
 MAX_MASK = 1 << 22  # entries of an expanded mask tile: 4 MiB as bool, 16 MiB as a float32 bias
 WASTE = 1.25  # computed entries per visible entry that merging rows into one tile may cost
@@ -36,7 +36,7 @@ class Rule(Protocol):
 
 
 @dataclass(frozen=True)
-class Picked:
+class KeySelection:
     """Some units of a block, of `tokens` keys each, as if they lay side by side; units (u,) int64 on the CPU."""
 
     units: Tensor
@@ -51,7 +51,7 @@ class Picked:
 
 
 @dataclass(frozen=True)
-class Tile:
+class Rectangle:
     """One rectangle of a block: batch items, query rows and keys as half-open spans.
 
     kind "full": every row sees every key; "causal": as many rows as keys, row i sees keys up to i; "masked": by `rule`.
@@ -63,7 +63,7 @@ class Tile:
     keys: Span
     kind: Literal["full", "causal", "masked"] = "full"
     rule: Rule | None = None
-    picked: Picked | None = None
+    picked: KeySelection | None = None
 
     @property
     def entries(self) -> int:
@@ -80,23 +80,23 @@ class Tile:
         return self.rule.expand(self.batch, self.rows, self.keys, device) if self.rule is not None else None
 
 
-class Blocks(Protocol):
+class BlockMasks(Protocol):
     """The tiles of every block (row, column) of a distributed attention; the same on every rank, and never changed."""
 
     @property
     def prunes(self) -> bool:
         """Whether any rank has rows that see nothing of some other rank, so that `rows` says less than all."""
 
-    def tiles(self, row: int, column: int) -> tuple[Tile, ...]:
+    def tiles(self, row: int, column: int) -> tuple[Rectangle, ...]:
         """What to compute of attend(Q_row, KV_column); empty when no row sees any key."""
 
-    def rows(self, row: int, column: int) -> Rows | None:
+    def rows(self, row: int, column: int) -> RowSubset | None:
         """The rows of rank `row` that see any key of rank `column`, in any batch item; None: take them all."""
 
-    def packed(self, row: int, column: int) -> tuple[Tile, ...]:
+    def packed(self, row: int, column: int) -> tuple[Rectangle, ...]:
         """The tiles of the block that has only the rows `rows`, side by side."""
 
-    def folded(self) -> Blocks:
+    def folded(self) -> BlockMasks:
         """The same with the batch folded into the rows, item after item; see `mllm_seqpar.masks.folded_batch`."""
 
     @property
@@ -106,11 +106,11 @@ class Blocks(Protocol):
     def orders(self, size: int, device: torch.device) -> Sequence[Tensor] | None:
         """For every `size` consecutive ranks, what puts their rows, one rank after another, in a better order."""
 
-    def merged(self, size: int, orders: Sequence[Tensor] | None) -> Blocks:
+    def merged(self, size: int, orders: Sequence[Tensor] | None) -> BlockMasks:
         """The same when every `size` consecutive ranks are one, its rows in these orders (None: rank after rank)."""
 
 
-def clip_rows(tile: Tile, start: int, stop: int) -> Iterator[Tile]:
+def clip_rows(tile: Rectangle, start: int, stop: int) -> Iterator[Rectangle]:
     """The part of `tile` whose rows lie in start <= row < stop, as zero, one or two tiles."""
     first, last = max(tile.rows[0], start), min(tile.rows[1], stop)
     if first >= last:
@@ -125,17 +125,17 @@ def clip_rows(tile: Tile, start: int, stop: int) -> Iterator[Tile]:
     yield replace(tile, rows=(first, last), keys=(key + above, key + last - tile.rows[0]))
 
 
-def full_tile(batch: int, rows: int, keys: int) -> tuple[Tile, ...]:
+def full_rectangle(batch: int, rows: int, keys: int) -> tuple[Rectangle, ...]:
     """The tiles of a block without a mask."""
-    return (Tile((0, batch), (0, rows), (0, keys)),) if batch and rows and keys else ()
+    return (Rectangle((0, batch), (0, rows), (0, keys)),) if batch and rows and keys else ()
 
 
-def masked_tiles(batch: Span, rows: Span, units: Span, tokens: int, rule: Rule) -> Iterator[Tile]:
+def masked_rectangles(batch: Span, rows: Span, units: Span, tokens: int, rule: Rule) -> Iterator[Rectangle]:
     """A masked rectangle cut so that no expanded mask exceeds `MAX_MASK` entries."""
     items = batch[1] - batch[0]
     if items > MAX_MASK // 256:
         for first in range(*batch, MAX_MASK // 256):
-            yield from masked_tiles((first, min(first + MAX_MASK // 256, batch[1])), rows, units, tokens, rule)
+            yield from masked_rectangles((first, min(first + MAX_MASK // 256, batch[1])), rows, units, tokens, rule)
         return
     height = max(1, min(rows[1] - rows[0], MAX_MASK // (256 * items)))
     for top in range(rows[0], rows[1], height):
@@ -143,44 +143,44 @@ def masked_tiles(batch: Span, rows: Span, units: Span, tokens: int, rule: Rule) 
         keys = (units[0] * tokens, units[1] * tokens)
         width = max(1, MAX_MASK // (items * (bottom - top)))
         for left in range(keys[0], keys[1], width):
-            yield Tile(batch, (top, bottom), (left, min(left + width, keys[1])), "masked", rule)
+            yield Rectangle(batch, (top, bottom), (left, min(left + width, keys[1])), "masked", rule)
 
 
 @dataclass(frozen=True)
-class GivenBlock:
+class GivenBlockMask:
     """The one block of a group of one, by its tiles; its keys have the batch of its rows."""
 
-    given: tuple[Tile, ...]
+    given: tuple[Rectangle, ...]
 
     prunes = False
     keys_are_rows = False
 
-    def tiles(self, row: int, column: int) -> tuple[Tile, ...]:
+    def tiles(self, row: int, column: int) -> tuple[Rectangle, ...]:
         """Return the tiles of the one block."""
         return self.given
 
-    def rows(self, row: int, column: int) -> Rows | None:
+    def rows(self, row: int, column: int) -> RowSubset | None:
         """Return None: all rows."""
         return None
 
-    def packed(self, row: int, column: int) -> tuple[Tile, ...]:
+    def packed(self, row: int, column: int) -> tuple[Rectangle, ...]:
         """Return the same as `tiles`."""
         return self.given
 
-    def folded(self) -> GivenBlock:
+    def folded(self) -> GivenBlockMask:
         """Not folded: its keys have a batch."""
         raise NotImplementedError("keys of one block with a batch of their own are not folded")
 
     def orders(self, size: int, device: torch.device) -> None:
         """Keep the order."""
 
-    def merged(self, size: int, orders: Sequence[Tensor] | None) -> GivenBlock:
+    def merged(self, size: int, orders: Sequence[Tensor] | None) -> GivenBlockMask:
         """Return itself: there are no other ranks."""
         return self
 
 
 @dataclass(frozen=True)
-class FullBlocks:
+class FullBlockMasks:
     """No mask: each of `length` rows sees every key. `key_lengths[j]` is the number of keys that rank j holds."""
 
     batch: int
@@ -190,26 +190,26 @@ class FullBlocks:
     prunes = False
     keys_are_rows = False
 
-    def tiles(self, row: int, column: int) -> tuple[Tile, ...]:
+    def tiles(self, row: int, column: int) -> tuple[Rectangle, ...]:
         """One tile, or none where rank `column` holds no keys."""
-        return full_tile(self.batch, self.length, self.key_lengths[column])
+        return full_rectangle(self.batch, self.length, self.key_lengths[column])
 
-    def rows(self, row: int, column: int) -> Rows | None:
+    def rows(self, row: int, column: int) -> RowSubset | None:
         """All of them, also where there are no keys: without a mask every rank sends as much as its formula says."""
         return None
 
-    def packed(self, row: int, column: int) -> tuple[Tile, ...]:
+    def packed(self, row: int, column: int) -> tuple[Rectangle, ...]:
         """The same as `tiles`."""
         return self.tiles(row, column)
 
-    def folded(self) -> FullBlocks:
+    def folded(self) -> FullBlockMasks:
         """As many rows in one batch item."""
-        return FullBlocks(1, self.batch * self.length, self.key_lengths)
+        return FullBlockMasks(1, self.batch * self.length, self.key_lengths)
 
     def orders(self, size: int, device: torch.device) -> None:
         """Any order will do."""
 
-    def merged(self, size: int, orders: Sequence[Tensor] | None) -> FullBlocks:
+    def merged(self, size: int, orders: Sequence[Tensor] | None) -> FullBlockMasks:
         """As many rows and keys together."""
         lengths = [self.key_lengths[i : i + size] for i in range(0, len(self.key_lengths), size)]
-        return FullBlocks(self.batch, self.length * size, tuple(map(sum, lengths)))
+        return FullBlockMasks(self.batch, self.length * size, tuple(map(sum, lengths)))

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 
-class Rows:
+class RowSubset:
     """Row numbers in ascending order, (r,) int64.
 
     Attributes:

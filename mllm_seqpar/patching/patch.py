@@ -13,14 +13,14 @@ from torch import nn
 
 from mllm_seqpar._logging import get_logger
 from mllm_seqpar.comm import Group, as_communicator
-from mllm_seqpar.comm.agreement import agree_on_text, fingerprint
+from mllm_seqpar.comm.agreement import fingerprint, require_same_text
 from mllm_seqpar.comm.gloo_shutdown import release_gloo_at_exit
 from mllm_seqpar.config import SeqParConfig
 from mllm_seqpar.errors import AdapterError, ConfigError
 from mllm_seqpar.kernels.registry import kernel_by_name
 from mllm_seqpar.runtime.context import SeqParContext
-from mllm_seqpar.runtime.forward_state import SeqParCall
-from mllm_seqpar.runtime.selection import Chooser, chooser_for
+from mllm_seqpar.runtime.forward_state import ForwardState
+from mllm_seqpar.runtime.selection import StrategySelector, selector_for
 
 from .registry import Adapter, find_adapter
 
@@ -60,8 +60,8 @@ class Patch:
     def guard(self, model: nn.Module, sites: Iterable[nn.Module]) -> None:
         """Makes it an error to reach `sites`, or a module around them, except in a pass of the patched model.
 
-        Such a call would compute with this rank's inputs alone. The passes hand a `SeqParCall` to all these modules as
-        an argument, and so does the recomputation of gradient checkpointing in backward.
+        Such a call would compute with this rank's inputs alone. The passes hand a `ForwardState` to all these modules
+        as an argument, and so does the recomputation of gradient checkpointing in backward.
 
         Args:
             model: the module whose forward begins a pass; it and what is around it may be called.
@@ -116,7 +116,7 @@ def _guarded(context: SeqParContext, model: str, name: str, module: nn.Module) -
     @functools.wraps(inner)
     def forward(*args: Any, **kwargs: Any) -> Any:
         context.require_same_world()
-        if context.comm.size > 1 and not any(isinstance(x, SeqParCall) for x in (*args, *kwargs.values())):
+        if context.comm.size > 1 and not any(isinstance(x, ForwardState) for x in (*args, *kwargs.values())):
             raise AdapterError(
                 f"{name} ({type(module).__name__}) was called outside of the patched forward of its {model}; on "
                 f"{context.comm.size} ranks it would compute with this rank's inputs alone, unsharded. Call the model "
@@ -185,7 +185,7 @@ def patch_model(
         found.append((adapter, inner, context))
         return f"{adapter.name} {type(inner).__name__}, parameters {_shapes(inner):x}, {context.config}"
 
-    agree_on_text(comm, "patch_model", describe)
+    require_same_text(comm, "patch_model", describe)
     adapter, inner, context = found[0]
     context = replace(context, chooser=_chooser(context, inner))
     patch = Patch(adapter.name, context)
@@ -208,10 +208,10 @@ def patch_model(
     return model
 
 
-def _chooser(context: SeqParContext, model: nn.Module) -> Chooser | None:
+def _chooser(context: SeqParContext, model: nn.Module) -> StrategySelector | None:
     parameter = next(model.parameters(), None)
     device, dtype = (torch.device("cpu"), torch.float32) if parameter is None else (parameter.device, parameter.dtype)
-    return chooser_for(context.config, context.comm, device, dtype)
+    return selector_for(context.config, context.comm, device, dtype)
 
 
 def _chosen(strategy: str | None, config: SeqParConfig | None, options: dict[str, Any]) -> SeqParConfig:

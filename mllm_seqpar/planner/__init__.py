@@ -10,18 +10,18 @@ from __future__ import annotations
 from .block_cost import blocks_to_hide
 from .call_cost import CallCost, call_cost
 from .call_overheads import Visual
-from .candidates import Way
+from .candidates import ParallelSpec
 from .cluster import Cluster, read_cluster, write_cluster
-from .selection import Candidate, Choice, Options, choose
+from .selection import Candidate, Selection, SelectionOptions, choose
 
 __all__ = [
     "CallCost",
     "Candidate",
-    "Choice",
+    "Selection",
     "Cluster",
-    "Options",
+    "SelectionOptions",
     "Visual",
-    "Way",
+    "ParallelSpec",
     "blocks_to_hide",
     "call_cost",
     "choose",

@@ -9,14 +9,14 @@ from __future__ import annotations
 
 from mllm_seqpar.schedules.bytes_sent import LSE_BYTES
 
-from .candidates import Way
-from .model import Resampler, Vision
-from .workload import Run
+from .candidates import ParallelSpec
+from .model import ResamplerSizes, VisionSizes
+from .workload import Workload
 
 FLOAT32 = 4
 
 
-def kept(run: Run, way: Way) -> int:
+def kept(run: Workload, way: ParallelSpec) -> int:
     """By what comes behind the features, but for the logits."""
     text, cross = run.model.text, run.model.cross
     stream = run.batch * run.rows * text.hidden * run.element
@@ -31,45 +31,45 @@ def kept(run: Run, way: Way) -> int:
     return text.layers * decoder + cross.layers * (crossing + visual)
 
 
-def kept_before(run: Run) -> int:
+def kept_before(run: Workload) -> int:
     """By what makes the features."""
     return _connector(run) + _tower(run)
 
 
-def attention_layer(run: Run, heads: int, kv_heads: int, dim: int) -> int:
+def attention_layer(run: Workload, heads: int, kv_heads: int, dim: int) -> int:
     """The norm before it; q, k, v; o, and o as its projection takes it; the log-sum-exp."""
     elements = 3 * heads * dim + 2 * kv_heads * dim
     return _norm(run) + run.batch * run.rows * (run.element * elements + heads * LSE_BYTES)
 
 
-def mlp_layer(run: Run, inner: int, matrices: int) -> int:
+def mlp_layer(run: Workload, inner: int, matrices: int) -> int:
     """The norm before it, whose output is the MLP's input, and inner activations, unless chunks compute them anew."""
     return _norm(run) + (0 if run.chunked else run.batch * run.rows * inner_row(run, inner, matrices))
 
 
-def inner_row(run: Run, inner: int, matrices: int) -> int:
+def inner_row(run: Workload, inner: int, matrices: int) -> int:
     """Inner activations of one token: 4 of a gated MLP (gate, its activation, up, product), 2 of a plain one."""
     return run.element * (4 if matrices == 3 else 2) * inner
 
 
-def _norm(run: Run) -> int:
+def _norm(run: Workload) -> int:
     """Its input in float32, that normalised, and its output; its input as it came, too, where that is "mixed"."""
     text = run.model.text
     elements = 3 if text.norm == "mixed" and run.element < FLOAT32 else 2
     return run.batch * run.rows * text.hidden * (FLOAT32 + elements * run.element)
 
 
-def _own_block(run: Run) -> int:
+def _own_block(run: Workload) -> int:
     """Cross-attention that is a block of its own: the two results that its gates scale, and the norm of Q."""
     return run.batch * run.rows * (2 * run.model.text.hidden * run.element + _head_norm(run, run.model.cross.heads))
 
 
-def _shares(run: Run) -> int:
+def _shares(run: Workload) -> int:
     """A gate that depends on the text: the share of the visual part and that of the text."""
     return run.batch * run.rows * 2 * run.model.cross.heads * run.model.cross.head_dim * run.element
 
 
-def _head_norm(run: Run, heads: int) -> int:
+def _head_norm(run: Workload, heads: int) -> int:
     """Of a token of Q or K: its float32 copy, what it normalised, a factor of each head; as it came, where "mixed"."""
     cross, element = run.model.cross, run.element
     if cross.key_norm == "none":
@@ -78,18 +78,18 @@ def _head_norm(run: Run, heads: int) -> int:
     return heads * (cross.head_dim * (FLOAT32 + copies) + FLOAT32)
 
 
-def visual_tokens(run: Run, way: Way) -> int:
+def visual_tokens(run: Workload, way: ParallelSpec) -> int:
     """Keys that a rank projects, of all batch items."""
     return run.local_frames * run.model.vision.keys * (run.gpus if way.strategy == "replicate" else 1)
 
 
-def keys_values(run: Run, way: Way, element: int) -> int:
+def keys_values(run: Workload, way: ParallelSpec, element: int) -> int:
     """K and V of one layer."""
     cross = run.model.cross
     return 2 * visual_tokens(run, way) * cross.kv_heads * cross.head_dim * element
 
 
-def _projected(run: Run, way: Way) -> int:
+def _projected(run: Workload, way: ParallelSpec) -> int:
     """K and V of one layer, and what the norms on their way keep.
 
     A norm of the features keeps them in float32, which is a copy if they came in another dtype, a factor of each token,
@@ -103,7 +103,7 @@ def _projected(run: Run, way: Way) -> int:
     return keys_values(run, way, element) + visual_tokens(run, way) * token
 
 
-def _connector(run: Run) -> int:
+def _connector(run: Workload) -> int:
     """What is between the tower and the features; it is trained wherever anything is."""
     model, frame = run.model, 0
     if model.projector:  # the input of its layers, and of the activation function between them
@@ -114,7 +114,7 @@ def _connector(run: Run) -> int:
     return run.local_frames * frame
 
 
-def _resampler_layer(resampler: Resampler, vision: Vision, element: int) -> int:
+def _resampler_layer(resampler: ResamplerSizes, vision: VisionSizes, element: int) -> int:
     """One frame: latents and patches are normalised, put together, and attended to by latents; an MLP.
 
     IDEFICS puts them together twice, for K and for V, and normalises Q and K; its MLP has a ReLU, which keeps one inner
@@ -130,7 +130,7 @@ def _resampler_layer(resampler: Resampler, vision: Vision, element: int) -> int:
     return element * elements + 2 * FLOAT32 * normalised
 
 
-def _tower(run: Run) -> int:
+def _tower(run: Workload) -> int:
     """A trained tower: each layer's input and inside (norms, q, k, v, o, inner activations), or the inside of one."""
     if run.trained != "all":
         return 0

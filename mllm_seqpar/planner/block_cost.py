@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from math import ceil
 
-from mllm_seqpar.schedules import Axis, Hides, Move, Stream
+from mllm_seqpar.schedules import Axis, Move, OverlapRatios, Stream
 from mllm_seqpar.schedules.bytes_sent import LSE_BYTES, Problem
 
-from .candidates import within_groups
+from .candidates import problem_within_groups
 from .cluster import Cluster
 from .transfers import Hop, column_hop, row_hop
 
@@ -57,12 +57,12 @@ def blocks_to_hide(
     backward: bool,
     heads_over: int = 1,
     visible: float = 1.0,
-) -> Hides:
+) -> OverlapRatios:
     """How many blocks of computation hide one transfer of each kind: what a mesh's order of steps is worked out for.
 
     Rounded to two digits: more would only make as many orders as there are lengths.
     """
-    inner = within_groups(problem, heads_over)
+    inner = problem_within_groups(problem, heads_over)
     keys = ceil(sum(inner.keys) / len(inner.keys))
     block = block_seconds(inner, cluster, keys, backward=backward, visible=visible)
     rows = row_hop(cluster, problem.ranks, heads_over, tile)
@@ -73,7 +73,7 @@ def blocks_to_hide(
         seconds = hop.latency + size / hop.rate + cluster.step_overhead_s
         return float(f"{seconds / block:.2g}") if block else 1.0
 
-    return Hides(
+    return OverlapRatios(
         q=blocks("rows", "ahead", rows),
         kv=blocks("columns", "ahead", columns),
         o=blocks("rows", "behind", rows),

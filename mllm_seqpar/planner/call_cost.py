@@ -10,12 +10,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from mllm_seqpar.schedules import Block, Hides, Move, Schedule, schedule_for
+from mllm_seqpar.schedules import AttentionBlock, Move, OverlapRatios, Schedule, schedule_for
 from mllm_seqpar.schedules.bytes_sent import Problem
 
 from .block_cost import block_seconds, blocks_to_hide, move_bytes
-from .call_overheads import Visual, around, projection_seconds
-from .candidates import Way, period_of, within_groups
+from .call_overheads import Visual, call_overheads, projection_seconds
+from .candidates import ParallelSpec, period_of, problem_within_groups
 from .cluster import Cluster
 from .simulate import simulate
 from .timeline import Computed, Phase, Sent, Timeline
@@ -50,7 +50,7 @@ class CallCost:
 
 def call_cost(
     problem: Problem,
-    way: Way,
+    way: ParallelSpec,
     cluster: Cluster,
     *,
     backward: bool,
@@ -73,7 +73,7 @@ def call_cost(
         overlap: False waits for transfers before computing.
         record: keep the spans of the timeline.
     """
-    inner = within_groups(problem, way.heads_over)
+    inner = problem_within_groups(problem, way.heads_over)
     entries = _grouped(visible, way.heads_over)
     copies = 1
     if way.strategy == "replicate":  # every rank computes its rows against all keys, which it projects itself
@@ -81,12 +81,14 @@ def call_cost(
         inner = replace(inner, keys=(sum(problem.keys),) * problem.ranks)
     even = len(set(problem.keys)) == 1 and isinstance(visible, float | int) and seen is None
     period = period_of(way, problem.ranks, cluster) if even else problem.ranks
-    hides = blocks_to_hide(
+    overlap_ratios = blocks_to_hide(
         problem, way.tile, cluster, backward=backward, heads_over=way.heads_over, visible=_mean(visible)
     )
-    phases = [_phases(problem, inner, way, rank, cluster, backward, entries, seen, hides) for rank in range(period)]
+    phases = [
+        _phases(problem, inner, way, rank, cluster, backward, entries, seen, overlap_ratios) for rank in range(period)
+    ]
     timeline = simulate(phases, problem.ranks, cluster, overlap=overlap, record=record)
-    beside = around(problem, way, cluster, backward, visual)
+    beside = call_overheads(problem, way, cluster, backward, visual)
     projection = copies * projection_seconds(problem, cluster, visual, backward)
     return CallCost(
         seconds=timeline.seconds + beside.seconds + projection,
@@ -103,13 +105,13 @@ def call_cost(
 def _phases(
     problem: Problem,
     inner: Problem,
-    way: Way,
+    way: ParallelSpec,
     rank: int,
     cluster: Cluster,
     backward: bool,
     visible: Entries,
     seen: Sequence[Sequence[int]] | None,
-    hides: Hides,
+    overlap_ratios: OverlapRatios,
 ) -> list[Phase]:
     """A rank's schedule as phases: moves with their bytes, between real ranks; blocks with their seconds."""
     group, member = divmod(rank, way.heads_over)
@@ -117,12 +119,14 @@ def _phases(
     if way.strategy == "replicate":
         schedule = schedule_for((1, 1), 0, backward=backward)
     else:
-        schedule = schedule_for(way.tile, group, backward=backward, straight=seen is not None, hides=hides)
+        schedule = schedule_for(
+            way.tile, group, backward=backward, straight=seen is not None, overlap_ratios=overlap_ratios
+        )
 
     def real(other: int) -> int:
         return other * way.heads_over + member
 
-    def computed(block: Block) -> Computed:
+    def computed(block: AttentionBlock) -> Computed:
         share = visible if isinstance(visible, float | int) else visible[block.row][block.column]
         seconds = block_seconds(inner, cluster, inner.keys[block.column], backward=backward, visible=share)
         return Computed(seconds / block.parts, f"{block.row},{block.column}")

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from mllm_seqpar.schedules.bytes_sent import LSE_BYTES, Problem
-from mllm_seqpar.schedules.head_sharding import HeadShares
+from mllm_seqpar.schedules.head_sharding import HeadShards
 
-from .candidates import Way
+from .candidates import ParallelSpec
 from .cluster import Cluster
 from .transfers import all_gather, all_to_all
 
@@ -30,7 +30,7 @@ class Visual:
 
 
 @dataclass(frozen=True)
-class Around:
+class CallOverheads:
     """What happens before and after the schedule, hidden by nothing."""
 
     seconds: float = 0.0
@@ -38,13 +38,15 @@ class Around:
     network_bytes: int = 0
 
 
-def around(problem: Problem, way: Way, cluster: Cluster, backward: bool, visual: Visual | None) -> Around:
+def call_overheads(
+    problem: Problem, way: ParallelSpec, cluster: Cluster, backward: bool, visual: Visual | None
+) -> CallOverheads:
     """What a call sends before and after its schedule: all-to-all of heads, or features gathered."""
     if way.strategy == "replicate" and problem.ranks > 1:
         return _replication(problem, cluster, backward, visual)
     if way.heads_over == 1:
-        return Around()
-    shares = HeadShares(problem.heads, problem.kv_heads, way.heads_over)
+        return CallOverheads()
+    shares = HeadShards(problem.heads, problem.kv_heads, way.heads_over)
     kv_heads = sum(len(shares.key_heads(place)) for place in range(way.heads_over))
     q = problem.batch * problem.rows * problem.heads * problem.dim * problem.element
     kv = 2 * problem.key_batch * max(problem.keys) * kv_heads * problem.dim * problem.element
@@ -55,10 +57,10 @@ def around(problem: Problem, way: Way, cluster: Cluster, backward: bool, visual:
     else:  # Q, K, V to heads; O and the log-sum-exp back to rows
         sizes = (q + kv, q + problem.batch * problem.rows * problem.heads * LSE_BYTES)
     trips = [all_to_all(cluster, problem.ranks, way.heads_over, size) for size in sizes]
-    return Around(*(sum(part) for part in zip(*trips, strict=True)))
+    return CallOverheads(*(sum(part) for part in zip(*trips, strict=True)))
 
 
-def _replication(problem: Problem, cluster: Cluster, backward: bool, visual: Visual | None) -> Around:
+def _replication(problem: Problem, cluster: Cluster, backward: bool, visual: Visual | None) -> CallOverheads:
     """Features gathered once per step (forward) and their gradients summed (backward): each layer bears its share.
 
     Without features, keys and values themselves are gathered, by every layer.
@@ -69,10 +71,10 @@ def _replication(problem: Problem, cluster: Cluster, backward: bool, visual: Vis
     else:
         size, layers = problem.key_batch * max(problem.keys) * visual.dim, visual.layers
         if backward and not visual.trained:
-            return Around()
+            return CallOverheads()
     size *= problem.accumulated if backward else problem.element
     trip = all_gather(cluster, problem.ranks, size)
-    return Around(trip.seconds / layers, trip.node_bytes // layers, trip.network_bytes // layers)
+    return CallOverheads(trip.seconds / layers, trip.node_bytes // layers, trip.network_bytes // layers)
 
 
 def projection_seconds(problem: Problem, cluster: Cluster, visual: Visual | None, backward: bool) -> float:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from mllm_seqpar.errors import ConfigError
 from mllm_seqpar.schedules.bytes_sent import Problem
-from mllm_seqpar.schedules.head_sharding import HeadShares
+from mllm_seqpar.schedules.head_sharding import HeadShards
 
 from .cluster import Cluster
 
@@ -19,7 +19,7 @@ TEXT_STRATEGIES = ("ring", "mesh", "ulysses")
 
 
 @dataclass(frozen=True)
-class Way:
+class ParallelSpec:
     """One way to compute a call.
 
     Attributes:
@@ -40,7 +40,7 @@ class Way:
         return self.strategy
 
 
-def ways(problem: Problem, strategies: Sequence[str] = STRATEGIES) -> Iterator[Way]:
+def ways(problem: Problem, strategies: Sequence[str] = STRATEGIES) -> Iterator[ParallelSpec]:
     """All legal ways for a problem, those of `strategies` only, in the order of STRATEGIES.
 
     Raises:
@@ -51,19 +51,19 @@ def ways(problem: Problem, strategies: Sequence[str] = STRATEGIES) -> Iterator[W
         raise ConfigError(f"strategies: {', '.join(unknown)} cannot be planned; choose of {', '.join(STRATEGIES)}")
     n = problem.ranks
     if "lv-xattn" in strategies:
-        yield Way("lv-xattn", (n, 1))
+        yield ParallelSpec("lv-xattn", (n, 1))
     if "ring" in strategies:
-        yield Way("ring", (1, n))
+        yield ParallelSpec("ring", (1, n))
     if "mesh" in strategies:
-        yield from (Way("mesh", (a, n // a)) for a in divisors(n) if 1 < a < n)
+        yield from (ParallelSpec("mesh", (a, n // a)) for a in divisors(n) if 1 < a < n)
     if "ulysses" in strategies:
         for group in reversed(divisors(n)):
             if group > 1 and problem.heads % group == 0:
                 outer = n // group
                 for a in divisors(outer):
-                    yield Way("ulysses", (a, outer // a), group)
+                    yield ParallelSpec("ulysses", (a, outer // a), group)
     if "replicate" in strategies:
-        yield Way("replicate", (n, 1))
+        yield ParallelSpec("replicate", (n, 1))
 
 
 def divisors(n: int) -> list[int]:
@@ -71,11 +71,11 @@ def divisors(n: int) -> list[int]:
     return [a for a in range(1, n + 1) if n % a == 0]
 
 
-def within_groups(problem: Problem, group: int) -> Problem:
+def problem_within_groups(problem: Problem, group: int) -> Problem:
     """The problem that groups of `group` ranks solve once heads are shared out: more rows and keys, fewer heads."""
     if group == 1:
         return problem
-    keys, shares = problem.keys, HeadShares(problem.heads, problem.kv_heads, group)
+    keys, shares = problem.keys, HeadShards(problem.heads, problem.kv_heads, group)
     return replace(
         problem,
         rows=problem.rows * group,
@@ -86,7 +86,7 @@ def within_groups(problem: Problem, group: int) -> Problem:
     )
 
 
-def period_of(way: Way, ranks: int, cluster: Cluster) -> int:
+def period_of(way: ParallelSpec, ranks: int, cluster: Cluster) -> int:
     """How many ranks stand for all, where shares are even: the least shift that maps the schedules on themselves.
 
     Shifting by whole row groups does, shifting inside every row group does; and nodes must map on nodes.

@@ -12,7 +12,7 @@ from typing import Any
 
 from mllm_seqpar.errors import ConfigError
 
-from .model import Cross, Model, Resampler, Text, Vision
+from .model import CrossAttentionSizes, ModelSizes, ResamplerSizes, TextSizes, VisionSizes
 
 Config = dict[str, Any]
 
@@ -26,7 +26,7 @@ _SO400M: Config = {
 }
 
 
-def read_hf_config(path: Path) -> Model:
+def read_hf_config(path: Path) -> ModelSizes:
     """The sizes of a model directory, or of its `config.json`.
 
     Raises:
@@ -50,15 +50,15 @@ def read_hf_config(path: Path) -> Model:
         raise ConfigError(f"model: {file} has values that a {kind} model cannot have: {error}") from error
 
 
-def _mplug_owl3(config: Config, name: str) -> Model:
+def _mplug_owl3(config: Config, name: str) -> ModelSizes:
     hidden, heads = config["hidden_size"], config["num_attention_heads"]
     kv_heads = config.get("num_key_value_heads") or heads
     tower = config.get("vision_config")
     vision = _siglip(_SO400M if tower is None else tower)
     shape = {"heads": heads, "kv_heads": kv_heads, "head_dim": config.get("head_dim") or hidden // heads}
-    return Model(
+    return ModelSizes(
         name=name,
-        text=Text(
+        text=TextSizes(
             hidden=hidden,
             layers=config["num_hidden_layers"],
             **shape,
@@ -67,7 +67,7 @@ def _mplug_owl3(config: Config, name: str) -> Model:
             vocabulary=config["vocab_size"],
             tied_embeddings=config.get("tie_word_embeddings", False),
         ),
-        cross=Cross(
+        cross=CrossAttentionSizes(
             layers=len(config.get("hyper_layers", (1, 9, 17, 25))),
             **shape,
             visual_dim=hidden,
@@ -80,9 +80,9 @@ def _mplug_owl3(config: Config, name: str) -> Model:
     )
 
 
-def _siglip(config: Config) -> Vision:
+def _siglip(config: Config) -> VisionSizes:
     side = config.get("image_size", 224) // config.get("patch_size", 16)
-    return Vision(
+    return VisionSizes(
         width=config.get("hidden_size", 768),
         layers=config.get("num_hidden_layers", 12),
         heads=config.get("num_attention_heads", 12),
@@ -92,7 +92,7 @@ def _siglip(config: Config) -> Vision:
     )
 
 
-def _idefics(config: Config, name: str) -> Model:
+def _idefics(config: Config, name: str) -> ModelSizes:
     hidden, heads = config.get("hidden_size", 4096), config.get("num_attention_heads", 32)
     inner = config.get("intermediate_size", 11008)
     tower, perceiver = config.get("vision_config") or {}, config.get("perceiver_config") or {}
@@ -101,9 +101,9 @@ def _idefics(config: Config, name: str) -> Model:
     latents = config.get("use_resampler", False)
     layers = config.get("num_hidden_layers", 32)
     shape = {"heads": heads, "kv_heads": heads, "head_dim": hidden // heads}
-    return Model(
+    return ModelSizes(
         name=name,
-        text=Text(
+        text=TextSizes(
             hidden=hidden,
             layers=layers,
             **shape,
@@ -113,7 +113,7 @@ def _idefics(config: Config, name: str) -> Model:
             tied_embeddings=config.get("tie_word_embeddings", False),
             norm="mixed",
         ),
-        cross=Cross(
+        cross=CrossAttentionSizes(
             layers=-(-layers // config.get("cross_layer_interval", 1)),
             **shape,
             visual_dim=width,
@@ -121,7 +121,7 @@ def _idefics(config: Config, name: str) -> Model:
             mlp_matrices=3,
             key_norm="mixed" if config.get("qk_layer_norms") else "none",
         ),
-        vision=Vision(
+        vision=VisionSizes(
             width=width,
             layers=tower.get("num_hidden_layers", 32),
             heads=tower.get("num_attention_heads", 16),
@@ -130,7 +130,7 @@ def _idefics(config: Config, name: str) -> Model:
             keys=perceiver.get("resampler_n_latents", 64) if latents else patches,
             outputs_held=2,
         ),
-        resampler=Resampler(
+        resampler=ResamplerSizes(
             layers=perceiver.get("resampler_depth", 6),
             heads=perceiver.get("resampler_n_heads", 16),
             head_dim=perceiver.get("resampler_head_dim", 96),
@@ -142,7 +142,7 @@ def _idefics(config: Config, name: str) -> Model:
     )
 
 
-def _mllama(config: Config, name: str) -> Model:
+def _mllama(config: Config, name: str) -> ModelSizes:
     text, tower = config.get("text_config") or {}, config.get("vision_config") or {}
     hidden, heads = text.get("hidden_size", 4096), text.get("num_attention_heads", 32)
     inner = text.get("intermediate_size", 14336)
@@ -152,9 +152,9 @@ def _mllama(config: Config, name: str) -> Model:
     crossing = len(text.get("cross_attention_layers") or (3, 8, 13, 18, 23, 28, 33, 38))
     kv_heads = text.get("num_key_value_heads", 8)
     shape = {"heads": heads, "kv_heads": kv_heads, "head_dim": hidden // heads}
-    return Model(
+    return ModelSizes(
         name=name,
-        text=Text(
+        text=TextSizes(
             hidden=hidden,
             layers=text.get("num_hidden_layers", 40) - crossing,
             **shape,
@@ -163,8 +163,10 @@ def _mllama(config: Config, name: str) -> Model:
             vocabulary=text.get("vocab_size", 128256),
             tied_embeddings=text.get("tie_word_embeddings", False),
         ),
-        cross=Cross(layers=crossing, **shape, visual_dim=hidden, mlp_inner=inner, mlp_matrices=3, key_norm="float32"),
-        vision=Vision(
+        cross=CrossAttentionSizes(
+            layers=crossing, **shape, visual_dim=hidden, mlp_inner=inner, mlp_matrices=3, key_norm="float32"
+        ),
+        vision=VisionSizes(
             width=width,
             layers=tower.get("num_hidden_layers", 32) + tower.get("num_global_layers", 8),
             heads=tower.get("attention_heads", 16),
@@ -178,7 +180,7 @@ def _mllama(config: Config, name: str) -> Model:
     )
 
 
-def _open_flamingo(config: Config, name: str) -> Model:
+def _open_flamingo(config: Config, name: str) -> ModelSizes:
     text, tower = config["text_config"], config.get("vision_config") or {}
     hidden = text.get("hidden_size") or text["d_model"]
     layers = text.get("num_hidden_layers") or text["n_layers"]
@@ -187,9 +189,9 @@ def _open_flamingo(config: Config, name: str) -> Model:
     gated = kind == "llama"
     inner = text.get("intermediate_size") or text.get("ffn_dim") or text.get("expansion_ratio", 4) * hidden
     width = tower.get("hidden_size", 768)
-    return Model(
+    return ModelSizes(
         name=name,
-        text=Text(
+        text=TextSizes(
             hidden=hidden,
             layers=layers,
             heads=heads,
@@ -201,7 +203,7 @@ def _open_flamingo(config: Config, name: str) -> Model:
             tied_embeddings=text.get("tie_word_embeddings", kind in ("mpt", "opt")),
         ),
         # the package's own constants: 8 heads of 64, MLPs four times as wide, 64 latents in 6 layers
-        cross=Cross(
+        cross=CrossAttentionSizes(
             layers=layers // config.get("cross_attn_every_n_layers", 1),
             heads=8,
             kv_heads=8,
@@ -210,7 +212,7 @@ def _open_flamingo(config: Config, name: str) -> Model:
             mlp_inner=4 * hidden,
             mlp_matrices=2,
         ),
-        vision=Vision(
+        vision=VisionSizes(
             width=width,
             layers=tower.get("num_hidden_layers", 12),
             heads=tower.get("num_attention_heads", 12),
@@ -218,11 +220,11 @@ def _open_flamingo(config: Config, name: str) -> Model:
             tokens=(tower.get("image_size", 224) // tower.get("patch_size", 32)) ** 2 + 1,
             keys=64,
         ),
-        resampler=Resampler(layers=6, heads=8, head_dim=64, mlp_inner=4 * width),
+        resampler=ResamplerSizes(layers=6, heads=8, head_dim=64, mlp_inner=4 * width),
     )
 
 
-_FAMILIES: dict[str, Callable[[Config, str], Model]] = {
+_FAMILIES: dict[str, Callable[[Config, str], ModelSizes]] = {
     "mplugowl3": _mplug_owl3,
     "idefics": _idefics,
     "mllama": _mllama,

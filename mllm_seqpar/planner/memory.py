@@ -12,8 +12,8 @@ from __future__ import annotations
 from mllm_seqpar.schedules.bytes_sent import LSE_BYTES, Problem
 
 from .activation_memory import FLOAT32, attention_layer, inner_row, kept, kept_before, keys_values, visual_tokens
-from .candidates import Way
-from .workload import Run
+from .candidates import ParallelSpec
+from .workload import Workload
 
 USABLE = 0.92
 """Share of a GPU's memory that a plan may fill: the rest is the driver's, the allocator's and NCCL's, and what
@@ -22,7 +22,7 @@ projecting a chunk of features again takes."""
 KINDS = ("parameters", "gradients", "optimizer", "features", "activations", "buffers")
 
 
-def memory(run: Run, way: Way) -> dict[str, int]:
+def memory(run: Workload, way: ParallelSpec) -> dict[str, int]:
     """Bytes of one rank at its peak, by kind (KINDS)."""
     model, n, behind = run.model, run.gpus, from_features(run, way)
     behind["activations"] += kept_before(run) if run.training else 0
@@ -39,7 +39,7 @@ def memory(run: Run, way: Way) -> dict[str, int]:
     )
 
 
-def from_features(run: Run, way: Way) -> dict[str, int]:
+def from_features(run: Workload, way: ParallelSpec) -> dict[str, int]:
     """Features, activations and buffers of what comes behind the features: language model and cross-attention."""
     return {
         "features": _features(run, way),
@@ -48,13 +48,13 @@ def from_features(run: Run, way: Way) -> dict[str, int]:
     }
 
 
-def _features(run: Run, way: Way) -> int:
+def _features(run: Workload, way: ParallelSpec) -> int:
     once = run.local_frames * run.model.vision.keys * run.model.cross.visual_dim * run.element
     copies = run.gpus if way.strategy == "replicate" else 1
     return once * copies * (2 if run.training and run.visual.trained else 1)
 
 
-def _passing(run: Run) -> int:
+def _passing(run: Workload) -> int:
     """Without backward: one layer's inside."""
     text = run.model.text
     stream = run.batch * run.rows * text.hidden * run.element
@@ -62,20 +62,20 @@ def _passing(run: Run) -> int:
     return 2 * stream + attention_layer(run, text.heads, text.kv_heads, text.head_dim) + mlp
 
 
-def _logits(run: Run) -> int:
+def _logits(run: Workload) -> int:
     """Logits of a rank's own tokens, in their dtype and, with their gradient, in float32."""
     tokens = run.batch * run.rows
     return tokens * run.model.text.vocabulary * (run.element + (8 if run.training else 0))
 
 
-def _gathered(run: Run) -> int:
+def _gathered(run: Workload) -> int:
     """FSDP2: the layer at work and the next one, whole; in backward the gradient of one, before it is shared out."""
     if run.gpus == 1:
         return 0
     return run.model.largest_layer * run.element * (3 if run.training else 2)
 
 
-def _cross_buffers(run: Run, way: Way) -> int:
+def _cross_buffers(run: Workload, way: ParallelSpec) -> int:
     """The larger of forward and backward of one cross-attention call."""
     problem = run.cross_problem
     both = keys_values(run, way, problem.element)  # or, where they are kept already, their gradients in that dtype
@@ -91,7 +91,7 @@ def _cross_buffers(run: Run, way: Way) -> int:
     return max(forward, gradients + _pieces(problem, way, backward=True))
 
 
-def _features_gathered(run: Run, way: Way) -> int:
+def _features_gathered(run: Workload, way: ParallelSpec) -> int:
     """Replication: the parts that the whole is made of; in backward gradients as parts, in float32, and in a row."""
     if way.strategy != "replicate" or run.gpus == 1:
         return 0
@@ -100,7 +100,7 @@ def _features_gathered(run: Run, way: Way) -> int:
     return visual_tokens(run, way) * run.model.cross.visual_dim * width
 
 
-def _mlp_buffers(run: Run) -> int:
+def _mlp_buffers(run: Workload) -> int:
     """One MLP in backward: gradients of two inner activations; in chunks, all of one chunk, and sums in float32 of the
     weights' gradients."""
     if not run.training:
@@ -115,7 +115,7 @@ def _mlp_buffers(run: Run) -> int:
     return most
 
 
-def tower_at_work(run: Run) -> int:
+def tower_at_work(run: Workload) -> int:
     """A tower without backward and the frames it encodes at once: outputs that are held, what attention made of the
     last, that normalised, inner activations before and after the function between them, and the mask of tiles."""
     if run.trained == "all":
@@ -127,7 +127,7 @@ def tower_at_work(run: Run) -> int:
     return frames * vision.tokens * elements * run.element
 
 
-def _pieces(problem: Problem, way: Way, *, backward: bool) -> int:
+def _pieces(problem: Problem, way: ParallelSpec, *, backward: bool) -> int:
     """Pieces of other ranks that are held at one time, with results on their way: two of each kind in a ring, all of
     the group's others in a mesh; Ulysses holds its share of heads of everything once more."""
     rows = problem.batch * problem.rows * problem.heads

@@ -40,10 +40,10 @@ class _Sizes:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Text(_Sizes):
+class TextSizes(_Sizes):
     """The language model: decoder layers with self-attention (those with cross-attention in its place not counted).
 
-    `mlp_matrices`: 3 for gated MLPs, 2 for plain ones. `norm`: "float32" or "mixed", see `Cross.key_norm`.
+    `mlp_matrices`: 3 for gated MLPs, 2 for plain ones. `norm`: as `CrossAttentionSizes.key_norm`.
     """
 
     choices: ClassVar[dict[str, tuple[str, ...]]] = {"norm": ("float32", "mixed")}
@@ -76,7 +76,7 @@ class Text(_Sizes):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Cross(_Sizes):
+class CrossAttentionSizes(_Sizes):
     """Cross-attention: K and V are projected from features of `visual_dim` channels.
 
     Attributes:
@@ -110,7 +110,7 @@ class Cross(_Sizes):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Vision(_Sizes):
+class VisionSizes(_Sizes):
     """The vision tower.
 
     Attributes:
@@ -138,7 +138,7 @@ class Vision(_Sizes):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Resampler(_Sizes):
+class ResamplerSizes(_Sizes):
     """A Perceiver: latents that attend to a frame's patches and to themselves.
 
     `code`: "flamingo" or "idefics", whose it is: the same sums, but they keep different things for backward.
@@ -155,7 +155,7 @@ class Resampler(_Sizes):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Model:
+class ModelSizes:
     """A cross-attention MLLM.
 
     `projector`: the channels from layer to layer of the linear layers behind the tower, (in, out) of one layer or (in,
@@ -163,10 +163,10 @@ class Model:
     """
 
     name: str
-    text: Text
-    cross: Cross
-    vision: Vision
-    resampler: Resampler | None = None
+    text: TextSizes
+    cross: CrossAttentionSizes
+    vision: VisionSizes
+    resampler: ResamplerSizes | None = None
     projector: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
@@ -233,14 +233,19 @@ class Model:
         return max(layer, self.cross_parameters, text.vocabulary * text.hidden)
 
 
-def model_from(values: dict[str, Any], origin: str) -> Model:
+def model_from(values: dict[str, Any], origin: str) -> ModelSizes:
     """A Model from the sections of a model file.
 
     Raises:
         ConfigError: sections or fields that are missing, unknown or bad.
     """
     sections: dict[str, Any] = dict(values)
-    for name, cls in (("text", Text), ("cross", Cross), ("vision", Vision), ("resampler", Resampler)):
+    for name, cls in (
+        ("text", TextSizes),
+        ("cross", CrossAttentionSizes),
+        ("vision", VisionSizes),
+        ("resampler", ResamplerSizes),
+    ):
         if name not in sections or (name == "resampler" and sections[name] is None):
             continue
         if not isinstance(sections[name], dict):
@@ -252,11 +257,11 @@ def model_from(values: dict[str, Any], origin: str) -> Model:
         if not whole or len(projector) not in (2, 3):
             raise ConfigError(f"{origin}: projector is {projector!r}; give [in, out] or [in, inner, out] channels")
         sections["projector"] = tuple(projector)
-    return build(Model, sections, origin)
+    return build(ModelSizes, sections, origin)
 
 
-def read_model(path: str | Path) -> Model:
-    """A model file (YAML, the sections of `Model`), a directory with a `config.json`, or such a file.
+def read_model(path: str | Path) -> ModelSizes:
+    """A model file (YAML, the sections of `ModelSizes`), a directory with a `config.json`, or such a file.
 
     Raises:
         ConfigError: no such file, or one that says something else.

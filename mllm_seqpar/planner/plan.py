@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from .candidates import STRATEGIES, Way
+from .candidates import STRATEGIES, ParallelSpec
 from .cluster import Cluster
 from .memory import USABLE, memory
-from .selection import Candidate, Options
+from .selection import Candidate, SelectionOptions
 from .step_cost import Part, cross_candidates, self_candidate, step_parts
-from .workload import Run
+from .workload import Workload
 
 LONGEST = 2**27
 """Frames beyond which no video is looked for: four years at one frame per second."""
@@ -18,7 +18,7 @@ MOST_GPUS = 2**16
 
 
 @dataclass(frozen=True)
-class Row:
+class StrategyPlan:
     """One strategy's step.
 
     Attributes:
@@ -30,7 +30,7 @@ class Row:
         cross: one cross-attention call, forward and backward.
     """
 
-    way: Way
+    way: ParallelSpec
     parts: Mapping[str, Part]
     memory: Mapping[str, int]
     fits: bool
@@ -65,23 +65,23 @@ class Plan:
         enough: the least power of two of GPUs on which LV-XAttn, which holds least, fits; None: no number does.
     """
 
-    run: Run
+    run: Workload
     cluster: Cluster
-    rows: tuple[Row, ...]
+    rows: tuple[StrategyPlan, ...]
     left_out: Mapping[str, str]
     text: Candidate
     enough: int | None
 
     @property
-    def best(self) -> Row:
+    def best(self) -> StrategyPlan:
         """The fastest that fits, or if none does, the fastest; LV-XAttn where it is hardly slower, as in `choose`."""
         first = self.rows[0]
         lv = next((row for row in self.rows if row.way.strategy == "lv-xattn"), first)
-        near = lv.seconds <= first.seconds * (1 + Options().margin)
+        near = lv.seconds <= first.seconds * (1 + SelectionOptions().margin)
         return lv if near and lv.fits == first.fits else first
 
 
-def make_plan(run: Run, cluster: Cluster, strategies: Sequence[str] = STRATEGIES) -> Plan:
+def make_plan(run: Workload, cluster: Cluster, strategies: Sequence[str] = STRATEGIES) -> Plan:
     """Plans a run.
 
     Raises:
@@ -95,11 +95,11 @@ def make_plan(run: Run, cluster: Cluster, strategies: Sequence[str] = STRATEGIES
     return Plan(run, cluster, tuple(rows), left_out, text, _enough(run, cluster))
 
 
-def _row(run: Run, cluster: Cluster, candidates: Sequence[Candidate], text: Candidate) -> Row:
+def _row(run: Workload, cluster: Cluster, candidates: Sequence[Candidate], text: Candidate) -> StrategyPlan:
     """The fastest of one strategy's ways that fits, or the fastest."""
     cross = next((c for c in candidates if _fits(memory(run, c.way), cluster)), candidates[0])
     held = memory(run, cross.way)
-    return Row(
+    return StrategyPlan(
         way=cross.way,
         parts=step_parts(run, cluster, cross, text),
         memory=held,
@@ -113,7 +113,7 @@ def _fits(held: Mapping[str, int], cluster: Cluster) -> bool:
     return sum(held.values()) <= USABLE * cluster.memory_bytes
 
 
-def longest_video(run: Run, cluster: Cluster, way: Way) -> int:
+def longest_video(run: Workload, cluster: Cluster, way: ParallelSpec) -> int:
     """Most frames whose memory fits, with the same text; 0 if one frame does not."""
 
     def fits(frames: int) -> bool:
@@ -130,16 +130,16 @@ def longest_video(run: Run, cluster: Cluster, way: Way) -> int:
     return low
 
 
-def _enough(run: Run, cluster: Cluster) -> int | None:
+def _enough(run: Workload, cluster: Cluster) -> int | None:
     gpus = 1
     while gpus <= MOST_GPUS:
-        if _fits(memory(replace(run, gpus=gpus), Way("lv-xattn", (gpus, 1))), cluster):
+        if _fits(memory(replace(run, gpus=gpus), ParallelSpec("lv-xattn", (gpus, 1))), cluster):
             return gpus
         gpus *= 2
     return None
 
 
-def _why_not(strategy: str, run: Run) -> str:
+def _why_not(strategy: str, run: Workload) -> str:
     if run.gpus == 1:
         return "one GPU has nobody to share with"
     if strategy == "mesh":

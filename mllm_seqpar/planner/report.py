@@ -7,11 +7,11 @@ from dataclasses import asdict
 from typing import Any
 
 from .call_cost import CallCost
-from .candidates import Way
+from .candidates import ParallelSpec
 from .memory import KINDS, USABLE
-from .plan import Plan, Row
+from .plan import Plan, StrategyPlan
 from .step_cost import PARTS
-from .workload import Run
+from .workload import Workload
 
 
 def table(plan: Plan) -> str:
@@ -53,7 +53,7 @@ def as_json(plan: Plan) -> dict[str, Any]:
     }
 
 
-def _row_json(row: Row) -> dict[str, Any]:
+def _row_json(row: StrategyPlan) -> dict[str, Any]:
     return {
         "strategy": row.way.strategy,
         "tile": list(row.way.tile),
@@ -91,12 +91,12 @@ def options(plan: Plan) -> dict[str, Any]:
         chosen["overlap"] = False
     if run.mlp_chunk_size is not None:
         chosen["mlp_chunk_size"] = run.mlp_chunk_size
-    if run.vision_chunk_size != Run.vision_chunk_size:
+    if run.vision_chunk_size != Workload.vision_chunk_size:
         chosen["vision_chunk_size"] = run.vision_chunk_size
     return chosen
 
 
-def _takes_tile(way: Way) -> bool:
+def _takes_tile(way: ParallelSpec) -> bool:
     """Whether it does not run without being told its tile."""
     return way.strategy == "mesh" or (way.strategy == "ulysses" and way.tile != (1, 1))
 

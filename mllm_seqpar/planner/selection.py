@@ -13,12 +13,12 @@ from mllm_seqpar.schedules.bytes_sent import Problem
 
 from .call_cost import CallCost, Entries, call_cost
 from .call_overheads import Visual
-from .candidates import STRATEGIES, Way, ways
+from .candidates import STRATEGIES, ParallelSpec, ways
 from .cluster import Cluster
 
 
 @dataclass(frozen=True, kw_only=True)
-class Options:
+class SelectionOptions:
     """What a choice is made for.
 
     Attributes:
@@ -51,7 +51,7 @@ class Options:
 class Candidate:
     """One way and what it takes."""
 
-    way: Way
+    way: ParallelSpec
     forward: CallCost
     backward: CallCost | None
 
@@ -73,7 +73,7 @@ class Candidate:
 
 
 @dataclass(frozen=True)
-class Choice:
+class Selection:
     """What was chosen, and from what.
 
     Attributes:
@@ -91,18 +91,18 @@ class Choice:
     table: tuple[Candidate, ...] = field(repr=False)
 
 
-def choose(problem: Problem, cluster: Cluster, *, options: Options | None = None) -> Choice:
+def choose(problem: Problem, cluster: Cluster, *, options: SelectionOptions | None = None) -> Selection:
     """The cheapest legal way.
 
     Args:
         problem: the call as ranks see it; `rank` plays no part.
         cluster: where it runs.
-        options: see `Options`.
+        options: see `SelectionOptions`.
 
     Raises:
         ConfigError: no way is legal.
     """
-    options = options or Options()
+    options = options or SelectionOptions()
     found = [
         _candidate(problem, way, cluster, options)
         for way in ways(problem, options.strategies)
@@ -119,10 +119,10 @@ def choose(problem: Problem, cluster: Cluster, *, options: Options | None = None
     if first.way.strategy in ("lv-xattn", "ring") and first.seconds <= best.seconds * (1 + options.margin):
         best = first
     way = best.way
-    return Choice(way.strategy, way.tile, way.heads_over, best.seconds, _why(best, table, problem), tuple(table))
+    return Selection(way.strategy, way.tile, way.heads_over, best.seconds, _why(best, table, problem), tuple(table))
 
 
-def _candidate(problem: Problem, way: Way, cluster: Cluster, options: Options) -> Candidate:
+def _candidate(problem: Problem, way: ParallelSpec, cluster: Cluster, options: SelectionOptions) -> Candidate:
     visible: Entries = options.visible
     if options.causal:
         visible = visible / 2 if isinstance(visible, float | int) else [[x / 2 for x in row] for row in visible]

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from heapq import heappop, heappush
 
 from .cluster import Cluster
-from .timeline import Phase, Sent, Span, Timeline
+from .timeline import Phase, Sent, Timeline, TimelineSpan
 
 
 def simulate(
@@ -70,7 +70,7 @@ class _Rank:
     hidden: float = 0.0
     node_bytes: int = 0
     network_bytes: int = 0
-    spans: list[Span] = field(default_factory=list)
+    spans: list[TimelineSpan] = field(default_factory=list)
 
 
 _BEGIN, _ACTIVE, _DONE = range(3)
@@ -191,7 +191,7 @@ class _Run:
 
     def _finish(self, flow: _Flow, now: float) -> None:
         if self.record and flow.size:
-            self.state[flow.source].spans.append(Span("transfer", flow.start, now, flow.step, flow.label))
+            self.state[flow.source].spans.append(TimelineSpan("transfer", flow.start, now, flow.step, flow.label))
         for rank in (flow.source, flow.to):
             state = self.state[rank]
             state.transfers_done = max(state.transfers_done, now)
@@ -221,13 +221,13 @@ class _Run:
         state = self.state[rank]
         at = state.begin if self.serial < 1.0 else end - busy
         if self.serial == 1.0 and end - busy > state.begin:
-            state.spans.append(Span("wait", state.begin, end - busy, state.step))
+            state.spans.append(TimelineSpan("wait", state.begin, end - busy, state.step))
         for item in phase.work:
             if item.seconds:
-                state.spans.append(Span("compute", at, at + item.seconds, state.step, item.label))
+                state.spans.append(TimelineSpan("compute", at, at + item.seconds, state.step, item.label))
             at += item.seconds
         if self.serial < 1.0 and end > at:
-            state.spans.append(Span("wait", at, end, state.step))
+            state.spans.append(TimelineSpan("wait", at, end, state.step))
 
     def _timeline(self) -> Timeline:
         every = self.state

@@ -13,9 +13,9 @@ from mllm_seqpar.errors import ConfigError
 
 from .candidates import TEXT_STRATEGIES
 from .cluster import Cluster
-from .selection import Candidate, Options, choose
+from .selection import Candidate, SelectionOptions, choose
 from .transfers import all_gather, all_gather_seconds
-from .workload import Run
+from .workload import Workload
 
 PARTS = ("vision tower", "self-attention", "cross-attention", "MLP", "vocabulary", "parameters")
 
@@ -43,7 +43,7 @@ class Part:
         return Part(*(mine + its for mine, its in zip(astuple(self), astuple(other), strict=True)))
 
 
-def step_parts(run: Run, cluster: Cluster, cross: Candidate, text: Candidate) -> Mapping[str, Part]:
+def step_parts(run: Workload, cluster: Cluster, cross: Candidate, text: Candidate) -> Mapping[str, Part]:
     """The parts of a step (PARTS) whose cross-attention goes one way, and whose self-attention goes another."""
     parts = {
         "vision tower": _vision(run, cluster),
@@ -55,10 +55,10 @@ def step_parts(run: Run, cluster: Cluster, cross: Candidate, text: Candidate) ->
     return parts | {"parameters": _parameters(run, cluster, parts)}
 
 
-def cross_candidates(run: Run, cluster: Cluster, strategies: tuple[str, ...]) -> dict[str, list[Candidate]]:
+def cross_candidates(run: Workload, cluster: Cluster, strategies: tuple[str, ...]) -> dict[str, list[Candidate]]:
     """The ways of each strategy for one cross-attention call, cheapest first; strategies that are not legal are left
     out."""
-    options = Options(
+    options = SelectionOptions(
         training=run.training, strategies=strategies, visible=run.visible, visual=run.visual, overlap=run.overlap
     )
     found: dict[str, list[Candidate]] = {}
@@ -67,7 +67,7 @@ def cross_candidates(run: Run, cluster: Cluster, strategies: tuple[str, ...]) ->
     return found
 
 
-def self_candidate(run: Run, cluster: Cluster) -> Candidate:
+def self_candidate(run: Workload, cluster: Cluster) -> Candidate:
     """The cheapest way of the configured self-attention for one call.
 
     Raises:
@@ -78,7 +78,7 @@ def self_candidate(run: Run, cluster: Cluster) -> Candidate:
         names = ("ring",)
     elif run.self_attention == "auto":
         names = TEXT_STRATEGIES
-    options = Options(training=run.training, strategies=names, causal=True, overlap=run.overlap)
+    options = SelectionOptions(training=run.training, strategies=names, causal=True, overlap=run.overlap)
     try:
         return choose(run.text_problem, cluster, options=options).table[0]
     except ConfigError as error:
@@ -88,12 +88,12 @@ def self_candidate(run: Run, cluster: Cluster) -> Candidate:
         ) from error
 
 
-def _linear(run: Run, cluster: Cluster, parameters: int, tokens: int, *, trained: bool, again: int = 0) -> Part:
+def _linear(run: Workload, cluster: Cluster, parameters: int, tokens: int, *, trained: bool, again: int = 0) -> Part:
     once = 2 * parameters * tokens / cluster.matmul
     return Part(once, once * (1 + trained + again) if run.training else 0.0)
 
 
-def _vision(run: Run, cluster: Cluster) -> Part:
+def _vision(run: Workload, cluster: Cluster) -> Part:
     """Tower, resampler and projector of a rank's own frames; a frozen tower has no backward pass."""
     vision, model = run.model.vision, run.model
     tokens = run.local_frames * vision.tokens
@@ -108,7 +108,7 @@ def _vision(run: Run, cluster: Cluster) -> Part:
     return Part(forward + connector, backward + (2 * connector if run.training else 0.0))
 
 
-def _self_attention(run: Run, cluster: Cluster, text: Candidate) -> Part:
+def _self_attention(run: Workload, cluster: Cluster, text: Candidate) -> Part:
     linear = _linear(
         run,
         cluster,
@@ -120,7 +120,7 @@ def _self_attention(run: Run, cluster: Cluster, text: Candidate) -> Part:
     return _times(_plus(linear, text, run), run.model.text.layers)
 
 
-def _cross_attention(run: Run, cluster: Cluster, cross: Candidate) -> Part:
+def _cross_attention(run: Workload, cluster: Cluster, cross: Candidate) -> Part:
     shape = run.model.cross
     queries = 2 * run.model.text.hidden * shape.heads * shape.head_dim if shape.own_queries else 0
     linear = _linear(run, cluster, queries, run.batch * run.rows, trained=True, again=run.checkpointing)
@@ -130,7 +130,7 @@ def _cross_attention(run: Run, cluster: Cluster, cross: Candidate) -> Part:
     return _times(layer, shape.layers)
 
 
-def _rows_gathered(run: Run, cluster: Cluster) -> Part:
+def _rows_gathered(run: Workload, cluster: Cluster) -> Part:
     """Where every rank computes all text, it takes the others' rows of O; backward sums their gradients in float32."""
     problem = run.cross_problem
     elements = problem.batch * problem.rows * problem.heads * problem.dim
@@ -142,7 +142,7 @@ def _rows_gathered(run: Run, cluster: Cluster) -> Part:
     return Part(seconds[0], sum(seconds[1:]), sum(seconds), 0.0, node, network)
 
 
-def _plus(linear: Part, attention: Candidate, run: Run) -> Part:
+def _plus(linear: Part, attention: Candidate, run: Workload) -> Part:
     """Linear layers and one attention call, which checkpointing does again in backward, transfers included."""
     forward, backward = attention.forward, attention.backward
     if backward is None:
@@ -163,7 +163,7 @@ def _times(part: Part, count: int) -> Part:
     return Part(*(value * count for value in astuple(part)))
 
 
-def _mlp(run: Run, cluster: Cluster) -> Part:
+def _mlp(run: Workload, cluster: Cluster) -> Part:
     """Chunks are computed again in backward, whether the layer is or not: its own recomputation stops short of the MLP.
     But a gated block, as the MLPs behind cross-attention are, keeps its result: there both are done."""
     text, cross, tokens = run.model.text, run.model.cross, run.batch * run.rows
@@ -173,12 +173,12 @@ def _mlp(run: Run, cluster: Cluster) -> Part:
     return own + _linear(run, cluster, extra, tokens, trained=True, again=run.checkpointing + run.chunked)
 
 
-def _vocabulary(run: Run, cluster: Cluster) -> Part:
+def _vocabulary(run: Workload, cluster: Cluster) -> Part:
     text = run.model.text
     return _linear(run, cluster, text.vocabulary * text.hidden, run.batch * run.rows, trained=run.language_trained)
 
 
-def _parameters(run: Run, cluster: Cluster, parts: Mapping[str, Part]) -> Part:
+def _parameters(run: Workload, cluster: Cluster, parts: Mapping[str, Part]) -> Part:
     """FSDP2: all parameters gathered forward and again in backward, gradients summed; under computation as far as
     there is any that waits for nothing else."""
     if run.gpus == 1:

@@ -36,7 +36,7 @@ class Phase:
     work: tuple[Computed, ...] = ()
 
 
-class Span(NamedTuple):
+class TimelineSpan(NamedTuple):
     """What a rank did from `start` to `end`, seconds. A transfer stands in the timeline of the rank that sends it."""
 
     kind: Kind
@@ -68,7 +68,7 @@ class Timeline:
     hidden: tuple[float, ...]
     node_bytes: tuple[int, ...]
     network_bytes: tuple[int, ...]
-    spans: tuple[tuple[Span, ...], ...]
+    spans: tuple[tuple[TimelineSpan, ...], ...]
 
     @property
     def seconds(self) -> float:

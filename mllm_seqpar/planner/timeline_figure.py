@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from .svg import document, line, rect, text
-from .timeline import Span, Timeline
+from .timeline import Timeline, TimelineSpan
 
 COLORS = {"compute": "#4c78a8", "wait": "#e45756", "transfer": "#72b7b2"}
 NAMES = {"compute": "computes a block", "wait": "waits", "transfer": "sends"}
@@ -40,7 +40,7 @@ def svg(title: str, panels: Sequence[tuple[str, Timeline]]) -> str:
     return document(WIDTH, y, [text(LEFT, 18, title, bold=True), *_legend(), *body])
 
 
-def _rank(rank: int, spans: Sequence[Span], y: float, scale: float) -> list[str]:
+def _rank(rank: int, spans: Sequence[TimelineSpan], y: float, scale: float) -> list[str]:
     drawn = [text(6, y + LANE, f"rank {rank}")]
     for span in spans:
         lane = y + (LANE if span.kind == "transfer" else 0)

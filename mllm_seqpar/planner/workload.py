@@ -8,14 +8,14 @@ from mllm_seqpar.errors import ConfigError
 from mllm_seqpar.schedules.bytes_sent import Problem
 
 from .call_overheads import Visual
-from .model import Model
+from .model import ModelSizes
 
 TRAINED = ("all", "no-vision", "connector", "none")
 SELF_ATTENTION = ("ring", "mesh", "ulysses", "local", "auto")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Run:
+class Workload:
     """A step of `model` over `gpus` ranks that share one batch.
 
     Attributes:
@@ -42,7 +42,7 @@ class Run:
         ConfigError: numbers that make no step.
     """
 
-    model: Model
+    model: ModelSizes
     frames: int
     text: int
     gpus: int

@@ -11,7 +11,7 @@ from mllm_seqpar.comm import Communicator
 from mllm_seqpar.config import SeqParConfig
 from mllm_seqpar.errors import ConfigError
 
-from .selection import Chooser
+from .selection import StrategySelector
 
 _log = get_logger(__name__)
 
@@ -29,7 +29,7 @@ class SeqParContext:
 
     comm: Communicator
     config: SeqParConfig
-    chooser: Chooser | None = None
+    chooser: StrategySelector | None = None
     assumed_alone: bool = False
     _reported: list[bool] = field(default_factory=list, repr=False, compare=False)
     _warned: list[bool] = field(default_factory=list, repr=False, compare=False)

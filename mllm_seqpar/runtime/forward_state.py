@@ -17,25 +17,25 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from mllm_seqpar.attention.block_math import BlockMath, Partial
+from mllm_seqpar.attention.block_math import BlockMath, PartialResult
 from mllm_seqpar.attention.decode import decode_attention, merge_over_ranks
-from mllm_seqpar.attention.distributed import Plan
+from mllm_seqpar.attention.distributed import CallSpec
 from mllm_seqpar.attention.joint import attend
-from mllm_seqpar.attention.kv_sources import GivenKeys, KeySource
+from mllm_seqpar.attention.kv_sources import GivenKV, KVSource
 from mllm_seqpar.attention.parallel_spec import accumulation, plan_for, problem_of
 from mllm_seqpar.comm import Communicator
 from mllm_seqpar.comm.autograd import gather_shards
 from mllm_seqpar.errors import ConfigError
-from mllm_seqpar.masks import Blocks, FrameBlocks, FrameMask
-from mllm_seqpar.planner import Choice
+from mllm_seqpar.masks import BlockMasks, FrameBlockMasks, FrameMask
+from mllm_seqpar.planner import Selection
 from mllm_seqpar.planner.call_cost import Visual
 from mllm_seqpar.sharding import frame_bounds
 
 from .context import SeqParContext
-from .selection import CROSS, CROSS_MESH, OWN, OWN_MESH, Among, CrossShape, chosen_plan
-from .text_kv_cache import CachedRows
+from .selection import CROSS, CROSS_MESH, OWN, OWN_MESH, CandidateStrategies, CrossAttentionShape, selected_spec
+from .text_kv_cache import CachedTextMask
 from .text_shards import TextShards
-from .visual_features import KeptVisual, Projection, RecomputedKeys, SharedVisual
+from .visual_features import Projection, RecomputedKV, VisualFeatures, VisualKVCache
 
 
 def as_attended(*tensors: Tensor) -> tuple[Tensor, ...]:
@@ -51,7 +51,7 @@ def as_attended(*tensors: Tensor) -> tuple[Tensor, ...]:
 
 
 @dataclass(frozen=True)
-class VisualShards:
+class FrameState:
     """The frames of one forward pass: this rank's features, and what each text row sees of all frames.
 
     Attributes:
@@ -63,15 +63,15 @@ class VisualShards:
         choice: what "auto" chose for this pass, if it was before any layer ran.
     """
 
-    visual: SharedVisual
-    blocks: Blocks
+    visual: VisualFeatures
+    blocks: BlockMasks
     key_lengths: tuple[int, ...]
     sees: Tensor
     whole: bool = False
-    choice: Choice | None = None
+    choice: Selection | None = None
 
     @classmethod
-    def of(cls, visual: SharedVisual, mask: FrameMask, text: TextShards, units_per_frame: int = 1) -> VisualShards:
+    def of(cls, visual: VisualFeatures, mask: FrameMask, text: TextShards, units_per_frame: int = 1) -> FrameState:
         """From the mask of ALL text rows (B, L), in order; padding rows see nothing.
 
         Args:
@@ -91,27 +91,29 @@ class VisualShards:
         frames = [(start * units_per_frame, stop * units_per_frame) for start, stop in bounds]
         by_rank = [rows.take(text.positions(rank)) for rank in range(text.comm.size)]
         key_lengths = tuple((stop - start) * mask.tokens_per_frame for start, stop in frames)
-        return cls(visual, FrameBlocks(by_rank, frames), key_lengths, by_rank[text.comm.rank].sees_any())
+        return cls(visual, FrameBlockMasks(by_rank, frames), key_lengths, by_rank[text.comm.rank].sees_any())
 
-    def gathered(self, comm: Communicator, index: Tensor) -> VisualShards:
+    def gathered(self, comm: Communicator, index: Tensor) -> FrameState:
         """The same with all ranks' features on every rank ("replicate"); `index` (units,) is that of all of them.
 
         Gathered once for all layers; in the backward pass the ranks' gradients of each frame add up, once as well.
         """
-        assert isinstance(self.blocks, FrameBlocks)
+        assert isinstance(self.blocks, FrameBlockMasks)
         counts = [stop - start for start, stop in self.blocks.frames]
         own = self.visual.features
         padded = F.pad(own, (0, 0, 0, 0, 0, max(counts) - own.shape[0]))
         parts = gather_shards(padded, comm)
         features = torch.cat([part[:count] for part, count in zip(parts, counts, strict=True)])
-        visual = SharedVisual(features, index.to(features.device), self.visual.total_frames)
+        visual = VisualFeatures(features, index.to(features.device), self.visual.total_frames)
         everything = (0, self.visual.total_frames)
         lengths = (features.shape[0] * features.shape[1],) * comm.size
-        blocks = FrameBlocks(self.blocks.masks, [everything] * comm.size)
+        blocks = FrameBlockMasks(self.blocks.masks, [everything] * comm.size)
         return replace(self, visual=visual, blocks=blocks, key_lengths=lengths, whole=True)
 
 
-def choose_for_pass(context: SeqParContext, shape: CrossShape, text: TextShards, shards: VisualShards) -> VisualShards:
+def select_for_pass(
+    context: SeqParContext, shape: CrossAttentionShape, text: TextShards, shards: FrameState
+) -> FrameState:
     """With what `strategy="auto"` takes for all cross-attention layers of a pass, replication among its candidates."""
     assert context.chooser is not None
     features, config = shards.visual.features, context.config
@@ -129,7 +131,7 @@ def choose_for_pass(context: SeqParContext, shape: CrossShape, text: TextShards,
 
 
 @dataclass(frozen=True)
-class SeqParCall:
+class ForwardState:
     """What the layers of one forward pass need to know.
 
     Attributes:
@@ -146,12 +148,12 @@ class SeqParCall:
 
     context: SeqParContext
     text: TextShards | None = None
-    frames: VisualShards | None = None
+    frames: FrameState | None = None
     frame_mask: FrameMask | None = None
     units_per_frame: int = 1
     rows: Mapping[str, Tensor] = field(default_factory=dict)
-    kept: KeptVisual | None = None
-    cached: CachedRows | None = None
+    kept: VisualKVCache | None = None
+    cached: CachedTextMask | None = None
     tokens: int | None = None
 
     @property
@@ -159,7 +161,7 @@ class SeqParCall:
         """Whether hidden states hold this rank's tokens only."""
         return self.text is not None and self.context.config.self_attention != "local"
 
-    def text_keys(self, k: Tensor, v: Tensor, window: int | None = None, heads: int | None = None) -> GivenKeys:
+    def text_keys(self, k: Tensor, v: Tensor, window: int | None = None, heads: int | None = None) -> GivenKV:
         """This rank's text keys, causal, by the configured self-attention.
 
         Args:
@@ -175,7 +177,7 @@ class SeqParCall:
             name = "ring"
         q_shape = k.shape[0], heads or k.shape[1], *k.shape[2:]
         plan = self._plan(name, among, blocks, lengths, q_shape, k.shape, k.dtype)
-        return GivenKeys(plan, k, v)
+        return GivenKV(plan, k, v)
 
     def cross_attend(
         self, q: Tensor, layer: Hashable, project: Projection, modules: Sequence[nn.Module], scale: float
@@ -205,7 +207,7 @@ class SeqParCall:
         o = self.attend(q, [self.visual_keys(q, layer, project, modules)], scale)
         return self.text.unshard(o, 2).to(given)
 
-    def visual_keys(self, q: Tensor, layer: Hashable, project: Projection, modules: Sequence[nn.Module]) -> KeySource:
+    def visual_keys(self, q: Tensor, layer: Hashable, project: Projection, modules: Sequence[nn.Module]) -> KVSource:
         """The visual keys that a layer projects from the shared features, for the rows q, by the configured strategy.
 
         The arguments are those of `cross_attend`; q in the dtype that attention computes in.
@@ -214,30 +216,30 @@ class SeqParCall:
         visual, dtype = self.frames.visual, q.dtype
         if self.kept is not None:
             k, v = self.kept.keys_values(layer, project, dtype)
-            return GivenKeys(self._visual_plan(q, k.shape[1]), k, v)
+            return GivenKV(self._visual_plan(q, k.shape[1]), k, v)
         if not self.context.config.recompute_visual:
             k, v = (x.to(dtype) for x in project(visual.features, visual.index))
-            return GivenKeys(self._visual_plan(q, k.shape[1]), k, v)
+            return GivenKV(self._visual_plan(q, k.shape[1]), k, v)
         kv_heads = q.shape[1]
         if self.context.config.strategy in ("mesh", "auto"):
             with torch.no_grad():  # of no frames, for the number of its heads
                 kv_heads = project(visual.features[:0], visual.index[:0])[0].shape[1]
-        return RecomputedKeys(self._visual_plan(q, kv_heads), visual, project, modules, dtype)
+        return RecomputedKV(self._visual_plan(q, kv_heads), visual, project, modules, dtype)
 
-    def _visual_plan(self, q: Tensor, kv_heads: int) -> Plan:
+    def _visual_plan(self, q: Tensor, kv_heads: int) -> CallSpec:
         """For rows q (B, H, s, D) and keys with so many heads; only "mesh" and "auto" look at these."""
         assert self.frames is not None
         frames, config = self.frames, self.context.config
         if frames.whole:
             dtype = accumulation(config.accumulate_dtype, q.dtype)
-            return Plan((1, 1), frames.blocks, frames.key_lengths, dtype, config.overlap)
+            return CallSpec((1, 1), frames.blocks, frames.key_lengths, dtype, config.overlap)
         among = {"auto": CROSS, "mesh": CROSS_MESH}.get(config.strategy)
         # decoding keeps K and V where they are, also for "replicate"
         name = "lv-xattn" if config.strategy in ("auto", "replicate") else config.strategy
         k_shape = 1, kv_heads
         return self._plan(name, among, frames.blocks, frames.key_lengths, q.shape, k_shape, q.dtype, frames.choice)
 
-    def attend(self, q: Tensor, sources: Sequence[KeySource], scale: float) -> Tensor:
+    def attend(self, q: Tensor, sources: Sequence[KVSource], scale: float) -> Tensor:
         """q (B, H, s, D) -> o (B, H, s, D): one softmax over all sources' keys of all ranks."""
         o, _ = attend(q, sources, comm=self.context.comm, scale=scale, kernel=self.context.config.kernel)
         return o
@@ -275,23 +277,23 @@ class SeqParCall:
             )
         return wanted
 
-    def kept_keys(self, q: Tensor, k: Tensor, v: Tensor) -> GivenKeys:
+    def kept_keys(self, q: Tensor, k: Tensor, v: Tensor) -> GivenKV:
         """Return the frames' K and V of one process as a differentiable source for the rows q."""
         assert self.frame_mask is not None
-        blocks = FrameBlocks([self.frame_mask], [(0, self.frame_mask.total_frames)])
+        blocks = FrameBlockMasks([self.frame_mask], [(0, self.frame_mask.total_frames)])
         return self.own_keys(q, k, v, blocks)
 
-    def own_keys(self, q: Tensor, k: Tensor, v: Tensor, blocks: Blocks) -> GivenKeys:
+    def own_keys(self, q: Tensor, k: Tensor, v: Tensor, blocks: BlockMasks) -> GivenKV:
         """Return K and V of one process as a differentiable source, whatever the strategy."""
         dtype = accumulation(self.context.config.accumulate_dtype, q.dtype)
-        return GivenKeys(Plan((1, 1), blocks, (k.shape[2],), dtype), k, v)
+        return GivenKV(CallSpec((1, 1), blocks, (k.shape[2],), dtype), k, v)
 
     def attend_cached_text(
         self, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None = None
     ) -> tuple[Tensor, Tensor]:
         """q (B, H, L, D), the same on every rank, over the text K and V that each rank keeps -> (o, lse) likewise."""
         assert self.cached is not None
-        partial = Partial(q, accumulation(torch.float32, q.dtype))
+        partial = PartialResult(q, accumulation(torch.float32, q.dtype))
         tiles = self.cached.tiles(q.shape[0], window)
         BlockMath(self.context.config.kernel, scale).forward(q, k, v, tiles, partial)
         return merge_over_ranks(*partial.value, self.context.comm)
@@ -299,14 +301,14 @@ class SeqParCall:
     def _plan(
         self,
         strategy: str,
-        among: Among | None,
-        blocks: Blocks,
+        among: CandidateStrategies | None,
+        blocks: BlockMasks,
         key_lengths: tuple[int, ...],
         q_shape: Sequence[int],
         k_shape: Sequence[int],
         dtype: torch.dtype,
-        choice: Choice | None = None,
-    ) -> Plan:
+        choice: Selection | None = None,
+    ) -> CallSpec:
         """Of the choice that was or is made `among` several, where there are rates to choose by; else of `strategy`."""
         config, chooser = self.context.config, self.context.chooser
         problem = problem_of(q_shape, k_shape, key_lengths, dtype, config.accumulate_dtype)
@@ -314,6 +316,6 @@ class SeqParCall:
             choice = choice or chooser.choose(
                 problem, blocks, training=torch.is_grad_enabled(), among=among, tile=config.tile_for(strategy)
             )
-            return chosen_plan(chooser, choice, blocks, problem, config, dtype, causal=among.causal)
+            return selected_spec(chooser, choice, blocks, problem, config, dtype, causal=among.causal)
         accumulate = accumulation(config.accumulate_dtype, dtype)
         return plan_for(strategy, config.tile_for(strategy), blocks, problem, accumulate, config.overlap)

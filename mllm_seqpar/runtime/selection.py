@@ -14,14 +14,13 @@ from typing import NamedTuple
 import torch
 
 from mllm_seqpar._logging import get_logger
-from mllm_seqpar.attention.distributed import Plan
+from mllm_seqpar.attention.distributed import CallSpec
 from mllm_seqpar.attention.parallel_spec import accumulation, plan_for
 from mllm_seqpar.comm import Communicator
-from mllm_seqpar.comm.agreement import agree_on_text
+from mllm_seqpar.comm.agreement import require_same_text
 from mllm_seqpar.config import SeqParConfig
-from mllm_seqpar.masks import Blocks, FrameBlocks
-from mllm_seqpar.planner import Choice, Cluster, Options, blocks_to_hide, read_cluster
-from mllm_seqpar.planner import selection as choose
+from mllm_seqpar.masks import BlockMasks, FrameBlockMasks
+from mllm_seqpar.planner import Cluster, Selection, SelectionOptions, blocks_to_hide, choose, read_cluster
 from mllm_seqpar.planner.call_cost import Visual
 from mllm_seqpar.planner.candidates import STRATEGIES, TEXT_STRATEGIES
 from mllm_seqpar.schedules.bytes_sent import Problem
@@ -29,7 +28,7 @@ from mllm_seqpar.schedules.bytes_sent import Problem
 _log = get_logger(__name__)
 
 
-class CrossShape(NamedTuple):
+class CrossAttentionShape(NamedTuple):
     """A model's cross-attention: query heads, key heads, head dim, and the number of its layers."""
 
     heads: int
@@ -38,7 +37,7 @@ class CrossShape(NamedTuple):
     layers: int
 
 
-class Among(NamedTuple):
+class CandidateStrategies(NamedTuple):
     """What may be chosen: the option that asks for it, the strategies, and whether rows see no later keys."""
 
     option: str
@@ -46,11 +45,11 @@ class Among(NamedTuple):
     causal: bool = False
 
 
-CROSS = Among('strategy="auto"', STRATEGIES)
-OWN = Among('self_attention="auto"', TEXT_STRATEGIES, causal=True)
+CROSS = CandidateStrategies('strategy="auto"', STRATEGIES)
+OWN = CandidateStrategies('self_attention="auto"', TEXT_STRATEGIES, causal=True)
 _ANY_TILE = ("lv-xattn", "ring", "mesh")
-CROSS_MESH = Among('strategy="mesh"', _ANY_TILE)
-OWN_MESH = Among('self_attention="mesh"', _ANY_TILE, causal=True)
+CROSS_MESH = CandidateStrategies('strategy="mesh"', _ANY_TILE)
+OWN_MESH = CandidateStrategies('self_attention="mesh"', _ANY_TILE, causal=True)
 
 SHARED_RANKS = 16
 """Where a mask hides whole ranks from rows: up to so many ranks every block is simulated with its own share of visible
@@ -66,9 +65,9 @@ def _rough(problem: Problem) -> Problem:
     return replace(problem, rows=_rounded(problem.rows), keys=(_rounded(max(problem.keys)),) * problem.ranks)
 
 
-def _visible(blocks: Blocks) -> float:
+def _visible(blocks: BlockMasks) -> float:
     """The share of entries that a mask of frames shows; 1 where there is none."""
-    return max(round(blocks.share, 2), 0.01) if isinstance(blocks, FrameBlocks) else 1.0
+    return max(round(blocks.share, 2), 0.01) if isinstance(blocks, FrameBlockMasks) else 1.0
 
 
 def _rounded(length: int) -> int:
@@ -76,7 +75,7 @@ def _rounded(length: int) -> int:
 
 
 @dataclass
-class Chooser:
+class StrategySelector:
     """Chooses for one patched model, logs what and why once for each choice, and remembers.
 
     Attributes:
@@ -84,19 +83,19 @@ class Chooser:
     """
 
     cluster: Cluster
-    _found: dict[object, Choice] = field(default_factory=dict)
+    _found: dict[object, Selection] = field(default_factory=dict)
     _told: set[object] = field(default_factory=set)
 
     def choose(
         self,
         problem: Problem,
-        blocks: Blocks,
+        blocks: BlockMasks,
         *,
         training: bool,
         visual: Visual | None = None,
-        among: Among = CROSS,
+        among: CandidateStrategies = CROSS,
         tile: tuple[int, int] | None = None,
-    ) -> Choice:
+    ) -> Selection:
         """The cheapest way.
 
         Args:
@@ -108,16 +107,16 @@ class Chooser:
             among: the strategies that may be.
             tile: only this one; None: any.
         """
-        visible, pruned = _visible(blocks), isinstance(blocks, FrameBlocks) and blocks.prunes
+        visible, pruned = _visible(blocks), isinstance(blocks, FrameBlockMasks) and blocks.prunes
         problem = _rough(problem)
         key = problem, training, visual, visible, pruned, among, tile
         if key not in self._found:
             seen: list[list[int]] | None = None
             shares: float | list[list[float]] = visible
-            if pruned and isinstance(blocks, FrameBlocks):
+            if pruned and isinstance(blocks, FrameBlockMasks):
                 seen = blocks.counts() if problem.ranks <= 4 * SHARED_RANKS else None
                 shares = blocks.shares() if problem.ranks <= SHARED_RANKS else visible
-            options = Options(
+            options = SelectionOptions(
                 training=training,
                 visible=shares,
                 seen=seen,
@@ -134,32 +133,34 @@ class Chooser:
         return self._found[key]
 
 
-def chosen_plan(
-    chooser: Chooser,
-    choice: Choice,
-    blocks: Blocks,
+def selected_spec(
+    chooser: StrategySelector,
+    choice: Selection,
+    blocks: BlockMasks,
     problem: Problem,
     config: SeqParConfig,
     dtype: torch.dtype,
     *,
     causal: bool,
-) -> Plan:
+) -> CallSpec:
     """The plan of a choice; a mesh's order of steps is worked out for the rates that it was chosen by."""
     rough = _rough(problem)
     accumulate = accumulation(config.accumulate_dtype, dtype)
     tile = choice.tile if choice.strategy in ("mesh", "ulysses") else None
-    hides = None
+    overlap_ratios = None
     if 1 not in choice.tile:
         visible, over = _visible(blocks) * (0.5 if causal else 1.0), choice.heads_over
         forward, backward = (
             blocks_to_hide(rough, choice.tile, chooser.cluster, backward=back, heads_over=over, visible=visible)
             for back in (False, True)
         )
-        hides = forward, backward
-    return plan_for(choice.strategy, tile, blocks, problem, accumulate, config.overlap, hides)
+        overlap_ratios = forward, backward
+    return plan_for(choice.strategy, tile, blocks, problem, accumulate, config.overlap, overlap_ratios)
 
 
-def chooser_for(config: SeqParConfig, comm: Communicator, device: torch.device, dtype: torch.dtype) -> Chooser | None:
+def selector_for(
+    config: SeqParConfig, comm: Communicator, device: torch.device, dtype: torch.dtype
+) -> StrategySelector | None:
     """What `config` needs to choose by: None unless it says "auto" or names a cluster. Collective.
 
     Rates are read from that cluster's file, whose contents the ranks compare, or else measured.
@@ -178,10 +179,10 @@ def chooser_for(config: SeqParConfig, comm: Communicator, device: torch.device, 
             read.append(read_cluster(path))
             return repr(read[0])
 
-        agree_on_text(comm, "patch_model(cluster=...)", describe)
+        require_same_text(comm, "patch_model(cluster=...)", describe)
         read[0].check_ranks(comm.size)
-        return Chooser(read[0])
+        return StrategySelector(read[0])
     from mllm_seqpar.planner.calibrate import Shape, calibrate
 
     floating = dtype if dtype.is_floating_point else torch.float32
-    return Chooser(calibrate(comm, device=device, shape=Shape(dtype=floating, kernel=config.kernel)))
+    return StrategySelector(calibrate(comm, device=device, shape=Shape(dtype=floating, kernel=config.kernel)))

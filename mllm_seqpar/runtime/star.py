@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from mllm_seqpar.comm import Communicator
-from mllm_seqpar.masks import CausalBlocks
+from mllm_seqpar.masks import CausalBlockMasks
 from mllm_seqpar.sharding import unshard_sequence
 
 from .text_shards import TextShards
@@ -89,11 +89,11 @@ class StarText(TextShards):
         """This rank's (..., 2 b, ...) -> the context's (..., n b, ...) on every rank, from each rank's own block."""
         return unshard_sequence(x.index_select(dim, self.own.to(x.device)), dim, self.comm, self.layout)
 
-    def _blocks_of(self, first: Tensor | None, valid: Tensor | None) -> CausalBlocks:
-        return StarBlocks(self, first, valid)
+    def _blocks_of(self, first: Tensor | None, valid: Tensor | None) -> CausalBlockMasks:
+        return StarBlockMasks(self, first, valid)
 
 
-class StarBlocks(CausalBlocks):
+class StarBlockMasks(CausalBlockMasks):
     """Each rank's rows and its own keys, causally: the blocks (i, i), and there are no others (tile (1, 1))."""
 
     def __init__(self, text: StarText, first: Tensor | None, valid: Tensor | None) -> None:

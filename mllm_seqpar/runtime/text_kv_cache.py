@@ -11,13 +11,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from mllm_seqpar.masks import Tile
-from mllm_seqpar.masks.intervals import interval_tiles
+from mllm_seqpar.masks import Rectangle
+from mllm_seqpar.masks.intervals import interval_rectangles
 
 from .text_shards import TextShards
 
 
-class CachedText:
+class TextKVCache:
     """Where the tokens stand whose K and V this rank keeps; one object for all layers of a cache.
 
     Attributes:
@@ -46,7 +46,7 @@ class CachedText:
         self.total = min(self.total, total)
 
 
-class CachedRows:
+class CachedTextMask:
     """The newest tokens of a text as queries, against the K and V that this rank keeps of the whole text.
 
     Args:
@@ -55,13 +55,13 @@ class CachedRows:
         valid: (B, all tokens) or None: tokens that may be seen at all (the attention mask).
     """
 
-    def __init__(self, text: CachedText, rows: int, valid: Tensor | None) -> None:
+    def __init__(self, text: TextKVCache, rows: int, valid: Tensor | None) -> None:
         self._positions, self._first = text.positions, text.total - rows
         self._rows = torch.arange(self._first, text.total)
         self._valid = None if valid is None else valid.detach().bool().cpu()[:, self._positions]
-        self._tiles: dict[tuple[int, int | None], tuple[Tile, ...]] = {}
+        self._tiles: dict[tuple[int, int | None], tuple[Rectangle, ...]] = {}
 
-    def tiles(self, batch: int, window: int | None = None) -> tuple[Tile, ...]:
+    def tiles(self, batch: int, window: int | None = None) -> tuple[Rectangle, ...]:
         """What the rows see; with `window`, that many keys at most, itself included. Planned once for all layers."""
         if (batch, window) not in self._tiles:
             high = torch.searchsorted(self._positions, self._rows, right=True)
@@ -69,7 +69,7 @@ class CachedRows:
             if window is not None:
                 low = torch.searchsorted(self._positions, self._rows - window + 1)
             valid = None if self._valid is None else self._valid.expand(batch, -1)
-            self._tiles[batch, window] = interval_tiles(
+            self._tiles[batch, window] = interval_rectangles(
                 low.expand(batch, -1), high.expand(batch, -1), self._positions.numel(), 1, valid
             )
         return self._tiles[batch, window]

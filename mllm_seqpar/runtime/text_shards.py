@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from mllm_seqpar.comm import Communicator
-from mllm_seqpar.masks import CausalBlocks
+from mllm_seqpar.masks import CausalBlockMasks
 from mllm_seqpar.sharding import padded_length, sequence_positions, unshard_sequence
 
 
@@ -44,7 +44,7 @@ class TextShards:
         self.padded = padded_length(length, comm.size, layout)
         self._valid = None if valid is None or bool(valid.all()) else valid.bool().cpu()
         self._first = None if first is None else first.long().cpu()
-        self._blocks: dict[int | None, CausalBlocks] = {}
+        self._blocks: dict[int | None, CausalBlockMasks] = {}
 
     @property
     def local(self) -> int:
@@ -89,7 +89,7 @@ class TextShards:
         out[:, here.to(x.device)] = x[:, mine[here].to(x.device)].detach()
         return out if self.comm.size == 1 else self.comm.all_reduce(out, "hidden")
 
-    def blocks(self, window: int | None = None) -> CausalBlocks:
+    def blocks(self, window: int | None = None) -> CausalBlockMasks:
         """The causal blocks; with `window`, a row sees that many keys at most, itself included."""
         if window not in self._blocks:
             first = self._first
@@ -103,8 +103,8 @@ class TextShards:
             self._blocks[window] = self._blocks_of(first, valid)
         return self._blocks[window]
 
-    def _blocks_of(self, first: Tensor | None, valid: Tensor | None) -> CausalBlocks:
-        return CausalBlocks(self.batch, self.padded, self.comm.size, self.layout, first, valid)
+    def _blocks_of(self, first: Tensor | None, valid: Tensor | None) -> CausalBlockMasks:
+        return CausalBlockMasks(self.batch, self.padded, self.comm.size, self.layout, first, valid)
 
 
 def rows_kept(x: Tensor, wanted: int | Tensor) -> Tensor:

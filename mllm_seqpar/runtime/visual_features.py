@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mllm_seqpar.attention.distributed import Plan
+from mllm_seqpar.attention.distributed import CallSpec
 from mllm_seqpar.attention.kv_sources import AutocastState
 from mllm_seqpar.errors import ShapeError
 
@@ -32,7 +32,7 @@ Projection = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
 @dataclass(frozen=True)
-class SharedVisual:
+class VisualFeatures:
     """This rank's visual features, one copy for all layers.
 
     Attributes:
@@ -48,7 +48,7 @@ class SharedVisual:
     def __post_init__(self) -> None:
         if self.features.dim() != 3 or self.index.shape != self.features.shape[:1]:
             raise ShapeError(
-                f"SharedVisual: features are {tuple(self.features.shape)} and index is {tuple(self.index.shape)}; "
+                f"VisualFeatures: features are {tuple(self.features.shape)} and index is {tuple(self.index.shape)}; "
                 "expected (frames, tokens, width) and (frames,)"
             )
 
@@ -106,7 +106,7 @@ def project_all(project: Projection, features: Tensor, index: Tensor, dtype: tor
     return k, v
 
 
-class KeptVisual:
+class VisualKVCache:
     """K and V of one prompt's frames for decoding: each layer projects this rank's once, and they stay here.
 
     Copies of a cache share it (`__deepcopy__`): after the first pass it never changes.
@@ -117,17 +117,17 @@ class KeptVisual:
         tokens_per_unit: keys of one.
     """
 
-    def __init__(self, visual: SharedVisual, total_frames: int) -> None:
+    def __init__(self, visual: VisualFeatures, total_frames: int) -> None:
         self.total_frames = total_frames
         self.units, self.tokens_per_unit = visual.total_frames, visual.features.shape[1]
         self.states: dict[Hashable, tuple[Tensor, Tensor]] = {}
-        self._visual: SharedVisual | None = visual
+        self._visual: VisualFeatures | None = visual
 
     @classmethod
-    def given(cls, states: dict[Hashable, tuple[Tensor, Tensor]], frames: int, tokens: int) -> KeptVisual:
+    def given(cls, states: dict[Hashable, tuple[Tensor, Tensor]], frames: int, tokens: int) -> VisualKVCache:
         """Return K and V that exist already, of `frames` frames of `tokens` keys, of which this rank has all."""
         some = next(iter(states.values()))[0]
-        empty = SharedVisual(some.new_empty(0, tokens, 0), torch.zeros(0, dtype=torch.long), frames)
+        empty = VisualFeatures(some.new_empty(0, tokens, 0), torch.zeros(0, dtype=torch.long), frames)
         kept = cls(empty, frames)
         kept.states = dict(states)
         kept.close()
@@ -144,12 +144,12 @@ class KeptVisual:
         """After the first pass: every layer has its K and V, and the features can go."""
         self._visual = None
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> KeptVisual:
+    def __deepcopy__(self, memo: dict[int, Any]) -> VisualKVCache:
         return self
 
 
 @dataclass(frozen=True)
-class RecomputedKeys:
+class RecomputedKV:
     """A key source projected from shared features, in forward and again in backward.
 
     Attributes:
@@ -161,8 +161,8 @@ class RecomputedKeys:
         dtype: dtype of k and v, that of the queries.
     """
 
-    plan: Plan
-    visual: SharedVisual
+    plan: CallSpec
+    visual: VisualFeatures
     project: Projection
     modules: Sequence[nn.Module]
     dtype: torch.dtype
@@ -186,7 +186,7 @@ class RecomputedKeys:
         """The features and the parameters as they are now."""
         return saved[0], *self._parameters()
 
-    def without_inputs(self) -> RecomputedKeys:
+    def without_inputs(self) -> RecomputedKV:
         """Itself: the features are the one copy that all layers share."""
         return self
 

@@ -6,9 +6,9 @@ A tile (a, b) with a * b = n ranks says how many ranks' rows and columns a rank 
 
 from __future__ import annotations
 
-from .mesh import Hides, mesh
+from .mesh import OverlapRatios, mesh
 from .ring import direct, rotation
-from .steps import Axis, Block, Move, Schedule, Step, Stream
+from .steps import AttentionBlock, Axis, Move, Schedule, Step, Stream
 
 __all__ = [
     "Axis",
@@ -26,7 +26,12 @@ __all__ = [
 
 
 def schedule_for(
-    tile: tuple[int, int], rank: int, *, backward: bool, straight: bool = False, hides: Hides | None = None
+    tile: tuple[int, int],
+    rank: int,
+    *,
+    backward: bool,
+    straight: bool = False,
+    overlap_ratios: OverlapRatios | None = None,
 ) -> Schedule:
     """The schedule of `rank` of a * b ranks for a tile (a, b); for (1, 1), of any number of ranks that send nothing.
 
@@ -41,11 +46,11 @@ def schedule_for(
     """
     rows, columns = tile
     if rows == columns == 1:
-        return (Step((), (Block(rank, rank),)),)
+        return (Step((), (AttentionBlock(rank, rank),)),)
     if columns == 1:
         if straight:
             return direct(rows, rank)
         return rotation(rows, rank, "rows", results_travel=True)
     if rows == 1:
         return rotation(columns, rank, "columns", results_travel=backward)
-    return mesh(tile, rank, backward=backward, hides=hides or Hides())
+    return mesh(tile, rank, backward=backward, overlap_ratios=overlap_ratios or OverlapRatios())

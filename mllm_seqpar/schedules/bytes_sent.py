@@ -36,8 +36,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from .head_sharding import HeadShares
-from .mesh import Hides
+from .head_sharding import HeadShards
+from .mesh import OverlapRatios
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,14 +129,14 @@ def mesh_bytes(problem: Problem, tile: tuple[int, int], *, backward: bool) -> di
     return lv_xattn_bytes(in_q_group, backward=backward) | ring_bytes(in_kv_group, backward=backward)
 
 
-def hides_by_bytes(problem: Problem, *, backward: bool) -> Hides:
+def overlap_ratios_by_bytes(problem: Problem, *, backward: bool) -> OverlapRatios:
     """What hides a mesh's transfers when nothing is known of speeds: by their bytes, the largest as long as a block."""
     row, key = problem.batch * problem.heads * problem.rows, problem.key_batch * problem.kv_heads * max(problem.keys)
     o = row * (problem.dim * problem.accumulated + (0 if backward else LSE_BYTES))
     q = row * problem.dim * problem.element * (3 if backward else 1) + (row * LSE_BYTES if backward else 0)
     kv, dkv = (2 * key * problem.dim * size for size in (problem.element, problem.accumulated if backward else 0))
     largest = max(q, kv, o, dkv, 1)
-    return Hides(q=q / largest, kv=kv / largest, o=o / largest, dkv=dkv / largest)
+    return OverlapRatios(q=q / largest, kv=kv / largest, o=o / largest, dkv=dkv / largest)
 
 
 def ulysses_bytes(problem: Problem, tile: tuple[int, int] = (1, 1), *, backward: bool) -> dict[str, int]:
@@ -149,7 +149,7 @@ def ulysses_bytes(problem: Problem, tile: tuple[int, int] = (1, 1), *, backward:
         backward: which pass.
     """
     size = problem.ranks // (tile[0] * tile[1])
-    shares = HeadShares(problem.heads, problem.kv_heads, size)
+    shares = HeadShards(problem.heads, problem.kv_heads, size)
     group, place = divmod(problem.rank, size)
     keys = problem.keys[group * size : (group + 1) * size]
     others = [peer for peer in range(size) if peer != place]

@@ -16,7 +16,7 @@ from mllm_seqpar.errors import ConfigError
 
 
 @dataclass(frozen=True)
-class HeadShares:
+class HeadShards:
     """`heads` query heads that share `kv_heads` key heads, dealt to `size` ranks.
 
     Raises:

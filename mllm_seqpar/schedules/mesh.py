@@ -21,7 +21,7 @@ import math
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
-from .steps import Axis, Block, Move, Schedule, Step, Stream
+from .steps import AttentionBlock, Axis, Move, Schedule, Step, Stream
 
 Tile = tuple[int, int]
 Result = tuple[Axis, int]
@@ -29,7 +29,7 @@ Result = tuple[Axis, int]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Hides:
+class OverlapRatios:
     """How many blocks must be computed while one transfer is under way, to hide it: its time over a block's time.
 
     Attributes:
@@ -67,10 +67,10 @@ class Round:
     """A step in hops: the transfers, and the blocks (of the row and column of these hops) computed meanwhile."""
 
     transfers: tuple[Transfer, ...]
-    blocks: tuple[Block, ...]
+    blocks: tuple[AttentionBlock, ...]
 
 
-def mesh(tile: Tile, rank: int, *, backward: bool, hides: Hides) -> Schedule:
+def mesh(tile: Tile, rank: int, *, backward: bool, overlap_ratios: OverlapRatios) -> Schedule:
     """The schedule of `rank` for a tile (a, b), both above 1."""
     size = {"rows": tile[0], "columns": tile[1]}
     place = {"rows": rank % tile[0], "columns": rank // tile[0]}
@@ -92,14 +92,14 @@ def mesh(tile: Tile, rank: int, *, backward: bool, hides: Hides) -> Schedule:
             tuple(move(t) for t in step.transfers),
             tuple(replace(b, row=piece("rows", b.row), column=piece("columns", b.column)) for b in step.blocks),
         )
-        for step in mesh_order(tile, backward, hides)
+        for step in mesh_order(tile, backward, overlap_ratios)
     )
 
 
 @lru_cache(maxsize=256)
-def mesh_order(tile: Tile, backward: bool, hides: Hides) -> tuple[Round, ...]:
+def mesh_order(tile: Tile, backward: bool, overlap_ratios: OverlapRatios) -> tuple[Round, ...]:
     """The order of transfers and blocks, the same for all ranks: a pure function of the tile and of what hides what."""
-    search = _Search(tile, backward, hides)
+    search = _Search(tile, backward, overlap_ratios)
     while search.todo or search.results:
         search.step()
     return tuple(search.rounds)
@@ -108,8 +108,8 @@ def mesh_order(tile: Tile, backward: bool, hides: Hides) -> tuple[Round, ...]:
 class _Search:
     """The state of the search: what has arrived, what is to be computed, which results have not left yet."""
 
-    def __init__(self, tile: Tile, backward: bool, hides: Hides) -> None:
-        self.hides = hides
+    def __init__(self, tile: Tile, backward: bool, overlap_ratios: OverlapRatios) -> None:
+        self.overlap_ratios = overlap_ratios
         self.size: dict[Axis, int] = {"rows": tile[0], "columns": tile[1]}
         self.here: dict[Axis, int] = {"rows": 1, "columns": 1}  # pieces that have arrived, the own one included
         self.results: list[Result] = [("rows", hop) for hop in range(1, tile[0])]
@@ -136,35 +136,35 @@ class _Search:
     def _inputs(self) -> list[Transfer]:
         missing: list[Axis] = [axis for axis in self.size if self.here[axis] < self.size[axis]]
         missing.sort(key=self._worth, reverse=True)
-        if self.hides.one_link:
+        if self.overlap_ratios.one_link:
             missing = missing[:1]
         return [Transfer("ahead", axis, self.here[axis]) for axis in missing]
 
     def _worth(self, axis: Axis) -> float:
         """Blocks that the next piece of `axis` unlocks, for each block that hides its transfer."""
         unlocked = self.here["columns" if axis == "rows" else "rows"]
-        return unlocked / max(self.hides.of("ahead", axis), 1e-9)
+        return unlocked / max(self.overlap_ratios.of("ahead", axis), 1e-9)
 
     def _finished(self) -> list[Transfer]:
         ready = [Transfer("behind", axis, hop) for axis, hop in self._next() if not self._unfinished((axis, hop))]
-        return ready[:1] if self.hides.one_link else ready
+        return ready[:1] if self.overlap_ratios.one_link else ready
 
     def _next(self) -> list[Result]:
         """The next result of either axis, first the one that waits for fewer blocks, else the other axis in turn."""
         firsts = [min(r for r in self.results if r[0] == axis) for axis in dict(self.results)]
         return sorted(firsts, key=lambda r: (len(self._unfinished(r)), r[0] == self.left))
 
-    def _unfinished(self, result: Result) -> list[Block]:
+    def _unfinished(self, result: Result) -> list[AttentionBlock]:
         axis, hop = result
         return [b for b in self.todo if hop == (b.row if axis == "rows" else b.column)]
 
-    def _compute(self, transfers: list[Transfer]) -> list[Block]:
+    def _compute(self, transfers: list[Transfer]) -> list[AttentionBlock]:
         """Just enough to hide the transfers; then what the next result to leave still waits for."""
         if not self.results:
             return self.todo
         # the last one, which no result waits for, is kept for the last transfer
         here = [b for b in self.todo[:-1] if b.row < self.here["rows"] and b.column < self.here["columns"]]
-        costs = [self.hides.of(t.stream, t.axis) for t in transfers]
+        costs = [self.overlap_ratios.of(t.stream, t.axis) for t in transfers]
         enough = max(1, math.ceil(max(costs, default=0) - 1e-9))
         if self.here != self.size:
             return here[:enough]
@@ -173,15 +173,15 @@ class _Search:
         return order[: max(enough, len(self._unfinished(self._next()[0])))]
 
 
-def _blocks(tile: Tile, backward: bool) -> list[Block]:
+def _blocks(tile: Tile, backward: bool) -> list[AttentionBlock]:
     """All blocks, in the order in which they are computed while inputs arrive: what results wait for, own ones last.
 
     In the backward pass a rank's own block has two parts, since it is all that there is to compute under the first
     transfer and under the last.
     """
     rows, columns = ((*range(1, size), 0) for size in tile)
-    blocks = [Block(row, column) for row in rows for column in (columns if backward else range(tile[1]))]
+    blocks = [AttentionBlock(row, column) for row in rows for column in (columns if backward else range(tile[1]))]
     if backward:
-        blocks.remove(Block(0, 0))
-        blocks += [Block(0, 0, 0, 2), Block(0, 0, 1, 2)]
+        blocks.remove(AttentionBlock(0, 0))
+        blocks += [AttentionBlock(0, 0, 0, 2), AttentionBlock(0, 0, 1, 2)]
     return blocks

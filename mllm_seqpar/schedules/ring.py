@@ -13,7 +13,7 @@ sent only the rows that see something of it (who sees what is not the schedule's
 
 from __future__ import annotations
 
-from .steps import Axis, Block, Move, Schedule, Step
+from .steps import AttentionBlock, Axis, Move, Schedule, Step
 
 
 def rotation(size: int, rank: int, axis: Axis, *, results_travel: bool) -> Schedule:
@@ -57,13 +57,13 @@ def direct(size: int, rank: int) -> Schedule:
     return tuple(steps)
 
 
-def _blocks(size: int, rank: int, axis: Axis, results_travel: bool) -> list[tuple[Block, ...]]:
+def _blocks(size: int, rank: int, axis: Axis, results_travel: bool) -> list[tuple[AttentionBlock, ...]]:
     """What `rank` computes at each step: at step t with the piece of rank - t, and its own block in two parts."""
 
-    def block(t: int, part: int = 0, parts: int = 1) -> tuple[Block, ...]:
+    def block(t: int, part: int = 0, parts: int = 1) -> tuple[AttentionBlock, ...]:
         piece = (rank - t) % size
         row, column = (piece, rank) if axis == "rows" else (rank, piece)
-        return (Block(row, column, part, parts),)
+        return (AttentionBlock(row, column, part, parts),)
 
     if size == 1 or not results_travel:
         return [block(t) for t in range(size)]

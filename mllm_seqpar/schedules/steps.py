@@ -28,7 +28,7 @@ class Move:
 
 
 @dataclass(frozen=True)
-class Block:
+class AttentionBlock:
     """attend(Q_row, KV_column), or only the part of its query rows from part/parts to (part + 1)/parts."""
 
     row: int
@@ -42,7 +42,7 @@ class Step:
     """Moves to post, blocks to compute while they are under way, then the wait."""
 
     moves: tuple[Move, ...]
-    blocks: tuple[Block, ...]
+    blocks: tuple[AttentionBlock, ...]
 
 
 Schedule = tuple[Step, ...]

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from mllm_seqpar.cli.devices import DEVICES
-from mllm_seqpar.cli.options import Options, option, parse_options, tile_shape
+from mllm_seqpar.cli.options import CommandOptions, option, parse_options, tile_shape
 from mllm_seqpar.config import CHOICES
 
 SAVE_DTYPES = ("source", "float32", "bfloat16", "float16")
@@ -14,7 +14,7 @@ SELF_ATTENTION = tuple(name for name in CHOICES["self_attention"] if name != "st
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrainArguments(Options):
+class TrainArguments(CommandOptions):
     """Everything that decides a run. `scripts/finetune.py --help` prints the same texts.
 
     The batch is given as the number of samples of one optimizer step, whatever the layout: the same command line trains

@@ -21,7 +21,7 @@ from .arguments import TrainArguments
 
 
 @dataclass(frozen=True)
-class FedBatch:
+class ShardedBatch:
     """One micro-batch of this rank's group: text known, frames still in their files.
 
     Attributes:
@@ -64,7 +64,7 @@ class FedBatch:
         return moved | {"use_cache": False}
 
 
-class Feed:
+class ShardedDataLoader:
     """The micro-batches of a chat file, for one rank.
 
     Attributes:
@@ -81,7 +81,7 @@ class Feed:
     def __len__(self) -> int:
         return len(self._dataset)
 
-    def batch(self, samples: Sequence[int]) -> FedBatch:
+    def batch(self, samples: Sequence[int]) -> ShardedBatch:
         """The samples with these numbers as one micro-batch; decodes nothing.
 
         Raises:
@@ -92,7 +92,7 @@ class Feed:
         if chat.targets == 0:
             lines = ", ".join(map(str, chat.lines))
             raise DataError(f"{self._dataset.path}, line {lines}: no token to learn; the assistant must say something")
-        return FedBatch(chat, self._processor, self._layout)
+        return ShardedBatch(chat, self._processor, self._layout)
 
 
 def media_sizes(path: str | os.PathLike[str]) -> Iterator[tuple[str, int]]:
@@ -108,11 +108,11 @@ def media_sizes(path: str | os.PathLike[str]) -> Iterator[tuple[str, int]]:
                     yield name, file.stat().st_size if file.is_file() else -1
 
 
-def open_feed(path: str, processor: Any, args: TrainArguments, layout: Layout) -> Feed:
+def open_data_loader(path: str, processor: Any, args: TrainArguments, layout: Layout) -> ShardedDataLoader:
     """The feed of a chat file under a run's arguments.
 
     Raises:
         DataError: the file is missing or malformed.
     """
     dataset = ChatDataset(path, processor, fps=args.fps, max_frames=args.max_frames, max_length=args.max_length)
-    return Feed(dataset, processor, layout)
+    return ShardedDataLoader(dataset, processor, layout)

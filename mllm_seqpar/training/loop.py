@@ -19,7 +19,7 @@ from mllm_seqpar.cli.failure import first_line
 from mllm_seqpar.cli.memory import peak_memory, reset_peak_memory
 from mllm_seqpar.cli.progress import progress_bar
 from mllm_seqpar.comm import as_communicator
-from mllm_seqpar.comm.collective_check import attempt, settle, together
+from mllm_seqpar.comm.collective_check import attempt, check_collectively, raise_on_all_ranks
 from mllm_seqpar.config import SeqParConfig
 from mllm_seqpar.data.chat_families import chat_family
 from mllm_seqpar.errors import ConfigError
@@ -31,7 +31,7 @@ from mllm_seqpar.patching import patch_model
 
 from . import checkpoint as checkpoints
 from .arguments import TRAJECTORY, TrainArguments, parse
-from .data_loader import Feed, open_feed
+from .data_loader import ShardedDataLoader, open_data_loader
 from .export import export_dtype, export_model
 from .learning_rate import learning_rate, warmup_steps
 from .metrics import MetricsFile
@@ -43,7 +43,7 @@ _log = get_logger(__name__)
 
 
 @dataclass
-class Run:
+class TrainingRun:
     """Everything that one process of a run holds."""
 
     args: TrainArguments
@@ -53,8 +53,8 @@ class Run:
     model: nn.Module
     processor: Any
     optimizer: torch.optim.Optimizer
-    feed: Feed
-    eval_feed: Feed | None
+    feed: ShardedDataLoader
+    eval_feed: ShardedDataLoader | None
     order: TrainOrder
     steps: int
     conditions: dict[str, Any]
@@ -82,22 +82,22 @@ def fine_tune(argv: Sequence[str]) -> None:
     _log.info("the final model is in %s", run.output / "model")
 
 
-def prepare(argv: Sequence[str]) -> Run:
+def prepare(argv: Sequence[str]) -> TrainingRun:
     """Everything before the first step, agreed upon by all ranks."""
     args, problem = attempt(lambda: _arguments(argv))
     accelerator = start_accelerator(args.device, args.timeout) if args else start_accelerator()
     comm = as_communicator()
-    settle(comm, "arguments", problem, asdict(args) if args else {})
+    raise_on_all_ranks(comm, "arguments", problem, asdict(args) if args else {})
     assert args is not None  # or all ranks have raised
     layout = make_layout(args.sp, accelerator.device.type)
     torch.manual_seed(args.seed)
 
-    processor, feed, eval_feed, order, resume, facts = together(
+    processor, feed, eval_feed, order, resume, facts = check_collectively(
         comm, "data", lambda: _open_data(args, layout), lambda opened: opened[-1]
     )
-    model = together(comm, "model", lambda: _load(args, processor))
+    model = check_collectively(comm, "model", lambda: _load(args, processor))
     # One rank to a sample is patched too: K and V of the frames are then recomputed, not kept.
-    together(comm, "patch", lambda: patch_model(model, group=layout.sp_group, config=_seqpar_config(args)))
+    check_collectively(comm, "patch", lambda: patch_model(model, group=layout.sp_group, config=_seqpar_config(args)))
     optimizer = torch.optim.AdamW(
         parameter_groups(model.named_parameters(), args.weight_decay),
         lr=args.lr,
@@ -117,7 +117,7 @@ def prepare(argv: Sequence[str]) -> Run:
         layout.dp, layout.sp, args.strategy,
         steps, order.global_batch, order.micro_batches,
     )  # fmt: skip
-    return Run(
+    return TrainingRun(
         args, layout, accelerator.device, Path(args.output), model, processor, optimizer, feed, eval_feed, order, steps,
         conditions, resume,
     )  # fmt: skip
@@ -149,8 +149,8 @@ def _open_data(args: TrainArguments, layout: Layout):
     """What can fail on one rank only; the last item is what all ranks must have in common."""
     output = Path(args.output)
     processor = load_processor(args.model)
-    feed = open_feed(args.data, processor, args, layout)
-    eval_feed = open_feed(args.eval_data, processor, args, layout) if args.eval_data else None
+    feed = open_data_loader(args.data, processor, args, layout)
+    eval_feed = open_data_loader(args.eval_data, processor, args, layout) if args.eval_data else None
     order = TrainOrder(
         samples=len(feed),
         global_batch=args.global_batch,
@@ -181,7 +181,7 @@ def _load(args: TrainArguments, processor: Any) -> nn.Module:
     return model.train()
 
 
-def train(run: Run, start: int) -> int:
+def train(run: TrainingRun, start: int) -> int:
     """Optimizer steps `start` ... until all, or --stop-after, are done; returns how many are done in all."""
     args = run.args
     stop = min(run.steps, args.stop_after or run.steps)
@@ -210,7 +210,7 @@ def train(run: Run, start: int) -> int:
     return max(start, stop)
 
 
-def _one_step(run: Run, step: int, rate: float) -> dict[str, Any]:
+def _one_step(run: TrainingRun, step: int, rate: float) -> dict[str, Any]:
     begun = time.perf_counter()
     reset_peak_memory(run.device)
     for group in run.optimizer.param_groups:
@@ -231,7 +231,7 @@ def _one_step(run: Run, step: int, rate: float) -> dict[str, Any]:
     }
 
 
-def _evaluate(run: Run, step: int) -> dict[str, Any]:
+def _evaluate(run: TrainingRun, step: int) -> dict[str, Any]:
     assert run.eval_feed is not None
     begun = time.perf_counter()
     passes = eval_order(len(run.eval_feed), run.args.micro_batch, run.layout.dp, run.layout.group_index)
@@ -242,7 +242,7 @@ def _evaluate(run: Run, step: int) -> dict[str, Any]:
     return {"step": step, "eval_loss": loss, "targets": targets, "seconds": round(time.perf_counter() - begun, 4)}
 
 
-def _save(run: Run, step: int) -> None:
+def _save(run: TrainingRun, step: int) -> None:
     reshard(run.model)
     epoch, batch = run.order.position(step)
     progress = checkpoints.Progress(

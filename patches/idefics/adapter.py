@@ -24,15 +24,15 @@ from transformers.utils.output_capturing import capture_outputs
 from mllm_seqpar.checkpointing.chunked_mlp import chunk_forwards
 from mllm_seqpar.errors import AdapterError, ShapeError
 from mllm_seqpar.integrations.transformers import attention as hf_attention
-from mllm_seqpar.integrations.transformers.family import VISUAL_SHARD, Family, View
+from mllm_seqpar.integrations.transformers.family import VISUAL_SHARD, Family, Visibility
 from mllm_seqpar.integrations.transformers.generation import patch_generate
-from mllm_seqpar.integrations.transformers.inputs import Inputs, flat_places, makes_cache
+from mllm_seqpar.integrations.transformers.inputs import ForwardInputs, flat_places, makes_cache
 from mllm_seqpar.integrations.transformers.passes import forward_of, run_pass
 from mllm_seqpar.integrations.transformers.visual_masks import sample_mask
 from mllm_seqpar.patching import Patch
 from mllm_seqpar.runtime.context import SeqParContext
-from mllm_seqpar.runtime.forward_state import SeqParCall
-from mllm_seqpar.runtime.selection import CrossShape
+from mllm_seqpar.runtime.forward_state import ForwardState
+from mllm_seqpar.runtime.selection import CrossAttentionShape
 from mllm_seqpar.runtime.visual_features import Projection
 from mllm_seqpar.sharding import FrameShard
 
@@ -80,7 +80,7 @@ def _cross_attention_forward(attention: Any, block: int) -> Any:
     unpatched = attention.forward
 
     @functools.wraps(unpatched)
-    def forward(self: Any, hidden_states: Tensor, *args: Any, seqpar: SeqParCall | None = None, **kwargs: Any) -> Any:
+    def forward(self: Any, hidden_states: Tensor, *args: Any, seqpar: ForwardState | None = None, **kwargs: Any) -> Any:
         """This pass's rows (B, s, C) over all ranks' images -> (B, s, C)."""
         if seqpar is None:
             return unpatched(hidden_states, *args, **kwargs)
@@ -115,7 +115,7 @@ def _decoder_forward(decoder: Any) -> Any:
         attention_mask: Tensor,
         position_ids: Tensor,
         past_key_values: Cache | None,
-        seqpar: SeqParCall,
+        seqpar: ForwardState,
         **kwargs: Any,
     ) -> BaseModelOutputWithPast:
         """Cross-attention block `i` goes before decoder layer ``i * cross_layer_interval``."""
@@ -142,14 +142,14 @@ def _decoder_forward(decoder: Any) -> Any:
         return BaseModelOutputWithPast(last_hidden_state=self.norm(hidden))
 
     @functools.wraps(unpatched)
-    def forward(self: Any, *args: Any, seqpar: SeqParCall | None = None, **kwargs: Any) -> Any:
+    def forward(self: Any, *args: Any, seqpar: ForwardState | None = None, **kwargs: Any) -> Any:
         return unpatched(*args, **kwargs) if seqpar is None else layers(self, seqpar=seqpar, **kwargs)
 
     return types.MethodType(forward, decoder)
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Inputs(Inputs):
+class _Inputs(ForwardInputs):
     """With what IDEFICS is told about its images."""
 
     image_attention_mask: Tensor
@@ -162,11 +162,11 @@ class IdeficsFamily(Family):
 
     repeats_frames = True
 
-    def cross_shape(self) -> CrossShape:
+    def cross_shape(self) -> CrossAttentionShape:
         """Every key head has one query head."""
         blocks = self.model.model.gated_cross_attn_layers
         heads = blocks[0].cross_attn.num_heads
-        return CrossShape(heads, heads, blocks[0].cross_attn.head_dim, len(blocks))
+        return CrossAttentionShape(heads, heads, blocks[0].cross_attn.head_dim, len(blocks))
 
     def encode(self, frames: Tensor, *extras: Tensor) -> Tensor:
         """(f, 3, H, W) pixels, or (f, patches, width) of the tower -> (f, tokens, width)."""
@@ -186,14 +186,14 @@ class IdeficsFamily(Family):
         """A black image of the tower's size."""
         return (torch.zeros((1, 3, *self._size), device=self.embedding_weight().device),)
 
-    def check(self, inputs: Inputs, kwargs: dict[str, Any]) -> None:
+    def check(self, inputs: ForwardInputs, kwargs: dict[str, Any]) -> None:
         """What only one rank may have got wrong, and must not leave the others waiting for it."""
         super().check(inputs, kwargs)
         assert isinstance(inputs, _Inputs)
         if inputs.resampled and not self.model.config.use_resampler:
             raise ShapeError("perceiver_embeddings were passed to a model without resampler (config.use_resampler)")
 
-    def note(self, inputs: Inputs) -> int:
+    def note(self, inputs: ForwardInputs) -> int:
         """Check the images' size and the table's shape; return the rows of the images' own pass."""
         assert isinstance(inputs, _Inputs)
         mask, frames = inputs.image_attention_mask, inputs.frames
@@ -212,7 +212,7 @@ class IdeficsFamily(Family):
             )
         return inputs.batch
 
-    def in_order(self, inputs: Inputs, note: int) -> bool:
+    def in_order(self, inputs: ForwardInputs, note: int) -> bool:
         """Whether each row's sample is the one at its place; beams move within theirs."""
         assert isinstance(inputs, _Inputs)
         own = inputs.image_attention_mask.shape[2] or 1
@@ -220,20 +220,20 @@ class IdeficsFamily(Family):
         here = torch.arange(inputs.batch)
         return inputs.batch == note and torch.equal(inputs.rows // beams, here // beams)
 
-    def view(self, inputs: Inputs, units: int, tokens: int, note: Any) -> View:
+    def view(self, inputs: ForwardInputs, units: int, tokens: int, note: Any) -> Visibility:
         """As `image_attention_mask` says; the gate closes rows that see no image."""
         assert isinstance(inputs, _Inputs)
         visible = inputs.image_attention_mask.bool()
         gate = visible.any(-1).to(device=self.embedding_weight().device, dtype=self.model.dtype)
-        return View(sample_mask(visible, tokens, units, inputs.rows, note), {"gate": gate})
+        return Visibility(sample_mask(visible, tokens, units, inputs.rows, note), {"gate": gate})
 
-    def nobody(self, inputs: Inputs, units: int, tokens: int) -> View:
+    def empty_visibility(self, inputs: ForwardInputs, units: int, tokens: int) -> Visibility:
         """With every gate closed."""
         gate = torch.zeros(inputs.batch, inputs.length, device=self.embedding_weight().device, dtype=self.model.dtype)
-        return View(super().nobody(inputs, units, tokens).mask, {"gate": gate})
+        return Visibility(super().empty_visibility(inputs, units, tokens).mask, {"gate": gate})
 
     def decode(
-        self, embeds: Tensor, positions: Tensor, mask: Any, cache: Cache | None, call: SeqParCall, **kwargs: Any
+        self, embeds: Tensor, positions: Tensor, mask: Any, cache: Cache | None, call: ForwardState, **kwargs: Any
     ) -> Any:
         """Cross-attention blocks and decoder layers."""
         if "gate" not in call.rows:
@@ -248,7 +248,7 @@ class IdeficsFamily(Family):
             **kwargs,
         )
 
-    def output(self, out: CausalLMOutputWithPast, features: Tensor | None, inputs: Inputs) -> Any:
+    def output(self, out: CausalLMOutputWithPast, features: Tensor | None, inputs: ForwardInputs) -> Any:
         """With `image_hidden_states`, which one process has whole; on several, nobody has all images."""
         from transformers.models.idefics.modeling_idefics import IdeficsCausalLMOutputWithPast
 

@@ -28,16 +28,16 @@ from mllm_seqpar._logging import get_logger
 from mllm_seqpar.checkpointing.chunked_mlp import chunk_forwards
 from mllm_seqpar.errors import AdapterError, ConfigError
 from mllm_seqpar.integrations.transformers import attention as hf_attention
-from mllm_seqpar.integrations.transformers.cache import Remembered, mark_layers
-from mllm_seqpar.integrations.transformers.family import Family, View
+from mllm_seqpar.integrations.transformers.cache import SequenceParallelCacheState, mark_layers
+from mllm_seqpar.integrations.transformers.family import Family, Visibility
 from mllm_seqpar.integrations.transformers.generation import patch_generate
-from mllm_seqpar.integrations.transformers.inputs import Inputs, flat_places, makes_cache
+from mllm_seqpar.integrations.transformers.inputs import ForwardInputs, flat_places, makes_cache
 from mllm_seqpar.integrations.transformers.passes import forward_of, run_pass
 from mllm_seqpar.masks import FrameMask
 from mllm_seqpar.patching import Patch
 from mllm_seqpar.runtime.context import SeqParContext
-from mllm_seqpar.runtime.forward_state import SeqParCall
-from mllm_seqpar.runtime.selection import CrossShape
+from mllm_seqpar.runtime.forward_state import ForwardState
+from mllm_seqpar.runtime.selection import CrossAttentionShape
 from mllm_seqpar.sharding import FrameShard
 
 from .generation import patch_image_arguments
@@ -99,7 +99,7 @@ def _cross_forward(attention: Any) -> Any:
 
     @functools.wraps(unpatched)
     def forward(
-        self: Any, hidden_states: Tensor, *args: Any, seqpar: SeqParCall | None = None, **kwargs: Any
+        self: Any, hidden_states: Tensor, *args: Any, seqpar: ForwardState | None = None, **kwargs: Any
     ) -> tuple[Tensor, Tensor | None]:
         """(B, s, C) of this rank's rows, over all ranks' tiles -> (B, s, C), no weights."""
         if seqpar is None:
@@ -130,13 +130,13 @@ class MllamaFamily(Family):
 
     _told = False  # that a mask is missing
 
-    def cross_shape(self) -> CrossShape:
+    def cross_shape(self) -> CrossAttentionShape:
         """Grouped queries, as in the text."""
         config = self.text_config
         heads, layers = config.num_attention_heads, len(config.cross_attention_layers)
-        return CrossShape(heads, config.num_key_value_heads, config.hidden_size // heads, layers)
+        return CrossAttentionShape(heads, config.num_key_value_heads, config.hidden_size // heads, layers)
 
-    def units_per_frame(self, inputs: Inputs) -> int:
+    def units_per_frame(self, inputs: ForwardInputs) -> int:
         """The tiles of an image; features come by tiles."""
         assert isinstance(inputs, MllamaInputs)
         return inputs.units_per_frame
@@ -155,12 +155,12 @@ class MllamaFamily(Family):
         ratio[:, 0] = 1
         return torch.zeros(shape, device=weight.device, dtype=weight.dtype), ratio.new_zeros(1), ratio
 
-    def note(self, inputs: Inputs) -> tuple[int, Tensor]:
+    def note(self, inputs: ForwardInputs) -> tuple[int, Tensor]:
         """Return the number of samples that the images belong to, and the sample of each row of this pass."""
         assert isinstance(inputs, MllamaInputs)
         return inputs.samples, torch.arange(inputs.batch) // (inputs.batch // inputs.samples)
 
-    def view(self, inputs: Inputs, units: int, tokens: int, note: tuple[int, Tensor]) -> View:
+    def view(self, inputs: ForwardInputs, units: int, tokens: int, note: tuple[int, Tensor]) -> Visibility:
         """The mask's tiles of the row's own sample; all of them for a row that it shows none."""
         assert isinstance(inputs, MllamaInputs)
         samples, sample_of = note
@@ -168,18 +168,18 @@ class MllamaFamily(Family):
         seen = inputs.seen(per_sample)
         if seen is None:
             first = (sample * per_sample)[:, None].expand(-1, inputs.length)
-            return View(FrameMask.from_intervals(first, first + per_sample, tokens, units))
+            return Visibility(FrameMask.from_intervals(first, first + per_sample, tokens, units))
         sees = seen.any(-1)
         visible = seen.new_zeros(inputs.batch, inputs.length, samples, per_sample)
         visible[torch.arange(inputs.batch), :, sample] = seen | ~sees[..., None]
-        return View(FrameMask.from_dense(visible.flatten(2), tokens), self._rows(sees))
+        return Visibility(FrameMask.from_dense(visible.flatten(2), tokens), self._rows(sees))
 
-    def nobody(self, inputs: Inputs, units: int, tokens: int) -> View:
+    def empty_visibility(self, inputs: ForwardInputs, units: int, tokens: int) -> Visibility:
         """Attention gives nothing and the MLP part is left out: what a skipped layer gives."""
         nothing = torch.zeros(inputs.batch, inputs.length, dtype=torch.bool)
-        return View(super().nobody(inputs, units, tokens).mask, self._rows(nothing))
+        return Visibility(super().empty_visibility(inputs, units, tokens).mask, self._rows(nothing))
 
-    def adopt(self, cache: Any, beside: Remembered) -> None:
+    def adopt(self, cache: Any, beside: SequenceParallelCacheState) -> None:
         """Refuse a cache in which the unpatched model keeps K and V of tiles, whole on every rank."""
         filled = [i for i in self._crossing(cache) if cache.layers[i].is_initialized and cache.layers[i].keys.numel()]
         if filled:
@@ -188,7 +188,7 @@ class MllamaFamily(Family):
                 "it with the unpatched model, or begin with a new cache"
             )
 
-    def mark_cache(self, cache: Any, beside: Remembered) -> None:
+    def mark_cache(self, cache: Any, beside: SequenceParallelCacheState) -> None:
         """Mark the cross-attention layers: the unpatched model would skip them where they hold nothing."""
         mark_layers(cache, beside, self._crossing(cache))
 
@@ -207,7 +207,7 @@ class MllamaFamily(Family):
     def _rows(self, sees: Tensor) -> dict[str, Tensor]:
         return {"sees": sees.to(self.embedding_weight().device)}
 
-    def check(self, inputs: Inputs, kwargs: dict[str, Any]) -> None:
+    def check(self, inputs: ForwardInputs, kwargs: dict[str, Any]) -> None:
         """What only one rank may have got wrong, and must not leave the others waiting for it."""
         super().check(inputs, kwargs)
         assert isinstance(inputs, MllamaInputs)
@@ -221,7 +221,7 @@ class MllamaFamily(Family):
             )
 
     def decode(
-        self, embeds: Tensor, positions: Tensor, mask: Any, cache: Cache | None, call: SeqParCall, **kwargs: Any
+        self, embeds: Tensor, positions: Tensor, mask: Any, cache: Cache | None, call: ForwardState, **kwargs: Any
     ) -> Any:
         """The decoder of self- and cross-attention layers."""
         sees = call.rows.get("sees")

@@ -12,14 +12,14 @@ from typing import Any
 from torch import Tensor
 
 from mllm_seqpar.errors import MaskError, ShapeError
-from mllm_seqpar.integrations.transformers.inputs import Inputs
+from mllm_seqpar.integrations.transformers.inputs import ForwardInputs
 from mllm_seqpar.sharding import FrameShard
 
 ASPECT_RATIOS = ("aspect_ratio_ids", "aspect_ratio_mask")
 
 
 @dataclass(frozen=True, kw_only=True)
-class MllamaInputs(Inputs):
+class MllamaInputs(ForwardInputs):
     """With what rows may see.
 
     Attributes:

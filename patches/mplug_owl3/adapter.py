@@ -15,25 +15,25 @@ from torch import Tensor, nn
 from transformers.cache_utils import Cache
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from mllm_seqpar.attention.block_math import BlockMath, Partial
+from mllm_seqpar.attention.block_math import BlockMath, PartialResult
 from mllm_seqpar.checkpointing.chunked_mlp import chunk_forwards
 from mllm_seqpar.errors import AdapterError, ShapeError
 from mllm_seqpar.integrations.transformers import attention as hf_attention
-from mllm_seqpar.integrations.transformers.family import VISUAL_SHARD, View
+from mllm_seqpar.integrations.transformers.family import VISUAL_SHARD, Visibility
 from mllm_seqpar.integrations.transformers.generation import patch_generate
-from mllm_seqpar.integrations.transformers.inputs import Inputs, flat_places, makes_cache
+from mllm_seqpar.integrations.transformers.inputs import ForwardInputs, flat_places, makes_cache
 from mllm_seqpar.integrations.transformers.passes import forward_of
-from mllm_seqpar.integrations.transformers.text_masks import causal_tiles
-from mllm_seqpar.masks import FrameMask, GivenBlock
+from mllm_seqpar.integrations.transformers.text_masks import causal_rectangles
+from mllm_seqpar.masks import FrameMask, GivenBlockMask
 from mllm_seqpar.models.mplug_owl3.media import MediaLayout
 from mllm_seqpar.patching import Patch
 from mllm_seqpar.runtime.context import SeqParContext
-from mllm_seqpar.runtime.forward_state import SeqParCall, as_attended
-from mllm_seqpar.runtime.selection import CrossShape
+from mllm_seqpar.runtime.forward_state import ForwardState, as_attended
+from mllm_seqpar.runtime.selection import CrossAttentionShape
 from mllm_seqpar.runtime.visual_features import Projection
 from mllm_seqpar.sharding import FrameShard
 
-from .cache import LayoutsInCaches, Note, run_with_native_cache
+from .cache import MediaLayoutCache, Note, run_with_native_cache
 
 _MODELS = "mllm_seqpar.models.mplug_owl3."
 
@@ -99,7 +99,7 @@ def _hyper_forward(attention: Any) -> Any:
         past_key_values: Cache | None = None,
         visual: Any = None,
         visual_norm: nn.Module | None = None,
-        seqpar: SeqParCall | None = None,
+        seqpar: ForwardState | None = None,
         **kwargs: Any,
     ) -> tuple[Tensor, None]:
         """Hyper attention of this rank's tokens (sharded pass) or of all tokens (replicated) over all ranks' frames."""
@@ -118,7 +118,7 @@ def _hyper_forward(attention: Any) -> Any:
     return types.MethodType(forward, attention)
 
 
-def _sharded(self: Any, q: Tensor, k: Tensor, v: Tensor, visual_norm: Any, seqpar: SeqParCall) -> Tensor:
+def _sharded(self: Any, q: Tensor, k: Tensor, v: Tensor, visual_norm: Any, seqpar: ForwardState) -> Tensor:
     """(B, s, C) before `o_proj`; text keys go by the self-attention's schedule, visual ones by the strategy."""
     hf_attention.refuse_dropout(self._dropout)
     assert seqpar.text is not None
@@ -140,7 +140,7 @@ def _sharded(self: Any, q: Tensor, k: Tensor, v: Tensor, visual_norm: Any, seqpa
 
 
 def _replicated(
-    self: Any, q: Tensor, k: Tensor, v: Tensor, attention_mask: Tensor | None, visual_norm: Any, seqpar: SeqParCall
+    self: Any, q: Tensor, k: Tensor, v: Tensor, attention_mask: Tensor | None, visual_norm: Any, seqpar: ForwardState
 ) -> Tensor:
     """(B, L, C) before `o_proj`, the same on every rank; the frames' K and V stay where they are."""
     hf_attention.refuse_dropout(self._dropout)
@@ -156,17 +156,17 @@ def _replicated(
     keys = seqpar.kept.keys_values(self.layer_idx, _projection(self, visual_norm), q.dtype)
     if self.fused and seqpar.wants_grad(q, k, v, *keys):
         k, v = k[:, :, : seqpar.tokens], v[:, :, : seqpar.tokens]
-        source = seqpar.own_keys(q, k, v, GivenBlock(tuple(causal_tiles(attention_mask, q, k))))
+        source = seqpar.own_keys(q, k, v, GivenBlockMask(tuple(causal_rectangles(attention_mask, q, k))))
         return _channels(seqpar.attend(q, [source, seqpar.kept_keys(q, *keys)], self.scaling))
     o_visual, lse_visual = seqpar.attend_replicated(q, *keys, self.scaling)
     if not self.fused:
         text_out = self._attend_text(q, k, v, attention_mask)[0] if text is None else _channels(text[0].to(q.dtype))
         return self.mix(text_out, _channels(o_visual), seqpar.rows["sees"])
-    partial = Partial(q, torch.promote_types(torch.float32, q.dtype))
+    partial = PartialResult(q, torch.promote_types(torch.float32, q.dtype))
     if text is None:
         math = BlockMath(seqpar.context.config.kernel, self.scaling)
         k, v = k[:, :, : seqpar.tokens], v[:, :, : seqpar.tokens]  # what comes after in a static cache is empty
-        math.forward(q, k, v, causal_tiles(attention_mask, q, k), partial)
+        math.forward(q, k, v, causal_rectangles(attention_mask, q, k), partial)
     else:
         partial.add(*text)
     partial.add(o_visual, lse_visual)
@@ -184,7 +184,7 @@ def _channels(o: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Inputs(Inputs):
+class _Inputs(ForwardInputs):
     """With what mPLUG-Owl3 is told about the places of the frames."""
 
     model: Any
@@ -212,14 +212,14 @@ class _Inputs(Inputs):
         return Note(self.media_layout, 0, inclusive)
 
 
-class MPlugOwl3Family(LayoutsInCaches):
+class MPlugOwl3Family(MediaLayoutCache):
     """mPLUG-Owl3: SigLIP frames in one flat list, a rotary position per frame."""
 
-    def cross_shape(self) -> CrossShape:
+    def cross_shape(self) -> CrossAttentionShape:
         """Grouped queries, as in the text."""
         config = self.text_config
         heads, layers = config.num_attention_heads, len(self.model.config.hyper_layers)
-        return CrossShape(heads, config.num_key_value_heads, config.hidden_size // heads, layers)
+        return CrossAttentionShape(heads, config.num_key_value_heads, config.hidden_size // heads, layers)
 
     def encode(self, frames: Tensor, *extras: Tensor) -> Tensor:
         """(f, 3, H, W) -> (f, tokens, hidden)."""
@@ -231,16 +231,16 @@ class MPlugOwl3Family(LayoutsInCaches):
         shape = (1, vision.num_channels, vision.image_size, vision.image_size)
         return (torch.zeros(shape, device=weight.device, dtype=weight.dtype),)
 
-    def note(self, inputs: Inputs) -> Note:
+    def note(self, inputs: ForwardInputs) -> Note:
         """The prompt's layout, for later passes."""
         assert isinstance(inputs, _Inputs)
         return inputs.note
 
-    def index(self, inputs: Inputs, units: int) -> Tensor:
+    def index(self, inputs: ForwardInputs, units: int) -> Tensor:
         """The frames' rotary positions."""
         return self.note(inputs).layout.frame_position if inputs.total_frames else super().index(inputs, units)
 
-    def view(self, inputs: Inputs, units: int, tokens: int, note: Note) -> View:
+    def view(self, inputs: ForwardInputs, units: int, tokens: int, note: Note) -> Visibility:
         """The layout's rows."""
         rows = inputs.rows.to(note.layout.first.device)
         first, stop = (x[rows] for x in note.layout.rows(inputs.past_length - note.row_offset, inputs.length))
@@ -258,14 +258,14 @@ class MPlugOwl3Family(LayoutsInCaches):
             made["sliding_attention"] = sliding
         return made
 
-    def nobody(self, inputs: Inputs, units: int, tokens: int) -> View:
+    def empty_visibility(self, inputs: ForwardInputs, units: int, tokens: int) -> Visibility:
         """As for all families, with the fact that the layers read."""
-        return self._view(super().nobody(inputs, units, tokens).mask)
+        return self._view(super().empty_visibility(inputs, units, tokens).mask)
 
-    def _view(self, mask: FrameMask) -> View:
-        return View(mask, {"sees": mask.sees_any().to(self.embedding_weight().device)})
+    def _view(self, mask: FrameMask) -> Visibility:
+        return Visibility(mask, {"sees": mask.sees_any().to(self.embedding_weight().device)})
 
-    def check(self, inputs: Inputs, kwargs: dict[str, Any]) -> None:
+    def check(self, inputs: ForwardInputs, kwargs: dict[str, Any]) -> None:
         """What only one rank may have got wrong, and must not leave the others waiting for it."""
         super().check(inputs, kwargs)
         width = self.model.config.hidden_size
@@ -276,7 +276,7 @@ class MPlugOwl3Family(LayoutsInCaches):
             )
 
     def decode(
-        self, embeds: Tensor, positions: Tensor, mask: Any, cache: Cache | None, call: SeqParCall, **kwargs: Any
+        self, embeds: Tensor, positions: Tensor, mask: Any, cache: Cache | None, call: ForwardState, **kwargs: Any
     ) -> Any:
         """The Qwen2 decoder."""
         return self.model.language_model.model(

@@ -20,10 +20,10 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from mllm_seqpar.checkpointing.chunked_mlp import chunk_forwards
 from mllm_seqpar.errors import AdapterError, ShapeError
-from mllm_seqpar.integrations.transformers.cache import remembered
+from mllm_seqpar.integrations.transformers.cache import cache_state
 from mllm_seqpar.integrations.transformers.frame_encoding import local_features
 from mllm_seqpar.integrations.transformers.generation import patch_generate
-from mllm_seqpar.integrations.transformers.inputs import agree_on_inputs
+from mllm_seqpar.integrations.transformers.inputs import require_same_inputs
 from mllm_seqpar.integrations.transformers.passes import forward_of, run_pass
 from mllm_seqpar.patching import Patch
 from mllm_seqpar.runtime.context import SeqParContext
@@ -122,7 +122,7 @@ def _cache_media(model: Any, family: FlamingoFamily) -> Any:
         media = Media.of(vision_x, visual_shard, input_ids.shape[0])
         time = (input_ids == model.media_token_id).cumsum(-1)
         inputs = MediaInputs.of(media, time, family.context.comm, input_ids=input_ids)
-        agree_on_inputs(family.context.comm, inputs, lambda: family.check(inputs, {}))
+        require_same_inputs(family.context.comm, inputs, lambda: family.check(inputs, {}))
         media.features = local_features(family, inputs)
         unpatched(input_ids, media)
 
@@ -170,7 +170,7 @@ def _held(media: Media | None, cache: Cache | None) -> bool:
     """Whether the cache has K and V of these media; those of media from before another conditioning are forgotten."""
     if media is None or cache is None or not cache.get_seq_length():
         return False
-    beside = remembered(cache)
+    beside = cache_state(cache)
     if beside is not None and beside.kept is not None and (beside.note != media.token or torch.is_grad_enabled()):
         beside.kept = None  # in grad mode K and V are projected in each pass, as unpatched
     return beside is not None and beside.kept is not None

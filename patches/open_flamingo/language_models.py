@@ -10,7 +10,7 @@ from mllm_seqpar.checkpointing.chunked_mlp import chunk_forwards
 from mllm_seqpar.errors import ConfigError
 from mllm_seqpar.integrations.transformers import attention as hf_attention
 from mllm_seqpar.patching import Patch
-from mllm_seqpar.runtime.forward_state import SeqParCall
+from mllm_seqpar.runtime.forward_state import ForwardState
 
 from .mpt import MptLM
 from .opt import chunk_feed_forwards
@@ -52,7 +52,9 @@ class RotaryLM:
         """(B or 1, L) positions of the whole text, before it is dealt to ranks; None: 0, 1, 2, ..."""
         return given
 
-    def decode(self, embeds: Tensor, positions: Tensor, mask: Any, cache: Any, call: SeqParCall, **kwargs: Any) -> Any:
+    def decode(
+        self, embeds: Tensor, positions: Tensor, mask: Any, cache: Any, call: ForwardState, **kwargs: Any
+    ) -> Any:
         """Runs the layers; see `Family.decode`."""
         return self.stack(
             inputs_embeds=embeds,

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
-from mllm_seqpar.runtime.forward_state import SeqParCall
+from mllm_seqpar.runtime.forward_state import ForwardState
 
 
 def cross_attentions(language_model: Any) -> Iterator[tuple[int, Any]]:
@@ -26,7 +26,7 @@ def layer_forward(layer: Any) -> Any:
 
     @functools.wraps(unpatched)
     def forward(
-        self: Any, lang_x: Tensor, attention_mask: Any = None, seqpar: SeqParCall | None = None, **kwargs: Any
+        self: Any, lang_x: Tensor, attention_mask: Any = None, seqpar: ForwardState | None = None, **kwargs: Any
     ) -> Any:
         if seqpar is None:
             return unpatched(lang_x, attention_mask, **kwargs)
@@ -49,7 +49,7 @@ def cross_forward(attention: Any, index: int) -> Any:
 
     @functools.wraps(unpatched)
     def forward(self: Any, x: Tensor, media: Any, *args: Any, **kwargs: Any) -> Tensor:
-        if not isinstance(media, SeqParCall):
+        if not isinstance(media, ForwardState):
             return unpatched(x, media, *args, **kwargs)
         q = self.to_q(self.norm(x)).unflatten(-1, (self.heads, -1)).transpose(1, 2)
         uniform = media.rows.get("uniform")

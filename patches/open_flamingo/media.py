@@ -21,12 +21,12 @@ from torch import Tensor
 
 from mllm_seqpar.comm import Communicator
 from mllm_seqpar.errors import AdapterError, ShapeError
-from mllm_seqpar.integrations.transformers.family import Family, View
-from mllm_seqpar.integrations.transformers.inputs import Inputs
+from mllm_seqpar.integrations.transformers.family import Family, Visibility
+from mllm_seqpar.integrations.transformers.inputs import ForwardInputs
 from mllm_seqpar.masks import FrameMask
 from mllm_seqpar.runtime.context import SeqParContext
-from mllm_seqpar.runtime.forward_state import SeqParCall
-from mllm_seqpar.runtime.selection import CrossShape
+from mllm_seqpar.runtime.forward_state import ForwardState
+from mllm_seqpar.runtime.selection import CrossAttentionShape
 from mllm_seqpar.sharding import FrameShard, frame_bounds
 
 from .language_models import language_model_of
@@ -72,7 +72,7 @@ class Media:
 
 
 @dataclass(frozen=True, kw_only=True)
-class MediaInputs(Inputs):
+class MediaInputs(ForwardInputs):
     """With the media, and the times of the rows.
 
     Attributes:
@@ -119,13 +119,13 @@ class FlamingoFamily(Family):
         self.flamingo = flamingo
         self.language_model = language_model_of(flamingo.lang_encoder)
 
-    def cross_shape(self) -> CrossShape:
+    def cross_shape(self) -> CrossAttentionShape:
         """Every key head has one query head."""
         found = [attention for _, attention in cross_attentions(self.model)]
         heads = found[0].heads
-        return CrossShape(heads, heads, found[0].to_q.out_features // heads, len(found))
+        return CrossAttentionShape(heads, heads, found[0].to_q.out_features // heads, len(found))
 
-    def check(self, inputs: Inputs, kwargs: dict[str, Any]) -> None:
+    def check(self, inputs: ForwardInputs, kwargs: dict[str, Any]) -> None:
         """Raises for media that do not fit; the other ranks are told."""
         super().check(inputs, kwargs)
         assert isinstance(inputs, MediaInputs)
@@ -160,12 +160,12 @@ class FlamingoFamily(Family):
         """Never asked for: `check` refuses a pass without media."""
         raise ShapeError("vision_x: OpenFlamingo has no pass without media")
 
-    def note(self, inputs: Inputs) -> str:
+    def note(self, inputs: ForwardInputs) -> str:
         """Which media a cache holds."""
         assert isinstance(inputs, MediaInputs) and inputs.media is not None
         return inputs.media.token
 
-    def view(self, inputs: Inputs, units: int, tokens: int, note: Any) -> View:
+    def view(self, inputs: ForwardInputs, units: int, tokens: int, note: Any) -> Visibility:
         """See the table at the top of this file."""
         assert isinstance(inputs, MediaInputs) and inputs.media is not None
         own = units // inputs.media.samples
@@ -187,13 +187,15 @@ class FlamingoFamily(Family):
             first, stop = base, base + time.clamp(max=own)
         first, stop = torch.where(uniform, base, first), torch.where(uniform, base + own, stop)
         mask = FrameMask.from_intervals(first, stop, tokens, units)
-        return View(mask, {"uniform": uniform} if bool(uniform.any()) else {})
+        return Visibility(mask, {"uniform": uniform} if bool(uniform.any()) else {})
 
     def text_mask(self, embeds: Tensor, mask: Any, positions: Tensor, cache: Any) -> Any:
         """Return the language model's own mask."""
         return self.language_model.text_mask(embeds, mask, positions, cache)
 
-    def decode(self, embeds: Tensor, positions: Tensor, mask: Any, cache: Any, call: SeqParCall, **kwargs: Any) -> Any:
+    def decode(
+        self, embeds: Tensor, positions: Tensor, mask: Any, cache: Any, call: ForwardState, **kwargs: Any
+    ) -> Any:
         """The language model's own layers."""
         return self.language_model.decode(embeds, positions, mask, cache, call, **kwargs)
 

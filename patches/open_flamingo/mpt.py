@@ -35,9 +35,9 @@ from mllm_seqpar.checkpointing.chunked_mlp import chunk_forwards
 from mllm_seqpar.comm.autograd import gather_shards
 from mllm_seqpar.errors import ConfigError, ShapeError
 from mllm_seqpar.integrations.transformers.attention import refuse_dropout
-from mllm_seqpar.integrations.transformers.cache import remembered
+from mllm_seqpar.integrations.transformers.cache import cache_state
 from mllm_seqpar.patching import Patch
-from mllm_seqpar.runtime.forward_state import SeqParCall, as_attended
+from mllm_seqpar.runtime.forward_state import ForwardState, as_attended
 from mllm_seqpar.runtime.star import StarText
 
 BIAS_DIMS = 16
@@ -81,7 +81,7 @@ class DealtBias:
         blind: (B, s) bool, rows that see no key; None when there are none on any rank.
     """
 
-    call: SeqParCall
+    call: ForwardState
     slopes: Tensor
     rows: Tensor
     keys: Tensor
@@ -146,7 +146,9 @@ class MptLM:
         """Return the mask unchanged: `decode` makes what the blocks take."""
         return mask
 
-    def decode(self, embeds: Tensor, positions: Tensor, mask: Any, cache: Any, call: SeqParCall, **kwargs: Any) -> Any:
+    def decode(
+        self, embeds: Tensor, positions: Tensor, mask: Any, cache: Any, call: ForwardState, **kwargs: Any
+    ) -> Any:
         """Runs the blocks as `MptModel.forward` does; see `Family.decode`."""
         stack, wants_states = self.stack, kwargs.get("output_hidden_states")
         wants_states = stack.config.output_hidden_states if wants_states is None else wants_states
@@ -166,7 +168,7 @@ class MptLM:
             last_hidden_state=hidden, hidden_states=(*states, hidden) if wants_states else None
         )
 
-    def _blind(self, call: SeqParCall, rows: Tensor) -> Tensor | None:
+    def _blind(self, call: ForwardState, rows: Tensor) -> Tensor | None:
         """(B, s) bool, the rows of a dealt text before the first token that the attention mask shows.
 
         Not with Star Attention, whose prompts have no labels: there those rows get zeros, and nothing reads them.
@@ -177,7 +179,7 @@ class MptLM:
             return None
         return (valid.cumsum(dim=1) == 0)[:, rows]
 
-    def _dealt_bias(self, rows: int, cache: Any, call: SeqParCall, device: torch.device) -> DealtBias | None:
+    def _dealt_bias(self, rows: int, cache: Any, call: ForwardState, device: torch.device) -> DealtBias | None:
         """For passes in which a rank has some of the text's keys only; None in the others."""
         blind = None
         if call.shards_text:
@@ -186,7 +188,7 @@ class MptLM:
             row_positions = key_positions = call.text.positions(call.context.comm.rank)
             blind = self._blind(call, row_positions)
         elif call.cached is not None:
-            beside = remembered(cache)
+            beside = cache_state(cache)
             assert beside is not None and beside.text is not None
             kept = beside.text
             total, key_positions = kept.total, kept.positions

@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from mllm_seqpar.checkpointing.chunked_mlp import Tokenwise, in_chunks
+from mllm_seqpar.checkpointing.chunked_mlp import Tokenwise, run_in_chunks
 from mllm_seqpar.patching import Patch
 
 
@@ -37,7 +37,7 @@ def _layer_forward(layer: Any, size: int) -> Any:
         hidden = hidden if before else self.self_attn_layer_norm(hidden)
         parts = [self.final_layer_norm, self.fc1, self.activation_fn, self.fc2]
         modules = [part for part in parts if isinstance(part, nn.Module)]
-        return in_chunks(Tokenwise(functools.partial(_feed_forward, self), modules, self), size, hidden)
+        return run_in_chunks(Tokenwise(functools.partial(_feed_forward, self), modules, self), size, hidden)
 
     return types.MethodType(forward, layer)
 

@@ -19,7 +19,7 @@ from decode_models import flamingo_package, random_weights
 from torch import Tensor, nn
 
 from mllm_seqpar import FrameShard
-from mllm_seqpar.planner.model import Model, read_model
+from mllm_seqpar.planner.model import ModelSizes, read_model
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs" / "models"
 WORDS = 1024
@@ -38,7 +38,7 @@ class Subject:
         inputs: (ids (1, L), features (f, tokens, width) of this rank, shard) -> arguments of forward, without labels.
     """
 
-    sizes: Model
+    sizes: ModelSizes
     model: Any
     inputs: Callable[[Tensor, Tensor, FrameShard], Inputs]
 
@@ -54,7 +54,7 @@ class Subject:
         return given | {"labels": labels.to(device)}
 
 
-def scaled(name: str, scale: int, layers: int) -> Model:
+def scaled(name: str, scale: int, layers: int) -> ModelSizes:
     """The sizes of `configs/models/<name>.yaml` with every width divided, and so many decoder layers."""
     model = read_model(CONFIGS / f"{name}.yaml")
     text, cross, vision = model.text, model.cross, model.vision
@@ -172,7 +172,7 @@ def idefics(scale: int) -> Subject:
     return Subject(sizes, random_weights(IdeficsForVisionText2Text(config)), inputs)
 
 
-def _text(sizes: Model) -> dict[str, int]:
+def _text(sizes: ModelSizes) -> dict[str, int]:
     text = sizes.text
     return {
         "hidden_size": text.hidden,

@@ -16,10 +16,10 @@ from torch import Tensor
 
 from mllm_seqpar import FrameShard, frame_range, patch_model, unpatch_model
 from mllm_seqpar.comm import Communicator, as_communicator
-from mllm_seqpar.planner.candidates import Way
+from mllm_seqpar.planner.candidates import ParallelSpec
 from mllm_seqpar.planner.memory import from_features
 from mllm_seqpar.planner.model import read_model
-from mllm_seqpar.planner.workload import Run
+from mllm_seqpar.planner.workload import Workload
 from mllm_seqpar.runtime import visual_features
 
 DTYPE = torch.bfloat16
@@ -38,10 +38,10 @@ class Mode:
     strategy: str
     recompute: bool
 
-    def way(self, ranks: int) -> Way:
+    def way(self, ranks: int) -> ParallelSpec:
         """As the planner has it."""
         tile = {"ring": (1, ranks), "mesh": (2, ranks // 2), "ulysses": (1, 1)}.get(self.strategy, (ranks, 1))
-        return Way(self.strategy, tile, ranks if self.strategy == "ulysses" else 1)
+        return ParallelSpec(self.strategy, tile, ranks if self.strategy == "ulysses" else 1)
 
 
 @dataclass
@@ -144,7 +144,7 @@ class Bench:
         return {"frames": frames, "kept_bytes": kept, "peak_bytes": peak, "planned_bytes": planned}
 
     def _planned(self, mode: Mode, frames: int) -> int:
-        run = Run(
+        run = Workload(
             model=self.subject.sizes,
             frames=frames,
             text=self.text,

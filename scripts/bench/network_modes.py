@@ -15,14 +15,14 @@ import torch
 from network_settings import Setting
 from torch import Tensor
 
-from mllm_seqpar.attention.distributed import Plan
+from mllm_seqpar.attention.distributed import CallSpec
 from mllm_seqpar.attention.joint import attend
-from mllm_seqpar.attention.kv_sources import GivenKeys
+from mllm_seqpar.attention.kv_sources import GivenKV
 from mllm_seqpar.attention.parallel_spec import accumulation, plan_for, problem_of
 from mllm_seqpar.comm import Communicator
-from mllm_seqpar.masks import FullBlocks
-from mllm_seqpar.planner import Cluster, Way, blocks_to_hide
-from mllm_seqpar.schedules import Block, Schedule, Step
+from mllm_seqpar.masks import FullBlockMasks
+from mllm_seqpar.planner import Cluster, ParallelSpec, blocks_to_hide
+from mllm_seqpar.schedules import AttentionBlock, Schedule, Step
 from mllm_seqpar.schedules.bytes_sent import Problem, expanded, mesh_bytes, ulysses_bytes
 from mllm_seqpar.schedules.mesh_shapes import tiles_of
 
@@ -40,7 +40,7 @@ class Mode:
     """
 
     name: str
-    way: Way | None
+    way: ParallelSpec | None
     overlap: bool = True
     expanded: bool = False
     accumulate_dtype: torch.dtype | None = torch.float32
@@ -48,19 +48,19 @@ class Mode:
     def run(self, q: Tensor, k: Tensor, v: Tensor, comm: Communicator, kernel: str, where: Cluster | None) -> Tensor:
         """This rank's o (B, H, s, D); `where`: the network, which the steps of a mesh are ordered for, as auto does."""
         keys, dtype = (k.shape[2],) * comm.size, accumulation(self.accumulate_dtype, q.dtype)
-        blocks = FullBlocks(q.shape[0], q.shape[2], keys)
-        plan: Plan
+        blocks = FullBlockMasks(q.shape[0], q.shape[2], keys)
+        plan: CallSpec
         if self.way is None:
             plan = _Alone((1, 1), blocks, keys, dtype, ranks=comm.size)
         else:
             problem = problem_of(q.shape, k.shape, keys, q.dtype, self.accumulate_dtype)
-            hides = None
+            overlap_ratios = None
             if where is not None and self.way.strategy == "mesh":
                 forward, backward = (blocks_to_hide(problem, self.way.tile, where, backward=b) for b in (False, True))
-                hides = forward, backward
+                overlap_ratios = forward, backward
             tile = self.way.tile if self.way.strategy in ("mesh", "ulysses") else None
-            plan = plan_for(self.way.strategy, tile, blocks, problem, dtype, self.overlap, hides)
-        return attend(q, [GivenKeys(plan, k, v)], comm=comm, scale=q.shape[-1] ** -0.5, kernel=kernel)[0]
+            plan = plan_for(self.way.strategy, tile, blocks, problem, dtype, self.overlap, overlap_ratios)
+        return attend(q, [GivenKV(plan, k, v)], comm=comm, scale=q.shape[-1] ** -0.5, kernel=kernel)[0]
 
     def problem(self, setting: Setting) -> Problem:
         """The call that it computes, as formulas know it."""
@@ -82,7 +82,7 @@ class Mode:
 def modes(setting: Setting) -> list[Mode]:
     """All that are measured in a setting; `none` is the first."""
     n = setting.ranks
-    lv, ring, none = Way("lv-xattn", (n, 1)), Way("ring", (1, n)), Mode(name="none", way=None)
+    lv, ring, none = ParallelSpec("lv-xattn", (n, 1)), ParallelSpec("ring", (1, n)), Mode(name="none", way=None)
     if setting.only_tiles:
         return [none, *_tiles(tiles_of(n))]
     found = [
@@ -96,22 +96,22 @@ def modes(setting: Setting) -> list[Mode]:
     ]
     group = gcd(setting.heads, n)
     if group == n:
-        found.append(Mode(name="ulysses", way=Way("ulysses", (1, 1), n)))
+        found.append(Mode(name="ulysses", way=ParallelSpec("ulysses", (1, 1), n)))
     elif group > 1:  # heads that all ranks cannot share: as many as can, LV-XAttn over the groups
-        found.append(Mode(name=f"ulysses {group} x lv-xattn", way=Way("ulysses", (n // group, 1), group)))
+        found.append(Mode(name=f"ulysses {group} x lv-xattn", way=ParallelSpec("ulysses", (n // group, 1), group)))
     return found + _tiles(tiles_of(n)[1:-1])
 
 
 def _tiles(tiles: Sequence[tuple[int, int]]) -> list[Mode]:
-    return [Mode(name=f"tile {a}x{b}", way=Way("mesh", (a, b))) for a, b in tiles]
+    return [Mode(name=f"tile {a}x{b}", way=ParallelSpec("mesh", (a, b))) for a, b in tiles]
 
 
 @dataclass(frozen=True)
-class _Alone(Plan):
+class _Alone(CallSpec):
     """As many blocks as any plan has, all of this rank's own rows and columns: o is that of its own keys."""
 
     ranks: int = 1
 
     def schedule(self, rank: int, *, backward: bool) -> Schedule:
         """One block a step, no moves; the whole of each."""
-        return tuple(Step((), (Block(rank, rank),)) for _ in range(self.ranks))
+        return tuple(Step((), (AttentionBlock(rank, rank),)) for _ in range(self.ranks))

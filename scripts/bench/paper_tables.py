@@ -23,9 +23,9 @@ from statistics import median
 
 import numpy as np
 
-from mllm_seqpar.planner import Cluster, Way, call_cost, read_cluster
+from mllm_seqpar.planner import Cluster, ParallelSpec, call_cost, read_cluster
 from mllm_seqpar.planner.files import CONFIGS
-from mllm_seqpar.planner.model import Model, read_model
+from mllm_seqpar.planner.model import ModelSizes, read_model
 from mllm_seqpar.schedules.bytes_sent import Problem, expanded
 
 TABLES = Path(__file__).parent / "paper"
@@ -40,7 +40,7 @@ Rates = dict[str, float]
 class PaperRow:
     """One row of a table: a model, lengths of text and keys, and the paper's seconds by strategy."""
 
-    model: Model
+    model: ModelSizes
     rows: int
     keys: int
     seconds: dict[str, float] = field(hash=False)
@@ -114,9 +114,9 @@ def _seconds(
         kv_heads=cross.kv_heads,
         dim=cross.head_dim,
     )
-    way = Way("lv-xattn", (gpus, 1))
+    way = ParallelSpec("lv-xattn", (gpus, 1))
     if strategy == "ring":  # expanded to all query heads; dK and dV in the model's dtype
-        way, problem = Way("ring", (1, gpus)), replace(expanded(problem), accumulated=problem.element)
+        way, problem = ParallelSpec("ring", (1, gpus)), replace(expanded(problem), accumulated=problem.element)
     return cross.layers * sum(call_cost(problem, way, cluster, backward=b).seconds for b in (False, True))
 
 

@@ -20,8 +20,8 @@ from mllm_seqpar.planner import read_cluster
 from mllm_seqpar.planner.candidates import STRATEGIES
 from mllm_seqpar.planner.files import find_file
 from mllm_seqpar.planner.model import read_model
-from mllm_seqpar.planner.plan import Plan, Row, make_plan
-from mllm_seqpar.planner.workload import SELF_ATTENTION, Run
+from mllm_seqpar.planner.plan import Plan, StrategyPlan, make_plan
+from mllm_seqpar.planner.workload import SELF_ATTENTION, Workload
 
 
 def main() -> None:
@@ -35,7 +35,7 @@ def main() -> None:
     args = parser.parse_args()
     model, cluster = read_model(find_file("model", args.model)), read_cluster(find_file("cluster", args.cluster))
     plans = {
-        (minutes, gpus): make_plan(Run(model=model, frames=60 * minutes, text=args.text, gpus=gpus), cluster)
+        (minutes, gpus): make_plan(Workload(model=model, frames=60 * minutes, text=args.text, gpus=gpus), cluster)
         for minutes in args.minutes
         for gpus in args.gpus
     }
@@ -62,7 +62,7 @@ def print_table(head: list[str], rows: list[list[str]]) -> None:
         print("| " + " | ".join(row) + " |")
 
 
-def _row(plan: Plan, strategy: str) -> Row | None:
+def _row(plan: Plan, strategy: str) -> StrategyPlan | None:
     return next((row for row in plan.rows if row.way.strategy == strategy), None)
 
 
@@ -83,7 +83,7 @@ def _cell(plan: Plan, strategy: str) -> str:
     return f"**{told}**" if row is _chosen(plan) else told
 
 
-def _chosen(plan: Plan) -> Row | None:
+def _chosen(plan: Plan) -> StrategyPlan | None:
     """The first, in their order, that is within 2% of the fastest that fits, as in `planner.choose`."""
     fitting = [row for row in plan.rows if row.fits]
     if not fitting:

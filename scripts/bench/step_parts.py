@@ -10,8 +10,8 @@ from typing import Any
 from step_clock import REST, Clock, timed_calls, timed_transfers
 
 from mllm_seqpar.patching import patch_of
-from mllm_seqpar.runtime.forward_state import SeqParCall
-from mllm_seqpar.runtime.visual_features import RecomputedKeys
+from mllm_seqpar.runtime.forward_state import ForwardState
+from mllm_seqpar.runtime.visual_features import RecomputedKV
 
 CROSS, SELF, VISION, TRANSFERS, AVERAGING = "cross", "self", "vision", "transfers", "averaging"
 PARTS = (CROSS, SELF, VISION, TRANSFERS, AVERAGING, REST)
@@ -85,16 +85,16 @@ def timed(family: str, model: Any, clock: Clock) -> Iterator[None]:
 @contextmanager
 def _visual_part(clock: Clock) -> Iterator[None]:
     """A patched layer's attention to frames, for the family whose self-attention it lies in; a part of a part."""
-    unpatched = SeqParCall.attend
+    unpatched = ForwardState.attend
 
     @functools.wraps(unpatched)
-    def attend(self: SeqParCall, q: Any, sources: Any, scale: float) -> Any:
-        if not any(isinstance(source, RecomputedKeys) for source in sources):
+    def attend(self: ForwardState, q: Any, sources: Any, scale: float) -> Any:
+        if not any(isinstance(source, RecomputedKV) for source in sources):
             return unpatched(self, q, sources, scale)
         return clock.timed(CROSS, lambda q: unpatched(self, q, sources, scale))(q)
 
-    SeqParCall.attend = attend  # type: ignore[method-assign]
+    ForwardState.attend = attend  # type: ignore[method-assign]
     try:
         yield
     finally:
-        SeqParCall.attend = unpatched  # type: ignore[method-assign]
+        ForwardState.attend = unpatched  # type: ignore[method-assign]

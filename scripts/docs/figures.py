@@ -21,7 +21,7 @@ from mllm_seqpar.attention.decode import SCATTER_ROWS, merge_over_ranks
 from mllm_seqpar.comm import Communicator
 from mllm_seqpar.comm.autograd import gather_shards
 from mllm_seqpar.comm.loopback import run_loopback
-from mllm_seqpar.masks import FrameBlocks, FrameMask
+from mllm_seqpar.masks import FrameBlockMasks, FrameMask
 from mllm_seqpar.runtime.star import StarText
 from mllm_seqpar.schedules import schedule_for
 from mllm_seqpar.sharding import LAYOUTS, frame_bounds, sequence_positions
@@ -43,7 +43,7 @@ def straight() -> str:
     rows = torch.arange(16)[None]
     mask = FrameMask.from_intervals((rows - 5).clamp(min=0), rows + 1, 1, 16)
     places = [torch.arange(4 * rank, 4 * rank + 4) for rank in range(4)]
-    blocks = FrameBlocks([mask.take(place) for place in places], frame_bounds(16, 4))
+    blocks = FrameBlockMasks([mask.take(place) for place in places], frame_bounds(16, 4))
     assert blocks.prunes
     seen = blocks.counts()
     panel, names = of_schedule(

@@ -9,9 +9,9 @@ from grid import Cell, Chip, Leaving, Panel
 from torch import Tensor
 
 from mllm_seqpar.comm import Communicator, Pending, Recv, Send
-from mllm_seqpar.comm.exchange_collectives import ByExchange
+from mllm_seqpar.comm.exchange_collectives import ExchangeCollectives
 from mllm_seqpar.schedules import Move, Schedule, schedule_for
-from mllm_seqpar.schedules.head_sharding import HeadShares
+from mllm_seqpar.schedules.head_sharding import HeadShards
 
 Tile = tuple[int, int]
 Share = Callable[[int, int], float]
@@ -79,7 +79,7 @@ def _chip(row: int, column: int, part: int, parts: int, share: Share | None) -> 
 
 def of_heads(title: str, size: int, heads: int, kv_heads: int, tile: Tile = (1, 1)) -> Panel:
     """The forward pass of heads dealt to `size` ranks at a time, and of a tile between the groups that do so."""
-    groups, shares = tile[0] * tile[1], HeadShares(heads, kv_heads, size)
+    groups, shares = tile[0] * tile[1], HeadShards(heads, kv_heads, size)
     rows = []
     for rank in range(size * groups):
         group, place = divmod(rank, size)
@@ -128,7 +128,7 @@ def _ranks(group: int, size: int) -> str:
     return f"{group * size}-{group * size + size - 1}"
 
 
-class Recorder(ByExchange):
+class Recorder(ExchangeCollectives):
     """A rank's communicator that remembers what was sent: of every exchange, (to, how many rows, of which tensor)."""
 
     def __init__(self, comm: Communicator) -> None:

@@ -20,10 +20,10 @@ from attention.dense import dense_attention, squared_terms
 from comm.strict import StrictLoopback
 from mllm_seqpar.attention import lv_xattn, mesh_attention, ring_attention, ulysses_attention
 from mllm_seqpar.attention.joint import attend
-from mllm_seqpar.attention.kv_sources import GivenKeys
+from mllm_seqpar.attention.kv_sources import GivenKV
 from mllm_seqpar.attention.parallel_spec import accumulation, plan_for, problem_of
 from mllm_seqpar.comm import Communicator, LoopbackCommunicator, as_communicator
-from mllm_seqpar.masks import Blocks, CausalBlocks, FrameMask, FullBlocks
+from mllm_seqpar.masks import BlockMasks, CausalBlockMasks, FrameMask, FullBlockMasks
 from mllm_seqpar.sharding import frame_bounds, frame_range, padded_length, sequence_positions
 from tolerances import EXACT, relative_error
 
@@ -156,7 +156,7 @@ def visible_frames(case: Case, total: int) -> Tensor | None:
 
 
 def text_limits(case: Case, total: int) -> tuple[Tensor | None, Tensor | None]:
-    """(first, valid) of CausalBlocks by the name in `case.text`; what was added to fill the layout is not valid."""
+    """(first, valid) of CausalBlockMasks by the name in `case.text`; what was added to fill the layout is not valid."""
     position = torch.arange(total)
     real = position < case.rows
     valid = None if bool(real.all()) else real[None]
@@ -253,18 +253,18 @@ def _call(
         return ring_attention(x["q"], x["text_k"], x["text_v"], **options)
     n, dtype = comm.size, accumulation(case.accumulate, case.dtype)
     first, valid = text_limits(case, total)
-    text = CausalBlocks(case.batch, total, n, case.layout, first, valid)
+    text = CausalBlockMasks(case.batch, total, n, case.layout, first, valid)
 
-    def source(strategy: str, blocks: Blocks, lengths: tuple[int, ...], k: Tensor, v: Tensor) -> GivenKeys:
+    def source(strategy: str, blocks: BlockMasks, lengths: tuple[int, ...], k: Tensor, v: Tensor) -> GivenKV:
         problem = problem_of(x["q"].shape, k.shape, lengths, case.dtype, case.accumulate)
         tile = case.tile if strategy in TILED else None
-        return GivenKeys(plan_for(strategy, tile, blocks, problem, dtype, case.overlap), k, v)
+        return GivenKV(plan_for(strategy, tile, blocks, problem, dtype, case.overlap), k, v)
 
     sources = [source(case.by, text, (total // n,) * n, x["text_k"], x["text_v"])]
     if case.op == "joint":
         bounds = frame_bounds(case.frames, n)
         lengths = tuple((stop - start) * case.tokens for start, stop in bounds)
-        full = FullBlocks(case.batch, total // n, lengths)
+        full = FullBlockMasks(case.batch, total // n, lengths)
         blocks = full if mask is None else mask.blocks(comm, bounds)
         sources.insert(0, source(case.frames_by, blocks, lengths, x["k"], x["v"]))
     return attend(x["q"], sources, comm=comm, scale=case.dim**-0.5, kernel=case.kernel)

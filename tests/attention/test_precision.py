@@ -12,7 +12,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from attention.cases import Case, errors, exact, inputs, run_case
 from mllm_seqpar.comm import run_loopback
 from mllm_seqpar.kernels import registry
-from mllm_seqpar.kernels.blocked_matmul import TiledKernel
+from mllm_seqpar.kernels.blocked_matmul import BlockedMatmulKernel
 from tolerances import AGAINST_ONE_DEVICE, AGAINST_ONE_DEVICE_FLOAT32_PARTIALS, drift, relative_error
 
 pytestmark = pytest.mark.rounding
@@ -21,7 +21,7 @@ NAMES = ("o", "dq", "dk", "dv")
 FLOAT32_PARTIALS = ("torch_cpu", "tiled")
 
 
-class Rounding(TiledKernel):
+class Rounding(BlockedMatmulKernel):
     """What fused CUDA kernels do: every block's result is rounded to the input's dtype."""
 
     name = "rounding"

@@ -11,9 +11,9 @@ import torch
 
 from attention.cases import Case, assert_exact, frame_mask, over_gloo, run_case, same_bits, visible_frames
 from mllm_seqpar.attention.block_math import BlockMath
-from mllm_seqpar.attention.distributed import Plan
+from mllm_seqpar.attention.distributed import CallSpec
 from mllm_seqpar.comm import run_loopback
-from mllm_seqpar.masks import FrameBlocks, FullBlocks
+from mllm_seqpar.masks import FrameBlockMasks, FullBlockMasks
 from mllm_seqpar.sharding import frame_bounds, sequence_positions
 from ranks import ranks
 
@@ -111,25 +111,25 @@ def test_the_same_bits_run_to_run_and_with_or_without_overlap(n: int) -> None:
         assert same_bits(first, run_loopback(n, run_case, Case(**{**vars(case), "overlap": False})))
 
 
-def blocks_of(case: Case, n: int) -> FrameBlocks:
+def blocks_of(case: Case, n: int) -> FrameBlockMasks:
     total = case.total(n)
     masks = [frame_mask(case, total, sequence_positions(total, rank, n, case.layout)) for rank in range(n)]
     assert all(masks)
-    return FrameBlocks(masks, frame_bounds(case.frames, n))
+    return FrameBlockMasks(masks, frame_bounds(case.frames, n))
 
 
 @pytest.mark.parametrize("n", [1, 2, 5])
 def test_rows_go_round_the_ring_unless_one_can_be_spared_a_trip(n: int) -> None:
     def straight(mask: str, shared: bool = True, tile: tuple[int, int] = (n, 1)) -> bool:
         blocks = blocks_of(Case(op="lv", rows=10 * n, batch=2, frames=10, mask=mask), n)
-        return Plan(tile, blocks.folded() if shared else blocks, (30 // n,) * n, torch.float32).straight
+        return CallSpec(tile, blocks.folded() if shared else blocks, (30 // n,) * n, torch.float32).straight
 
     assert not straight("all") and not straight("all", shared=False) and not straight("all but one")
     assert straight("one frame") == straight("nothing") == straight("own sample") == (n > 1)
     assert not straight("one frame", tile=(1, n)), "where keys move, rows stay"
     if n == 2:  # each sample's frames are one rank's: only where samples are told apart is a row spared
         assert not straight("own sample", shared=False)
-    assert not Plan((n, 1), FullBlocks(2, 4, (0,) * n), (0,) * n, torch.float32).straight
+    assert not CallSpec((n, 1), FullBlockMasks(2, 4, (0,) * n), (0,) * n, torch.float32).straight
 
 
 def test_the_rows_that_travel_are_those_that_see_something() -> None:

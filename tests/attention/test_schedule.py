@@ -12,7 +12,7 @@ from fractions import Fraction
 
 import pytest
 
-from mllm_seqpar.schedules import Block, Hides, Move, Schedule, schedule_for
+from mllm_seqpar.schedules import AttentionBlock, Move, OverlapRatios, Schedule, schedule_for
 from mllm_seqpar.schedules.mesh_shapes import tiles_of
 
 SIZES = range(1, 17)
@@ -41,7 +41,7 @@ class Rank:
         return False
 
 
-def part_of(block: Block) -> Part:
+def part_of(block: AttentionBlock) -> Part:
     return (
         block.row,
         block.column,
@@ -57,8 +57,10 @@ def tile_of(name: str, size: int) -> tuple[int, int]:
     return (1, size) if name == "ring" else (size, 1)
 
 
-def steps_of(name: str, size: int, rank: int, backward: bool, hides: Hides | None = None) -> Schedule:
-    return schedule_for(tile_of(name, size), rank, backward=backward, straight=name == "straight", hides=hides)
+def steps_of(name: str, size: int, rank: int, backward: bool, overlap_ratios: OverlapRatios | None = None) -> Schedule:
+    return schedule_for(
+        tile_of(name, size), rank, backward=backward, straight=name == "straight", overlap_ratios=overlap_ratios
+    )
 
 
 def group_of(axis: str, tile: tuple[int, int], rank: int) -> list[int]:
@@ -67,9 +69,11 @@ def group_of(axis: str, tile: tuple[int, int], rank: int) -> list[int]:
     return [a * (rank // a) + x for x in range(a)] if axis == "rows" else [rank % a + a * x for x in range(b)]
 
 
-def play(name: str, size: int, backward: bool, hides: Hides | None = None) -> list[Rank]:
+def play(name: str, size: int, backward: bool, overlap_ratios: OverlapRatios | None = None) -> list[Rank]:
     """Plays all ranks' schedules step by step; asserts whatever can go wrong on the way."""
-    ranks = [Rank(r, steps_of(name, size, r, backward, hides), {("rows", r), ("columns", r)}) for r in range(size)]
+    ranks = [
+        Rank(r, steps_of(name, size, r, backward, overlap_ratios), {("rows", r), ("columns", r)}) for r in range(size)
+    ]
     assert len({len(rank.schedule) for rank in ranks}) == 1, "ranks must take as many steps"
     for t in range(len(ranks[0].schedule)):
         wire: defaultdict[tuple[int, int], list[tuple[Move, list[Part]]]] = defaultdict(list)
@@ -127,11 +131,11 @@ CASES = [
     for backward in (False, True)
 ]
 HIDES = [
-    Hides(),
-    Hides(q=0.2, kv=0.2, o=0.2, dkv=0.2),  # computation is long
-    Hides(q=0.1, kv=4, o=0.2, dkv=8),  # columns are what costs
-    Hides(q=3, kv=1, o=6, dkv=2),  # rows are
-    Hides(q=0.5, kv=0.7, o=0.9, dkv=1, one_link=False),
+    OverlapRatios(),
+    OverlapRatios(q=0.2, kv=0.2, o=0.2, dkv=0.2),  # computation is long
+    OverlapRatios(q=0.1, kv=4, o=0.2, dkv=8),  # columns are what costs
+    OverlapRatios(q=3, kv=1, o=6, dkv=2),  # rows are
+    OverlapRatios(q=0.5, kv=0.7, o=0.9, dkv=1, one_link=False),
 ]
 
 
@@ -197,9 +201,11 @@ MESH_CASES = [
 
 
 @pytest.mark.parametrize("name,size,backward", MESH_CASES)
-@pytest.mark.parametrize("hides", HIDES, ids=str)
-def test_a_mesh_receives_nothing_twice_and_holds_one_tile(name: str, size: int, backward: bool, hides: Hides) -> None:
-    (a, b), ranks = tile_of(name, size), play(name, size, backward, hides)
+@pytest.mark.parametrize("overlap_ratios", HIDES, ids=str)
+def test_a_mesh_receives_nothing_twice_and_holds_one_tile(
+    name: str, size: int, backward: bool, overlap_ratios: OverlapRatios
+) -> None:
+    (a, b), ranks = tile_of(name, size), play(name, size, backward, overlap_ratios)
     for rank in ranks:
         hops = Counter((move.stream, move.axis) for step in rank.schedule for move in step.moves)
         expected = {("ahead", "rows"): a - 1, ("ahead", "columns"): b - 1, ("behind", "rows"): a - 1}
@@ -210,25 +216,30 @@ def test_a_mesh_receives_nothing_twice_and_holds_one_tile(name: str, size: int, 
         computed = Counter((block.row, block.column) for step in rank.schedule for block in step.blocks)
         assert set(computed) == {(row, column) for row in rows for column in columns}
         assert rank.most <= a + b - 2, "of other ranks' pieces, those of one tile"
-        assert all(step.blocks for step in rank.schedule) or max(hides.q, hides.kv, hides.o, hides.dkv) > 1
+        assert (
+            all(step.blocks for step in rank.schedule)
+            or max(overlap_ratios.q, overlap_ratios.kv, overlap_ratios.o, overlap_ratios.dkv) > 1
+        )
 
 
 def test_the_transfer_that_unlocks_most_for_its_cost_goes_first() -> None:
     """A row unlocks a block per column that is here, a column one per row; what is cheap goes first, then in turn."""
 
-    def arrivals(hides: Hides) -> str:
-        steps = schedule_for((3, 3), 4, backward=False, hides=hides)
+    def arrivals(overlap_ratios: OverlapRatios) -> str:
+        steps = schedule_for((3, 3), 4, backward=False, overlap_ratios=overlap_ratios)
         return "".join(m.axis[0] for step in steps for m in step.moves if m.stream == "ahead")
 
-    assert arrivals(Hides(q=0.1, kv=4)) == "rrcc"
-    assert arrivals(Hides(q=4, kv=0.1)) == "ccrr"
-    assert arrivals(Hides(q=1, kv=1)) == "rcrc"
-    assert arrivals(Hides(q=1, kv=1.9)) == "rcrc", "two rows are here: a column at 1.9 is worth more than a row at 1"
-    assert arrivals(Hides(q=1, kv=2.1)) == "rrcc"
+    assert arrivals(OverlapRatios(q=0.1, kv=4)) == "rrcc"
+    assert arrivals(OverlapRatios(q=4, kv=0.1)) == "ccrr"
+    assert arrivals(OverlapRatios(q=1, kv=1)) == "rcrc"
+    assert arrivals(OverlapRatios(q=1, kv=1.9)) == "rcrc", (
+        "two rows are here: a column at 1.9 is worth more than a row at 1"
+    )
+    assert arrivals(OverlapRatios(q=1, kv=2.1)) == "rrcc"
 
 
 def test_transfers_get_just_the_blocks_that_hide_them() -> None:
-    steps = schedule_for((4, 4), 5, backward=False, hides=Hides(q=0.3, kv=2, o=1))
+    steps = schedule_for((4, 4), 5, backward=False, overlap_ratios=OverlapRatios(q=0.3, kv=2, o=1))
     kinds = ["".join(f"{m.stream[0]}{m.axis[0]}" for m in step.moves) for step in steps]
     assert kinds == ["ar", "ar", "ar", "ac", "ac", "ac", "", "br", "br", "br"]
     assert [len(step.blocks) for step in steps] == [1, 1, 1, 1, 2, 2, 1, 1, 3, 3], "one is all there is at the start"
@@ -237,7 +248,7 @@ def test_transfers_get_just_the_blocks_that_hide_them() -> None:
 
 
 def test_in_backward_rows_and_columns_leave_in_turn() -> None:
-    steps = schedule_for((4, 4), 5, backward=True, hides=Hides())
+    steps = schedule_for((4, 4), 5, backward=True, overlap_ratios=OverlapRatios())
     leaving = "".join(m.axis[0] for step in steps for m in step.moves if m.stream == "behind")
     assert leaving == "rcrcrc"
 
@@ -246,4 +257,4 @@ def test_in_backward_rows_and_columns_leave_in_turn() -> None:
 def test_ranks_that_keep_to_themselves(size: int) -> None:
     for rank in range(size):
         (step,) = schedule_for((1, 1), rank, backward=True)
-        assert not step.moves and step.blocks == (Block(rank, rank),)
+        assert not step.moves and step.blocks == (AttentionBlock(rank, rank),)

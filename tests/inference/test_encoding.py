@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from mllm_seqpar.comm.collective_check import together
+from mllm_seqpar.comm.collective_check import check_collectively
 from mllm_seqpar.data import VideoSource
 from mllm_seqpar.errors import AgreementError, ConfigError, VideoError
 from mllm_seqpar.inference import encode_video, shard_weights
@@ -156,7 +156,7 @@ def check_together(rank: int, world: int, failing: list[int], value: Any) -> Any
             raise VideoError("no such file")
         return value if rank else "own"
 
-    return together(as_communicator(None), "video", work, lambda made: {"frames": 7, "size": made})
+    return check_collectively(as_communicator(None), "video", work, lambda made: {"frames": 7, "size": made})
 
 
 def test_ranks_that_found_other_things_say_which() -> None:

@@ -12,7 +12,7 @@ from attention.cases import Case, assert_exact, run_case
 from mllm_seqpar.comm import run_loopback
 from mllm_seqpar.errors import ConfigError, ShapeError
 from mllm_seqpar.kernels import BlockKernel, available_kernels, choose_kernel, kernel_names, registry
-from mllm_seqpar.kernels.blocked_matmul import TiledKernel
+from mllm_seqpar.kernels.blocked_matmul import BlockedMatmulKernel
 
 
 def test_every_name_builds_a_kernel_of_that_name():
@@ -45,7 +45,7 @@ def test_unable_kernel_says_why_and_what_is_able():
         choose_kernel("torch_cpu", b.q, b.k, causal=False, masked=False)
 
 
-class Maskless(TiledKernel):
+class Maskless(BlockedMatmulKernel):
     """As FlashAttention: computes everything but what comes with a mask."""
 
     name = "maskless"

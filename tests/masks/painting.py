@@ -7,11 +7,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from mllm_seqpar.masks import Tile
+from mllm_seqpar.masks import Rectangle
 from mllm_seqpar.masks.rectangles import MAX_MASK
 
 
-def paint(tiles: Sequence[Tile], batch: int, rows: int, keys: int) -> tuple[Tensor, Tensor]:
+def paint(tiles: Sequence[Rectangle], batch: int, rows: int, keys: int) -> tuple[Tensor, Tensor]:
     """(visible, computed), both (batch, rows, keys): how often each entry is visible in a tile, and lies in one."""
     visible, computed = torch.zeros(2, batch, rows, keys, dtype=torch.int64)
     for tile in tiles:
@@ -39,7 +39,7 @@ def paint(tiles: Sequence[Tile], batch: int, rows: int, keys: int) -> tuple[Tens
     return visible, computed
 
 
-def assert_paints(tiles: Sequence[Tile], expected: Tensor, waste: float | None = None) -> None:
+def assert_paints(tiles: Sequence[Rectangle], expected: Tensor, waste: float | None = None) -> None:
     """Tiles are disjoint and show exactly `expected` (batch, rows, keys); at most `waste` times that is computed."""
     visible, computed = paint(tiles, *expected.shape)
     assert int(computed.max() if computed.numel() else 0) <= 1, "tiles overlap"

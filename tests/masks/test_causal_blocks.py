@@ -8,12 +8,12 @@ from torch import Tensor
 
 from masks.painting import assert_paints, paint
 from mllm_seqpar.errors import MaskError
-from mllm_seqpar.masks import CausalBlocks, Tile, clip_rows
+from mllm_seqpar.masks import CausalBlockMasks, Rectangle, clip_rows
 from mllm_seqpar.sharding import LAYOUTS, sequence_positions
 
 
 def restrictions(batch: int, total: int) -> dict[str, tuple[Tensor | None, Tensor | None]]:
-    """(first, valid) of CausalBlocks by name."""
+    """(first, valid) of CausalBlockMasks by name."""
     position = torch.arange(total)
     begins = torch.tensor([0, 0, total // 3, total // 2])[
         torch.bucketize(position, torch.tensor([1, total // 3, total // 2]), right=True)
@@ -43,7 +43,7 @@ def test_every_block_shows_its_part_of_the_causal_mask(name: str, layout: str) -
             dense = dense & (position >= first[..., None])
         if valid is not None:
             dense = dense & valid[:, None]
-        blocks = CausalBlocks(batch, total, size, layout, first, valid)
+        blocks = CausalBlockMasks(batch, total, size, layout, first, valid)
         for row in range(size):
             for column in range(size):
                 rows, keys = (sequence_positions(total, rank, size, layout) for rank in (row, column))
@@ -53,15 +53,15 @@ def test_every_block_shows_its_part_of_the_causal_mask(name: str, layout: str) -
 
 
 def test_blocks_in_the_past_need_no_mask_and_those_in_the_future_no_work() -> None:
-    blocks = CausalBlocks(2, 24, 3, "contiguous")
+    blocks = CausalBlockMasks(2, 24, 3, "contiguous")
     assert blocks.tiles(0, 1) == () and blocks.tiles(1, 2) == ()
-    assert blocks.tiles(2, 0) == (Tile((0, 2), (0, 8), (0, 8)),)
-    assert blocks.tiles(1, 1) == (Tile((0, 2), (0, 8), (0, 8), "causal"),)
+    assert blocks.tiles(2, 0) == (Rectangle((0, 2), (0, 8), (0, 8)),)
+    assert blocks.tiles(1, 1) == (Rectangle((0, 2), (0, 8), (0, 8), "causal"),)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_without_padding_no_mask_is_ever_expanded(layout: str) -> None:
-    blocks = CausalBlocks(1, 64, 4, layout)
+    blocks = CausalBlockMasks(1, 64, 4, layout)
     found = [tile for row in range(4) for column in range(4) for tile in blocks.tiles(row, column)]
     assert all(tile.kind != "masked" for tile in found)
     assert sum(tile.entries for tile in found) == 64 * 65 // 2
@@ -71,7 +71,7 @@ def test_without_padding_no_mask_is_ever_expanded(layout: str) -> None:
 @pytest.mark.parametrize("size", [2, 3, 4, 8])
 def test_balanced_layouts_share_the_work_out_evenly(size: int, layout: str) -> None:
     total = 32 * size
-    blocks = CausalBlocks(1, total, size, layout)
+    blocks = CausalBlockMasks(1, total, size, layout)
     work = [sum(t.entries for c in range(size) for t in blocks.tiles(rank, c)) for rank in range(size)]
     assert max(work) <= 1.06 * min(work)
 
@@ -79,7 +79,7 @@ def test_balanced_layouts_share_the_work_out_evenly(size: int, layout: str) -> N
 @pytest.mark.parametrize("what", ["first", "valid"])
 def test_a_mask_of_another_length_is_refused(what: str) -> None:
     with pytest.raises(MaskError, match=rf"{what} is \(1, 9\); expected \(2 or 1, 8\)"):
-        CausalBlocks(
+        CausalBlockMasks(
             2, 8, 2, "zigzag", **{what: torch.zeros(1, 9, dtype=torch.int64 if what == "first" else torch.bool)}
         )
 
@@ -93,7 +93,7 @@ def test_clipping_cuts_a_tile_in_two_without_losing_or_repeating_an_entry(kind: 
         def expand(self, batch, rows, keys, device):
             return visible[slice(*batch), slice(*rows), slice(*keys)]
 
-    tile = Tile((0, 1), rows, keys, kind, Rule() if kind == "masked" else None)
+    tile = Rectangle((0, 1), rows, keys, kind, Rule() if kind == "masked" else None)
     whole, _ = paint([tile], 1, 12, 12)
     for cut in range(13):
         parts = [*clip_rows(tile, 0, cut), *clip_rows(tile, cut, 12)]

@@ -9,8 +9,8 @@ from torch import Tensor
 from masks.painting import assert_paints, paint
 from mllm_seqpar.masks import FrameMask, dense
 from mllm_seqpar.masks import rectangles as tiles
-from mllm_seqpar.masks.dense import dense_tiles
-from mllm_seqpar.masks.intervals import interval_tiles
+from mllm_seqpar.masks.dense import dense_rectangles
+from mllm_seqpar.masks.intervals import interval_rectangles
 
 WASTE = 1.3
 """Entries computed per visible entry, for masks whose visible entries come in whole frames."""
@@ -50,7 +50,7 @@ NAMES = list(patterns(4, 4))
 def test_intervals(name: str, tokens: int) -> None:
     for rows, units in ((1, 1), (2, 7), (9, 4), (24, 24), (40, 13)):
         low, high = (x[None] for x in patterns(rows, units)[name])
-        assert_paints(interval_tiles(low, high, units, tokens), shown(low, high, units, tokens), WASTE)
+        assert_paints(interval_rectangles(low, high, units, tokens), shown(low, high, units, tokens), WASTE)
 
 
 @pytest.mark.parametrize("tokens", [1, 3])
@@ -58,12 +58,12 @@ def test_intervals_that_differ_by_batch_item(tokens: int) -> None:
     table = patterns(12, 9)
     low = torch.stack([table[name][0] for name in NAMES])
     high = torch.stack([table[name][1] for name in NAMES])
-    assert_paints(interval_tiles(low, high, 9, tokens), shown(low, high, 9, tokens), WASTE)
+    assert_paints(interval_rectangles(low, high, 9, tokens), shown(low, high, 9, tokens), WASTE)
 
 
 def test_batch_items_that_see_alike_share_their_tiles() -> None:
     low, high = (x.expand(3, -1) for x in patterns(8, 8)["slow staircase"])
-    found = interval_tiles(low, high, 8, 2)
+    found = interval_rectangles(low, high, 8, 2)
     assert {tile.batch for tile in found} == {(0, 3)}
     assert_paints(found, shown(low, high, 8, 2), WASTE)
 
@@ -84,7 +84,7 @@ def test_random_intervals(seed: int) -> None:
         low += [first + slope_low * i for i in range(length)]
         high += [last + slope_high * i for i in range(length)]
     bounds = torch.tensor(low[:rows])[None], torch.tensor(high[:rows])[None]
-    assert_paints(interval_tiles(*bounds, units, tokens), shown(*bounds, units, tokens), WASTE)
+    assert_paints(interval_rectangles(*bounds, units, tokens), shown(*bounds, units, tokens), WASTE)
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -94,27 +94,27 @@ def test_holes_in_single_keys(seed: int) -> None:
     low, high = torch.randint(-1, units + 2, (2, 2, 17), generator=generator)
     valid = torch.rand(2, units, generator=generator) < (0.2, 0.8, 0.97)[seed % 3]
     expected = shown(low, high, units, 1) & valid[:, None]
-    assert_paints(interval_tiles(low, high, units, 1, valid), expected)
+    assert_paints(interval_rectangles(low, high, units, 1, valid), expected)
 
 
 @pytest.mark.parametrize("density", [0.0, 0.1, 0.5, 0.95, 1.0])
 def test_dense_tables(density: float) -> None:
     for rows, frames, tokens in ((1, 1, 1), (3, 9, 2), (20, 6, 3), (33, 17, 1), (5, 160, 2)):
         visible = torch.rand(2, rows, frames) < density
-        assert_paints(dense_tiles(visible, tokens), visible.repeat_interleave(tokens, -1), WASTE)
+        assert_paints(dense_rectangles(visible, tokens), visible.repeat_interleave(tokens, -1), WASTE)
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_dense_table_and_intervals_say_the_same(name: str) -> None:
     low, high = (x[None] for x in patterns(21, 12)[name])
     visible = shown(low, high, 12, 1)
-    assert_paints(dense_tiles(visible, 4), visible.repeat_interleave(4, -1), WASTE)
+    assert_paints(dense_rectangles(visible, 4), visible.repeat_interleave(4, -1), WASTE)
 
 
 def test_scattered_frames_are_one_tile_without_the_gaps() -> None:
     visible = torch.zeros(1, 2, 400, dtype=torch.bool)
     visible[:, :, ::2] = True
-    (tile,) = found = dense_tiles(visible, 2)
+    (tile,) = found = dense_rectangles(visible, 2)
     assert tile.picked is not None and tile.kind == "full"
     assert_paints(found, visible.repeat_interleave(2, -1), 1.0)
 
@@ -130,7 +130,7 @@ def test_scattered_frames_that_rows_see_nearly_alike(
     monkeypatch.setattr(dense, "MAX_PICKED", limits[1])
     visible = (torch.arange(200) % 3 < 1).repeat(batch, 12, 1)
     visible &= torch.rand(1 if batch == 1 else batch, 12, 200) < 0.97
-    found = dense_tiles(visible, 5)  # a mask's limit may cut through a frame
+    found = dense_rectangles(visible, 5)  # a mask's limit may cut through a frame
     assert any(tile.picked is not None and tile.kind == "masked" for tile in found)
     assert all(tile.keys[1] <= limits[1] for tile in found)
     assert_paints(found, visible.repeat_interleave(5, -1), WASTE)
@@ -140,7 +140,7 @@ def test_a_span_of_frames_of_which_rows_see_this_and_that_is_not_gathered() -> N
     visible = torch.ones(1, 6, 100, dtype=torch.bool)
     for row in range(6):
         visible[0, row, row + 1 : -1 : 9] = False
-    found = dense_tiles(visible, 2)
+    found = dense_rectangles(visible, 2)
     assert all(tile.picked is None for tile in found) and len(found) == 1
     assert_paints(found, visible.repeat_interleave(2, -1), WASTE)
 
@@ -151,9 +151,9 @@ def test_no_mask_is_expanded_beyond_the_limit(batch: int, monkeypatch: pytest.Mo
     monkeypatch.setattr("masks.painting.MAX_MASK", 1024)
     row = torch.arange(70).expand(batch, -1)
     zero = torch.zeros_like(row)
-    assert_paints(interval_tiles(zero, row // 2 + 1, 40, 60), shown(zero, row // 2 + 1, 40, 60), WASTE)
+    assert_paints(interval_rectangles(zero, row // 2 + 1, 40, 60), shown(zero, row // 2 + 1, 40, 60), WASTE)
     visible = (torch.rand(1, 70, 12) < 0.9).expand(batch, -1, -1)
-    assert_paints(dense_tiles(visible, 90), visible.repeat_interleave(90, -1), WASTE)
+    assert_paints(dense_rectangles(visible, 90), visible.repeat_interleave(90, -1), WASTE)
 
 
 def test_what_nobody_sees_is_not_computed() -> None:

@@ -8,7 +8,7 @@ from patched import GATES, PATIENCE, TOLERANCE, Case, inputs_of, model_of
 
 from mllm_seqpar import patch_model, unpatch_model
 from mllm_seqpar.patching import patch_of
-from mllm_seqpar.runtime.visual_features import SharedVisual
+from mllm_seqpar.runtime.visual_features import VisualFeatures
 from mllm_seqpar.schedules.bytes_sent import Problem, lv_xattn_bytes, ring_bytes
 from mllm_seqpar.sharding import padded_length, sequence_positions
 from outcomes import error
@@ -100,7 +100,7 @@ def local_sizes(rank: int, world: int, case: Case) -> dict[str, list[int]]:
     return found
 
 
-def _shared(kwargs: dict) -> SharedVisual:
+def _shared(kwargs: dict) -> VisualFeatures:
     return kwargs["seqpar"].frames.visual
 
 

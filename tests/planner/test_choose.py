@@ -8,8 +8,7 @@ import pytest
 from clusters import with_
 
 from mllm_seqpar.errors import ConfigError
-from mllm_seqpar.planner import Options, Visual, Way
-from mllm_seqpar.planner import selection as choose
+from mllm_seqpar.planner import ParallelSpec, SelectionOptions, Visual, choose
 from mllm_seqpar.planner.candidates import ways
 from mllm_seqpar.schedules.bytes_sent import Problem
 
@@ -29,7 +28,7 @@ def problem(rows: int, keys: int, ranks: int = 8, heads: int = 28, kv_heads: int
     return Problem(rows=rows, keys=(keys,) * ranks, heads=heads, kv_heads=kv_heads, dim=128)
 
 
-RINGS = Options(strategies=("lv-xattn", "ring"))
+RINGS = SelectionOptions(strategies=("lv-xattn", "ring"))
 
 
 def test_few_rows_move_and_few_keys_move() -> None:
@@ -39,7 +38,7 @@ def test_few_rows_move_and_few_keys_move() -> None:
 
 def test_in_between_a_tile_sends_less() -> None:
     apart = with_(REAL, gpus_per_node=1, network_link=2e9)
-    found = choose(problem(2048, 4 * 2048, ranks=16), apart, options=Options(hybrid=False))
+    found = choose(problem(2048, 4 * 2048, ranks=16), apart, options=SelectionOptions(hybrid=False))
     assert found.strategy == "mesh" and found.tile[0] * found.tile[1] == 16 and 1 < found.tile[0] < 16
     rings = [c.seconds for c in found.table if c.way.strategy in ("lv-xattn", "ring")]
     assert found.seconds < min(rings)
@@ -47,15 +46,15 @@ def test_in_between_a_tile_sends_less() -> None:
 
 def test_short_visual_input_on_fast_links_is_replicated_and_long_is_not() -> None:
     visual = Visual(dim=1024, layers=8)
-    short = choose(problem(256, 64), with_(REAL, gpus_per_node=8), options=Options(visual=visual))
+    short = choose(problem(256, 64), with_(REAL, gpus_per_node=8), options=SelectionOptions(visual=visual))
     assert short.strategy == "replicate"
-    long = choose(problem(256, 64_000), with_(REAL, gpus_per_node=8), options=Options(visual=visual))
+    long = choose(problem(256, 64_000), with_(REAL, gpus_per_node=8), options=SelectionOptions(visual=visual))
     assert long.strategy == "lv-xattn"
 
 
 def test_ulysses_wins_where_latency_counts_and_heads_divide() -> None:
     fast = with_(REAL, gpus_per_node=8, node_latency_s=1e-3)
-    options = Options(strategies=("lv-xattn", "ring", "mesh", "ulysses"), hybrid=False)
+    options = SelectionOptions(strategies=("lv-xattn", "ring", "mesh", "ulysses"), hybrid=False)
     assert choose(problem(256, 256, heads=32), fast, options=options).strategy == "ulysses"
     found = choose(problem(256, 256, heads=28), fast, options=options)  # 8 does not divide 28
     assert found.strategy != "ulysses" and all(c.way.strategy != "ulysses" for c in found.table)
@@ -73,14 +72,18 @@ def test_equal_costs_choose_lv_xattn() -> None:
 
 def test_legal_ways() -> None:
     found = list(ways(problem(8, 8, ranks=8, heads=12)))
-    assert Way("lv-xattn", (8, 1)) in found and Way("ring", (1, 8)) in found and Way("mesh", (4, 2)) in found
+    assert (
+        ParallelSpec("lv-xattn", (8, 1)) in found
+        and ParallelSpec("ring", (1, 8)) in found
+        and ParallelSpec("mesh", (4, 2)) in found
+    )
     groups = {way.heads_over for way in found if way.strategy == "ulysses"}
     assert groups == {2, 4}  # 8 does not divide 12 heads
     assert {way.tile for way in found if way.heads_over == 2} == {(1, 4), (2, 2), (4, 1)}
     with pytest.raises(ConfigError, match="star cannot be planned; choose of lv-xattn, ring"):
-        choose(problem(8, 8), REAL, options=Options(strategies=("lv-xattn", "star")))
+        choose(problem(8, 8), REAL, options=SelectionOptions(strategies=("lv-xattn", "star")))
     with pytest.raises(ConfigError, match="none of ulysses is legal for 7 heads on 8 ranks"):
-        choose(problem(8, 8, heads=7, kv_heads=1), REAL, options=Options(strategies=("ulysses",)))
+        choose(problem(8, 8, heads=7, kv_heads=1), REAL, options=SelectionOptions(strategies=("ulysses",)))
 
 
 def test_the_choice_says_why_and_holds_all_candidates() -> None:

@@ -7,13 +7,13 @@ from dataclasses import replace
 import pytest
 from clusters import with_
 
-from mllm_seqpar.planner import Visual, Way, blocks_to_hide, call_cost
+from mllm_seqpar.planner import ParallelSpec, Visual, blocks_to_hide, call_cost
 from mllm_seqpar.planner.candidates import period_of, ways
 from mllm_seqpar.schedules.bytes_sent import Problem, lv_xattn_bytes, mesh_bytes, ring_bytes, ulysses_bytes
 
 EVEN = Problem(rows=64, keys=(4096,) * 8, heads=8, kv_heads=2, dim=64)
 ONE_NODE = with_(gpus_per_node=8)
-LV, RING = Way("lv-xattn", (8, 1)), Way("ring", (1, 8))
+LV, RING = ParallelSpec("lv-xattn", (8, 1)), ParallelSpec("ring", (1, 8))
 
 
 def flops(problem: Problem, backward: bool) -> float:
@@ -21,8 +21,8 @@ def flops(problem: Problem, backward: bool) -> float:
 
 
 @pytest.mark.parametrize("backward", [False, True])
-@pytest.mark.parametrize("way", [LV, RING, Way("mesh", (2, 4)), Way("mesh", (4, 2))], ids=str)
-def test_long_computation_hides_everything(way: Way, backward: bool) -> None:
+@pytest.mark.parametrize("way", [LV, RING, ParallelSpec("mesh", (2, 4)), ParallelSpec("mesh", (4, 2))], ids=str)
+def test_long_computation_hides_everything(way: ParallelSpec, backward: bool) -> None:
     slow = with_(ONE_NODE, attention_forward=1e8, attention_backward=1e8)
     cost = call_cost(EVEN, way, slow, backward=backward)
     assert cost.seconds == pytest.approx(flops(EVEN, backward) / 1e8, rel=1e-6)
@@ -47,7 +47,10 @@ def test_short_computation_leaves_the_bytes(backward: bool) -> None:
 def test_bytes_are_those_of_the_formulas(keys: tuple[int, ...], backward: bool) -> None:
     problem = Problem(rows=10, keys=keys, heads=6, kv_heads=3, dim=8, batch=2, key_batch=2)
     cluster = with_(gpus_per_node=2)
-    for way, formula in ((Way("lv-xattn", (6, 1)), lv_xattn_bytes), (Way("ring", (1, 6)), ring_bytes)):
+    for way, formula in (
+        (ParallelSpec("lv-xattn", (6, 1)), lv_xattn_bytes),
+        (ParallelSpec("ring", (1, 6)), ring_bytes),
+    ):
         found = call_cost(problem, way, cluster, backward=backward).timeline
         for rank in range(6):
             sent = found.node_bytes[rank % found.period] + found.network_bytes[rank % found.period]
@@ -60,7 +63,7 @@ def test_rows_that_go_straight_send_what_is_seen() -> None:
     seen = [[10, 4, 0], [10, 10, 3], [0, 2, 10]]
     problem = Problem(rows=10, keys=(100,) * 3, heads=2, kv_heads=1, dim=8)
     for backward in (False, True):
-        found = call_cost(problem, Way("lv-xattn", (3, 1)), ONE_NODE, backward=backward, seen=seen).timeline
+        found = call_cost(problem, ParallelSpec("lv-xattn", (3, 1)), ONE_NODE, backward=backward, seen=seen).timeline
         for rank in range(3):
             formula = lv_xattn_bytes(replace(problem, rank=rank), backward=backward, seen=seen)
             assert found.node_bytes[rank] == sum(formula.values())
@@ -102,7 +105,7 @@ def test_the_ranks_simulated_stand_for_all(ranks: int) -> None:
             assert full.timeline.period == ranks
             assert short.seconds == pytest.approx(full.seconds, rel=1e-9), (str(way), backward)
             assert short.timeline.all_network_bytes == full.timeline.all_network_bytes, str(way)
-    assert period_of(Way("lv-xattn", (ranks, 1)), ranks, cluster) == (
+    assert period_of(ParallelSpec("lv-xattn", (ranks, 1)), ranks, cluster) == (
         1 if ranks <= 4 else 4 if ranks % 4 == 0 else ranks
     )
 
@@ -112,10 +115,10 @@ def test_ulysses_sends_heads_and_repeats_keys_only_as_far_as_needed() -> None:
     for group in (8, 4, 2):
         problem = replace(EVEN, keys=EVEN.keys[:group])
         for backward in (False, True):
-            cost = call_cost(problem, Way("ulysses", (1, 1), group), cluster, backward=backward)
+            cost = call_cost(problem, ParallelSpec("ulysses", (1, 1), group), cluster, backward=backward)
             assert cost.node_bytes == sum(ulysses_bytes(problem, backward=backward).values())
             assert cost.seconds == pytest.approx(cost.node_bytes / 1e9, rel=1e-3)
-    again = call_cost(EVEN, Way("ulysses", (1, 1), 8), cluster, backward=True, visual=Visual(dim=64))
+    again = call_cost(EVEN, ParallelSpec("ulysses", (1, 1), 8), cluster, backward=True, visual=Visual(dim=64))
     kv = 2 * 4096 * 8 * 64 * 2 * 7 // 8  # K and V are made again by rows, and dealt again
     assert again.node_bytes == sum(ulysses_bytes(EVEN, backward=True).values()) + kv
 
@@ -124,7 +127,7 @@ def test_ulysses_sends_heads_and_repeats_keys_only_as_far_as_needed() -> None:
 @pytest.mark.parametrize("backward", [False, True])
 def test_bytes_of_meshes_and_hybrids_are_those_of_the_formulas(tile: tuple[int, int], backward: bool) -> None:
     group = 8 // (tile[0] * tile[1])
-    way = Way("ulysses" if group > 1 else "mesh", tile, group)
+    way = ParallelSpec("ulysses" if group > 1 else "mesh", tile, group)
     formula = ulysses_bytes if group > 1 else mesh_bytes
     found = call_cost(EVEN, way, ONE_NODE, backward=backward)
     assert found.node_bytes == sum(formula(EVEN, tile, backward=backward).values())
@@ -133,7 +136,7 @@ def test_bytes_of_meshes_and_hybrids_are_those_of_the_formulas(tile: tuple[int, 
 
 def test_replication_gathers_features_once_for_all_layers_and_projects_them_everywhere() -> None:
     visual = Visual(dim=512, layers=4)
-    cost = call_cost(EVEN, Way("replicate", (8, 1)), ONE_NODE, backward=False, visual=visual)
+    cost = call_cost(EVEN, ParallelSpec("replicate", (8, 1)), ONE_NODE, backward=False, visual=visual)
     once = 4 * 4096 * 512 * 2 * 64 / 1e12
     assert cost.projection == pytest.approx(8 * once)
     assert cost.attention == pytest.approx(flops(EVEN, False) / 1e12)
@@ -142,7 +145,7 @@ def test_replication_gathers_features_once_for_all_layers_and_projects_them_ever
     assert lv.projection == pytest.approx(3 * once)  # again, dW, dy
     frozen = replace(visual, trained=False, recompute=False)
     assert call_cost(EVEN, LV, ONE_NODE, backward=True, visual=frozen).projection == pytest.approx(once)
-    assert call_cost(EVEN, Way("replicate", (8, 1)), ONE_NODE, backward=True, visual=frozen).exposed == 0
+    assert call_cost(EVEN, ParallelSpec("replicate", (8, 1)), ONE_NODE, backward=True, visual=frozen).exposed == 0
 
 
 def test_blocks_that_hide_a_transfer() -> None:

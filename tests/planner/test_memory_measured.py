@@ -20,18 +20,18 @@ from torch.utils._pytree import tree_leaves
 
 from mllm_seqpar import patch_model
 from mllm_seqpar.patches.mllama.adapter import _keys_values
-from mllm_seqpar.planner import Way
+from mllm_seqpar.planner import ParallelSpec
 from mllm_seqpar.planner.activation_memory import kept, kept_before
 from mllm_seqpar.planner.hf_config import _mplug_owl3
 from mllm_seqpar.planner.memory import memory, tower_at_work
-from mllm_seqpar.planner.model import Cross, Model, Resampler, Text, Vision
-from mllm_seqpar.planner.workload import Run
+from mllm_seqpar.planner.model import CrossAttentionSizes, ModelSizes, ResamplerSizes, TextSizes, VisionSizes
+from mllm_seqpar.planner.workload import Workload
 from tiny import tiny_frames, tiny_model, tiny_text
 
 pytestmark = pytest.mark.rounding
 
 WIDTHS = {"hidden_size": 256, "intermediate_size": 704, "num_attention_heads": 8, "num_key_value_heads": 2}
-ALONE = Way("lv-xattn", (1, 1))
+ALONE = ParallelSpec("lv-xattn", (1, 1))
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 
 
@@ -98,7 +98,7 @@ def test_activations_of_a_real_model(dtype: torch.dtype, chunk: int | None) -> N
         return saved(lambda: model(input_ids=ids, pixel_values=frames, labels=ids), *weights)
 
     def planned(text: int) -> int:
-        run = Run(model=sizes, frames=4, text=text, gpus=1, element=dtype.itemsize, mlp_chunk_size=chunk)
+        run = Workload(model=sizes, frames=4, text=text, gpus=1, element=dtype.itemsize, mlp_chunk_size=chunk)
         return memory(run, ALONE)["activations"] - text * 256 * (dtype.itemsize + 8)
 
     logits = 256 * 256 * 4  # in float32, of 256 tokens and words
@@ -125,7 +125,7 @@ def test_what_a_frame_costs_in_a_real_model(dtype: torch.dtype, trained: str) ->
 
     def planned(frames: int) -> int:
         element = dtype.itemsize
-        run = Run(model=sizes, frames=frames, text=64, gpus=1, element=element, recompute=False, trained=trained)
+        run = Workload(model=sizes, frames=frames, text=64, gpus=1, element=element, recompute=False, trained=trained)
         features = frames * 4 * 256 * element if dtype == torch.float32 else 0  # in bf16 its norm keeps a copy instead
         return kept(run, ALONE) + kept_before(run) + features
 
@@ -145,8 +145,8 @@ def test_keys_and_values_of_llama(dtype: torch.dtype) -> None:
         k, v = _keys_values(attention, features, torch.zeros(3))
         return (k * v).sum()  # keeps both, as attention does
 
-    cross = Cross(layers=1, heads=4, kv_heads=2, head_dim=16, visual_dim=64, key_norm="float32")
-    run = Run(model=model_of(cross=cross, keys=8), frames=3, text=1, gpus=1, element=dtype.itemsize)
+    cross = CrossAttentionSizes(layers=1, heads=4, kv_heads=2, head_dim=16, visual_dim=64, key_norm="float32")
+    run = Workload(model=model_of(cross=cross, keys=8), frames=3, text=1, gpus=1, element=dtype.itemsize)
     planned = kept(replace(run, recompute=False), ALONE) - kept(run, ALONE)
     assert planned == pytest.approx(saved(project, features, *attention.parameters()), rel=0.01)
 
@@ -171,13 +171,13 @@ def test_a_resampler(code: str, dtype: torch.dtype) -> None:
         module = helpers.PerceiverResampler(dim=32, depth=3, dim_head=24, heads=2, num_latents=8).to(dtype)
         patches = patches[None, :, None]  # one sample's frames
     found = saved(lambda: module(patches), *module.parameters())
-    resampler = Resampler(layers=3, heads=2, head_dim=24, mlp_inner=128, code=code)
+    resampler = ResamplerSizes(layers=3, heads=2, head_dim=24, mlp_inner=128, code=code)
     model = replace(model_of(keys=8), resampler=resampler)
-    run = Run(model=model, frames=5, text=1, gpus=1, element=dtype.itemsize)
+    run = Workload(model=model, frames=5, text=1, gpus=1, element=dtype.itemsize)
     assert kept_before(run) == pytest.approx(found, rel=0.02)
 
 
-def fake_tower(dtype: torch.dtype, frames: int) -> tuple[Model, Any, Any]:
+def fake_tower(dtype: torch.dtype, frames: int) -> tuple[ModelSizes, Any, Any]:
     """Return the planner's sizes of a model, its SigLIP tower on 64 patches a frame, and frames, as fake tensors.
 
     They have shapes and no numbers, so what is allocated does not depend on the libraries that a processor can use.
@@ -198,7 +198,7 @@ def test_a_trained_tower(dtype: torch.dtype) -> None:
     with frames.fake_mode:
         found = saved(lambda: tower.penultimate(frames), frames, *tower.parameters())
     vision = replace(sizes.vision, layers=sizes.vision.layers - 1)
-    run = Run(
+    run = Workload(
         model=replace(sizes, vision=vision, projector=None),
         frames=4,
         text=1,
@@ -214,17 +214,17 @@ def test_a_frozen_tower_at_work() -> None:
     sizes, tower, frames = fake_tower(torch.bfloat16, 8)
     with frames.fake_mode, torch.no_grad(), Peak(frames, *tower.parameters()) as peak:
         tower.penultimate(frames)
-    run = Run(model=sizes, frames=8, text=1, gpus=1, trained="none")
+    run = Workload(model=sizes, frames=8, text=1, gpus=1, trained="none")
     assert peak.bytes == pytest.approx(tower_at_work(run), rel=0.02)
 
 
-def model_of(keys: int, cross: Cross | None = None) -> Model:
+def model_of(keys: int, cross: CrossAttentionSizes | None = None) -> ModelSizes:
     """Sizes with 24 patches of width 32 to a frame."""
-    text = Text(hidden=64, layers=1, heads=4, kv_heads=2, head_dim=16, mlp_inner=8, mlp_matrices=3, vocabulary=9)
-    vision = Vision(width=32, layers=1, heads=2, mlp_inner=8, tokens=24, keys=keys)
-    return Model(
+    text = TextSizes(hidden=64, layers=1, heads=4, kv_heads=2, head_dim=16, mlp_inner=8, mlp_matrices=3, vocabulary=9)
+    vision = VisionSizes(width=32, layers=1, heads=2, mlp_inner=8, tokens=24, keys=keys)
+    return ModelSizes(
         name="tiny",
         text=text,
-        cross=cross or Cross(layers=1, heads=4, kv_heads=2, head_dim=16, visual_dim=32),
+        cross=cross or CrossAttentionSizes(layers=1, heads=4, kv_heads=2, head_dim=16, visual_dim=32),
         vision=vision,
     )

@@ -11,9 +11,9 @@ import torch
 from mllm_seqpar.errors import ConfigError
 from mllm_seqpar.planner import read_cluster
 from mllm_seqpar.planner.files import CONFIGS, find_file
-from mllm_seqpar.planner.model import Model, read_model
+from mllm_seqpar.planner.model import ModelSizes, read_model
 from mllm_seqpar.planner.step_cost import cross_candidates
-from mllm_seqpar.planner.workload import Run
+from mllm_seqpar.planner.workload import Workload
 
 # Billions of parameters as published: sums over the checkpoints' tensors, on the models' pages.
 CLIP = {
@@ -91,7 +91,7 @@ def test_a_model_directory_says_the_same_as_the_file(name: str, tmp_path: Path) 
     folder = tmp_path / name
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(CONFIGS_OF[name]))
-    expected: Model = read_model(find_file("model", name))
+    expected: ModelSizes = read_model(find_file("model", name))
     assert read_model(folder) == expected
     assert read_model(folder / "config.json") == expected
 
@@ -133,7 +133,7 @@ def test_empty_tiles_are_projected_and_not_attended_to() -> None:
     )
     times = {}
     for tiles in (None, 4, 1):
-        run = Run(model=model, frames=600, text=8192, gpus=8, content_tiles=tiles)
+        run = Workload(model=model, frames=600, text=8192, gpus=8, content_tiles=tiles)
         parts = cross_candidates(run, cluster, ("lv-xattn",))["lv-xattn"][0]
         times[tiles] = parts.seconds
         assert run.keys == 75 * 6404
@@ -141,7 +141,7 @@ def test_empty_tiles_are_projected_and_not_attended_to() -> None:
     with pytest.raises(
         ConfigError, match="content_tiles: 5 is not a number of tiles that a frame of llama-3.2-11b-vis"
     ):
-        Run(model=model, frames=600, text=8192, gpus=8, content_tiles=5)
+        Workload(model=model, frames=600, text=8192, gpus=8, content_tiles=5)
 
 
 def test_bad_model_directories(tmp_path: Path) -> None:

@@ -13,18 +13,18 @@ from clusters import with_
 
 from mllm_seqpar.cli.planner import main
 from mllm_seqpar.errors import ConfigError
-from mllm_seqpar.planner import Way, read_cluster
+from mllm_seqpar.planner import ParallelSpec, read_cluster
 from mllm_seqpar.planner.files import CONFIGS, find_file
 from mllm_seqpar.planner.memory import KINDS, USABLE, memory, tower_at_work
 from mllm_seqpar.planner.model import read_model
 from mllm_seqpar.planner.plan import longest_video, make_plan
 from mllm_seqpar.planner.step_cost import PARTS
-from mllm_seqpar.planner.workload import Run
+from mllm_seqpar.planner.workload import Workload
 
 OWL = read_model(find_file("model", "mplug-owl3-7b"))
 A100 = read_cluster(find_file("cluster", "a100-80g-4x4"))
-RUN = Run(model=OWL, frames=4096, text=8192, gpus=16)
-LV, RING = Way("lv-xattn", (16, 1)), Way("ring", (1, 16))
+RUN = Workload(model=OWL, frames=4096, text=8192, gpus=16)
+LV, RING = ParallelSpec("lv-xattn", (16, 1)), ParallelSpec("ring", (1, 16))
 
 
 def test_times_add_up_and_lv_xattn_wins_a_long_video() -> None:
@@ -42,7 +42,7 @@ def test_times_add_up_and_lv_xattn_wins_a_long_video() -> None:
 
 def test_parts_by_hand() -> None:
     """One GPU: no transfers, all is FLOPs over rates. 100 frames, 1000 tokens."""
-    run = Run(model=OWL, frames=100, text=1000, gpus=1)
+    run = Workload(model=OWL, frames=100, text=1000, gpus=1)
     parts = make_plan(run, with_(A100, block_overhead_s=0.0)).rows[0].parts
     text, vision = OWL.text, OWL.vision
     mlp = 2 * 28 * 3 * 3584 * 18944 * 1000 / A100.matmul
@@ -81,7 +81,7 @@ def test_memory_by_formula() -> None:
     assert held["gradients"] == trained * 4 // 16 and held["optimizer"] == trained * 8 // 16
     once = 256 * 729 * 3584 * 2
     assert held["features"] == 2 * once  # and their gradient: the projector is trained
-    assert memory(RUN, Way("replicate", (16, 1)))["features"] == 2 * 16 * once
+    assert memory(RUN, ParallelSpec("replicate", (16, 1)))["features"] == 2 * 16 * once
     kept = memory(replace(RUN, recompute=False), LV)["activations"] - held["activations"]
     # of 4 layers: K and V, 4 heads of 128; features normalised, their float32 copy, a factor of each token
     assert kept == 4 * 256 * 729 * (2 * 4 * 128 * 2 + 3584 * (2 + 2 + 4) + 4)
@@ -127,7 +127,7 @@ def test_mlps_in_chunks() -> None:
     assert again.backward == pytest.approx(parts.backward)  # the layer's own recomputation stops short of the MLP
     # two frames: the buffers are the MLP's, of 2048 tokens or of one chunk with the sums of three weights' gradients
     short = replace(RUN, frames=2, text=2048, gpus=1)
-    alone = Way("lv-xattn", (1, 1))
+    alone = ParallelSpec("lv-xattn", (1, 1))
     assert memory(short, alone)["buffers"] == 2048 * 2 * 18944 * 2
     sums = 3 * 3584 * 18944 * 4
     assert memory(replace(short, mlp_chunk_size=128), alone)["buffers"] == 128 * 6 * 18944 * 2 + sums
@@ -135,12 +135,14 @@ def test_mlps_in_chunks() -> None:
 
 def test_other_buffers_by_formula() -> None:
     held = memory(RUN, LV)
-    alone = memory(replace(RUN, gpus=1, frames=256, text=512), Way("lv-xattn", (1, 1)))  # the same share, of one GPU
+    alone = memory(
+        replace(RUN, gpus=1, frames=256, text=512), ParallelSpec("lv-xattn", (1, 1))
+    )  # the same share, of one GPU
     two_rings = 512 * 28 * (2 * (3 * 128 * 2 + 4) + 2 * 128 * 4)
     gathered = 151851 * 3584 * 2 * 3  # the embeddings are the largest layer; two of them, and a gradient
     assert held["buffers"] - alone["buffers"] == gathered + two_rings
     # a mesh holds all others of its groups: 3 of rows, 3 of columns
-    mesh = memory(RUN, Way("mesh", (4, 4)))["buffers"] - alone["buffers"] - gathered
+    mesh = memory(RUN, ParallelSpec("mesh", (4, 4)))["buffers"] - alone["buffers"] - gathered
     row, column = 512 * 28 * (3 * 128 * 2 + 4 + 128 * 4), 2 * 256 * 729 * 4 * 128 * (2 + 4)
     assert mesh == 3 * (row + column)
     less = replace(OWL, text=replace(OWL.text, vocabulary=151851 - 1000))
@@ -153,7 +155,7 @@ def test_buffers_where_nothing_is_recomputed_or_all_is_gathered() -> None:
     kept = memory(replace(RUN, recompute=False), LV)["buffers"] - memory(RUN, LV)["buffers"]
     assert kept == 3 * 4 * keys * 3584  # three tensors in float32 in the norms' backward, of all frames at once
     gathered = 151851 * 3584 * 2 * 3
-    held = memory(RUN, Way("replicate", (16, 1)))["buffers"]
+    held = memory(RUN, ParallelSpec("replicate", (16, 1)))["buffers"]
     assert held - gathered == 16 * keys * 3584 * (2 + 4 + 4)  # as gradients of parts, in float32, and in a row
 
 
@@ -228,7 +230,7 @@ def test_a_tile_that_fits_is_preferred() -> None:
     run = replace(RUN, gpus=8, frames=4 * 3600)
     fits = {}
     for tile in ((4, 2), (2, 4)):
-        fits[tile] = sum(memory(run, Way("mesh", tile)).values())
+        fits[tile] = sum(memory(run, ParallelSpec("mesh", tile)).values())
     least = min(fits.values())
     assert least < max(fits.values())
     just = with_(apart, memory_bytes=(least + 1e6) / USABLE)
@@ -240,7 +242,7 @@ def test_how_many_gpus_are_enough() -> None:
     enough = make_plan(replace(RUN, gpus=2), A100, ("lv-xattn",)).enough
     assert enough is not None
     for gpus, fits in ((enough, True), (enough // 2, False)):
-        held = memory(replace(RUN, gpus=gpus), Way("lv-xattn", (gpus, 1)))
+        held = memory(replace(RUN, gpus=gpus), ParallelSpec("lv-xattn", (gpus, 1)))
         assert (sum(held.values()) <= USABLE * A100.memory_bytes) == fits
     assert make_plan(RUN, replace(A100, memory_bytes=1e6), ("lv-xattn",)).enough is None
 

@@ -6,7 +6,7 @@ import pytest
 from clusters import ROUND, with_
 
 from mllm_seqpar.planner.simulate import simulate
-from mllm_seqpar.planner.timeline import Computed, Phase, Sent, Span
+from mllm_seqpar.planner.timeline import Computed, Phase, Sent, TimelineSpan
 
 MB = 1_000_000
 
@@ -74,8 +74,8 @@ def test_a_transfer_waits_until_both_ends_have_posted_it() -> None:
     found = simulate(phases, 2, ROUND, record=True)
     assert found.end == pytest.approx((3.0, 3.0))
     assert found.exposed == pytest.approx((3.0, 1.0))
-    assert found.spans[0] == (Span("wait", 0.0, 3.0, 0), Span("transfer", 2.0, 3.0, 0))
-    assert found.spans[1] == (Span("compute", 0.0, 2.0, 0), Span("wait", 2.0, 3.0, 1))
+    assert found.spans[0] == (TimelineSpan("wait", 0.0, 3.0, 0), TimelineSpan("transfer", 2.0, 3.0, 0))
+    assert found.spans[1] == (TimelineSpan("compute", 0.0, 2.0, 0), TimelineSpan("wait", 2.0, 3.0, 1))
 
 
 def test_a_transfer_waits_for_a_late_sender_too() -> None:

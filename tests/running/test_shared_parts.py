@@ -10,7 +10,7 @@ import torch
 
 from mllm_seqpar.cli.devices import on_cuda, require_rendezvous, time_limit
 from mllm_seqpar.cli.failure import describe
-from mllm_seqpar.cli.options import Options, option, parse_options
+from mllm_seqpar.cli.options import CommandOptions, option, parse_options
 from mllm_seqpar.data.prefetch import read_ahead
 from mllm_seqpar.errors import ConfigError
 
@@ -46,7 +46,7 @@ def test_processes_that_srun_started_alone_are_refused(monkeypatch: pytest.Monke
 
 
 @dataclass(frozen=True, kw_only=True)
-class Both(Options):
+class Both(CommandOptions):
     name: str = option("whose")
     rate: float | None = option("50% of it", None)
     loud: bool = option("or not", True)

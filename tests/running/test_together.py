@@ -6,20 +6,20 @@ import pytest
 
 from mllm_seqpar.cli.failure import describe
 from mllm_seqpar.comm import as_communicator
-from mllm_seqpar.comm.collective_check import settle
+from mllm_seqpar.comm.collective_check import raise_on_all_ranks
 from mllm_seqpar.errors import AgreementError, ConfigError, DataError
 from ranks import ranks
 
 
 def compare(rank: int, world: int, facts: list[dict], problems: list) -> None:
-    settle(as_communicator(), "arguments", problems[rank], facts[rank])
+    raise_on_all_ranks(as_communicator(), "arguments", problems[rank], facts[rank])
 
 
 def last_words(rank: int, world: int, problems: list) -> str:
-    """What the process of a rank that `settle` ends would print."""
+    """What the process of a rank that `raise_on_all_ranks` ends would print."""
     os.environ["RANK"] = str(rank)
     try:
-        settle(as_communicator(), "data", problems[rank])
+        raise_on_all_ranks(as_communicator(), "data", problems[rank])
     except Exception as error:
         return describe(error)[0]
     finally:
@@ -80,6 +80,6 @@ def test_texts_of_any_length_are_gathered(texts: list[str]) -> None:
 
 
 def test_one_process_agrees_with_itself() -> None:
-    settle(as_communicator(), "arguments", None, {"sp": 1})
+    raise_on_all_ranks(as_communicator(), "arguments", None, {"sp": 1})
     with pytest.raises(ConfigError, match="bad"):
-        settle(as_communicator(), "arguments", ConfigError("bad"))
+        raise_on_all_ranks(as_communicator(), "arguments", ConfigError("bad"))

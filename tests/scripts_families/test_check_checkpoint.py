@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from tiny_directories import MAKERS
 
-from mllm_seqpar.attention.block_math import Partial
+from mllm_seqpar.attention.block_math import PartialResult
 from mllm_seqpar.models.mplug_owl3 import MPlugOwl3ImageProcessor, MPlugOwl3Processor
 from tiny import tiny_model, tiny_tokenizer
 
@@ -64,12 +64,12 @@ def test_other_tensor_name_fails_before_anything_is_loaded(check, folder: Path, 
 
 
 def test_patched_model_that_differs_fails(check, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    add = Partial.add
+    add = PartialResult.add
 
-    def add_scaled(self: Partial, o: torch.Tensor, *args: Any, **kwargs: Any) -> None:
+    def add_scaled(self: PartialResult, o: torch.Tensor, *args: Any, **kwargs: Any) -> None:
         add(self, 1.01 * o, *args, **kwargs)
 
-    monkeypatch.setattr(Partial, "add", add_scaled)
+    monkeypatch.setattr(PartialResult, "add", add_scaled)
     status, printed = check(folder / "mllama", "--max-new-tokens", 2)
     assert status == 1 and "the patched model differs by more than 0.0001" in printed
 

@@ -23,7 +23,7 @@ if os.environ["RANK"] == "1":
     else:
         one_step = loop._one_step
 
-        def fail_in_the_second(run_: loop.Run, step: int, rate: float) -> dict:
+        def fail_in_the_second(run_: loop.TrainingRun, step: int, rate: float) -> dict:
             if step == 1:
                 if what == "kill":
                     os.kill(os.getpid(), signal.SIGKILL)

@@ -12,7 +12,7 @@ from mllm_seqpar.errors import DataError
 from mllm_seqpar.integrations.accelerate.launch import make_layout
 from mllm_seqpar.models.mplug_owl3 import MPlugOwl3ImageProcessor, MPlugOwl3Processor
 from mllm_seqpar.training.arguments import TrainArguments
-from mllm_seqpar.training.data_loader import Feed, media_sizes, open_feed
+from mllm_seqpar.training.data_loader import ShardedDataLoader, media_sizes, open_data_loader
 from tiny import IMAGE_SIZE, IMAGE_TOKEN, tiny_model, tiny_tokenizer
 
 CPU = torch.device("cpu")
@@ -20,20 +20,20 @@ TEXT = {"messages": [{"role": "user", "content": "Say hello."}, {"role": "assist
 
 
 @pytest.fixture
-def feed(tmp_path: Path) -> Feed:
+def feed(tmp_path: Path) -> ShardedDataLoader:
     videos = make_needle_videos(tmp_path / "videos", 3, frames=(2, 5))
     rows = [*(video.sample(tmp_path) for video in videos), TEXT]
     (tmp_path / "chat.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return opened(tmp_path / "chat.jsonl")
 
 
-def opened(path: Path, **options: int) -> Feed:
+def opened(path: Path, **options: int) -> ShardedDataLoader:
     processor = MPlugOwl3Processor(MPlugOwl3ImageProcessor(image_size=IMAGE_SIZE), tiny_tokenizer())
     args = TrainArguments(model="m", data="d", output="o", **options)
-    return open_feed(str(path), processor, args, make_layout(None, "cpu"))
+    return open_data_loader(str(path), processor, args, make_layout(None, "cpu"))
 
 
-def test_a_batch_of_video_and_text_runs(feed: Feed) -> None:
+def test_a_batch_of_video_and_text_runs(feed: ShardedDataLoader) -> None:
     batch = feed.batch([0, 3])
     inputs = batch.inputs(CPU)
     assert inputs["pixel_values"].shape == (batch.frames, 3, IMAGE_SIZE, IMAGE_SIZE)
@@ -43,7 +43,7 @@ def test_a_batch_of_video_and_text_runs(feed: Feed) -> None:
     assert tiny_model()(**inputs).loss.isfinite()
 
 
-def test_the_digest_sees_text_and_media(feed: Feed, tmp_path: Path) -> None:
+def test_the_digest_sees_text_and_media(feed: ShardedDataLoader, tmp_path: Path) -> None:
     path = tmp_path / "chat.jsonl"
     assert opened(path).digest == feed.digest
     assert [size for _, size in media_sizes(path)] == [

@@ -16,7 +16,7 @@ from transformers.masking_utils import create_causal_mask, create_sliding_window
 
 from mllm_seqpar.errors import ConfigError
 from mllm_seqpar.patching import Patch
-from mllm_seqpar.runtime.forward_state import SeqParCall, as_attended
+from mllm_seqpar.runtime.forward_state import ForwardState, as_attended
 
 NAME = "mllm_seqpar"
 
@@ -30,7 +30,7 @@ def seqpar_attention(
     scaling: float | None = None,
     dropout: float = 0.0,
     sliding_window: int | None = None,
-    seqpar: SeqParCall | None = None,
+    seqpar: ForwardState | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """query (B, H, s, D), key and value (B, G, s, D) of this rank's tokens -> o (B, s, H, D), no weights.

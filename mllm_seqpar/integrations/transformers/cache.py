@@ -15,9 +15,9 @@ from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, Dynam
 from mllm_seqpar.comm import Communicator
 from mllm_seqpar.errors import ConfigError
 from mllm_seqpar.models.cache_rows import RowsLayer, attach, layer_of
-from mllm_seqpar.runtime.text_kv_cache import CachedText
+from mllm_seqpar.runtime.text_kv_cache import TextKVCache
 from mllm_seqpar.runtime.text_shards import TextShards
-from mllm_seqpar.runtime.visual_features import KeptVisual
+from mllm_seqpar.runtime.visual_features import VisualKVCache
 
 ELSEWHERE = (
     "past_key_values holds K and V in the form of the patched model that filled it, {what}; continue it with that "
@@ -25,7 +25,7 @@ ELSEWHERE = (
 )
 
 
-class Remembered(RowsLayer):
+class SequenceParallelCacheState(RowsLayer):
     """Beside a cache.
 
     Attributes:
@@ -40,15 +40,15 @@ class Remembered(RowsLayer):
 
     def __init__(self, batch: int, comm: Communicator) -> None:
         super().__init__(batch)
-        self.kept: KeptVisual | None = None
+        self.kept: VisualKVCache | None = None
         self.note: Any = None
-        self.text: CachedText | None = None
+        self.text: TextKVCache | None = None
         self.replaced: dict[int, Any] = {}
         self.seen: set[tuple[int, ...]] = set()
         self.group = comm.rank, comm.size
         self.active = False
 
-    def keep(self, kept: KeptVisual, note: Any, batch: int) -> None:
+    def keep(self, kept: VisualKVCache, note: Any, batch: int) -> None:
         """Hold K and V of frames that a pass of `batch` rows brings."""
         self.kept, self.note, self.rows = kept, note, torch.arange(batch)
 
@@ -65,48 +65,48 @@ class Remembered(RowsLayer):
         self.seen = set()
 
 
-def remembered(cache: Any) -> Remembered | None:
+def cache_state(cache: Any) -> SequenceParallelCacheState | None:
     """Return what a patched model keeps with this cache, if one has filled it."""
-    return layer_of(cache, Remembered)
+    return layer_of(cache, SequenceParallelCacheState)
 
 
-def begin_prompt(cache: Cache, batch: int, comm: Communicator, own_layers: int) -> Remembered:
+def begin_prompt(cache: Cache, batch: int, comm: Communicator, own_layers: int) -> SequenceParallelCacheState:
     """Forget an earlier text's frames, give the cache its own layers back, and start a new record."""
-    before = remembered(cache)
+    before = cache_state(cache)
     for index, layer in ({} if before is None else before.replaced).items():
         cache.layers[index] = layer
         layer.reset()
-    beside = Remembered(batch, comm)
+    beside = SequenceParallelCacheState(batch, comm)
     attach(cache, beside, own_layers)
     return beside
 
 
-def can_be_dealt(cache: Cache) -> bool:
+def supports_sharded_text(cache: Cache) -> bool:
     """Whether text K and V can stay sharded in this cache: not in static, quantised or offloaded ones."""
     return type(cache) is DynamicCache and not getattr(cache, "offloading", False)
 
 
-def deal_text(cache: Cache, shards: TextShards, layers: int) -> None:
+def shard_cached_text(cache: Cache, shards: TextShards, layers: int) -> None:
     """From now on each rank keeps its shard of the text's K and V in this cache of `layers` layers."""
-    beside = remembered(cache)
+    beside = cache_state(cache)
     assert beside is not None
-    text = beside.text = CachedText(shards)
+    text = beside.text = TextKVCache(shards)
     for index in range(layers):
         beside.replaced.setdefault(index, cache.layers[index])
-        cache.layers[index] = DealtTextLayer(text)
+        cache.layers[index] = ShardedTextLayer(text)
 
 
-def mark_layers(cache: Cache, beside: Remembered, indices: list[int]) -> None:
+def mark_layers(cache: Cache, beside: SequenceParallelCacheState, indices: list[int]) -> None:
     """Make the unpatched model fail clearly in layers where it would look for the frames' K and V, and find none."""
     for index in indices:
         beside.replaced.setdefault(index, cache.layers[index])
-        cache.layers[index] = KeptElsewhere(cache.layers[index], beside)
+        cache.layers[index] = VisualLayerPlaceholder(cache.layers[index], beside)
 
 
-class KeptElsewhere(CacheLayerMixin):
+class VisualLayerPlaceholder(CacheLayerMixin):
     """Stands for a layer of the cache while K and V of its frames are kept in the record."""
 
-    def __init__(self, own: Any, beside: Remembered) -> None:
+    def __init__(self, own: Any, beside: SequenceParallelCacheState) -> None:
         self._own, self._beside = own, beside
         for name in ("is_compileable", "is_croppable", "is_sliding"):  # transformers makes masks by these
             setattr(self, name, getattr(own, name, False))
@@ -185,12 +185,12 @@ class KeptElsewhere(CacheLayerMixin):
     prefetch = offload
 
 
-class DealtTextLayer(DynamicLayer):
+class ShardedTextLayer(DynamicLayer):
     """One layer's K and V of the text tokens that this rank keeps; after `reset` an ordinary layer."""
 
-    def __init__(self, text: CachedText) -> None:
+    def __init__(self, text: TextKVCache) -> None:
         super().__init__()
-        self._text: CachedText | None = text
+        self._text: TextKVCache | None = text
         self._length = 0
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:

@@ -17,17 +17,17 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from mllm_seqpar.errors import ShapeError
 from mllm_seqpar.models.cache_rows import attach
-from mllm_seqpar.runtime.forward_state import SeqParCall
-from mllm_seqpar.runtime.text_kv_cache import CachedRows
+from mllm_seqpar.runtime.forward_state import ForwardState
+from mllm_seqpar.runtime.text_kv_cache import CachedTextMask
 from mllm_seqpar.runtime.text_shards import TextShards, rows_kept
-from mllm_seqpar.runtime.visual_features import KeptVisual, fingerprint_of
+from mllm_seqpar.runtime.visual_features import VisualKVCache, fingerprint_of
 
-from .cache import Remembered, begin_prompt, can_be_dealt, deal_text, remembered
-from .family import Family, View
+from .cache import SequenceParallelCacheState, begin_prompt, cache_state, shard_cached_text, supports_sharded_text
+from .family import Family, Visibility
 from .frame_encoding import local_features
-from .inputs import Inputs
+from .inputs import ForwardInputs
 from .outputs import whole_states, whole_text_loss
-from .pass_inputs import agree_on_pass, frames_of, passed_through, report, shared, text_of, view_of
+from .pass_inputs import frames_of, passed_through, report, require_same_pass, shared, text_of, view_of
 from .star_attention import can_be_cut, check_star, joined_states, star_shards
 from .text_masks import text_shards
 
@@ -35,14 +35,14 @@ BROADCAST_ROWS = 64
 """Hidden states of so few rows are rank 0's on every rank: ranks that pick tokens from other bits would drift apart."""
 
 
-def cached_pass(family: Family, inputs: Inputs, logits_to_keep: int | Tensor, kwargs: dict[str, Any]) -> Any:
+def cached_pass(family: Family, inputs: ForwardInputs, logits_to_keep: int | Tensor, kwargs: dict[str, Any]) -> Any:
     """A pass that fills or continues a cache: a prompt, or a step of decoding."""
     past = inputs.past_length
     cache = inputs.past_key_values
     if cache is None:
         cache = DynamicCache(config=family.text_config)
     if past == 0 or inputs.length > 1:  # not each step of decoding
-        agree_on_pass(family, inputs, kwargs | {"logits_to_keep": logits_to_keep})
+        require_same_pass(family, inputs, kwargs | {"logits_to_keep": logits_to_keep})
     else:
         check_star(family.context.config, inputs)
     beside = _continued(family, inputs, cache) if past else _begun(family, inputs, cache)
@@ -60,20 +60,20 @@ def cached_pass(family: Family, inputs: Inputs, logits_to_keep: int | Tensor, kw
     return family.output(out, features, inputs)
 
 
-def _begun(family: Family, inputs: Inputs, cache: Any) -> Remembered:
+def _begun(family: Family, inputs: ForwardInputs, cache: Any) -> SequenceParallelCacheState:
     return begin_prompt(cache, inputs.batch, family.context.comm, family.text_config.num_hidden_layers)
 
 
-def _continued(family: Family, inputs: Inputs, cache: Any) -> Remembered:
+def _continued(family: Family, inputs: ForwardInputs, cache: Any) -> SequenceParallelCacheState:
     """Return what is kept with a cache that has some text.
 
     Raises:
         ConfigError: K and V in it are sharded over another group, or belong to an unpatched model's frames.
         ShapeError: it has another number of rows than the call.
     """
-    beside, comm = remembered(cache), family.context.comm
+    beside, comm = cache_state(cache), family.context.comm
     if beside is None:
-        beside = Remembered(inputs.batch, comm)
+        beside = SequenceParallelCacheState(inputs.batch, comm)
         family.adopt(cache, beside)
         attach(cache, beside, family.text_config.num_hidden_layers)
     beside.check_group(comm)
@@ -82,7 +82,9 @@ def _continued(family: Family, inputs: Inputs, cache: Any) -> Remembered:
     return beside
 
 
-def _keep_frames(family: Family, inputs: Inputs, cache: Any, beside: Remembered, past: int) -> Tensor | None:
+def _keep_frames(
+    family: Family, inputs: ForwardInputs, cache: Any, beside: SequenceParallelCacheState, past: int
+) -> Tensor | None:
     """Encode frames that came with this pass, and make a place for their K and V."""
     if beside.kept is not None and not _replaces_frames(family, inputs, beside):
         return None
@@ -91,13 +93,13 @@ def _keep_frames(family: Family, inputs: Inputs, cache: Any, beside: Remembered,
     note = family.note(inputs)
     features = local_features(family, inputs)  # FSDP wants it without frames, too
     if features is not None:
-        beside.keep(KeptVisual(shared(family, inputs, features), inputs.total_frames), note, inputs.batch)
+        beside.keep(VisualKVCache(shared(family, inputs, features), inputs.total_frames), note, inputs.batch)
         beside.seen = {fingerprint_of(x) for x in (inputs.frames, features) if x is not None}
         family.mark_cache(cache, beside)
     return features
 
 
-def _replaces_frames(family: Family, inputs: Inputs, beside: Remembered) -> bool:
+def _replaces_frames(family: Family, inputs: ForwardInputs, beside: SequenceParallelCacheState) -> bool:
     """Whether frames of this pass take the place of those that are kept; the same frames do not.
 
     Raises:
@@ -120,9 +122,9 @@ def _replaces_frames(family: Family, inputs: Inputs, beside: Remembered) -> bool
 
 def _replicated_pass(
     family: Family,
-    inputs: Inputs,
+    inputs: ForwardInputs,
     cache: Any,
-    beside: Remembered,
+    beside: SequenceParallelCacheState,
     logits_to_keep: int | Tensor,
     kwargs: dict[str, Any],
 ) -> CausalLMOutputWithPast:
@@ -133,7 +135,7 @@ def _replicated_pass(
     return _whole_outputs(family, inputs, hidden, outputs.hidden_states, cache, kwargs)
 
 
-def _view_of_kept(family: Family, inputs: Inputs, beside: Remembered) -> View | None:
+def _view_of_kept(family: Family, inputs: ForwardInputs, beside: SequenceParallelCacheState) -> Visibility | None:
     """What the rows of this pass see of the frames whose K and V are kept."""
     kept = beside.kept
     if kept is None:
@@ -143,11 +145,11 @@ def _view_of_kept(family: Family, inputs: Inputs, beside: Remembered) -> View | 
 
 def _replicated_rows(
     family: Family,
-    inputs: Inputs,
+    inputs: ForwardInputs,
     positions: Tensor,
-    view: View | None,
+    view: Visibility | None,
     cache: Any,
-    beside: Remembered,
+    beside: SequenceParallelCacheState,
     kwargs: dict[str, Any],
     start: int = 0,
 ) -> Any:
@@ -163,7 +165,7 @@ def _replicated_rows(
     length, mask, cached, kept = embeds.shape[1], inputs.attention_mask, None, beside.kept
     if beside.text is not None:
         beside.text.extend(length)
-        cached = CachedRows(beside.text, length, mask)
+        cached = CachedTextMask(beside.text, length, mask)
         mask = passed_through(embeds)
     mask = family.text_mask(embeds, mask, positions[:, start:], cache)
     seen: dict[str, Any] = {}
@@ -173,7 +175,7 @@ def _replicated_rows(
         rows = {name: x[:, start:] for name, x in view.rows.items()}
         per_frame = kept.units // max(1, kept.total_frames)
         seen = {"frame_mask": own, "units_per_frame": per_frame, "rows": rows, "kept": kept}
-    call = SeqParCall(family.context, cached=cached, tokens=int(cache.get_seq_length()) + length, **seen)
+    call = ForwardState(family.context, cached=cached, tokens=int(cache.get_seq_length()) + length, **seen)
     return family.decode(embeds, positions[:, start:], mask, cache, call, **kwargs)
 
 
@@ -185,14 +187,14 @@ def _in_step(family: Family, hidden: Tensor) -> Tensor:
 
 
 def _whole_outputs(
-    family: Family, inputs: Inputs, hidden: Tensor, states: Any, cache: Any, kwargs: dict[str, Any]
+    family: Family, inputs: ForwardInputs, hidden: Tensor, states: Any, cache: Any, kwargs: dict[str, Any]
 ) -> CausalLMOutputWithPast:
     logits = family.lm_head(hidden)
     loss = whole_text_loss(logits, inputs, family.loss_function, kwargs)
     return CausalLMOutputWithPast(loss=loss, logits=logits, past_key_values=cache, hidden_states=states)
 
 
-def _deals_prompt(family: Family, inputs: Inputs, cache: Any) -> bool:
+def _deals_prompt(family: Family, inputs: ForwardInputs, cache: Any) -> bool:
     """Whether this prompt is read with its text dealt to the ranks; the same on all of them."""
     config = family.context.config
     return (
@@ -202,15 +204,15 @@ def _deals_prompt(family: Family, inputs: Inputs, cache: Any) -> bool:
         and inputs.length >= config.shard_prompt_from
         and (config.self_attention != "star" or can_be_cut(family.context, inputs))
         and not torch.is_grad_enabled()
-        and can_be_dealt(cache)
+        and supports_sharded_text(cache)
     )
 
 
 def _dealt_prompt(
     family: Family,
-    inputs: Inputs,
+    inputs: ForwardInputs,
     cache: Any,
-    beside: Remembered,
+    beside: SequenceParallelCacheState,
     features: Tensor | None,
     logits_to_keep: int | Tensor,
     kwargs: dict[str, Any],
@@ -224,8 +226,8 @@ def _dealt_prompt(
     note = beside.note
     # of all rows, by a cache that is empty still
     every_position, every_view = inputs.positions(), _view_of_kept(family, inputs, beside)
-    deal_text(cache, text, family.text_config.num_hidden_layers)
-    call = SeqParCall(family.context, text=text, **frames_of(family, inputs, text, features, note, beside.kept))
+    shard_cached_text(cache, text, family.text_config.num_hidden_layers)
+    call = ForwardState(family.context, text=text, **frames_of(family, inputs, text, features, note, beside.kept))
     report(family, inputs, text.local)
     embeds, positions, mask = text_of(family, inputs, call)
     outputs = family.decode(embeds, positions, mask, cache, call, **kwargs)

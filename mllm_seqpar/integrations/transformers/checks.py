@@ -12,7 +12,7 @@ from transformers.utils import TransformersKwargs
 from mllm_seqpar.comm.agreement import fingerprint
 from mllm_seqpar.errors import ConfigError, ShapeError
 
-from .inputs import Inputs
+from .inputs import ForwardInputs
 
 _KNOWN = {
     *TransformersKwargs.__annotations__,
@@ -34,7 +34,7 @@ def refuse_unknown(kwargs: dict[str, Any]) -> None:
         )
 
 
-def check_text(inputs: Inputs) -> None:
+def check_text(inputs: ForwardInputs) -> None:
     """Raise ShapeError unless text, positions and labels have the shapes and kinds of numbers that they must have."""
     dims = 2 if inputs.input_ids is not None else 3
     if inputs.text.dim() != dims:
@@ -55,7 +55,7 @@ def _require_integers(**tensors: Tensor | None) -> None:
             raise ShapeError(f"{name}: has dtype {tensor.dtype}; expected integers, such as torch.long")
 
 
-def facts_of_call(model: nn.Module, inputs: Inputs, kwargs: Mapping[str, Any], whole: bool) -> dict[str, int]:
+def facts_of_call(model: nn.Module, inputs: ForwardInputs, kwargs: Mapping[str, Any], whole: bool) -> dict[str, int]:
     """Return what else the ranks must have in common for one pass, by name: what decides the course of computation.
 
     Args:

@@ -18,11 +18,11 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from mllm_seqpar.masks import FrameMask
 from mllm_seqpar.runtime.context import SeqParContext
-from mllm_seqpar.runtime.forward_state import SeqParCall
-from mllm_seqpar.runtime.selection import CrossShape
+from mllm_seqpar.runtime.forward_state import ForwardState
+from mllm_seqpar.runtime.selection import CrossAttentionShape
 
-from .cache import Remembered
-from .inputs import Inputs
+from .cache import SequenceParallelCacheState
+from .inputs import ForwardInputs
 from .outputs import refuse_other_losses, refuse_reentrant, refuse_unlike_attention
 
 VISUAL_SHARD = """
@@ -33,7 +33,7 @@ VISUAL_SHARD = """
 
 
 @dataclass(frozen=True)
-class View:
+class Visibility:
     """What the text rows of a pass see.
 
     Attributes:
@@ -88,11 +88,11 @@ class Family(ABC):
         """The model's own loss, for text that every rank has whole."""
         return self.loss_of.loss_function(**kwargs)
 
-    def units_per_frame(self, inputs: Inputs) -> int:
+    def units_per_frame(self, inputs: ForwardInputs) -> int:
         """What the mask speaks of, per frame."""
         return 1
 
-    def cross_shape(self) -> CrossShape | None:
+    def cross_shape(self) -> CrossAttentionShape | None:
         """The model's cross-attention, for a strategy to be chosen before any layer runs; None: by each layer then."""
         return None
 
@@ -105,12 +105,12 @@ class Family(ABC):
         """One empty frame and its extras, as `encode` takes them, on the model's device."""
 
     @abstractmethod
-    def view(self, inputs: Inputs, units: int, tokens: int, note: Any) -> View:
+    def view(self, inputs: ForwardInputs, units: int, tokens: int, note: Any) -> Visibility:
         """What the rows see of `units` units of `tokens` keys each; `note` is what `note` returned for the prompt."""
 
     @abstractmethod
     def decode(
-        self, embeds: Tensor, positions: Tensor, mask: Any, cache: Cache | None, call: SeqParCall, **kwargs: Any
+        self, embeds: Tensor, positions: Tensor, mask: Any, cache: Cache | None, call: ForwardState, **kwargs: Any
     ) -> Any:
         """Runs the decoder's layers.
 
@@ -127,7 +127,7 @@ class Family(ABC):
             An object with `last_hidden_state` (B, s, C), and `hidden_states` or None.
         """
 
-    def check(self, inputs: Inputs, kwargs: dict[str, Any]) -> None:
+    def check(self, inputs: ForwardInputs, kwargs: dict[str, Any]) -> None:
         """Raises for inputs that do not fit together; the other ranks are told."""
         for config in (self.model.config, self.text_config):
             refuse_unlike_attention(config, kwargs)
@@ -143,7 +143,7 @@ class Family(ABC):
         """
         return mask
 
-    def adopt(self, cache: Any, beside: Remembered) -> None:
+    def adopt(self, cache: Any, beside: SequenceParallelCacheState) -> None:
         """Take over what an unpatched model kept with a cache of this text.
 
         Without K and V of frames in it, as here, the cache can be continued unchanged.
@@ -157,30 +157,30 @@ class Family(ABC):
         """Return the note of a text of which the cache has `past` tokens now, perhaps fewer than the note knows."""
         return note
 
-    def mark_cache(self, cache: Any, beside: Remembered) -> None:
+    def mark_cache(self, cache: Any, beside: SequenceParallelCacheState) -> None:
         """Show an unpatched model that K and V of the frames are kept elsewhere, where it would not notice."""
         return None
 
-    def in_order(self, inputs: Inputs, note: Any) -> bool:
+    def in_order(self, inputs: ForwardInputs, note: Any) -> bool:
         """Whether the cache's rows stand beside the samples that they had when the frames came."""
         return True
 
-    def note(self, inputs: Inputs) -> Any:
+    def note(self, inputs: ForwardInputs) -> Any:
         """What `view` must know of the prompt's frames, in later passes over the same cache too.
 
         Called once the ranks have agreed on their inputs: what does not fit together is raised here, on all ranks.
         """
         return None
 
-    def nobody(self, inputs: Inputs, units: int, tokens: int) -> View:
+    def empty_visibility(self, inputs: ForwardInputs, units: int, tokens: int) -> Visibility:
         """The view of a pass without frames over an empty one that keeps FSDP in step."""
         none = torch.zeros(inputs.batch, inputs.length, dtype=torch.long)
-        return View(FrameMask.from_intervals(none, none, tokens, units))
+        return Visibility(FrameMask.from_intervals(none, none, tokens, units))
 
-    def index(self, inputs: Inputs, units: int) -> Tensor:
+    def index(self, inputs: ForwardInputs, units: int) -> Tensor:
         """(units,) a number for each unit of all ranks that projections may need."""
         return torch.zeros(units, dtype=torch.long)
 
-    def output(self, out: CausalLMOutputWithPast, features: Tensor | None, inputs: Inputs) -> Any:
+    def output(self, out: CausalLMOutputWithPast, features: Tensor | None, inputs: ForwardInputs) -> Any:
         """The model's own kind of output; `features` are those of this rank's frames, None where none were encoded."""
         return out

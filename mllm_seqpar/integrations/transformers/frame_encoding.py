@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from mllm_seqpar.sharding import frame_bounds
 
-from .inputs import Inputs
+from .inputs import ForwardInputs
 
 if TYPE_CHECKING:
     from .family import Family
@@ -41,7 +41,7 @@ def runs_anywhere(model: nn.Module, own: int) -> int:
     return int(found)
 
 
-def local_features(family: Family, inputs: Inputs) -> Tensor | None:
+def local_features(family: Family, inputs: ForwardInputs) -> Tensor | None:
     """(units, tokens, width): the features of this rank's frames; the vision tower runs on those only.
 
     It runs on `vision_chunk_size` frames at a time, as often as on the rank with most. A rank with nothing left runs it

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from mllm_seqpar.comm import Communicator
-from mllm_seqpar.comm.agreement import agree_on_text
+from mllm_seqpar.comm.agreement import require_same_text
 from mllm_seqpar.errors import ConfigError
 from mllm_seqpar.patching import Patch
 from mllm_seqpar.runtime.context import SeqParContext
@@ -34,7 +34,7 @@ def patch_generate(model: Any, context: SeqParContext, patch: Patch, frames: tup
     def generate(*args: Any, **kwargs: Any) -> Any:
         if context.comm.size > 1:
             given = kwargs.get("generation_config") or (args[1] if len(args) > 1 else None)
-            agree_on_text(context.comm, "generate", lambda: _settings(given or model.generation_config, kwargs))
+            require_same_text(context.comm, "generate", lambda: _settings(given or model.generation_config, kwargs))
             share_random_state(context.comm, next(model.parameters()).device)
         return unpatched(*args, **kwargs)
 

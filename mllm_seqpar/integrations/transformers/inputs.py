@@ -16,13 +16,13 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 
 from mllm_seqpar.comm import Communicator
-from mllm_seqpar.comm.agreement import agree
+from mllm_seqpar.comm.agreement import require_agreement
 from mllm_seqpar.errors import ShapeError
 from mllm_seqpar.runtime.context import SeqParContext
 from mllm_seqpar.runtime.visual_features import checksum, sampled_bits
 from mllm_seqpar.sharding import FrameShard, frame_bounds
 
-from .cache import remembered
+from .cache import cache_state
 
 _NAMES = (
     "samples",
@@ -55,7 +55,7 @@ _SAMPLED_WEIGHTS = 16  # of each parameter
 
 
 @dataclass(frozen=True, kw_only=True)
-class Inputs:
+class ForwardInputs:
     """The inputs of one forward pass.
 
     Attributes:
@@ -129,7 +129,7 @@ class Inputs:
     @property
     def rows(self) -> Tensor:
         """(B,) int64: the row of the frames' own pass that each row continues; rows of a cache may have moved since."""
-        beside = remembered(self.past_key_values) if self.past_length else None
+        beside = cache_state(self.past_key_values) if self.past_length else None
         return torch.arange(self.batch) if beside is None else beside.rows_of(self.batch)
 
     def positions(self) -> Tensor:
@@ -148,9 +148,9 @@ class Inputs:
         return None if self.labels is None else shifted(self.labels, ignore_index)
 
 
-def agree_on_inputs(
+def require_same_inputs(
     comm: Communicator,
-    inputs: Inputs,
+    inputs: ForwardInputs,
     check: Callable[[], None],
     model: nn.Module | None = None,
     facts: Callable[[], Mapping[str, int]] = dict,
@@ -176,10 +176,10 @@ def agree_on_inputs(
         check()
         return {**_numbers(inputs, model), **facts()}
 
-    agree(comm, "forward pass", _NAMES, describe)
+    require_agreement(comm, "forward pass", _NAMES, describe)
 
 
-def _numbers(inputs: Inputs, model: nn.Module | None) -> dict[str, int]:
+def _numbers(inputs: ForwardInputs, model: nn.Module | None) -> dict[str, int]:
     labels = inputs.shift_labels if inputs.shift_labels is not None else inputs.labels
     frames = inputs.frames
     kind = 0 if frames is None else 1 + inputs.frames_are_features
@@ -211,7 +211,7 @@ def _numbers(inputs: Inputs, model: nn.Module | None) -> dict[str, int]:
     return dict(zip(_NAMES, [*map(int, counts), *read], strict=False))  # the rest comes from the caller
 
 
-def _check_frames(comm: Communicator, inputs: Inputs) -> None:
+def _check_frames(comm: Communicator, inputs: ForwardInputs) -> None:
     shard, frames = inputs.visual_shard, inputs.frames
     if inputs.both_kinds:
         raise ShapeError(f"pass either {' or '.join(inputs.frame_names)}, not both")

@@ -10,11 +10,11 @@ from torch import Tensor, nn
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from mllm_seqpar.errors import ConfigError
-from mllm_seqpar.runtime.forward_state import SeqParCall
+from mllm_seqpar.runtime.forward_state import ForwardState
 from mllm_seqpar.runtime.loss import sharded_causal_lm_loss
 from mllm_seqpar.runtime.text_shards import TextShards, rows_kept
 
-from .inputs import Inputs
+from .inputs import ForwardInputs
 
 
 def refuse_unlike_attention(config: Any, kwargs: dict[str, Any]) -> None:
@@ -50,7 +50,7 @@ def refuse_other_losses(model: Any, has_labels: bool) -> None:
 
 
 def whole_text_loss(
-    logits: Tensor, inputs: Inputs, loss_function: Callable[..., Tensor], arguments: dict[str, Any]
+    logits: Tensor, inputs: ForwardInputs, loss_function: Callable[..., Tensor], arguments: dict[str, Any]
 ) -> Tensor | None:
     """Return the loss of logits (B, L, V) of the whole text; None without labels.
 
@@ -65,8 +65,8 @@ def whole_text_loss(
 
 
 def sharded_outputs(
-    call: SeqParCall,
-    inputs: Inputs,
+    call: ForwardState,
+    inputs: ForwardInputs,
     hidden: Tensor,
     hidden_states: Sequence[Tensor] | None,
     *,

@@ -12,19 +12,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mllm_seqpar.runtime.forward_state import SeqParCall, VisualShards, choose_for_pass
+from mllm_seqpar.runtime.forward_state import ForwardState, FrameState, select_for_pass
 from mllm_seqpar.runtime.text_shards import TextShards
-from mllm_seqpar.runtime.visual_features import KeptVisual, SharedVisual
+from mllm_seqpar.runtime.visual_features import VisualFeatures, VisualKVCache
 from mllm_seqpar.sharding import frame_bounds
 
 from .checks import check_text, facts_of_call, refuse_unknown
-from .family import Family, View
-from .inputs import Inputs, agree_on_inputs
+from .family import Family, Visibility
+from .inputs import ForwardInputs, require_same_inputs
 from .star_attention import check_star
 from .text_masks import whole_text_mask
 
 
-def agree_on_pass(family: Family, inputs: Inputs, kwargs: dict[str, Any]) -> None:
+def require_same_pass(family: Family, inputs: ForwardInputs, kwargs: dict[str, Any]) -> None:
     """Raises on every rank unless all ranks can compute this pass, and pass the same to it."""
 
     def check() -> None:
@@ -35,7 +35,7 @@ def agree_on_pass(family: Family, inputs: Inputs, kwargs: dict[str, Any]) -> Non
 
     compared = family.model if family.context.compares_weights() else None
     facts = functools.partial(facts_of_call, family.model, inputs, kwargs, compared is not None)
-    agree_on_inputs(family.context.comm, inputs, check, compared, facts)
+    require_same_inputs(family.context.comm, inputs, check, compared, facts)
 
 
 def passed_through(text: Tensor) -> Tensor:
@@ -43,7 +43,7 @@ def passed_through(text: Tensor) -> Tensor:
     return torch.ones((1, 1, 1, 1), dtype=torch.bool, device=text.device)
 
 
-def text_of(family: Family, inputs: Inputs, call: SeqParCall) -> tuple[Tensor, Tensor, Any]:
+def text_of(family: Family, inputs: ForwardInputs, call: ForwardState) -> tuple[Tensor, Tensor, Any]:
     """(embeds, positions, attention mask) of the rows that this rank computes."""
     ids, embeds, positions = inputs.input_ids, inputs.inputs_embeds, inputs.positions()
     mask: Any = whole_text_mask(inputs)
@@ -60,18 +60,18 @@ def text_of(family: Family, inputs: Inputs, call: SeqParCall) -> tuple[Tensor, T
 
 def frames_of(
     family: Family,
-    inputs: Inputs,
+    inputs: ForwardInputs,
     text: TextShards,
     features: Tensor | None,
     note: Any,
-    kept: KeptVisual | None = None,
+    kept: VisualKVCache | None = None,
 ) -> dict[str, Any]:
-    """What a call of a pass with dealt text knows of the frames: `SeqParCall`'s frames, rows, kept."""
+    """What a call of a pass with dealt text knows of the frames: `ForwardState`'s frames, rows, kept."""
     if features is None:
         return {}
     visual = shared(family, inputs, features)
     view = view_of(family, inputs, visual.total_frames, features.shape[1], inputs.total_frames, note)
-    shards = VisualShards.of(visual, view.mask, text, family.units_per_frame(inputs))
+    shards = FrameState.of(visual, view.mask, text, family.units_per_frame(inputs))
     if kept is None:
         shards = _as_chosen(family, inputs, text, shards)
     rows = view.rows
@@ -80,32 +80,32 @@ def frames_of(
     return {"frames": shards, "rows": rows, "kept": kept}
 
 
-def _as_chosen(family: Family, inputs: Inputs, text: TextShards, shards: VisualShards) -> VisualShards:
+def _as_chosen(family: Family, inputs: ForwardInputs, text: TextShards, shards: FrameState) -> FrameState:
     """The frames of a pass, where "auto" or "replicate" settle before any layer runs how they go."""
     context, shape = family.context, family.cross_shape()
     if context.comm.size == 1:
         return shards
     if context.config.strategy == "auto" and shape is not None:
-        shards = choose_for_pass(context, shape, text, shards)
+        shards = select_for_pass(context, shape, text, shards)
     if context.config.strategy == "replicate" or (shards.choice and shards.choice.strategy == "replicate"):
         shards = shards.gathered(context.comm, family.index(inputs, shards.visual.total_frames))
     return shards
 
 
-def shared(family: Family, inputs: Inputs, features: Tensor) -> SharedVisual:
+def shared(family: Family, inputs: ForwardInputs, features: Tensor) -> VisualFeatures:
     """This rank's units; without frames, those of an empty one that rank 0 has."""
     per_frame, total = family.units_per_frame(inputs), max(1, inputs.total_frames)
     start, stop = frame_bounds(total, family.context.comm.size)[family.context.comm.rank]
     index = family.index(inputs, total * per_frame)[start * per_frame : stop * per_frame].to(features.device)
-    return SharedVisual(features, index, total * per_frame)
+    return VisualFeatures(features, index, total * per_frame)
 
 
-def view_of(family: Family, inputs: Inputs, units: int, tokens: int, frames: int, note: Any) -> View:
+def view_of(family: Family, inputs: ForwardInputs, units: int, tokens: int, frames: int, note: Any) -> Visibility:
     """What all rows see of all units; of the empty frame that is there when there are no frames, nothing."""
-    return family.view(inputs, units, tokens, note) if frames else family.nobody(inputs, units, tokens)
+    return family.view(inputs, units, tokens, note) if frames else family.empty_visibility(inputs, units, tokens)
 
 
-def report(family: Family, inputs: Inputs, held: int) -> None:
+def report(family: Family, inputs: ForwardInputs, held: int) -> None:
     """Logs once what this rank holds: `held` text tokens, and its frames."""
     comm = family.context.comm
     start, stop = frame_bounds(inputs.total_frames, comm.size)[comm.rank]

@@ -16,15 +16,15 @@ import torch
 from torch import Tensor
 from transformers.utils import can_return_tuple
 
-from mllm_seqpar.runtime.forward_state import SeqParCall
+from mllm_seqpar.runtime.forward_state import ForwardState
 
 from .cached_passes import cached_pass
 from .family import Family
 from .frame_encoding import local_features
 from .generation import share_random_state
-from .inputs import Inputs
+from .inputs import ForwardInputs
 from .outputs import sharded_outputs
-from .pass_inputs import agree_on_pass, frames_of, report, text_of
+from .pass_inputs import frames_of, report, require_same_pass, text_of
 from .text_masks import text_shards
 
 
@@ -36,18 +36,18 @@ def forward_of(model: Any, forward: Callable[..., Any]) -> Any:
     return types.MethodType(torch.compiler.disable(can_return_tuple(forward)), model)
 
 
-def run_pass(family: Family, inputs: Inputs, logits_to_keep: int | Tensor, kwargs: dict[str, Any]) -> Any:
+def run_pass(family: Family, inputs: ForwardInputs, logits_to_keep: int | Tensor, kwargs: dict[str, Any]) -> Any:
     """One forward pass of a patched model; what its `forward` returns."""
     return (cached_pass if inputs.use_cache else _sharded_pass)(family, inputs, logits_to_keep, kwargs)
 
 
-def _sharded_pass(family: Family, inputs: Inputs, logits_to_keep: int | Tensor, kwargs: dict[str, Any]) -> Any:
+def _sharded_pass(family: Family, inputs: ForwardInputs, logits_to_keep: int | Tensor, kwargs: dict[str, Any]) -> Any:
     """Text and frames dealt to the ranks, no cache: training, evaluation, generation without a cache."""
     context = family.context
-    agree_on_pass(family, inputs, kwargs | {"logits_to_keep": logits_to_keep})
+    require_same_pass(family, inputs, kwargs | {"logits_to_keep": logits_to_keep})
     text, note = text_shards(context, inputs), family.note(inputs)
     features = local_features(family, inputs)
-    call = SeqParCall(context, text=text, **frames_of(family, inputs, text, features, note))
+    call = ForwardState(context, text=text, **frames_of(family, inputs, text, features, note))
     report(family, inputs, text.local if call.shards_text else inputs.length)
     if not call.shards_text and family.model.training:  # every rank computes all text: it must drop the same of it
         share_random_state(context.comm, inputs.text.device)

@@ -13,11 +13,11 @@ from mllm_seqpar.errors import ConfigError, MaskError
 from mllm_seqpar.runtime.context import SeqParContext
 from mllm_seqpar.runtime.star import StarText, block_length
 
-from .inputs import Inputs
+from .inputs import ForwardInputs
 from .text_masks import text_arguments
 
 
-def check_star(config: SeqParConfig, inputs: Inputs) -> None:
+def check_star(config: SeqParConfig, inputs: ForwardInputs) -> None:
     """Raises ConfigError where `self_attention="star"` is asked for what it is not made for."""
     if config.self_attention != "star":
         return
@@ -33,12 +33,12 @@ def check_star(config: SeqParConfig, inputs: Inputs) -> None:
         )
 
 
-def can_be_cut(context: SeqParContext, inputs: Inputs) -> bool:
+def can_be_cut(context: SeqParContext, inputs: ForwardInputs) -> bool:
     """Whether the prompt has a token for the block of every rank."""
     return block_length(inputs.length, context.comm.size) > 0
 
 
-def star_shards(context: SeqParContext, inputs: Inputs) -> StarText:
+def star_shards(context: SeqParContext, inputs: ForwardInputs) -> StarText:
     """How the context of a prompt is dealt to the ranks; says once per patched model that this is approximate.
 
     Of two ranks it is not: the second one's block and the anchor are the whole context.

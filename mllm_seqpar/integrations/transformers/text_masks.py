@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from mllm_seqpar.errors import MaskError
-from mllm_seqpar.masks.rectangles import Span, Tile, masked_tiles
+from mllm_seqpar.masks.rectangles import Rectangle, Span, masked_rectangles
 from mllm_seqpar.runtime.context import SeqParContext
 from mllm_seqpar.runtime.text_shards import TextShards, packed_starts
 
-from .inputs import Inputs
+from .inputs import ForwardInputs
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class _TensorRule:
         return part[:, slice(*rows), slice(*keys)].to(device)
 
 
-def text_shards(context: SeqParContext, inputs: Inputs) -> TextShards:
+def text_shards(context: SeqParContext, inputs: ForwardInputs) -> TextShards:
     """How the text of a sharded pass is dealt to the ranks, with its padding and packed sequences.
 
     Raises:
@@ -37,7 +37,7 @@ def text_shards(context: SeqParContext, inputs: Inputs) -> TextShards:
     return TextShards(inputs.batch, inputs.length, context.comm, context.config.text_layout, valid, first)
 
 
-def text_arguments(inputs: Inputs) -> tuple[Tensor | None, Tensor | None]:
+def text_arguments(inputs: ForwardInputs) -> tuple[Tensor | None, Tensor | None]:
     """`valid` and `first` of `TextShards`: the padding, and where each packed sequence begins.
 
     Raises:
@@ -50,7 +50,7 @@ def text_arguments(inputs: Inputs) -> tuple[Tensor | None, Tensor | None]:
     return mask, packed_starts(inputs.positions()) if mask is None and inputs.packed else None
 
 
-def whole_text_mask(inputs: Inputs) -> Tensor | None:
+def whole_text_mask(inputs: ForwardInputs) -> Tensor | None:
     """The attention mask for text that every rank has whole: transformers' own, packed sequences and all."""
     mask = inputs.attention_mask
     if mask is None and not inputs.packed:  # a mask of ones keeps transformers from looking at positions
@@ -58,14 +58,14 @@ def whole_text_mask(inputs: Inputs) -> Tensor | None:
     return mask
 
 
-def causal_tiles(mask: Tensor | None, q: Tensor, k: Tensor) -> Iterable[Tile]:
+def causal_rectangles(mask: Tensor | None, q: Tensor, k: Tensor) -> Iterable[Rectangle]:
     """The tiles of rows (B, H, L, D) against the cached and new keys (B, G, K, D); no mask means plain causal."""
     batch, length, keys = q.shape[0], q.shape[2], k.shape[2]
     if mask is None:
         before = keys - length
         if before:
-            yield Tile((0, batch), (0, length), (0, before))
-        yield Tile((0, batch), (0, length), (before, keys), "causal")
+            yield Rectangle((0, batch), (0, length), (0, before))
+        yield Rectangle((0, batch), (0, length), (before, keys), "causal")
         return
     if mask.dim() != 4 or mask.shape[1] != 1:
         raise MaskError(
@@ -73,4 +73,4 @@ def causal_tiles(mask: Tensor | None, q: Tensor, k: Tensor) -> Iterable[Tile]:
         )
     visible = mask[:, 0, :, :keys]
     rule = _TensorRule(visible if visible.dtype is torch.bool else visible >= 0)
-    yield from masked_tiles((0, batch), (0, length), (0, keys), 1, rule)
+    yield from masked_rectangles((0, batch), (0, length), (0, keys), 1, rule)
