@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     from mllm_seqpar.sharding import FrameShard, frame_range, shard_sequence, unshard_sequence
     from mllm_seqpar.training.trainer import SeqParTrainer
 
+__version__ = "0.2.0"
+
 __all__ = [
     "FrameMask",
     "FrameShard",
@@ -42,10 +44,6 @@ _HOME = {
 
 
 def __getattr__(name: str) -> Any:
-    if name == "__version__":
-        from importlib.metadata import version
-
-        return version("mllm-seqpar")
     if name not in _HOME:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     value = getattr(importlib.import_module(f"{__name__}.{_HOME[name]}"), name)
@@ -54,4 +52,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted([*globals(), *_HOME, "__version__"])
+    return sorted([*globals(), *_HOME])

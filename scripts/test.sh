@@ -1,8 +1,9 @@
 #!/usr/bin/env bash
-# Lint, types and all tests: bash scripts/test.sh [arguments of pytest, such as -k ring]
-#   bash scripts/test.sh --levels [arguments of pytest]: the tests marked "rounding" alone, once for each set of vector
-#   instructions in TEST_LEVELS (default: "default avx2 avx512"), as on processors that have no better ones
-# Makes its own .venv on first use. The tests run even when lint or types fail; the exit status tells either.
+# Lint, types and tests. Creates .venv on first use. The tests run even if lint or types fail.
+#   bash scripts/test.sh [pytest arguments]            all tests; with arguments in one process: bash scripts/test.sh -k ring
+#   bash scripts/test.sh --quick [pytest arguments]    the tests that are not marked "slow", in under 2 minutes
+#   bash scripts/test.sh --levels [pytest arguments]   the tests marked "rounding", once per set of vector instructions in
+#                                                      TEST_LEVELS (default: "default avx2 avx512"), as on lesser processors
 set -euo pipefail
 
 root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
@@ -10,15 +11,14 @@ cd "$root"
 source "$root/scripts/lib/venv.sh"
 ensure_venv "test,video"
 
-# Without its dependencies, so it cannot be one of the extra "test": it pins torch 2.0.1, and pip would install that.
-# Where it is installed already, pip looks nowhere.
+# open-flamingo pins torch 2.0.1, so it is installed without its dependencies and is not part of the extra "test".
 "$venv_python" -m pip install --quiet --disable-pip-version-check --no-deps "open-flamingo==2.0.1"
 
-export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" # ranks are processes: more threads than cores slow all of them down
+export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" # ranks are processes and threads: more threads than cores slow them down
 in_parallel=(-n "${TEST_WORKERS:-2}" --dist loadfile --no-loadscope-reorder)
 
-# PyTorch's own kernels, oneDNN and MKL each choose instructions by the processor, and with them the order of sums.
-# MKL's variable has no effect on processors of other makers, nor do oneDNN's and MKL's on other architectures.
+# PyTorch's kernels, oneDNN and MKL select instructions by processor, which changes the order of sums. MKL_ENABLE_INSTRUCTIONS
+# has an effect on Intel processors only.
 run_level() {
     local level="$1" best able onednn mkl
     shift
@@ -33,7 +33,7 @@ run_level() {
     esac
     best="$(env -u ATEN_CPU_CAPABILITY "$venv_python" -c 'import torch; print(torch.backends.cpu.get_cpu_capability())')"
     if [[ "$able" != "*" && " $able " != *" $best "* ]]; then
-        echo "== level $level is skipped: this processor lacks it; PyTorch uses $best here"
+        echo "== level $level is skipped: this processor does not support it; PyTorch uses $best"
         return 0
     fi
     echo "== level $level: pytest -m rounding $*"
@@ -63,15 +63,17 @@ step ruff format --check .
 step mypy
 
 if [[ "$checks" != 0 ]]; then
-    echo "== lint or types failed, see above; the tests run all the same"
+    echo "== lint or types failed, see above; the tests run nevertheless"
 fi
-echo "== pytest $*"
+# Without arguments, two processes run the tests file by file. With arguments, such as for a single test, one process does.
+selected=()
+if [[ "${1:-}" == --quick ]]; then
+    shift
+    selected=("${in_parallel[@]}" -m "not slow")
+elif [[ $# == 0 ]]; then
+    selected=("${in_parallel[@]}")
+fi
+echo "== pytest ${selected[*]} $*"
 tests=0
-# The whole suite runs in two halves at once, file by file: ranks wait for each other much of the time, and one half alone
-# leaves two cores half idle. With arguments, as for a single test, there is one process to look at.
-halves=()
-if [[ $# == 0 ]]; then
-    halves=("${in_parallel[@]}")
-fi
-"$venv_python" -m pytest "${halves[@]}" "$@" || tests=$?
+"$venv_python" -m pytest "${selected[@]}" "$@" || tests=$?
 exit $((tests != 0 ? tests : checks))

@@ -1,7 +1,7 @@
 """Adapters: one per model family. An adapter finds a family's modules and says what its tokens may see.
 
 Families from outside this package register with `register_adapter`, or name a zero-argument callable that returns an
-adapter in the entry point group `mllm_seqpar.patching.registry` of their own package.
+adapter in the entry point group `mllm_seqpar.adapters` of their own package.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from mllm_seqpar.patching import Patch
     from mllm_seqpar.runtime.context import SeqParContext
 
-ENTRY_POINTS = "mllm_seqpar.patching.registry"
+ENTRY_POINTS = "mllm_seqpar.adapters"
 _BUILT_IN = (
     "mllm_seqpar.patches.mplug_owl3.adapter",
     "mllm_seqpar.patches.mllama.adapter",
