@@ -1,0 +1,188 @@
+"""Layer: pure Python. Rules of the code base that no linter checks: direction of imports, no cycles, sizes, shell scripts."""
+
+import ast
+import os
+import subprocess
+import sys
+import tomllib
+from collections.abc import Iterator
+from graphlib import CycleError, TopologicalSorter
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+
+ORDER = (
+    "errors _compat _logging _eager schedules comm sharding config masks kernels attention checkpointing runtime families "
+    "patching integrations adapting models data planner cli inference training patches"
+).split()
+"""Parts of the package. A part imports only parts before it; see CONTRIBUTING.md."""
+
+THIRD_PARTY = {
+    "integrations": {"accelerate", "transformers"},
+    "models": {"numpy", "PIL", "safetensors", "tokenizers", "transformers", "open_clip", "open_flamingo"},
+    "data": {"numpy", "PIL", "safetensors", "av", "tokenizers", "transformers"},
+    "planner": {"yaml", "matplotlib"},
+    "cli": {"matplotlib", "safetensors", "tqdm", "transformers", "yaml"},
+    "inference": {"transformers"},
+    "training": {"numpy", "accelerate", "peft", "safetensors", "transformers"},
+    "patches": {"numpy", "PIL", "tokenizers", "transformers", "open_flamingo"},
+}
+"""What a part may import besides torch and the standard library. Parts that are not listed may import nothing else."""
+
+NO_TORCH = {"errors", "schedules"}
+FORBIDDEN = {"patches": {"schedules"}, "runtime": {"planner"}, "attention": {"planner"}}
+LINES = 350
+
+
+def parsed(*folders: str) -> dict[Path, ast.Module]:
+    return {path: ast.parse(path.read_text()) for folder in folders for path in sorted((ROOT / folder).rglob("*.py"))}
+
+
+PACKAGE = parsed("mllm_seqpar", "patches")
+
+
+def name_of(path: Path) -> str:
+    return str(path.relative_to(ROOT))
+
+
+def module_of(path: Path) -> str:
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return ".".join(("mllm_seqpar", *parts) if parts[0] == "patches" else parts).removesuffix(".__init__")
+
+
+MODULES = {module_of(path): path for path in PACKAGE}
+
+
+def part_of(module: str) -> str:
+    return module.split(".")[1] if "." in module else "mllm_seqpar"
+
+
+def type_checking_only(tree: ast.Module) -> set[ast.AST]:
+    """Return the nodes inside `if TYPE_CHECKING:`."""
+    blocks = [node for node in ast.walk(tree) if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)]
+    return {inner for block in blocks for statement in block.body for inner in ast.walk(statement)}
+
+
+def imports_of(path: Path, nodes: Iterator[ast.AST]) -> Iterator[tuple[int, str]]:
+    """Yield the line and the full name of each module that is imported."""
+    module = module_of(path)
+    package = module if path.name == "__init__.py" else module.rpartition(".")[0]
+    for node in nodes:
+        if isinstance(node, ast.Import):
+            yield from ((node.lineno, alias.name) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = node.module or ""
+            if node.level:
+                above = package.split(".")[: len(package.split(".")) - node.level + 1]
+                base = ".".join([*above, base]).rstrip(".")
+            for alias in node.names:
+                inner = f"{base}.{alias.name}"
+                yield node.lineno, inner if inner in MODULES else base
+
+
+def test_imports_point_one_way() -> None:
+    wrong = []
+    for path, tree in PACKAGE.items():
+        part = part_of(module_of(path))
+        if part == "mllm_seqpar":  # the package itself names what is public and imports it on first use
+            continue
+        skipped = type_checking_only(tree)
+        for line, imported in imports_of(path, (node for node in ast.walk(tree) if node not in skipped)):
+            top = imported.partition(".")[0]
+            if top in sys.stdlib_module_names:
+                continue
+            if top == "mllm_seqpar":
+                target = part_of(imported)
+                allowed = ORDER.index(target) <= ORDER.index(part) and target not in FORBIDDEN.get(part, ())
+            else:
+                allowed = top in THIRD_PARTY.get(part, ()) or (top == "torch" and part not in NO_TORCH)
+            if not allowed:
+                wrong.append(f"{name_of(path)}:{line} imports {imported}")
+    assert not wrong, "\n".join(wrong)
+
+
+def test_no_import_cycles() -> None:
+    graph = {}
+    for path, tree in PACKAGE.items():
+        imported = {name for _, name in imports_of(path, iter(tree.body)) if name in MODULES}
+        graph[module_of(path)] = imported - {module_of(path)}
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        pytest.fail(f"import cycle: {' -> '.join(error.args[1])}")
+
+
+def test_no_module_is_too_long() -> None:
+    files = [*PACKAGE, *parsed("scripts", "tests")]
+    long = {name_of(path): count for path in files if (count := len(path.read_text().splitlines())) > LINES}
+    assert not long, f"more than {LINES} lines: {long}"
+
+
+def test_no_global_statement() -> None:
+    found = [
+        f"{name_of(path)}:{node.lineno}"
+        for path, tree in parsed("mllm_seqpar", "patches", "scripts", "tests").items()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Global)
+    ]
+    assert not found, f"`global` in {found}; pass the state as an argument or keep it in an object"
+
+
+def test_shell_scripts_stop_at_the_first_error() -> None:
+    for path in sorted((ROOT / "scripts").glob("*.sh")):
+        lines = path.read_text().splitlines()
+        assert lines[0] == "#!/usr/bin/env bash" and "set -euo pipefail" in lines, name_of(path)
+        assert os.access(path, os.X_OK), f"{name_of(path)} is not executable: git update-index --chmod=+x"
+        subprocess.run(["bash", "-n", str(path)], check=True)
+
+
+def test_every_package_folder_has_an_init_file() -> None:
+    missing = sorted({name_of(path.parent) for path in PACKAGE if not (path.parent / "__init__.py").exists()})
+    assert not missing, f"no __init__.py in {missing}: setup.py would leave them out of the wheel"
+
+
+def test_wheel_contains_every_module_and_config(tmp_path: Path) -> None:
+    command = [sys.executable, "setup.py", "-q", "build_py", "--build-lib", str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+    configs = [path.relative_to(ROOT) for path in (ROOT / "configs").rglob("*.yaml")]
+    named = {*(path.relative_to(ROOT) for path in PACKAGE), *configs, Path("mllm_seqpar/py.typed")}
+    expected = {path if path.parts[0] == "mllm_seqpar" else Path("mllm_seqpar") / path for path in named}
+    assert {path.relative_to(tmp_path) for path in tmp_path.rglob("*") if path.is_file()} == expected
+
+
+def test_imports_stay_light() -> None:
+    code = """
+import sys
+def absent(*names): print([name for name in names if name in sys.modules])
+import mllm_seqpar; absent("torch", "transformers", "accelerate")
+import mllm_seqpar.attention; absent("transformers", "accelerate")
+import mllm_seqpar.patching; absent("transformers", "accelerate")
+import mllm_seqpar.data; absent("transformers", "av")
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split("\n")[:4] == ["[]"] * 4, done.stdout
+
+
+def test_every_public_name_exists() -> None:
+    import mllm_seqpar
+
+    assert not [name for name in mllm_seqpar.__all__ if not hasattr(mllm_seqpar, name)]
+    assert set(mllm_seqpar.__all__) == set(mllm_seqpar._HOME)
+    with pytest.raises(AttributeError, match="no attribute 'ring'"):
+        _ = mllm_seqpar.ring
+
+
+def test_versions_are_written_once() -> None:
+    import mllm_seqpar
+    from mllm_seqpar._compat import MINIMUM
+
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    asked = dict(line.split(">=") for line in project["project"]["dependencies"])
+    assert {package: asked[package] for package in MINIMUM} == MINIMUM
+    assert project["tool"]["setuptools"]["dynamic"]["version"] == {"attr": "mllm_seqpar.__version__"}
+    assert f"\n## [{mllm_seqpar.__version__}]" in (ROOT / "CHANGELOG.md").read_text()
+    assert f"\nversion: {mllm_seqpar.__version__}\n" in (ROOT / "CITATION.cff").read_text()
