@@ -1,12 +1,13 @@
-"""What `network.py` measures: settings that keep the proportions of the paper's clusters, and those around a crossover.
+"""The settings that `network.py` measures: the proportions of the paper's clusters, and both sides of the crossover.
 
-A setting of the paper (arXiv 2502.02406, tables 3 and 4) is scaled down in time and in bytes, by a factor each. What
-decides which strategy is faster stays: queries to keys, heads to key heads, and the time of a block to the time of a
-transfer. The latter follows from the paper's own seconds, so it holds whatever its kernels and links reached: with n
-GPUs, LV-XAttn's transfers hidden and Ring Attention's not,
+A setting taken from the paper (arXiv 2502.02406, tables 3 and 4) is scaled down in time and in bytes, by one factor
+each. The ratios that decide which strategy is faster are kept: queries to keys, query heads to KV heads, and the time
+of an attention block to the time of a transfer. The last one follows from the paper's own seconds and therefore
+includes whatever speed its kernels and links reached. With n GPUs, LV-XAttn's transfers overlapped and Ring
+Attention's not overlapped:
 
-    block      cross-attention of LV-XAttn / (layers 3.5 n)      backward 2.5 times forward
-    transfer   cross-attention of Ring / (layers 3 (n - 1))      K, V forward; K, V, dK, dV in bf16 backward
+    block      cross-attention of LV-XAttn / (layers 3.5 n)      backward takes 2.5 times the forward pass
+    transfer   cross-attention of Ring / (layers 3 (n - 1))      K, V in forward; K, V, dK, dV in bf16 in backward
 """
 
 from __future__ import annotations
@@ -16,17 +17,17 @@ from dataclasses import dataclass, replace
 from mllm_seqpar.schedules.bytes_sent import Problem
 
 SUITES = {
-    "paper": "the paper's clusters in proportion, emulated blocks, 8 ranks",
-    "tiles": "all tiles on both sides of the crossover, emulated blocks, 4 to 8 ranks",
-    "real": "the paper's clusters in proportion, real blocks, 2 ranks",
-    "full": "the paper's lengths as they are, real blocks, for GPUs: as many as the launcher started",
-    "smallest": "two ranks, a second: to see that it works",
+    "paper": "the proportions of the paper's clusters, emulated blocks, 8 ranks",
+    "tiles": "all mesh shapes on both sides of the crossover, emulated blocks, 4 to 8 ranks",
+    "real": "the proportions of the paper's clusters, real blocks, 2 ranks",
+    "full": "the paper's unscaled lengths, real blocks, on the GPUs of a launcher",
+    "smallest": "two ranks, one second, to check that the benchmark works",
 }
 
 
 @dataclass(frozen=True, kw_only=True)
 class PaperRow:
-    """A row of the paper's table 3 (16 A100, 4 nodes) or 4 (8 A30, 8 nodes): seconds of cross-attention a step."""
+    """A row of the paper's table 3 (16 A100, 4 nodes) or 4 (8 A30, 8 nodes), with seconds of cross-attention a step."""
 
     cluster: str
     model: str
@@ -41,7 +42,7 @@ class PaperRow:
 
     @property
     def transfer_in_blocks(self) -> float:
-        """Time to send K and V, expanded to all heads, in times of one block's forward."""
+        """Time to send K and V, expanded to all query heads, over the time of one block's forward pass."""
         return (self.ring_s / (3 * (self.gpus - 1))) / (self.lv_xattn_s / (3.5 * self.gpus))
 
 
@@ -58,19 +59,19 @@ PAPER = {
 
 @dataclass(frozen=True, kw_only=True)
 class Setting:
-    """One call of cross-attention, on a network.
+    """One cross-attention call on one network.
 
     Attributes:
-        name: of the setting, in rows and tables.
+        name: the setting's name in rows and tables.
         ranks: n.
-        rows, keys: of each rank.
+        rows, keys: query rows and keys of each rank.
         heads, kv_heads, dim: H, G, D.
-        block_s: emulated seconds of one block's forward, all rows of a rank against all keys of a rank; None: real.
-        mbit: cap of each link, Mbit/s; None: as `transfer_in_blocks` says, or uncapped.
-        transfer_in_blocks: time to send a rank's expanded K and V in times of a block's forward, which sets the cap.
-        paper: the row that is scaled down.
-        only_tiles: measure all tiles and nothing else.
-        dtype: of Q, K, V; real blocks on CPUs are float32, everything else is what it was in the paper.
+        block_s: emulated seconds of the forward pass of one block (one Q shard by one KV shard); None: real blocks.
+        mbit: cap of each link in Mbit/s; None: derived from `transfer_in_blocks`, or uncapped without it.
+        transfer_in_blocks: time to send a rank's expanded K and V over the time of one block's forward pass.
+        paper: the row of the paper that is scaled down.
+        only_tiles: measure all mesh shapes and nothing else.
+        dtype: of Q, K, V.
     """
 
     name: str
@@ -88,7 +89,7 @@ class Setting:
     dtype: str = "bfloat16"
 
     def problem(self, *, accumulated: int = 4) -> Problem:
-        """The call as the formulas know it; `accumulated`: bytes of an element of what is summed over ranks."""
+        """Return the call for the byte formulas; `accumulated`: bytes of an element that is summed over ranks."""
         return Problem(
             rows=self.rows,
             keys=(self.keys,) * self.ranks,
@@ -100,7 +101,7 @@ class Setting:
         )
 
     def cap_mbit(self, block_s: float) -> float | None:
-        """The cap, given how long a block's forward takes."""
+        """Return the cap of each link, given the seconds of one block's forward pass."""
         if self.transfer_in_blocks is None:
             return self.mbit
         expanded = 2 * self.keys * self.heads * self.dim * self.problem().element
@@ -108,28 +109,26 @@ class Setting:
 
 
 def suite(name: str, ranks: int | None) -> list[Setting]:
-    """The settings of a suite; `ranks`: instead of its own number of them."""
+    """Return the settings of a suite, on `ranks` ranks instead of the suite's own number if given."""
     if name == "paper":
-        emulated = {
+        shapes = {
             "a30-flamingo": (8, 0.02),
             "a30-owl3": (2, 0.025),
             "a100-flamingo": (16, 0.05),
             "a100-owl3": (1, 0.03),
         }
-        return [scaled(key, ranks or 8, rows, block_s) for key, (rows, block_s) in emulated.items()]
+        return [_scaled(key, ranks or 8, rows, block_s) for key, (rows, block_s) in shapes.items()]
     if name == "real":
-        real = {"a30-flamingo": 64, "a30-owl3": 16, "a100-flamingo": 64}
-        return [replace(scaled(key, ranks or 2, rows, None), dtype="float32") for key, rows in real.items()]
+        row_counts = {"a30-flamingo": 64, "a30-owl3": 16, "a100-flamingo": 64}
+        return [replace(_scaled(key, ranks or 2, rows, None), dtype="float32") for key, rows in row_counts.items()]
     if name == "full":
-        ranks = ranks or 8
-        return [scaled(key, ranks, PAPER[key].rows // ranks, None) for key in PAPER]
-    if name == "tiles":
-        return [replace(setting, ranks=ranks or setting.ranks) for setting in TILES]
-    return [SMALLEST if ranks is None else replace(SMALLEST, ranks=ranks)]
+        return [_scaled(key, ranks or 8, PAPER[key].rows // (ranks or 8), None) for key in PAPER]
+    settings = TILES if name == "tiles" else [SMALLEST]
+    return [replace(setting, ranks=ranks or setting.ranks) for setting in settings]
 
 
-def scaled(key: str, ranks: int, rows: int, block_s: float | None) -> Setting:
-    """A row of the paper with `rows` query rows a rank: keys, and the transfer's time in blocks, in proportion."""
+def _scaled(key: str, ranks: int, rows: int, block_s: float | None) -> Setting:
+    """Return a row of the paper scaled to `rows` query rows per rank; keys and transfer time keep their proportions."""
     row = PAPER[key]
     return Setting(
         name=key,
@@ -145,20 +144,21 @@ def scaled(key: str, ranks: int, rows: int, block_s: float | None) -> Setting:
     )
 
 
-def _tiles(ranks: int, rows: int, keys: int) -> Setting:
+def _mesh_setting(ranks: int, rows: int, keys: int) -> Setting:
     name = f"{ranks}-ranks-{rows}x{keys}"
     shape = {"rows": rows, "keys": keys, "heads": 8, "kv_heads": 2, "dim": 64}
     return Setting(name=name, ranks=ranks, **shape, block_s=0.01, mbit=100, only_tiles=True)
 
 
-# Rows and columns weigh the same where 8 rows = 2 keys: below that LV-XAttn's end of the tiles is better, above Ring's.
+# With these heads a query row costs as many bytes as four keys. LV-XAttn is best with more keys than that per row, Ring
+# Attention with fewer, and a mesh in between.
 TILES = [
-    _tiles(4, 512, 512),
-    _tiles(4, 128, 2048),
-    _tiles(6, 256, 512),
-    _tiles(6, 128, 1024),
-    _tiles(8, 512, 512),
-    _tiles(8, 256, 1024),
-    _tiles(8, 128, 2048),
+    _mesh_setting(4, 512, 512),
+    _mesh_setting(4, 128, 2048),
+    _mesh_setting(6, 256, 512),
+    _mesh_setting(6, 128, 1024),
+    _mesh_setting(8, 512, 512),
+    _mesh_setting(8, 256, 1024),
+    _mesh_setting(8, 128, 2048),
 ]
 SMALLEST = Setting(name="smallest", ranks=2, rows=16, keys=512, heads=4, kv_heads=2, dim=32, block_s=0.005, mbit=40)

@@ -1,9 +1,9 @@
-"""The models that `memory.py` measures: the real class of a family, by the sizes of `configs/models`, divided.
+"""The models that `memory.py` measures: the real class of each family, with the sizes of `configs/models` scaled down.
 
-Every width is divided by one number, and numbers of heads, tokens of a frame and cross-attention layers stay: so the
-features, K and V of a frame stand in the published proportion to each other. Decoder layers without cross-attention and
-the vocabulary are cut, which no byte that grows with the video depends on. A step starts at the features, which want a
-gradient, as those of a trained projector or resampler do; the tower, which would make them, is not run.
+All widths are divided by one number. The numbers of heads, of tokens per frame and of cross-attention layers stay, so
+the visual features, K and V of a frame keep their published proportions. There are fewer decoder layers without
+cross-attention and a smaller vocabulary; no byte that grows with the video depends on these. A step starts at visual
+features that require a gradient, as the output of a trained projector or resampler does. The vision tower is not run.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from decode_models import flamingo_package, random_weights
+from small_models import flamingo_package, random_weights
 from torch import Tensor, nn
 
 from mllm_seqpar import FrameShard
@@ -33,9 +33,10 @@ class Subject:
     """A model and its inputs.
 
     Attributes:
-        sizes: its sizes, as the planner takes them.
-        model: what `patch_model` takes.
-        inputs: (ids (1, L), features (f, tokens, width) of this rank, shard) -> arguments of forward, without labels.
+        sizes: the sizes that the planner takes.
+        model: the argument of `patch_model`.
+        inputs: maps ids (1, L), this rank's features (f, tokens, width) and its frame shard to the arguments of
+            forward, without labels.
     """
 
     sizes: ModelSizes
@@ -43,19 +44,18 @@ class Subject:
     inputs: Callable[[Tensor, Tensor, FrameShard], Inputs]
 
     def arguments(self, text: int, features: Tensor, shard: FrameShard) -> Inputs:
-        """Arguments of forward: a placeholder for every frame first, then words; the second half has labels."""
+        """Return the arguments of forward: one placeholder per frame, then words; the second half has labels."""
         ids = torch.randint(3, WORDS - 2, (1, text), generator=torch.Generator().manual_seed(1))
         ids[:, : shard.total] = MEDIA
         labels = ids.clone()
         labels[:, : text // 2] = -100
         labels[:, : shard.total] = -100
         device = features.device
-        given = self.inputs(ids.to(device), features, shard)
-        return given | {"labels": labels.to(device)}
+        return self.inputs(ids.to(device), features, shard) | {"labels": labels.to(device)}
 
 
 def scaled(name: str, scale: int, layers: int) -> ModelSizes:
-    """The sizes of `configs/models/<name>.yaml` with every width divided, and so many decoder layers."""
+    """Return the sizes of `configs/models/<name>.yaml` with all widths divided by `scale` and `layers` layers."""
     model = read_model(CONFIGS / f"{name}.yaml")
     text, cross, vision = model.text, model.cross, model.vision
     text = replace(
@@ -83,7 +83,7 @@ def scaled(name: str, scale: int, layers: int) -> ModelSizes:
 
 
 def mplug_owl3(scale: int) -> Subject:
-    """mPLUG-Owl3-7B, gated: 729 keys a frame, 4 KV heads of 28, 4 hyper layers; 8 decoder layers of 28."""
+    """Build mPLUG-Owl3-7B, gated: 729 keys per frame, 28 query heads, 4 KV heads, 4 hyper layers; 8 of 28 layers."""
     from transformers import SiglipVisionConfig
 
     from mllm_seqpar.models.mplug_owl3 import MPlugOwl3Config, MPlugOwl3ForConditionalGeneration
@@ -107,14 +107,16 @@ def mplug_owl3(scale: int) -> Subject:
 
 
 def open_flamingo(scale: int) -> Subject:
-    """OpenFlamingo-3B over LLaMA: 64 keys a frame, 8 heads, cross-attention before each of 24 layers, to all frames."""
+    """Build OpenFlamingo-3B over LLaMA: 64 keys per frame, 8 heads, cross-attention to all frames in all 24 layers."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    flamingo, mixin, extend = flamingo_package("memory.py")
+    flamingo, mixin, extend = flamingo_package()
     from open_flamingo.src.helpers import MaskedCrossAttention
 
     sizes = scaled("open-flamingo-3b", scale, layers=24)
-    sizes = replace(sizes, text=replace(sizes.text, mlp_matrices=3))  # LLaMA's MLPs are gated, MPT's are not
+    sizes = replace(
+        sizes, text=replace(sizes.text, mlp_matrices=3)
+    )  # LLaMA's MLPs are gated, those of MPT in the published model are not
     cross = sizes.cross
     language_model = LlamaForCausalLM(LlamaConfig(**TEXT | _text(sizes)))
     extend(language_model, mixin)
@@ -122,7 +124,7 @@ def open_flamingo(scale: int) -> Subject:
     tower = types.SimpleNamespace(visual=nn.Identity())
     model = flamingo(tower, language_model, WORDS - 2, MEDIA, cross.visual_dim, cross_attn_every_n_layers=1)
     for block in language_model.gated_cross_attn_layers:
-        block.attn = MaskedCrossAttention(  # its 8 heads of 64 are no argument of the model
+        block.attn = MaskedCrossAttention(  # the model class takes neither heads nor head_dim
             dim=sizes.text.hidden,
             dim_visual=cross.visual_dim,
             dim_head=cross.head_dim,
@@ -137,7 +139,7 @@ def open_flamingo(scale: int) -> Subject:
 
 
 def idefics(scale: int) -> Subject:
-    """IDEFICS-9B: 64 keys a frame, 32 heads, 8 cross-attention blocks; 8 decoder layers of 32."""
+    """Build IDEFICS-9B: 64 keys per frame, 32 heads, 8 cross-attention blocks; 8 of 32 decoder layers."""
     from transformers import IdeficsConfig, IdeficsForVisionText2Text
 
     sizes = scaled("idefics-9b", scale, layers=8)
@@ -161,10 +163,10 @@ def idefics(scale: int) -> Subject:
     )
 
     def inputs(ids: Tensor, features: Tensor, shard: FrameShard) -> Inputs:
-        seen = torch.ones(1, ids.shape[1], shard.total, dtype=torch.long, device=ids.device)
+        visible = torch.ones(1, ids.shape[1], shard.total, dtype=torch.long, device=ids.device)
         return {
             "input_ids": ids,
-            "image_attention_mask": seen,
+            "image_attention_mask": visible,
             "perceiver_embeddings": features,
             "visual_shard": shard,
         }

@@ -1,8 +1,8 @@
-"""The models that `decode.py` decodes with: the real class of each family, random weights, a size for one CPU core.
+"""The models of `decode.py` and `profile_step.py`: the real class of each family, random weights, for one CPU core.
 
-All have a language model of width 512 in 8 layers, two of which look at images through cross-attention, and see every
-image, but where it says otherwise. An eighth of the published width, so that what is projected from the images for one
-token stands in about the same proportion to the rest of the token's work as it does at the published sizes.
+Each has a language model of width 512 with 8 layers, two of them with cross-attention. Every token attends to all
+images unless stated otherwise. The width is an eighth of the published one, so the time to project K and V of the
+images for one token keeps about its published proportion to the other work of that token.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ class Subject:
     """A model and the arguments of its `generate`.
 
     Attributes:
-        model: what `patch_model` takes.
+        model: the argument of `patch_model`.
         inputs: arguments of `generate`.
-        keys: visual keys that each of its cross-attention layers has.
-        unpatched_generate: `generate` of the unpatched model, where that needs help.
+        keys: number of visual keys of each cross-attention layer.
+        unpatched_generate: replacement for the unpatched model's `generate`, if that does not work as published.
     """
 
     model: Any
@@ -40,7 +40,7 @@ class Subject:
 
 
 def idefics(images: int, prompt: int) -> Subject:
-    """IDEFICS with its resampler: 64 latents of each image; every token sees all images."""
+    """Build IDEFICS with its resampler: 64 latents per image."""
     from transformers import IdeficsConfig, IdeficsForVisionText2Text
 
     config = IdeficsConfig(
@@ -67,10 +67,10 @@ def idefics(images: int, prompt: int) -> Subject:
 
 
 def open_flamingo(images: int, prompt: int, immediate: bool = True) -> Subject:
-    """OpenFlamingo over LLaMA: 64 latents of each image; as published, a token sees the image before it only."""
+    """Build OpenFlamingo over LLaMA: 64 latents per image; a token attends to the last image before it only."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    flamingo, mixin, extend = flamingo_package("decode.py")
+    flamingo, mixin, extend = flamingo_package()
     shape = {"hidden_size": WIDTH, "intermediate_size": 4 * WIDTH, "num_hidden_layers": LAYERS}
     language_model = LlamaForCausalLM(LlamaConfig(**TEXT, **shape, num_attention_heads=HEADS))
     extend(language_model, mixin)
@@ -84,14 +84,14 @@ def open_flamingo(images: int, prompt: int, immediate: bool = True) -> Subject:
     inputs = {"vision_x": pictures(1, images, 1), "lang_x": ids, "attention_mask": torch.ones_like(ids)}
 
     def generate(vision_x: Tensor, lang_x: Tensor, **kwargs: Any) -> Tensor:
-        """`FlamingoLMMixin.forward` wants a mask, and transformers 5 leaves one of ones out: it is put back."""
+        """Pass `FlamingoLMMixin.forward` the mask it requires; transformers 5 omits a mask of ones."""
         forward = language_model.forward
 
         def with_mask(input_ids: Tensor, attention_mask: Tensor | None = None, **rest: Any) -> Any:
             if attention_mask is None:
                 cache = rest.get("past_key_values")
-                so_far = input_ids.shape[1] + (0 if cache is None else cache.get_seq_length())
-                attention_mask = input_ids.new_ones(input_ids.shape[0], so_far)
+                length = input_ids.shape[1] + (0 if cache is None else cache.get_seq_length())
+                attention_mask = input_ids.new_ones(input_ids.shape[0], length)
             return forward(input_ids, attention_mask, **rest)
 
         language_model.forward = with_mask
@@ -104,12 +104,12 @@ def open_flamingo(images: int, prompt: int, immediate: bool = True) -> Subject:
 
 
 def open_flamingo_all(images: int, prompt: int) -> Subject:
-    """OpenFlamingo whose tokens see all images before them (`only_attend_immediate_media=False`)."""
+    """Build OpenFlamingo whose tokens attend to all images before them (`only_attend_immediate_media=False`)."""
     return open_flamingo(images, prompt, immediate=False)
 
 
 def mllama(images: int, prompt: int) -> Subject:
-    """Llama 3.2 Vision, one tile an image, 65 patches each; unpatched, too, it caches what it projects."""
+    """Build Llama 3.2 Vision: an image tile of 65 patches per image; it has a visual KV cache unpatched, too."""
     from transformers import MllamaConfig, MllamaForConditionalGeneration
     from transformers.models.mllama.configuration_mllama import MllamaTextConfig, MllamaVisionConfig
 
@@ -150,7 +150,7 @@ def mllama(images: int, prompt: int) -> Subject:
 
 
 def mplug_owl3(images: int, prompt: int) -> Subject:
-    """mPLUG-Owl3, 64 patches an image; unpatched, too, it caches what it projects."""
+    """Build mPLUG-Owl3: 64 patches per image; it has a visual KV cache unpatched, too."""
     from transformers import SiglipVisionConfig
 
     from mllm_seqpar.models.mplug_owl3 import MPlugOwl3Config, MPlugOwl3ForConditionalGeneration
@@ -184,17 +184,20 @@ FAMILIES: dict[str, Callable[[int, int], Subject]] = {
 
 
 def words(count: int) -> Tensor:
-    """(1, count) token ids, no special ones."""
+    """Return (1, count) token ids without special tokens."""
     return torch.randint(3, WORDS - 2, (1, count), generator=torch.Generator().manual_seed(1))
 
 
 def pictures(*counts: int) -> Tensor:
-    """(*counts, 3, height, width) pixels."""
+    """Return pixels (*counts, 3, height, width)."""
     return torch.randn(*counts, 3, PICTURE, PICTURE, generator=torch.Generator().manual_seed(2))
 
 
 def random_weights(model: Any) -> Any:
-    """In eval mode; no gate at zero, which would hide the images, and every matrix keeps the size of what it maps."""
+    """Set random weights and eval mode: matrices keep the scale of activations, and gates are open.
+
+    Gates are zero as initialised, which would hide the images.
+    """
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for name, weight in model.named_parameters():
@@ -207,20 +210,19 @@ def random_weights(model: Any) -> Any:
 
 
 class _Patches(nn.Module):
-    """Pixels (n, 3, H, W) -> pooled (n, width), tokens (n, patches, width), as open_clip's towers give them."""
+    """A linear map of patches, like open_clip: pixels (n, 3, H, W) -> pooled (n, width), tokens (n, patches, width)."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
-        self.cut = nn.Conv2d(3, width, PATCH, stride=PATCH)
+        self.project = nn.Conv2d(3, width, PATCH, stride=PATCH)
 
     def forward(self, pixels: Tensor) -> tuple[Tensor, Tensor]:
-        """A linear map of each patch."""
-        tokens = self.cut(pixels).flatten(2).transpose(1, 2)
+        tokens = self.project(pixels).flatten(2).transpose(1, 2)
         return tokens.mean(1), tokens
 
 
-def flamingo_package(script: str) -> tuple[Any, Any, Any]:
-    """The class, the mixin, and what applies it; without open_clip, which the class itself does not use."""
+def flamingo_package() -> tuple[Any, Any, Any]:
+    """Return open_flamingo's Flamingo, FlamingoLMMixin and extend_instance, with a stub if open_clip is missing."""
     try:
         import open_clip  # type: ignore[import-not-found]  # noqa: F401
     except ImportError:
@@ -231,7 +233,7 @@ def flamingo_package(script: str) -> tuple[Any, Any, Any]:
         from open_flamingo.src.utils import extend_instance
     except ImportError as error:
         raise SystemExit(
-            f"{script}: {error}; pip install --no-deps open-flamingo==2.0.1 (it pins a torch that is too old), "
-            "einops and einops-exts"
+            f"{error}: run pip install --no-deps open-flamingo==2.0.1 (it pins an old torch), and install einops and "
+            "einops-exts"
         ) from error
     return Flamingo, FlamingoLMMixin, extend_instance
