@@ -4,10 +4,10 @@
         [--repeats 3] [--threads 1] [--device cpu|cuda] [--csv rows.csv]
 
 Unpatched IDEFICS and OpenFlamingo project K and V of all images again for every token. Patched, they project them once
-per prompt. The benchmark runs greedy `generate` with batch 1 in float32. The time of a token lies between its scores and
-those of the next one; the prompt, vision tower included, is timed separately. The patched runs must give the tokens of
-the unpatched model in the timed runs, or the benchmark fails. Times are medians over the repeats of each token, then
-over the tokens; `growth` is the time of the second half of the tokens over that of the first half.
+per prompt. The benchmark runs greedy `generate` with batch 1 in float32. The time of a token lies between its scores
+and those of the next one; the prompt, vision tower included, is timed separately. The benchmark fails if a timed
+patched run gives other tokens than the unpatched model. Times are medians over the repeats of each token, then over the
+tokens; `growth` is the time of the second half of the tokens over that of the first half.
 """
 
 from __future__ import annotations

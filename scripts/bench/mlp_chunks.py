@@ -102,7 +102,7 @@ def make_layer(args: argparse.Namespace) -> tuple[nn.Module, nn.Module]:
 def make_step(
     layer: nn.Module, x: Tensor, positions: tuple[Tensor, Tensor], size: int | None, args: argparse.Namespace
 ) -> Callable[..., None]:
-    """Return a function that patches the layer, runs forward (inside a given context) and backward, and unpatches it."""
+    """Return a function that patches the layer, runs forward (in a given context) and backward, and unpatches it."""
     context = SeqParContext(as_communicator(None), SeqParConfig(mlp_chunk_size=size))
 
     def forward(x: Tensor) -> Tensor:

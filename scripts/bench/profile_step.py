@@ -122,7 +122,7 @@ def train_step(model: Any, inputs: dict[str, Any], comm: Communicator | None) ->
     loss = model(**inputs).loss
     loss.backward()
     gradient = torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
-    if comm is not None:
+    if comm is not None and comm.size > 1:
         gradient = comm.all_reduce(gradient, "gradients") / comm.size
     return float(loss.detach()), float(gradient.norm())
 
