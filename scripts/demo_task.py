@@ -6,8 +6,8 @@
 With this recipe, found by experiment, the model answers about videos much longer than those it is trained on:
 - The rotary base is so large that most channels hardly rotate within thousands of frames, so attention to a frame does
   not depend on how far back the frame is.
-- The lengths of short videos are spread evenly on a logarithmic scale from 2 frames on. These teach the colours within a
-  few dozen steps.
+- The lengths of short videos are spread evenly on a logarithmic scale from 2 frames on. These teach the colours within
+  a few dozen steps.
 - One video in 9 has 256 to 1,280 frames. Among thousands of keys of noise, the scores of the marker must stand out much
   more than in short videos. Without these, 1 of 12 answers about 2,100 frames was right.
 """
