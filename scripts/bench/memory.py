@@ -142,15 +142,11 @@ def line(row: dict[str, Any]) -> str:
     if row["measure"] == "bytes":
         return f"{start} {mib['kept_bytes']:>9} {mib['peak_bytes']:>9} {mib['planned_bytes']:>8}"
     if row["measure"] == "cost":
-        return (
-            f"{start} frames, {row['text']} tokens: a step takes {row['again_s']:.3f} s, with K and V stored "
-            f"{row['kept_s']:.3f} s: {row['ratio']:.3f} times, {row['share']:.1%} of the step"
-        )
-    if not row["frames"]:
-        return f"{start} no frame on each rank fits in {mib['budget_bytes']} MiB ({mib['next_peak_bytes']})"
-    beyond = f"the next {mib['next_peak_bytes']}" if "next_peak_bytes" in mib else "the text cannot hold more"
-    longer = f": {at_least}{row['longer']:.2f} times, planner {row['planned_longer']:.2f}" if "longer" in row else ""
-    return f"{start} frames fit in {mib['budget_bytes']} MiB ({mib['peak_bytes']}, {beyond}){longer}"
+        seconds = f"{row['again_s']:.3f} s, with K and V stored {row['kept_s']:.3f} s"
+        return f"{start} frames, {row['text']} tokens: {seconds}, {row['share']:.1%} of the step is recomputation"
+    longer = f"; {at_least}{row['longer']:.2f} times, planner {row['planned_longer']:.2f}" if "longer" in row else ""
+    next_peak = f", one more per rank {mib['next_peak_bytes']}" if "next_peak_bytes" in mib else ""
+    return f"{start} frames fit in {mib['budget_bytes']} MiB (peak {mib['peak_bytes']}{next_peak}){longer}"
 
 
 if __name__ == "__main__":

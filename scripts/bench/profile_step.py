@@ -21,7 +21,7 @@ from statistics import median
 from typing import Any
 
 import torch
-from measure import environment, run_on_ranks, synchronize
+from measure import environment, run_on_ranks
 from small_models import FAMILIES, WORDS
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile, record_function
@@ -65,20 +65,11 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
 
 def profile_families(args: argparse.Namespace) -> list[dict[str, Any]]:
     """Return one row per family, the same on each rank; rank 0 prints them."""
-    rows = []
-    for family in args.family:
-        row, table = profile_family(family, args)
-        rows.append(row)
-        if as_communicator(None).rank == 0:
-            shares = " ".join(f"{row[f'{part}_share']:>9.1%}" for part in ("computing", "waiting", "host"))
-            print(f"{family:>14} {row['ranks']:>5} {row['step_s']:>8.3f} {row['ratio']:>6.2f} {shares}", flush=True)
-            if args.top:
-                print(table, flush=True)
-    return rows
+    return [profile_family(family, args) for family in args.family]
 
 
-def profile_family(family: str, args: argparse.Namespace) -> tuple[dict[str, Any], str]:
-    """Return the row of one family, and the profiler's table of the operators with the longest self time.
+def profile_family(family: str, args: argparse.Namespace) -> dict[str, Any]:
+    """Time and profile the steps of one family; return and print its row.
 
     Raises:
         SystemExit: if loss or gradient norm of a patched step differs from the unpatched model's.
@@ -92,10 +83,9 @@ def profile_family(family: str, args: argparse.Namespace) -> tuple[dict[str, Any
     pairs = []
     for repeat in range(1 + args.repeats):  # the first one warms up
         patch_model(model, args.strategy)
-        patched = timed_step(model, inputs, comm)
+        patched = train_step(model, inputs, comm)
         unpatch_model(model)
-        unpatched = timed_step(model, inputs, None) if comm.rank == 0 else patched
-        comm.gather_ints([0])  # the other ranks wait for the unpatched step
+        unpatched = train_step(model, inputs, None) if comm.rank == 0 else patched
         for name, found, expected in zip(("loss", "gradient norm"), patched[1:], unpatched[1:], strict=True):
             if not abs(found - expected) <= CLOSE * abs(expected):
                 raise SystemExit(f"{family}, {comm.size} ranks: {name} {found}; the unpatched model's is {expected}")
@@ -105,34 +95,33 @@ def profile_family(family: str, args: argparse.Namespace) -> tuple[dict[str, Any
     activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * (args.device == "cuda")
     with recorded_transfers(comm), profile(activities=activities) as profiled, record_function(STEP):
         train_step(model, inputs, comm)
-        synchronize(args.device)
     unpatch_model(model)
     parts = [int(1e6 * share) for share in shares_of(profiled, args.device)]
-    means = [sum(column) / comm.size / 1e6 for column in zip(*comm.gather_ints(parts), strict=True)]
+    computing, waiting = (sum(column) / comm.size / 1e6 for column in zip(*comm.gather_ints(parts), strict=True))
     row = {"family": family, "ranks": comm.size, "step_s": median(seconds for seconds, _ in pairs)}
-    row |= {"ratio": median(patched / unpatched for patched, unpatched in pairs)}
-    row |= {"computing_share": means[0], "waiting_share": means[1], "host_share": max(0.0, 1 - sum(means))}
-    sort = "self_cuda_time_total" if args.device == "cuda" else "self_cpu_time_total"
-    return row, profiled.key_averages().table(sort_by=sort, row_limit=args.top)
+    row |= {"ratio": median(patched / unpatched for patched, unpatched in pairs), "computing_share": computing}
+    row |= {"waiting_share": waiting, "host_share": max(0.0, 1 - computing - waiting)}
+    if comm.rank == 0:
+        shares = " ".join(f"{row[f'{part}_share']:>9.1%}" for part in ("computing", "waiting", "host"))
+        print(f"{family:>14} {row['ranks']:>5} {row['step_s']:>8.3f} {row['ratio']:>6.2f} {shares}", flush=True)
+        if args.top:
+            sort = "self_cuda_time_total" if args.device == "cuda" else "self_cpu_time_total"
+            print(profiled.key_averages().table(sort_by=sort, row_limit=args.top), flush=True)
+    return row
 
 
-def train_step(model: Any, inputs: dict[str, Any], comm: Communicator | None) -> tuple[float, float]:
-    """Run forward, backward and the average of gradients; return loss and gradient norm."""
+def train_step(model: Any, inputs: dict[str, Any], comm: Communicator | None) -> tuple[float, float, float]:
+    """Run forward, backward and the average of gradients; return seconds (of the slowest rank), loss, gradient norm."""
+    if comm is not None:
+        comm.gather_ints([0])  # all ranks start together
+    start = time.perf_counter()
     model.zero_grad(set_to_none=True)
     loss = model(**inputs).loss
     loss.backward()
     gradient = torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
     if comm is not None and comm.size > 1:
         gradient = comm.all_reduce(gradient, "gradients") / comm.size
-    return float(loss.detach()), float(gradient.norm())
-
-
-def timed_step(model: Any, inputs: dict[str, Any], comm: Communicator | None) -> tuple[float, float, float]:
-    """Return seconds, loss and gradient norm of one step; a group's seconds are those of its slowest rank."""
-    if comm is not None:
-        comm.gather_ints([0])  # all ranks start together
-    start = time.perf_counter()
-    result = train_step(model, inputs, comm)
+    result = float(loss.detach()), float(gradient.norm())  # these wait for the device
     nanoseconds = int((time.perf_counter() - start) * 1e9)
     if comm is not None:
         nanoseconds = max(row[0] for row in comm.gather_ints([nanoseconds]))

@@ -8,23 +8,20 @@ features that require a gradient, as the output of a trained projector or resamp
 
 from __future__ import annotations
 
-import types
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from small_models import flamingo_package, random_weights
+from small_models import MEDIA, TEXT, WORDS, make_flamingo, make_idefics, make_owl, random_weights
 from torch import Tensor, nn
 
 from mllm_seqpar import FrameShard
 from mllm_seqpar.planner.model import ModelSizes, read_model
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs" / "models"
-WORDS = 1024
-TEXT: dict[str, Any] = {"vocab_size": WORDS, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
-MEDIA = WORDS - 1
+TOWER = {"image_size": 28, "patch_size": 14, "num_hidden_layers": 1}
 Inputs = dict[str, Any]
 
 
@@ -84,46 +81,27 @@ def scaled(name: str, scale: int, layers: int) -> ModelSizes:
 
 def mplug_owl3(scale: int) -> Subject:
     """Build mPLUG-Owl3-7B, gated: 729 keys per frame, 28 query heads, 4 KV heads, 4 hyper layers; 8 of 28 layers."""
-    from transformers import SiglipVisionConfig
-
-    from mllm_seqpar.models.mplug_owl3 import MPlugOwl3Config, MPlugOwl3ForConditionalGeneration
-
     sizes = scaled("mplug-owl3-7b", scale, layers=8)
-    tower = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2}
-    config = MPlugOwl3Config(
-        **TEXT | _text(sizes),
-        num_key_value_heads=sizes.text.kv_heads,
-        gate="per_head",
-        hyper_layers=[1, 3, 5, 7],
-        image_token_id=MEDIA,
-        max_position_embeddings=32768,
-        vision_config=SiglipVisionConfig(**tower, image_size=28, patch_size=14),
-    )
+    tower = TOWER | {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 2}
+    model = make_owl(_text(sizes), kv_heads=sizes.text.kv_heads, hyper_layers=[1, 3, 5, 7], tower=tower)
 
     def inputs(ids: Tensor, features: Tensor, shard: FrameShard) -> Inputs:
         return {"input_ids": ids, "image_embeds": features, "visual_shard": shard}
 
-    return Subject(sizes, random_weights(MPlugOwl3ForConditionalGeneration(config)), inputs)
+    return Subject(sizes, model, inputs)
 
 
 def open_flamingo(scale: int) -> Subject:
     """Build OpenFlamingo-3B over LLaMA: 64 keys per frame, 8 heads, cross-attention to all frames in all 24 layers."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    flamingo, mixin, extend = flamingo_package()
-    from open_flamingo.src.helpers import MaskedCrossAttention
-
     sizes = scaled("open-flamingo-3b", scale, layers=24)
     sizes = replace(
         sizes, text=replace(sizes.text, mlp_matrices=3)
     )  # LLaMA's MLPs are gated, those of MPT in the published model are not
     cross = sizes.cross
-    language_model = LlamaForCausalLM(LlamaConfig(**TEXT | _text(sizes)))
-    extend(language_model, mixin)
-    language_model.set_decoder_layers_attr_name("model.layers")
-    tower = types.SimpleNamespace(visual=nn.Identity())
-    model = flamingo(tower, language_model, WORDS - 2, MEDIA, cross.visual_dim, cross_attn_every_n_layers=1)
-    for block in language_model.gated_cross_attn_layers:
+    model = make_flamingo(_text(sizes), nn.Identity(), cross.visual_dim, every=1)
+    from open_flamingo.src.helpers import MaskedCrossAttention  # after make_flamingo, which works without open_clip
+
+    for block in model.lang_encoder.gated_cross_attn_layers:
         block.attn = MaskedCrossAttention(  # the model class takes neither heads nor head_dim
             dim=sizes.text.hidden,
             dim_visual=cross.visual_dim,
@@ -140,27 +118,11 @@ def open_flamingo(scale: int) -> Subject:
 
 def idefics(scale: int) -> Subject:
     """Build IDEFICS-9B: 64 keys per frame, 32 heads, 8 cross-attention blocks; 8 of 32 decoder layers."""
-    from transformers import IdeficsConfig, IdeficsForVisionText2Text
-
     sizes = scaled("idefics-9b", scale, layers=8)
     resampler = sizes.resampler
     assert resampler is not None
-    tower = {"image_size": 28, "patch_size": 14, "num_hidden_layers": 1, "num_attention_heads": 4}
-    config = IdeficsConfig(
-        **TEXT | _text(sizes),
-        additional_vocab_size=0,
-        cross_layer_interval=1,
-        qk_layer_norms=True,
-        use_resampler=True,
-        alpha_type="vector",
-        tie_word_embeddings=False,
-        vision_config=tower | {"embed_dim": sizes.cross.visual_dim, "intermediate_size": 64},
-        perceiver_config={
-            "resampler_depth": 1,
-            "resampler_n_heads": resampler.heads,
-            "resampler_head_dim": resampler.head_dim,
-        },
-    )
+    tower = TOWER | {"embed_dim": sizes.cross.visual_dim, "intermediate_size": 64, "num_attention_heads": 4}
+    model = make_idefics(_text(sizes), interval=1, tower=tower, heads=resampler.heads, head_dim=resampler.head_dim)
 
     def inputs(ids: Tensor, features: Tensor, shard: FrameShard) -> Inputs:
         visible = torch.ones(1, ids.shape[1], shard.total, dtype=torch.long, device=ids.device)
@@ -171,12 +133,12 @@ def idefics(scale: int) -> Subject:
             "visual_shard": shard,
         }
 
-    return Subject(sizes, random_weights(IdeficsForVisionText2Text(config)), inputs)
+    return Subject(sizes, model, inputs)
 
 
 def _text(sizes: ModelSizes) -> dict[str, int]:
     text = sizes.text
-    return {
+    return TEXT | {
         "hidden_size": text.hidden,
         "intermediate_size": text.mlp_inner,
         "num_hidden_layers": text.layers,

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 WIDTH, LAYERS, HEADS, WORDS = 512, 8, 8, 1024
+MEDIA = WORDS - 1  # the token that stands for an image
 PICTURE, PATCH = 112, 14
 TEXT: dict[str, Any] = {"vocab_size": WORDS, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 TOWER: dict[str, Any] = {"image_size": PICTURE, "patch_size": PATCH, "num_hidden_layers": 2}
@@ -41,46 +42,23 @@ class Subject:
 
 def idefics(images: int, prompt: int) -> Subject:
     """Build IDEFICS with its resampler: 64 latents per image."""
-    from transformers import IdeficsConfig, IdeficsForVisionText2Text
-
-    config = IdeficsConfig(
-        **TEXT,
-        additional_vocab_size=0,
-        hidden_size=WIDTH,
-        intermediate_size=4 * WIDTH,
-        num_hidden_layers=LAYERS,
-        num_attention_heads=HEADS,
-        cross_layer_interval=4,
-        qk_layer_norms=True,
-        use_resampler=True,
-        alpha_type="vector",
-        tie_word_embeddings=False,
-        vision_config=TOWER | {"embed_dim": 160, "intermediate_size": 640, "num_attention_heads": 4},
-        perceiver_config={"resampler_depth": 1, "resampler_n_heads": 4, "resampler_head_dim": 40},
-    )
+    tower = TOWER | {"embed_dim": 160, "intermediate_size": 640, "num_attention_heads": 4}
+    model = make_idefics(text_sizes(), interval=4, tower=tower, heads=4, head_dim=40)
     inputs = {
         "input_ids": words(prompt),
         "image_attention_mask": torch.ones(1, prompt, images, dtype=torch.long),
         "pixel_values": pictures(1, images),
     }
-    return Subject(random_weights(IdeficsForVisionText2Text(config)), inputs, images * 64)
+    return Subject(model, inputs, images * 64)
 
 
 def open_flamingo(images: int, prompt: int, immediate: bool = True) -> Subject:
     """Build OpenFlamingo over LLaMA: 64 latents per image; a token attends to the last image before it only."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    flamingo, mixin, extend = flamingo_package()
-    shape = {"hidden_size": WIDTH, "intermediate_size": 4 * WIDTH, "num_hidden_layers": LAYERS}
-    language_model = LlamaForCausalLM(LlamaConfig(**TEXT, **shape, num_attention_heads=HEADS))
-    extend(language_model, mixin)
-    language_model.set_decoder_layers_attr_name("model.layers")
-    media, end = WORDS - 1, WORDS - 2
-    tower = types.SimpleNamespace(visual=_Patches(128))
-    model = random_weights(flamingo(tower, language_model, end, media, 128, cross_attn_every_n_layers=4))
+    model = random_weights(make_flamingo(text_sizes(), _Patches(128), 128, every=4))
+    language_model = model.lang_encoder
     for block in filter(None, language_model.gated_cross_attn_layers):
         block.attn.only_attend_immediate_media = immediate
-    ids = torch.cat([torch.full((1, images), media), words(prompt)], dim=1)
+    ids = torch.cat([torch.full((1, images), MEDIA), words(prompt)], dim=1)
     inputs = {"vision_x": pictures(1, images, 1), "lang_x": ids, "attention_mask": torch.ones_like(ids)}
 
     def generate(vision_x: Tensor, lang_x: Tensor, **kwargs: Any) -> Tensor:
@@ -114,11 +92,7 @@ def mllama(images: int, prompt: int) -> Subject:
     from transformers.models.mllama.configuration_mllama import MllamaTextConfig, MllamaVisionConfig
 
     text = MllamaTextConfig(
-        **TEXT,
-        hidden_size=WIDTH,
-        intermediate_size=4 * WIDTH,
-        num_hidden_layers=LAYERS,
-        num_attention_heads=HEADS,
+        **text_sizes(),
         num_key_value_heads=2,
         cross_attention_layers=[1, 5],
         rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
@@ -151,27 +125,11 @@ def mllama(images: int, prompt: int) -> Subject:
 
 def mplug_owl3(images: int, prompt: int) -> Subject:
     """Build mPLUG-Owl3: 64 patches per image; it has a visual KV cache unpatched, too."""
-    from transformers import SiglipVisionConfig
-
-    from mllm_seqpar.models.mplug_owl3 import MPlugOwl3Config, MPlugOwl3ForConditionalGeneration
-
-    tower = SiglipVisionConfig(**TOWER, hidden_size=160, intermediate_size=640, num_attention_heads=4)
-    config = MPlugOwl3Config(
-        **TEXT,
-        gate="per_head",
-        hyper_layers=[1, 5],
-        image_token_id=WORDS - 1,
-        hidden_size=WIDTH,
-        intermediate_size=4 * WIDTH,
-        num_hidden_layers=LAYERS,
-        num_attention_heads=HEADS,
-        num_key_value_heads=2,
-        max_position_embeddings=32768,
-        vision_config=tower,
-    )
-    ids = torch.cat([torch.full((1, images), WORDS - 1), words(prompt)], dim=1)
+    tower = TOWER | {"hidden_size": 160, "intermediate_size": 640, "num_attention_heads": 4}
+    model = make_owl(text_sizes(), kv_heads=2, hyper_layers=[1, 5], tower=tower)
+    ids = torch.cat([torch.full((1, images), MEDIA), words(prompt)], dim=1)
     inputs = {"input_ids": ids, "pixel_values": pictures(images)}
-    return Subject(random_weights(MPlugOwl3ForConditionalGeneration(config)), inputs, images * (PICTURE // PATCH) ** 2)
+    return Subject(model, inputs, images * (PICTURE // PATCH) ** 2)
 
 
 FAMILIES: dict[str, Callable[[int, int], Subject]] = {
@@ -181,6 +139,60 @@ FAMILIES: dict[str, Callable[[int, int], Subject]] = {
     "mllama": mllama,
     "mplug_owl3": mplug_owl3,
 }
+
+
+def text_sizes() -> dict[str, int]:
+    """Return the arguments of a language model's configuration."""
+    sizes = {"intermediate_size": 4 * WIDTH, "num_hidden_layers": LAYERS, "num_attention_heads": HEADS}
+    return TEXT | {"hidden_size": WIDTH} | sizes
+
+
+def make_idefics(text: dict[str, int], *, interval: int, tower: dict[str, Any], heads: int, head_dim: int) -> Any:
+    """Return IDEFICS with cross-attention in every `interval`-th layer and a resampler of given heads."""
+    from transformers import IdeficsConfig, IdeficsForVisionText2Text
+
+    config = IdeficsConfig(
+        **text,
+        additional_vocab_size=0,
+        cross_layer_interval=interval,
+        qk_layer_norms=True,
+        use_resampler=True,
+        alpha_type="vector",
+        tie_word_embeddings=False,
+        vision_config=tower,
+        perceiver_config={"resampler_depth": 1, "resampler_n_heads": heads, "resampler_head_dim": head_dim},
+    )
+    return random_weights(IdeficsForVisionText2Text(config))
+
+
+def make_flamingo(text: dict[str, int], tower: nn.Module, visual_dim: int, *, every: int) -> Any:
+    """Return OpenFlamingo over LLaMA with cross-attention before every `every`-th layer, as initialised."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    flamingo, mixin, extend = _flamingo_package()
+    language_model = LlamaForCausalLM(LlamaConfig(**text))
+    extend(language_model, mixin)
+    language_model.set_decoder_layers_attr_name("model.layers")
+    encoder = types.SimpleNamespace(visual=tower)
+    return flamingo(encoder, language_model, WORDS - 2, MEDIA, visual_dim, cross_attn_every_n_layers=every)
+
+
+def make_owl(text: dict[str, int], *, kv_heads: int, hyper_layers: list[int], tower: dict[str, Any]) -> Any:
+    """Return mPLUG-Owl3 with gates per head."""
+    from transformers import SiglipVisionConfig
+
+    from mllm_seqpar.models.mplug_owl3 import MPlugOwl3Config, MPlugOwl3ForConditionalGeneration
+
+    config = MPlugOwl3Config(
+        **text,
+        gate="per_head",
+        hyper_layers=hyper_layers,
+        image_token_id=MEDIA,
+        num_key_value_heads=kv_heads,
+        max_position_embeddings=32768,
+        vision_config=SiglipVisionConfig(**tower),
+    )
+    return random_weights(MPlugOwl3ForConditionalGeneration(config))
 
 
 def words(count: int) -> Tensor:
@@ -221,7 +233,7 @@ class _Patches(nn.Module):
         return tokens.mean(1), tokens
 
 
-def flamingo_package() -> tuple[Any, Any, Any]:
+def _flamingo_package() -> tuple[Any, Any, Any]:
     """Return open_flamingo's Flamingo, FlamingoLMMixin and extend_instance, with a stub if open_clip is missing."""
     try:
         import open_clip  # type: ignore[import-not-found]  # noqa: F401

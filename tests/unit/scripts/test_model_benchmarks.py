@@ -61,7 +61,7 @@ def test_profile_of_a_step_splits_its_time(small, capfd: pytest.CaptureFixture[s
 def test_different_loss_stops_the_profile(small, monkeypatch: pytest.MonkeyPatch) -> None:
     profile_step = small("profile_step")
     results = iter([(1.0, 2.001, 3.0), (1.0, 2.0, 3.0)])
-    monkeypatch.setattr(profile_step, "timed_step", lambda *_: next(results))
+    monkeypatch.setattr(profile_step, "train_step", lambda *_: next(results))
     args = profile_step.parse(["--images", "1", "--words", "4", "--device", "cpu"])
     with pytest.raises(SystemExit, match="idefics, 1 ranks: loss 2.001; the unpatched model's is 2.0"):
         profile_step.profile_family("idefics", args)
