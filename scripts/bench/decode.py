@@ -21,6 +21,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+import report
 import torch
 import transformers
 from measure import environment, run_on_ranks, synchronize
@@ -40,13 +41,13 @@ def main() -> None:
     torch.set_num_threads(args.threads)
     machine = environment(args.device) | {"transformers": transformers.__version__}
     print(", ".join(f"{key} {value}" for key, value in machine.items()))
-    print(HEAD)
+    rows = []
     for name in args.family:
         for images in args.images:
-            row = measure(name, images, args)
-            print(text(row), flush=True)
+            rows.append(measure(name, images, args))
             if args.csv:
-                append(args.csv, [row | machine])
+                append(args.csv, [rows[-1] | machine])
+    print(report.decoding_table(report.as_text(rows)))
 
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
@@ -153,22 +154,6 @@ def summary(unpatched: list[Run], patched: list[Run]) -> dict[str, float]:
         result[f"{name}_growth"] = result[f"{name}_second_half_s"] / result[f"{name}_first_half_s"]
     result["ratio"] = result["unpatched_s_per_token"] / result["patched_s_per_token"]
     return digits(result)
-
-
-def text(row: dict[str, Any]) -> str:
-    """Return a row of the table, with seconds per token as milliseconds."""
-    ms = [row[f"{name}_s_per_token"] * 1e3 for name in ("unpatched", "patched")]
-    halves = [row[f"patched_{half}_half_s"] * 1e3 for half in ("first", "second")]
-    prompts = "{unpatched_prompt_s:.2f} / {patched_prompt_s:.2f}".format(**row)
-    head = f"{row['family']:>18} {row['images']:>6} {row['visual_keys']:>6} {row['ranks']:>5} {prompts:>15}"
-    numbers = f"{ms[0]:>12.2f} {ms[1]:>10.2f} {row['ratio']:>6.1f} {halves[0]:>11.2f} {halves[1]:>11.2f}"
-    return f"{head} {numbers} {row['patched_growth']:>7.3f} {row['unpatched_growth']:>10.3f}"
-
-
-HEAD = (
-    f"{'family':>18} {'images':>6} {'keys':>6} {'ranks':>5} {'prompts, s':>15} {'unpatched ms':>12} {'patched ms':>10} "
-    f"{'ratio':>6} {'1st half ms':>11} {'2nd half ms':>11} {'growth':>7} {'unpatched':>10}"
-)
 
 
 if __name__ == "__main__":

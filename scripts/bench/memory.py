@@ -24,6 +24,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import report
 import torch
 import transformers
 from measure import environment, run_on_ranks
@@ -71,30 +72,25 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
 
 
 def rows_of(args: argparse.Namespace) -> list[dict[str, Any]]:
-    """Measure on this group of ranks; return all rows, the same on each rank. Rank 0 prints them as they come."""
+    """Measure on this group of ranks; return all rows, the same on each rank. Rank 0 prints them."""
     rows: list[dict[str, Any]] = []
-
-    def add(row: dict[str, Any]) -> None:
-        rows.append(row)
-        if bench.comm.rank == 0:
-            print(line(row), flush=True)
-
     for family in args.family:
         frames, text = DEFAULTS[family]
         frames, text = args.frames or frames, args.text or text
         bench = MemoryBenchmark(family, args.scale, text, torch.device(args.device), largest=2 * frames)
-        if bench.comm.rank == 0:
-            print(head(bench), flush=True)
-        first = len(rows)
-        for mode in modes(bench.comm.size, args.quick):
-            for count in (frames, 2 * frames):
-                add(bench.columns(mode) | {"measure": "bytes"} | bench.step_bytes(mode, count))
-        for row in largest_rows(bench, rows[first:]):
-            add(row)
+        found = [
+            bench.columns(mode) | {"measure": "bytes"} | bench.step_bytes(mode, count)
+            for mode in modes(bench.comm.size, args.quick)
+            for count in (frames, 2 * frames)
+        ]
+        found += list(largest_rows(bench, found))
         if args.cost_text and (args.device == "cuda" or bench.comm.size <= (os.cpu_count() or 1)):
             bench.text = args.cost_text
             cost = bench.recomputation_cost(2 * frames, args.repeats)
-            add(bench.columns(Mode("lv-xattn", True)) | {"measure": "cost"} | cost)
+            found.append(bench.columns(Mode("lv-xattn", True)) | {"measure": "cost"} | cost)
+        if bench.comm.rank == 0:
+            print(f"\n{report.memory_of_family(report.as_text(found))}", flush=True)
+        rows += found
     return rows
 
 
@@ -121,32 +117,6 @@ def largest_rows(bench: MemoryBenchmark, measured: list[dict[str, Any]]) -> Iter
             row["planned_longer"] = growth[0] / growth[1]
         before = fits
         yield row
-
-
-def head(bench: MemoryBenchmark) -> str:
-    """Return the text above the rows of one family on one number of ranks."""
-    columns = bench.columns(Mode("lv-xattn", True))
-    return (
-        "\n{family}, {ranks} ranks, widths / {scale}, {text} tokens; {frame_bytes} bytes of features a frame, "
-        "chunks of {chunk_bytes}\n".format(**columns)
-        + f"{'strategy':<10} {'K and V':<10} {'frames':>7} {'saved MiB':>9} {'peak MiB':>9} {'planner':>8}"
-    )
-
-
-def line(row: dict[str, Any]) -> str:
-    """Return a row as text."""
-    at_least = ">= " if "capped" in row else ""  # the text cannot hold more placeholders
-    key_values = "recomputed" if row["recompute"] else "stored"
-    start = f"{row['strategy']:<10} {key_values:<10} {at_least + str(row['frames']):>7}"
-    mib = {name: f"{size / 2**20:.2f}" for name, size in row.items() if name.endswith("_bytes")}
-    if row["measure"] == "bytes":
-        return f"{start} {mib['kept_bytes']:>9} {mib['peak_bytes']:>9} {mib['planned_bytes']:>8}"
-    if row["measure"] == "cost":
-        seconds = f"{row['again_s']:.3f} s, with K and V stored {row['kept_s']:.3f} s"
-        return f"{start} frames, {row['text']} tokens: {seconds}, {row['share']:.1%} of the step is recomputation"
-    longer = f"; {at_least}{row['longer']:.2f} times, planner {row['planned_longer']:.2f}" if "longer" in row else ""
-    next_peak = f", one more per rank {mib['next_peak_bytes']}" if "next_peak_bytes" in mib else ""
-    return f"{start} frames fit in {mib['budget_bytes']} MiB (peak {mib['peak_bytes']}{next_peak}){longer}"
 
 
 if __name__ == "__main__":

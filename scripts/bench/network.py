@@ -24,6 +24,7 @@ from dataclasses import asdict
 from statistics import median
 from typing import Any
 
+import report
 import torch
 import torch.distributed as dist
 from measure import environment, synchronize
@@ -100,7 +101,7 @@ def rank_main(args: argparse.Namespace) -> None:
         found = NetworkBenchmark(setting, comm, device).run(args.repeats, args.seed, link, args.modes)
         if comm.rank == 0:
             rows = rows_of(setting, found)
-            print(table(setting, found, rows), flush=True)
+            print(summary(setting, rows), flush=True)
             if args.out:
                 append(args.out, [digits(row | machine) for row in rows])
     synchronize(device)
@@ -144,45 +145,15 @@ def rows_of(setting: Setting, found: Measured) -> list[dict[str, Any]]:
     ]
 
 
-def table(setting: Setting, found: Measured, rows: list[dict[str, Any]]) -> str:
-    """Return the rows of one setting as text."""
-    link = ""
-    if found.speed is not None:
-        cap = f" (cap {found.mbit:.0f})" if found.mbit else ""
-        link = f"; link {found.speed.bytes_per_s * 8e-6:.0f} Mbit/s{cap}, {found.speed.latency_s * 1e3:.2f} ms"
-    lines = [
-        f"\n{setting.name}: {setting.ranks} ranks of {setting.rows} rows and {setting.keys} keys, "
-        f"{setting.heads} heads, {setting.kv_heads} KV heads of {setting.dim}; block {found.block_s * 1e3:.1f} ms "
-        f"({'emulated' if setting.block_s else 'real'}){link}",
-        f"{'mode':<20} {'ms':>9} {'min':>9} {'max':>9} {'/none':>7} {'MB sent':>8} {'predicted':>9} {'error':>6}",
-    ]
-    for row in rows:
-        ms = [row[name] * 1e3 for name in ("seconds", "least_s", "most_s", "predicted_s")]
-        lines.append(
-            f"{row['mode']:<20} {ms[0]:>9.1f} {ms[1]:>9.1f} {ms[2]:>9.1f} {row['over_none']:>7.3f} "
-            f"{row['sent_bytes'] / 1e6:>8.2f} {ms[3]:>9.1f} {ms[0] / ms[3] - 1:>+6.1%}"
-        )
-    return "\n".join(lines + conclusions(setting, rows))
-
-
-def conclusions(setting: Setting, rows: list[dict[str, Any]]) -> list[str]:
-    """Return the ratios of Ring Attention to LV-XAttn, or the rank of the planner's best mesh shape."""
+def summary(setting: Setting, rows: list[dict[str, Any]]) -> str:
+    """Return tables of the modes and, if all were measured, of what the setting compares."""
+    lines = report.as_text(rows)
+    parts = ["", report.setting_table(lines)]
     if setting.only_tiles:
-        meshes = [row for row in rows if row["mode"] != "none"]
-        best = min(meshes, key=lambda row: row["predicted_s"])
-        place = 1 + sum(row["seconds"] < best["seconds"] for row in meshes)
-        return [f"the cost model's best mesh shape, {best['tile']}, is number {place} of {len(meshes)} as measured"]
-    by_mode = {row["mode"]: row for row in rows}
-    lines = []
-    for ring in ("ring", "ring, expanded"):
-        if ring not in by_mode or "lv-xattn" not in by_mode:
-            continue
-        ratio, predicted = (by_mode[ring][x] / by_mode["lv-xattn"][x] for x in ("seconds", "predicted_s"))
-        line = f"{ring} / lv-xattn: {ratio:.2f}, predicted {predicted:.2f} ({ratio / predicted - 1:+.1%})"
-        if ring == "ring, expanded" and setting.paper is not None:
-            line += f"; in the paper {setting.paper.ring_s / setting.paper.lv_xattn_s:.2f}"
-        lines.append(line)
-    return lines
+        parts.append(report.mesh_table([lines[1:]]))
+    elif {"lv-xattn", "ring", "ring, expanded"} <= {row["mode"] for row in rows}:
+        parts.append(report.ratio_table([lines]))
+    return "\n\n".join(parts)
 
 
 if __name__ == "__main__":

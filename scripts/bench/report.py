@@ -1,4 +1,4 @@
-"""The generated parts of `docs/benchmarks.md`: tables and figures made from the rows of benchmarks.
+"""Tables and figures made from the rows of benchmarks, for the terminal and for `docs/benchmarks.md`.
 
 In the page, a generated part stands between the lines `<!-- rows: NAME -->` and `<!-- end of rows -->`, where NAME is a
 key of `PARTS`; the text around it is written by hand. A part is a function from the folder of rows to Markdown. It also
@@ -55,57 +55,63 @@ def network_clusters(name: str) -> Callable[[Path], str]:
             for setting, modes in settings.items()
         }
         bar_figure(path, panels, log_scale=True)
-        head = {
-            "setting": text("setting"),
-            "ring / LV-XAttn": number("ring", ".2f"),
-            "predicted": number("ring_predicted", ".2f"),
-            "expanded / LV-XAttn": number("expanded", ".2f"),
-            "predicted ": number("expanded_predicted", ".2f"),
-            "paper": number("paper", ".2f"),
-            "LV-XAttn / none": number("over_none", ".3f"),
-        }
-        columns = {
-            "mode": text("mode"),
-            "ms": number("seconds", ".1f", 1e3),
-            "min": number("least_s", ".1f", 1e3),
-            "max": number("most_s", ".1f", 1e3),
-            "over none": number("over_none", ".3f"),
-            "MB sent": number("sent_bytes", ".2f", 1e-6),
-            "predicted, ms": number("predicted_s", ".1f", 1e3),
-        }
-        details = [f"{_setting(setting, modes[0])}\n\n{table(modes, columns)}" for setting, modes in settings.items()]
-        summary = table([_cluster_ratios(modes) for modes in settings.values()], head)
-        return joined(
-            rows, summary, shown(path, "Time of each mode over that of mode none; marks: predicted"), *details
-        )
+        details = [setting_table(modes) for modes in settings.values()]
+        figure = shown(path, "Time of each mode over that of mode none; marks: predicted")
+        return joined(rows, ratio_table(list(settings.values())), figure, *details)
 
     return part
 
 
-def _cluster_ratios(rows: Sequence[Row]) -> Row:
-    modes = {row["mode"]: row for row in rows}
-    lv = modes["lv-xattn"]
-    found = {"setting": lv["setting"], "over_none": lv["over_none"]}
-    for name, mode in (("ring", "ring"), ("expanded", "ring, expanded")):
-        for suffix, column in (("", "seconds"), ("_predicted", "predicted_s")):
-            found[name + suffix] = str(float(modes[mode][column]) / float(lv[column]))
-    return found | ({"paper": str(_ratio(lv, "paper_ring_s", "paper_lv_xattn_s"))} if "paper_ring_s" in lv else {})
+def ratio_table(settings: Sequence[Sequence[Row]]) -> str:
+    """Return a table of the times of Ring Attention over LV-XAttn, with one line per setting."""
+    lines = []
+    for rows in settings:
+        modes = {row["mode"]: row for row in rows}
+        lv = modes["lv-xattn"]
+        line = {"setting": lv["setting"], "over_none": lv["over_none"]}
+        for name, mode in (("ring", "ring"), ("expanded", "ring, expanded")):
+            for suffix, column in (("", "seconds"), ("_predicted", "predicted_s")):
+                line[name + suffix] = str(float(modes[mode][column]) / float(lv[column]))
+        if "paper_ring_s" in lv:
+            line["paper"] = str(_ratio(lv, "paper_ring_s", "paper_lv_xattn_s"))
+        lines.append(line)
+    columns = {
+        "setting": text("setting"),
+        "ring / LV-XAttn": number("ring", ".2f"),
+        "predicted": number("ring_predicted", ".2f"),
+        "expanded / LV-XAttn": number("expanded", ".2f"),
+        "predicted ": number("expanded_predicted", ".2f"),
+        "paper": number("paper", ".2f"),
+        "LV-XAttn / none": number("over_none", ".3f"),
+    }
+    return table(lines, columns)
 
 
-def _setting(name: str, row: Row) -> str:
-    origin = ""
+def setting_table(rows: Sequence[Row]) -> str:
+    """Return the description of one setting of the network benchmark and a table of its modes."""
+    row, origin = rows[0], ""
     if "paper_model" in row:
         origin = (
             f"{row['paper_model']} on {row['paper_gpus']} {row['paper_cluster']}, {int(row['paper_rows']):,} queries "
             f"and {int(row['paper_keys']):,} keys, as "
         )
-    speed = f"{float(row['link_mbit']):.0f} Mbit/s"
+    speed = f"{float(row.get('link_mbit', 'nan')):.0f} Mbit/s"
     link = f"capped at {float(row['cap_mbit']):.0f} Mbit/s, {speed} delivered" if "cap_mbit" in row else speed
-    return (
-        f"**{name}**: {origin}{row['ranks']} ranks of {row['rows']} rows and {row['keys']} keys, {row['heads']} heads, "
-        f"{row['kv_heads']} KV heads of {row['dim']}, {row['dtype']}; a block's forward pass "
+    description = (
+        f"**{row['setting']}**: {origin}{row['ranks']} ranks of {row['rows']} rows and {row['keys']} keys, "
+        f"{row['heads']} heads, {row['kv_heads']} KV heads of {row['dim']}, {row['dtype']}; a block's forward pass "
         f"{float(row['block_ms']):.3g} ms, links {link}."
     )
+    columns = {
+        "mode": text("mode"),
+        "ms": number("seconds", ".1f", 1e3),
+        "min": number("least_s", ".1f", 1e3),
+        "max": number("most_s", ".1f", 1e3),
+        "over none": number("over_none", ".3f"),
+        "MB sent": number("sent_bytes", ".2f", 1e-6),
+        "predicted, ms": number("predicted_s", ".1f", 1e3),
+    }
+    return f"{description}\n\n{table(rows, columns)}"
 
 
 def mesh_shapes(folder: Path) -> str:
@@ -117,15 +123,21 @@ def mesh_shapes(folder: Path) -> str:
         for setting, shapes in settings.items()
     }
     bar_figure(path, panels, columns=4)
+    figure = shown(path, "Seconds of each mesh shape; marks: predicted")
+    return joined(rows, mesh_table(list(settings.values())), figure)
+
+
+def mesh_table(settings: Sequence[Sequence[Row]]) -> str:
+    """Return a table of the times of all mesh shapes, with one line per setting."""
     lines = []
-    for setting, shapes in settings.items():
+    for shapes in settings:
         best = min(shapes, key=lambda row: float(row["predicted_s"]))
         place = 1 + sum(float(row["seconds"]) < float(best["seconds"]) for row in shapes)
         ms = {
             name: ", ".join(f"{row['tile']}: {float(row[name]) * 1e3:.0f}" for row in shapes)
             for name in ("seconds", "predicted_s")
         }
-        lines.append(ms | {"setting": setting, "best": best["tile"], "place": f"{place} of {len(shapes)}"})
+        lines.append(ms | {"setting": best["setting"], "best": best["tile"], "place": f"{place} of {len(shapes)}"})
     columns = {
         "setting": text("setting"),
         "measured, ms": text("seconds"),
@@ -133,7 +145,7 @@ def mesh_shapes(folder: Path) -> str:
         "best as predicted": text("best"),
         "its place as measured": text("place"),
     }
-    return joined(rows, table(lines, columns), shown(path, "Seconds of each mesh shape; marks: predicted"))
+    return table(lines, columns)
 
 
 def memory(folder: Path) -> str:
@@ -153,11 +165,12 @@ def memory(folder: Path) -> str:
             for points in groups(modes, "recompute").values()
         }
     line_figure(path, panels, "frames", "peak, MiB")
-    families = [_memory_of(family, measured) for family, measured in groups(rows, "family").items()]
+    families = [memory_of_family(measured) for measured in groups(rows, "family").values()]
     return joined(rows, shown(path, "Peak over the number of frames"), *families)
 
 
-def _memory_of(family: str, rows: Sequence[Row]) -> str:
+def memory_of_family(rows: Sequence[Row]) -> str:
+    """Return the table of one family's memory and longest videos, and the cost of recomputation."""
     mode = ("ranks", "strategy", "recompute")
     longest = {tuple(row[name] for name in mode): row for row in rows if row["measure"] == "largest"}
     lines = []
@@ -188,7 +201,7 @@ def _memory_of(family: str, rows: Sequence[Row]) -> str:
     )
     row = rows[0]
     about = f"Widths / {row['scale']}, {row['text']} tokens, {row['dtype']}, {row['device']}."
-    return f"### {family} ({row['model']})\n\n{about}\n\n{table(lines, columns)}\n\n{costs}".rstrip()
+    return f"### {row['family']} ({row['model']})\n\n{about}\n\n{table(lines, columns)}\n\n{costs}".rstrip()
 
 
 def _key_values(row: Row) -> str:
@@ -205,6 +218,10 @@ def decoding(folder: Path) -> str:
             speeds = [1 / float(row[f"{name}_s_per_token"]) for row in points]
             lines[f"{family}, {name}"] = [int(row["images"]) for row in points], speeds, f"C{index}{style}"
     line_figure(path, {"tokens per second": lines}, "images", "tokens/s", log_scale=True)
+    return joined(rows, decoding_table(rows), shown(path, "Tokens per second"))
+
+
+def decoding_table(rows: Sequence[Row]) -> str:
     columns = {name.replace("_", " "): text(name) for name in ("family", "images", "visual_keys", "ranks")}
     columns |= {
         "tokens/s": lambda row: f"{1 / float(row['patched_s_per_token']):.1f}",
@@ -213,7 +230,7 @@ def decoding(folder: Path) -> str:
         "prompt, s": number("patched_prompt_s", ".2f"),
         "unpatched, s": number("unpatched_prompt_s", ".2f"),
     }
-    return joined(rows, table(rows, columns), shown(path, "Tokens per second"))
+    return table(rows, columns)
 
 
 PARTS: dict[str, Callable[[Path], str]] = {
@@ -224,6 +241,11 @@ PARTS: dict[str, Callable[[Path], str]] = {
     "memory": memory,
     "decode": decoding,
 }
+
+
+def as_text(rows: Sequence[Mapping[str, Any]]) -> list[Row]:
+    """Return new rows as `rows.read` returns those of a file."""
+    return [{name: str(value) for name, value in row.items() if value != ""} for row in rows]
 
 
 def joined(rows: Sequence[Row], *parts: str) -> str:

@@ -47,7 +47,8 @@ def test_all_modes_agree_on_two_ranks_and_give_rows(script) -> None:
     columns = script("rows").read(ROWS / "network-tiles.csv")[1].keys()
     assert set(rows[1]) | {"torch", "commit", "hardware", "threads"} == columns
     assert rows[0]["sent_bytes"] == 0 < rows[1]["sent_bytes"] < rows[3]["sent_bytes"]
-    assert "ring / lv-xattn" in network.table(setting, first, rows)
+    summary = network.summary(setting, rows)
+    assert "| ring, waiting |" in summary and "ring / LV-XAttn" in summary
 
 
 def test_wrong_bytes_or_number_of_blocks_stop_the_run(script, monkeypatch: pytest.MonkeyPatch) -> None:
