@@ -54,12 +54,12 @@ def synchronize(device: torch.device | str) -> None:
         torch.cuda.synchronize()
 
 
-def once_ms(run: Callable[[], object], device: str) -> float:
-    """Return the milliseconds of one call. On CUDA they lie between two events, so launch time is not counted."""
+def once_ms(run: Callable[[], object], device: str, clock: Callable[[], float] = time.perf_counter) -> float:
+    """Return the milliseconds of one call, by `clock` on a CPU and between two events on CUDA (without launch time)."""
     if device != "cuda":
-        start = time.perf_counter()
+        start = clock()
         run()
-        return (time.perf_counter() - start) * 1e3
+        return (clock() - start) * 1e3
     first, last = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     first.record()
     run()
@@ -68,7 +68,12 @@ def once_ms(run: Callable[[], object], device: str) -> float:
     return first.elapsed_time(last)
 
 
-def medians_ms(runs: dict[str, Callable[[], object]], device: str, repeats: int, seed: int = 0) -> dict[str, float]:
+def medians_ms(
+    runs: dict[str, Callable[[], object]],
+    device: str,
+    repeats: int,
+    clock: Callable[[], float] = time.perf_counter,
+) -> dict[str, float]:
     """Return the median milliseconds of each run, after two warm-up calls each.
 
     The order changes with each repetition: machines drift (clock frequency, other users), and a fixed order would
@@ -78,11 +83,11 @@ def medians_ms(runs: dict[str, Callable[[], object]], device: str, repeats: int,
         run()
         run()
     times: dict[str, list[float]] = {name: [] for name in runs}
-    order, shuffler = list(runs), random.Random(seed)
+    order, shuffler = list(runs), random.Random(0)
     for _ in range(repeats):
         shuffler.shuffle(order)
         for name in order:
-            times[name].append(once_ms(runs[name], device))
+            times[name].append(once_ms(runs[name], device, clock))
     return {name: median(values) for name, values in times.items()}
 
 

@@ -17,7 +17,6 @@ import argparse
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
-from statistics import median
 from typing import Any
 
 import torch
@@ -67,8 +66,8 @@ def main(argv: list[str] | None = None) -> None:
                 step()
             memory[size] = saved.bytes, peak.bytes
         del expected
-        clock = medians_ms if args.device == "cuda" else processor_ms
-        times = clock({str(size): step for size, step in steps.items()}, args.device, args.repeats)
+        named = {str(size): step for size, step in steps.items()}
+        times = medians_ms(named, args.device, args.repeats, clock=time.process_time)
         for size, (saved_bytes, peak_bytes) in memory.items():
             ms = times[str(size)]
             numbers = f"{saved_bytes / MIB:,.0f} | {peak_bytes / MIB:,.0f} | {ms:,.0f} | {ms / times['None']:.2f}"
@@ -125,17 +124,6 @@ def gradients(layer: nn.Module, x: Tensor, step: Callable[[], None]) -> list[Ten
         p.grad = None
     step()
     return [p.grad.clone() for p in (x, *layer.parameters())]
-
-
-def processor_ms(steps: dict[str, Callable[[], None]], device: str, repeats: int) -> dict[str, float]:
-    """Return the median milliseconds of processor time of each step."""
-    times: dict[str, list[float]] = {name: [] for name in steps}
-    for _ in range(repeats):
-        for name, step in steps.items():
-            start = time.process_time()
-            step()
-            times[name].append((time.process_time() - start) * 1e3)
-    return {name: median(values) for name, values in times.items()}
 
 
 if __name__ == "__main__":

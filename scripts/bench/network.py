@@ -149,7 +149,7 @@ def summary(setting: Setting, rows: list[dict[str, Any]]) -> str:
     """Return tables of the modes and, if all were measured, of what the setting compares."""
     lines = report.as_text(rows)
     parts = ["", report.setting_table(lines)]
-    if setting.only_tiles:
+    if setting.only_mesh_shapes:
         parts.append(report.mesh_table([lines[1:]]))
     elif {"lv-xattn", "ring", "ring, expanded"} <= {row["mode"] for row in rows}:
         parts.append(report.ratio_table([lines]))

@@ -108,7 +108,7 @@ def modes(setting: Setting) -> list[Mode]:
     n = setting.ranks
     none = Mode(name="none", spec=None)
     meshes = [Mode(name=f"tile {a}x{b}", spec=ParallelSpec("mesh", (a, b))) for a, b in tiles_of(n)]
-    if setting.only_tiles:
+    if setting.only_mesh_shapes:
         return [none, *meshes]
     lv, ring = ParallelSpec("lv-xattn", (n, 1)), ParallelSpec("ring", (1, n))
     found = [

@@ -227,7 +227,7 @@ class NetworkBenchmark:
         return None if abs(found / expected - 1) < 1e-6 else f"computed {found} s of blocks; expected {expected} s"
 
     def _wrong_results(self, mode: Mode, results: Tensors) -> str | None:
-        if self.kernel or mode.spec is None:  # emulated blocks compute zeros, and `none` sees the local keys only
+        if self.kernel or mode.spec is None:  # emulated blocks compute zeros, and `none` attends to local keys only
             return None
         if mode.expanded:  # the gradient of a KV head is the sum over its query heads
             for name in ("dk", "dv"):

@@ -70,7 +70,7 @@ class Setting:
         mbit: cap of each link in Mbit/s; None: derived from `transfer_in_blocks`, or uncapped without it.
         transfer_in_blocks: time to send a rank's expanded K and V over the time of one block's forward pass.
         paper: the row of the paper that is scaled down.
-        only_tiles: measure all mesh shapes and nothing else.
+        only_mesh_shapes: measure all mesh shapes and nothing else.
         dtype: of Q, K, V.
     """
 
@@ -85,7 +85,7 @@ class Setting:
     mbit: float | None = None
     transfer_in_blocks: float | None = None
     paper: PaperRow | None = None
-    only_tiles: bool = False
+    only_mesh_shapes: bool = False
     dtype: str = "bfloat16"
 
     def problem(self, *, accumulated: int = 4) -> Problem:
@@ -123,7 +123,7 @@ def suite(name: str, ranks: int | None) -> list[Setting]:
         return [replace(_scaled(key, ranks or 2, rows, None), dtype="float32") for key, rows in row_counts.items()]
     if name == "full":
         return [_scaled(key, ranks or 8, PAPER[key].rows // (ranks or 8), None) for key in PAPER]
-    settings = TILES if name == "tiles" else [SMALLEST]
+    settings = MESH_SETTINGS if name == "tiles" else [SMALLEST]
     return [replace(setting, ranks=ranks or setting.ranks) for setting in settings]
 
 
@@ -147,12 +147,12 @@ def _scaled(key: str, ranks: int, rows: int, block_s: float | None) -> Setting:
 def _mesh_setting(ranks: int, rows: int, keys: int) -> Setting:
     name = f"{ranks}-ranks-{rows}x{keys}"
     shape = {"rows": rows, "keys": keys, "heads": 8, "kv_heads": 2, "dim": 64}
-    return Setting(name=name, ranks=ranks, **shape, block_s=0.01, mbit=100, only_tiles=True)
+    return Setting(name=name, ranks=ranks, **shape, block_s=0.01, mbit=100, only_mesh_shapes=True)
 
 
 # With these heads a query row costs as many bytes as four keys. LV-XAttn is best with more keys than that per row, Ring
 # Attention with fewer, and a mesh in between.
-TILES = [
+MESH_SETTINGS = [
     _mesh_setting(4, 512, 512),
     _mesh_setting(4, 128, 2048),
     _mesh_setting(6, 256, 512),

@@ -23,7 +23,7 @@ TICKS = (1, 2, 5, 10, 20, 50)
 
 
 def update(page: str, folder: Path) -> str:
-    """Return the page with its generated parts made anew from the rows in `folder`."""
+    """Return the page with its generated parts replaced by those of the rows in `folder`."""
     return re.sub(
         r"(?s)(<!-- rows: (\S+) -->\n).*?(<!-- end of rows -->)",
         lambda match: f"{match[1]}\n{PARTS[match[2]](folder) or 'No rows.'}\n\n{match[3]}",
