@@ -20,7 +20,6 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from dataclasses import asdict
 from statistics import median
 from typing import Any
 
@@ -32,6 +31,7 @@ from namespaces import launch, obstacle
 from network_modes import BlockTime
 from network_run import Link, Measured, NetworkBenchmark
 from network_settings import SUITES, Setting, suite
+from paper_tables import GPUS
 from rows import append, digits
 
 from mllm_seqpar.comm import as_communicator
@@ -120,9 +120,10 @@ def rows_of(setting: Setting, found: Measured) -> list[dict[str, Any]]:
         "latency_ms": found.speed.latency_s * 1e3 if found.speed else "",
     }
     if setting.paper is not None:
-        columns = ("cluster", "model", "gpus", "rows", "keys", "ring_s", "lv_xattn_s")
-        paper = asdict(setting.paper)
-        common |= {f"paper_{name}": paper[name] for name in columns}
+        paper = setting.paper
+        common |= {"paper_cluster": {"table3": "A100", "table4": "A30"}[paper.table], "paper_model": paper.label}
+        common |= {"paper_gpus": GPUS[paper.table], "paper_rows": paper.rows, "paper_keys": paper.keys}
+        common |= {"paper_ring_s": paper.seconds["ring"], "paper_lv_xattn_s": paper.seconds["lv-xattn"]}
     without = next(times for mode, times in found.times.items() if mode.spec is None)
     none, forward = median(without.total), median(without.forward)
     block = BlockTime(forward / setting.ranks, (none - forward) / setting.ranks)

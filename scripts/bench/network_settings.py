@@ -14,6 +14,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from paper_tables import GPUS, PaperRow, read_table
+
 from mllm_seqpar.schedules.bytes_sent import Problem
 
 SUITES = {
@@ -25,36 +27,13 @@ SUITES = {
 }
 
 
-@dataclass(frozen=True, kw_only=True)
-class PaperRow:
-    """A row of the paper's table 3 (16 A100, 4 nodes) or 4 (8 A30, 8 nodes), with seconds of cross-attention a step."""
-
-    cluster: str
-    model: str
-    gpus: int
-    rows: int
-    keys: int
-    heads: int
-    kv_heads: int
-    dim: int
-    ring_s: float
-    lv_xattn_s: float
-
-    @property
-    def transfer_in_blocks(self) -> float:
-        """Time to send K and V, expanded to all query heads, over the time of one block's forward pass."""
-        return (self.ring_s / (3 * (self.gpus - 1))) / (self.lv_xattn_s / (3.5 * self.gpus))
-
-
-OWL = {"heads": 28, "kv_heads": 4, "dim": 128, "model": "mPLUG-Owl3-7b"}
-FLAMINGO = {"heads": 8, "kv_heads": 8, "dim": 64, "model": "OpenFlamingo-9b"}
-A30, A100 = {"cluster": "A30", "gpus": 8}, {"cluster": "A100", "gpus": 16}
 PAPER = {
-    "a30-flamingo": PaperRow(**A30, **FLAMINGO, rows=8192, keys=524288, ring_s=17.28, lv_xattn_s=3.99),
-    "a30-owl3": PaperRow(**A30, **OWL, rows=1024, keys=372736, ring_s=42.41, lv_xattn_s=1.42),
-    "a100-flamingo": PaperRow(**A100, **FLAMINGO, rows=65536, keys=4194304, ring_s=95.13, lv_xattn_s=62.4),
-    "a100-owl3": PaperRow(**A100, **OWL, rows=8192, keys=2985984, ring_s=174.73, lv_xattn_s=24.08),
+    "a30-flamingo": ("table4", "OpenFlamingo-9b"),
+    "a30-owl3": ("table4", "mPLUG-Owl3-7b"),
+    "a100-flamingo": ("table3", "OpenFlamingo-9b"),
+    "a100-owl3": ("table3", "mPLUG-Owl3-7b"),
 }
+"""Table and model of each setting taken from the paper, which uses the row with the longest video."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,24 +101,27 @@ def suite(name: str, ranks: int | None) -> list[Setting]:
         row_counts = {"a30-flamingo": 64, "a30-owl3": 16, "a100-flamingo": 64}
         return [replace(_scaled(key, ranks or 2, rows, None), dtype="float32") for key, rows in row_counts.items()]
     if name == "full":
-        return [_scaled(key, ranks or 8, PAPER[key].rows // (ranks or 8), None) for key in PAPER]
+        return [_scaled(key, ranks or 8, None, None) for key in PAPER]
     settings = MESH_SETTINGS if name == "tiles" else [SMALLEST]
     return [replace(setting, ranks=ranks or setting.ranks) for setting in settings]
 
 
-def _scaled(key: str, ranks: int, rows: int, block_s: float | None) -> Setting:
-    """Return a row of the paper scaled to `rows` query rows per rank; keys and transfer time keep their proportions."""
-    row = PAPER[key]
+def _scaled(key: str, ranks: int, rows: int | None, block_s: float | None) -> Setting:
+    """Return a row of the paper scaled to `rows` query rows per rank (None: not scaled); proportions stay."""
+    table, model = PAPER[key]
+    row, gpus = next(row for row in read_table(table) if row.label == model), GPUS[table]
+    transfer_s, block_of_paper_s = row.seconds["ring"] / (3 * (gpus - 1)), row.seconds["lv-xattn"] / (3.5 * gpus)
+    rows = rows or row.rows // ranks
     return Setting(
         name=key,
         ranks=ranks,
         rows=rows,
         keys=rows * row.keys // row.rows,
-        heads=row.heads,
-        kv_heads=row.kv_heads,
-        dim=row.dim,
+        heads=row.model.cross.heads,
+        kv_heads=row.model.cross.kv_heads,
+        dim=row.model.cross.head_dim,
         block_s=block_s,
-        transfer_in_blocks=row.transfer_in_blocks,
+        transfer_in_blocks=transfer_s / block_of_paper_s,
         paper=row,
     )
 

@@ -38,8 +38,10 @@ Rates = dict[str, float]
 
 @dataclass(frozen=True)
 class PaperRow:
-    """One row of a table: model, text tokens, visual keys, and the paper's seconds by strategy."""
+    """One row of a table: the paper's name of the model, its sizes, text tokens, visual keys, seconds by strategy."""
 
+    table: str
+    label: str
     model: ModelSizes
     rows: int
     keys: int
@@ -63,7 +65,7 @@ def read_table(name: str) -> list[PaperRow]:
         file = row["model"].lower().replace("openflamingo", "open-flamingo")
         model = read_model(CONFIGS / "models" / f"{file}.yaml")
         seconds = {"ring": float(row["ca_ring_s"]), "lv-xattn": float(row["ca_lvxattn_s"])}
-        found.append(PaperRow(model, int(row["s_q"]), int(row["s_kv"]), seconds))
+        found.append(PaperRow(name, row["model"], model, int(row["s_q"]), int(row["s_kv"]), seconds))
     return found
 
 

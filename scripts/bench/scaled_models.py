@@ -94,9 +94,8 @@ def mplug_owl3(scale: int) -> Subject:
 def open_flamingo(scale: int) -> Subject:
     """Build OpenFlamingo-3B over LLaMA: 64 keys per frame, 8 heads, cross-attention to all frames in all 24 layers."""
     sizes = scaled("open-flamingo-3b", scale, layers=24)
-    sizes = replace(
-        sizes, text=replace(sizes.text, mlp_matrices=3)
-    )  # LLaMA's MLPs are gated, those of MPT in the published model are not
+    # The MLPs of LLaMA are gated; those of MPT, which the published model uses, are not.
+    sizes = replace(sizes, text=replace(sizes.text, mlp_matrices=3))
     cross = sizes.cross
     model = make_flamingo(_text(sizes), nn.Identity(), cross.visual_dim, every=1)
     from open_flamingo.src.helpers import MaskedCrossAttention  # after make_flamingo, which works without open_clip
