@@ -25,7 +25,7 @@ import report
 import torch
 import transformers
 from measure import environment, run_on_ranks, synchronize
-from rows import append, digits
+from rows import append, as_text, digits
 from small_models import FAMILIES, Subject
 from torch import Tensor
 from transformers import LogitsProcessor, LogitsProcessorList
@@ -47,7 +47,7 @@ def main() -> None:
             rows.append(measure(name, images, args))
             if args.csv:
                 append(args.csv, [rows[-1] | machine])
-    print(report.decoding_table(report.as_text(rows)))
+    print(report.decoding_table(as_text(rows)))
 
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:

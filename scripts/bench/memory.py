@@ -29,7 +29,7 @@ import torch
 import transformers
 from measure import environment, run_on_ranks
 from memory_run import MemoryBenchmark, Mode
-from rows import append, digits
+from rows import append, as_text, digits
 from scaled_models import FAMILIES
 
 DEFAULTS = {"mplug_owl3": (4, 128), "open_flamingo": (32, 352), "idefics": (8, 128)}
@@ -89,7 +89,7 @@ def rows_of(args: argparse.Namespace) -> list[dict[str, Any]]:
             cost = bench.recomputation_cost(2 * frames, args.repeats)
             found.append(bench.columns(Mode("lv-xattn", True)) | {"measure": "cost"} | cost)
         if bench.comm.rank == 0:
-            print(f"\n{report.memory_of_family(report.as_text(found))}", flush=True)
+            print(f"\n{report.memory_of_family(as_text(found))}", flush=True)
         rows += found
     return rows
 

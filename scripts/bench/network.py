@@ -32,7 +32,7 @@ from network_modes import BlockTime
 from network_run import Link, Measured, NetworkBenchmark
 from network_settings import SUITES, Setting, suite
 from paper_tables import GPUS
-from rows import append, digits
+from rows import append, as_text, digits
 
 from mllm_seqpar.comm import as_communicator
 
@@ -148,7 +148,7 @@ def rows_of(setting: Setting, found: Measured) -> list[dict[str, Any]]:
 
 def summary(setting: Setting, rows: list[dict[str, Any]]) -> str:
     """Return tables of the modes and, if all were measured, of what the setting compares."""
-    lines = report.as_text(rows)
+    lines = as_text(rows)
     parts = ["", report.setting_table(lines)]
     if setting.only_mesh_shapes:
         parts.append(report.mesh_table([lines[1:]]))

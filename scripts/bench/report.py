@@ -14,7 +14,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from rows import read
+from rows import groups, read
 
 Row = dict[str, str]
 Cell = Callable[[Row], str]
@@ -243,11 +243,6 @@ PARTS: dict[str, Callable[[Path], str]] = {
 }
 
 
-def as_text(rows: Sequence[Mapping[str, Any]]) -> list[Row]:
-    """Return new rows as `rows.read` returns those of a file."""
-    return [{name: str(value) for name, value in row.items() if value != ""} for row in rows]
-
-
 def joined(rows: Sequence[Row], *parts: str) -> str:
     """Return the machines of the rows and the parts, as paragraphs; nothing if there are no rows."""
     if not rows:
@@ -280,14 +275,6 @@ def number(column: str, form: str, factor: float = 1.0) -> Cell:
 
 def _ratio(row: Row, column: str, other: str) -> float:
     return float(row[column]) / float(row[other])
-
-
-def groups(rows: Sequence[Row], *columns: str) -> dict[str, list[Row]]:
-    """Return the rows by the values of some columns, in the order of the rows."""
-    found: dict[str, list[Row]] = {}
-    for row in rows:
-        found.setdefault(" ".join(row.get(name, "") for name in columns), []).append(row)
-    return found
 
 
 def shown(path: Path, description: str) -> str:

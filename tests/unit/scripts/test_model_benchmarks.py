@@ -29,8 +29,7 @@ def test_patched_decoding_gives_unpatched_tokens_and_a_row(small, family: str) -
     assert row["ratio"] == pytest.approx(row["unpatched_s_per_token"] / row["patched_s_per_token"], rel=1e-3)
     columns = small("rows").read(ROWS / "decode.csv")[0].keys()
     assert set(row) | {"torch", "commit", "hardware", "threads", "transformers"} == columns
-    report = small("report")
-    assert f"| {family} | 3 | 192 | 1 |" in report.decoding_table(report.as_text([row]))
+    assert f"| {family} | 3 | 192 | 1 |" in small("report").decoding_table(small("rows").as_text([row]))
 
 
 def test_different_tokens_stop_the_decoding_benchmark(small, monkeypatch: pytest.MonkeyPatch) -> None:
