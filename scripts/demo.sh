@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
-# The main job on a CPU machine, start to end: make real videos, train a tiny mPLUG-Owl3 on two processes with FSDP2 and
-# LV-XAttn until it answers, then ask about a long video on four processes and on one.
+# Demonstrate training and inference on a CPU machine: make videos, train a tiny mPLUG-Owl3 on two processes with FSDP2
+# and LV-XAttn until it answers correctly, then ask about a long video on four processes and on one.
 #
-#   bash scripts/demo.sh [FOLDER]      # runs/demo by default; everything is written below it
+#   bash scripts/demo.sh [FOLDER]      # all output goes to FOLDER, by default runs/demo
 
 set -euo pipefail
 root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
@@ -27,7 +27,7 @@ stage "making videos (one frame of each shows a coloured marker) and a model wit
 answer="$("$python" -c 'import json, sys; print(json.loads(open(sys.argv[1]).readline())["messages"][-1]["content"])' "$folder/long.jsonl")"
 
 stage "training on 2 processes: FSDP2, LV-XAttn"
-# shellcheck disable=SC2046 # options are words
+# shellcheck disable=SC2046 # the options must be split into words
 launch configs/fsdp2_cpu_2.yaml scripts/finetune.py --model "$folder/model" --data "$folder/train.jsonl" \
     --output "$folder/training" --strategy lv-xattn $("$python" -c 'import demo_task; print(demo_task.FINETUNE)')
 "$python" - "$folder/training/metrics.jsonl" <<'PYTHON'
@@ -38,7 +38,7 @@ losses = [(row["step"], row["loss"]) for row in rows if "loss" in row]
 print("loss:", ", ".join(f"{loss:.4f} (step {step})" for step, loss in losses[:: max(1, len(losses) // 8)] + losses[-1:]))
 PYTHON
 
-stage "asking about videos it has not seen"
+stage "asking about videos that were not used in training"
 "$python" scripts/demo_task.py score --model "$folder/training/model" --data "$folder/eval.jsonl" --at-least 0.95
 
 stage "asking about a long video on 4 processes"
@@ -46,10 +46,10 @@ question=(--model "$folder/training/model" --video "$folder/videos/long/00000.mp
     --question "Which colour is the marker?" --max-new-tokens 4)
 launch configs/fsdp2_cpu_4.yaml scripts/infer_long_video.py "${question[@]}" --report "$folder/four.json"
 
-stage "the same on one process"
+stage "asking about the same video on one process"
 "$python" scripts/infer_long_video.py "${question[@]}" --report "$folder/one.json"
 
-stage "what this shows"
+stage "comparing answers and counting the bytes sent"
 "$python" scripts/demo_check.py answers --one "$folder/one.json" --many "$folder/four.json" --expected "$answer"
 "$python" scripts/demo_check.py bytes --model "$folder/training/model" --data "$folder/long.jsonl" --ranks 4
 stage "done"

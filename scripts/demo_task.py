@@ -1,14 +1,15 @@
-"""The demonstration's task, its model before training, and its score: see mllm_seqpar/data/needle.py.
+"""Make the data and the untrained model of the demonstration, and score a trained one: see mllm_seqpar/data/needle.py.
 
     python scripts/demo_task.py make DIR                     # videos, train.jsonl, eval.jsonl, long.mp4, model/
     python scripts/demo_task.py score --model DIR/model --data DIR/eval.jsonl --at-least 0.95
 
-The recipe, found by experiment, answers about videos many times longer than those it trains on:
-- the rotary base is so large that most channels hardly turn within thousands of frames, so what the question looks for
-  in a frame does not depend on how far back the frame lies;
-- lengths are even on a logarithmic scale from 2 frames on: short videos teach the colours within a few dozen steps, and
-- one video in 9 has 256 to 1,280 frames: against thousands of keys of noise the marker's scores must stand out clearly,
-  which short videos alone do not ask for (without these, 2,100 frames: 1 right answer of 12).
+With this recipe, found by experiment, the model answers about videos much longer than those it is trained on:
+- The rotary base is so large that most channels hardly rotate within thousands of frames, so attention to a frame does
+  not depend on how far back the frame is.
+- The lengths of short videos are spread evenly on a logarithmic scale from 2 frames on. These teach the colours within
+  a few dozen steps.
+- One video in 9 has 256 to 1,280 frames. Among thousands of keys of noise, the scores of the marker must stand out much
+  more than in short videos. Without these, 1 of 12 answers about 2,100 frames was right.
 """
 
 import argparse
@@ -31,7 +32,7 @@ from mllm_seqpar.models.mplug_owl3.processing import MPlugOwl3Processor
 
 @dataclass(frozen=True, kw_only=True)
 class DemoTask:
-    """How much of what is made; `size` pixels a side, `patch` pixels a token's side."""
+    """The numbers and lengths of videos. Frames have `size` by `size` pixels, visual tokens `patch` by `patch`."""
 
     short: int = 384
     short_frames: tuple[int, int] = (2, 64)
@@ -44,11 +45,11 @@ class DemoTask:
 
 
 FINETUNE = "--steps 200 --global-batch 16 --micro-batch 8 --lr 3e-3 --warmup 30 --schedule cosine --weight-decay 0.01"
-"""Options of scripts/finetune.py that the recipe was found with."""
+"""Options of scripts/finetune.py that belong to the recipe."""
 
 
 def demo_config(tokenizer: Any, task: DemoTask, gate: str | None = "vector") -> MPlugOwl3Config:
-    """A small mPLUG-Owl3: two layers of width 128, both with hyper attention; 2 heads over one KV head."""
+    """Return a small mPLUG-Owl3: two layers of width 128, both hyper layers, with 2 query heads and one KV head."""
     vision = SiglipVisionConfig(
         hidden_size=32,
         intermediate_size=64,
@@ -79,21 +80,20 @@ def demo_config(tokenizer: Any, task: DemoTask, gate: str | None = "vector") -> 
 
 
 def make(folder: Path, task: DemoTask, seed: int = 0, gate: str | None = "vector") -> NeedleVideo:
-    """Writes everything below `folder` and returns the long video with its answer."""
-    short = make_needle_videos(
-        folder / "videos/short", task.short, frames=task.short_frames, size=task.size, seed=seed + 1
-    )
-    longer = make_needle_videos(
-        folder / "videos/longer", task.longer, frames=task.longer_frames, size=task.size, seed=seed + 2
-    )
-    unseen = make_needle_videos(
-        folder / "videos/unseen", task.unseen, frames=task.short_frames, size=task.size, seed=seed + 3
-    )
-    write_needle_jsonl(folder / "train.jsonl", [*short, *longer])
-    write_needle_jsonl(folder / "eval.jsonl", unseen)
-    (long,) = make_needle_videos(
-        folder / "videos/long", 1, frames=(task.long_frames,) * 2, size=task.size, seed=seed + 4
-    )
+    """Write videos, chat files and the untrained model to `folder`, and return the long video with its answer."""
+    kinds = {
+        "short": (task.short, task.short_frames),
+        "longer": (task.longer, task.longer_frames),
+        "unseen": (task.unseen, task.short_frames),
+        "long": (1, (task.long_frames, task.long_frames)),
+    }
+    videos = {
+        name: make_needle_videos(folder / "videos" / name, count, frames=frames, size=task.size, seed=seed + number)
+        for number, (name, (count, frames)) in enumerate(kinds.items(), 1)
+    }
+    write_needle_jsonl(folder / "train.jsonl", [*videos["short"], *videos["longer"]])
+    write_needle_jsonl(folder / "eval.jsonl", videos["unseen"])
+    (long,) = videos["long"]
     write_needle_jsonl(folder / "long.jsonl", [long])
     tokenizer = make_tokenizer()
     set_seed(seed)
@@ -103,7 +103,7 @@ def make(folder: Path, task: DemoTask, seed: int = 0, gate: str | None = "vector
 
 
 def score(model: Any, processor: Any, data: Path, batch_size: int = 16) -> tuple[int, int]:
-    """(right answers, questions) of a model on a chat file: the tokens it generates against those of the answers."""
+    """Return the numbers of right answers and of questions of a model on a chat file."""
     dataset = ChatDataset(data, processor)
     right = 0
     for start in range(0, len(dataset), batch_size):
@@ -118,19 +118,19 @@ def score(model: Any, processor: Any, data: Path, batch_size: int = 16) -> tuple
         )
         pixels = load_local_frames(frames, range(frames.frames), processor.image_processor)
         with torch.inference_mode():
-            made = model.generate(**prompt, pixel_values=pixels, max_new_tokens=4, do_sample=False)
-        answers = processor.batch_decode(made[:, prompt["input_ids"].shape[1] :], skip_special_tokens=True)
+            tokens = model.generate(**prompt, pixel_values=pixels, max_new_tokens=4, do_sample=False)
+        answers = processor.batch_decode(tokens[:, prompt["input_ids"].shape[1] :], skip_special_tokens=True)
         right += sum(a == s.messages[-1]["content"] for a, s in zip(answers, samples, strict=True))
     return right, len(dataset)
 
 
 def main(argv: Sequence[str]) -> int:
-    """The command line; 1 when a score is below what was asked for."""
+    """Run a command; return its exit status, 1 if the score is below --at-least."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="command", required=True)
-    making = commands.add_parser("make", help="write videos, chat files and the model before training")
+    making = commands.add_parser("make", help="write videos, chat files and the untrained model")
     making.add_argument("folder", type=Path)
-    making.add_argument("--frames", type=int, default=DemoTask.long_frames, help="of the long video")
+    making.add_argument("--frames", type=int, default=DemoTask.long_frames, help="frames of the long video")
     making.add_argument("--gate", default="vector", choices=("per_head", "vector", "none"))
     making.add_argument("--seed", type=int, default=0)
     scoring = commands.add_parser("score", help="accuracy of a trained model on unseen videos")

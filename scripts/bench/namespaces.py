@@ -1,13 +1,13 @@
-"""A network of one machine: every rank in a network namespace of its own, behind a link of a set speed.
+"""A network on one machine: each rank runs in its own network namespace, behind a link whose speed can be capped.
 
-    launch(4, [sys.executable, "script.py"])        # as torchrun would, but each rank with its own network
+    launch(4, [sys.executable, "script.py"])        # like torchrun, but each rank has its own network
 
-    rank's namespace: eth0 --- port0 :switch's namespace: bridge        a link is full duplex: what a rank sends is
-                      eth0 --- port1                                    capped at eth0, what it gets at its port
+    rank's namespace: eth0 --- port0 :switch's namespace: bridge        A link is full duplex: what a rank sends is
+                      eth0 --- port1                                    capped at eth0, what it receives at its port.
 
-The root namespace is not touched: bridge and ports live in a namespace too, so removing the namespaces removes all.
-They are removed when the ranks have ended, whatever ended them; what a killed run left behind, the next one removes.
-Needs root, `ip` and `tc`.
+The bridge and its ports have a namespace of their own, so the root namespace is not changed, and removing the
+namespaces removes everything. They are removed when the ranks end, for whatever reason. If the launcher itself was
+killed, the next run removes them. Needs root, `ip` and `tc`.
 """
 
 from __future__ import annotations
@@ -23,35 +23,33 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 PREFIX = "seqpar"
-"""Namespaces are called <PREFIX>-<process id of the run>-<rank, or switch>."""
+"""Namespaces are called <PREFIX>-<process id of the launcher>-<rank or "switch">."""
 LINK = "SEQPAR_BENCH_LINK"
-"""Environment variable of a rank: "<namespace of the switch>/<its port>"."""
+"""Environment variable of a rank: "<namespace of the switch>/<port of the rank>"."""
 SUBNET = "10.213.0."
 PR_SET_PDEATHSIG = 1
 
 
 def obstacle() -> str | None:
-    """Why namespaces cannot be made here, as a sentence; None: they can."""
+    """Return the reason why this process cannot make network namespaces, or None if it can."""
     missing = [tool for tool in ("ip", "tc") if shutil.which(tool) is None]
     if missing:
         return f"{' and '.join(missing)} (iproute2) not found: install iproute2"
     if os.geteuid() != 0:
-        return (
-            "network namespaces need root: run as root, or with --no-namespaces under torchrun for an uncapped network"
-        )
+        return "network namespaces need root: run as root, or under torchrun with --no-namespaces (uncapped network)"
     probe = f"{PREFIX}-{os.getpid()}-probe"
     made = subprocess.run(["ip", "netns", "add", probe], capture_output=True, text=True)
     subprocess.run(["ip", "netns", "del", probe], capture_output=True)
-    return f"this machine makes no network namespaces: {made.stderr.strip()}" if made.returncode else None
+    return f"this machine cannot make network namespaces: {made.stderr.strip()}" if made.returncode else None
 
 
 def launch(ranks: int, command: Sequence[str]) -> int:
-    """Runs `command` once per rank, each in its namespace, with the variables that torch's launchers set.
+    """Run `command` once per rank, each in its namespace, with the environment variables of torch's launchers.
 
     Returns:
-        0, or the exit status of the first rank that failed; the others are then killed.
+        0, or the exit status of the first rank that failed; the other ranks are killed then.
     """
-    with network(ranks) as names, _terminated_like_interrupted():
+    with network(ranks) as names, _exit_on_signals():
         processes: list[subprocess.Popen[bytes]] = []
         try:
             for rank, name in enumerate(names):
@@ -66,7 +64,7 @@ def launch(ranks: int, command: Sequence[str]) -> int:
 
 @contextmanager
 def network(ranks: int) -> Iterator[list[str]]:
-    """The namespaces of `ranks` ranks, connected; uncapped until a rank says otherwise (`link.Link`)."""
+    """Yield the names of `ranks` connected namespaces; links are uncapped until a rank caps its own."""
     remove_leftovers()
     names = [f"{PREFIX}-{os.getpid()}-{rank}" for rank in range(ranks)]
     switch = _switch(os.getpid())
@@ -83,13 +81,13 @@ def network(ranks: int) -> Iterator[list[str]]:
 
 
 def existing() -> list[str]:
-    """All namespaces that a run of this module has made, on this machine, now."""
+    """Return all namespaces on this machine that runs of this module have made."""
     listed = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, check=True).stdout
     return [line.split()[0] for line in listed.splitlines() if line.startswith(f"{PREFIX}-")]
 
 
 def remove_leftovers() -> None:
-    """Removes the namespaces of runs that are no more, and what still runs in them."""
+    """Remove the namespaces of launchers that no longer run, and kill the processes inside them."""
     for name in existing():
         owner = name.split("-")[1]
         if not Path("/proc", owner).exists():
@@ -103,8 +101,8 @@ def _connect(rank: int, name: str, switch: str) -> None:
     _ip("-n", name, "addr", "add", f"{SUBNET}{rank + 1}/24", "dev", "eth0")
     _ip("-n", name, "link", "set", "eth0", "up")
     _ip("-n", name, "link", "set", "lo", "up")
-    # BBR paces small messages, which LV-XAttn's are, far below the link's speed; so does a window that starts anew
-    # after the pauses in which ranks compute
+    # BBR paces small messages such as LV-XAttn's far below the speed of the link. So does a congestion window that is
+    # reset after the pauses in which ranks compute.
     for setting in ("tcp_congestion_control=reno", "tcp_slow_start_after_idle=0"):
         _ip("netns", "exec", name, "sysctl", "-qw", f"net.ipv4.{setting}")
 
@@ -117,14 +115,14 @@ def _start(rank: int, ranks: int, name: str, command: Sequence[str]) -> subproce
         "MASTER_ADDR": f"{SUBNET}1",
         "MASTER_PORT": "29500",
         "GLOO_SOCKET_IFNAME": "eth0",
-        "TORCH_CPP_LOG_LEVEL": "ERROR",  # addresses here have no names, which c10d warns of
+        "TORCH_CPP_LOG_LEVEL": "ERROR",  # c10d warns that these addresses have no host names
         LINK: f"{_switch(os.getpid())}/port{rank}",
     }
     return subprocess.Popen(
         ["ip", "netns", "exec", name, *command],
         env={"OMP_NUM_THREADS": "1"} | os.environ | variables,
         stdin=subprocess.DEVNULL,
-        start_new_session=True,  # Ctrl-C is for this process; it ends the ranks
+        start_new_session=True,  # Ctrl-C reaches the launcher only, which then ends the ranks
         preexec_fn=_die_with_parent,
     )
 
@@ -146,8 +144,8 @@ def _first_failure(processes: Sequence[subprocess.Popen[bytes]]) -> int:
 
 
 @contextmanager
-def _terminated_like_interrupted() -> Iterator[None]:
-    """SIGTERM and SIGHUP unwind the stack as Ctrl-C does, so that what was made is removed."""
+def _exit_on_signals() -> Iterator[None]:
+    """Let SIGTERM and SIGHUP unwind the stack as Ctrl-C does, so that the namespaces are removed."""
 
     def leave(number: int, _: object) -> None:
         raise SystemExit(128 + number)
@@ -165,7 +163,7 @@ def _switch(process: int) -> str:
 
 
 def _remove(name: str) -> None:
-    """Kills what runs in a namespace and removes it; nothing happens when it is gone already."""
+    """Kill the processes in a namespace and remove it; do nothing if it does not exist."""
     inside = subprocess.run(["ip", "netns", "pids", name], capture_output=True, text=True).stdout.split()
     for process in inside:
         with suppress(ProcessLookupError):

@@ -1,13 +1,11 @@
-"""The ways to compute one call that `network.py` times, and what each must send.
+"""The modes in which `network.py` computes one call, what each must send, and the time that the planner predicts.
 
-A mode is a line of `modes`: a strategy, its tile, and how it is run. It runs as a layer of a patched model does: by the
-plan that is made for it, the ranks having agreed on their arguments before, once for all layers of a pass. Beside the
-strategies stands `none`: the same blocks on the same rank by the same executor, without transfers.
+A mode runs as a layer of a patched model does: from a `CallSpec` that is made for it, after the ranks have agreed on
+their arguments. The mode `none` computes the same attention blocks with the same executor, but without transfers.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import gcd
 
@@ -21,10 +19,26 @@ from mllm_seqpar.attention.kv_sources import GivenKV
 from mllm_seqpar.attention.parallel_spec import accumulation, plan_for, problem_of
 from mllm_seqpar.comm import Communicator
 from mllm_seqpar.masks import FullBlockMasks
-from mllm_seqpar.planner import Cluster, ParallelSpec, blocks_to_hide
+from mllm_seqpar.planner import Cluster, ParallelSpec, blocks_to_hide, call_cost
 from mllm_seqpar.schedules import AttentionBlock, Schedule, Step
 from mllm_seqpar.schedules.bytes_sent import Problem, expanded, mesh_bytes, ulysses_bytes
 from mllm_seqpar.schedules.mesh_shapes import tiles_of
+
+
+@dataclass(frozen=True)
+class Speed:
+    """What a link delivers: bytes/s in each direction, and the seconds of a message of a few bytes."""
+
+    bytes_per_s: float
+    latency_s: float
+
+
+@dataclass(frozen=True)
+class BlockTime:
+    """Seconds of one block (one Q shard by one KV shard), measured without transfers."""
+
+    forward: float
+    backward: float
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,85 +47,109 @@ class Mode:
 
     Attributes:
         name: in rows and tables.
-        way: as the planner and the formulas know it; None: nothing travels.
-        overlap: transfers under computation.
-        expanded: K and V are repeated for all query heads before, as the paper's ring had them.
-        accumulate_dtype: what partial results travel in; None: as the inputs.
+        spec: strategy and mesh shape, as the planner and the byte formulas take them; None: no transfers.
+        overlap: whether transfers run under computation.
+        expanded: whether K and V are repeated for all query heads first, as in the paper's Ring Attention.
+        accumulate_dtype: dtype in which partial results are sent; None: that of the inputs.
     """
 
     name: str
-    way: ParallelSpec | None
+    spec: ParallelSpec | None
     overlap: bool = True
     expanded: bool = False
     accumulate_dtype: torch.dtype | None = torch.float32
 
-    def run(self, q: Tensor, k: Tensor, v: Tensor, comm: Communicator, kernel: str, where: Cluster | None) -> Tensor:
-        """This rank's o (B, H, s, D); `where`: the network, which the steps of a mesh are ordered for, as auto does."""
+    def run(self, q: Tensor, k: Tensor, v: Tensor, comm: Communicator, kernel: str, network: Cluster | None) -> Tensor:
+        """Return this rank's o (B, H, s, D). The steps of a mesh are ordered for `network`, as strategy "auto" does."""
         keys, dtype = (k.shape[2],) * comm.size, accumulation(self.accumulate_dtype, q.dtype)
         blocks = FullBlockMasks(q.shape[0], q.shape[2], keys)
-        plan: CallSpec
-        if self.way is None:
-            plan = _Alone((1, 1), blocks, keys, dtype, ranks=comm.size)
+        call: CallSpec
+        if self.spec is None:
+            call = _WithoutTransfers((1, 1), blocks, keys, dtype, ranks=comm.size)
         else:
             problem = problem_of(q.shape, k.shape, keys, q.dtype, self.accumulate_dtype)
-            overlap_ratios = None
-            if where is not None and self.way.strategy == "mesh":
-                forward, backward = (blocks_to_hide(problem, self.way.tile, where, backward=b) for b in (False, True))
-                overlap_ratios = forward, backward
-            tile = self.way.tile if self.way.strategy in ("mesh", "ulysses") else None
-            plan = plan_for(self.way.strategy, tile, blocks, problem, dtype, self.overlap, overlap_ratios)
-        return attend(q, [GivenKV(plan, k, v)], comm=comm, scale=q.shape[-1] ** -0.5, kernel=kernel)[0]
+            ratios = None
+            if network is not None and self.spec.strategy == "mesh":
+                forward, backward = (
+                    blocks_to_hide(problem, self.spec.tile, network, backward=b) for b in (False, True)
+                )
+                ratios = forward, backward
+            tile = self.spec.tile if self.spec.strategy in ("mesh", "ulysses") else None
+            call = plan_for(self.spec.strategy, tile, blocks, problem, dtype, self.overlap, ratios)
+        return attend(q, [GivenKV(call, k, v)], comm=comm, scale=q.shape[-1] ** -0.5, kernel=kernel)[0]
 
     def problem(self, setting: Setting) -> Problem:
-        """The call that it computes, as formulas know it."""
+        """Return the call for the byte formulas."""
         problem = setting.problem(accumulated=4 if self.accumulate_dtype is not None else setting.problem().element)
         return expanded(problem) if self.expanded else problem
 
-    def sent(self, setting: Setting, rank: int) -> dict[str, int]:
-        """Bytes that the formulas say a rank sends, forward and backward, by label."""
-        if self.way is None or setting.ranks == 1:
+    def bytes_sent(self, setting: Setting, rank: int) -> dict[str, int]:
+        """Return the bytes that a rank sends in forward and backward together, by label, according to the formulas."""
+        if self.spec is None or setting.ranks == 1:
             return {}
-        formula = ulysses_bytes if self.way.strategy == "ulysses" else mesh_bytes
+        formula = ulysses_bytes if self.spec.strategy == "ulysses" else mesh_bytes
         problem, total = replace(self.problem(setting), rank=rank), dict[str, int]()
         for backward in (False, True):
-            for label, size in formula(problem, self.way.tile, backward=backward).items():
+            for label, size in formula(problem, self.spec.tile, backward=backward).items():
                 total[label] = total.get(label, 0) + size
         return {label: size for label, size in total.items() if size}
 
+    def predicted_s(self, setting: Setting, block: BlockTime, speed: Speed | None) -> float:
+        """Return the seconds of forward and backward according to the planner's cost model."""
+        if self.spec is None or speed is None:
+            return setting.ranks * (block.forward + block.backward)
+        network, problem = cluster(setting, block, speed), self.problem(setting)
+        passes = [call_cost(problem, self.spec, network, backward=b, overlap=self.overlap) for b in (False, True)]
+        return sum(cost.seconds for cost in passes)
+
 
 def modes(setting: Setting) -> list[Mode]:
-    """All that are measured in a setting; `none` is the first."""
+    """Return all modes that are measured in a setting, `none` first."""
     n = setting.ranks
-    lv, ring, none = ParallelSpec("lv-xattn", (n, 1)), ParallelSpec("ring", (1, n)), Mode(name="none", way=None)
-    if setting.only_tiles:
-        return [none, *_tiles(tiles_of(n))]
+    none = Mode(name="none", spec=None)
+    meshes = [Mode(name=f"tile {a}x{b}", spec=ParallelSpec("mesh", (a, b))) for a, b in tiles_of(n)]
+    if setting.only_mesh_shapes:
+        return [none, *meshes]
+    lv, ring = ParallelSpec("lv-xattn", (n, 1)), ParallelSpec("ring", (1, n))
     found = [
         none,
-        Mode(name="lv-xattn", way=lv),
-        Mode(name="lv-xattn, waiting", way=lv, overlap=False),
-        Mode(name="ring", way=ring),
-        Mode(name="ring, waiting", way=ring, overlap=False),
-        # dK, dV in the inputs' dtype: the bytes that the paper's times fit
-        Mode(name="ring, expanded", way=ring, expanded=True, accumulate_dtype=None),
+        Mode(name="lv-xattn", spec=lv),
+        Mode(name="lv-xattn, waiting", spec=lv, overlap=False),
+        Mode(name="ring", spec=ring),
+        Mode(name="ring, waiting", spec=ring, overlap=False),
+        # dK, dV in the inputs' dtype: the bytes that agree with the paper's times
+        Mode(name="ring, expanded", spec=ring, expanded=True, accumulate_dtype=None),
     ]
     group = gcd(setting.heads, n)
     if group == n:
-        found.append(Mode(name="ulysses", way=ParallelSpec("ulysses", (1, 1), n)))
-    elif group > 1:  # heads that all ranks cannot share: as many as can, LV-XAttn over the groups
-        found.append(Mode(name=f"ulysses {group} x lv-xattn", way=ParallelSpec("ulysses", (n // group, 1), group)))
-    return found + _tiles(tiles_of(n)[1:-1])
+        found.append(Mode(name="ulysses", spec=ParallelSpec("ulysses", (1, 1), n)))
+    elif group > 1:  # heads are sharded over as many ranks as divide them, and LV-XAttn runs between these groups
+        found.append(Mode(name=f"ulysses {group} x lv-xattn", spec=ParallelSpec("ulysses", (n // group, 1), group)))
+    return found + meshes[1:-1]  # without (n, 1) and (1, n), which are LV-XAttn and Ring Attention
 
 
-def _tiles(tiles: Sequence[tuple[int, int]]) -> list[Mode]:
-    return [Mode(name=f"tile {a}x{b}", way=ParallelSpec("mesh", (a, b))) for a, b in tiles]
+def cluster(setting: Setting, block: BlockTime, speed: Speed) -> Cluster:
+    """Return the network as the planner describes it, with one rank per node."""
+    entries = setting.rows * setting.keys * setting.heads * setting.dim
+    return Cluster(
+        name="benchmark",
+        gpus_per_node=1,
+        attention_forward=4 * entries / block.forward,
+        attention_backward=10 * entries / block.backward,
+        matmul=1.0,
+        memory_bytes=1.0,
+        node_link=speed.bytes_per_s,
+        node_latency_s=speed.latency_s,
+        network_link=speed.bytes_per_s,
+        network_latency_s=speed.latency_s,
+    )
 
 
 @dataclass(frozen=True)
-class _Alone(CallSpec):
-    """As many blocks as any plan has, all of this rank's own rows and columns: o is that of its own keys."""
+class _WithoutTransfers(CallSpec):
+    """Computes the local block as many times as there are ranks; o is the attention to the local KV shard."""
 
     ranks: int = 1
 
     def schedule(self, rank: int, *, backward: bool) -> Schedule:
-        """One block a step, no moves; the whole of each."""
         return tuple(Step((), (AttentionBlock(rank, rank),)) for _ in range(self.ranks))

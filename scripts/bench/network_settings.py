@@ -1,76 +1,56 @@
-"""What `network.py` measures: settings that keep the proportions of the paper's clusters, and those around a crossover.
+"""The settings that `network.py` measures: the proportions of the paper's clusters, and both sides of the crossover.
 
-A setting of the paper (arXiv 2502.02406, tables 3 and 4) is scaled down in time and in bytes, by a factor each. What
-decides which strategy is faster stays: queries to keys, heads to key heads, and the time of a block to the time of a
-transfer. The latter follows from the paper's own seconds, so it holds whatever its kernels and links reached: with n
-GPUs, LV-XAttn's transfers hidden and Ring Attention's not,
+A setting taken from the paper (arXiv 2502.02406, tables 3 and 4) is scaled down in time and in bytes, by one factor
+each. The ratios that decide which strategy is faster are kept: queries to keys, query heads to KV heads, and the time
+of an attention block to the time of a transfer. The last one follows from the paper's own seconds and therefore
+includes whatever speed its kernels and links reached. With n GPUs, LV-XAttn's transfers overlapped and Ring
+Attention's not overlapped:
 
-    block      cross-attention of LV-XAttn / (layers 3.5 n)      backward 2.5 times forward
-    transfer   cross-attention of Ring / (layers 3 (n - 1))      K, V forward; K, V, dK, dV in bf16 backward
+    block      cross-attention of LV-XAttn / (layers 3.5 n)      backward takes 2.5 times the forward pass
+    transfer   cross-attention of Ring / (layers 3 (n - 1))      K, V in forward; K, V, dK, dV in bf16 in backward
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from paper_tables import GPUS, PaperRow, read_table
+
 from mllm_seqpar.schedules.bytes_sent import Problem
 
 SUITES = {
-    "paper": "the paper's clusters in proportion, emulated blocks, 8 ranks",
-    "tiles": "all tiles on both sides of the crossover, emulated blocks, 4 to 8 ranks",
-    "real": "the paper's clusters in proportion, real blocks, 2 ranks",
-    "full": "the paper's lengths as they are, real blocks, for GPUs: as many as the launcher started",
-    "smallest": "two ranks, a second: to see that it works",
+    "paper": "the proportions of the paper's clusters, emulated blocks, 8 ranks",
+    "tiles": "all mesh shapes on both sides of the crossover, emulated blocks, 4 to 8 ranks",
+    "real": "the proportions of the paper's clusters, real blocks, 2 ranks",
+    "full": "the paper's unscaled lengths, real blocks, on the GPUs of a launcher",
+    "smallest": "two ranks, one second, to check that the benchmark works",
 }
 
 
-@dataclass(frozen=True, kw_only=True)
-class PaperRow:
-    """A row of the paper's table 3 (16 A100, 4 nodes) or 4 (8 A30, 8 nodes): seconds of cross-attention a step."""
-
-    cluster: str
-    model: str
-    gpus: int
-    rows: int
-    keys: int
-    heads: int
-    kv_heads: int
-    dim: int
-    ring_s: float
-    lv_xattn_s: float
-
-    @property
-    def transfer_in_blocks(self) -> float:
-        """Time to send K and V, expanded to all heads, in times of one block's forward."""
-        return (self.ring_s / (3 * (self.gpus - 1))) / (self.lv_xattn_s / (3.5 * self.gpus))
-
-
-OWL = {"heads": 28, "kv_heads": 4, "dim": 128, "model": "mPLUG-Owl3-7b"}
-FLAMINGO = {"heads": 8, "kv_heads": 8, "dim": 64, "model": "OpenFlamingo-9b"}
-A30, A100 = {"cluster": "A30", "gpus": 8}, {"cluster": "A100", "gpus": 16}
 PAPER = {
-    "a30-flamingo": PaperRow(**A30, **FLAMINGO, rows=8192, keys=524288, ring_s=17.28, lv_xattn_s=3.99),
-    "a30-owl3": PaperRow(**A30, **OWL, rows=1024, keys=372736, ring_s=42.41, lv_xattn_s=1.42),
-    "a100-flamingo": PaperRow(**A100, **FLAMINGO, rows=65536, keys=4194304, ring_s=95.13, lv_xattn_s=62.4),
-    "a100-owl3": PaperRow(**A100, **OWL, rows=8192, keys=2985984, ring_s=174.73, lv_xattn_s=24.08),
+    "a30-flamingo": ("table4", "OpenFlamingo-9b"),
+    "a30-owl3": ("table4", "mPLUG-Owl3-7b"),
+    "a100-flamingo": ("table3", "OpenFlamingo-9b"),
+    "a100-owl3": ("table3", "mPLUG-Owl3-7b"),
 }
+"""Table and model of each setting taken from the paper, which uses the row with the longest video."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Setting:
-    """One call of cross-attention, on a network.
+    """One cross-attention call on one network.
 
     Attributes:
-        name: of the setting, in rows and tables.
+        name: the setting's name in rows and tables.
         ranks: n.
-        rows, keys: of each rank.
+        rows, keys: query rows and keys of each rank.
         heads, kv_heads, dim: H, G, D.
-        block_s: emulated seconds of one block's forward, all rows of a rank against all keys of a rank; None: real.
-        mbit: cap of each link, Mbit/s; None: as `transfer_in_blocks` says, or uncapped.
-        transfer_in_blocks: time to send a rank's expanded K and V in times of a block's forward, which sets the cap.
-        paper: the row that is scaled down.
-        only_tiles: measure all tiles and nothing else.
-        dtype: of Q, K, V; real blocks on CPUs are float32, everything else is what it was in the paper.
+        block_s: emulated seconds of the forward pass of one block (one Q shard by one KV shard); None: real blocks.
+        mbit: cap of each link in Mbit/s; None: derived from `transfer_in_blocks`, or uncapped without it.
+        transfer_in_blocks: time to send a rank's expanded K and V over the time of one block's forward pass.
+        paper: the row of the paper that is scaled down.
+        only_mesh_shapes: measure all mesh shapes and nothing else.
+        dtype: of Q, K, V.
     """
 
     name: str
@@ -84,11 +64,11 @@ class Setting:
     mbit: float | None = None
     transfer_in_blocks: float | None = None
     paper: PaperRow | None = None
-    only_tiles: bool = False
+    only_mesh_shapes: bool = False
     dtype: str = "bfloat16"
 
     def problem(self, *, accumulated: int = 4) -> Problem:
-        """The call as the formulas know it; `accumulated`: bytes of an element of what is summed over ranks."""
+        """Return the call for the byte formulas; `accumulated`: bytes of an element that is summed over ranks."""
         return Problem(
             rows=self.rows,
             keys=(self.keys,) * self.ranks,
@@ -100,7 +80,7 @@ class Setting:
         )
 
     def cap_mbit(self, block_s: float) -> float | None:
-        """The cap, given how long a block's forward takes."""
+        """Return the cap of each link, given the seconds of one block's forward pass."""
         if self.transfer_in_blocks is None:
             return self.mbit
         expanded = 2 * self.keys * self.heads * self.dim * self.problem().element
@@ -108,57 +88,59 @@ class Setting:
 
 
 def suite(name: str, ranks: int | None) -> list[Setting]:
-    """The settings of a suite; `ranks`: instead of its own number of them."""
+    """Return the settings of a suite, on `ranks` ranks instead of the suite's own number if given."""
     if name == "paper":
-        emulated = {
+        shapes = {
             "a30-flamingo": (8, 0.02),
             "a30-owl3": (2, 0.025),
             "a100-flamingo": (16, 0.05),
             "a100-owl3": (1, 0.03),
         }
-        return [scaled(key, ranks or 8, rows, block_s) for key, (rows, block_s) in emulated.items()]
+        return [_scaled(key, ranks or 8, rows, block_s) for key, (rows, block_s) in shapes.items()]
     if name == "real":
-        real = {"a30-flamingo": 64, "a30-owl3": 16, "a100-flamingo": 64}
-        return [replace(scaled(key, ranks or 2, rows, None), dtype="float32") for key, rows in real.items()]
+        row_counts = {"a30-flamingo": 64, "a30-owl3": 16, "a100-flamingo": 64}
+        return [replace(_scaled(key, ranks or 2, rows, None), dtype="float32") for key, rows in row_counts.items()]
     if name == "full":
-        ranks = ranks or 8
-        return [scaled(key, ranks, PAPER[key].rows // ranks, None) for key in PAPER]
-    if name == "tiles":
-        return [replace(setting, ranks=ranks or setting.ranks) for setting in TILES]
-    return [SMALLEST if ranks is None else replace(SMALLEST, ranks=ranks)]
+        return [_scaled(key, ranks or 8, None, None) for key in PAPER]
+    settings = MESH_SETTINGS if name == "tiles" else [SMALLEST]
+    return [replace(setting, ranks=ranks or setting.ranks) for setting in settings]
 
 
-def scaled(key: str, ranks: int, rows: int, block_s: float | None) -> Setting:
-    """A row of the paper with `rows` query rows a rank: keys, and the transfer's time in blocks, in proportion."""
-    row = PAPER[key]
+def _scaled(key: str, ranks: int, rows: int | None, block_s: float | None) -> Setting:
+    """Return a row of the paper scaled to `rows` query rows per rank (None: not scaled); proportions stay."""
+    table, model = PAPER[key]
+    row, gpus = next(row for row in read_table(table) if row.label == model), GPUS[table]
+    transfer_s, block_of_paper_s = row.seconds["ring"] / (3 * (gpus - 1)), row.seconds["lv-xattn"] / (3.5 * gpus)
+    rows = rows or row.rows // ranks
     return Setting(
         name=key,
         ranks=ranks,
         rows=rows,
         keys=rows * row.keys // row.rows,
-        heads=row.heads,
-        kv_heads=row.kv_heads,
-        dim=row.dim,
+        heads=row.model.cross.heads,
+        kv_heads=row.model.cross.kv_heads,
+        dim=row.model.cross.head_dim,
         block_s=block_s,
-        transfer_in_blocks=row.transfer_in_blocks,
+        transfer_in_blocks=transfer_s / block_of_paper_s,
         paper=row,
     )
 
 
-def _tiles(ranks: int, rows: int, keys: int) -> Setting:
+def _mesh_setting(ranks: int, rows: int, keys: int) -> Setting:
     name = f"{ranks}-ranks-{rows}x{keys}"
     shape = {"rows": rows, "keys": keys, "heads": 8, "kv_heads": 2, "dim": 64}
-    return Setting(name=name, ranks=ranks, **shape, block_s=0.01, mbit=100, only_tiles=True)
+    return Setting(name=name, ranks=ranks, **shape, block_s=0.01, mbit=100, only_mesh_shapes=True)
 
 
-# Rows and columns weigh the same where 8 rows = 2 keys: below that LV-XAttn's end of the tiles is better, above Ring's.
-TILES = [
-    _tiles(4, 512, 512),
-    _tiles(4, 128, 2048),
-    _tiles(6, 256, 512),
-    _tiles(6, 128, 1024),
-    _tiles(8, 512, 512),
-    _tiles(8, 256, 1024),
-    _tiles(8, 128, 2048),
+# With these heads a query row costs as many bytes as four keys. LV-XAttn is best with more keys than that per row, Ring
+# Attention with fewer, and a mesh in between.
+MESH_SETTINGS = [
+    _mesh_setting(4, 512, 512),
+    _mesh_setting(4, 128, 2048),
+    _mesh_setting(6, 256, 512),
+    _mesh_setting(6, 128, 1024),
+    _mesh_setting(8, 512, 512),
+    _mesh_setting(8, 256, 1024),
+    _mesh_setting(8, 128, 2048),
 ]
 SMALLEST = Setting(name="smallest", ranks=2, rows=16, keys=512, heads=4, kv_heads=2, dim=32, block_s=0.005, mbit=40)

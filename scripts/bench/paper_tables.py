@@ -1,12 +1,12 @@
-"""Checks the planner against the LV-XAttn paper's tables 3 and 4 (arXiv 2502.02406): seconds in cross-attention.
+"""Check the planner against the LV-XAttn paper's tables 3 and 4 (arXiv 2502.02406): seconds in cross-attention.
 
     python scripts/bench/paper_tables.py [--json rows.jsonl] [--fitted 0|1|2]
 
-Per cluster, effective rates are fitted on a third of the rows (one row of each model), and the other rows predicted by
-the simulator that plans for users. Fitted are, per cluster: the rate of attention by head dim (each is another kernel)
-and a fixed cost per block; per cluster and family of models: the speed of the network and the share of computation that
-transfers run beside. Forward and backward are given as one time, so they have one rate. The paper's ring moves K and V
-expanded to all query heads; LV-XAttn there has our schedule's bytes but for the n-th hop.
+For each cluster, effective rates are fitted to a third of the rows (one row of each model), and the planner's simulator
+predicts the other rows. Fitted per cluster: the rate of attention for each head dim (each has its own kernel) and a
+fixed cost per block. Fitted per cluster and model family: the speed of the network, and the fraction of computation
+that overlaps with transfers. The paper reports forward and backward as one time, so both have the same rate. Its Ring
+Attention sends K and V expanded to all query heads; its LV-XAttn sends our schedule's bytes except for the n-th hop.
 """
 
 from __future__ import annotations
@@ -32,14 +32,16 @@ TABLES = Path(__file__).parent / "paper"
 CLUSTERS = {"table3": "a100-80g-4x4", "table4": "a30-24g-8x1"}
 GPUS = {"table3": 16, "table4": 8}
 NOMINAL = {"a100-80g-4x4": 25e9, "a30-24g-8x1": 1.25e9}
-"""Bytes/s between nodes as the paper gives them."""
+"""Bytes/s between nodes according to the paper."""
 Rates = dict[str, float]
 
 
 @dataclass(frozen=True)
 class PaperRow:
-    """One row of a table: a model, lengths of text and keys, and the paper's seconds by strategy."""
+    """One row of a table: the paper's name of the model, its sizes, text tokens, visual keys, seconds by strategy."""
 
+    table: str
+    label: str
     model: ModelSizes
     rows: int
     keys: int
@@ -47,44 +49,31 @@ class PaperRow:
 
     @property
     def family(self) -> str:
-        """Of models: "mplug-owl3", "open-flamingo"."""
+        """The model's name without its size, such as "mplug-owl3"."""
         return self.model.name.rpartition("-")[0]
 
     @property
     def name(self) -> str:
-        """Model, text tokens, visual keys."""
         return f"{self.model.name} {self.rows}/{self.keys}"
 
 
 def read_table(name: str) -> list[PaperRow]:
-    """The rows of "table3" or "table4"."""
+    """Return the rows of "table3" or "table4"."""
     lines = [line for line in (TABLES / f"{name}.csv").read_text().splitlines() if not line.startswith("#")]
     found = []
     for row in csv.DictReader(lines):
-        model = read_model(CONFIGS / "models" / f"{_MODELS[row['model']]}.yaml")
+        file = row["model"].lower().replace("openflamingo", "open-flamingo")
+        model = read_model(CONFIGS / "models" / f"{file}.yaml")
         seconds = {"ring": float(row["ca_ring_s"]), "lv-xattn": float(row["ca_lvxattn_s"])}
-        found.append(PaperRow(model, int(row["s_q"]), int(row["s_kv"]), seconds))
+        found.append(PaperRow(name, row["model"], model, int(row["s_q"]), int(row["s_kv"]), seconds))
     return found
 
 
-_MODELS = {
-    "mPLUG-Owl3-7b": "mplug-owl3-7b",
-    "mPLUG-Owl3-2b": "mplug-owl3-2b",
-    "mPLUG-Owl3-1b": "mplug-owl3-1b",
-    "OpenFlamingo-9b": "open-flamingo-9b",
-    "OpenFlamingo-3b": "open-flamingo-3b",
-}
-
-
 def predicted(row: PaperRow, cluster: Cluster, gpus: int, rates: Rates) -> dict[str, float]:
-    """Seconds in cross-attention, forward and backward, of all layers, by strategy, at fitted rates."""
-    return {name: _seconds(row, name, cluster, gpus, *_rates_of(row, rates)) for name in row.seconds}
-
-
-def _rates_of(row: PaperRow, rates: Rates) -> tuple[float, float, float, float]:
-    """Those of the rates that a row's model is subject to."""
+    """Return the seconds in cross-attention (forward and backward, all layers) by strategy, at fitted rates."""
     attention = rates[f"attention, heads of {row.model.cross.head_dim}"]
-    return attention, rates[f"network, {row.family}"], rates["block"], rates[f"overlap, {row.family}"]
+    of_family = rates[f"network, {row.family}"], rates["block"], rates[f"overlap, {row.family}"]
+    return {name: _seconds(row, name, cluster, gpus, attention, *of_family) for name in row.seconds}
 
 
 @lru_cache(maxsize=100_000)
@@ -114,48 +103,48 @@ def _seconds(
         kv_heads=cross.kv_heads,
         dim=cross.head_dim,
     )
-    way = ParallelSpec("lv-xattn", (gpus, 1))
-    if strategy == "ring":  # expanded to all query heads; dK and dV in the model's dtype
-        way, problem = ParallelSpec("ring", (1, gpus)), replace(expanded(problem), accumulated=problem.element)
-    return cross.layers * sum(call_cost(problem, way, cluster, backward=b).seconds for b in (False, True))
+    spec = ParallelSpec("lv-xattn", (gpus, 1))
+    if strategy == "ring":  # K, V expanded to all query heads; dK, dV in the model's dtype
+        spec, problem = ParallelSpec("ring", (1, gpus)), replace(expanded(problem), accumulated=problem.element)
+    return cross.layers * sum(call_cost(problem, spec, cluster, backward=b).seconds for b in (False, True))
 
 
 def fit(rows: Sequence[PaperRow], cluster: Cluster, gpus: int) -> Rates:
-    """The rates that make the mean square of log(predicted / paper) least (Levenberg and Marquardt's method).
+    """Return the rates that minimise the mean square of log(predicted / paper) (Levenberg-Marquardt).
 
-    The network may be at most a seventh faster than it is said to be. Searched from a slow and from a fast one: where
-    all transfers are hidden, their speed makes no difference.
+    The network may be at most 15% faster than its nominal speed. The search starts from a slow and from a fast network:
+    if all transfers are overlapped, the error does not depend on their speed.
     """
-    ceiling = {f"overlap, {row.family}": 1.0 for row in rows}
-    ceiling |= {f"network, {row.family}": 1.15 * cluster.network_link for row in rows}
+    limits = {f"overlap, {row.family}": 1.0 for row in rows}
+    limits |= {f"network, {row.family}": 1.15 * cluster.network_link for row in rows}
 
     def errors(trial: Rates) -> np.ndarray:
         found = [(predicted(row, cluster, gpus, trial), row.seconds) for row in rows]
-        return np.array([math.log(ours[name] / theirs[name]) for ours, theirs in found for name in theirs])
+        return np.array([math.log(ours[name] / paper[name]) for ours, paper in found for name in paper])
 
     starts: list[Rates] = [
         {"block": 1e-3}
         | {f"attention, heads of {row.model.cross.head_dim}": 0.05 * (cluster.peak_flops or 1e14) for row in rows}
-        | {f"network, {row.family}": share * cluster.network_link for row in rows}
+        | {f"network, {row.family}": fraction * cluster.network_link for row in rows}
         | {f"overlap, {row.family}": 0.6 for row in rows}
-        for share in (0.15, 1.0)
+        for fraction in (0.15, 1.0)
     ]
-    return min((_search(start, ceiling, errors) for start in starts), key=lambda rates: _square(errors(rates)))
+    return min((_search(start, limits, errors) for start in starts), key=lambda rates: _square(errors(rates)))
 
 
-def _search(rates: Rates, ceiling: Rates, errors: Callable[[Rates], np.ndarray], rounds: int = 25) -> Rates:
-    """All rates are searched by their logarithms."""
-    names, damping, nudge = list(rates), 0.1, 1e-3
+def _search(rates: Rates, limits: Rates, errors: Callable[[Rates], np.ndarray], rounds: int = 25) -> Rates:
+    """Search over the logarithms of all rates."""
+    names, damping, difference = list(rates), 0.1, 1e-3
     now = errors(rates)
     for _ in range(rounds):
-        nudged = [errors(rates | {name: rates[name] * math.exp(-nudge)}) for name in names]
-        slopes = np.stack([(now - other) / nudge for other in nudged], axis=1)
+        shifted = [errors(rates | {name: rates[name] * math.exp(-difference)}) for name in names]
+        slopes = np.stack([(now - other) / difference for other in shifted], axis=1)
         square, before = slopes.T @ slopes, _square(now)
         for _ in range(6):
             damped = square + damping * (np.diag(np.diag(square)) + 1e-6 * np.eye(len(names)))
             step = np.clip(np.linalg.solve(damped, -slopes.T @ now), -1.0, 1.0)
             trial = {
-                name: min(rates[name] * math.exp(move), ceiling.get(name, math.inf))
+                name: min(rates[name] * math.exp(move), limits.get(name, math.inf))
                 for name, move in zip(names, step, strict=True)
             }
             found = errors(trial)
@@ -174,7 +163,15 @@ def _square(errors: np.ndarray) -> float:
 
 @dataclass(frozen=True)
 class Result:
-    """One table, fitted and predicted. `errors`: predicted / paper - 1 of the rows that were not fitted, by name."""
+    """One table, fitted and predicted.
+
+    Attributes:
+        table: "table3" or "table4".
+        rates: the fitted rates.
+        found: predicted seconds by row name and strategy.
+        errors: predicted / paper - 1 of the rows that were not fitted, by row name and strategy.
+        order_right: whether the faster strategy is predicted correctly in every row.
+    """
 
     table: str
     rates: Rates
@@ -184,14 +181,14 @@ class Result:
 
     @property
     def median(self) -> float:
-        """Of the errors' sizes."""
+        """The median absolute error."""
         return median(map(abs, self.errors.values()))
 
 
 def check(table: str, third: int = 1) -> Result:
-    """Fits the rows `third` of each model (0: the longest, 1: half the frames, 2: half of both), predicts all."""
+    """Fit one row of each model (0: the longest, 1: half the frames, 2: half of text and frames); predict all rows."""
     rows, gpus = read_table(table), GPUS[table]
-    cluster = read_cluster(CONFIGS / "clusters" / f"{CLUSTERS[table]}.yaml")
+    cluster = _cluster(table)
     fitted = rows[third::3]
     rates = fit(fitted, cluster, gpus)
     found = {row.name: predicted(row, cluster, gpus, rates) for row in rows}
@@ -201,18 +198,17 @@ def check(table: str, third: int = 1) -> Result:
         if row not in fitted
         for name in row.seconds
     }
-    order = [_order(found[row.name]) == _order(row.seconds) for row in rows]
-    return Result(table, rates, found, errors, all(order))
+    fastest = [(min(times, key=times.__getitem__) for times in (found[row.name], row.seconds)) for row in rows]
+    return Result(table, rates, found, errors, all(ours == paper for ours, paper in fastest))
 
 
-def _order(seconds: dict[str, float]) -> list[str]:
-    return sorted(seconds, key=seconds.__getitem__)
+def _cluster(table: str) -> Cluster:
+    return read_cluster(CONFIGS / "clusters" / f"{CLUSTERS[table]}.yaml")
 
 
 def main() -> None:
-    """Fit, predict and print both tables."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--fitted", type=int, choices=[0, 1, 2], default=1, help="which row of each model is fitted")
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--fitted", type=int, choices=[0, 1, 2], default=1, help="the row of each model that is fitted")
     parser.add_argument("--json", help="append one JSON row per figure to this file")
     args = parser.parse_args()
     for table in CLUSTERS:
@@ -223,10 +219,10 @@ def main() -> None:
 
 
 def _print(result: Result) -> None:
-    cluster = read_cluster(CONFIGS / "clusters" / f"{CLUSTERS[result.table]}.yaml")
-    print(f"\n{result.table}: {GPUS[result.table]} GPUs, {cluster.name}. Fitted rates, beside what they are rates of:")
+    cluster = _cluster(result.table)
+    print(f"\n{result.table}: {GPUS[result.table]} GPUs, {cluster.name}. Fitted rates:")
     for name, value in sorted(result.rates.items()):
-        print(f"  {name:<28}{_told(name, value, cluster)}")
+        print(f"  {name:<28}{_describe(name, value, cluster)}")
     print(f"{'row (text/keys)':>32} {'':>9} {'paper s':>9} {'planner s':>10} {'error':>7}")
     for row in read_table(result.table):
         for strategy, paper in row.seconds.items():
@@ -239,17 +235,16 @@ def _print(result: Result) -> None:
     print(f"({worst[0]}, {worst[1]}); order of strategies {order}")
 
 
-def _told(name: str, value: float, cluster: Cluster) -> str:
+def _describe(name: str, value: float, cluster: Cluster) -> str:
     if name.startswith("attention"):
         peak = cluster.peak_flops or math.nan
-        return f"{value / 1e12:7.2f} TFLOP/s, {value / peak:.1%} of the {peak / 1e12:.0f} of the processor"
+        return f"{value / 1e12:7.2f} TFLOP/s, {value / peak:.1%} of the processor's {peak / 1e12:.0f}"
     if name.startswith("network"):
-        return (
-            f"{value / 1e9:7.2f} GB/s, {value / NOMINAL[cluster.name]:.0%} of the link's {NOMINAL[cluster.name] / 1e9}"
-        )
+        nominal = NOMINAL[cluster.name]
+        return f"{value / 1e9:7.2f} GB/s, {value / nominal:.0%} of the link's {nominal / 1e9}"
     if name == "block":
-        return f"{value * 1e3:7.2f} ms for each block, whatever its size"
-    return f"{value:7.2f} of computation runs beside transfers"
+        return f"{value * 1e3:7.2f} ms per block, independent of its size"
+    return f"{value:7.2f} of the computation overlaps with transfers"
 
 
 def _write(result: Result, path: str) -> None:

@@ -1,38 +1,262 @@
-"""From rows of benchmarks to a page: what the sections of `docs/benchmarks.md` have in common.
+"""Tables and figures made from the rows of benchmarks, for the terminal and for `docs/benchmarks.md`.
 
-A section is a function from the folder of rows to markdown, None where its rows are missing. It may draw figures into
-that folder (matplotlib; without it the page has tables only).
+In the page, a generated part stands between the lines `<!-- rows: NAME -->` and `<!-- end of rows -->`, where NAME is a
+key of `PARTS`; the text around it is written by hand. A part is a function from the folder of rows to Markdown. It also
+draws its figure into that folder if matplotlib is installed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from statistics import median
 from typing import Any
 
-from rows import read
+from rows import groups, read
 
 Row = dict[str, str]
-WHERE = ("hardware", "threads", "cuda", "torch", "transformers", "commit")
+Cell = Callable[[Row], str]
+MACHINE = ("hardware", "threads", "cuda", "torch", "transformers", "commit")
+TICKS = (1, 2, 5, 10, 20, 50)
 
 
-def rows_of(folder: Path, name: str) -> list[Row]:
-    """The rows of one run, none where it was not made."""
-    path = folder / f"{name}.csv"
-    return read(path) if path.exists() else []
+def update(page: str, folder: Path) -> str:
+    """Return the page with its generated parts replaced by those of the rows in `folder`."""
+    return re.sub(
+        r"(?s)(<!-- rows: (\S+) -->\n).*?(<!-- end of rows -->)",
+        lambda match: f"{match[1]}\n{PARTS[match[2]](folder) or 'No rows.'}\n\n{match[3]}",
+        page,
+    )
 
 
-def measured_on(rows: Sequence[Row]) -> str:
-    """Where rows come from, as a sentence."""
-    found = [", ".join(f"{name} {row[name]}" for name in WHERE if name in row) for row in rows]
-    return "Measured on " + "; and on ".join(dict.fromkeys(found)) + "."
+def network_error(folder: Path) -> str:
+    """Return the median error of the cost model over all network runs."""
+    rows = [row for suite in ("paper", "real", "tiles") for row in read(folder / f"network-{suite}.csv")]
+    errors = [abs(_ratio(row, "predicted_s", "seconds") - 1) for row in rows if row["mode"] != "none"]
+    if not errors:
+        return ""
+    return f"The median error of the planner's cost model is {median(errors):.1%} over the {len(errors)} rows below."
 
 
-def table(head: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
-    """A markdown table; numbers are to the right."""
-    body = [[cell if isinstance(cell, str) else f"{cell:,}" for cell in row] for row in rows]
-    right = [all(_is_number(row[i]) for row in body) for i in range(len(head))]
+def network_clusters(name: str) -> Callable[[Path], str]:
+    """Return the part for the clusters of the paper: a summary, a figure, and a table per setting."""
+
+    def part(folder: Path) -> str:
+        rows = read(folder / f"{name}.csv")
+        settings, path = groups(rows, "setting"), folder / f"{name}.png"
+        panels = {
+            f"{setting}: time over none": [
+                (row["mode"], float(row["over_none"]), _ratio(row, "predicted_s", "seconds") * float(row["over_none"]))
+                for row in modes
+                if row["mode"] != "none"
+            ]
+            for setting, modes in settings.items()
+        }
+        bar_figure(path, panels, log_scale=True)
+        details = [setting_table(modes) for modes in settings.values()]
+        figure = shown(path, "Time of each mode over that of mode none; marks: predicted")
+        return joined(rows, ratio_table(list(settings.values())), figure, *details)
+
+    return part
+
+
+def ratio_table(settings: Sequence[Sequence[Row]]) -> str:
+    """Return a table of the times of Ring Attention over LV-XAttn, with one line per setting."""
+    lines = []
+    for rows in settings:
+        modes = {row["mode"]: row for row in rows}
+        lv = modes["lv-xattn"]
+        line = {"setting": lv["setting"], "over_none": lv["over_none"]}
+        for name, mode in (("ring", "ring"), ("expanded", "ring, expanded")):
+            for suffix, column in (("", "seconds"), ("_predicted", "predicted_s")):
+                line[name + suffix] = str(float(modes[mode][column]) / float(lv[column]))
+        if "paper_ring_s" in lv:
+            line["paper"] = str(_ratio(lv, "paper_ring_s", "paper_lv_xattn_s"))
+        lines.append(line)
+    columns = {
+        "setting": text("setting"),
+        "ring / LV-XAttn": number("ring", ".2f"),
+        "predicted": number("ring_predicted", ".2f"),
+        "expanded / LV-XAttn": number("expanded", ".2f"),
+        "predicted ": number("expanded_predicted", ".2f"),
+        "paper": number("paper", ".2f"),
+        "LV-XAttn / none": number("over_none", ".3f"),
+    }
+    return table(lines, columns)
+
+
+def setting_table(rows: Sequence[Row]) -> str:
+    """Return the description of one setting of the network benchmark and a table of its modes."""
+    row, origin = rows[0], ""
+    if "paper_model" in row:
+        origin = (
+            f"{row['paper_model']} on {row['paper_gpus']} {row['paper_cluster']}, {int(row['paper_rows']):,} queries "
+            f"and {int(row['paper_keys']):,} keys, as "
+        )
+    speed = f"{float(row.get('link_mbit', 'nan')):.0f} Mbit/s"
+    link = f"capped at {float(row['cap_mbit']):.0f} Mbit/s, {speed} delivered" if "cap_mbit" in row else speed
+    description = (
+        f"**{row['setting']}**: {origin}{row['ranks']} ranks of {row['rows']} rows and {row['keys']} keys, "
+        f"{row['heads']} heads, {row['kv_heads']} KV heads of {row['dim']}, {row['dtype']}; a block's forward pass "
+        f"{float(row['block_ms']):.3g} ms, links {link}."
+    )
+    columns = {
+        "mode": text("mode"),
+        "ms": number("seconds", ".1f", 1e3),
+        "min": number("least_s", ".1f", 1e3),
+        "max": number("most_s", ".1f", 1e3),
+        "over none": number("over_none", ".3f"),
+        "MB sent": number("sent_bytes", ".2f", 1e-6),
+        "predicted, ms": number("predicted_s", ".1f", 1e3),
+    }
+    return f"{description}\n\n{table(rows, columns)}"
+
+
+def mesh_shapes(folder: Path) -> str:
+    """Return the part for all mesh shapes on both sides of the crossover."""
+    rows, path = read(folder / "network-tiles.csv"), folder / "network-tiles.png"
+    settings = groups([row for row in rows if row["mode"] != "none"], "setting")
+    panels = {
+        setting: [(row["tile"], float(row["seconds"]), float(row["predicted_s"])) for row in shapes]
+        for setting, shapes in settings.items()
+    }
+    bar_figure(path, panels, columns=4)
+    figure = shown(path, "Seconds of each mesh shape; marks: predicted")
+    return joined(rows, mesh_table(list(settings.values())), figure)
+
+
+def mesh_table(settings: Sequence[Sequence[Row]]) -> str:
+    """Return a table of the times of all mesh shapes, with one line per setting."""
+    lines = []
+    for shapes in settings:
+        best = min(shapes, key=lambda row: float(row["predicted_s"]))
+        place = 1 + sum(float(row["seconds"]) < float(best["seconds"]) for row in shapes)
+        ms = {
+            name: ", ".join(f"{row['tile']}: {float(row[name]) * 1e3:.0f}" for row in shapes)
+            for name in ("seconds", "predicted_s")
+        }
+        lines.append(ms | {"setting": best["setting"], "best": best["tile"], "place": f"{place} of {len(shapes)}"})
+    columns = {
+        "setting": text("setting"),
+        "measured, ms": text("seconds"),
+        "predicted, ms": text("predicted_s"),
+        "best as predicted": text("best"),
+        "its place as measured": text("place"),
+    }
+    return table(lines, columns)
+
+
+def memory(folder: Path) -> str:
+    """Return the part for memory: a figure, and per family a table and the cost of recomputation."""
+    rows, path = read(folder / "memory.csv"), folder / "memory.png"
+    panels = {}
+    for family, measured in groups(rows, "family").items():
+        ranks = max(int(row["ranks"]) for row in measured)
+        shown_rows = [row for row in measured if row["measure"] == "bytes" and int(row["ranks"]) == ranks]
+        panels[f"{family}, {ranks} ranks"] = {
+            f"{points[0]['strategy']}, {_key_values(points[0])}": (
+                [int(row["frames"]) for row in points],
+                [int(row["peak_bytes"]) / 2**20 for row in points],
+                f"C{index}-" if points[0]["recompute"] == "True" else f"C{index}--",
+            )
+            for index, modes in enumerate(groups(shown_rows, "strategy").values())
+            for points in groups(modes, "recompute").values()
+        }
+    line_figure(path, panels, "frames", "peak, MiB")
+    families = [memory_of_family(measured) for measured in groups(rows, "family").values()]
+    return joined(rows, shown(path, "Peak over the number of frames"), *families)
+
+
+def memory_of_family(rows: Sequence[Row]) -> str:
+    """Return the table of one family's memory and longest videos, and the cost of recomputation."""
+    mode = ("ranks", "strategy", "recompute")
+    longest = {tuple(row[name] for name in mode): row for row in rows if row["measure"] == "largest"}
+    lines = []
+    for row in (row for row in rows if row["measure"] == "bytes"):
+        fits = longest.get(tuple(row[name] for name in mode), {})
+        at_least = ">= " if "capped" in fits else ""  # the text cannot hold more placeholders
+        extra = {"longest": at_least + fits.get("frames", "")}
+        if "longer" in fits:
+            extra["longer"] = f"{at_least}{float(fits['longer']):.2f}"
+        lines.append(row | extra)
+    columns = {
+        "ranks": text("ranks"),
+        "strategy": text("strategy"),
+        "K and V": _key_values,
+        "frames": text("frames"),
+        "saved, MiB": number("kept_bytes", ".2f", 2**-20),
+        "peak, MiB": number("peak_bytes", ".2f", 2**-20),
+        "planner, MiB": number("planned_bytes", ".2f", 2**-20),
+        "longest video": text("longest"),
+        "ratio": text("longer"),
+    }
+    costs = "\n".join(
+        f"- {row['ranks']} rank{'' if row['ranks'] == '1' else 's'}, {row['frames']} frames, {row['text']} tokens: a "
+        f"step takes {float(row['again_s']):.3f} s with recomputation and {float(row['kept_s']):.3f} s without; "
+        f"recomputation takes {float(row['share']):.1%} of it (median of pairs)."
+        for row in rows
+        if row["measure"] == "cost"
+    )
+    row = rows[0]
+    about = f"Widths / {row['scale']}, {row['text']} tokens, {row['dtype']}, {row['device']}."
+    return f"### {row['family']} ({row['model']})\n\n{about}\n\n{table(lines, columns)}\n\n{costs}".rstrip()
+
+
+def _key_values(row: Row) -> str:
+    return "recomputed" if row["recompute"] == "True" else "stored"
+
+
+def decoding(folder: Path) -> str:
+    """Return the part for decoding: a table, and a figure over the number of images."""
+    rows, path = read(folder / "decode.csv"), folder / "decode.png"
+    lines = {}
+    families = groups([row for row in rows if row["ranks"] == "1"], "family")
+    for index, (family, points) in enumerate(families.items()):
+        for name, style in (("patched", "-"), ("unpatched", "--")):
+            speeds = [1 / float(row[f"{name}_s_per_token"]) for row in points]
+            lines[f"{family}, {name}"] = [int(row["images"]) for row in points], speeds, f"C{index}{style}"
+    line_figure(path, {"tokens per second": lines}, "images", "tokens/s", log_scale=True)
+    return joined(rows, decoding_table(rows), shown(path, "Tokens per second"))
+
+
+def decoding_table(rows: Sequence[Row]) -> str:
+    columns = {name.replace("_", " "): text(name) for name in ("family", "images", "visual_keys", "ranks")}
+    columns |= {
+        "tokens/s": lambda row: f"{1 / float(row['patched_s_per_token']):.1f}",
+        "unpatched": lambda row: f"{1 / float(row['unpatched_s_per_token']):.1f}",
+        "ratio": number("ratio", ".1f"),
+        "prompt, s": number("patched_prompt_s", ".2f"),
+        "unpatched, s": number("unpatched_prompt_s", ".2f"),
+    }
+    return table(rows, columns)
+
+
+PARTS: dict[str, Callable[[Path], str]] = {
+    "network-error": network_error,
+    "network-paper": network_clusters("network-paper"),
+    "network-tiles": mesh_shapes,
+    "network-real": network_clusters("network-real"),
+    "memory": memory,
+    "decode": decoding,
+}
+
+
+def joined(rows: Sequence[Row], *parts: str) -> str:
+    """Return the machines of the rows and the parts, as paragraphs; nothing if there are no rows."""
+    if not rows:
+        return ""
+    machines = [", ".join(f"{name} {row[name]}" for name in MACHINE if name in row) for row in rows]
+    measured_on = "Measured on " + "; and on ".join(dict.fromkeys(machines)) + "."
+    return "\n\n".join(filter(None, [measured_on, *parts]))
+
+
+def table(rows: Sequence[Row], columns: Mapping[str, Cell]) -> str:
+    """Return a Markdown table; columns of numbers are aligned right."""
+    body = [[cell(row) for cell in columns.values()] for row in rows]
+    right = [all(_is_number(line[i]) for line in body) for i in range(len(columns))]
+    head = [name.strip() for name in columns]
     lines = [head, ["---:" if is_right else "---" for is_right in right], *body]
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
@@ -41,38 +265,84 @@ def _is_number(cell: str) -> bool:
     return not cell or cell.removeprefix(">= ")[0] in "-+0123456789"
 
 
-def groups(rows: Sequence[Row], *names: str) -> dict[str, list[Row]]:
-    """Rows by the values of some columns, in the order in which they come."""
-    found: dict[str, list[Row]] = {}
-    for row in rows:
-        found.setdefault(" ".join(row.get(name, "") for name in names), []).append(row)
-    return found
+def text(column: str) -> Cell:
+    return lambda row: row.get(column, "")
+
+
+def number(column: str, form: str, factor: float = 1.0) -> Cell:
+    return lambda row: f"{float(row[column]) * factor:{form}}" if column in row else ""
+
+
+def _ratio(row: Row, column: str, other: str) -> float:
+    return float(row[column]) / float(row[other])
+
+
+def shown(path: Path, description: str) -> str:
+    """Return Markdown that shows a figure in the folder of rows, which lies beside the page, if it exists."""
+    return f"![{description}]({path.parent.name}/{path.name})" if path.exists() else ""
+
+
+def bar_figure(
+    path: Path, panels: Mapping[str, Sequence[tuple[str, float, float]]], columns: int = 2, log_scale: bool = False
+) -> None:
+    """Draw horizontal bars: per panel title a list of (label, length of the bar, position of the mark)."""
+    with _figure(path, panels, columns, 2.6) as axes:
+        for axis, (title, bars) in zip(axes, panels.items(), strict=False):
+            labels, lengths, marks = zip(*bars[::-1], strict=True)
+            axis.barh(labels, lengths, color="#4878a8")
+            axis.plot(marks, range(len(marks)), "k|", markersize=9)
+            axis.set_title(title, fontsize=9)
+            if log_scale:
+                axis.axvline(1, color="#888888", linewidth=0.8)
+                axis.set_xscale("log")
+                axis.set_xticks(TICKS, map(str, TICKS))
+                axis.minorticks_off()
+                axis.set_xlim(0.9, 1.3 * max(lengths))
+
+
+def line_figure(
+    path: Path,
+    panels: Mapping[str, Mapping[str, tuple[list[int], list[float], str]]],
+    x_label: str,
+    y_label: str,
+    log_scale: bool = False,
+) -> None:
+    """Draw lines: per panel title and label (x, y, matplotlib's format of the line)."""
+    with _figure(path, panels, len(panels), 3.4) as axes:
+        for axis, (title, lines) in zip(axes, panels.items(), strict=False):
+            for label, (x, y, style) in lines.items():
+                axis.plot(x, y, style, marker=".", label=label)
+            axis.set_title(title, fontsize=9)
+            axis.set_xlabel(x_label, fontsize=8)
+            axis.set_ylabel(y_label, fontsize=8)
+            axis.locator_params(axis="x", integer=True)
+            if log_scale:
+                axis.set_yscale("log")
+            else:
+                axis.set_ylim(bottom=0)
+            axis.legend(fontsize=6, frameon=False, handlelength=4)
 
 
 @contextmanager
-def figure(
-    path: Path, width: float = 8.0, height: float = 3.6, columns: int = 1, rows: int = 1
-) -> Iterator[list[Any] | None]:
-    """The axes of a new figure, saved to `path` afterwards; None without matplotlib."""
+def _figure(path: Path, panels: Mapping[str, Any], columns: int, height: float) -> Iterator[list[Any]]:
+    """Yield the axes of a new figure and save it; yield no axes without panels or without matplotlib."""
     try:
         import matplotlib
     except ImportError:
-        yield None
+        matplotlib = None
+    if not panels or matplotlib is None:
+        yield []
         return
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    drawn, axes = pyplot.subplots(rows, columns, figsize=(width, height), squeeze=False, layout="constrained")
-    for axis in axes.flat:
+    rows = -(-len(panels) // columns)
+    drawn, axes = pyplot.subplots(rows, columns, figsize=(9, height * rows), squeeze=False, layout="constrained")
+    for number_of_axis, axis in enumerate(axes.flat):
         axis.spines[["top", "right"]].set_visible(False)
         axis.tick_params(labelsize=7)
-    try:
-        yield list(axes.flat)
-        drawn.savefig(path, dpi=110, metadata={"Software": None})
-    finally:
-        pyplot.close(drawn)
-
-
-def shown(path: Path, alt: str) -> str:
-    """Markdown that shows a figure of the folder of rows, which lies beside the page; nothing where there is none."""
-    return f"\n![{alt}]({path.parent.name}/{path.name})\n" if path.exists() else ""
+        if number_of_axis >= len(panels):
+            axis.set_axis_off()
+    yield list(axes.flat)
+    drawn.savefig(path, dpi=110, metadata={"Software": None})
+    pyplot.close(drawn)

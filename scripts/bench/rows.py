@@ -1,4 +1,4 @@
-"""Rows of all benchmarks: CSV, one line per measurement, names of columns in the first line."""
+"""Benchmark results as CSV files: one line per measurement, column names in the first line."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from typing import Any
 
 
 def append(path: str | Path, rows: Sequence[Mapping[str, Any]]) -> None:
-    """Adds rows to a CSV file; a row may have columns that the file has not yet, and lack some that it has."""
+    """Append rows to a CSV file. Rows may add columns to the file and may lack some of its columns."""
     path = Path(path)
-    found = read(path) if path.exists() else []
+    found = read(path)
     columns = list(dict.fromkeys(name for row in [*found, *rows] for name in row))
     with path.open("w", newline="") as file:
         writer = csv.DictWriter(file, columns, restval="")
@@ -20,11 +20,27 @@ def append(path: str | Path, rows: Sequence[Mapping[str, Any]]) -> None:
 
 
 def read(path: str | Path) -> list[dict[str, str]]:
-    """All rows, as text; what a row does not have is left out of it."""
-    with Path(path).open(newline="") as file:
+    """Return all rows as text, each without its empty columns; an empty list if the file does not exist."""
+    path = Path(path)
+    if not path.exists():
+        return []
+    with path.open(newline="") as file:
         return [{name: value for name, value in row.items() if value != ""} for row in csv.DictReader(file)]
 
 
 def digits(row: Mapping[str, Any], count: int = 5) -> dict[str, Any]:
-    """The same with floats rounded to `count` significant digits."""
+    """Return the row with its floats rounded to `count` significant digits."""
     return {name: float(f"{x:.{count}g}") if isinstance(x, float) else x for name, x in row.items()}
+
+
+def as_text(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, str]]:
+    """Return new rows as `read` returns those of a file."""
+    return [{name: str(value) for name, value in row.items() if value != ""} for row in rows]
+
+
+def groups(rows: Sequence[dict[str, str]], *columns: str) -> dict[str, list[dict[str, str]]]:
+    """Return the rows by the values of some columns, in the order of the rows."""
+    found: dict[str, list[dict[str, str]]] = {}
+    for row in rows:
+        found.setdefault(" ".join(row.get(name, "") for name in columns), []).append(row)
+    return found

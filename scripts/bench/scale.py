@@ -1,12 +1,12 @@
-"""How far each strategy scales, on paper: a step's cross-attention for growing numbers of GPUs and lengths of video.
+"""Plan how each strategy scales: cross-attention of a training step for growing numbers of GPUs and lengths of video.
 
     python scripts/bench/scale.py --model mplug-owl3-7b --text 8192 --cluster a100-80g-8xN
         [--gpus 8 16 64 256 1024] [--minutes 10 60 240 1440]
 
-One frame per second. Prints a Markdown table: seconds of cross-attention in a training step (forward and backward, all
-layers, K and V projected), and in brackets the share of it in which the slowest GPU waits. "-": does not fit in
-memory. What strategy="auto" would take is bold. The whole step has that, and the best self-attention there is. Then,
-for each strategy, the longest video that fits.
+The video has one frame per second. The first Markdown table has the seconds of cross-attention in a training step
+(forward and backward, all layers, with the projections of K and V) and, in brackets, the percentage of that time in
+which the slowest GPU waits. "-" means that the step does not fit in memory. The choice of strategy="auto" is bold. The
+whole step uses that choice and the fastest self-attention. The second table has the longest video that fits.
 """
 
 from __future__ import annotations
@@ -24,15 +24,14 @@ from mllm_seqpar.planner.plan import Plan, StrategyPlan, make_plan
 from mllm_seqpar.planner.workload import SELF_ATTENTION, Workload
 
 
-def main() -> None:
-    """Plan each setting and print the tables."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", required=True)
     parser.add_argument("--text", type=int, required=True)
     parser.add_argument("--cluster", required=True)
     parser.add_argument("--gpus", type=int, nargs="*", default=[8, 16, 64, 256, 1024])
     parser.add_argument("--minutes", type=int, nargs="*", default=[10, 60, 240, 1440])
-    args = parser.parse_args()
+    args = parser.parse_args(argv)
     model, cluster = read_model(find_file("model", args.model)), read_cluster(find_file("cluster", args.cluster))
     plans = {
         (minutes, gpus): make_plan(Workload(model=model, frames=60 * minutes, text=args.text, gpus=gpus), cluster)
@@ -55,11 +54,9 @@ def main() -> None:
 
 
 def print_table(head: list[str], rows: list[list[str]]) -> None:
-    """One Markdown table."""
-    print("| " + " | ".join(head) + " |")
-    print("|" + "---|" * len(head))
-    for row in rows:
-        print("| " + " | ".join(row) + " |")
+    """Print a Markdown table."""
+    for line in (head, ["---"] * len(head), *rows):
+        print("| " + " | ".join(line) + " |")
 
 
 def _row(plan: Plan, strategy: str) -> StrategyPlan | None:
@@ -70,21 +67,21 @@ def _cell(plan: Plan, strategy: str) -> str:
     row = _row(plan, strategy)
     if row is None:
         return "not legal"
-    part = row.parts["cross-attention"]
-    which = ""
-    if strategy == "mesh":
-        which = f" {row.way.tile[0]}x{row.way.tile[1]}"
-    elif strategy == "ulysses":
-        a, b = row.way.tile
-        which = f" {row.way.heads_over}" + (f" x {a}x{b}" if a * b > 1 else "")
     if not row.fits:
         return "-"
-    told = f"{_seconds(part.seconds)} ({part.exposed / part.seconds:.0%}){which}"
-    return f"**{told}**" if row is _chosen(plan) else told
+    cross = row.parts["cross-attention"]
+    a, b = row.way.tile
+    shape = ""
+    if strategy == "mesh":
+        shape = f" {a}x{b}"
+    elif strategy == "ulysses":
+        shape = f" {row.way.heads_over}" + (f" x {a}x{b}" if a * b > 1 else "")
+    text = f"{_seconds(cross.seconds)} ({cross.exposed / cross.seconds:.0%}){shape}"
+    return f"**{text}**" if row is _selected(plan) else text
 
 
-def _chosen(plan: Plan) -> StrategyPlan | None:
-    """The first, in their order, that is within 2% of the fastest that fits, as in `planner.choose`."""
+def _selected(plan: Plan) -> StrategyPlan | None:
+    """Return the first row, in the order of STRATEGIES, within 2% of the fastest that fits, as the planner selects."""
     fitting = [row for row in plan.rows if row.fits]
     if not fitting:
         return None
@@ -94,17 +91,18 @@ def _chosen(plan: Plan) -> StrategyPlan | None:
 
 
 def _whole_step(plan: Plan) -> str:
-    best = _chosen(plan)
-    if best is None:
+    selected = _selected(plan)
+    if selected is None:
         return "-"
-    found = {}
+    seconds = {}
     for kind in (name for name in SELF_ATTENTION if name != "auto"):
-        with suppress(ConfigError):  # not legal on so many
+        with suppress(ConfigError):  # raised if this self-attention is not legal on so many GPUs
             run = replace(plan.run, self_attention=kind)
-            found[kind] = make_plan(run, plan.cluster, (best.way.strategy,)).best
-    fitting = {kind: row.seconds for kind, row in found.items() if row.fits}
-    kind = min(fitting, key=fitting.__getitem__)
-    return f"{_seconds(fitting[kind])}, self {kind}"
+            row = make_plan(run, plan.cluster, (selected.way.strategy,)).best
+            if row.fits:
+                seconds[kind] = row.seconds
+    kind = min(seconds, key=seconds.__getitem__)
+    return f"{_seconds(seconds[kind])}, self {kind}"
 
 
 def _longest(plan: Plan, strategy: str) -> str:

@@ -1,17 +1,18 @@
-"""One kernel: errors against float64 beside those of `scaled_dot_product_attention`, and its speed."""
+"""One kernel: its errors against float64 relative to those of `scaled_dot_product_attention`, and its speed."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from gpu_checks.rows import Row
 from torch import Tensor
 from torch.nn import functional as F
 
-from mllm_seqpar.errors import ConfigError
-from mllm_seqpar.kernels import BlockKernel, choose_kernel, kernel_by_name
+from mllm_seqpar.kernels import BlockKernel, kernel_by_name
+from mllm_seqpar.kernels.merge import merge
 
 KINDS = ("plain", "causal", "masked")
 SIZES = {"cuda": (2, 28, 4, 512, 2048, 128), "cpu": (2, 4, 2, 32, 128, 32)}
@@ -20,13 +21,13 @@ SPEED = {
     "cpu": [(1, 4, 2, 32, 512, 32)],
 }
 FLOAT32 = 1e-5
-SIXTEEN_BITS, FLOAT32_PARTIALS = 1.5, 1.1
-"""Times the error of the framework's own attention: rounded partial results, and partial results in float32."""
+ROUNDED_PARTIALS, FLOAT32_PARTIALS = 1.5, 1.1
+"""Limits in 16-bit dtypes, as multiples of the error of PyTorch's attention, by the dtype of partial results."""
 
 
 @dataclass
 class Problem:
-    """Random q, k, v and gradient, scale, and how rows see keys; in 16-bit dtypes their exact values are known."""
+    """Random q, k, v and do, and the visibility. The float64 reference starts from the rounded 16-bit values."""
 
     q: Tensor
     k: Tensor
@@ -36,29 +37,29 @@ class Problem:
     mask: Tensor | None
 
     @property
-    def how(self) -> dict:
-        """What forward and backward take beside the tensors."""
+    def options(self) -> dict[str, Any]:
+        """The keyword arguments of a kernel's forward and backward."""
         return {"scale": self.q.shape[-1] ** -0.5, "causal": self.causal, "mask": self.mask}
 
 
-def check_kernel(name: str, device: str) -> Iterator[Row]:
-    """Yield the rows of one kernel: exactness by dtype, then speed by shape."""
+def check(name: str, device: str) -> Iterator[Row]:
+    """Yield the rows of one kernel: exactness for each dtype, then speed for each shape."""
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
         yield exactness(name, dtype, device)
     for shape in SPEED[device]:
-        yield from speed(name, shape, device)
+        yield speed(name, shape, device)
 
 
 def exactness(name: str, dtype: torch.dtype, device: str) -> Row:
-    """Return the worst error over plain, causal and masked blocks, and over o, dq, dk, dv."""
+    """Return the largest error over plain, causal and masked blocks, and over o, dq, dk, dv."""
     subject = f"{name} {str(dtype).removeprefix('torch.')}"
     worst, allowed, refusals, problems = (0.0, ""), 0.0, [], []
     for kind in KINDS:
         p = make(kind, dtype, device)
         kernel = kernel_by_name(name)
-        obstacle = kernel.why_not(p.q, p.k, causal=p.causal, masked=p.mask is not None)
-        if obstacle is not None:
-            refusals.append(f"{kind}: {obstacle}")
+        reason = kernel.why_not(p.q, p.k, causal=p.causal, masked=p.mask is not None)
+        if reason is not None:
+            refusals.append(f"{kind}: {reason}")
             continue
         try:
             errors, allowed = errors_of(kernel, p)
@@ -76,7 +77,7 @@ def exactness(name: str, dtype: torch.dtype, device: str) -> Row:
 
 
 def make(kind: str, dtype: torch.dtype, device: str) -> Problem:
-    """Make a random problem. Some masked rows see nothing, others only keys of the second half."""
+    """Return a random problem. Of the masked rows, some see no key and others only keys of the second half."""
     batch, heads, groups, rows, keys, dim = SIZES[device]
     keys = rows if kind == "causal" else keys
     g = torch.Generator().manual_seed(0)
@@ -94,95 +95,82 @@ def make(kind: str, dtype: torch.dtype, device: str) -> Problem:
 
 
 def errors_of(kernel: BlockKernel, p: Problem) -> tuple[dict[str, float], float]:
-    """Return the errors of o, dq, dk, dv in the unit of the limit, and the limit.
-
-    Unless causal, the keys are cut in two and the backward of each half is given the merged output: what ranks do.
-    """
-    exact = reference(p)
-    mine, dtype = distributed(kernel, p), p.q.dtype
-    for name, x in mine.items():
+    """Return the errors of o, dq, dk, dv in the unit of the limit, and the limit."""
+    exact, found, dtype = reference(p), in_two_blocks(kernel, p), p.q.dtype
+    for name, x in found.items():
         assert x.isfinite().all(), f"{name} is not finite"
-    errors = {name: relative(x.to(dtype), exact[name]) for name, x in mine.items()}
+    errors = {name: relative(x.to(dtype), exact[name]) for name, x in found.items()}
     if dtype == torch.float32:
         return errors, FLOAT32
-    theirs = framework_errors(p)
+    theirs = sdpa_errors(p)
     partials = kernel.forward(p.q[:, :, :1], p.k, p.v, scale=1.0)[0].dtype
-    return {name: errors[name] / theirs[name] for name in errors}, (
-        FLOAT32_PARTIALS if partials == torch.float32 else SIXTEEN_BITS
-    )
+    limit = FLOAT32_PARTIALS if partials == torch.float32 else ROUNDED_PARTIALS
+    return {name: errors[name] / theirs[name] for name in errors}, limit
 
 
-def distributed(kernel: BlockKernel, p: Problem) -> dict[str, Tensor]:
-    """Attend in two blocks of keys, merge, and differentiate both with the merged output."""
-    from mllm_seqpar.kernels.merge import merge
+def in_two_blocks(kernel: BlockKernel, p: Problem) -> dict[str, Tensor]:
+    """Return o, dq, dk, dv as two ranks compute them: in two blocks of keys, with the merged output in backward.
 
+    A causal problem is one block.
+    """
     keys = p.k.shape[2]
     cuts = [slice(0, keys)] if p.causal else [slice(0, keys // 2), slice(keys // 2, keys)]
     blocks = []
     for s in cuts:
-        how = p.how | {"mask": None if p.mask is None else p.mask[:, :, s]}
-        blocks.append((p.k[:, :, s], p.v[:, :, s], how))
-    parts = [kernel.forward(p.q, k, v, **how) for k, v, how in blocks]
+        options = p.options | {"mask": None if p.mask is None else p.mask[:, :, s]}
+        blocks.append((p.k[:, :, s], p.v[:, :, s], options))
+    parts = [kernel.forward(p.q, k, v, **options) for k, v, options in blocks]
     o, lse = parts[0][0].float(), parts[0][1]
     for part in parts[1:]:
         o, lse = merge((o, lse), part)
-    grads = [kernel.backward(p.do, p.q, k, v, o, lse, **how) for k, v, how in blocks]
+    grads = [kernel.backward(p.do, p.q, k, v, o, lse, **options) for k, v, options in blocks]
     dq = torch.stack([g[0].float() for g in grads]).sum(0)
     return {"o": o, "dq": dq, "dk": torch.cat([g[1] for g in grads], 2), "dv": torch.cat([g[2] for g in grads], 2)}
 
 
 def reference(p: Problem) -> dict[str, Tensor]:
-    """Return the exact o, dq, dk, dv in float64."""
+    """Return o, dq, dk, dv in float64."""
     kernel = kernel_by_name("reference")
     q, k, v, do = (x.double() for x in (p.q, p.k, p.v, p.do))
-    o, lse = kernel.forward(q, k, v, **p.how)
-    return dict(zip(("o", "dq", "dk", "dv"), (o, *kernel.backward(do, q, k, v, o, lse, **p.how)), strict=True))
+    o, lse = kernel.forward(q, k, v, **p.options)
+    return dict(zip(("o", "dq", "dk", "dv"), (o, *kernel.backward(do, q, k, v, o, lse, **p.options)), strict=True))
 
 
-def framework_errors(p: Problem) -> dict[str, float]:
-    """Return the errors of one `scaled_dot_product_attention`; rows that see nothing, which it leaves open, see all."""
+def sdpa_errors(p: Problem) -> dict[str, float]:
+    """Return the errors of one `scaled_dot_product_attention`.
+
+    Rows without a visible key see all keys here, because PyTorch does not define their result.
+    """
     mask = p.mask if p.mask is None else p.mask | ~p.mask.any(-1, keepdim=True)
     exact = reference(Problem(p.q, p.k, p.v, p.do, p.causal, mask))
     leaves = [x.detach().requires_grad_() for x in (p.q, p.k, p.v)]
     bias = None if mask is None else mask.unsqueeze(1)
     o = F.scaled_dot_product_attention(*leaves, attn_mask=bias, is_causal=p.causal, enable_gqa=True)
-    got = dict(zip(("o", "dq", "dk", "dv"), (o.detach(), *torch.autograd.grad(o, leaves, p.do)), strict=True))
-    return {name: relative(x, exact[name]) for name, x in got.items()}
+    results = dict(zip(("o", "dq", "dk", "dv"), (o.detach(), *torch.autograd.grad(o, leaves, p.do)), strict=True))
+    return {name: relative(x, exact[name]) for name, x in results.items()}
 
 
 def relative(x: Tensor, exact: Tensor) -> float:
-    """|x - exact| / |exact|."""
+    """Return |x - exact| / |exact|."""
     return float((x.double() - exact).norm() / exact.norm())
 
 
-def speed(name: str, shape: tuple[int, ...], device: str) -> Iterator[Row]:
-    """Yield forward and backward of one shape in bf16 against the framework's own, or why there is none."""
-    from measure import medians_ms
+def speed(name: str, shape: tuple[int, ...], device: str) -> Row:
+    """Return the times of one shape in bf16 relative to PyTorch's attention, or why the kernel was not timed."""
+    from kernels import measure_shape
 
-    from kernels import framework, ours
-
-    batch, heads, groups, rows, keys, dim = shape
-    sizes = [(heads, rows), (groups, keys), (groups, keys), (heads, rows)]
-    q, k, v, do = (torch.randn(batch, h, s, dim, device=device).to(torch.bfloat16) for h, s in sizes)
+    _, heads, groups, rows, keys, dim = shape
     subject = f"{name} H{heads} G{groups} S{rows} T{keys} D{dim}"
     try:
-        kernel, _ = choose_kernel(name, q, k, causal=False, masked=False)
-        theirs, runs = framework(q, k, v, do, causal=False)
-        problem, mine = ours(kernel, q, k, v, do, False, theirs)
-    except ConfigError as error:
-        yield Row("kernel speed", subject, str(error).split(": it ")[-1].split("; choose")[0])
-        return
-    except RuntimeError as error:
-        yield Row("kernel speed", subject, str(error).splitlines()[0], "", False)
-        return
-    if problem:
-        yield Row("kernel speed", subject, problem, "", False)
-        return
-    times = medians_ms(runs | mine, device, repeats=10)
-    texts = []
-    for direction, count in (("forward", 4), ("backward", 10)):
-        ms = times[f"{name} {direction}"]
-        teraflops = count * batch * heads * rows * keys * dim / ms / 1e9
-        ratio = ms / times[f"sdpa {direction}"]
-        texts.append(f"{direction} {ms:.2f} ms, {teraflops:.3g} TFLOP/s, {ratio:.2f} x sdpa")
-    yield Row("kernel speed", subject, "; ".join(texts))
+        row = measure_shape(shape, "bfloat16", device, [name], causal=False, repeats=10)[1]
+    except RuntimeError as error:  # also of PyTorch's own attention, such as a lack of memory
+        row = {"problem": str(error).splitlines()[0], "wrong": True}
+    if "problem" in row:
+        reason = row["problem"].split(": it ")[-1].split("; choose")[0]
+        return Row("kernel speed", subject, reason, "", False if "wrong" in row else None)
+    texts = [
+        f"{direction} {row[f'{direction}_ms']:.2f} ms, {row[f'{direction}_tflops']:.3g} TFLOP/s, "
+        f"{row[f'{direction}_ratio']:.2f} x sdpa"
+        for direction in ("forward", "backward")
+    ]
+    return Row("kernel speed", subject, "; ".join(texts))

@@ -1,4 +1,4 @@
-"""An mPLUG-Owl3 of the 7B's width with few layers and random weights, and inputs for it."""
+"""An mPLUG-Owl3 with the width of the 7B model, few layers and random weights, and inputs for it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ DTYPE = {"cuda": torch.bfloat16, "cpu": torch.float32}
 
 
 def build(device: str, gate: str | None = None) -> MPlugOwl3ForConditionalGeneration:
-    """Return a model of two layers, the first one a hyper layer, with a vision tower of two."""
+    """Return a model of two layers, the first of them a hyper layer, and a vision tower of two layers."""
     torch.manual_seed(0)
     vision = SiglipVisionConfig(**VISION[device], num_hidden_layers=2, patch_size=14)
     config = MPlugOwl3Config(
@@ -35,7 +35,7 @@ def build(device: str, gate: str | None = None) -> MPlugOwl3ForConditionalGenera
     )
     with torch.device(device):
         model = MPlugOwl3ForConditionalGeneration(config).to(DTYPE[device]).train()
-    # As initialised, scores are all but 0 and every row averages: an attention that is wrong would not show.
+    # As initialised, scores are close to 0 and every row averages all keys, which would hide errors of attention.
     with torch.no_grad():
         for name, weight in model.named_parameters():
             if name.endswith(".gate"):
@@ -46,7 +46,7 @@ def build(device: str, gate: str | None = None) -> MPlugOwl3ForConditionalGenera
 
 
 def text(frames: int, length: int, device: str) -> dict[str, Tensor]:
-    """Return tokens (1, length) with one placeholder per frame at even distances, and labels behind the last."""
+    """Return tokens (1, length) with evenly spaced placeholders of the frames, and labels after the last of them."""
     g = torch.Generator().manual_seed(0)
     ids = torch.randint(10, 8192, (1, length), generator=g)
     ids[0, torch.linspace(1, length // 2, frames).long()] = IMAGE_TOKEN
@@ -57,19 +57,19 @@ def text(frames: int, length: int, device: str) -> dict[str, Tensor]:
 
 
 def pixels(frames: int, device: str) -> dict[str, Tensor]:
-    """Return random frames (frames, 3, H, W)."""
+    """Return random pixel values (frames, 3, H, W)."""
     size = VISION[device]["image_size"]
     g = torch.Generator().manual_seed(1)
     return {"pixel_values": torch.randn(frames, 3, size, size, generator=g).to(device, DTYPE[device])}
 
 
 def embeds(frames: int, device: str) -> dict[str, Tensor]:
-    """Return random features (frames, tokens, hidden), as `encode_frames` would."""
+    """Return random visual features (frames, tokens, hidden), the output of `encode_frames`."""
     tokens = (VISION[device]["image_size"] // 14) ** 2
     hidden = TEXT[device]["hidden_size"]
     return {"image_embeds": torch.randn(frames, tokens, hidden, device=device, dtype=DTYPE[device])}
 
 
 def gradients(model: torch.nn.Module) -> dict[str, Tensor]:
-    """Return the gradients by parameter name, as copies."""
+    """Return copies of the gradients by parameter name."""
     return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}

@@ -1,13 +1,14 @@
-"""All ranks of a group in one process on one device: the distributed algorithms against one softmax over everything."""
+"""The distributed algorithms with all ranks in one process on one device, against attention on one device."""
 
 from __future__ import annotations
 
 import functools
 import time
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
-from gpu_checks.kernels import FLOAT32, SIXTEEN_BITS, Problem, framework_errors, reference, relative
+from gpu_checks.kernels import FLOAT32, ROUNDED_PARTIALS, Problem, reference, relative, sdpa_errors
 from gpu_checks.rows import Row
 from torch import Tensor
 
@@ -23,19 +24,23 @@ SIZES = {
 }
 
 
-def check_ring(device: str) -> Iterator[Row]:
-    """Yield errors and times of every algorithm, over frames and causal."""
+def check(device: str) -> Iterator[Row]:
+    """Yield errors and times of every algorithm, for cross-attention and for causal self-attention."""
+    algorithms: list[tuple[str, str, Callable[..., Any]]] = [
+        ("lv_xattn", "cross", lv_xattn),
+        ("ring", "cross", ring_attention),
+        ("ring", "causal", functools.partial(ring_attention, causal=True, layout="zigzag")),
+        ("mesh 2x2", "cross", functools.partial(mesh_attention, tile=(2, 2))),
+        ("ulysses", "cross", ulysses_attention),
+        ("ulysses", "causal", functools.partial(ulysses_attention, causal=True)),
+    ]
     for dtype in (torch.bfloat16, torch.float32):
-        yield check("lv_xattn", "cross", dtype, device, lv_xattn)
-        yield check("ring", "cross", dtype, device, ring_attention)
-        yield check("ring", "causal", dtype, device, functools.partial(ring_attention, causal=True, layout="zigzag"))
-        yield check("mesh 2x2", "cross", dtype, device, functools.partial(mesh_attention, tile=(2, 2)))
-        yield check("ulysses", "cross", dtype, device, ulysses_attention)
-        yield check("ulysses", "causal", dtype, device, functools.partial(ulysses_attention, causal=True))
+        for name, kind, attend in algorithms:
+            yield compare(name, kind, dtype, device, attend)
 
 
-def check(name: str, kind: str, dtype: torch.dtype, device: str, attend: Callable) -> Row:
-    """Run one algorithm over all ranks and compare o, dq, dk, dv with one softmax."""
+def compare(name: str, kind: str, dtype: torch.dtype, device: str, attend: Callable[..., Any]) -> Row:
+    """Run one algorithm on all ranks and compare o, dq, dk, dv with the float64 reference."""
     subject = f"{name} {kind}, {RANKS} ranks, {str(dtype).removeprefix('torch.')}"
     batch, heads, groups, rows, keys, dim = SIZES[device][kind]
     g = torch.Generator().manual_seed(1)
@@ -46,38 +51,39 @@ def check(name: str, kind: str, dtype: torch.dtype, device: str, attend: Callabl
     try:
         run(attend, problem, layout)  # the first call builds and loads kernels
         start = time.perf_counter()
-        got = run(attend, problem, layout)
+        results = run(attend, problem, layout)
         seconds = time.perf_counter() - start
     except (RuntimeError, ValueError) as error:
         return Row("ring exact", subject, str(error).splitlines()[0], "", False)
     exact = reference(problem)
-    errors = {name: relative(x, exact[name]) for name, x in got.items()}
+    errors = {name: relative(x, exact[name]) for name, x in results.items()}
     if dtype != torch.float32:
-        theirs = framework_errors(problem)
+        theirs = sdpa_errors(problem)
         errors = {name: errors[name] / theirs[name] for name in errors}
     worst = max(errors, key=lambda name: errors[name])
-    allowed, unit = (FLOAT32, "") if dtype == torch.float32 else (SIXTEEN_BITS, " x sdpa's error")
+    allowed, unit = (FLOAT32, "") if dtype == torch.float32 else (ROUNDED_PARTIALS, " x sdpa's error")
     found = f"{errors[worst]:.2g}{unit} ({worst}); forward and backward {seconds * 1e3:.1f} ms"
     return Row("ring exact", subject, found, f"{allowed:g}{unit}", errors[worst] <= allowed)
 
 
-def run(attend: Callable, p: Problem, layout: str) -> dict[str, Tensor]:
-    """Give every rank its rows and keys, and put what comes back together again."""
-    where_q = [sequence_positions(p.q.shape[2], rank, RANKS, layout).to(p.q.device) for rank in range(RANKS)]
-    where_k = [sequence_positions(p.k.shape[2], rank, RANKS, layout).to(p.q.device) for rank in range(RANKS)]
+def run(attend: Callable[..., Any], p: Problem, layout: str) -> dict[str, Tensor]:
+    """Shard the inputs over the ranks, attend, and gather o, dq, dk, dv."""
+    q_rows, k_rows = (
+        [sequence_positions(x.shape[2], rank, RANKS, layout).to(x.device) for rank in range(RANKS)] for x in (p.q, p.k)
+    )
 
     def on_rank(comm: Communicator) -> tuple[Tensor, ...]:
-        rows, keys = where_q[comm.rank], where_k[comm.rank]
-        leaves = [x.index_select(2, at).requires_grad_() for x, at in ((p.q, rows), (p.k, keys), (p.v, keys))]
+        rows, keys = q_rows[comm.rank], k_rows[comm.rank]
+        leaves = [x.index_select(2, index).requires_grad_() for x, index in ((p.q, rows), (p.k, keys), (p.v, keys))]
         o = attend(*leaves, group=comm)
         return o.detach(), *torch.autograd.grad(o, leaves, p.do.index_select(2, rows))
 
-    parts = run_loopback(RANKS, on_rank)
+    shards = run_loopback(RANKS, on_rank)
     if p.q.is_cuda:
         torch.cuda.synchronize()
     whole = {}
     for index, (name, like) in enumerate({"o": p.q, "dq": p.q, "dk": p.k, "dv": p.v}.items()):
         whole[name] = torch.empty_like(like)
-        for rank, part in enumerate(parts):
-            whole[name].index_copy_(2, (where_q if index < 2 else where_k)[rank], part[index].to(like.dtype))
+        for rank, shard in enumerate(shards):
+            whole[name].index_copy_(2, (q_rows if index < 2 else k_rows)[rank], shard[index].to(like.dtype))
     return whole

@@ -1,4 +1,4 @@
-"""Rows of the table of `gpu_check.py`, and the file in which a part hands them to the parent process."""
+"""Rows of the table of `gpu_check.py`, and the file through which a child process returns them to its parent."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class Row:
-    """One line: what was checked on what, what was found, what is allowed, the verdict (None: there is no limit)."""
+    """One check: its kind, its subject, the result, the limit, and the verdict (None: there is no limit)."""
 
     check: str
     subject: str
@@ -25,7 +25,7 @@ def write(path: Path, row: Row) -> None:
 
 
 def read(path: Path) -> list[Row]:
-    """Return the rows of a file, none when there is no file. A last line cut short by a crash is left out."""
+    """Return the rows of a file, none if it does not exist. A line cut short by a crash is skipped."""
     rows = []
     for line in path.read_text().splitlines() if path.exists() else []:
         try:

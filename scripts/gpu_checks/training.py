@@ -1,4 +1,4 @@
-"""A training step of the real width on two ranks in one process, against the unpatched model on one."""
+"""A training step with the real width on two ranks in one process, against the unpatched model."""
 
 from __future__ import annotations
 
@@ -20,46 +20,46 @@ from mllm_seqpar.models.mplug_owl3.configuration import GATES
 
 RANKS = 2
 SIZES = {"cuda": (16, 512), "cpu": (3, 40)}
-"""Frames and tokens of text."""
+"""Frames and text tokens."""
 ALLOWED = {torch.bfloat16: (1e-2, 5e-2), torch.float32: (1e-5, 1e-5)}
-"""Relative difference of the loss, and of any parameter's gradient.
+"""Largest relative difference of the loss, and of any parameter's gradient.
 
-The two computations round differently: 8 bits of mantissa through two layers and a vision tower, or 24 bits.
+The two computations round differently through two layers and a vision tower, to 8 or to 24 bits of mantissa.
 """
 
 
-def check_training(device: str) -> Iterator[Row]:
-    """Yield loss and gradients against the unpatched model, and time and memory of a step, with each kind of gate."""
+def check(device: str) -> Iterator[Row]:
+    """Yield loss and gradients against the unpatched model, and time and memory of a step, for each kind of gate."""
     for gate in GATES:
         yield from check_gate(gate, device)
 
 
 def check_gate(gate: str | None, device: str) -> Iterator[Row]:
-    """Yield the rows of one gate."""
     frames, length = SIZES[device]
     inputs = text(frames, length, device) | pixels(frames, device)
     model: Any = build(device, gate)
     count = sum(p.numel() for p in model.parameters()) / 1e6
-    alone = copy.deepcopy(model)
-    loss = alone(**inputs, use_cache=False).loss
+    unpatched = copy.deepcopy(model)
+    loss = unpatched(**inputs, use_cache=False).loss
     loss.backward()
-    exact_loss, exact = float(loss), gradients(alone)
-    del alone, loss
+    exact_loss, exact = float(loss.detach()), gradients(unpatched)
+    del unpatched, loss
     if device == "cuda":
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
     models = [model] + [copy.deepcopy(model) for _ in range(RANKS - 1)]
     steps = run_loopback(RANKS, lambda comm: train(models[comm.rank], inputs, comm))
-    of_loss, of_gradient = ALLOWED[DTYPE[device]]
+    loss_limit, gradient_limit = ALLOWED[DTYPE[device]]
     subject = f"gate {gate}, {RANKS} ranks, {count:.0f} M parameters"
-    off = max(abs(step.loss - exact_loss) / abs(exact_loss) for step in steps)
-    yield Row("training", subject, f"loss {steps[0].loss:.5f}, off by {off:.1e}", f"{of_loss:g}", off <= of_loss)
-    # A bias on keys adds one number to all scores of a row, which softmax does not see: its gradient is rounding only.
-    # (Not so in the text, where keys are rotated.)
+    error = max(abs(step.loss - exact_loss) / abs(exact_loss) for step in steps)
+    found = f"loss {steps[0].loss:.5f}, error {error:.1e}"
+    yield Row("training", subject, found, f"{loss_limit:g}", error <= loss_limit)
+    # A bias of keys adds one number to all scores of a row, and softmax is invariant to that: its gradient is rounding
+    # error only. (In the language model, keys are rotated after the bias, so this does not hold there.)
     names = [name for name in exact if not (name.startswith("vision_model") and name.endswith("k_proj.bias"))]
     worst, name = max((relative(steps[0].gradients[name], exact[name].double()), name) for name in names)
-    found = f"gradients off by at most {worst:.1e} ({name})"
-    yield Row("training", subject, found, f"{of_gradient:g}", worst <= of_gradient)
+    found = f"largest error of a gradient {worst:.1e} ({name})"
+    yield Row("training", subject, found, f"{gradient_limit:g}", worst <= gradient_limit)
     same = all(torch.equal(a, b) for a, b in zip(models[0].parameters(), models[1].parameters(), strict=True))
     found = f"parameters {'equal' if same else 'differ'} on the ranks"
     yield Row("training", f"gate {gate}, after two AdamW steps", found, "", same)
@@ -71,7 +71,7 @@ def check_gate(gate: str | None, device: str) -> Iterator[Row]:
 
 @dataclass
 class Trained:
-    """Loss and gradients of the first step of a rank, and the time of the second."""
+    """Loss and gradients of the first step on one rank, and the time of the second step."""
 
     loss: float
     gradients: dict[str, torch.Tensor]
@@ -79,7 +79,7 @@ class Trained:
 
 
 def train(model: Any, inputs: dict, comm: Communicator) -> Trained:
-    """Take two steps on one rank: forward, backward, the group's mean of every gradient, AdamW."""
+    """Take two steps on one rank: forward, backward, average of every gradient over the group, AdamW."""
     patch_model(model, group=comm)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, foreach=False)
     result: Trained | None = None

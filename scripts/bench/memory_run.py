@@ -1,0 +1,234 @@
+"""Training steps of one model on the ranks of a group, for `memory.py`: their memory, their time, the longest video.
+
+"Saved" bytes are those that autograd saves for backward, each storage once, without parameters and visual features.
+The peak is the largest number of bytes allocated at one time. It includes the visual features and their gradient, but
+neither parameters nor their gradients, which exist before the measurement starts.
+"""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from statistics import median
+from typing import Any
+
+import torch
+from measure import SavedBytes, peak_memory, synchronize
+from scaled_models import CONFIGS, FAMILIES, Subject
+from torch import Tensor
+
+from mllm_seqpar import FrameShard, frame_range, patch_model, unpatch_model
+from mllm_seqpar.comm import Communicator, as_communicator
+from mllm_seqpar.planner.candidates import ParallelSpec
+from mllm_seqpar.planner.memory import from_features
+from mllm_seqpar.planner.model import read_model
+from mllm_seqpar.planner.workload import Workload
+from mllm_seqpar.runtime import visual_features
+
+DTYPE = torch.bfloat16
+PUBLISHED_FRAMES = 1024
+"""Frames of a video at the published sizes, which sets the fraction of a video that is projected at once."""
+WORDS = 8
+"""Least number of text tokens beside the placeholders of the frames."""
+ATTEMPTS = 12
+"""Largest number of video lengths that the search for the longest video tries."""
+
+
+@dataclass(frozen=True)
+class Mode:
+    """A strategy, and whether K and V of the frames are recomputed in backward."""
+
+    strategy: str
+    recompute: bool
+
+    def spec(self, ranks: int) -> ParallelSpec:
+        tile = {"ring": (1, ranks), "mesh": (2, ranks // 2), "ulysses": (1, 1)}.get(self.strategy, (ranks, 1))
+        return ParallelSpec(self.strategy, tile, ranks if self.strategy == "ulysses" else 1)
+
+
+@dataclass
+class MemoryBenchmark:
+    """One model on this rank.
+
+    Attributes:
+        family: a key of `scaled_models.FAMILIES`.
+        scale: divisor of all widths.
+        text: number of text tokens.
+        device: of the model.
+        largest: frames of the larger of the two video lengths that are measured.
+    """
+
+    family: str
+    scale: int
+    text: int
+    device: torch.device
+    largest: int
+    comm: Communicator = field(default_factory=lambda: as_communicator(None))
+    subject: Subject = field(init=False)
+
+    def __post_init__(self) -> None:
+        torch.manual_seed(0)
+        self.subject = FAMILIES[self.family](self.scale)
+        self.subject.model.to(self.device, DTYPE).train()
+        for parameter in self.subject.model.parameters():
+            parameter.grad = torch.zeros_like(parameter)
+
+    @property
+    def frame_bytes(self) -> int:
+        """Bytes of the visual features of one frame."""
+        sizes = self.subject.sizes
+        return sizes.vision.keys * sizes.cross.visual_dim * DTYPE.itemsize
+
+    @property
+    def chunk_bytes(self) -> int:
+        """Bytes of visual features projected at once: the same fraction of the video as at the published sizes."""
+        published = visual_features.CHUNK_BYTES
+        if self.scale == 1:
+            return published
+        published_width = read_model(CONFIGS / f"{self.subject.sizes.name}.yaml").cross.visual_dim
+        width = self.subject.sizes.cross.visual_dim
+        return published * self.largest * width // (PUBLISHED_FRAMES * published_width)
+
+    def columns(self, mode: Mode) -> dict[str, Any]:
+        """Return the columns that every row has."""
+        return {
+            "benchmark": "memory",
+            "family": self.family,
+            "model": self.subject.sizes.name,
+            "ranks": self.comm.size,
+            "scale": self.scale,
+            "text": self.text,
+            "device": self.device.type,
+            "dtype": "bfloat16",
+            "frame_bytes": self.frame_bytes,
+            "chunk_bytes": self.chunk_bytes,
+            "strategy": mode.strategy,
+            "recompute": mode.recompute,
+        }
+
+    @contextmanager
+    def patched(self, mode: Mode) -> Iterator[None]:
+        """Patch the model inside the block; its self-attention uses Ring Attention."""
+        options = {"tile": mode.spec(self.comm.size).tile} if mode.strategy == "mesh" else {}
+        before, visual_features.CHUNK_BYTES = visual_features.CHUNK_BYTES, self.chunk_bytes
+        patch_model(self.subject.model, mode.strategy, recompute_visual=mode.recompute, **options)
+        try:
+            yield
+        finally:
+            unpatch_model(self.subject.model)
+            visual_features.CHUNK_BYTES = before
+
+    def features(self, frames: int) -> Tensor:
+        """Return random visual features of this rank's frames (f, tokens, width), which require a gradient."""
+        local, sizes = frame_range(frames), self.subject.sizes
+        shape = len(local), sizes.vision.keys, sizes.cross.visual_dim
+        return torch.randn(shape, device=self.device, dtype=DTYPE, requires_grad=True)
+
+    def loss(self, frames: int, features: Tensor) -> Tensor:
+        """Run the forward pass."""
+        local = frame_range(frames)
+        inputs = self.subject.arguments(self.text, features, FrameShard(local.start, local.stop, frames))
+        return self.subject.model(**inputs).loss
+
+    def step_bytes(self, mode: Mode, frames: int) -> dict[str, int]:
+        """Return the saved and the peak bytes of one step, each of the rank with most, and the planner's estimate."""
+        if frames > self.text - WORDS:
+            raise SystemExit(
+                f"memory.py: {self.text} text tokens cannot hold {frames} placeholders and {WORDS} words; raise --text"
+            )
+        model = self.subject.model
+        with self.patched(mode):
+            gc.collect()
+            with peak_memory(self.device) as peak:
+                features = self.features(frames)
+                saved = SavedBytes([*model.parameters(), features])
+                with saved.counting():
+                    loss = self.loss(frames, features)
+                loss.backward()
+                del loss, features
+        all_ranks = self.comm.gather_ints([saved.bytes, peak.bytes])
+        saved_bytes, peak_bytes = (max(row[i] for row in all_ranks) for i in range(2))
+        planned = sum(from_features(self.workload(mode, frames), mode.spec(self.comm.size)).values())
+        return {"frames": frames, "kept_bytes": saved_bytes, "peak_bytes": peak_bytes, "planned_bytes": planned}
+
+    def workload(self, mode: Mode, frames: int) -> Workload:
+        """Return the step as the planner describes it."""
+        return Workload(
+            model=self.subject.sizes,
+            frames=frames,
+            text=self.text,
+            gpus=self.comm.size,
+            recompute=mode.recompute,
+            element=DTYPE.itemsize,
+        )
+
+    def largest_in(self, mode: Mode, budget: int, small: dict[str, Any], large: dict[str, Any]) -> dict[str, Any]:
+        """Return the largest number of frames, equal on all ranks, whose peak is at most `budget` bytes.
+
+        Args:
+            mode: the strategy.
+            budget: bytes.
+            small, large: results of `step_bytes` for two video lengths.
+
+        Returns:
+            frames, peak_bytes, and the peak with one more frame per rank (next_peak_bytes). If the text cannot hold
+            more placeholders, "capped" takes the place of the latter.
+        """
+        n = self.comm.size
+        known = {row["frames"] // n: row["peak_bytes"] for row in (small, large)}
+        for attempt in range(ATTEMPTS):
+            below = max((count for count, peak in known.items() if peak <= budget), default=0)
+            above = min((count for count, peak in known.items() if peak > budget), default=None)
+            if above == below + 1:
+                return {"frames": below * n, "peak_bytes": known.get(below, 0), "next_peak_bytes": known[above]}
+            if attempt % 2 and above is not None:
+                count = (below + above) // 2  # bisection, in case the peak is not linear in the number of frames
+            else:
+                count = min(_interpolate(known, budget, below, above), (self.text - WORDS) // n)
+            if count in known:
+                return {"frames": below * n, "peak_bytes": known[below], "capped": True}
+            known[count] = self.step_bytes(mode, count * n)["peak_bytes"]
+        raise SystemExit(f"memory.py: {mode} on {n} ranks: no longest video found for {budget} bytes; tried {known}")
+
+    def recomputation_cost(self, frames: int, repeats: int) -> dict[str, Any]:
+        """Return the seconds of a step with and without recomputation of K and V, by LV-XAttn, and their ratio.
+
+        Each repetition times both, in alternating order, and the ratio is the median of the repetitions' ratios: the
+        speed of a shared machine changes over minutes.
+        """
+        pairs = []
+        for repeat in range(1 + repeats):  # the first one warms up
+            order = (True, False) if repeat % 2 else (False, True)
+            seconds = {recompute: self.step_s(Mode("lv-xattn", recompute), frames) for recompute in order}
+            if repeat:
+                pairs.append(seconds)
+        ratio = median(pair[True] / pair[False] for pair in pairs)
+        times = {"again_s": median(pair[True] for pair in pairs), "kept_s": median(pair[False] for pair in pairs)}
+        return {"frames": frames, "repeats": repeats, **times, "ratio": ratio, "share": 1 - 1 / ratio}
+
+    def step_s(self, mode: Mode, frames: int) -> float:
+        """Return the seconds of forward and backward on the slowest rank."""
+        with self.patched(mode):
+            features = self.features(frames)
+            self.comm.gather_ints([0])  # all ranks start together
+            synchronize(self.device)
+            start = time.perf_counter()
+            self.loss(frames, features).backward()
+            synchronize(self.device)
+            nanoseconds = int((time.perf_counter() - start) * 1e9)
+            return max(row[0] for row in self.comm.gather_ints([nanoseconds])) / 1e9
+
+
+def _interpolate(known: dict[int, int], budget: int, below: int, above: int | None) -> int:
+    """Return where the line through the two lengths with peaks nearest to the budget reaches it.
+
+    The result lies between the longest known length that fits and the shortest known one that does not.
+    """
+    one, other = sorted(sorted(known, key=lambda count: abs(known[count] - budget))[:2])
+    slope = (known[other] - known[one]) / (other - one)
+    count = min(2 * max(known), int(one + (budget - known[one]) / slope)) if slope > 0 else 2 * max(known)
+    count = count + 1 if count <= below else count
+    return max(below + 1, count if above is None else min(count, above - 1))

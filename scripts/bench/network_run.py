@@ -1,0 +1,262 @@
+"""Timing of one setting on the ranks of a group: every mode, in a changing order, and each timed run is checked."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import subprocess
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from statistics import median
+
+import torch
+from measure import synchronize
+from namespaces import LINK
+from network_modes import BlockTime, Mode, Speed, cluster, modes
+from network_settings import Setting
+from torch import Tensor
+
+from mllm_seqpar.comm import Communicator, Recv, Send
+from mllm_seqpar.kernels import registry
+from mllm_seqpar.planner import Cluster
+
+CLOSE = {torch.float32: 1e-4, torch.bfloat16: 3e-2}
+"""Largest difference between the results of two strategies, relative to the largest value: they sum in other orders."""
+BACKWARD = 2.5
+"""Time of an emulated block's backward pass over its forward pass: five matrix products against two."""
+BURST = 128 << 10
+"""Bytes that may exceed the rate at once. A smaller burst makes a late timer lose bandwidth; with this one, single
+messages below its size are hardly slowed down, only their sum is."""
+QUEUE_S = 0.2
+Tensors = dict[str, Tensor]
+
+
+class EmulatedKernel:
+    """A block kernel that sleeps for the time of a block and returns zeros, so that ranks may outnumber the cores.
+
+    It keeps the shapes and dtypes of `mllm_seqpar.kernels.base.BlockKernel`. The executor, the schedules, the merging
+    and the transfers around it are the real ones, and so are the bytes sent.
+
+    Args:
+        rate: FLOP/s of the emulated processor; a block takes 4 FLOP per entry of (rows, keys, dim) in forward.
+    """
+
+    name = "emulated"
+
+    def __init__(self, rate: float) -> None:
+        self.rate = rate
+        self.seconds = 0.0  # total of all calls
+
+    def why_not(self, q: Tensor, k: Tensor, *, causal: bool, masked: bool) -> str | None:
+        return "sleeps on the host, which an accelerator would not wait for" if q.device.type != "cpu" else None
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, **options: object) -> tuple[Tensor, Tensor]:
+        start = time.perf_counter()
+        results = q.new_zeros(q.shape, dtype=torch.float32), q.new_zeros(q.shape[:3], dtype=torch.float32)
+        self._sleep(start, 4.0, q, k)
+        return results
+
+    def backward(
+        self, do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, **options: object
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        start = time.perf_counter()
+        dq, dk, dv = (x.new_zeros(x.shape, dtype=torch.float32) for x in (q, k, v))
+        self._sleep(start, 4.0 * BACKWARD, q, k)
+        return dq, dk, dv
+
+    def _sleep(self, start: float, flops: float, q: Tensor, k: Tensor) -> None:
+        seconds = flops * q.numel() * k.shape[2] / self.rate
+        self.seconds += seconds
+        time.sleep(max(0.0, start + seconds - time.perf_counter()))
+
+    @contextlib.contextmanager
+    def registered(self) -> Iterator[None]:
+        """Make `kernel="emulated"` available in this process inside the block."""
+        registry._KERNELS[self.name] = lambda: self
+        try:
+            yield
+        finally:
+            del registry._KERNELS[self.name]
+
+
+class Link:
+    """The link of this rank's namespace: its own end and the switch's port. Outside namespaces it cannot be capped."""
+
+    def __init__(self) -> None:
+        self.capped = LINK in os.environ
+        if self.capped:
+            self._switch, self._port = os.environ[LINK].split("/")
+
+    def cap(self, mbit: float) -> None:
+        """Limit both directions to `mbit` Mbit/s; all ranks call this between transfers."""
+        for device in ("eth0", self._port):
+            namespace = [] if device == "eth0" else ["-n", self._switch]
+            shape = ["tbf", "rate", f"{round(mbit * 1e6)}bit", "burst", f"{BURST}", "latency", f"{QUEUE_S * 1e3:g}ms"]
+            subprocess.run(["tc", *namespace, "qdisc", "replace", "dev", device, "root", *shape], check=True)
+
+
+def measure_speed(comm: Communicator, device: torch.device, seconds: float, expected: float) -> Speed:
+    """Return the speed of ring hops with all ranks sending at once; the result is the same on all ranks.
+
+    Args:
+        comm: the group, of two or more ranks.
+        device: the device of the messages.
+        seconds: approximate duration of one large message.
+        expected: approximate speed, bytes/s.
+    """
+    large = max(1 << 16, int(expected * seconds))
+    _hop_s(comm, device, 8, 5)
+    latency = median(_hop_s(comm, device, 8, 10) for _ in range(5))
+    return Speed(large / max(_hop_s(comm, device, large, 4) - latency, 1e-9), latency)
+
+
+def _hop_s(comm: Communicator, device: torch.device, size: int, count: int) -> float:
+    """Return the seconds of one of `count` consecutive hops of `size` bytes on the slowest rank."""
+    out, into = (torch.zeros(size, dtype=torch.uint8, device=device) for _ in range(2))
+    after, before = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
+    comm.gather_ints([0])
+    synchronize(device)
+    start = time.perf_counter()
+    for _ in range(count):
+        comm.exchange([Send(after, out, "probe")], [Recv(before, into)]).wait()
+    synchronize(device)
+    seconds = (time.perf_counter() - start) / count
+    return max(row[0] for row in comm.gather_ints([int(seconds * 1e9)])) / 1e9
+
+
+@dataclass
+class Times:
+    """Seconds of one mode on the slowest rank, one entry per repetition, and the bytes this rank sends in each."""
+
+    forward: list[float] = field(default_factory=list)
+    total: list[float] = field(default_factory=list)
+    sent: int = 0
+
+
+@dataclass
+class Measured:
+    """The result of one setting: times by mode, seconds of a block's forward pass, the cap, the speed of the link."""
+
+    times: dict[Mode, Times]
+    block_s: float
+    mbit: float | None
+    speed: Speed | None
+
+
+class NetworkBenchmark:
+    """One setting on this rank."""
+
+    def __init__(self, setting: Setting, comm: Communicator, device: torch.device) -> None:
+        self.setting, self.comm, self.device = setting, comm, device
+        entries = setting.heads * setting.rows * setting.keys * setting.dim
+        self.kernel = EmulatedKernel(4 * entries / setting.block_s) if setting.block_s else None
+        self.inputs = _inputs(setting, comm.rank, device)
+        self.expected: Tensors | None = None  # results of the first mode, which the others must reproduce
+        self.network: Cluster | None = None
+
+    def run(self, repeats: int, seed: int, link: Link, only: Sequence[str] | None = None) -> Measured:
+        """Run all modes, or `only` these and `none`: once to warm up and then `repeats` times."""
+        times = {m: Times() for m in modes(self.setting) if only is None or m.spec is None or m.name in only}
+        with self.kernel.registered() if self.kernel else contextlib.nullcontext():
+            block_s = self.setting.block_s or self._block_s()
+            mbit = self.setting.cap_mbit(block_s) if link.capped else None
+            if mbit is not None:
+                self.comm.gather_ints([0])
+                link.cap(mbit)
+                self.comm.gather_ints([0])
+            speed = None
+            if self.comm.size > 1:
+                speed = measure_speed(self.comm, self.device, 0.5, mbit * 125e3 if mbit else 1e8)
+                self.network = cluster(self.setting, BlockTime(block_s, BACKWARD * block_s), speed)
+            order, shuffler = list(times), random.Random(seed)
+            for repeat in range(1 + repeats):
+                for mode in order:
+                    forward, total = self.once(mode)
+                    if repeat:
+                        times[mode].forward.append(forward)
+                        times[mode].total.append(total)
+                    times[mode].sent = sum(mode.bytes_sent(self.setting, self.comm.rank).values())
+                shuffler.shuffle(order)
+        return Measured(times, block_s, mbit, speed)
+
+    def once(self, mode: Mode) -> tuple[float, float]:
+        """Return the seconds of forward, and of forward and backward, on the slowest rank.
+
+        Raises:
+            SystemExit: on all ranks, if on any rank the bytes sent differ from the formulas, the blocks computed differ
+                in number from those of the other modes, or the results differ from those of the first mode.
+        """
+        inputs = self.inputs[mode.expanded]
+        q, k, v = (inputs[name].detach().requires_grad_() for name in ("q", "k", "v"))
+        kernel = self.kernel.name if self.kernel else "auto"
+        self.comm.gather_ints([0])  # all ranks start together
+        self.comm.bytes.reset()
+        if self.kernel:
+            self.kernel.seconds = 0.0
+        synchronize(self.device)
+        start = time.perf_counter()
+        o = mode.run(q, k, v, self.comm, kernel, self.network)
+        synchronize(self.device)
+        middle = time.perf_counter()
+        o.backward(inputs["do"])
+        synchronize(self.device)
+        end = time.perf_counter()
+        assert q.grad is not None and k.grad is not None and v.grad is not None
+        results = {"o": o.detach(), "dq": q.grad, "dk": k.grad, "dv": v.grad}
+        problem = self._wrong_bytes(mode) or self._wrong_work() or self._wrong_results(mode, results)
+        times = [int(x * 1e9) for x in (middle - start, end - start)]
+        all_ranks = self.comm.gather_ints([*times, int(problem is not None)])
+        if any(row[2] for row in all_ranks):
+            found = problem or "this rank's check passed, another rank's failed"
+            raise SystemExit(f"{self.setting.name}, {mode.name}: rank {self.comm.rank}: {found}")
+        return max(row[0] for row in all_ranks) / 1e9, max(row[1] for row in all_ranks) / 1e9
+
+    def _wrong_bytes(self, mode: Mode) -> str | None:
+        sent = {label: size for label, size in self.comm.bytes.sent.items() if label not in ("agreement", "gather")}
+        sent = {label: size for label, size in sent.items() if size}
+        expected = mode.bytes_sent(self.setting, self.comm.rank)
+        return None if sent == expected else f"sent {sent}; expected by the formulas: {expected}"
+
+    def _wrong_work(self) -> str | None:
+        if self.kernel is None or self.setting.block_s is None:
+            return None
+        expected = self.setting.ranks * self.setting.block_s * (1 + BACKWARD)
+        found = self.kernel.seconds
+        return None if abs(found / expected - 1) < 1e-6 else f"computed {found} s of blocks; expected {expected} s"
+
+    def _wrong_results(self, mode: Mode, results: Tensors) -> str | None:
+        if self.kernel or mode.spec is None:  # emulated blocks compute zeros, and `none` attends to local keys only
+            return None
+        if mode.expanded:  # the gradient of a KV head is the sum over its query heads
+            for name in ("dk", "dv"):
+                results[name] = results[name].unflatten(1, (self.setting.kv_heads, -1)).sum(2)
+        if self.expected is None:
+            self.expected = results
+        limit = CLOSE[results["o"].dtype]
+        for name, x in results.items():
+            other = self.expected[name].float()
+            difference = float((x.float() - other).abs().max() / other.abs().max())
+            if not difference <= limit:
+                return f"{name} differs by {difference:.1e} from the first mode's; the limit is {limit:.0e}"
+        return None
+
+    def _block_s(self) -> float:
+        """Return the seconds of a real block's forward pass with all ranks computing at once."""
+        none = modes(self.setting)[0]
+        return median(self.once(none)[0] for _ in range(5)) / self.setting.ranks
+
+
+def _inputs(setting: Setting, rank: int, device: torch.device) -> dict[bool, Tensors]:
+    """Return random q, k, v and do of this rank, by whether K and V are expanded to all query heads."""
+    generator = torch.Generator().manual_seed(rank)
+    rows, keys = (setting.heads, setting.rows), (setting.kv_heads, setting.keys)
+    dtype = getattr(torch, setting.dtype)
+    plain = {
+        name: torch.randn(1, *size, setting.dim, generator=generator).to(device, dtype)
+        for name, size in {"q": rows, "k": keys, "v": keys, "do": rows}.items()
+    }
+    queries_per_kv = setting.heads // setting.kv_heads
+    expanded = {name: plain[name].repeat_interleave(queries_per_kv, dim=1) for name in ("k", "v")}
+    return {False: plain, True: plain | expanded}

@@ -1,0 +1,152 @@
+"""The models that `memory.py` measures: the real class of each family, with the sizes of `configs/models` scaled down.
+
+All widths are divided by one number. The numbers of heads, of tokens per frame and of cross-attention layers stay, so
+the visual features, K and V of a frame keep their published proportions. There are fewer decoder layers without
+cross-attention and a smaller vocabulary; no byte that grows with the video depends on these. A step starts at visual
+features that require a gradient, as the output of a trained projector or resampler does. The vision tower is not run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from small_models import MEDIA, TEXT, WORDS, make_flamingo, make_idefics, make_owl, random_weights
+from torch import Tensor, nn
+
+from mllm_seqpar import FrameShard
+from mllm_seqpar.planner.model import ModelSizes, read_model
+
+CONFIGS = Path(__file__).resolve().parents[2] / "configs" / "models"
+TOWER = {"image_size": 28, "patch_size": 14, "num_hidden_layers": 1}
+Inputs = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A model and its inputs.
+
+    Attributes:
+        sizes: the sizes that the planner takes.
+        model: the argument of `patch_model`.
+        inputs: maps ids (1, L), this rank's features (f, tokens, width) and its frame shard to the arguments of
+            forward, without labels.
+    """
+
+    sizes: ModelSizes
+    model: Any
+    inputs: Callable[[Tensor, Tensor, FrameShard], Inputs]
+
+    def arguments(self, text: int, features: Tensor, shard: FrameShard) -> Inputs:
+        """Return the arguments of forward: one placeholder per frame, then words; the second half has labels."""
+        ids = torch.randint(3, WORDS - 2, (1, text), generator=torch.Generator().manual_seed(1))
+        ids[:, : shard.total] = MEDIA
+        labels = ids.clone()
+        labels[:, : text // 2] = -100
+        labels[:, : shard.total] = -100
+        device = features.device
+        return self.inputs(ids.to(device), features, shard) | {"labels": labels.to(device)}
+
+
+def scaled(name: str, scale: int, layers: int) -> ModelSizes:
+    """Return the sizes of `configs/models/<name>.yaml` with all widths divided by `scale` and `layers` layers."""
+    model = read_model(CONFIGS / f"{name}.yaml")
+    text, cross, vision = model.text, model.cross, model.vision
+    text = replace(
+        text,
+        hidden=text.hidden // scale,
+        head_dim=text.head_dim // scale,
+        mlp_inner=text.mlp_inner // scale,
+        layers=layers,
+        vocabulary=WORDS,
+    )
+    cross = replace(
+        cross,
+        head_dim=cross.head_dim // scale,
+        visual_dim=cross.visual_dim // scale,
+        mlp_inner=cross.mlp_inner // scale,
+    )
+    vision = replace(vision, width=vision.width // scale, mlp_inner=vision.mlp_inner // scale)
+    resampler = model.resampler and replace(
+        model.resampler,
+        head_dim=model.resampler.head_dim // scale,
+        mlp_inner=model.resampler.mlp_inner // scale,
+    )
+    projector = model.projector and tuple(channels // scale for channels in model.projector)
+    return replace(model, text=text, cross=cross, vision=vision, resampler=resampler, projector=projector)
+
+
+def mplug_owl3(scale: int) -> Subject:
+    """Build mPLUG-Owl3-7B, gated: 729 keys per frame, 28 query heads, 4 KV heads, 4 hyper layers; 8 of 28 layers."""
+    sizes = scaled("mplug-owl3-7b", scale, layers=8)
+    tower = TOWER | {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 2}
+    model = make_owl(_text(sizes), kv_heads=sizes.text.kv_heads, hyper_layers=[1, 3, 5, 7], tower=tower)
+
+    def inputs(ids: Tensor, features: Tensor, shard: FrameShard) -> Inputs:
+        return {"input_ids": ids, "image_embeds": features, "visual_shard": shard}
+
+    return Subject(sizes, model, inputs)
+
+
+def open_flamingo(scale: int) -> Subject:
+    """Build OpenFlamingo-3B over LLaMA: 64 keys per frame, 8 heads, cross-attention to all frames in all 24 layers."""
+    sizes = scaled("open-flamingo-3b", scale, layers=24)
+    # The MLPs of LLaMA are gated; those of MPT, which the published model uses, are not.
+    sizes = replace(sizes, text=replace(sizes.text, mlp_matrices=3))
+    cross = sizes.cross
+    model = make_flamingo(_text(sizes), nn.Identity(), cross.visual_dim, every=1)
+    from open_flamingo.src.helpers import MaskedCrossAttention  # after make_flamingo, which works without open_clip
+
+    for block in model.lang_encoder.gated_cross_attn_layers:
+        block.attn = MaskedCrossAttention(  # the model class takes neither heads nor head_dim
+            dim=sizes.text.hidden,
+            dim_visual=cross.visual_dim,
+            dim_head=cross.head_dim,
+            heads=cross.heads,
+            only_attend_immediate_media=False,
+        )
+
+    def inputs(ids: Tensor, features: Tensor, shard: FrameShard) -> Inputs:
+        return {"lang_x": ids, "attention_mask": torch.ones_like(ids), "vision_x": features, "visual_shard": shard}
+
+    return Subject(sizes, random_weights(model), inputs)
+
+
+def idefics(scale: int) -> Subject:
+    """Build IDEFICS-9B: 64 keys per frame, 32 heads, 8 cross-attention blocks; 8 of 32 decoder layers."""
+    sizes = scaled("idefics-9b", scale, layers=8)
+    resampler = sizes.resampler
+    assert resampler is not None
+    tower = TOWER | {"embed_dim": sizes.cross.visual_dim, "intermediate_size": 64, "num_attention_heads": 4}
+    model = make_idefics(_text(sizes), interval=1, tower=tower, heads=resampler.heads, head_dim=resampler.head_dim)
+
+    def inputs(ids: Tensor, features: Tensor, shard: FrameShard) -> Inputs:
+        visible = torch.ones(1, ids.shape[1], shard.total, dtype=torch.long, device=ids.device)
+        return {
+            "input_ids": ids,
+            "image_attention_mask": visible,
+            "perceiver_embeddings": features,
+            "visual_shard": shard,
+        }
+
+    return Subject(sizes, model, inputs)
+
+
+def _text(sizes: ModelSizes) -> dict[str, int]:
+    text = sizes.text
+    return TEXT | {
+        "hidden_size": text.hidden,
+        "intermediate_size": text.mlp_inner,
+        "num_hidden_layers": text.layers,
+        "num_attention_heads": text.heads,
+    }
+
+
+FAMILIES: dict[str, Callable[[int], Subject]] = {
+    "mplug_owl3": mplug_owl3,
+    "open_flamingo": open_flamingo,
+    "idefics": idefics,
+}

@@ -1,0 +1,251 @@
+"""The models of `decode.py` and `profile_step.py`: the real class of each family, random weights, for one CPU core.
+
+Each has a language model of width 512 with 8 layers, two of them with cross-attention. Every token attends to all
+images unless stated otherwise. The width is an eighth of the published one, so the time to project K and V of the
+images for one token keeps about its published proportion to the other work of that token.
+"""
+
+from __future__ import annotations
+
+import sys
+import types
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+WIDTH, LAYERS, HEADS, WORDS = 512, 8, 8, 1024
+MEDIA = WORDS - 1  # the token that stands for an image
+PICTURE, PATCH = 112, 14
+TEXT: dict[str, Any] = {"vocab_size": WORDS, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+TOWER: dict[str, Any] = {"image_size": PICTURE, "patch_size": PATCH, "num_hidden_layers": 2}
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A model and the arguments of its `generate`.
+
+    Attributes:
+        model: the argument of `patch_model`.
+        inputs: arguments of `generate`.
+        keys: number of visual keys of each cross-attention layer.
+        unpatched_generate: replacement for the unpatched model's `generate`, if that does not work as published.
+    """
+
+    model: Any
+    inputs: dict[str, Tensor]
+    keys: int
+    unpatched_generate: Callable[..., Tensor] | None = None
+
+
+def idefics(images: int, prompt: int) -> Subject:
+    """Build IDEFICS with its resampler: 64 latents per image."""
+    tower = TOWER | {"embed_dim": 160, "intermediate_size": 640, "num_attention_heads": 4}
+    model = make_idefics(text_sizes(), interval=4, tower=tower, heads=4, head_dim=40)
+    inputs = {
+        "input_ids": words(prompt),
+        "image_attention_mask": torch.ones(1, prompt, images, dtype=torch.long),
+        "pixel_values": pictures(1, images),
+    }
+    return Subject(model, inputs, images * 64)
+
+
+def open_flamingo(images: int, prompt: int, immediate: bool = True) -> Subject:
+    """Build OpenFlamingo over LLaMA: 64 latents per image; a token attends to the last image before it only."""
+    model = random_weights(make_flamingo(text_sizes(), _Patches(128), 128, every=4))
+    language_model = model.lang_encoder
+    for block in filter(None, language_model.gated_cross_attn_layers):
+        block.attn.only_attend_immediate_media = immediate
+    ids = torch.cat([torch.full((1, images), MEDIA), words(prompt)], dim=1)
+    inputs = {"vision_x": pictures(1, images, 1), "lang_x": ids, "attention_mask": torch.ones_like(ids)}
+
+    def generate(vision_x: Tensor, lang_x: Tensor, **kwargs: Any) -> Tensor:
+        """Pass `FlamingoLMMixin.forward` the mask it requires; transformers 5 omits a mask of ones."""
+        forward = language_model.forward
+
+        def with_mask(input_ids: Tensor, attention_mask: Tensor | None = None, **rest: Any) -> Any:
+            if attention_mask is None:
+                cache = rest.get("past_key_values")
+                length = input_ids.shape[1] + (0 if cache is None else cache.get_seq_length())
+                attention_mask = input_ids.new_ones(input_ids.shape[0], length)
+            return forward(input_ids, attention_mask, **rest)
+
+        language_model.forward = with_mask
+        try:
+            return model.generate(vision_x, lang_x, **kwargs)
+        finally:
+            del language_model.forward
+
+    return Subject(model, inputs, images * 64, generate)
+
+
+def open_flamingo_all(images: int, prompt: int) -> Subject:
+    """Build OpenFlamingo whose tokens attend to all images before them (`only_attend_immediate_media=False`)."""
+    return open_flamingo(images, prompt, immediate=False)
+
+
+def mllama(images: int, prompt: int) -> Subject:
+    """Build Llama 3.2 Vision: an image tile of 65 patches per image; it has a visual KV cache unpatched, too."""
+    from transformers import MllamaConfig, MllamaForConditionalGeneration
+    from transformers.models.mllama.configuration_mllama import MllamaTextConfig, MllamaVisionConfig
+
+    text = MllamaTextConfig(
+        **text_sizes(),
+        num_key_value_heads=2,
+        cross_attention_layers=[1, 5],
+        rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
+    )
+    tower = MllamaVisionConfig(
+        hidden_size=160,
+        attention_heads=4,
+        intermediate_size=640,
+        num_hidden_layers=2,
+        num_global_layers=1,
+        intermediate_layers_indices=[0],
+        vision_output_dim=320,
+        image_size=PICTURE,
+        patch_size=PATCH,
+        max_num_tiles=1,
+        supported_aspect_ratios=[[1, 1]],
+    )
+    config = MllamaConfig(vision_config=tower, text_config=text, image_token_index=WORDS)
+    inputs = {
+        "input_ids": words(prompt),
+        "pixel_values": pictures(1, images, 1),
+        "aspect_ratio_ids": torch.ones(1, images, dtype=torch.long),
+        "aspect_ratio_mask": torch.ones(1, images, 1, dtype=torch.long),
+        "cross_attention_mask": torch.ones(1, prompt, images, 1, dtype=torch.long),
+    }
+    return Subject(
+        random_weights(MllamaForConditionalGeneration(config)), inputs, images * ((PICTURE // PATCH) ** 2 + 1)
+    )
+
+
+def mplug_owl3(images: int, prompt: int) -> Subject:
+    """Build mPLUG-Owl3: 64 patches per image; it has a visual KV cache unpatched, too."""
+    tower = TOWER | {"hidden_size": 160, "intermediate_size": 640, "num_attention_heads": 4}
+    model = make_owl(text_sizes(), kv_heads=2, hyper_layers=[1, 5], tower=tower)
+    ids = torch.cat([torch.full((1, images), MEDIA), words(prompt)], dim=1)
+    inputs = {"input_ids": ids, "pixel_values": pictures(images)}
+    return Subject(model, inputs, images * (PICTURE // PATCH) ** 2)
+
+
+FAMILIES: dict[str, Callable[[int, int], Subject]] = {
+    "idefics": idefics,
+    "open_flamingo": open_flamingo,
+    "open_flamingo_all": open_flamingo_all,
+    "mllama": mllama,
+    "mplug_owl3": mplug_owl3,
+}
+
+
+def text_sizes() -> dict[str, int]:
+    """Return the arguments of a language model's configuration."""
+    sizes = {"intermediate_size": 4 * WIDTH, "num_hidden_layers": LAYERS, "num_attention_heads": HEADS}
+    return TEXT | {"hidden_size": WIDTH} | sizes
+
+
+def make_idefics(text: dict[str, int], *, interval: int, tower: dict[str, Any], heads: int, head_dim: int) -> Any:
+    """Return IDEFICS with cross-attention in every `interval`-th layer and a resampler of given heads."""
+    from transformers import IdeficsConfig, IdeficsForVisionText2Text
+
+    config = IdeficsConfig(
+        **text,
+        additional_vocab_size=0,
+        cross_layer_interval=interval,
+        qk_layer_norms=True,
+        use_resampler=True,
+        alpha_type="vector",
+        tie_word_embeddings=False,
+        vision_config=tower,
+        perceiver_config={"resampler_depth": 1, "resampler_n_heads": heads, "resampler_head_dim": head_dim},
+    )
+    return random_weights(IdeficsForVisionText2Text(config))
+
+
+def make_flamingo(text: dict[str, int], tower: nn.Module, visual_dim: int, *, every: int) -> Any:
+    """Return OpenFlamingo over LLaMA with cross-attention before every `every`-th layer, as initialised."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    flamingo, mixin, extend = _flamingo_package()
+    language_model = LlamaForCausalLM(LlamaConfig(**text))
+    extend(language_model, mixin)
+    language_model.set_decoder_layers_attr_name("model.layers")
+    encoder = types.SimpleNamespace(visual=tower)
+    return flamingo(encoder, language_model, WORDS - 2, MEDIA, visual_dim, cross_attn_every_n_layers=every)
+
+
+def make_owl(text: dict[str, int], *, kv_heads: int, hyper_layers: list[int], tower: dict[str, Any]) -> Any:
+    """Return mPLUG-Owl3 with gates per head."""
+    from transformers import SiglipVisionConfig
+
+    from mllm_seqpar.models.mplug_owl3 import MPlugOwl3Config, MPlugOwl3ForConditionalGeneration
+
+    config = MPlugOwl3Config(
+        **text,
+        gate="per_head",
+        hyper_layers=hyper_layers,
+        image_token_id=MEDIA,
+        num_key_value_heads=kv_heads,
+        max_position_embeddings=32768,
+        vision_config=SiglipVisionConfig(**tower),
+    )
+    return random_weights(MPlugOwl3ForConditionalGeneration(config))
+
+
+def words(count: int) -> Tensor:
+    """Return (1, count) token ids without special tokens."""
+    return torch.randint(3, WORDS - 2, (1, count), generator=torch.Generator().manual_seed(1))
+
+
+def pictures(*counts: int) -> Tensor:
+    """Return pixels (*counts, 3, height, width)."""
+    return torch.randn(*counts, 3, PICTURE, PICTURE, generator=torch.Generator().manual_seed(2))
+
+
+def random_weights(model: Any) -> Any:
+    """Set random weights and eval mode: matrices keep the scale of activations, and gates are open.
+
+    Gates are zero as initialised, which would hide the images.
+    """
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if "gate" in name and weight.dim() < 2 or "alpha" in name:
+                weight.fill_(0.7)
+            elif weight.dim() > 1:
+                scale = 0.5 if "embed" in name else weight[0].numel() ** -0.5
+                weight.copy_(torch.randn(weight.shape, generator=generator) * scale)
+    return model.eval()
+
+
+class _Patches(nn.Module):
+    """A linear map of patches, like open_clip: pixels (n, 3, H, W) -> pooled (n, width), tokens (n, patches, width)."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.project = nn.Conv2d(3, width, PATCH, stride=PATCH)
+
+    def forward(self, pixels: Tensor) -> tuple[Tensor, Tensor]:
+        tokens = self.project(pixels).flatten(2).transpose(1, 2)
+        return tokens.mean(1), tokens
+
+
+def _flamingo_package() -> tuple[Any, Any, Any]:
+    """Return open_flamingo's Flamingo, FlamingoLMMixin and extend_instance, with a stub if open_clip is missing."""
+    try:
+        import open_clip  # type: ignore[import-not-found]  # noqa: F401
+    except ImportError:
+        sys.modules["open_clip"] = types.ModuleType("open_clip")
+    try:
+        from open_flamingo import Flamingo
+        from open_flamingo.src.flamingo_lm import FlamingoLMMixin
+        from open_flamingo.src.utils import extend_instance
+    except ImportError as error:
+        raise SystemExit(
+            f"{error}: run pip install --no-deps open-flamingo==2.0.1 (it pins an old torch), and install einops and "
+            "einops-exts"
+        ) from error
+    return Flamingo, FlamingoLMMixin, extend_instance

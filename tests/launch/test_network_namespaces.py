@@ -1,0 +1,92 @@
+"""Layer: real launch, in network namespaces (root, iproute2). The cap of links, and the removal of namespaces."""
+
+import csv
+import importlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+BENCH = Path(__file__).resolve().parents[2] / "scripts" / "bench"
+
+
+@pytest.fixture
+def namespaces(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.syspath_prepend(str(BENCH))
+    module = importlib.import_module("namespaces")
+    reason = module.obstacle()
+    if reason:
+        pytest.skip(reason)
+    yield module
+    del sys.modules["namespaces"]
+
+
+def of_process(namespaces, pid: int) -> list[str]:
+    return [name for name in namespaces.existing() if name.startswith(f"{namespaces.PREFIX}-{pid}-")]
+
+
+@pytest.mark.launch
+@pytest.mark.slow
+def test_capped_link_slows_ring_attention(namespaces, tmp_path: Path) -> None:
+    out = tmp_path / "rows.csv"
+    command = [sys.executable, str(BENCH / "network.py"), "--modes", "ring, waiting", "--repeats", "1"]
+    process = subprocess.Popen(
+        [*command, "--out", str(out)], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+    output, _ = process.communicate(timeout=120)
+    assert process.returncode == 0, output
+    assert not of_process(namespaces, process.pid)
+    with open(out) as file:
+        rows = {row["mode"]: row for row in csv.DictReader(file)}
+    ring = rows["ring, waiting"]
+    assert 10 < float(ring["link_mbit"]) < 44  # the cap is 40; an uncapped link has thousands
+    transfers_s = int(ring["sent_bytes"]) * 8 / 44e6
+    assert float(ring["seconds"]) > float(rows["none"]["seconds"]) + 0.5 * transfers_s
+
+
+@pytest.mark.launch
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_killed_launcher_leaves_no_process_and_no_namespace(namespaces, number: signal.Signals) -> None:
+    code = "import sys, namespaces; sys.exit(namespaces.launch(2, ['sleep', '300']))"
+    process = subprocess.Popen([sys.executable, "-c", code], cwd=BENCH)
+    try:
+        ranks: list[int] = []
+        deadline = time.monotonic() + 20
+        while len(ranks) < 2 and time.monotonic() < deadline:
+            time.sleep(0.05)
+            ranks = [pid for name in of_process(namespaces, process.pid) for pid in inside(name)]
+        assert len(ranks) == 2
+        process.send_signal(number)
+        process.wait(timeout=120)
+    finally:
+        process.kill()
+        process.wait()
+    if number == signal.SIGKILL:
+        assert of_process(namespaces, process.pid)
+        namespaces.remove_leftovers()
+    assert not of_process(namespaces, process.pid)
+    assert not [pid for pid in ranks if running(pid)]
+
+
+def running(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def inside(name: str) -> list[int]:
+    found = subprocess.run(["ip", "netns", "pids", name], capture_output=True, text=True).stdout.split()
+    return [int(pid) for pid in found]
+
+
+@pytest.mark.launch
+def test_failed_rank_ends_the_others(namespaces) -> None:
+    start = time.monotonic()
+    assert namespaces.launch(2, ["sh", "-c", '[ "$RANK" = 0 ] && exit 7; sleep 300']) == 7
+    assert time.monotonic() - start < 30
+    assert not of_process(namespaces, os.getpid())

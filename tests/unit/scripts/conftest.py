@@ -1,0 +1,20 @@
+import importlib
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+SCRIPTS = Path(__file__).resolve().parents[3] / "scripts"
+
+
+@pytest.fixture
+def script(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], ModuleType]]:
+    """Import a module of scripts/ or scripts/bench/ by name; it is forgotten after the test."""
+    monkeypatch.syspath_prepend(str(SCRIPTS))
+    monkeypatch.syspath_prepend(str(SCRIPTS / "bench"))
+    yield importlib.import_module
+    for name, module in list(sys.modules.items()):
+        if str(SCRIPTS) in (getattr(module, "__file__", None) or ""):
+            del sys.modules[name]

@@ -1,0 +1,85 @@
+"""Layer: one process. The network benchmark: its settings, its modes on two loopback ranks, and its checks."""
+
+import os
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from mllm_seqpar.comm import as_communicator
+from mllm_seqpar.comm.loopback import run_loopback
+
+ROWS = Path(__file__).resolve().parents[3] / "docs" / "benchmarks"
+
+
+def test_settings_keep_proportions_of_paper(script) -> None:
+    for setting in script("network_settings").suite("paper", None):
+        row = setting.paper
+        assert setting.keys == setting.rows * row.keys // row.rows
+        bits = 8 * 2 * setting.keys * setting.heads * setting.dim * 2
+        transfer_s = bits / (setting.cap_mbit(setting.block_s) * 1e6)
+        blocks = transfer_s / setting.block_s
+        # Ring Attention: n - 1 transfers in forward, twice that in backward; LV-XAttn: n blocks of 3.5, all overlapped.
+        gpus = {"table3": 16, "table4": 8}[row.table]
+        ratio = 3 * (gpus - 1) * blocks / (3.5 * gpus)
+        assert ratio == pytest.approx(row.seconds["ring"] / row.seconds["lv-xattn"])
+
+
+def test_missing_root_or_tools_are_named(script, monkeypatch: pytest.MonkeyPatch) -> None:
+    namespaces = script("namespaces")
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    assert "root" in namespaces.obstacle() or "iproute2" in namespaces.obstacle()
+    monkeypatch.setenv("PATH", "")
+    assert "install iproute2" in namespaces.obstacle()
+
+
+def test_all_modes_agree_on_two_ranks_and_give_rows(script) -> None:
+    network, run, settings = map(script, ("network", "network_run", "network_settings"))
+    paper = settings.suite("real", 2)[0].paper
+    setting = replace(settings.SMALLEST, keys=64, block_s=None, dtype="float32", paper=paper)
+    first, second = run_loopback(
+        2, lambda comm: run.NetworkBenchmark(setting, comm, torch.device("cpu")).run(1, 0, run.Link())
+    )
+    assert {mode.name for mode in first.times} == {
+        *("none", "lv-xattn", "lv-xattn, waiting", "ring", "ring, waiting", "ring, expanded", "ulysses")
+    }
+    assert [times.total for times in first.times.values()] == [times.total for times in second.times.values()]
+    rows = network.rows_of(setting, first)
+    committed = script("rows").read(ROWS / "network-real.csv")[1]
+    assert set(rows[1]) | {"torch", "commit", "hardware", "threads"} == committed.keys()
+    assert all(str(rows[1][name]) == text for name, text in committed.items() if name.startswith("paper_"))
+    assert rows[0]["sent_bytes"] == 0 < rows[1]["sent_bytes"] < rows[3]["sent_bytes"]
+    summary = network.summary(setting, rows)
+    assert "| ring, waiting |" in summary and "ring / LV-XAttn" in summary
+
+
+def test_wrong_bytes_or_number_of_blocks_stop_the_run(script, monkeypatch: pytest.MonkeyPatch) -> None:
+    run, modes, settings = map(script, ("network_run", "network_modes", "network_settings"))
+    setting = settings.suite("smallest", 1)[0]
+    bench = run.NetworkBenchmark(setting, as_communicator(None), torch.device("cpu"))
+    with bench.kernel.registered():
+        none, lv = modes.modes(setting)[:2]
+        assert min(bench.once(none)[1], bench.once(lv)[1]) >= 3.5 * setting.block_s
+        monkeypatch.setattr(modes.Mode, "bytes_sent", lambda *_: {"q": 1})
+        with pytest.raises(SystemExit, match="sent {}; expected by the formulas: {'q': 1}"):
+            bench.once(lv)
+        monkeypatch.undo()
+        bench.kernel.rate *= 2
+        with pytest.raises(SystemExit, match="s of blocks; expected"):
+            bench.once(lv)
+
+
+def test_wrong_results_of_real_blocks_stop_the_run(script) -> None:
+    run, modes, settings = map(script, ("network_run", "network_modes", "network_settings"))
+    setting = replace(settings.suite("smallest", 1)[0], block_s=None, dtype="float32")
+    bench = run.NetworkBenchmark(setting, as_communicator(None), torch.device("cpu"))
+    lv = modes.modes(setting)[1]
+    bench.once(lv)
+
+    class Wrong(modes.Mode):
+        def run(self, *args):
+            return 2 * super().run(*args)
+
+    with pytest.raises(SystemExit, match="o differs"):
+        bench.once(Wrong(name="wrong", spec=lv.spec))
