@@ -30,7 +30,7 @@ class EmulatedKernel:
         self.seconds = 0.0
         """What was asked of it so far."""
 
-    def why_not(self, q: Tensor, k: Tensor, *, causal: bool, masked: bool) -> str | None:
+    def unsupported_reason(self, q: Tensor, k: Tensor, *, causal: bool, masked: bool) -> str | None:
         """See `BlockKernel`."""
         return "sleeps on the host, which an accelerator would not wait for" if q.device.type != "cpu" else None
 

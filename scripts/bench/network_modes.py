@@ -24,7 +24,7 @@ from mllm_seqpar.masks import FullBlockMasks
 from mllm_seqpar.planner import Cluster, ParallelSpec, blocks_to_hide
 from mllm_seqpar.schedules import AttentionBlock, Schedule, Step
 from mllm_seqpar.schedules.bytes_sent import Problem, expanded, mesh_bytes, ulysses_bytes
-from mllm_seqpar.schedules.mesh_shapes import tiles_of
+from mllm_seqpar.schedules.mesh_shapes import mesh_shapes_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,7 +84,7 @@ def modes(setting: Setting) -> list[Mode]:
     n = setting.ranks
     lv, ring, none = ParallelSpec("lv-xattn", (n, 1)), ParallelSpec("ring", (1, n)), Mode(name="none", way=None)
     if setting.only_tiles:
-        return [none, *_tiles(tiles_of(n))]
+        return [none, *_tiles(mesh_shapes_of(n))]
     found = [
         none,
         Mode(name="lv-xattn", way=lv),
@@ -99,7 +99,7 @@ def modes(setting: Setting) -> list[Mode]:
         found.append(Mode(name="ulysses", way=ParallelSpec("ulysses", (1, 1), n)))
     elif group > 1:  # heads that all ranks cannot share: as many as can, LV-XAttn over the groups
         found.append(Mode(name=f"ulysses {group} x lv-xattn", way=ParallelSpec("ulysses", (n // group, 1), group)))
-    return found + _tiles(tiles_of(n)[1:-1])
+    return found + _tiles(mesh_shapes_of(n)[1:-1])
 
 
 def _tiles(tiles: Sequence[tuple[int, int]]) -> list[Mode]:

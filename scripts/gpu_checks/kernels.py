@@ -56,7 +56,7 @@ def exactness(name: str, dtype: torch.dtype, device: str) -> Row:
     for kind in KINDS:
         p = make(kind, dtype, device)
         kernel = kernel_by_name(name)
-        obstacle = kernel.why_not(p.q, p.k, causal=p.causal, masked=p.mask is not None)
+        obstacle = kernel.unsupported_reason(p.q, p.k, causal=p.causal, masked=p.mask is not None)
         if obstacle is not None:
             refusals.append(f"{kind}: {obstacle}")
             continue

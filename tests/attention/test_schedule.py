@@ -12,8 +12,8 @@ from fractions import Fraction
 
 import pytest
 
-from mllm_seqpar.schedules import AttentionBlock, Move, OverlapRatios, Schedule, schedule_for
-from mllm_seqpar.schedules.mesh_shapes import tiles_of
+from mllm_seqpar.schedules import AttentionBlock, OverlapRatios, Schedule, Transfer, schedule_for
+from mllm_seqpar.schedules.mesh_shapes import mesh_shapes_of
 
 SIZES = range(1, 17)
 Piece = tuple[str, int]  # axis, owner
@@ -76,7 +76,7 @@ def play(name: str, size: int, backward: bool, overlap_ratios: OverlapRatios | N
     ]
     assert len({len(rank.schedule) for rank in ranks}) == 1, "ranks must take as many steps"
     for t in range(len(ranks[0].schedule)):
-        wire: defaultdict[tuple[int, int], list[tuple[Move, list[Part]]]] = defaultdict(list)
+        wire: defaultdict[tuple[int, int], list[tuple[Transfer, list[Part]]]] = defaultdict(list)
         for rank in ranks:
             for move in rank.schedule[t].moves:
                 if name == "straight":
@@ -123,7 +123,7 @@ def play(name: str, size: int, backward: bool, overlap_ratios: OverlapRatios | N
     return ranks
 
 
-MESHES = {size: [f"{a}x{b}" for a, b in tiles_of(size) if 1 not in (a, b)] for size in SIZES}
+MESHES = {size: [f"{a}x{b}" for a, b in mesh_shapes_of(size) if 1 not in (a, b)] for size in SIZES}
 CASES = [
     pytest.param(size, name, backward, id=f"{name}-{size}-{'backward' if backward else 'forward'}")
     for size in SIZES

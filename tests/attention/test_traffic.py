@@ -55,10 +55,10 @@ def test_rows_that_see_every_rank_send_what_goes_round_the_ring(backward: bool) 
     shared = Problem(**{**vars(apart), "key_batch": 1})
     for problem, count in ((apart, rows), (shared, 3 * rows)):
         ring = lv_xattn_bytes(problem, backward=backward)
-        assert lv_xattn_bytes(problem, backward=backward, seen=[[count] * n] * n) == ring
+        assert lv_xattn_bytes(problem, backward=backward, visible_rows=[[count] * n] * n) == ring
         spared = [[count] * n] * n
         spared[2] = [0, 0, count, 0]  # no row of rank 2 sees another rank: it sends results only
-        found = lv_xattn_bytes(problem, backward=backward, seen=spared)
+        found = lv_xattn_bytes(problem, backward=backward, visible_rows=spared)
         results = ("dq",) if backward else ("o", "lse")
         assert found == {label: size if label in results else 0 for label, size in ring.items()}
 

@@ -12,8 +12,8 @@ from attention.dense import squared_terms
 from mllm_seqpar.kernels import available_kernels, kernel_by_name
 from mllm_seqpar.kernels.base import BlockKernel
 
-CPU_KERNELS = ["reference", "tiled", "torch_cpu"]
-CUDA_KERNELS = ["tiled", "cuda_flash", "cuda_cudnn", "cuda_efficient", "flash_attn"]
+CPU_KERNELS = ["reference", "blocked_matmul", "torch_cpu"]
+CUDA_KERNELS = ["blocked_matmul", "cuda_flash", "cuda_cudnn", "cuda_efficient", "flash_attn"]
 
 on_every_kernel = pytest.mark.parametrize(
     ("name", "device"),
@@ -76,7 +76,7 @@ def kernel_for(name: str, b: Block) -> BlockKernel:
     if name not in available_kernels():
         pytest.skip(f"{name} is not available here")
     kernel = kernel_by_name(name)
-    obstacle = kernel.why_not(b.q, b.k, causal=b.causal, masked=b.mask is not None)
+    obstacle = kernel.unsupported_reason(b.q, b.k, causal=b.causal, masked=b.mask is not None)
     if obstacle is not None:
         pytest.skip(f"{name} {obstacle}")
     return kernel

@@ -197,7 +197,7 @@ def test_autocast_does_not_reach_inside(name, device, kind):
         check(run(kernel, b), b)
 
 
-@pytest.mark.parametrize("name", ["tiled", "torch_cpu"])
+@pytest.mark.parametrize("name", ["blocked_matmul", "torch_cpu"])
 @pytest.mark.parametrize("kind", ["plain", "causal", "masked"])
 def test_scores_never_exist_beyond_a_tile(name, kind):
     """2,048 rows x 2,048 keys x 8 heads are 128 MiB of scores; a tile, and what is returned, are far less."""
@@ -218,7 +218,7 @@ def test_long_keys_are_not_copied_to_float32_at_once():
     assert largest.bytes <= 4 * b.k[:, :, :8192].numel()
 
 
-@pytest.mark.parametrize("name", ["reference", "tiled", "torch_cpu"])
+@pytest.mark.parametrize("name", ["reference", "blocked_matmul", "torch_cpu"])
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_partial_results_on_cpu_are_float32(name, kind, dtype):

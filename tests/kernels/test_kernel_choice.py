@@ -24,13 +24,13 @@ def test_every_name_builds_a_kernel_of_that_name():
     assert set(CPU_KERNELS) <= set(available_kernels()) <= set(kernel_names())
 
 
-@pytest.mark.parametrize(("dtype", "chosen"), [(torch.float32, "torch_cpu"), (torch.float64, "tiled")])
+@pytest.mark.parametrize(("dtype", "chosen"), [(torch.float32, "torch_cpu"), (torch.float64, "blocked_matmul")])
 def test_auto_on_cpu_takes_the_first_able_and_says_why(dtype, chosen):
     b = block(dtype=dtype)
     kernel, reason = choose_kernel("auto", b.q, b.k, causal=False, masked=True)
     assert kernel.name == chosen and reason.startswith(f"{chosen}: ")
     assert "needs CUDA" in reason
-    assert ("torch_cpu computes in float32" in reason) == (chosen == "tiled")
+    assert ("torch_cpu computes in float32" in reason) == (chosen == "blocked_matmul")
 
 
 def test_unknown_name_lists_the_choices():
@@ -50,7 +50,7 @@ class Maskless(BlockedMatmulKernel):
 
     name = "maskless"
 
-    def why_not(self, q, k, *, causal, masked):
+    def unsupported_reason(self, q, k, *, causal, masked):
         return "takes no mask" if masked else None
 
     def forward(self, q, k, v, *, scale, causal=False, mask=None):

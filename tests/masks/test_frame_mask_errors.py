@@ -37,4 +37,4 @@ def test_tables_that_do_not_fit(visible) -> None:
 def test_rows_that_see_nothing_may_hold_any_numbers() -> None:
     """mPLUG-Owl3 marks samples without images with a stop of -1000000."""
     mask = FrameMask.from_intervals(ROWS + 100, ROWS - 1_000_000, 2, 5)
-    assert not mask.sees_any().any() and mask.tiles(0, 5) == ()
+    assert not mask.any_frame_visible().any() and mask.tiles(0, 5) == ()

@@ -171,7 +171,7 @@ def test_a_rank_sees_its_own_frames_of_the_mask(form: str, start: int, stop: int
     visible = shown(first, last, 9, 1)
     mask = FrameMask.from_intervals(first, last, 3, 9) if form == "intervals" else FrameMask.from_dense(visible, 3)
     assert mask.shape == (2, 11)
-    assert torch.equal(mask.sees_any(), visible.any(-1))
+    assert torch.equal(mask.any_frame_visible(), visible.any(-1))
     if start == stop:
         assert mask.tiles(start, stop) == ()
     else:

@@ -6,7 +6,7 @@ import pytest
 
 from mllm_seqpar.cli.failure import describe
 from mllm_seqpar.comm import as_communicator
-from mllm_seqpar.comm.collective_check import raise_on_all_ranks
+from mllm_seqpar.comm.agreement import raise_on_all_ranks
 from mllm_seqpar.errors import AgreementError, ConfigError, DataError
 from ranks import ranks
 
