@@ -60,7 +60,7 @@ class ProcessGroupCommunicator(Communicator):
 
     def exchange(self, sends: Sequence[Send], recvs: Sequence[Recv]) -> Pending:
         check_contiguous(sends, recvs)
-        # Receives come first. gloo announces a ready buffer over the connection that also carries the sends, so behind a
+        # Receives come first. gloo announces a ready buffer over the connection that also carries the sends. Behind a
         # large send the announcement would wait, and two ranks would send one after the other instead of both at once.
         ops = [dist.P2POp(dist.irecv, r.buffer, group=self.group, group_peer=r.peer) for r in recvs]
         ops += [dist.P2POp(dist.isend, s.tensor, group=self.group, group_peer=s.peer) for s in sends]

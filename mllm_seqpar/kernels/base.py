@@ -71,7 +71,7 @@ class BlockKernel(Protocol):
         o and do are in q.dtype or float32. Rows with lse = -inf have a zero dq and add exact zeros to dk and dv.
 
         Returns:
-            dq (B, H, S, D), dk and dv (B, G, T, D), in float32 if the kernel accumulates in it, else in the input dtype.
+            dq (B, H, S, D), dk and dv (B, G, T, D), in float32 if the kernel accumulates in it, else in q.dtype.
 
         Raises:
             ShapeError: shapes that do not match.

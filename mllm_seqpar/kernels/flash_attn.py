@@ -44,7 +44,7 @@ class FlashAttnKernel(FusedKernel):
     def _run_forward(self, q: Tensor, k: Tensor, v: Tensor, args: AttentionArgs) -> tuple[Tensor, Tensor]:
         q, k, v = (vectors(x).transpose(1, 2) for x in (q, k, v))
         results = _call(_interface()._flash_attn_forward, q=q, k=k, v=v, return_softmax=False, **_options(args))
-        # 2.7 and later return (o, lse, probabilities, state); earlier ones return padded copies of q, k, v, o in between.
+        # 2.7 and later return (o, lse, probabilities, state), earlier ones padded copies of q, k, v, o in between.
         o, lse = (results[0], results[1]) if len(results) == 4 else (results[0], results[5])
         return o.transpose(1, 2), lse[..., : q.shape[1]]
 

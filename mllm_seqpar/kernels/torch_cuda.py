@@ -124,9 +124,8 @@ class CudaCudnnKernel(_CudaKernel):
     """cuDNN's attention through torch.
 
     "auto" does not take it, because it compiles a plan for every new shape, and uneven shards and growing videos have
-    many. torch looks up the plan by the shapes and strides of q, k and v only. All inputs are therefore made contiguous,
-    so that the layouts of o, do and the log-sum-exp are always those that the plan was built for. cuDNN rejects a single
-    key.
+    many. torch looks up the plan by the shapes and strides of q, k and v only. All inputs are made contiguous, so that
+    the layouts of o, do and the log-sum-exp are those that the plan was built for. cuDNN rejects a single key.
     """
 
     name = "cuda_cudnn"
@@ -172,7 +171,7 @@ def flash2_unsupported_reason(dim: int, masked: bool, capability: tuple[int, int
 
 
 def vectors(x: Tensor) -> Tensor:
-    """Return x in a form that 128-bit vectors can read: unit stride in the last dim, every row at an aligned address."""
+    """Return x readable in 128-bit vectors: unit stride in the last dim, every row at an aligned address."""
     size = x.element_size()
     strides = (stride for stride, length in zip(x.stride()[:-1], x.shape[:-1], strict=True) if length > 1)
     aligned = x.data_ptr() % POINTER_ALIGNMENT == 0 and all(s * size % POINTER_ALIGNMENT == 0 for s in strides)

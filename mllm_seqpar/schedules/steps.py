@@ -32,7 +32,7 @@ class Transfer:
 
 @dataclass(frozen=True)
 class AttentionBlock:
-    """attend(Q_i, KV_j) with i = `q_shard` and j = `kv_shard`, or only its query rows part/parts to (part + 1)/parts."""
+    """attend(Q_i, KV_j), i = `q_shard`, j = `kv_shard`, or only its query rows from part/parts to (part + 1)/parts."""
 
     q_shard: int
     kv_shard: int
