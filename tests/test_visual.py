@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from attention.dense import dense_attention
-from comm.strict import StrictLoopback
+from strict_loopback import StrictLoopback
 from mllm_seqpar.attention.distributed import CallSpec
 from mllm_seqpar.attention.joint import attend
 from mllm_seqpar.attention.kv_sources import GivenKV

@@ -64,6 +64,6 @@ def _blocks(size: int, rank: int, axis: Axis, return_results: bool) -> list[tupl
         q_shard, kv_shard = (shard, rank) if axis == "q" else (rank, shard)
         return (AttentionBlock(q_shard, kv_shard, part, parts),)
 
-    if size == 1 or not return_results:
+    if not return_results:
         return [block(t) for t in range(size)]
     return [block(0, 0, 2), *(block(t) for t in range(1, size)), block(0, 1, 2)]

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from attention.dense import dense_attention, squared_terms
-from comm.strict import StrictLoopback
+from strict_loopback import StrictLoopback
 from mllm_seqpar.attention import lv_xattn, mesh_attention, ring_attention, ulysses_attention
 from mllm_seqpar.attention.joint import attend
 from mllm_seqpar.attention.kv_sources import GivenKV
