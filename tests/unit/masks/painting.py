@@ -40,7 +40,7 @@ def paint(rectangles: Sequence[Rectangle], batch: int, rows: int, keys: int) -> 
 
 
 def assert_paints(rectangles: Sequence[Rectangle], expected: Tensor, waste: float | None = None) -> None:
-    """Assert disjoint rectangles that show exactly `expected` (batch, rows, keys) and compute at most `waste` times it."""
+    """Assert that disjoint rectangles show `expected` (batch, rows, keys) and compute at most `waste` times as much."""
     visible, computed = paint(rectangles, *expected.shape)
     assert int(computed.max() if computed.numel() else 0) <= 1, "rectangles overlap"
     assert torch.equal(visible.bool(), expected)
