@@ -47,7 +47,7 @@ class SeqParConfig:
             (blockwise feed-forward, arXiv 2310.01889, section 3). None: all tokens of the rank, without recomputation.
         vision_chunk_size: frames that the vision tower encodes at once; bounds the peak activation memory of the vision
             tower. Under FSDP2 its parameters are gathered once per chunk. None: all frames of the rank.
-        cluster: a cluster file of the planner (`configs/clusters`). "auto" decides by its rates (None: by measured ones).
+        cluster: a cluster file of the planner (`configs/clusters`). "auto" decides by its rates (None: measured rates).
             "mesh" optimises its order of transfers, and its shape without `tile`, for them (None: for bytes).
         logits: "full": every rank returns the logits of the caller's whole text; "local": of its own tokens; "auto":
             full without labels, local with labels.
