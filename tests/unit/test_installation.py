@@ -1,14 +1,14 @@
-"""Layer: gloo ranks. Versions, optional packages, error classes and the log."""
+"""Layer: one process. Versions, optional packages, error classes and the log."""
 
 import logging
 from importlib import metadata
 
 import pytest
+import torch.distributed as dist
 
 from mllm_seqpar import _compat, errors
 from mllm_seqpar._logging import get_logger
 from mllm_seqpar.errors import ConfigError
-from ranks import ranks
 
 
 @pytest.mark.parametrize(
@@ -57,24 +57,32 @@ def test_errors_about_inputs_are_value_errors() -> None:
     assert issubclass(errors.TransferError, RuntimeError)
 
 
-def logged(rank: int, world: int) -> list[str]:
+@pytest.mark.parametrize(
+    "rank,world,expected",
+    [
+        (0, 1, ["50% done", "a frame is late"]),
+        (0, 2, ["50% done", "[rank 0] a frame is late"]),
+        (1, 2, ["[rank 1] a frame is late"]),
+    ],
+)
+def test_information_is_logged_on_rank_0_and_warnings_with_the_rank(
+    rank: int, world: int, expected: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(dist, "get_rank", lambda: rank)
+    monkeypatch.setattr(dist, "get_world_size", lambda: world)
     lines: list[str] = []
 
     class Recorder(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:
             lines.append(record.getMessage())
 
-    logger = get_logger("mllm_seqpar.test")
+    logger = get_logger(f"mllm_seqpar.test.{rank}.{world}")
     logger.setLevel(logging.INFO)
     logger.addHandler(Recorder())
     logger.info("%d%% done", 50)
     logger.warning("%s is late", "a frame")
-    return lines
-
-
-def test_information_is_logged_on_rank_0_and_warnings_with_the_rank() -> None:
-    assert ranks(2).run(logged) == [["50% done", "[rank 0] a frame is late"], ["[rank 1] a frame is late"]]
-    assert ranks(1).run(logged) == [["50% done", "a frame is late"]]
+    assert lines == expected
 
 
 def test_loggers_share_one_parent() -> None:
