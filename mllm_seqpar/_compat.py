@@ -1,7 +1,7 @@
-"""Every place where a version of another package matters, each with its reason and what lets us delete it.
+"""All that depends on the versions of other packages, each with its reason and the condition for its removal.
 
-Nothing elsewhere compares version numbers. The oldest supported versions are checked when a model is patched, so that
-an old installation ends in one sentence and not in an AttributeError deep inside a forward pass.
+No other module compares version numbers. `patch_model` checks the oldest supported versions, so that an old
+installation gives one clear error and not an AttributeError deep inside a forward pass.
 """
 
 import importlib
@@ -18,18 +18,18 @@ MINIMUM = {
     "transformers": "5.17",
     "accelerate": "1.15",
 }
-"""Oldest supported version by package; the same numbers as in pyproject.toml."""
+"""Oldest supported version by package, the same as in pyproject.toml."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Gate:
-    """A workaround for what another package does up to some version.
+    """A workaround for the behaviour of another package up to some version.
 
     Attributes:
-        package: the distribution whose behaviour it works around.
-        fixed_in: the first version that no longer needs it, or None while no release is known to.
-        reason: what goes wrong without it.
-        delete_when: the condition under which this gate and the code behind it go.
+        package: the distribution.
+        fixed_in: the first version that does not need the workaround, or None if no release is known.
+        reason: what fails without it.
+        delete_when: the condition for deleting this gate and the code behind it.
     """
 
     package: str
@@ -38,7 +38,6 @@ class Gate:
     delete_when: str
 
     def applies(self) -> bool:
-        """Whether the installed version still needs the workaround."""
         return self.fixed_in is None or installed(self.package) < release(self.fixed_in)
 
 
@@ -47,29 +46,29 @@ FSDP_ON_CPU = Gate(
     fixed_in=None,
     reason="accelerate enables FSDP for accelerators only: on CPU the same config silently gives DDP, with every "
     "parameter whole on every rank",
-    delete_when="accelerate keeps DistributedType.FSDP for cpu=True; then raise MINIMUM and stop assigning the state",
+    delete_when="accelerate keeps DistributedType.FSDP for cpu=True; then raise MINIMUM and do not assign the state",
 )
 
 PARALLELISM_ON_CPU = Gate(
     package="accelerate",
     fixed_in=None,
-    reason="accelerate refuses a ParallelismConfig of more than one rank when it is made for CPU",
-    delete_when="Accelerator(cpu=True, parallelism_config=...) works over gloo; then pass it, and assign nothing",
+    reason="accelerate rejects a ParallelismConfig of more than one rank on CPU",
+    delete_when="Accelerator(cpu=True, parallelism_config=...) works over gloo; then pass it and assign nothing",
 )
 
 CP_HOOKS = Gate(
     package="accelerate",
     fixed_in=None,
-    reason="with cp_size > 1 accelerate's prepare puts hooks on every self-attention that drop its mask, and prepares "
-    "a context manager that replaces torch's attention; its mesh cannot be had without them",
-    delete_when="accelerate has a cp_backend that leaves the model alone; then ask for that",
+    reason="with cp_size > 1 accelerate's prepare adds hooks to every self-attention that drop its mask, and a context "
+    "manager that replaces torch's attention; its mesh is not available without them",
+    delete_when="accelerate has a cp_backend that does not change the model; then select that",
 )
 
 
 def release(version: str) -> tuple[int, ...]:
-    """The release numbers of a version, without trailing zeros: "2.11.0+cpu" -> (2, 11).
+    """Return the release numbers of a version without trailing zeros: "2.11.0+cpu" -> (2, 11).
 
-    Pre-releases and local builds count as their release, which is what a nightly build behaves like.
+    Pre-releases and local builds count as their release, because nightly builds behave like it.
     """
     match = re.match(r"v?(\d+(?:\.\d+)*)", version)
     if match is None:
@@ -84,7 +83,7 @@ def release(version: str) -> tuple[int, ...]:
 
 @cache
 def installed(package: str) -> tuple[int, ...]:
-    """The release numbers of an installed package.
+    """Return the release numbers of an installed package.
 
     Raises:
         ConfigError: it is not installed.
@@ -97,11 +96,7 @@ def installed(package: str) -> tuple[int, ...]:
 
 
 def check_versions() -> None:
-    """Refuses packages older than the oldest supported ones, naming each, what was found and what to install.
-
-    Raises:
-        ConfigError: one of `MINIMUM` is missing or too old.
-    """
+    """Raise ConfigError if a package of `MINIMUM` is missing or too old; the message says what to install."""
     old = [package for package, minimum in MINIMUM.items() if installed(package) < release(minimum)]
     if old:
         found = ", ".join(
@@ -112,21 +107,21 @@ def check_versions() -> None:
 
 
 def optional_import(module: str, *, extra: str, needed_for: str) -> ModuleType:
-    """Imports a module that only an extra installs, at the moment it is needed.
+    """Import and return a module that an extra of this package installs.
 
     Args:
-        module: the module's import name, for example "av".
-        extra: the extra of this package that installs it, for example "video".
-        needed_for: what the caller was about to do, for the message.
+        module: the import name, for example "av".
+        extra: the extra, for example "video".
+        needed_for: what the module is needed for, for the message.
 
     Raises:
-        ConfigError: the module is missing, with the command that installs it.
+        ConfigError: the module is not installed; the message has the command that installs it.
     """
     try:
         return importlib.import_module(module)
     except ModuleNotFoundError as error:
         if error.name != module.partition(".")[0]:
-            raise  # the module is there and misses something of its own
+            raise  # the module is installed, but a dependency of it is not
         raise ConfigError(
             f"{needed_for} needs the module {module!r}, which is not installed; run: pip install 'mllm-seqpar[{extra}]'"
         ) from error

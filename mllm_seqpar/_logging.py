@@ -1,4 +1,4 @@
-"""Logging that knows the rank: one line of information per group, and warnings that say where they come from."""
+"""Loggers that report information on rank 0 only and put the rank in front of warnings."""
 
 import logging
 
@@ -7,23 +7,17 @@ import torch.distributed as dist
 _ROOT = "mllm_seqpar"
 
 
-def _rank_and_size() -> tuple[int, int]:
-    if dist.is_available() and dist.is_initialized():
-        return dist.get_rank(), dist.get_world_size()
-    return 0, 1
+class _RankFilter(logging.Filter):
+    """Drop records below WARNING on ranks other than 0, and prefix the others with the rank.
 
-
-class _ByRank(logging.Filter):
-    """Drops information from ranks other than 0 and puts the rank in front of warnings.
-
-    It hangs on each logger, not on a handler: handlers belong to the application, and a filter of a parent logger is
-    not asked for records of its children. The rank is read per record, since a logger is made before its group is.
+    The filter is added to each logger. Handlers belong to the application, and a filter of a parent logger does not
+    apply to records of its children. The rank is read per record, because loggers are created before the group is.
     """
 
     def filter(self, record: logging.LogRecord) -> bool:
-        rank, size = _rank_and_size()
-        if size == 1:
+        if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
             return True
+        rank = dist.get_rank()
         if record.levelno < logging.WARNING:
             return rank == 0
         record.msg = f"[rank {rank}] {record.msg}"
@@ -31,7 +25,7 @@ class _ByRank(logging.Filter):
 
 
 def get_logger(name: str) -> logging.Logger:
-    """A logger below `mllm_seqpar` that is quiet on ranks other than 0 of the default group, warnings excepted.
+    """Return a logger below `mllm_seqpar` with the rank filter.
 
     Args:
         name: the module's `__name__`; other names become children of `mllm_seqpar`.
@@ -39,6 +33,6 @@ def get_logger(name: str) -> logging.Logger:
     if name != _ROOT and not name.startswith(_ROOT + "."):
         name = f"{_ROOT}.{name}"
     logger = logging.getLogger(name)
-    if not any(isinstance(f, _ByRank) for f in logger.filters):
-        logger.addFilter(_ByRank())
+    if not any(isinstance(f, _RankFilter) for f in logger.filters):
+        logger.addFilter(_RankFilter())
     return logger

@@ -1,4 +1,4 @@
-"""The errors a caller can act on. Each message says what was found, what is allowed and what to do."""
+"""Errors that a caller can act on. Each message says what was found, what is allowed and what to do."""
 
 
 class SeqParError(ValueError):
@@ -10,28 +10,28 @@ class ConfigError(SeqParError):
 
 
 class AdapterError(SeqParError):
-    """A model that no adapter knows, that is patched already, or whose modules are not where its adapter looks."""
+    """A model without an adapter, a model that is patched already, or one whose modules differ from its adapter's."""
 
 
 class MaskError(SeqParError):
-    """A mask that is malformed, or of a form that a model family or a kernel cannot express."""
+    """A malformed mask, or one that a model family or a kernel cannot express."""
 
 
 class ShapeError(SeqParError):
-    """Tensors whose shapes, dtypes or devices do not fit each other or the group."""
+    """Tensors whose shapes, dtypes or devices do not match each other or the group."""
 
 
 class AgreementError(SeqParError):
-    """Ranks of one group that passed different configurations, shapes or numbers of frames."""
+    """Ranks of one group that were given different configurations, shapes or numbers of frames."""
 
 
 class DataError(SeqParError):
-    """A training file, a feature store or a checkpoint that cannot be used as it is."""
+    """A training file, feature store or checkpoint that is malformed or does not match the model."""
 
 
 class VideoError(SeqParError):
-    """A video that cannot be read, or has nothing in it."""
+    """A video that cannot be read or has no frames."""
 
 
 class TransferError(RuntimeError):
-    """A transfer between ranks that failed or timed out; usually another rank has ended."""
+    """A transfer between ranks that failed or timed out, usually because another rank has ended."""

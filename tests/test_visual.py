@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 
 from attention.dense import dense_attention
-from comm.strict import StrictLoopback
 from mllm_seqpar.attention.distributed import CallSpec
 from mllm_seqpar.attention.joint import attend
 from mllm_seqpar.attention.kv_sources import GivenKV
@@ -21,6 +20,7 @@ from mllm_seqpar.masks import FullBlockMasks
 from mllm_seqpar.runtime import visual_features as visual
 from mllm_seqpar.runtime.visual_features import RecomputedKV, VisualFeatures, frame_chunks
 from mllm_seqpar.sharding import frame_bounds
+from strict_loopback import StrictLoopback
 from tolerances import EXACT, assert_as_near_as_unpatched, relative_error
 
 pytestmark = pytest.mark.rounding

@@ -133,7 +133,7 @@ class BlockMath:
     def _parts(self, q: Tensor, k: Tensor, v: Tensor, tiles: Iterable[Rectangle]) -> Iterator[_Part]:
         """Cuts the tiles out of a block, and finds each the kernel that can compute it."""
         for tile in tiles:
-            batch, rows, keys = slice(*tile.batch), slice(*tile.rows), tile.places(q.device)
+            batch, rows, keys = slice(*tile.batch), slice(*tile.rows), tile.key_index(q.device)
             q_t, k_t, v_t = q[batch, :, rows], k[batch, :, keys], v[batch, :, keys]
             causal, mask = tile.kind == "causal", tile.mask(q.device)
             kernel, _ = choose_kernel(self.kernel, q_t, k_t, causal=causal, masked=mask is not None)

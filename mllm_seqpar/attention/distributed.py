@@ -10,7 +10,7 @@ from torch import Tensor
 
 from mllm_seqpar.comm import Communicator
 from mllm_seqpar.masks import BlockMasks, Rectangle, RowSubset, clip_rows
-from mllm_seqpar.schedules import AttentionBlock, Axis, Move, OverlapRatios, Schedule, schedule_for
+from mllm_seqpar.schedules import AttentionBlock, Axis, OverlapRatios, Schedule, Transfer, schedule_for
 
 from .block_math import BlockMath, GradientAccumulator, PartialResult, Places, fold, unfold
 from .executor import Bundle, run_schedule
@@ -41,14 +41,14 @@ class CallSpec:
     overlap_ratios: tuple[OverlapRatios, OverlapRatios] = (OverlapRatios(), OverlapRatios())
 
     @property
-    def straight(self) -> bool:
+    def direct(self) -> bool:
         """Whether rows go straight to the ranks whose keys they see: where they move, and the mask spares any."""
         return self.tile[0] > 1 and self.tile[1] == 1 and self.blocks.prunes
 
     def schedule(self, rank: int, *, backward: bool) -> Schedule:
         """What a rank does at each step."""
         return schedule_for(
-            self.tile, rank, backward=backward, straight=self.straight, overlap_ratios=self.overlap_ratios[backward]
+            self.tile, rank, backward=backward, direct=self.direct, overlap_ratios=self.overlap_ratios[backward]
         )
 
     def folded(self) -> CallSpec:
@@ -66,43 +66,43 @@ class _Travelling:
     def __init__(self, plan: CallSpec, math: BlockMath, rank: int, home: Mapping[Axis, Bundle]) -> None:
         self.plan, self.math, self.rank, self.home = plan, math, rank, home
 
-    def leaving(self, move: Move, piece: Bundle) -> Bundle:
-        rows = self._rows(move.send, move.to)
-        return piece if rows is None else {name: rows.of(x) for name, x in piece.items()}
+    def leaving(self, move: Transfer, piece: Bundle) -> Bundle:
+        rows = self._rows(move.send_shard, move.dst)
+        return piece if rows is None else {name: rows.select(x) for name, x in piece.items()}
 
-    def shape(self, move: Move, like: Tensor) -> tuple[int, ...]:
-        if move.axis == "columns":
-            length = self.plan.key_lengths[move.recv]
+    def shape(self, move: Transfer, like: Tensor) -> tuple[int, ...]:
+        if move.axis == "kv":
+            length = self.plan.key_lengths[move.recv_shard]
         else:
-            rows = self._rows(move.recv, self.rank if move.stream == "ahead" else move.source)
-            length = self.home["rows"]["q"].shape[2] if rows is None else rows.count
+            rows = self._rows(move.recv_shard, self.rank if move.kind == "input" else move.src)
+            length = self.home["q"]["q"].shape[2] if rows is None else rows.count
         return (*like.shape[:2], length, *like.shape[3:])
 
-    def places(self, move: Move, device: torch.device) -> Places:
+    def places(self, move: Transfer, device: torch.device) -> Places:
         """The rows of the piece at home that a result is for, which `move` brought."""
-        rows = self._rows(move.recv, move.source) if move.axis == "rows" else None
-        return slice(None) if rows is None else rows.on(device)
+        rows = self._rows(move.recv_shard, move.src) if move.axis == "q" else None
+        return slice(None) if rows is None else rows.index_on(device)
 
     def tiles(self, block: AttentionBlock) -> Sequence[Rectangle]:
         """The tiles of a block, cut to the part of its query rows that the schedule asks for."""
-        if self.plan.straight and block.row != block.column:
-            return self.plan.blocks.packed(block.row, block.column)
-        tiles = self.plan.blocks.tiles(block.row, block.column)
+        if self.plan.direct and block.q_shard != block.kv_shard:
+            return self.plan.blocks.pruned_rectangles(block.q_shard, block.kv_shard)
+        tiles = self.plan.blocks.rectangles(block.q_shard, block.kv_shard)
         if block.parts == 1:
             return tiles
-        rows = self.home["rows"]["q"].shape[2]
+        rows = self.home["q"]["q"].shape[2]
         start, stop = rows * block.part // block.parts, rows * (block.part + 1) // block.parts
         return [part for tile in tiles for part in clip_rows(tile, start, stop)]
 
     def _rows(self, row: int, column: int) -> RowSubset | None:
-        return self.plan.blocks.rows(row, column) if self.plan.straight else None
+        return self.plan.blocks.visible_rows(row, column) if self.plan.direct else None
 
 
 class _Forward(_Travelling):
     """Rows carry q ahead and (o, lse) behind; columns carry k and v ahead."""
 
     def __init__(self, plan: CallSpec, math: BlockMath, rank: int, q: Tensor, k: Tensor, v: Tensor) -> None:
-        super().__init__(plan, math, rank, {"rows": {"q": q}, "columns": {"k": k, "v": v}})
+        super().__init__(plan, math, rank, {"q": {"q": q}, "kv": {"k": k, "v": v}})
         self._partials: dict[int, PartialResult] = {}
 
     def partial(self, row: int, q: Tensor) -> PartialResult:
@@ -111,15 +111,15 @@ class _Forward(_Travelling):
         return self._partials[row]
 
     def compute(self, block: AttentionBlock, rows: Bundle, columns: Bundle) -> None:
-        out = self.partial(block.row, rows["q"])
+        out = self.partial(block.q_shard, rows["q"])
         self.math.forward(rows["q"], columns["k"], columns["v"], self.tiles(block), out)
 
     def result(self, axis: Axis, owner: int) -> Bundle:
         o, lse = self._partials.pop(owner).value
         return {"o": o, "lse": lse}
 
-    def arrived(self, move: Move, bundle: Bundle) -> None:
-        partial = self._partials[move.recv]
+    def arrived(self, move: Transfer, bundle: Bundle) -> None:
+        partial = self._partials[move.recv_shard]
         partial.value  # noqa: B018 - what arrived is a buffer to be used again: merged into ours, never adopted
         partial.add(bundle["o"], bundle["lse"], rows=self.places(move, bundle["o"].device))
 
@@ -137,7 +137,7 @@ class _Backward(_Travelling):
         v: Tensor,
     ) -> None:
         rows: Bundle = dict(zip(("q", "o", "lse", "do"), saved, strict=True))
-        super().__init__(plan, math, rank, {"rows": rows, "columns": {"k": k, "v": v}})
+        super().__init__(plan, math, rank, {"q": rows, "kv": {"k": k, "v": v}})
         self._sums: dict[tuple[str, int], GradientAccumulator] = {}
 
     def total(self, name: str, owner: int, like: Tensor) -> GradientAccumulator:
@@ -148,19 +148,19 @@ class _Backward(_Travelling):
     def compute(self, block: AttentionBlock, rows: Bundle, columns: Bundle) -> None:
         q, k, v = rows["q"], columns["k"], columns["v"]
         grads = (
-            self.total("dq", block.row, q),
-            self.total("dk", block.column, k),
-            self.total("dv", block.column, v),
+            self.total("dq", block.q_shard, q),
+            self.total("dk", block.kv_shard, k),
+            self.total("dv", block.kv_shard, v),
         )
         self.math.backward(grads, rows["do"], q, k, v, rows["o"], rows["lse"], self.tiles(block))
 
     def result(self, axis: Axis, owner: int) -> Bundle:
-        names = ("dq",) if axis == "rows" else ("dk", "dv")
+        names = ("dq",) if axis == "q" else ("dk", "dv")
         return {name: self._sums.pop((name, owner)).value for name in names}
 
-    def arrived(self, move: Move, bundle: Bundle) -> None:
+    def arrived(self, move: Transfer, bundle: Bundle) -> None:
         for name, tensor in bundle.items():
-            total = self._sums[name, move.recv]
+            total = self._sums[name, move.recv_shard]
             total.value  # noqa: B018 - as above: added to ours, never adopted
             total.add(tensor, rows=self.places(move, tensor.device))
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from mllm_seqpar.comm import Communicator, Recv, Send
-from mllm_seqpar.schedules import AttentionBlock, Axis, Move, Schedule
+from mllm_seqpar.schedules import AttentionBlock, Axis, Schedule, Transfer
 
 Bundle = dict[str, Tensor]
 
@@ -27,10 +27,10 @@ class Work(Protocol):
     home: Mapping[Axis, Bundle]
     """This rank's own pieces, contiguous."""
 
-    def leaving(self, move: Move, piece: Bundle) -> Bundle:
+    def leaving(self, move: Transfer, piece: Bundle) -> Bundle:
         """What of a piece in hand goes ahead to the rank that `move` goes to; contiguous."""
 
-    def shape(self, move: Move, like: Tensor) -> tuple[int, ...]:
+    def shape(self, move: Transfer, like: Tensor) -> tuple[int, ...]:
         """The shape of a tensor that `move` brings, given the one of the same name that it takes away."""
 
     def compute(self, block: AttentionBlock, rows: Bundle, columns: Bundle) -> None:
@@ -39,8 +39,8 @@ class Work(Protocol):
     def result(self, axis: Axis, owner: int) -> Bundle:
         """This rank's result so far for that piece, which is about to leave; contiguous. Forgotten afterwards."""
 
-    def arrived(self, move: Move, bundle: Bundle) -> None:
-        """Adds what other ranks computed for the piece of `move.recv`, and `move` brought, to this rank's own."""
+    def arrived(self, move: Transfer, bundle: Bundle) -> None:
+        """Adds what other ranks computed for the piece of `move.recv_shard`, and `move` brought, to this rank's own."""
 
 
 def run_schedule(schedule: Schedule, comm: Communicator, work: Work, *, overlap: bool = True) -> None:
@@ -58,26 +58,26 @@ def run_schedule(schedule: Schedule, comm: Communicator, work: Work, *, overlap:
     for index, step in enumerate(schedule):
         sends: list[Send] = []
         recvs: list[Recv] = []
-        incoming: list[tuple[Move, Bundle]] = []
-        for move in step.moves:
-            if move.stream == "ahead":
-                leaving = work.leaving(move, held[move.axis, move.send])
+        incoming: list[tuple[Transfer, Bundle]] = []
+        for move in step.transfers:
+            if move.kind == "input":
+                leaving = work.leaving(move, held[move.axis, move.send_shard])
             else:
-                leaving = work.result(move.axis, move.send)
+                leaving = work.result(move.axis, move.send_shard)
             buffers = pool.take({n: work.shape(move, t) for n, t in leaving.items()}, leaving)
-            sends += [Send(move.to, tensor, name) for name, tensor in leaving.items() if tensor.numel()]
-            recvs += [Recv(move.source, buffer) for buffer in buffers.values() if buffer.numel()]
+            sends += [Send(move.dst, tensor, name) for name, tensor in leaving.items() if tensor.numel()]
+            recvs += [Recv(move.src, buffer) for buffer in buffers.values() if buffer.numel()]
             incoming.append((move, buffers))
         pending = comm.exchange(sends, recvs)
         if not overlap:
             pending.wait()
         for block in step.blocks:
-            work.compute(block, held["rows", block.row], held["columns", block.column])
+            work.compute(block, held["q", block.q_shard], held["kv", block.kv_shard])
         if overlap:
             pending.wait()
         for move, buffers in incoming:
-            if move.stream == "ahead":
-                held[move.axis, move.recv] = buffers
+            if move.kind == "input":
+                held[move.axis, move.recv_shard] = buffers
             else:
                 work.arrived(move, buffers)
                 pool.give(buffers)
@@ -90,10 +90,10 @@ def _last_uses(schedule: Schedule) -> dict[tuple[Axis, int], int]:
     last: dict[tuple[Axis, int], int] = {}
     for index, step in enumerate(schedule):
         for block in step.blocks:
-            last["rows", block.row] = last["columns", block.column] = index
-        for move in step.moves:
-            if move.stream == "ahead":
-                last[move.axis, move.send] = index
+            last["q", block.q_shard] = last["kv", block.kv_shard] = index
+        for move in step.transfers:
+            if move.kind == "input":
+                last[move.axis, move.send_shard] = index
     return last
 
 

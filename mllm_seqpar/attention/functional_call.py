@@ -13,7 +13,7 @@ from mllm_seqpar.errors import ConfigError, MaskError, ShapeError
 from mllm_seqpar.kernels import choose_kernel
 from mllm_seqpar.masks import BlockMasks, CausalBlockMasks, FrameMask, FullBlockMasks
 from mllm_seqpar.schedules.head_sharding import HeadShards
-from mllm_seqpar.schedules.mesh_shapes import check_tile, tile_and_heads
+from mllm_seqpar.schedules.mesh_shapes import check_tile, resolve_tile
 from mllm_seqpar.sharding import LAYOUTS, frame_bounds, sequence_positions
 
 from .checks import (
@@ -72,7 +72,7 @@ def attend_once(
             raise ConfigError(f"layout: {layout!r} is unknown; choose one of {', '.join(LAYOUTS)}")
         check_mask_type(mask)
         choose_kernel(options.kernel, q, k, causal=causal, masked=mask is not None)
-        rows, heads = tile_and_heads(strategy, None if tile is None else check_tile(tile), comm.size)
+        rows, heads = resolve_tile(strategy, None if tile is None else check_tile(tile), comm.size)
         HeadShards(q.shape[1], k.shape[1], heads)
         facts = {
             "strategy": STRATEGIES.index(strategy),
@@ -94,7 +94,7 @@ def attend_once(
         return facts
 
     def own() -> int:
-        known = 0 if mask is None else mask.known_as(comm, frames)
+        known = 0 if mask is None else mask.gathered_digest(comm, frames)
         return gradient_state(q, k, v) + GRADIENT_STATES * known
 
     key_lengths, told = require_same_keys(q, k, comm, check, own)
@@ -107,7 +107,7 @@ def attend_once(
     if causal:
         blocks = CausalBlockMasks(q.shape[0], q.shape[2] * comm.size, comm.size, layout)
     elif mask is not None:
-        blocks = mask.blocks(comm, frames, anew=0 in known or len(known) > 1)
+        blocks = mask.blocks(comm, frames, refresh=0 in known or len(known) > 1)
     plan = plan_for(
         strategy,
         tile,

@@ -45,7 +45,7 @@ class HeadLayout:
         """How what goes with query heads changes hands."""
         shares = HeadShards(self._heads, self._heads, self.inside.size)
         return HeadTensor(
-            label, [shares.query_heads(peer) for peer in range(self.inside.size)], self._lengths[0], self._order
+            label, [shares.query_heads_of(peer) for peer in range(self.inside.size)], self._lengths[0], self._order
         )
 
     def keys(self, label: str, kv_heads: int) -> HeadTensor:
@@ -53,7 +53,7 @@ class HeadLayout:
         self._kv_heads = kv_heads
         shares = self._shares
         return HeadTensor(
-            label, [shares.key_heads(peer) for peer in range(self.inside.size)], self._lengths[1], self._key_order
+            label, [shares.kv_heads_of(peer) for peer in range(self.inside.size)], self._lengths[1], self._key_order
         )
 
     @property
@@ -62,12 +62,12 @@ class HeadLayout:
 
     def _uniform(self, x: Tensor) -> Tensor:
         """Key heads (B, g, T, D) such that equally many query heads use each."""
-        places = self._shares.uniform(self.inside.rank)
+        places = self._shares.kv_head_index(self.inside.rank)
         return x if places is None else torch.stack([x[:, place] for place in places], dim=1)
 
     def _not_uniform(self, x: Tensor) -> Tensor:
         """The adjoint."""
-        places = self._shares.uniform(self.inside.rank)
+        places = self._shares.kv_head_index(self.inside.rank)
         if places is None:
             return x
         total = x.new_zeros((x.shape[0], max(places) + 1, *x.shape[2:]))
@@ -83,7 +83,7 @@ class HeadLayout:
 
     def collect_keys(self, dk: Tensor, dv: Tensor, dtype: torch.dtype | None) -> tuple[Tensor, Tensor]:
         """Their gradients by heads -> by rows, sent in `dtype`; wide where ranks share a head (partial sums)."""
-        shared = sum(len(self._shares.key_heads(peer)) for peer in range(self.inside.size)) > self._kv_heads
+        shared = sum(len(self._shares.kv_heads_of(peer)) for peer in range(self.inside.size)) > self._kv_heads
         if shared or dtype is None:
             dtype = self.plan.accumulate_dtype
         grads = [self._not_uniform(x).to(dtype) for x in (dk, dv)]

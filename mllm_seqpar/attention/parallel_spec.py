@@ -9,7 +9,7 @@ import torch
 from mllm_seqpar.masks import BlockMasks
 from mllm_seqpar.schedules import OverlapRatios
 from mllm_seqpar.schedules.bytes_sent import Problem, overlap_ratios_by_bytes
-from mllm_seqpar.schedules.mesh_shapes import least_bytes_tile, tile_and_heads
+from mllm_seqpar.schedules.mesh_shapes import least_bytes_mesh_shape, resolve_tile
 
 from .distributed import CallSpec
 
@@ -57,9 +57,9 @@ def plan_for(
     Raises:
         ConfigError: a tile that does not fit the number of ranks.
     """
-    chosen, heads = tile_and_heads(strategy, tile, problem.ranks)
+    chosen, heads = resolve_tile(strategy, tile, problem.ranks)
     if chosen is None:
-        chosen = least_bytes_tile(problem)
+        chosen = least_bytes_mesh_shape(problem)
     if overlap_ratios is None and 1 not in chosen:
         overlap_ratios = (
             overlap_ratios_by_bytes(problem, backward=False),

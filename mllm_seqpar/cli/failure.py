@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 
 import torch.distributed as dist
 
+from mllm_seqpar.comm.agreement import is_reported_by_rank_0
 from mllm_seqpar.comm.gloo_shutdown import release_gloo_at_exit
 from mllm_seqpar.errors import AgreementError, SeqParError, TransferError
 
@@ -45,23 +46,13 @@ def run(main: Callable[[Sequence[str]], None], argv: Sequence[str]) -> None:
 
 def describe(error: Exception) -> tuple[str, int]:
     """(text for stderr, exit status) of an exception."""
-    if isinstance(error, AgreementError) or (isinstance(error, SeqParError) and left_to_rank_0(error)):
+    if isinstance(error, AgreementError) or (isinstance(error, SeqParError) and is_reported_by_rank_0(error)):
         return ("" if _rank() else f"error: {error}"), BAD_INPUT  # rank 0 speaks for all
     if isinstance(error, SeqParError):
         return f"error: {error}", BAD_INPUT
     if isinstance(error, TransferError) or (isinstance(error, RuntimeError) and _lost_a_rank(error)):
         return f"{_STOPPED} another rank ended or does not answer ({first_line(error)})", FAILED
     return "".join(traceback.format_exception(error)).rstrip(), FAILED
-
-
-def leave_to_rank_0(error: SeqParError) -> None:
-    """Notes that what rank 0 raises tells of this error too, so that the other ranks need not print it."""
-    error.__dict__["_left_to_rank_0"] = True
-
-
-def left_to_rank_0(error: SeqParError) -> bool:
-    """Whether `leave_to_rank_0` was called."""
-    return bool(error.__dict__.get("_left_to_rank_0"))
 
 
 def first_line(error: Exception) -> str:

@@ -1,7 +1,7 @@
-"""Collectives that gradients flow through. The objective of all ranks together is the SUM of their losses.
+"""Differentiable collectives. Gradients are those of the SUM of the losses of all ranks.
 
-Under that one rule each backward pass is the plain adjoint of its forward pass, and a gradient averaged over the group
-(what DDP and FSDP do) is the gradient of the loss that every rank reports.
+With this convention each backward pass is the adjoint of its forward pass, and a gradient that is averaged over the
+group (what DDP and FSDP do) is the gradient of the loss that every rank reports.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from .base import Communicator
 class _GatherShards(torch.autograd.Function):
     """Forward: x_r -> (x_0, ..., x_{n-1}) on every rank. Backward: dx_r = sum over ranks of their gradient of x_r.
 
-    Sent per rank: (n - 1) |x| forward, (n - 1) |x| backward. Saved: nothing.
+    Each rank sends (n - 1) |x| elements in either direction. Nothing is saved.
     """
 
     @staticmethod
@@ -28,16 +28,15 @@ class _GatherShards(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        # float32 on the wire: a sum of n terms in bf16 would lose what the parts still had
+        # Sent and summed in float32: a sum of n terms in bf16 would lose digits that the terms have.
         wide = [g.float() if g.element_size() < 4 else g for g in grads]
         return ctx.comm.reduce_scatter(wide).to(grads[0].dtype), None
 
 
 class _GroupSum(torch.autograd.Function):
-    """Forward: x_r -> sum of all ranks' x. Backward: dx = n * g, since every rank's loss holds the same sum.
+    """Forward: x_r -> sum of all ranks' x. Backward: dx = n * g, because the loss of every rank contains the sum.
 
-    g is the same number on every rank (each rank computes the same loss from the same sum), so summing it over ranks
-    needs no transfer.
+    Each rank computes the same loss from the same sum, so g is the same on every rank and its sum needs no transfer.
     """
 
     @staticmethod
@@ -51,14 +50,14 @@ class _GroupSum(torch.autograd.Function):
 
 
 def gather_shards(x: Tensor, comm: Communicator) -> tuple[Tensor, ...]:
-    """x of equal shape on every rank -> all ranks' x, by rank; the backward pass sums gradients over ranks."""
+    """Return all ranks' x, by rank; x has the same shape on every rank. Backward sums the gradients over ranks."""
     if comm.size == 1:
         return (x,)
     return _GatherShards.apply(x, comm)
 
 
 def group_sum(x: Tensor, comm: Communicator) -> Tensor:
-    """x -> its sum over the group, the same on every rank; for numbers that end in a loss every rank reports."""
+    """Return the sum of x over the group; for numbers that enter a loss that every rank reports."""
     if comm.size == 1:
         return x
     return _GroupSum.apply(x, comm)

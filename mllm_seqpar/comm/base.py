@@ -1,24 +1,52 @@
-"""One rank's view of a group of ranks: a grouped one-hop exchange and the few collectives that the package needs.
+"""One rank's view of a group of ranks: a grouped one-hop exchange, and the few collectives that the package needs.
 
-Why so small a surface: schedules (`mllm_seqpar.schedules`) are data, and the executor that runs them knows
-only `exchange`. Two transports implement it: `process_group` over torch.distributed, and `loopback`, which runs all
-ranks as threads of one process, so that one GPU, or none, can run every schedule.
+The interface is small because schedules (`mllm_seqpar.schedules`) are data and the executor that runs them calls
+nothing but `exchange`. Two transports implement it: `process_group` over torch.distributed, and `loopback`, which runs
+all ranks as threads of one process, so that one GPU, or none, can run every schedule. `ExchangeCollectives` builds the
+collectives from `exchange`, for `loopback` and for `Subgroup`.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Hashable, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from .byte_counter import ByteCounter
+
+class ByteCounter:
+    """Bytes (``sent[label]``) and messages (``messages[label]``) that one rank has sent since the last ``reset``.
+
+    The transport counts a message when it posts it. A collective counts what a ring of one-hop sends would take: an
+    all-gather of x bytes among n ranks is ``(n - 1) * x``.
+    """
+
+    def __init__(self) -> None:
+        self.sent: Counter[str] = Counter()
+        self.messages: Counter[str] = Counter()
+
+    def add(self, label: str, nbytes: int, messages: int = 1) -> None:
+        self.sent[label] += nbytes
+        self.messages[label] += messages
+
+    @property
+    def total(self) -> int:
+        """Bytes sent under all labels."""
+        return sum(self.sent.values())
+
+    def reset(self) -> None:
+        self.sent.clear()
+        self.messages.clear()
+
+    def __repr__(self) -> str:
+        return f"ByteCounter(total={self.total}, sent={dict(self.sent)})"
 
 
 class Send(NamedTuple):
-    """A contiguous tensor that leaves for rank `peer` of the group; `label` is where its bytes are counted."""
+    """A contiguous tensor for rank `peer` of the group; its bytes are counted under `label`."""
 
     peer: int
     tensor: Tensor
@@ -26,24 +54,24 @@ class Send(NamedTuple):
 
 
 class Recv(NamedTuple):
-    """A contiguous buffer to be filled by rank `peer` of the group."""
+    """A contiguous buffer that rank `peer` of the group fills."""
 
     peer: int
     buffer: Tensor
 
 
 class Pending(ABC):
-    """A posted exchange. The sent tensors must not change, nor the buffers be read, before `wait` returns."""
+    """A posted exchange. Sent tensors must not change, and buffers must not be read, before `wait` returns."""
 
     @abstractmethod
     def wait(self) -> None:
-        """Blocks (on CUDA: makes the current stream wait) until every tensor was sent and received. Once only."""
+        """Block until every tensor is sent and received (on CUDA: make the current stream wait). Call it once."""
 
 
 class Communicator(ABC):
-    """One rank's view of a group: `rank`, `size`, what it sent (`bytes`), and the transfers.
+    """One rank's view of a group: `rank`, `size`, the bytes that it sent (`bytes`), and the transfers.
 
-    Every method that moves data is collective: all ranks call it, in the same order, with matching arguments.
+    Every method that moves data is collective: all ranks call it in the same order with matching arguments.
     """
 
     rank: int
@@ -52,7 +80,7 @@ class Communicator(ABC):
 
     @abstractmethod
     def exchange(self, sends: Sequence[Send], recvs: Sequence[Recv]) -> Pending:
-        """Posts all sends and receives as ONE group. Per pair of ranks, messages match in the order they are listed."""
+        """Post all sends and receives as one group. Messages between two ranks match in the order of the lists."""
 
     @abstractmethod
     def all_gather(self, x: Tensor, label: str = "gather") -> list[Tensor]:
@@ -60,14 +88,14 @@ class Communicator(ABC):
 
     @abstractmethod
     def reduce_scatter(self, parts: Sequence[Tensor], label: str = "reduce_scatter") -> Tensor:
-        """parts[r] is this rank's contribution to rank r -> the sum of all contributions to this rank."""
+        """parts[r], this rank's contribution to rank r -> the sum of all contributions to this rank."""
 
     @abstractmethod
     def all_reduce(self, x: Tensor, label: str = "reduce") -> Tensor:
         """x -> the sum over ranks, as a new tensor. Not differentiable: see `mllm_seqpar.comm.autograd`."""
 
     def broadcast(self, x: Tensor, label: str = "broadcast") -> Tensor:
-        """Rank 0's x on every rank, as a new tensor; x has the same shape and dtype everywhere."""
+        """x of equal shape and dtype on every rank -> rank 0's x, as a new tensor."""
         if self.size == 1:
             return x.clone()
         if self.rank == 0:
@@ -79,11 +107,11 @@ class Communicator(ABC):
         return out
 
     def gather_ints(self, values: Sequence[int]) -> list[list[int]]:
-        """One short list of int64 of equal length on every rank -> all ranks' lists. Synchronises with the host."""
+        """int64 lists of equal length on every rank -> all ranks' lists. Synchronises with the host."""
         if self.size == 1:
             return [list(values)]
         x = torch.tensor(list(values), dtype=torch.int64, device=self.device)
-        return torch.stack(self.all_gather(x, "agreement")).tolist()  # one wait for the device, not one a rank
+        return torch.stack(self.all_gather(x, "agreement")).tolist()  # one synchronisation, not one per rank
 
     def gather_texts(self, text: str) -> list[str]:
         """One text of any length on every rank -> all ranks' texts, by rank. Synchronises with the host."""
@@ -99,22 +127,71 @@ class Communicator(ABC):
     @property
     @abstractmethod
     def identity(self) -> Hashable:
-        """Equal for two communicators that are the same rank of the same group, for what is kept per group.
+        """A key for caches per group, equal for communicators that are the same rank of the same group.
 
-        It refers to the group itself, so that no other group can come to have the same identity while it is kept.
+        It refers to the group itself, so no other group can have the same identity while the key exists.
         """
 
     @property
     def device(self) -> torch.device:
-        """Where this transport wants small control tensors to live."""
+        """The device on which this transport exchanges small control tensors."""
         return torch.device("cpu")
 
 
 def check_contiguous(sends: Sequence[Send], recvs: Sequence[Recv]) -> None:
-    """Raises ValueError for a tensor that a transport would silently send wrong."""
+    """Raise ValueError for a tensor that is not contiguous, which a transport would send or fill in wrong order."""
     for peer, tensor, label in sends:
         if not tensor.is_contiguous():
             raise ValueError(f"exchange: the tensor {label!r} for rank {peer} is not contiguous; call .contiguous()")
     for peer, buffer in recvs:
         if not buffer.is_contiguous():
-            raise ValueError(f"exchange: the buffer for what rank {peer} sends is not contiguous")
+            raise ValueError(f"exchange: the receive buffer for rank {peer} is not contiguous")
+
+
+class ExchangeCollectives(Communicator):
+    """A communicator whose collectives are one grouped exchange each."""
+
+    def all_gather(self, x: Tensor, label: str = "gather") -> list[Tensor]:
+        x = x.detach().contiguous()
+        return self._exchange_with_all([x] * self.size, label)
+
+    def reduce_scatter(self, parts: Sequence[Tensor], label: str = "reduce_scatter") -> Tensor:
+        received = self._exchange_with_all([part.detach().contiguous() for part in parts], label)
+        return torch.stack(received).sum(0)  # in the order of ranks, so that the bits are the same in every run
+
+    def all_reduce(self, x: Tensor, label: str = "reduce") -> Tensor:
+        return torch.stack(self.all_gather(x, label)).sum(0)
+
+    def _exchange_with_all(self, tensors: Sequence[Tensor], label: str) -> list[Tensor]:
+        """Send tensors[r] to rank r; return what each rank sent to this one, all of the shape of this rank's own."""
+        own = tensors[self.rank]
+        others = [peer for peer in range(self.size) if peer != self.rank]
+        received = [own if peer == self.rank else torch.empty_like(own) for peer in range(self.size)]
+        sends = [Send(peer, tensors[peer], label) for peer in others]
+        self.exchange(sends, [Recv(peer, received[peer]) for peer in others]).wait()
+        return received
+
+
+class Subgroup(ExchangeCollectives):
+    """The ranks `members` of `parent`, numbered from 0 in that order, over the transport of `parent`.
+
+    No process group is created, and the other ranks of `parent` need not take part. Bytes count with those of `parent`.
+    """
+
+    def __init__(self, parent: Communicator, members: Sequence[int]) -> None:
+        self._parent, self._members = parent, tuple(members)
+        self.rank, self.size, self.bytes = self._members.index(parent.rank), len(self._members), parent.bytes
+
+    @property
+    def identity(self) -> Hashable:
+        return (self._parent.identity, self._members) if self.size > 1 else None
+
+    @property
+    def device(self) -> torch.device:
+        return self._parent.device
+
+    def exchange(self, sends: Sequence[Send], recvs: Sequence[Recv]) -> Pending:
+        return self._parent.exchange(
+            [send._replace(peer=self._members[send.peer]) for send in sends],
+            [recv._replace(peer=self._members[recv.peer]) for recv in recvs],
+        )

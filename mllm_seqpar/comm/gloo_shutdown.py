@@ -1,16 +1,15 @@
-"""The end of a process whose gloo threads may still hold tensors.
+"""Orderly exit of a process whose gloo threads may still hold tensors.
 
-A collective over gloo runs on a thread of its process group. That thread releases the tensors after it has reported
-the end of the work, and for a tensor that Python has dropped by then it needs the interpreter's lock. Before Python
-3.14 a thread that waits for this lock while the interpreter shuts down is ended, and in C++ code that aborts the
-process: "terminate called without an active exception", SIGABRT, after a run that went well.
+A collective over gloo runs on a thread of its process group. The thread releases the tensors after it has reported that
+the work is done. To release a tensor that Python has dropped by then, it needs the interpreter lock. Before Python
+3.14, a thread that waits for the lock while the interpreter shuts down is terminated, which in C++ code aborts the
+process: "terminate called without an active exception", SIGABRT, after a successful run.
 
 Destroying the process group joins these threads only if nothing else refers to the group, and a DeviceMesh, FSDP, DDP
-and a patched model do. It also blocks while a collective waits for another rank. So nothing is destroyed here: the end
-of the process waits, with the lock released, until the threads have let go of their tensors. This involves no other
-rank, so it is safe in a process that ends because of an error, and in any order of the ranks. Threads of other
-backends are not looked at: in a group of "cpu:gloo,cuda:nccl" the gloo part is waited for, the NCCL part left alone.
-A collective that was started and never waited for is not completed.
+and a patched model do. It also blocks while a collective waits for another rank. The exit handler here therefore
+destroys nothing: it waits, with the lock released, until the threads have released their tensors. It involves no other
+rank, so it is safe after an error and in any order of the ranks. It ignores threads of other backends: with
+"cpu:gloo,cuda:nccl" it waits for the gloo part only. It does not complete a collective that was never waited for.
 """
 
 from __future__ import annotations
@@ -30,18 +29,18 @@ _LIMIT = 5.0
 def release_gloo_at_exit() -> None:
     """Register `wait_for_gloo_threads` to run at interpreter exit, once per process.
 
-    Handlers that were registered earlier run after it, handlers that are registered later run before it.
+    Exit handlers run in the reverse order of their registration.
     """
     atexit.register(wait_for_gloo_threads)
 
 
 def wait_for_gloo_threads(limit: float = _LIMIT) -> None:
-    """Wait until no gloo thread of this process needs the interpreter's lock, at most `limit` seconds.
+    """Wait until no gloo thread of this process needs the interpreter lock, at most `limit` seconds.
 
-    The lock is free during each pause, so a thread that needs it runs and is scheduled again. A thread that sleeps
-    before and after a pause without having run in between holds nothing that it could release.
+    The lock is free during each pause, so a thread that waits for it runs. A thread that sleeps before and after a
+    pause and has not run in between has no tensor left to release.
     """
-    if sys.version_info >= (3, 14):  # threads that ask for the lock too late sleep, and nothing aborts
+    if sys.version_info >= (3, 14):  # threads that request the lock too late sleep, and nothing aborts
         return
     end = time.monotonic() + limit
     before = _gloo_threads()
@@ -54,7 +53,7 @@ def wait_for_gloo_threads(limit: float = _LIMIT) -> None:
 
 
 def _gloo_threads() -> dict[str, tuple[str, str]]:
-    """Return the state and the counts of context switches of each gloo thread; empty where there is no /proc."""
+    """Return the state and the context switch counts of each gloo thread, by thread id; empty without /proc."""
     found = {}
     for task in Path("/proc/self/task").glob("*"):
         try:

@@ -1,8 +1,8 @@
-"""All ranks in one process, one thread each: the transport for one GPU, for notebooks and for debugging.
+"""The transport that runs all ranks as threads of one process: for one GPU, for notebooks and for debugging.
 
-A sent tensor is copied when posted (that copy stands for the wire), so the sender may reuse its buffer after `wait`
-just as with a real transport. Autograd must run in the thread that called it, else the ranks' backward passes would
-share the device's one autograd thread and wait for each other for ever: `run_loopback` sees to that.
+A tensor is copied when it is sent, so the sender may reuse its buffer after `wait`, as with other transports.
+`run_loopback` makes autograd run in the thread that calls it. Otherwise the backward passes of all ranks would share
+the one autograd thread of the device and deadlock.
 """
 
 from __future__ import annotations
@@ -17,37 +17,36 @@ from torch import Tensor
 
 from mllm_seqpar.errors import TransferError
 
-from .base import Pending, Recv, Send, check_contiguous
-from .byte_counter import ByteCounter
-from .exchange_collectives import ExchangeCollectives
+from .base import ByteCounter, ExchangeCollectives, Pending, Recv, Send, check_contiguous
 
 T = TypeVar("T")
 
 
 class LoopbackWorld:
-    """The mailboxes that the ranks of one loopback group share."""
+    """The message queues that the ranks of one loopback group share."""
 
     def __init__(self, size: int, timeout: float = 120.0) -> None:
         self.size, self.timeout = size, timeout
         self.failed = threading.Event()
-        self._boxes: dict[tuple[int, int], queue.Queue[Tensor]] = {
-            (i, j): queue.Queue() for i in range(size) for j in range(size)
-        }
+        pairs = [(source, target) for source in range(size) for target in range(size)]
+        self._queues: dict[tuple[int, int], queue.Queue[Tensor]] = {pair: queue.Queue() for pair in pairs}
 
     def put(self, source: int, target: int, tensor: Tensor) -> None:
-        """Leaves a copy of `tensor` in the mailbox from `source` to `target`."""
-        self._boxes[source, target].put(tensor.detach().clone())
+        """Append a copy of `tensor` to the queue from `source` to `target`."""
+        self._queues[source, target].put(tensor.detach().clone())
 
     def get(self, source: int, target: int) -> Tensor:
-        """The oldest tensor from `source` to `target`; TransferError when another rank failed or the time is up."""
+        """Return the oldest tensor from `source` to `target`.
+
+        Raises:
+            TransferError: another rank failed, or nothing arrived within the time limit.
+        """
         waited = 0.0
         while waited < self.timeout:
             if self.failed.is_set():
-                raise TransferError(
-                    f"loopback rank {target}: another rank failed; its error is reported beside this one"
-                )
+                raise TransferError(f"loopback rank {target}: another rank failed, see its own error")
             try:
-                return self._boxes[source, target].get(timeout=0.05)
+                return self._queues[source, target].get(timeout=0.05)
             except queue.Empty:
                 waited += 0.05
         raise TransferError(f"loopback rank {target}: nothing arrived from rank {source} within {self.timeout:g} s")
@@ -81,11 +80,10 @@ class LoopbackCommunicator(ExchangeCollectives):
 
     @property
     def identity(self) -> Hashable:
-        """The world and the rank; all groups of one are alike."""
+        # All groups of one rank are equal.
         return (self.world, self.rank) if self.size > 1 else None
 
     def exchange(self, sends: Sequence[Send], recvs: Sequence[Recv]) -> Pending:
-        """See `Communicator.exchange`."""
         check_contiguous(sends, recvs)
         for peer, tensor, label in sends:
             self.bytes.add(label, tensor.numel() * tensor.element_size())
@@ -94,10 +92,10 @@ class LoopbackCommunicator(ExchangeCollectives):
 
 
 def run_loopback(size: int, fn: Callable[..., T], *args: Any, timeout: float = 120.0) -> list[T]:
-    """Runs ``fn(communicator, *args)`` for `size` ranks, one thread each, and returns their results by rank.
+    """Run ``fn(communicator, *args)`` on `size` ranks, one thread each, and return their results by rank.
 
-    Raises the first error that a rank raised; the other ranks are stopped at their next exchange. Gradient and
-    inference modes are per thread in torch: `fn` sets those it wants.
+    If a rank raises, the other ranks stop at their next exchange, and its error is raised here. Gradient and inference
+    modes are per thread in torch, so `fn` has to set them.
     """
     world = LoopbackWorld(size, timeout)
     results: dict[int, T] = {}
@@ -107,7 +105,7 @@ def run_loopback(size: int, fn: Callable[..., T], *args: Any, timeout: float = 1
         try:
             with torch.autograd.set_multithreading_enabled(False):
                 results[rank] = fn(LoopbackCommunicator(world, rank), *args)
-        except BaseException as error:  # noqa: BLE001 - handed to the caller's thread below
+        except BaseException as error:  # noqa: BLE001 - raised in the caller's thread below
             errors[rank] = error
             world.failed.set()
 

@@ -11,8 +11,7 @@ from torch import Tensor
 
 from mllm_seqpar.errors import TransferError
 
-from .base import Communicator, Pending, Recv, Send, check_contiguous
-from .byte_counter import ByteCounter
+from .base import ByteCounter, Communicator, Pending, Recv, Send, check_contiguous
 
 T = TypeVar("T")
 
@@ -20,7 +19,7 @@ T = TypeVar("T")
 class _PendingWorks(Pending):
     """The works of one batch_isend_irecv.
 
-    A second `wait()` on one gloo point-to-point Work hangs for ever, so the handles are dropped as they are waited for.
+    A second `wait()` on a point-to-point Work of gloo never returns, so each handle is dropped after the first.
     """
 
     def __init__(self, owner: ProcessGroupCommunicator, works: list[Any], what: str) -> None:
@@ -37,7 +36,7 @@ class _PendingWorks(Pending):
 
 
 class ProcessGroupCommunicator(Communicator):
-    """Ranks are those of `group` (None: the default group), not global ones."""
+    """Communicator over `group` (None: the default group). Ranks are those of the group, not global ones."""
 
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
         if not dist.is_initialized():
@@ -52,20 +51,17 @@ class ProcessGroupCommunicator(Communicator):
 
     @property
     def identity(self) -> Hashable:
-        """The process group, in which this process has one rank."""
         return self.group
 
     @property
     def device(self) -> torch.device:
-        """CUDA's current device for NCCL, the CPU otherwise."""
         nccl_only = dist.get_backend(self.group) in ("nccl", "cuda:nccl")
         return torch.device("cuda", torch.cuda.current_device()) if nccl_only else torch.device("cpu")
 
     def exchange(self, sends: Sequence[Send], recvs: Sequence[Recv]) -> Pending:
-        """See `Communicator.exchange`."""
         check_contiguous(sends, recvs)
-        # Receives first: gloo tells the other rank that a buffer is ready through the connection that also carries what
-        # is sent to it. Behind a large send that word would wait, and two ranks would send one after the other.
+        # Receives come first. gloo announces a ready buffer over the connection that also carries the sends. Behind a
+        # large send the announcement would wait, and two ranks would send one after the other instead of both at once.
         ops = [dist.P2POp(dist.irecv, r.buffer, group=self.group, group_peer=r.peer) for r in recvs]
         ops += [dist.P2POp(dist.isend, s.tensor, group=self.group, group_peer=s.peer) for s in sends]
         for s in sends:
@@ -76,22 +72,16 @@ class ProcessGroupCommunicator(Communicator):
         return _PendingWorks(self, list(works), what)
 
     def all_gather(self, x: Tensor, label: str = "gather") -> list[Tensor]:
-        """See `Communicator.all_gather`."""
         x = x.contiguous()
         if self.size == 1:
             return [x]
         out = [torch.empty_like(x) for _ in range(self.size)]
         self.bytes.add(label, (self.size - 1) * x.numel() * x.element_size())
-        if x.dtype is torch.bool:  # gloo and NCCL gather bytes, not bools
-            self._guard(
-                label, lambda: dist.all_gather([o.view(torch.uint8) for o in out], x.view(torch.uint8), self.group)
-            )
-        else:
-            self._guard(label, lambda: dist.all_gather(out, x, self.group))
+        dtype = torch.uint8 if x.dtype is torch.bool else x.dtype  # gloo and NCCL gather bytes, not bools
+        self._guard(label, lambda: dist.all_gather([o.view(dtype) for o in out], x.view(dtype), self.group))
         return out
 
     def reduce_scatter(self, parts: Sequence[Tensor], label: str = "reduce_scatter") -> Tensor:
-        """See `Communicator.reduce_scatter`."""
         if self.size == 1:
             return parts[0].clone()
         flat = torch.stack([part.reshape(-1) for part in parts])
@@ -101,7 +91,6 @@ class ProcessGroupCommunicator(Communicator):
         return out.view(parts[0].shape)
 
     def all_reduce(self, x: Tensor, label: str = "reduce") -> Tensor:
-        """See `Communicator.all_reduce`."""
         out = x.clone(memory_format=torch.contiguous_format)
         if self.size > 1:
             self.bytes.add(label, 2 * (self.size - 1) * out.numel() * out.element_size() // self.size)
@@ -109,11 +98,11 @@ class ProcessGroupCommunicator(Communicator):
         return out
 
     def _guard(self, what: str, call: Callable[[], T]) -> T:
-        """Turns a transport's error into one that says where this rank was and where to look."""
+        """Run `call`; turn an error of the backend into one that names the transfer and the likely cause."""
         try:
             return call()
         except RuntimeError as error:
             raise TransferError(
                 f"rank {self.rank} of {self.size}: {what} failed: {error}. Another rank of the group has most likely "
-                "ended or fallen behind by more than the process group's timeout: its message is in its own output."
+                "ended, or is late by more than the process group's timeout; look for its message in its own output"
             ) from error

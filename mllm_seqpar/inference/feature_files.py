@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from mllm_seqpar.comm import Communicator
-from mllm_seqpar.comm.collective_check import check_collectively
+from mllm_seqpar.comm.agreement import check_collectively
 from mllm_seqpar.data.chat_families import ChatFamily
 from mllm_seqpar.data.features import FeatureStore, model_fingerprint, open_features, save_features, source_meta
 from mllm_seqpar.data.sources import VideoSource

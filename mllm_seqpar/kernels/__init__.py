@@ -1,10 +1,10 @@
-"""Block attention kernels behind one protocol, and the choice among them.
+"""Block kernels behind one protocol, and the choice among them.
 
     kernel, reason = choose_kernel("auto", q, k, causal=False, masked=False)
     o, lse = kernel.forward(q, k, v, scale=scale)                       # one block; blocks merge by their lse
     dq, dk, dv = kernel.backward(do, q, k, v, o, lse, scale=scale)      # o, lse of the MERGED rows; gradients add up
 
-`kernels.base` states what a kernel promises.
+`kernels.base` defines the protocol.
 """
 
 from .base import BlockKernel

@@ -1,11 +1,11 @@
-"""The protocol of block attention kernels and the checks that they share.
+"""The protocol of block kernels, and the checks and helpers that they share.
 
-One block is the attention of some query rows over some keys. It is not yet the answer: the answer is the merge of the
-blocks of a row over all key sets, wherever they live. Two rules make that work, and every kernel keeps them:
+A block is the attention of some query rows over some keys. Its output is a partial result: the final result merges the
+blocks of a row over all keys, on whichever rank they are. Every kernel follows two rules that make this possible:
 
-* forward gives the block's own normalised output and the natural log-sum-exp of its scores, so that blocks merge;
-* backward takes the output and log-sum-exp of the FINAL, merged rows. Then the probabilities that it recomputes are
-  those of the whole softmax, and the gradients of blocks simply add up (FlashAttention-2, section 3.1.2).
+* forward returns the normalised output of the block and the natural log-sum-exp of its scores, so that blocks merge;
+* backward takes the output and the log-sum-exp of the FINAL, merged rows. The probabilities that it recomputes are then
+  those of the whole softmax, and the gradients of blocks add up (FlashAttention-2, section 3.1.2).
 
 Shapes: B batch, H query heads, G key/value heads (G divides H), R = H / G, S query rows, T keys, D head dim.
     q, do, o  (B, H, S, D)      k, v  (B, G, T, D)      lse  (B, H, S) float32
@@ -22,34 +22,34 @@ from torch import Tensor
 from mllm_seqpar.errors import ShapeError
 
 LOWEST = 1e30
-"""Stands in for the log-sum-exp of a row that sees nothing: exp(score - LOWEST) is exactly 0 for every finite score."""
+"""Replaces the log-sum-exp of a row that sees nothing: exp(score - LOWEST) is exactly 0 for every finite score."""
 
 
 @runtime_checkable
 class BlockKernel(Protocol):
-    """Block attention, forward and backward. Implementations hold no state and may be shared.
+    """Block attention, forward and backward. Implementations are stateless.
 
-    Inputs may be views (slices along S and T, transposed layouts). S and T may be 0. `causal` needs S == T, lets row i
-    see the keys 0..i, and is never given together with `mask`.
+    Inputs may be views (slices along S and T, transposed layouts). S and T may be 0. With `causal`, S == T and row i
+    sees the keys 0..i; it is never combined with `mask`.
     """
 
     name: str
 
-    def why_not(self, q: Tensor, k: Tensor, *, causal: bool, masked: bool) -> str | None:
-        """Return None when the kernel can compute this block, else the reason as a phrase ("needs CUDA tensors")."""
+    def unsupported_reason(self, q: Tensor, k: Tensor, *, causal: bool, masked: bool) -> str | None:
+        """Return None if the kernel can compute this block, else the reason as a phrase ("needs CUDA tensors")."""
         ...
 
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, *, scale: float, causal: bool = False, mask: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Attend.
+        """Compute the attention of one block.
 
         Returns:
-            o (B, H, S, D), float32 where the kernel has it and q.dtype otherwise, and lse (B, H, S), float32 (float64
-            where q is), contiguous. A row that sees nothing has o = 0 and lse = -inf.
+            o (B, H, S, D) in float32 if the kernel accumulates in it, else in q.dtype; lse (B, H, S), contiguous, in
+            float32 (float64 for float64 inputs). A row that sees nothing has o = 0 and lse = -inf.
 
         Raises:
-            ShapeError: shapes that do not fit together.
+            ShapeError: shapes that do not match.
         """
         ...
 
@@ -66,21 +66,21 @@ class BlockKernel(Protocol):
         causal: bool = False,
         mask: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Compute this block's share of the gradients, given the final (merged) o and lse of its rows.
+        """Compute the part of the gradients that this block contributes, from the final (merged) o and lse.
 
-        o and do are in q.dtype or float32. Rows with lse = -inf get and give exact zeros.
+        o and do are in q.dtype or float32. Rows with lse = -inf have a zero dq and add exact zeros to dk and dv.
 
         Returns:
-            dq (B, H, S, D), dk and dv (B, G, T, D): float32 where the kernel has it, the input's dtype otherwise.
+            dq (B, H, S, D), dk and dv (B, G, T, D), in float32 if the kernel accumulates in it, else in q.dtype.
 
         Raises:
-            ShapeError: shapes that do not fit together.
+            ShapeError: shapes that do not match.
         """
         ...
 
 
 def check_block(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, mask: Tensor | None) -> None:
-    """Raise ShapeError unless q, k, v and mask form one block. Fused operators read past the end when they do not."""
+    """Raise ShapeError unless q, k, v and mask form one block. Fused operators would read out of bounds."""
     if q.dim() != 4 or k.dim() != 4 or k.shape != v.shape:
         raise ShapeError(
             f"attention needs q (B, H, S, D) and k, v of one shape (B, G, T, D); got q {tuple(q.shape)}, "
@@ -123,12 +123,12 @@ def check_final(do: Tensor, q: Tensor, o: Tensor, lse: Tensor) -> None:
 
 
 def accumulator(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype in which sums over keys are kept: float64 for float64, otherwise float32."""
+    """Return the dtype of sums over keys: float64 for float64 inputs, otherwise float32."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def is_empty(q: Tensor, k: Tensor) -> bool:
-    """Tell whether a block has no row or no key, in which case no kernel needs to run (and some must not)."""
+    """Return True for a block without rows or keys. No kernel needs to run for it, and some would fail."""
     return q.numel() == 0 or k.numel() == 0
 
 
@@ -145,14 +145,14 @@ def empty_backward(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Ten
 
 
 def unit_stride(x: Tensor) -> Tensor:
-    """Return x with last-dim stride 1, copied only if need be: the fused operators assume it, some unchecked."""
+    """Return x with stride 1 in the last dim, copied only if necessary. Some fused operators assume it unchecked."""
     return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
 
 
 def fold_groups(x: Tensor, groups: int) -> Tensor:
-    """(B, H, S, ...) -> (B, G, H/G * S, ...): the query heads that share a key head become rows of one head.
+    """(B, H, S, ...) -> (B, G, H/G * S, ...): the query heads that share a KV head become rows of one head.
 
-    Rows know nothing of each other unless the block is causal, so this is the same attention without expanding keys.
+    Unless the block is causal, rows are independent, so this is the same attention without expanding keys.
     """
     batch, heads, rows = x.shape[:3]
     return x if heads == groups else x.reshape(batch, groups, heads // groups * rows, *x.shape[3:])
@@ -165,5 +165,5 @@ def unfold_groups(x: Tensor, heads: int) -> Tensor:
 
 
 def safe_lse(lse: Tensor) -> Tensor:
-    """Return lse with -inf replaced so that exp(score - lse) is 0 in those rows, not NaN."""
+    """Return lse with -inf replaced, so that exp(score - lse) is 0 in those rows and not NaN."""
     return lse.masked_fill(lse == -torch.inf, LOWEST)

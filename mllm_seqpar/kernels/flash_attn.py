@@ -1,8 +1,8 @@
-"""Block attention by the flash-attn package (FlashAttention-2, releases 2.5 to 2.8), when it is installed.
+"""Block attention with the flash-attn package (FlashAttention-2, releases 2.5 to 2.8), if it is installed.
 
-The public functions of the package hide the log-sum-exp in backward, so its low-level pair is called. Between releases
-that pair changed the names of its arguments and the number of its results, but not their meaning: arguments are passed
-by the names that the installed one declares.
+The public functions of the package do not take a log-sum-exp in backward, so this kernel calls its low-level functions.
+Releases differ in the names of the arguments and in the number of results, but not in their meaning. Arguments are
+therefore passed by the names that the installed release declares.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .fused import Call, FusedKernel
-from .torch_cuda import vectors, why_not_flash2
+from .fused import AttentionArgs, FusedKernel
+from .torch_cuda import flash2_unsupported_reason, vectors
 
 
 class FlashAttnKernel(FusedKernel):
@@ -26,13 +26,12 @@ class FlashAttnKernel(FusedKernel):
 
     name = "flash_attn"
 
-    def why_not(self, q: Tensor, k: Tensor, *, causal: bool, masked: bool) -> str | None:
-        """Return why the package cannot compute this block, or None."""
+    def unsupported_reason(self, q: Tensor, k: Tensor, *, causal: bool, masked: bool) -> str | None:
         if q.device.type != "cuda":
             return f"needs CUDA tensors, got {q.device.type}"
-        obstacle = _why_not_installed()
-        if obstacle is not None:
-            return obstacle
+        reason = _unavailable_reason()
+        if reason is not None:
+            return reason
         if q.dtype not in (torch.bfloat16, torch.float16):
             return f"computes in bfloat16, float16, not in {q.dtype}"
         capability = torch.cuda.get_device_capability(q.device)
@@ -40,17 +39,17 @@ class FlashAttnKernel(FusedKernel):
             return f"needs compute capability 8.0, got {capability[0]}.{capability[1]}"
         if q.shape[-1] % 8:
             return f"needs a head dim that is a multiple of 8, got {q.shape[-1]}"
-        return why_not_flash2(q.shape[-1], masked, capability)
+        return flash2_unsupported_reason(q.shape[-1], masked, capability)
 
-    def _run_forward(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]:
+    def _run_forward(self, q: Tensor, k: Tensor, v: Tensor, args: AttentionArgs) -> tuple[Tensor, Tensor]:
         q, k, v = (vectors(x).transpose(1, 2) for x in (q, k, v))
-        results = _call(_interface()._flash_attn_forward, q=q, k=k, v=v, return_softmax=False, **_options(call))
-        # 2.7 and later return (o, lse, probabilities, state); before, padded copies of q, k, v, o stood in between.
+        results = _call(_interface()._flash_attn_forward, q=q, k=k, v=v, return_softmax=False, **_options(args))
+        # 2.7 and later return (o, lse, probabilities, state), earlier ones padded copies of q, k, v, o in between.
         o, lse = (results[0], results[1]) if len(results) == 4 else (results[0], results[5])
         return o.transpose(1, 2), lse[..., : q.shape[1]]
 
     def _run_backward(
-        self, do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, call: Call
+        self, do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, args: AttentionArgs
     ) -> tuple[Tensor, Tensor, Tensor]:
         do, q, k, v, o = (vectors(x.to(q.dtype)).transpose(1, 2) for x in (do, q, k, v, o))
         dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
@@ -59,17 +58,17 @@ class FlashAttnKernel(FusedKernel):
             **{"dout": do, "q": q, "k": k, "v": v, "out": o, "softmax_lse": lse, "dq": dq, "dk": dk, "dv": dv},
             deterministic=torch.are_deterministic_algorithms_enabled(),
             rng_state=None,
-            **_options(call),
+            **_options(args),
         )
         return dq.transpose(1, 2), dk.transpose(1, 2), dv.transpose(1, 2)
 
 
-def _options(call: Call) -> dict[str, Any]:
-    """Return the options of both functions, under the names of all supported releases."""
+def _options(args: AttentionArgs) -> dict[str, Any]:
+    """Return the options of both functions, with the names of all supported releases."""
     return {
         "dropout_p": 0.0,
-        "softmax_scale": call.scale,
-        "causal": call.causal,
+        "softmax_scale": args.scale,
+        "causal": args.causal,
         "window_size": (-1, -1),
         "window_size_left": -1,
         "window_size_right": -1,
@@ -79,21 +78,21 @@ def _options(call: Call) -> dict[str, Any]:
 
 
 def _call(function: Callable, **arguments: Any) -> Any:
-    """Call with the arguments that the function declares, and leave out those that only other releases have."""
+    """Call `function` with those of the arguments that it declares; the others belong to other releases."""
     declared = _declared(function)
     missing = [name for name, required in declared.items() if required and name not in arguments]
     if missing:
         raise TypeError(
-            f"flash-attn's {getattr(function, '__name__', function)} wants {', '.join(missing)}, which releases 2.5 to "
-            f"2.8 do not have; install one of those or choose another kernel"
+            f"flash-attn's {getattr(function, '__name__', function)} needs {', '.join(missing)}, which releases 2.5 "
+            "to 2.8 do not have; install one of those or choose another kernel"
         )
     return function(**{name: value for name, value in arguments.items() if name in declared})
 
 
 @cache
 def _declared(function: Callable) -> dict[str, bool]:
-    """Return a function's argument names, and whether each must be given."""
-    # From 2.7 on these are torch custom operators, whose Python signature is (*args, **kwargs).
+    """Return the argument names of a function, and whether each is required."""
+    # Since 2.7 these are torch custom operators, whose Python signature is (*args, **kwargs).
     original = getattr(function, "_init_fn", function)
     parameters = inspect.signature(original).parameters.values()
     return {p.name: p.default is inspect.Parameter.empty for p in parameters}
@@ -104,8 +103,8 @@ def _interface() -> Any:
 
 
 @cache
-def _why_not_installed() -> str | None:
-    """Look for the package once per process; one built for another torch or CUDA is there and yet cannot be used."""
+def _unavailable_reason() -> str | None:
+    """Return why the package cannot be used, or None. It may be installed but built for another torch or CUDA."""
     if importlib.util.find_spec("flash_attn") is None:
         return "is not installed (pip install mllm-seqpar[flash])"
     try:
@@ -113,5 +112,5 @@ def _why_not_installed() -> str | None:
     except (ImportError, OSError) as error:
         return f"is installed but cannot be imported ({error})"
     if not hasattr(interface, "_flash_attn_forward") or not hasattr(interface, "_flash_attn_backward"):
-        return "is installed in a release without the low-level pair of 2.5 to 2.8"
+        return "is installed in a release without the low-level functions of 2.5 to 2.8"
     return None

@@ -1,13 +1,13 @@
-"""What all kernels that call a fused operator share: checks, grouped heads, masks and empty blocks.
+"""Base class of the kernels that call a fused operator: checks, grouped heads, masks and empty blocks.
 
-A fused operator attends (B, H, S, D) to (B, G, T, D) and nothing else can be relied upon: it may crash on empty
-blocks, leave hidden rows undefined, want equal heads, want an additive bias. `FusedKernel` turns every block of the
-protocol into calls that any of them handles, so that a new operator is two short methods.
+A fused operator attends (B, H, S, D) to (B, G, T, D). It may crash on empty blocks, leave hidden rows undefined, or
+require equal numbers of heads or an additive bias. `FusedKernel` turns every block into calls that any operator
+handles, so that a new operator needs two short methods only.
 
-* Not causal: the R = H / G query heads of a key head are folded into rows, (B, H, S, D) -> (B, G, R * S, D). No key is
+* Not causal: the R = H / G query heads of a KV head are folded into rows, (B, H, S, D) -> (B, G, R * S, D). No key is
   expanded, and rows are independent, so this is the same attention.
-* Causal with G < H: the operator's own grouping where it has it, otherwise one call for each of the R heads of a group.
-* Masked: the additive bias is built for a bounded tile of rows x keys at a time; tiles merge by log-sum-exp.
+* Causal with G < H: the operator's own grouping if it has one, otherwise one call for each of the R heads of a group.
+* Masked: the additive bias is built for a bounded number of rows and keys at a time; these parts are merged.
 """
 
 from __future__ import annotations
@@ -20,14 +20,15 @@ import torch
 from torch import Tensor
 
 from . import base
+from .blocked_matmul import BlockedMatmulKernel
 from .merge import merge_
 
 BIAS_ALIGNMENT = 16
-"""Rows of a bias are stored this many entries apart (or a multiple): the CUDA operators read it in vectors."""
+"""The distance of the rows of a bias is a multiple of this many entries: the CUDA operators read it in vectors."""
 
 
-class Call(NamedTuple):
-    """How one call of an operator attends: at most one of `causal` and `bias` (B or 1, 1, S, T) is set."""
+class AttentionArgs(NamedTuple):
+    """Arguments of one call of an operator: at most one of `causal` and `bias` (B or 1, 1, S, T) is set."""
 
     scale: float
     causal: bool = False
@@ -35,50 +36,55 @@ class Call(NamedTuple):
 
 
 class FusedKernel:
-    """Base of the kernels around a fused operator; see `BlockKernel` for what it promises."""
+    """A `BlockKernel` around a fused operator.
+
+    Attributes:
+        grouped_causal: True if the operator itself takes G < H KV heads.
+        min_keys: with fewer keys, the kernel `BlockedMatmulKernel` computes the block.
+        mask_entries, mask_keys: entries of a bias, and keys, that are computed at once with a mask.
+        bias_dtype: dtype of a bias; None for that of q.
+    """
 
     name = ""
     grouped_causal = True
-    """Whether the operator takes G < H key heads itself."""
+    min_keys = 1
     mask_entries = 1 << 20
     mask_keys = 1024
-    """Entries of a bias, and keys of a tile, computed at once when there is a mask."""
     bias_dtype: torch.dtype | None = None
-    """Dtype of a bias; None is that of q."""
 
-    def why_not(self, q: Tensor, k: Tensor, *, causal: bool, masked: bool) -> str | None:
-        """Return why the operator cannot compute this block, or None."""
+    def unsupported_reason(self, q: Tensor, k: Tensor, *, causal: bool, masked: bool) -> str | None:
         raise NotImplementedError
 
-    def _run_forward(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]:
-        """Call the operator on at least one row and one key; o of hidden rows may be anything, lse is (B, H, S)."""
+    def _run_forward(self, q: Tensor, k: Tensor, v: Tensor, args: AttentionArgs) -> tuple[Tensor, Tensor]:
+        """Return (o, lse (B, H, S)) for at least one row and one key; the o of hidden rows may have any value."""
         raise NotImplementedError
 
     def _run_backward(
-        self, do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, call: Call
+        self, do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, args: AttentionArgs
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Call the operator's backward on at least one row and one key; lse is contiguous, float32, without -inf."""
+        """Return (dq, dk, dv) for at least one row and one key; lse is contiguous, float32, without -inf."""
         raise NotImplementedError
 
-    def _key_step(self, q: Tensor, k: Tensor) -> int:
-        """Return how many keys to compute at once without a mask: all of them, unless an operator needs less."""
+    def _keys_per_call(self, q: Tensor, k: Tensor) -> int:
+        """Return how many keys to compute at once without a mask."""
         return k.shape[2]
 
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, *, scale: float, causal: bool = False, mask: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Attend. See `BlockKernel.forward`."""
         base.check_block(q, k, v, causal=causal, mask=mask)
         if base.is_empty(q, k):
             return base.empty_forward(q)
+        if k.shape[2] < self.min_keys:
+            return BlockedMatmulKernel().forward(q, k, v, scale=scale, causal=causal, mask=mask)
         if causal and q.shape[2] > 1:
-            return self._forward_causal(q, k, v, Call(scale, causal=True))
-        pieces = self._pieces(q, k, mask)
-        if len(pieces) == 1:
-            return self._forward_piece(q, k, v, scale, mask)
+            return self._forward_causal(q, k, v, AttentionArgs(scale, causal=True))
+        parts = self._parts(q, k, mask)
+        if len(parts) == 1:
+            return self._forward_part(q, k, v, scale, mask)
         o, lse = base.empty_forward(q)
-        for rows, keys in pieces:
-            part = self._forward_piece(q[:, :, rows], k[:, :, keys], v[:, :, keys], scale, _cut(mask, rows, keys))
+        for rows, keys in parts:
+            part = self._forward_part(q[:, :, rows], k[:, :, keys], v[:, :, keys], scale, _cut(mask, rows, keys))
             merge_(o[:, :, rows], lse[:, :, rows], *part)
         return o, lse
 
@@ -95,40 +101,41 @@ class FusedKernel:
         causal: bool = False,
         mask: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Differentiate. See `BlockKernel.backward`."""
         base.check_block(q, k, v, causal=causal, mask=mask)
         base.check_final(do, q, o, lse)
         if base.is_empty(q, k):
             return base.empty_backward(q, k, v)
+        if k.shape[2] < self.min_keys:
+            return BlockedMatmulKernel().backward(do, q, k, v, o, lse, scale=scale, causal=causal, mask=mask)
         lse = base.safe_lse(lse.float())
         if causal and q.shape[2] > 1:
-            return self._backward_causal(do, q, k, v, o, lse, Call(scale, causal=True))
-        pieces = self._pieces(q, k, mask)
-        if len(pieces) == 1:
-            return self._backward_piece(do, q, k, v, o, lse, scale, mask)
+            return self._backward_causal(do, q, k, v, o, lse, AttentionArgs(scale, causal=True))
+        parts = self._parts(q, k, mask)
+        if len(parts) == 1:
+            return self._backward_part(do, q, k, v, o, lse, scale, mask)
         dq, dk, dv = base.empty_backward(q, k, v)
-        for rows, keys in pieces:
+        for rows, keys in parts:
             do_, q_, o_, lse_ = (x[:, :, rows] for x in (do, q, o, lse))
             k_, v_, mask_ = k[:, :, keys], v[:, :, keys], _cut(mask, rows, keys)
-            part = self._backward_piece(do_, q_, k_, v_, o_, lse_, scale, mask_)
-            for whole, where, piece in zip((dq, dk, dv), (rows, keys, keys), part, strict=True):
-                whole[:, :, where] += piece
+            part = self._backward_part(do_, q_, k_, v_, o_, lse_, scale, mask_)
+            for total, index, grad in zip((dq, dk, dv), (rows, keys, keys), part, strict=True):
+                total[:, :, index] += grad
         return dq, dk, dv
 
-    def _forward_piece(
+    def _forward_part(
         self, q: Tensor, k: Tensor, v: Tensor, scale: float, mask: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         groups, heads = k.shape[1], q.shape[1]
-        call = Call(scale, bias=self._bias(mask, q, groups))
-        o, lse = self._run_forward(base.fold_groups(q, groups), k, v, call)
-        # Operators hand the log-sum-exp out in layouts of their own, which no view may unfold.
+        args = AttentionArgs(scale, bias=self._bias(mask, q, groups))
+        o, lse = self._run_forward(base.fold_groups(q, groups), k, v, args)
+        # The layout of the log-sum-exp differs between operators, so it may not be possible to unfold it as a view.
         o, lse = base.unfold_groups(o, heads), base.unfold_groups(lse.contiguous(), heads)
         if mask is None:
             return o, lse
         hidden = ~mask.any(dim=-1).unsqueeze(1)
         return o.masked_fill(hidden.unsqueeze(-1), 0.0), lse.masked_fill(hidden, -torch.inf)
 
-    def _backward_piece(
+    def _backward_part(
         self,
         do: Tensor,
         q: Tensor,
@@ -140,43 +147,43 @@ class FusedKernel:
         mask: Tensor | None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         groups, heads = k.shape[1], q.shape[1]
-        call = Call(scale, bias=self._bias(mask, q, groups))
+        args = AttentionArgs(scale, bias=self._bias(mask, q, groups))
         do, q, o, lse = (base.fold_groups(x, groups) for x in (do, q, o, lse))
-        dq, dk, dv = self._run_backward(do, q, k, v, o, lse.contiguous(), call)
+        dq, dk, dv = self._run_backward(do, q, k, v, o, lse.contiguous(), args)
         return base.unfold_groups(dq, heads), dk, dv
 
-    def _forward_causal(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]:
+    def _forward_causal(self, q: Tensor, k: Tensor, v: Tensor, args: AttentionArgs) -> tuple[Tensor, Tensor]:
         if self.grouped_causal or q.shape[1] == k.shape[1]:
-            o, lse = self._run_forward(q, k, v, call)
+            o, lse = self._run_forward(q, k, v, args)
             return o, lse.contiguous()
-        parts = [self._run_forward(q_head, k, v, call) for q_head in _by_head_of_group(q, k)]
+        parts = [self._run_forward(q_head, k, v, args) for q_head in _by_head_of_group(q, k)]
         o, lse = (torch.stack(part, dim=2).flatten(1, 2) for part in zip(*parts, strict=True))
         return o, lse
 
     def _backward_causal(
-        self, do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, call: Call
+        self, do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, args: AttentionArgs
     ) -> tuple[Tensor, Tensor, Tensor]:
         if self.grouped_causal or q.shape[1] == k.shape[1]:
-            return self._run_backward(do, q, k, v, o, lse.contiguous(), call)
+            return self._run_backward(do, q, k, v, o, lse.contiguous(), args)
         dqs, (_, dk, dv) = [], base.empty_backward(q, k, v)
         for do_head, q_head, o_head, lse_head in zip(*(_by_head_of_group(x, k) for x in (do, q, o, lse)), strict=True):
-            dq, dk_part, dv_part = self._run_backward(do_head, q_head, k, v, o_head, lse_head.contiguous(), call)
+            dq, dk_part, dv_part = self._run_backward(do_head, q_head, k, v, o_head, lse_head.contiguous(), args)
             dqs.append(dq)
             dk += dk_part
             dv += dv_part
         return torch.stack(dqs, dim=2).flatten(1, 2), dk, dv
 
-    def _pieces(self, q: Tensor, k: Tensor, mask: Tensor | None) -> list[tuple[slice, slice]]:
-        """Return the (rows, keys) to compute one after another, so that no bias or copy outgrows its bound."""
+    def _parts(self, q: Tensor, k: Tensor, mask: Tensor | None) -> list[tuple[slice, slice]]:
+        """Return the ranges (rows, keys) to compute one after another, which bound the size of each bias or copy."""
         rows, keys = q.shape[2], k.shape[2]
         if mask is None:
-            return list(product(_ranges(rows, rows), _ranges(keys, self._key_step(q, k))))
+            return list(product(_ranges(rows, rows), _ranges(keys, self._keys_per_call(q, k))))
         entries_per_row = mask.shape[0] * (q.shape[1] // k.shape[1]) * min(keys, self.mask_keys)
         row_step = max(1, self.mask_entries // entries_per_row)
         return list(product(_ranges(rows, row_step), _ranges(keys, self.mask_keys)))
 
     def _bias(self, mask: Tensor | None, q: Tensor, groups: int) -> Tensor | None:
-        """Bool (B, S, T) -> additive (B, 1, R * S, T) for folded rows: -inf where hidden, rows at aligned distances."""
+        """Bool (B, S, T) -> additive (B, 1, R * S, T) for folded rows: -inf for hidden entries, aligned row strides."""
         if mask is None:
             return None
         batch, rows, keys = mask.shape
@@ -188,7 +195,7 @@ class FusedKernel:
 
 
 def _by_head_of_group(x: Tensor, k: Tensor) -> list[Tensor]:
-    """(B, H, ...) -> R views (B, G, ...), the r-th query head of every key head."""
+    """(B, H, ...) -> R views (B, G, ...), the r-th query head of every KV head."""
     return list(x.unflatten(1, (k.shape[1], -1)).unbind(2))
 
 

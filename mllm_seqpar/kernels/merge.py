@@ -1,7 +1,7 @@
-"""Merging partial results (o, lse) of the same rows: associative, commutative, safe for rows that see nothing.
+"""The log-sum-exp merge of partial results (o, lse) of the same rows: associative and commutative.
 
-l = logaddexp(l1, l2), o = exp(l1 - l) o1 + exp(l2 - l) o2. Only exponentials of numbers that are never positive are
-taken, so nothing overflows at any logit. Both -inf: o = 0, l = -inf.
+l = logaddexp(l1, l2), o = exp(l1 - l) o1 + exp(l2 - l) o2. No exponent is positive, so nothing overflows for any logit.
+If both l1 and l2 are -inf (rows that see nothing), o = 0 and l = -inf.
 
 Shapes: o (..., S, D), lse (..., S) float32 (float64 where o is), natural logarithm.
 """
@@ -15,10 +15,10 @@ from torch import Tensor
 def merge_(o: Tensor, lse: Tensor, o_new: Tensor, lse_new: Tensor) -> None:
     """Merge (o_new, lse_new) into (o, lse) in place; o keeps its dtype, the arithmetic is at least float32.
 
-    Rows that have seen nothing yet are zeros and -inf.
+    The initial value of (o, lse) is zeros and -inf.
     """
     total = torch.logaddexp(lse, lse_new)
-    # -inf - (-inf) would be NaN: where nothing has been seen subtract 0, which leaves the weight exp(-inf) = 0.
+    # -inf - (-inf) would be NaN. For rows that have seen nothing subtract 0, which gives the weight exp(-inf) = 0.
     weight = torch.exp(lse_new - total.masked_fill(total == -torch.inf, 0.0)).unsqueeze(-1)
     # The two weights sum to 1, so this is o + weight (o_new - o), in one pass over o.
     if o.dtype in (torch.float32, torch.float64):
@@ -29,7 +29,7 @@ def merge_(o: Tensor, lse: Tensor, o_new: Tensor, lse_new: Tensor) -> None:
 
 
 def merge(first: tuple[Tensor, Tensor], second: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-    """(o1, l1), (o2, l2) -> their merge as new tensors; o has the wider of the two dtypes."""
+    """Return the merge of (o1, l1) and (o2, l2) as new tensors; o has the wider of the two dtypes."""
     dtype = torch.promote_types(first[0].dtype, second[0].dtype)
     o, lse = first[0].to(dtype, copy=True), first[1].clone()
     merge_(o, lse, *second)

@@ -1,4 +1,4 @@
-"""Dense attention in float64: slow, memory in S x T, and obviously right. Tests compare against it."""
+"""Dense attention in float64, with memory in S x T: the reference that tests compare against."""
 
 from __future__ import annotations
 
@@ -9,18 +9,14 @@ from . import base
 
 
 class ReferenceKernel:
-    """Block attention that forms all scores in float64, on any device that has float64."""
-
     name = "reference"
 
-    def why_not(self, q: Tensor, k: Tensor, *, causal: bool, masked: bool) -> str | None:
-        """Return None: the reference computes every block."""
+    def unsupported_reason(self, q: Tensor, k: Tensor, *, causal: bool, masked: bool) -> str | None:
         return None
 
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, *, scale: float, causal: bool = False, mask: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Attend; float64 inside, float32 results (float64 for float64 inputs). See `BlockKernel.forward`."""
         base.check_block(q, k, v, causal=causal, mask=mask)
         if base.is_empty(q, k):
             return base.empty_forward(q)
@@ -44,7 +40,6 @@ class ReferenceKernel:
         causal: bool = False,
         mask: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Differentiate; float64 inside, float32 results (float64 for float64 inputs). See `BlockKernel.backward`."""
         base.check_block(q, k, v, causal=causal, mask=mask)
         base.check_final(do, q, o, lse)
         if base.is_empty(q, k):
@@ -68,7 +63,7 @@ def _group(x: Tensor, groups: int) -> Tensor:
 
 
 def _scores(q: Tensor, k: Tensor, scale: float, causal: bool, mask: Tensor | None) -> Tensor:
-    """Return the scaled scores (B, G, R, S, T) in float64, -inf where hidden."""
+    """Return the scaled scores (B, G, R, S, T) in float64, -inf for hidden entries."""
     scores = torch.einsum("bgrsd,bgtd->bgrst", _group(q, k.shape[1]).double(), k.double()) * scale
     if causal:
         mask = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device).tril().unsqueeze(0)

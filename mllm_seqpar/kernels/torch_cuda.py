@@ -1,15 +1,16 @@
-"""Block attention by the fused CUDA operators inside torch: FlashAttention-2, cuDNN and memory-efficient attention.
+"""Block attention with the fused CUDA operators in torch: FlashAttention-2, cuDNN and memory-efficient attention.
 
-They are the operators behind `scaled_dot_product_attention`, called directly because only they hand out the log-sum-exp
-and take a merged one in backward. Schemas as in torch 2.11 to 2.13; without dropout the random states are not read.
+They are the operators behind `scaled_dot_product_attention`. They are called directly because only they return the
+log-sum-exp and take a merged one in backward. Schemas as in torch 2.11 to 2.13; without dropout the random states are
+not read.
 
 | | cuda_flash | cuda_cudnn | cuda_efficient |
 |---|---|---|---|
 | dtypes | bf16, fp16 | bf16, fp16 | bf16, fp16, fp32 |
-| head dim | multiple of 8, to 256 | multiple of 8, to 128 | multiple of 8 (fp32: 4) |
+| head_dim | multiple of 8, up to 256 | multiple of 8, up to 128 | multiple of 8 (fp32: 4) |
 | mask | no | no | yes, additive |
 | causal, G < H | own grouping, dk and dv of a head in 16 bits | own grouping | one call per head of a group |
-| log-sum-exp | (B, H, S) | (B, H, S, 1) or (B, H, S), by version | (B, H, S rounded up to 32, +inf behind S) |
+| log-sum-exp | (B, H, S) | (B, H, S, 1) or (B, H, S), by version | (B, H, S padded to a multiple of 32 with +inf) |
 """
 
 from __future__ import annotations
@@ -20,29 +21,31 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from .blocked_matmul import BlockedMatmulKernel
-from .fused import Call, FusedKernel
+from .fused import AttentionArgs, FusedKernel
 
 _aten = torch.ops.aten
 
 LSE_ALIGNMENT = 32
 POINTER_ALIGNMENT = 16
-"""Bytes: all three read their inputs in 128-bit vectors."""
+"""Bytes; all three read their inputs in 128-bit vectors."""
 CUDNN_OLDEST = 91501
-"""Before cuDNN 9.15.1, lengths that 128 does not divide could be wrong (pytorch issue 169849)."""
+"""Before cuDNN 9.15.1, results could be wrong for lengths that 128 does not divide (pytorch issue 169849)."""
 
 
 class _CudaKernel(FusedKernel):
-    """What the three have in common: an NVIDIA GPU, inputs in vectors, o and do in the input's dtype."""
+    """Base of the three: an NVIDIA GPU, inputs that vectors can read, o and do in the input dtype.
+
+    Attributes:
+        dtypes: input dtypes of the operator.
+        oldest: oldest compute capability of the operator.
+    """
 
     mask_entries = 1 << 26
     mask_keys = 1 << 16
     dtypes: tuple[torch.dtype, ...] = (torch.bfloat16, torch.float16)
     oldest = (8, 0)
-    """Compute capability that the operator needs."""
 
-    def why_not(self, q: Tensor, k: Tensor, *, causal: bool, masked: bool) -> str | None:
-        """Return why the operator cannot compute this block, or None."""
+    def unsupported_reason(self, q: Tensor, k: Tensor, *, causal: bool, masked: bool) -> str | None:
         if q.device.type != "cuda" or torch.version.hip is not None:
             return f"needs tensors on an NVIDIA GPU, got {'an AMD GPU' if q.is_cuda else q.device.type}"
         if q.dtype not in self.dtypes:
@@ -54,80 +57,81 @@ class _CudaKernel(FusedKernel):
         vector = 8 if q.element_size() == 2 else 4
         if q.shape[-1] % vector:
             return f"needs a head dim that is a multiple of {vector} in {q.dtype}, got {q.shape[-1]}"
-        return self._why_not_shape(q.shape[-1], masked, capability)
+        return self._unsupported_shape(q.shape[-1], masked, capability)
 
-    def _why_not_shape(self, dim: int, masked: bool, capability: tuple[int, int]) -> str | None:
+    def _unsupported_shape(self, dim: int, masked: bool, capability: tuple[int, int]) -> str | None:
         return None
 
 
 class CudaFlashKernel(_CudaKernel):
-    """FlashAttention-2 as built into torch. See `BlockKernel`."""
+    """FlashAttention-2 as built into torch."""
 
     name = "cuda_flash"
 
-    def _why_not_shape(self, dim: int, masked: bool, capability: tuple[int, int]) -> str | None:
-        return why_not_flash2(dim, masked, capability) or (
+    def _unsupported_shape(self, dim: int, masked: bool, capability: tuple[int, int]) -> str | None:
+        return flash2_unsupported_reason(dim, masked, capability) or (
             None if torch.backends.cuda.is_flash_attention_available() else "is not built into this torch"
         )
 
-    def _run_forward(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]:
+    def _run_forward(self, q: Tensor, k: Tensor, v: Tensor, args: AttentionArgs) -> tuple[Tensor, Tensor]:
         q, k, v = map(vectors, (q, k, v))
-        o, lse, *_ = _aten._scaled_dot_product_flash_attention(q, k, v, 0.0, call.causal, False, scale=call.scale)
+        o, lse, *_ = _aten._scaled_dot_product_flash_attention(q, k, v, 0.0, args.causal, False, scale=args.scale)
         return o, lse
 
     def _run_backward(
-        self, do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, call: Call
+        self, do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, args: AttentionArgs
     ) -> tuple[Tensor, Tensor, Tensor]:
         do, q, k, v, o = (vectors(x.to(q.dtype)) for x in (do, q, k, v, o))
         seed = torch.empty(2, dtype=torch.uint64, device=q.device)
         offset = torch.empty((), dtype=torch.uint64, device=q.device)
         lengths = (None, None, q.shape[2], k.shape[2])
         return _aten._scaled_dot_product_flash_attention_backward(
-            do, q, k, v, o, lse, *lengths, 0.0, call.causal, seed, offset, scale=call.scale
+            do, q, k, v, o, lse, *lengths, 0.0, args.causal, seed, offset, scale=args.scale
         )
 
 
 class CudaEfficientKernel(_CudaKernel):
-    """Memory-efficient attention as built into torch; the only one of the three with masks and float32."""
+    """Memory-efficient attention as built into torch; the only one of the three for masks and float32."""
 
     name = "cuda_efficient"
     grouped_causal = False
     dtypes = (torch.bfloat16, torch.float16, torch.float32)
     oldest = (5, 0)
 
-    def _run_forward(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]:
+    def _run_forward(self, q: Tensor, k: Tensor, v: Tensor, args: AttentionArgs) -> tuple[Tensor, Tensor]:
         q, k, v = map(vectors, (q, k, v))
         o, lse, *_ = _aten._scaled_dot_product_efficient_attention(
-            q, k, v, _spread(call.bias, q), True, 0.0, call.causal, scale=call.scale
+            q, k, v, _spread(args.bias, q), True, 0.0, args.causal, scale=args.scale
         )
         return o, lse[..., : q.shape[2]]
 
     def _run_backward(
-        self, do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, call: Call
+        self, do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, args: AttentionArgs
     ) -> tuple[Tensor, Tensor, Tensor]:
         do, q, k, v = (vectors(x.to(q.dtype)) for x in (do, q, k, v))
-        # Of o the 16-bit operators read rows at a distance of all heads, as forward wrote it, whatever its strides say.
+        # The 16-bit operators ignore the row stride of o: they assume that it spans all heads, as forward writes it.
         o = vectors(o.to(q.dtype).transpose(1, 2).contiguous()).transpose(1, 2)
         lse = F.pad(lse, (0, -lse.shape[-1] % LSE_ALIGNMENT), value=torch.inf)
         state = torch.empty((), dtype=torch.int64)
-        wanted = [True, True, True, False]
+        needs_grad = [True, True, True, False]
         dq, dk, dv, _ = _aten._scaled_dot_product_efficient_attention_backward(
-            do, q, k, v, _spread(call.bias, q), o, lse, state, state, 0.0, wanted, call.causal, scale=call.scale
+            do, q, k, v, _spread(args.bias, q), o, lse, state, state, 0.0, needs_grad, args.causal, scale=args.scale
         )
         return dq, dk, dv
 
 
 class CudaCudnnKernel(_CudaKernel):
-    """cuDNN's attention as reached through torch. See `BlockKernel`.
+    """cuDNN's attention through torch.
 
-    `auto` does not take it: it compiles a plan for every new shape, and uneven shards and growing videos make many.
-    torch finds the plan again by the shapes and strides of q, k and v alone, so everything is made contiguous here: a
-    plan is then never used with another layout of o, do or the log-sum-exp than it was built for.
+    "auto" does not take it, because it compiles a plan for every new shape, and uneven shards and growing videos have
+    many. torch looks up the plan by the shapes and strides of q, k and v only. All inputs are made contiguous, so that
+    the layouts of o, do and the log-sum-exp are those that the plan was built for. cuDNN rejects a single key.
     """
 
     name = "cuda_cudnn"
+    min_keys = 2
 
-    def _why_not_shape(self, dim: int, masked: bool, capability: tuple[int, int]) -> str | None:
+    def _unsupported_shape(self, dim: int, masked: bool, capability: tuple[int, int]) -> str | None:
         if masked:
             return "takes no mask here"
         if dim > 128:
@@ -137,36 +141,12 @@ class CudaCudnnKernel(_CudaKernel):
             return f"needs cuDNN {CUDNN_OLDEST} or later, found {version}"
         return None
 
-    def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, *, scale: float, causal: bool = False, mask: Tensor | None = None
-    ) -> tuple[Tensor, Tensor]:
-        """Attend. See `BlockKernel.forward`. A single key, which cuDNN refuses, is left to plain matrix products."""
-        kernel = BlockedMatmulKernel().forward if k.shape[2] == 1 else super().forward
-        return kernel(q, k, v, scale=scale, causal=causal, mask=mask)
-
-    def backward(
-        self,
-        do: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        o: Tensor,
-        lse: Tensor,
-        *,
-        scale: float,
-        causal: bool = False,
-        mask: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Differentiate. See `BlockKernel.backward`. A single key is left to plain matrix products."""
-        kernel = BlockedMatmulKernel().backward if k.shape[2] == 1 else super().backward
-        return kernel(do, q, k, v, o, lse, scale=scale, causal=causal, mask=mask)
-
-    def _run_forward(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]:
-        o, lse = _cudnn_forward(q.contiguous(), k.contiguous(), v.contiguous(), call)
+    def _run_forward(self, q: Tensor, k: Tensor, v: Tensor, args: AttentionArgs) -> tuple[Tensor, Tensor]:
+        o, lse = _cudnn_forward(q.contiguous(), k.contiguous(), v.contiguous(), args)
         return o, lse.reshape(q.shape[:3])
 
     def _run_backward(
-        self, do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, call: Call
+        self, do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, args: AttentionArgs
     ) -> tuple[Tensor, Tensor, Tensor]:
         do, q, k, v, o = (x.to(q.dtype).contiguous() for x in (do, q, k, v, o))
         if _cudnn_lse_dims(q.device) == 4:
@@ -174,18 +154,18 @@ class CudaCudnnKernel(_CudaKernel):
         state = torch.empty((), dtype=torch.int64, device=q.device)
         lengths = (None, None, q.shape[2], k.shape[2])
         return _aten._scaled_dot_product_cudnn_attention_backward(
-            do, q, k, v, o, lse, state, state, None, *lengths, 0.0, call.causal, scale=call.scale
+            do, q, k, v, o, lse, state, state, None, *lengths, 0.0, args.causal, scale=args.scale
         )
 
 
-def why_not_flash2(dim: int, masked: bool, capability: tuple[int, int]) -> str | None:
-    """Return why FlashAttention-2, in whichever package, cannot compute a block, or None."""
+def flash2_unsupported_reason(dim: int, masked: bool, capability: tuple[int, int]) -> str | None:
+    """Return why FlashAttention-2 (that of torch or of the flash-attn package) cannot compute a block, or None."""
     if masked:
         return "takes no mask"
     if dim > 256:
         return f"takes head dims up to 256, got {dim}"
     if 192 < dim <= 224 and capability not in ((8, 0), (9, 0), (10, 0), (10, 3)):
-        # Its backward needs more shared memory there than consumer GPUs have.
+        # Backward needs more shared memory for these than consumer GPUs have.
         return f"does not differentiate head dims 193 to 224 on compute capability {capability[0]}.{capability[1]}"
     return None
 
@@ -199,19 +179,19 @@ def vectors(x: Tensor) -> Tensor:
 
 
 def _spread(bias: Tensor | None, q: Tensor) -> Tensor | None:
-    """Expand a bias (B or 1, 1, S, T) to (B, H, S, T) without copying it: heads and batch entries share its memory."""
+    """Expand a bias (B or 1, 1, S, T) to (B, H, S, T) as a view."""
     return None if bias is None else bias.expand(q.shape[0], q.shape[1], -1, -1)
 
 
-def _cudnn_forward(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]:
+def _cudnn_forward(q: Tensor, k: Tensor, v: Tensor, args: AttentionArgs) -> tuple[Tensor, Tensor]:
     o, lse, *_ = _aten._scaled_dot_product_cudnn_attention(
-        q, k, v, None, True, 0.0, call.causal, False, scale=call.scale
+        q, k, v, None, True, 0.0, args.causal, False, scale=args.scale
     )
     return o, lse
 
 
 @cache
 def _cudnn_lse_dims(device: torch.device) -> int:
-    """Return how many dims backward wants the log-sum-exp in: as many as forward hands out, 3 or 4 by version."""
+    """Return the number of dims of the log-sum-exp, which is 3 or 4 depending on the version of torch."""
     x = torch.zeros(1, 1, 64, 64, dtype=torch.float16, device=device)
-    return _cudnn_forward(x, x, x, Call(1.0))[1].dim()
+    return _cudnn_forward(x, x, x, AttentionArgs(1.0))[1].dim()

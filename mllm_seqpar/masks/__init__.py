@@ -1,9 +1,9 @@
-"""Masks as rules over frames and tokens, cut into tiles; see `mllm_seqpar.masks.rectangles`."""
+"""Masks over frames and tokens as rules, cut into rectangles; see `mllm_seqpar.masks.rectangles`."""
 
+from .block_masks import BlockMasks, FullBlockMasks, GivenBlockMask, RowSubset
 from .causal import CausalBlockMasks
 from .frame_mask import FrameBlockMasks, FrameMask
-from .rectangles import BlockMasks, FullBlockMasks, GivenBlockMask, Rectangle, clip_rows, full_rectangle
-from .row_subset import RowSubset
+from .rectangles import Rectangle, clip_rows, full_rectangle
 
 __all__ = [
     "BlockMasks",
@@ -12,8 +12,8 @@ __all__ = [
     "FrameMask",
     "FullBlockMasks",
     "GivenBlockMask",
-    "RowSubset",
     "Rectangle",
+    "RowSubset",
     "clip_rows",
     "full_rectangle",
 ]

@@ -1,7 +1,7 @@
-"""The causal mask of a text whose tokens are dealt to ranks: padding, packed sequences and sliding windows included.
+"""The causal mask of sharded text, including padding, packed sequences and sliding windows.
 
-In every layout a rank's tokens are in ascending order, so what a row sees of another rank's keys is one interval of
-them, cut by padding. Blocks in the future come out empty, blocks in the past full, the rest causal squares.
+In every layout a rank holds its tokens in ascending order, so a row sees one interval of another rank's keys, cut by
+padding. Blocks in the future are empty, blocks in the past are full, and the rest are causal squares.
 """
 
 from __future__ import annotations
@@ -14,25 +14,25 @@ from torch import Tensor
 from mllm_seqpar.errors import MaskError
 from mllm_seqpar.sharding import sequence_positions
 
-from .folded_batch import FoldedBlockMasks
+from .block_masks import BlockMasks, FoldedBlockMasks
 from .intervals import interval_rectangles
-from .rectangles import BlockMasks, Rectangle
-from .row_subset import RowSubset
+from .rectangles import Rectangle
 
 
-class CausalBlockMasks:
-    """Row p sees the keys ``first[p] <= key <= p`` that are `valid`; positions are global, tiles local to a block.
+class CausalBlockMasks(BlockMasks):
+    """Row p sees the keys ``first[p] <= key <= p`` that are `valid`; positions are global, rectangles local to a block.
+
+    Self-attention moves K and V, so all rows are kept for every block (`visible_rows` is None).
 
     Args:
         batch: batch size.
-        total: tokens of all ranks together, padding included.
-        size: ranks.
-        layout: how tokens are dealt to them.
-        first: (B or 1, total) int64 or None: the first key that row may see (sliding window, packed sequences).
-        valid: (B or 1, total) bool or None: keys that may be seen at all (padding).
+        total: tokens of all ranks, padding included.
+        size: number of ranks.
+        layout: how token positions map to ranks.
+        first: (B or 1, total) int64 or None: the first key that a row sees (sliding window, packed sequences).
+        valid: (B or 1, total) bool or None: False for padding, which no row sees.
     """
 
-    prunes = False
     keys_are_rows = True
 
     def __init__(
@@ -52,33 +52,23 @@ class CausalBlockMasks:
         self._total = total
         self.first = None if first is None else first.detach().cpu().expand(batch, total)
         self.valid = None if valid is None or bool(valid.all()) else valid.detach().bool().cpu().expand(batch, total)
-        self._tiles: dict[tuple[int, int], tuple[Rectangle, ...]] = {}
+        self._rectangles: dict[tuple[int, int], tuple[Rectangle, ...]] = {}
         self._folded: FoldedBlockMasks | None = None
         self._orders: dict[tuple[int, torch.device], list[Tensor]] = {}
         self._merged: dict[int, CausalBlockMasks] = {}
 
-    def tiles(self, row: int, column: int) -> tuple[Rectangle, ...]:
-        """Planned on first use, then kept for the other layers and for the backward pass."""
-        if (row, column) not in self._tiles:
-            rows, keys = self.positions[row], self.positions[column]
+    def rectangles(self, q_shard: int, kv_shard: int) -> tuple[Rectangle, ...]:
+        if (q_shard, kv_shard) not in self._rectangles:
+            rows, keys = self.positions[q_shard], self.positions[kv_shard]
             high = torch.searchsorted(keys, rows, right=True).expand(self.batch, -1)
             low = torch.zeros_like(high)
             if self.first is not None:
                 low = torch.searchsorted(keys, self.first[:, rows].contiguous())
             valid = None if self.valid is None else self.valid[:, keys]
-            self._tiles[row, column] = interval_rectangles(low, high, keys.numel(), 1, valid)
-        return self._tiles[row, column]
-
-    def rows(self, row: int, column: int) -> RowSubset | None:
-        """All of them: text attends to itself by moving K and V, and its rows stay at home."""
-        return None
-
-    def packed(self, row: int, column: int) -> tuple[Rectangle, ...]:
-        """The same as `tiles`."""
-        return self.tiles(row, column)
+            self._rectangles[q_shard, kv_shard] = interval_rectangles(low, high, keys.numel(), 1, valid)
+        return self._rectangles[q_shard, kv_shard]
 
     def folded(self) -> BlockMasks:
-        """The same item by item, for batch items that share their keys."""
         if self.batch == 1:
             return self
         if self._folded is None:
@@ -86,18 +76,19 @@ class CausalBlockMasks:
         return self._folded
 
     def orders(self, size: int, device: torch.device) -> list[Tensor]:
-        """What puts the tokens of every `size` ranks back in the order of the text, in which they are few tiles."""
+        """Return the permutations that restore the order of the text within every group of `size` ranks."""
         if (size, device) not in self._orders:
-            groups = [self.positions[i : i + size] for i in range(0, len(self.positions), size)]
-            self._orders[size, device] = [torch.cat(group).argsort().to(device) for group in groups]
+            self._orders[size, device] = [group.argsort().to(device) for group in self._group_positions(size)]
         return self._orders[size, device]
 
     def merged(self, size: int, orders: Sequence[Tensor] | None) -> CausalBlockMasks:
-        """With the tokens of every `size` ranks in the order of the text; kept for the other layers."""
+        """Return the masks with every `size` consecutive ranks as one, their tokens in the order of the text."""
         assert orders is not None, "rows of text are merged in order"
         if size not in self._merged:
             merged = CausalBlockMasks(self.batch, self._total, 1, "contiguous", self.first, self.valid)
-            groups = [self.positions[i : i + size] for i in range(0, len(self.positions), size)]
-            merged.positions = [torch.cat(group).sort().values for group in groups]
+            merged.positions = [group.sort().values for group in self._group_positions(size)]
             self._merged[size] = merged
         return self._merged[size]
+
+    def _group_positions(self, size: int) -> list[Tensor]:
+        return [torch.cat(self.positions[i : i + size]) for i in range(0, len(self.positions), size)]

@@ -1,7 +1,7 @@
-"""Tiles of masks given as a table (row, frame), which may have holes.
+"""Rectangles of masks that are given as a table (row, frame), which may have holes.
 
-Each row's visible frames are one Python integer with a bit per frame, so that unions and counts over thousands of
-frames are single machine-speed operations.
+The visible frames of a row are one Python integer with a bit per frame, which makes unions and counts over thousands of
+frames single operations at machine speed.
 """
 
 from __future__ import annotations
@@ -12,91 +12,94 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from .rectangles import WASTE, KeySelection, Rectangle, Span, masked_rectangles
+from .rectangles import MAX_WASTE, KeySelection, Rectangle, Span, batch_spans, masked_rectangles
 
 MAX_SEGMENTS = 16
-"""Rectangles that one group of rows may fall into; beyond, the keys that it sees are gathered into one."""
+"""Rectangles that one group of rows may be cut into. If there are more, the keys that it sees are gathered instead."""
 
-MAX_PICKED = 1 << 16
-"""Keys that are gathered at a time: with 4 heads of 128 in 2 bytes, 128 MiB of K and V."""
+MAX_GATHERED = 1 << 16
+"""Keys that are gathered at a time: 128 MiB of K and V with 4 heads of 128 in 2 bytes."""
 
 
 @dataclass(frozen=True)
 class DenseRule:
-    """Row (b, r) sees the keys of frame f when ``visible[b, r, f]``; visible (B, rows, frames) bool on the CPU.
+    """Row (b, r) sees the keys of frame f if ``visible[b, r, f]``; visible (B, rows, frames) bool on the CPU.
 
-    With `picked`, (u,) int64 in ascending order, only those frames count, as if they lay side by side.
+    With `frames`, (u,) int64 in ascending order, only those frames count, numbered without the gaps.
     """
 
     visible: Tensor
     tokens: int
-    picked: Tensor | None = None
-    _on: dict[torch.device, Tensor] = field(default_factory=dict, repr=False)
+    frames: Tensor | None = None
+    _by_device: dict[torch.device, Tensor] = field(default_factory=dict, repr=False)
 
     def expand(self, batch: Span, rows: Span, keys: Span, device: torch.device) -> Tensor:
-        """The bool mask (batch, rows, keys) of one tile."""
         first, last = keys[0] // self.tokens, -(-keys[1] // self.tokens)
-        if device not in self._on:  # moved once, for all tiles and layers: each copy would hold the host up
-            self._on[device] = self.visible.to(device)
-        seen = self._on[device][slice(*batch), slice(*rows)]
-        if self.picked is None:
-            seen = seen[..., first:last]
+        if device not in self._by_device:  # copied once for all rectangles and layers: each copy blocks the host
+            self._by_device[device] = self.visible.to(device)
+        visible = self._by_device[device][slice(*batch), slice(*rows)]
+        if self.frames is None:
+            visible = visible[..., first:last]
         else:
-            seen = seen.index_select(-1, self.picked[first:last].to(device, non_blocking=True))
+            visible = visible.index_select(-1, self.frames[first:last].to(device, non_blocking=True))
         start = keys[0] - first * self.tokens
-        expanded = seen.repeat_interleave(self.tokens, dim=-1)
+        expanded = visible.repeat_interleave(self.tokens, dim=-1)
         return expanded[..., start : start + keys[1] - keys[0]]
 
 
 def dense_rectangles(visible: Tensor, tokens: int) -> tuple[Rectangle, ...]:
-    """The tiles of a block whose row (b, r) sees frame f when visible[b, r, f]; (B, rows, frames) bool on the CPU."""
-    batch, rows, frames = visible.shape
+    """Return the rectangles of a block whose row (b, r) sees frame f if visible[b, r, f].
+
+    Args:
+        visible: (B, rows, frames) bool on the CPU.
+        tokens: keys per frame.
+    """
     if not visible.numel():
         return ()
     rule = DenseRule(visible, tokens)
-    alike = all(torch.equal(visible[0], visible[b]) for b in range(1, batch))
-    spans = [(0, batch)] if alike else [(b, b + 1) for b in range(batch)]
-    return tuple(tile for span in spans for tile in _tiles_of_rows(span, visible[span[0]], rule))
+    return tuple(r for span in batch_spans(visible) for r in _rectangles_of_rows(span, visible[span[0]], rule))
 
 
-def _tiles_of_rows(batch: Span, visible: Tensor, rule: DenseRule) -> Iterator[Rectangle]:
-    top, seen, union, common = 0, 0, 0, -1  # the group that is being grown: its rows start at `top`
-    for row, these in enumerate(map(_as_bits, visible)):
-        count = these.bit_count()
-        if row > top and (row + 1 - top) * (union | these).bit_count() > WASTE * (seen + count):
-            yield from _tiles_of_group(batch, (top, row), union, common, rule)
-            top, seen, union, common = row, 0, 0, -1
-        seen, union, common = seen + count, union | these, common & these
-    yield from _tiles_of_group(batch, (top, visible.shape[0]), union, common, rule)
+def _rectangles_of_rows(batch: Span, visible: Tensor, rule: DenseRule) -> Iterator[Rectangle]:
+    """Merge consecutive rows into groups while `MAX_WASTE` allows it, and yield the rectangles of each group."""
+    top, total, union, common = 0, 0, 0, -1  # of the current group, whose rows start at `top`
+    for row, frames in enumerate(map(_as_bits, visible)):
+        count = frames.bit_count()
+        if row > top and (row + 1 - top) * (union | frames).bit_count() > MAX_WASTE * (total + count):
+            yield from _rectangles_of_group(batch, (top, row), union, common, rule)
+            top, total, union, common = row, 0, 0, -1
+        total, union, common = total + count, union | frames, common & frames
+    yield from _rectangles_of_group(batch, (top, visible.shape[0]), union, common, rule)
 
 
 def _as_bits(row: Tensor) -> int:
-    """Frame f is bit 8 f, so that the bytes of the bool tensor are the number."""
+    """Return the frames (frames,) bool as an integer. Frame f is bit 8 f, so the bytes of the tensor are the number."""
     return int.from_bytes(row.contiguous().view(torch.uint8).numpy().tobytes(), "little")
 
 
 def _as_table(bits: int, frames: int) -> Tensor:
-    """The inverse of `_as_bits`, (frames,) uint8."""
+    """Return the inverse of `_as_bits`, (frames,) uint8."""
     return torch.frombuffer(bytearray(bits.to_bytes(frames, "little")), dtype=torch.uint8)
 
 
-def _runs(bits: int) -> int:
-    """How many runs of neighbouring frames there are."""
+def _count_runs(bits: int) -> int:
+    """Return the number of runs of consecutive frames."""
     return (bits & ~(bits << 8)).bit_count()
 
 
-def _tiles_of_group(batch: Span, rows: Span, union: int, common: int, rule: DenseRule) -> Iterator[Rectangle]:
+def _rectangles_of_group(batch: Span, rows: Span, union: int, common: int, rule: DenseRule) -> Iterator[Rectangle]:
+    """Yield the rectangles of rows of which at least one sees each frame of `union`, and all see those of `common`."""
     if not union:
         return
-    frames, every = rule.visible.shape[-1], union & common
-    if _runs(every) + _runs(union & ~every) > MAX_SEGMENTS:
+    frames, common = rule.visible.shape[-1], union & common
+    if _count_runs(common) + _count_runs(union & ~common) > MAX_SEGMENTS:
         units = _as_table(union, frames).nonzero().flatten()
-        if _runs(union) == 1:
+        if _count_runs(union) == 1:
             yield from masked_rectangles(batch, rows, (int(units[0]), int(units[-1]) + 1), rule.tokens, rule)
         else:
-            yield from _gathered(batch, rows, units, every == union, rule)
+            yield from _gathered(batch, rows, units, common == union, rule)
         return
-    state = _as_table(union, frames) + _as_table(every, frames)  # 0 nobody sees the frame, 1 some rows do, 2 all do
+    state = _as_table(union, frames) + _as_table(common, frames)  # 0: no row sees the frame, 1: some rows, 2: all
     edges = [0, *(state.diff().nonzero().flatten() + 1).tolist(), frames]
     for start, stop in zip(edges[:-1], edges[1:], strict=True):
         if state[start] == 2:
@@ -106,11 +109,11 @@ def _tiles_of_group(batch: Span, rows: Span, union: int, common: int, rule: Dens
 
 
 def _gathered(batch: Span, rows: Span, units: Tensor, full: bool, rule: DenseRule) -> Iterator[Rectangle]:
-    """The frames `units` as one rectangle, a limited number of keys at a time; `full`: all rows see all of them."""
-    for some in units.split(max(1, MAX_PICKED // rule.tokens)):
-        picked, keys = KeySelection(some, rule.tokens), (0, some.numel() * rule.tokens)
+    """Yield the frames `units` without the gaps, at most `MAX_GATHERED` keys at a time; `full`: all rows see them."""
+    for some in units.split(max(1, MAX_GATHERED // rule.tokens)):
+        gathered, keys = KeySelection(some, rule.tokens), (0, some.numel() * rule.tokens)
         if full:
-            yield Rectangle(batch, rows, keys, picked=picked)
+            yield Rectangle(batch, rows, keys, gathered=gathered)
             continue
-        for tile in masked_rectangles(batch, rows, (0, some.numel()), rule.tokens, replace(rule, picked=some)):
-            yield replace(tile, picked=picked)
+        for part in masked_rectangles(batch, rows, (0, some.numel()), rule.tokens, replace(rule, frames=some)):
+            yield replace(part, gathered=gathered)

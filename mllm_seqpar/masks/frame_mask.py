@@ -1,4 +1,4 @@
-"""FrameMask: which frames each query row sees, as an interval per row or as a table. Expanded per tile only."""
+"""FrameMask: which frames each query row sees, as one interval per row or as a table."""
 
 from __future__ import annotations
 
@@ -13,29 +13,31 @@ from torch import Tensor
 from mllm_seqpar.comm import Communicator
 from mllm_seqpar.errors import MaskError
 
+from .block_masks import BlockMasks, RowSubset
 from .dense import dense_rectangles
 from .intervals import interval_rectangles
 from .rectangles import Rectangle
-from .row_subset import RowSubset
 
 
 class FrameMask:
-    """Rows of queries against whole frames of `tokens_per_frame` keys each, in global frame numbers.
+    """Query rows against whole frames of `tokens_per_frame` keys each, in global frame numbers.
 
-    Build it with `from_intervals` or `from_dense`. The tensors live on the CPU: a mask is planned with on the host,
-    once for all layers, and only the tiles that need one are expanded on the device.
+    Build it with `from_intervals` or `from_dense`. Its tensors live on the CPU, because rectangles are planned on the
+    host, once for all layers. Only rectangles that need a mask are expanded on the device.
     """
 
     def __init__(self, bounds: tuple[Tensor, Tensor] | None, visible: Tensor | None, tokens: int, total: int) -> None:
         self.bounds, self.visible = bounds, visible
         self.tokens_per_frame, self.total_frames = tokens, total
         self._by_group: dict[tuple[Hashable, tuple[tuple[int, int], ...]], tuple[int, FrameBlockMasks]] = {}
-        self._tiles: dict[tuple[int, int], tuple[Rectangle, ...]] = {}
+        self._rectangles: dict[tuple[int, int], tuple[Rectangle, ...]] = {}
         self._folded: FrameMask | None = None
 
     @classmethod
     def from_intervals(cls, first: Tensor, stop: Tensor, tokens_per_frame: int, total_frames: int) -> FrameMask:
-        """Row (b, r) sees the frames ``first[b, r] <= f < stop[b, r]``; with stop <= first it sees none.
+        """Create a mask in which row (b, r) sees the frames ``first[b, r] <= f < stop[b, r]``.
+
+        A row with stop <= first sees no frame.
 
         Args:
             first, stop: (B, s_q) integers, global frame numbers.
@@ -43,7 +45,7 @@ class FrameMask:
             total_frames: frames of all ranks together.
 
         Raises:
-            MaskError: shapes or dtypes that do not fit, or a row that sees frames that do not exist.
+            MaskError: wrong shapes or dtypes, or a row that sees frames that do not exist.
         """
         if not (isinstance(first, Tensor) and isinstance(stop, Tensor)):
             raise MaskError(
@@ -57,17 +59,26 @@ class FrameMask:
             )
         _check_counts("from_intervals", tokens_per_frame, total_frames)
         first, stop = first.detach().long().cpu(), stop.detach().long().cpu()
-        sees = stop > first
-        if bool((sees & ((first < 0) | (stop > total_frames))).any()):
+        visible = stop > first
+        if bool((visible & ((first < 0) | (stop > total_frames))).any()):
             raise MaskError(
-                f"FrameMask.from_intervals: a row sees frames {int(first[sees].min())} to {int(stop[sees].max()) - 1}, "
-                f"but there are {total_frames} frames, numbered from 0"
+                f"FrameMask.from_intervals: a row sees frames {int(first[visible].min())} to "
+                f"{int(stop[visible].max()) - 1}, but there are {total_frames} frames, numbered from 0"
             )
-        return cls((first.masked_fill(~sees, 0), stop.masked_fill(~sees, 0)), None, tokens_per_frame, total_frames)
+        bounds = first.masked_fill(~visible, 0), stop.masked_fill(~visible, 0)
+        return cls(bounds, None, tokens_per_frame, total_frames)
 
     @classmethod
     def from_dense(cls, visible: Tensor, tokens_per_frame: int) -> FrameMask:
-        """Row (b, r) sees frame f when ``visible[b, r, f]``; visible (B, s_q, F) bool, F all frames of all ranks."""
+        """Create a mask in which row (b, r) sees frame f if ``visible[b, r, f]``.
+
+        Args:
+            visible: (B, s_q, F) bool, F = all frames of all ranks.
+            tokens_per_frame: keys of one frame.
+
+        Raises:
+            MaskError: wrong shape or dtype.
+        """
         if visible.dim() != 3 or visible.dtype is not torch.bool:
             raise MaskError(
                 f"FrameMask.from_dense: visible is {tuple(visible.shape)} {visible.dtype}; "
@@ -82,164 +93,154 @@ class FrameMask:
         assert table is not None
         return table
 
+    def _with_table(self, table: Tensor) -> FrameMask:
+        """Return a mask of other rows of the same frames, given in the form of `_table`."""
+        bounds = (table[..., 0], table[..., 1]) if self.bounds is not None else None
+        return FrameMask(bounds, None if bounds else table, self.tokens_per_frame, self.total_frames)
+
     @property
     def shape(self) -> tuple[int, int]:
         """(batch, query rows)."""
         return self._table.shape[0], self._table.shape[1]
 
     def take(self, rows: Tensor) -> FrameMask:
-        """The mask of the rows whose indices are given, (s,) int64, in that order."""
-        return self._of(self._table[:, rows.cpu()])
+        """Return the mask of the rows with the given indices, (s,) int64, in that order."""
+        return self._with_table(self._table[:, rows.cpu()])
 
     @staticmethod
-    def joined(masks: Sequence[FrameMask]) -> FrameMask:
-        """The mask of the rows of several, one after another; all of the same frames and form."""
-        return masks[0]._of(torch.cat([mask._table for mask in masks], dim=1))
+    def cat(masks: Sequence[FrameMask]) -> FrameMask:
+        """Concatenate the rows of masks that have the same frames and form."""
+        return masks[0]._with_table(torch.cat([mask._table for mask in masks], dim=1))
 
     def folded(self) -> FrameMask:
-        """The same with the batch folded into the rows, item after item: (1, B * s_q)."""
+        """Return the mask with the batch folded into the rows, item after item: (1, B * s_q)."""
         if self.shape[0] == 1:
             return self
         if self._folded is None:
-            self._folded = self._of(self._table.flatten(0, 1).unsqueeze(0))
+            self._folded = self._with_table(self._table.flatten(0, 1).unsqueeze(0))
         return self._folded
 
-    def _of(self, table: Tensor) -> FrameMask:
-        """Other rows of the same frames, given as `_table` is."""
-        bounds = (table[..., 0], table[..., 1]) if self.bounds is not None else None
-        return FrameMask(bounds, None if bounds else table, self.tokens_per_frame, self.total_frames)
-
-    def share_of(self, start: int, stop: int) -> float:
-        """Of all rows and the frames start <= f < stop, the share of those that see each other."""
+    def visible_fraction(self, start: int, stop: int) -> float:
+        """Return the fraction of the pairs of a row and a frame start <= f < stop that are visible."""
         if stop <= start or not self._table.numel():
             return 0.0
         if self.bounds is None:
             return float(self._table[..., start:stop].float().mean())
-        seen = self.bounds[1].clamp(max=stop) - self.bounds[0].clamp(min=start)
-        return float(seen.clamp(min=0).float().mean()) / (stop - start)
+        visible = self.bounds[1].clamp(max=stop) - self.bounds[0].clamp(min=start)
+        return float(visible.clamp(min=0).float().mean()) / (stop - start)
 
-    def sees_any(self) -> Tensor:
-        """(B, s_q) bool: rows that see at least one frame."""
-        return self.sees(0, self.total_frames)
-
-    def sees(self, start: int, stop: int) -> Tensor:
-        """(B, s_q) bool: rows that see at least one of the frames start <= f < stop."""
+    def any_frame_visible(self, start: int = 0, stop: int | None = None) -> Tensor:
+        """Return (B, s_q) bool: True for rows that see any of the frames start <= f < stop (None: of all frames)."""
+        stop = self.total_frames if stop is None else stop
         if self.bounds is not None:
             return self.bounds[0].clamp(min=start) < self.bounds[1].clamp(max=stop)
         if stop <= start:
             return self._table.new_zeros(self.shape)
         return self._table[..., start:stop].view(torch.uint8).amax(-1).bool()  # `any` takes 30 times as long
 
-    def tiles(self, start: int, stop: int) -> tuple[Rectangle, ...]:
-        """The tiles of all rows against the keys of the frames start <= f < stop; planned once, then kept."""
-        if (start, stop) not in self._tiles:
-            self._tiles[start, stop] = (
-                dense_rectangles(self._table[..., start:stop], self.tokens_per_frame)
-                if self.bounds is None
-                else interval_rectangles(
-                    self.bounds[0] - start, self.bounds[1] - start, stop - start, self.tokens_per_frame
-                )
-            )
-        return self._tiles[start, stop]
+    def rectangles(self, start: int, stop: int) -> tuple[Rectangle, ...]:
+        """Return the rectangles of all rows against the keys of the frames start <= f < stop."""
+        if (start, stop) not in self._rectangles:
+            if self.bounds is None:
+                found = dense_rectangles(self._table[..., start:stop], self.tokens_per_frame)
+            else:
+                low, high = self.bounds[0] - start, self.bounds[1] - start
+                found = interval_rectangles(low, high, stop - start, self.tokens_per_frame)
+            self._rectangles[start, stop] = found
+        return self._rectangles[start, stop]
 
-    def known_as(self, comm: Communicator, frames: Sequence[tuple[int, int]]) -> int:
-        """A number for the rows of all ranks that `blocks` keeps for these arguments; 0: none yet.
+    def gathered_digest(self, comm: Communicator, frames: Sequence[tuple[int, int]]) -> int:
+        """Return a checksum of the rows of all ranks that `blocks` keeps for these arguments; 0 if it keeps none.
 
-        Ranks whose numbers differ keep the rows of different calls: some used a mask again, and others another one.
+        If the checksums of the ranks differ, the ranks keep rows of different calls: some have used a mask again with
+        other masks on the other ranks.
         """
         kept = self._by_group.get((comm.identity, tuple(frames)))
         return 0 if kept is None else kept[0]
 
-    def blocks(self, comm: Communicator, frames: Sequence[tuple[int, int]], *, anew: bool = False) -> FrameBlockMasks:
-        """The tiles of every block, when this mask's rows are this rank's and rank j holds the frames frames[j].
+    def blocks(
+        self, comm: Communicator, frames: Sequence[tuple[int, int]], *, refresh: bool = False
+    ) -> FrameBlockMasks:
+        """Return the masks of every block. This mask has this rank's rows; rank j holds the frames ``frames[j]``.
 
-        The other ranks' rows are gathered on the first call for a group and kept, for all layers. `anew` gathers them
-        again: all ranks must gather when one of them has to, and only the caller can know that (`known_as`).
+        The first call for a group gathers the rows of the other ranks and keeps them for all layers. `refresh` gathers
+        them again. All ranks must do so if one of them has to, which the caller finds by `gathered_digest`.
         """
         key = (comm.identity, tuple(frames))
-        if anew or key not in self._by_group:
+        if refresh or key not in self._by_group:
             table = self._table.to(comm.device)
-            gathered = [part.cpu() for part in comm.all_gather(table, "mask")]
-            number = 1
-            for part in gathered:
-                number = zlib.crc32(part.contiguous().view(torch.uint8).numpy().data, number)
-            self._by_group[key] = max(number, 1), FrameBlockMasks([self._of(part) for part in gathered], frames)
+            gathered = [shard.cpu() for shard in comm.all_gather(table, "mask")]
+            digest = 1
+            for shard in gathered:
+                digest = zlib.crc32(shard.contiguous().view(torch.uint8).numpy().data, digest)
+            blocks = FrameBlockMasks([self._with_table(shard) for shard in gathered], frames)
+            self._by_group[key] = max(digest, 1), blocks
         return self._by_group[key][1]
 
 
-class FrameBlockMasks:
-    """The tiles of every block: `masks[i]` are the rows of rank i, `frames[j]` the (start, stop) frames of rank j.
-
-    Everything is planned on first use, then kept for the other layers and for the backward pass.
-    """
+class FrameBlockMasks(BlockMasks):
+    """The frame masks of every block: ``masks[i]`` has the rows of rank i, ``frames[j]`` is the range of rank j."""
 
     def __init__(self, masks: Sequence[FrameMask], frames: Sequence[tuple[int, int]]) -> None:
         self.masks, self.frames = list(masks), list(frames)
-        self._rows: dict[tuple[int, int], RowSubset | None] = {}
-        self._packed: dict[tuple[int, int], tuple[Rectangle, ...]] = {}
+        self._visible_rows: dict[tuple[int, int], RowSubset | None] = {}
+        self._pruned: dict[tuple[int, int], tuple[Rectangle, ...]] = {}
         self._folded: FrameBlockMasks | None = None
         self._merged: dict[int, tuple[Sequence[Tensor] | None, FrameBlockMasks]] = {}
 
-    keys_are_rows = False
-
     @cached_property
     def prunes(self) -> bool:
-        """Whether any row sees nothing of a rank that is not its own."""
         pairs = itertools.product(range(len(self.masks)), range(len(self.frames)))
-        return any(i != j and self.rows(i, j) is not None for i, j in pairs)
+        return any(i != j and self.visible_rows(i, j) is not None for i, j in pairs)
 
     @cached_property
-    def share(self) -> float:
-        """Of all rows and frames, the share of those that see each other."""
+    def visible_fraction(self) -> float:
+        """The fraction of all pairs of a row and a frame that are visible."""
         total = self.frames[-1][1]
-        return sum(mask.share_of(0, total) for mask in self.masks) / len(self.masks)
+        return sum(mask.visible_fraction(0, total) for mask in self.masks) / len(self.masks)
 
-    def shares(self) -> list[list[float]]:
-        """[i][j]: of the rows of rank i and the frames of rank j, the share of those that see each other."""
-        return [[mask.share_of(*frames) for frames in self.frames] for mask in self.masks]
+    def visible_fractions(self) -> list[list[float]]:
+        """Return [i][j]: the fraction of the pairs of a row of rank i and a frame of rank j that are visible."""
+        return [[mask.visible_fraction(*frames) for frames in self.frames] for mask in self.masks]
 
-    def counts(self) -> list[list[int]]:
-        """[i][j]: how many rows of rank i, of all batch items, see a frame of rank j."""
+    def visible_row_counts(self) -> list[list[int]]:
+        """Return [i][j]: how many rows of rank i, of all batch items, see any frame of rank j."""
         folded, ranks = self.folded(), range(len(self.masks))
-        all_rows = folded.masks[0].shape[1]
-        return [[all_rows if (rows := folded.rows(i, j)) is None else rows.count for j in ranks] for i in ranks]
+        total = folded.masks[0].shape[1]
+        return [[total if (rows := folded.visible_rows(i, j)) is None else rows.count for j in ranks] for i in ranks]
 
-    def tiles(self, row: int, column: int) -> tuple[Rectangle, ...]:
-        """Those of the mask of rank `row` against the frames of rank `column`."""
-        return self.masks[row].tiles(*self.frames[column])
+    def rectangles(self, q_shard: int, kv_shard: int) -> tuple[Rectangle, ...]:
+        return self.masks[q_shard].rectangles(*self.frames[kv_shard])
 
-    def rows(self, row: int, column: int) -> RowSubset | None:
-        """The rows of rank `row` that see a frame of rank `column` in any batch item; None: all of them."""
-        if (row, column) not in self._rows:
-            seen = self.masks[row].sees(*self.frames[column]).any(0)
-            self._rows[row, column] = None if bool(seen.all()) else RowSubset(seen.nonzero().flatten())
-        return self._rows[row, column]
+    def visible_rows(self, q_shard: int, kv_shard: int) -> RowSubset | None:
+        if (q_shard, kv_shard) not in self._visible_rows:
+            visible = self.masks[q_shard].any_frame_visible(*self.frames[kv_shard]).any(0)
+            subset = None if bool(visible.all()) else RowSubset(visible.nonzero().flatten())
+            self._visible_rows[q_shard, kv_shard] = subset
+        return self._visible_rows[q_shard, kv_shard]
 
-    def packed(self, row: int, column: int) -> tuple[Rectangle, ...]:
-        """The tiles of those rows alone: planned anew, since rows that were apart may now share a tile."""
-        rows = self.rows(row, column)
+    def pruned_rectangles(self, q_shard: int, kv_shard: int) -> tuple[Rectangle, ...]:
+        rows = self.visible_rows(q_shard, kv_shard)
         if rows is None:
-            return self.tiles(row, column)
-        if (row, column) not in self._packed:
-            self._packed[row, column] = self.masks[row].take(rows.index).tiles(*self.frames[column])
-        return self._packed[row, column]
+            return self.rectangles(q_shard, kv_shard)
+        if (q_shard, kv_shard) not in self._pruned:
+            # Planned for the subset, because rows that were apart may now share a rectangle.
+            pruned = self.masks[q_shard].take(rows.index)
+            self._pruned[q_shard, kv_shard] = pruned.rectangles(*self.frames[kv_shard])
+        return self._pruned[q_shard, kv_shard]
 
     def folded(self) -> FrameBlockMasks:
-        """With the batch of every rank's mask folded into its rows."""
         if self.masks[0].shape[0] == 1:
             return self
         if self._folded is None:
             self._folded = FrameBlockMasks([mask.folded() for mask in self.masks], self.frames)
         return self._folded
 
-    def orders(self, size: int, device: torch.device) -> None:
-        """Any order will do."""
-
     def merged(self, size: int, orders: Sequence[Tensor] | None) -> FrameBlockMasks:
-        """The frames of consecutive ranks are consecutive; kept for the other layers."""
+        """Return the masks with every `size` consecutive ranks as one; their frames are consecutive."""
         if size not in self._merged or self._merged[size][0] is not orders:
             starts = range(0, len(self.masks), size)
-            masks = [FrameMask.joined(self.masks[i : i + size]) for i in starts]
+            masks = [FrameMask.cat(self.masks[i : i + size]) for i in starts]
             if orders is not None:
                 masks = [mask.take(order) for mask, order in zip(masks, orders, strict=True)]
             frames = [(self.frames[i][0], self.frames[i + size - 1][1]) for i in starts]
@@ -248,8 +249,8 @@ class FrameBlockMasks:
 
 
 def _check_counts(where: str, tokens: int, frames: int) -> None:
-    whole = all(isinstance(count, int) and not isinstance(count, bool) for count in (tokens, frames))
-    if not whole or tokens < 1 or frames < 0:
+    integers = all(isinstance(count, int) and not isinstance(count, bool) for count in (tokens, frames))
+    if not integers or tokens < 1 or frames < 0:
         raise MaskError(
-            f"FrameMask.{where}: tokens_per_frame={tokens!r}, frames={frames!r}; both are ints, the least is 1 and 0"
+            f"FrameMask.{where}: tokens_per_frame={tokens!r}, frames={frames!r}; expected integers of at least 1 and 0"
         )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from math import ceil
 
-from mllm_seqpar.schedules import Axis, Move, OverlapRatios, Stream
+from mllm_seqpar.schedules import Axis, OverlapRatios, Transfer, TransferKind
 from mllm_seqpar.schedules.bytes_sent import LSE_BYTES, Problem
 
 from .candidates import problem_within_groups
@@ -23,7 +23,7 @@ def block_seconds(problem: Problem, cluster: Cluster, keys: int, *, backward: bo
 
 
 def move_bytes(
-    problem: Problem, move: Move, *, backward: bool, owner: int, seen: Sequence[Sequence[int]] | None = None
+    problem: Problem, move: Transfer, *, backward: bool, owner: int, seen: Sequence[Sequence[int]] | None = None
 ) -> int:
     """Bytes that one rank sends for one move of its schedule; sums over a schedule equal `schedules.traffic`.
 
@@ -34,15 +34,15 @@ def move_bytes(
         owner: the sending rank: with `seen`, who sees what of whom decides how many rows go.
         seen: as for `lv_xattn_bytes`.
     """
-    if move.axis == "columns":
-        width = 2 * problem.key_batch * problem.kv_heads * problem.dim * problem.keys[move.send]
-        return width * (problem.element if move.stream == "ahead" else problem.accumulated)
+    if move.axis == "kv":
+        width = 2 * problem.key_batch * problem.kv_heads * problem.dim * problem.keys[move.send_shard]
+        return width * (problem.element if move.kind == "input" else problem.accumulated)
     rows = problem.batch * problem.rows
     if seen is not None:
-        row, column = (move.send, move.to) if move.stream == "ahead" else (move.send, owner)
+        row, column = (move.send_shard, move.dst) if move.kind == "input" else (move.send_shard, owner)
         rows = problem.key_batch * seen[row][column]
     rows *= problem.heads
-    if move.stream == "ahead":
+    if move.kind == "input":
         per_row = 3 * problem.dim * problem.element + LSE_BYTES if backward else problem.dim * problem.element
     else:
         per_row = problem.dim * problem.accumulated + (0 if backward else LSE_BYTES)
@@ -68,15 +68,15 @@ def blocks_to_hide(
     rows = row_hop(cluster, problem.ranks, heads_over, tile)
     columns = column_hop(cluster, problem.ranks, heads_over, tile)
 
-    def blocks(axis: Axis, stream: Stream, hop: Hop) -> float:
-        size = move_bytes(inner, Move(stream, axis, 0, 0, 0, 0), backward=backward, owner=0)
+    def blocks(axis: Axis, stream: TransferKind, hop: Hop) -> float:
+        size = move_bytes(inner, Transfer(stream, axis, 0, 0, 0, 0), backward=backward, owner=0)
         seconds = hop.latency + size / hop.rate + cluster.step_overhead_s
         return float(f"{seconds / block:.2g}") if block else 1.0
 
     return OverlapRatios(
-        q=blocks("rows", "ahead", rows),
-        kv=blocks("columns", "ahead", columns),
-        o=blocks("rows", "behind", rows),
-        dkv=blocks("columns", "behind", columns),
+        q=blocks("q", "input", rows),
+        kv=blocks("kv", "input", columns),
+        o=blocks("q", "result", rows),
+        dkv=blocks("kv", "result", columns),
         one_link=rows.network == columns.network,
     )

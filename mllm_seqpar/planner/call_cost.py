@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from mllm_seqpar.schedules import AttentionBlock, Move, OverlapRatios, Schedule, schedule_for
+from mllm_seqpar.schedules import AttentionBlock, OverlapRatios, Schedule, Transfer, schedule_for
 from mllm_seqpar.schedules.bytes_sent import Problem
 
 from .block_cost import block_seconds, blocks_to_hide, move_bytes
@@ -68,7 +68,7 @@ def call_cost(
         cluster: rates and links.
         backward: which direction.
         visible: share of visible entries, of every block or per block (0.5 for balanced causal layouts).
-        seen: as for `lv_xattn_bytes`: rows travel straight, and only where they see something. LV-XAttn only.
+        seen: as for `lv_xattn_bytes`: rows travel direct, and only where they see something. LV-XAttn only.
         visual: where the keys come from, if they are projected from visual features.
         overlap: False waits for transfers before computing.
         record: keep the spans of the timeline.
@@ -120,25 +120,25 @@ def _phases(
         schedule = schedule_for((1, 1), 0, backward=backward)
     else:
         schedule = schedule_for(
-            way.tile, group, backward=backward, straight=seen is not None, overlap_ratios=overlap_ratios
+            way.tile, group, backward=backward, direct=seen is not None, overlap_ratios=overlap_ratios
         )
 
     def real(other: int) -> int:
         return other * way.heads_over + member
 
     def computed(block: AttentionBlock) -> Computed:
-        share = visible if isinstance(visible, float | int) else visible[block.row][block.column]
-        seconds = block_seconds(inner, cluster, inner.keys[block.column], backward=backward, visible=share)
-        return Computed(seconds / block.parts, f"{block.row},{block.column}")
+        share = visible if isinstance(visible, float | int) else visible[block.q_shard][block.kv_shard]
+        seconds = block_seconds(inner, cluster, inner.keys[block.kv_shard], backward=backward, visible=share)
+        return Computed(seconds / block.parts, f"{block.q_shard},{block.kv_shard}")
 
-    def sent(move: Move) -> Sent:
+    def sent(move: Transfer) -> Sent:
         size = move_bytes(inner, move, backward=backward, owner=group, seen=seen)
-        return Sent(real(move.to), size, f"{_NAMES[move.stream, move.axis, backward]}{move.send}")
+        return Sent(real(move.dst), size, f"{_NAMES[move.kind, move.axis, backward]}{move.send_shard}")
 
     return [
         Phase(
-            tuple(sent(move) for move in step.moves),
-            tuple(real(move.source) for move in step.moves),
+            tuple(sent(move) for move in step.transfers),
+            tuple(real(move.src) for move in step.transfers),
             tuple(computed(block) for block in step.blocks),
         )
         for step in schedule
@@ -146,13 +146,13 @@ def _phases(
 
 
 _NAMES = {
-    ("ahead", "rows", False): "Q",
-    ("behind", "rows", False): "O",
-    ("ahead", "columns", False): "KV",
-    ("ahead", "rows", True): "Q,dO",
-    ("behind", "rows", True): "dQ",
-    ("ahead", "columns", True): "KV",
-    ("behind", "columns", True): "dKV",
+    ("input", "q", False): "Q",
+    ("result", "q", False): "O",
+    ("input", "kv", False): "KV",
+    ("input", "q", True): "Q,dO",
+    ("result", "q", True): "dQ",
+    ("input", "kv", True): "KV",
+    ("result", "kv", True): "dKV",
 }
 
 

@@ -47,7 +47,7 @@ def call_overheads(
     if way.heads_over == 1:
         return CallOverheads()
     shares = HeadShards(problem.heads, problem.kv_heads, way.heads_over)
-    kv_heads = sum(len(shares.key_heads(place)) for place in range(way.heads_over))
+    kv_heads = sum(len(shares.kv_heads_of(place)) for place in range(way.heads_over))
     q = problem.batch * problem.rows * problem.heads * problem.dim * problem.element
     kv = 2 * problem.key_batch * max(problem.keys) * kv_heads * problem.dim * problem.element
     if backward:  # dO to heads, and K and V where they are made again; dQ, dK, dV back to rows and keys

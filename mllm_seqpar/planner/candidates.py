@@ -81,7 +81,7 @@ def problem_within_groups(problem: Problem, group: int) -> Problem:
         rows=problem.rows * group,
         keys=tuple(sum(keys[i : i + group]) for i in range(0, len(keys), group)),
         heads=problem.heads // group,
-        kv_heads=max(shares.computed_key_heads(place) for place in range(group)),
+        kv_heads=max(shares.computed_kv_heads(place) for place in range(group)),
         rank=problem.rank // group,
     )
 

@@ -91,7 +91,7 @@ class FrameState:
         frames = [(start * units_per_frame, stop * units_per_frame) for start, stop in bounds]
         by_rank = [rows.take(text.positions(rank)) for rank in range(text.comm.size)]
         key_lengths = tuple((stop - start) * mask.tokens_per_frame for start, stop in frames)
-        return cls(visual, FrameBlockMasks(by_rank, frames), key_lengths, by_rank[text.comm.rank].sees_any())
+        return cls(visual, FrameBlockMasks(by_rank, frames), key_lengths, by_rank[text.comm.rank].any_frame_visible())
 
     def gathered(self, comm: Communicator, index: Tensor) -> FrameState:
         """The same with all ranks' features on every rank ("replicate"); `index` (units,) is that of all of them.

@@ -67,7 +67,7 @@ def _rough(problem: Problem) -> Problem:
 
 def _visible(blocks: BlockMasks) -> float:
     """The share of entries that a mask of frames shows; 1 where there is none."""
-    return max(round(blocks.share, 2), 0.01) if isinstance(blocks, FrameBlockMasks) else 1.0
+    return max(round(blocks.visible_fraction, 2), 0.01) if isinstance(blocks, FrameBlockMasks) else 1.0
 
 
 def _rounded(length: int) -> int:
@@ -114,8 +114,8 @@ class StrategySelector:
             seen: list[list[int]] | None = None
             shares: float | list[list[float]] = visible
             if pruned and isinstance(blocks, FrameBlockMasks):
-                seen = blocks.counts() if problem.ranks <= 4 * SHARED_RANKS else None
-                shares = blocks.shares() if problem.ranks <= SHARED_RANKS else visible
+                seen = blocks.visible_row_counts() if problem.ranks <= 4 * SHARED_RANKS else None
+                shares = blocks.visible_fractions() if problem.ranks <= SHARED_RANKS else visible
             options = SelectionOptions(
                 training=training,
                 visible=shares,

@@ -1,56 +1,56 @@
-"""Schedules as data, and what they send: pure arithmetic, no torch. The executor runs them, the planner times them.
+"""Schedules of distributed attention as data, and the bytes that they send. Pure arithmetic, no torch.
 
-A tile (a, b) with a * b = n ranks says how many ranks' rows and columns a rank computes with: (n, 1) is LV-XAttn,
-(1, n) is Ring Attention, what lies between is Mesh-Attention.
+The executor runs these schedules and the planner simulates them. A mesh shape (a, b) with a * b = n ranks says that
+each rank computes with a Q shards and b KV shards: (n, 1) is LV-XAttn, (1, n) is Ring Attention, all others are
+Mesh-Attention.
 """
 
 from __future__ import annotations
 
-from .mesh import OverlapRatios, mesh
-from .ring import direct, rotation
-from .steps import AttentionBlock, Axis, Move, Schedule, Step, Stream
+from .mesh import MeshShape, OverlapRatios, mesh_schedule
+from .ring import direct_schedule, ring_schedule
+from .steps import AttentionBlock, Axis, Schedule, Step, Transfer, TransferKind
 
 __all__ = [
+    "AttentionBlock",
     "Axis",
-    "Block",
-    "Hides",
-    "Move",
+    "MeshShape",
+    "OverlapRatios",
     "Schedule",
     "Step",
-    "Stream",
-    "direct",
-    "mesh",
-    "rotation",
+    "Transfer",
+    "TransferKind",
     "schedule_for",
 ]
 
 
 def schedule_for(
-    tile: tuple[int, int],
+    mesh_shape: MeshShape,
     rank: int,
     *,
     backward: bool,
-    straight: bool = False,
+    direct: bool = False,
     overlap_ratios: OverlapRatios | None = None,
 ) -> Schedule:
-    """The schedule of `rank` of a * b ranks for a tile (a, b); for (1, 1), of any number of ranks that send nothing.
+    """Return the schedule of `rank` among a * b ranks for a mesh shape (a, b).
 
-    Forward, a column's results stay with the row (nothing travels behind K and V); everything else travels home.
+    (1, 1) fits any number of ranks: each computes its own block, and nothing is sent. In the forward pass the results
+    stay with the Q shard that they belong to, so nothing follows K and V; all other results return to their owner.
 
     Args:
-        tile: how many ranks' rows and columns a rank computes with.
-        rank: whose schedule.
+        mesh_shape: how many Q shards and KV shards a rank computes with.
+        rank: the rank.
         backward: which pass.
-        straight: rows do not go round, see `direct`; for (n, 1) only.
-        hides: what a mesh's order of steps is worked out for; None: every transfer takes as long as a block.
+        direct: send Q shards point to point, see `direct_schedule`; for (n, 1) only.
+        overlap_ratios: what the order of a mesh is optimised for. None: every transfer takes as long as a block.
     """
-    rows, columns = tile
-    if rows == columns == 1:
+    q_shards, kv_shards = mesh_shape
+    if q_shards == kv_shards == 1:
         return (Step((), (AttentionBlock(rank, rank),)),)
-    if columns == 1:
-        if straight:
-            return direct(rows, rank)
-        return rotation(rows, rank, "rows", results_travel=True)
-    if rows == 1:
-        return rotation(columns, rank, "columns", results_travel=backward)
-    return mesh(tile, rank, backward=backward, overlap_ratios=overlap_ratios or OverlapRatios())
+    if kv_shards == 1:
+        if direct:
+            return direct_schedule(q_shards, rank)
+        return ring_schedule(q_shards, rank, "q", return_results=True)
+    if q_shards == 1:
+        return ring_schedule(kv_shards, rank, "kv", return_results=backward)
+    return mesh_schedule(mesh_shape, rank, backward=backward, overlap_ratios=overlap_ratios or OverlapRatios())

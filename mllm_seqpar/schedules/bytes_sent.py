@@ -1,31 +1,30 @@
-"""What one attention call sends, as formulas: pure arithmetic, without torch.
+"""Formulas for the bytes that one attention call sends.
 
-The transfer layer counts what is really sent (`Communicator.bytes`); tests hold the two equal. Elements that one of n
-ranks sends per call, with s_q rows per rank and, for even shares, s_kv keys per rank (H query heads, G key heads,
-head dim D):
+The transport counts what is sent (`Communicator.bytes`); tests hold the two equal. The table gives the elements that
+one of n ranks sends per call, with s_q query rows per rank and, for even shards, s_kv keys per rank (H query heads, G
+KV heads, head_dim D):
 
     LV-XAttn (arXiv 2502.02406)         forward   (n - 1) s_q H D  +  (n - 1) s_q H (D + 1)
                                         backward  (n - 1) s_q H (4 D + 1)
     Ring Attention (arXiv 2310.01889)   forward   2 (n - 1) s_kv G D
                                         backward  4 (n - 1) s_kv G D
-
-    Mesh-Attention, tile (a, b)         forward   (a - 1) s_q H (2 D + 1)  +  2 (b - 1) s_kv G D
+    Mesh-Attention, mesh shape (a, b)   forward   (a - 1) s_q H (2 D + 1)  +  2 (b - 1) s_kv G D
                                         backward  (a - 1) s_q H (4 D + 1)  +  4 (b - 1) s_kv G D
     DeepSpeed-Ulysses (arXiv 2309.14509)
                                         forward   (n - 1)/n (2 s_q H D + s_q H + 2 s_kv G D)
                                         backward  (n - 1)/n (2 s_q H D + 2 s_kv G D)
 
-With fewer key heads than ranks Ulysses sends each rank the one head that it needs: n in the place of G. Results that
-are complete (its O, dQ, dK, dV) travel in the inputs' dtype, partial ones (of key heads that ranks share) in the one
-that they are summed in.
+With fewer KV heads than ranks, Ulysses sends each rank the one head that it needs: replace G by n. Complete results
+(its O, dQ, dK, dV) are sent in the dtype of the inputs, partial ones (for KV heads that ranks share) in the dtype of
+the accumulator.
 
-Where a mask hides whole ranks from some rows, LV-XAttn's rows go straight to the ranks of which they see something, and
-nowhere else. With r(i, j) the rows of rank i that see any key of rank j, rank i then sends
+If a mask hides all keys of some rank from some rows, LV-XAttn sends rows point to point, and only to ranks with a
+visible key. With r(i, j) the number of rows of rank i that see any key of rank j, rank i then sends
 
-    forward   sum_j r(i, j) H D  +  sum_j r(j, i) H (D + 1)             over all j but i: rows out, results home
+    forward   sum_j r(i, j) H D  +  sum_j r(j, i) H (D + 1)             over all j but i: queries, then results
     backward  sum_j r(i, j) H (3 D + 1)  +  sum_j r(j, i) H D
 
-which is the ring's where every r(i, j) is s_q, and never more, summed over ranks.
+This equals the ring if every r(i, j) is s_q, and never exceeds it, summed over ranks.
 
 The paper's Ring Attention moves K and V expanded to all query heads, which is G = H here (`expanded`). Its 0.48% for
 Video-MME on mPLUG-Owl3-7B is the forward pass with 2-byte Q, K, V and 4-byte O and log-sum-exp: `video_mme`.
@@ -37,21 +36,23 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from .head_sharding import HeadShards
-from .mesh import OverlapRatios
+from .mesh import MeshShape, OverlapRatios
+
+LSE_BYTES = 4
 
 
 @dataclass(frozen=True, kw_only=True)
 class Problem:
-    """One call of a distributed attention, as seen by one rank.
+    """One call of a distributed attention, from the view of one rank.
 
     Attributes:
         rows: query rows of each rank, s_q.
         keys: keys of every rank, s_kv.
         heads, kv_heads, dim: H, G, D.
-        batch, key_batch: batch items of q, and of k and v (1 where all items of q share the keys).
-        rank: whose bytes are asked for; ranks differ only where their numbers of keys do.
-        element: bytes of an element of q, k, v, o and their gradients' inputs.
-        accumulated: bytes of an element of what is summed over ranks: O forward, dQ, dK, dV backward.
+        batch, key_batch: batch items of q, and of k and v (1 if all items of q share the keys).
+        rank: the rank that sends; ranks differ only if their numbers of keys do.
+        element: bytes per element of q, k, v, o and do.
+        accumulated: bytes per element of what is summed over ranks: O forward; dQ, dK, dV backward.
     """
 
     rows: int
@@ -67,70 +68,69 @@ class Problem:
 
     @property
     def ranks(self) -> int:
-        """n."""
         return len(self.keys)
 
 
-LSE_BYTES = 4
-
-
-def lv_xattn_bytes(problem: Problem, *, backward: bool, seen: Sequence[Sequence[int]] | None = None) -> dict[str, int]:
-    """Bytes that LV-XAttn sends per rank and call, by label: q, o, lse forward; q, o, do, lse, dq backward.
+def lv_xattn_bytes(
+    problem: Problem, *, backward: bool, visible_rows: Sequence[Sequence[int]] | None = None
+) -> dict[str, int]:
+    """Return the bytes that LV-XAttn sends per rank and call, by label: q, o, lse; backward q, o, do, lse, dq.
 
     Args:
         problem: the call.
         backward: which pass.
-        seen: with a mask, seen[i][j] = how many rows of rank i see any key of rank j: rows of all batch items where
-            they share their keys (key_batch 1), else row numbers that do in any batch item. None: every row sees
-            every rank.
+        visible_rows: with a mask, visible_rows[i][j] is the number of rows of rank i that see any key of rank j. If
+            batch items share their keys (key_batch 1), it counts the rows of all items, else the row numbers for which
+            this is so in any item. None: every row sees keys of every rank.
     """
-    if seen is None:
-        ahead = behind = (problem.ranks - 1) * problem.batch * problem.heads * problem.rows
+    if visible_rows is None:
+        inputs = results = (problem.ranks - 1) * problem.batch * problem.heads * problem.rows
     else:
         others = [rank for rank in range(problem.ranks) if rank != problem.rank]
-        ahead = sum(seen[problem.rank][j] for j in others) * problem.key_batch * problem.heads
-        behind = sum(seen[j][problem.rank] for j in others) * problem.key_batch * problem.heads
+        inputs = sum(visible_rows[problem.rank][j] for j in others) * problem.key_batch * problem.heads
+        results = sum(visible_rows[j][problem.rank] for j in others) * problem.key_batch * problem.heads
     if not backward:
         return {
-            "q": ahead * problem.dim * problem.element,
-            "o": behind * problem.dim * problem.accumulated,
-            "lse": behind * LSE_BYTES,
+            "q": inputs * problem.dim * problem.element,
+            "o": results * problem.dim * problem.accumulated,
+            "lse": results * LSE_BYTES,
         }
-    inputs = {name: ahead * problem.dim * problem.element for name in ("q", "o", "do")}
-    return inputs | {"lse": ahead * LSE_BYTES, "dq": behind * problem.dim * problem.accumulated}
+    sent = {name: inputs * problem.dim * problem.element for name in ("q", "o", "do")}
+    return sent | {"lse": inputs * LSE_BYTES, "dq": results * problem.dim * problem.accumulated}
 
 
 def ring_bytes(problem: Problem, *, backward: bool) -> dict[str, int]:
-    """Bytes that Ring Attention sends per rank and call, by label: k, v forward; k, v, dk, dv backward.
+    """Return the bytes that Ring Attention sends per rank and call, by label: k, v; backward k, v, dk, dv.
 
-    K and V of all ranks pass through a rank on their way, except those of the rank after it, where they end; dK and dV
-    of all ranks, except its own, which end here.
+    A rank sends the K and V of all ranks but the next one, where they end, and the dK and dV of all ranks but itself.
     """
     width = problem.key_batch * problem.kv_heads * problem.dim
-    after = (problem.rank + 1) % problem.ranks
-    total = sum(problem.keys)
-    ahead = (total - problem.keys[after]) * width * problem.element
-    sent = {"k": ahead, "v": ahead}
+    total, next_rank = sum(problem.keys), (problem.rank + 1) % problem.ranks
+    inputs = (total - problem.keys[next_rank]) * width * problem.element
+    sent = {"k": inputs, "v": inputs}
     if backward:
-        behind = (total - problem.keys[problem.rank]) * width * problem.accumulated
-        sent |= {"dk": behind, "dv": behind}
+        results = (total - problem.keys[problem.rank]) * width * problem.accumulated
+        sent |= {"dk": results, "dv": results}
     return sent
 
 
-def mesh_bytes(problem: Problem, tile: tuple[int, int], *, backward: bool) -> dict[str, int]:
-    """Bytes that a mesh of tile (a, b) sends per rank and call: LV-XAttn's in its Q group, the ring's in its KV group.
+def mesh_bytes(problem: Problem, mesh_shape: MeshShape, *, backward: bool) -> dict[str, int]:
+    """Return the bytes that a mesh sends per rank and call: LV-XAttn's in the Q group, the ring's in the KV group.
 
-    The Q group are the a ranks from a * (rank // a) on, the KV group the b ranks rank % a, rank % a + a, ...
+    The Q group is the a ranks from a * (rank // a), the KV group the b ranks rank % a, rank % a + a, ...
     """
-    a, _ = tile
-    place, column = divmod(problem.rank, a)
-    in_q_group = replace(problem, keys=(0,) * a, rank=column)
-    in_kv_group = replace(problem, keys=problem.keys[column::a], rank=place)
+    a, _ = mesh_shape
+    kv_index, q_index = divmod(problem.rank, a)
+    in_q_group = replace(problem, keys=(0,) * a, rank=q_index)
+    in_kv_group = replace(problem, keys=problem.keys[q_index::a], rank=kv_index)
     return lv_xattn_bytes(in_q_group, backward=backward) | ring_bytes(in_kv_group, backward=backward)
 
 
 def overlap_ratios_by_bytes(problem: Problem, *, backward: bool) -> OverlapRatios:
-    """What hides a mesh's transfers when nothing is known of speeds: by their bytes, the largest as long as a block."""
+    """Return overlap ratios in proportion to the bytes of each transfer; one block hides the largest.
+
+    This serves as a default if no speeds are known.
+    """
     row, key = problem.batch * problem.heads * problem.rows, problem.key_batch * problem.kv_heads * max(problem.keys)
     o = row * (problem.dim * problem.accumulated + (0 if backward else LSE_BYTES))
     q = row * problem.dim * problem.element * (3 if backward else 1) + (row * LSE_BYTES if backward else 0)
@@ -139,52 +139,52 @@ def overlap_ratios_by_bytes(problem: Problem, *, backward: bool) -> OverlapRatio
     return OverlapRatios(q=q / largest, kv=kv / largest, o=o / largest, dkv=dkv / largest)
 
 
-def ulysses_bytes(problem: Problem, tile: tuple[int, int] = (1, 1), *, backward: bool) -> dict[str, int]:
-    """Bytes that Ulysses sends per rank and call, by label: q, k, v, o, lse forward; do, dq, dk, dv backward.
+def ulysses_bytes(problem: Problem, mesh_shape: MeshShape = (1, 1), *, backward: bool) -> dict[str, int]:
+    """Return the bytes that Ulysses sends per rank and call, by label: q, k, v, o, lse; backward do, dq, dk, dv.
 
     Args:
         problem: the call.
-        tile: for the hybrid: heads are dealt to groups of u = n / (a b) consecutive ranks, and what one rank then has
-            of a group's rows and keys goes by the tile (a, b).
+        mesh_shape: (a, b) of the hybrid: heads are sharded over groups of u = n / (a b) consecutive ranks, and the
+            groups exchange Q and KV as a mesh of this shape.
         backward: which pass.
     """
-    size = problem.ranks // (tile[0] * tile[1])
-    shares = HeadShards(problem.heads, problem.kv_heads, size)
-    group, place = divmod(problem.rank, size)
+    size = problem.ranks // (mesh_shape[0] * mesh_shape[1])
+    shards = HeadShards(problem.heads, problem.kv_heads, size)
+    group, member = divmod(problem.rank, size)
     keys = problem.keys[group * size : (group + 1) * size]
-    others = [peer for peer in range(size) if peer != place]
+    others = [peer for peer in range(size) if peer != member]
     per_row = problem.batch * problem.rows * (problem.heads // size)
-    per_key_head = problem.key_batch * problem.dim * problem.element
+    per_kv_head = problem.key_batch * problem.dim * problem.element
     rows = (size - 1) * per_row * problem.dim * problem.element
     if backward:
-        shared = sum(len(shares.key_heads(peer)) for peer in range(size)) > problem.kv_heads
-        per_key_head = problem.key_batch * problem.dim * (problem.accumulated if shared else problem.element)
-        grads = sum(keys[peer] for peer in others) * len(shares.key_heads(place)) * per_key_head
+        shared = sum(len(shards.kv_heads_of(peer)) for peer in range(size)) > problem.kv_heads
+        per_kv_head = problem.key_batch * problem.dim * (problem.accumulated if shared else problem.element)
+        grads = sum(keys[peer] for peer in others) * len(shards.kv_heads_of(member)) * per_kv_head
         sent = {"do": rows, "dq": rows, "dk": grads, "dv": grads}
     else:
-        out = keys[place] * sum(len(shares.key_heads(peer)) for peer in others) * per_key_head
-        sent = {"q": rows, "k": out, "v": out, "o": rows, "lse": (size - 1) * per_row * LSE_BYTES}
-    inner = replace(
+        kv = keys[member] * sum(len(shards.kv_heads_of(peer)) for peer in others) * per_kv_head
+        sent = {"q": rows, "k": kv, "v": kv, "o": rows, "lse": (size - 1) * per_row * LSE_BYTES}
+    between_groups = replace(
         problem,
         rows=size * problem.rows,
         keys=tuple(sum(problem.keys[i : i + size]) for i in range(0, problem.ranks, size)),
         heads=problem.heads // size,
-        kv_heads=shares.computed_key_heads(place),
+        kv_heads=shards.computed_kv_heads(member),
         rank=group,
     )
-    between = mesh_bytes(inner, tile, backward=backward)
-    return {label: sent.get(label, 0) + between.get(label, 0) for label in sent | between}
+    mesh = mesh_bytes(between_groups, mesh_shape, backward=backward)
+    return {label: sent.get(label, 0) + mesh.get(label, 0) for label in sent | mesh}
 
 
 def expanded(problem: Problem) -> Problem:
-    """The same with K and V repeated for every query head, as the paper's Ring Attention moves them."""
+    """Return the problem with K and V repeated for every query head, as the paper's Ring Attention moves them."""
     return replace(problem, kv_heads=problem.heads)
 
 
 def video_mme(ranks: int, *, element: int = 2, accumulated: int = 4) -> Problem:
-    """The paper's Video-MME case: mPLUG-Owl3-7B, 5,514 query rows, 2,386 frames of 729 tokens = 1,739,394 keys.
+    """Return the paper's Video-MME case: mPLUG-Owl3-7B, 5,514 query rows, 2,386 frames of 729 tokens = 1,739,394 keys.
 
-    Rows are padded to a multiple of `ranks`; frames are dealt whole, the first ranks taking one more.
+    Rows are padded to a multiple of `ranks`. Frames are sharded whole; the first ranks hold one more.
     """
     base, extra = divmod(2386, ranks)
     keys = tuple((base + (rank < extra)) * 729 for rank in range(ranks))

@@ -1,10 +1,10 @@
-"""Which heads a rank computes when attention is dealt by heads: DeepSpeed-Ulysses (arXiv 2309.14509). No torch.
+"""Which heads each rank computes under head sharding (DeepSpeed-Ulysses, arXiv 2309.14509).
 
-Query heads are dealt evenly and in order. A rank needs the key heads of its query heads and no others: with at least as
-many key heads as ranks each is sent once, with fewer it is repeated only as far as the group needs it.
+Query heads are sharded evenly and in order. A rank needs the KV heads of its query heads and no others. With at least
+as many KV heads as ranks each one is sent once, with fewer it is repeated only as often as ranks need it.
 
-Over groups of u consecutive ranks, with the tile (a, b) of another algorithm over the n / u groups, this is the hybrid
-of USP (arXiv 2405.07719): heads are dealt inside a group, rows and columns between groups.
+With groups of u consecutive ranks and a mesh shape (a, b) over the n / u groups, this is the hybrid of USP (arXiv
+2405.07719): heads are sharded within a group, Q and KV between groups.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from mllm_seqpar.errors import ConfigError
 
 @dataclass(frozen=True)
 class HeadShards:
-    """`heads` query heads that share `kv_heads` key heads, dealt to `size` ranks.
+    """`heads` query heads that use `kv_heads` KV heads, sharded over `size` ranks.
 
     Raises:
-        ConfigError: heads that cannot be dealt evenly.
+        ConfigError: `size` does not divide the number of query heads.
     """
 
     heads: int
@@ -29,42 +29,37 @@ class HeadShards:
 
     def __post_init__(self) -> None:
         if self.heads % self.size:
-            largest = largest_group(self.heads, self.size)
+            largest = max(size for size in range(1, min(self.heads, self.size) + 1) if self.heads % size == 0)
             raise ConfigError(
-                f"ulysses: {self.heads} query heads cannot be dealt to {self.size} ranks; the largest group that can "
-                f"is {largest}. Use one of that size, another strategy, or a tile (a, b) of what is left: heads are "
-                "then dealt to n / (a b) ranks at a time"
+                f"ulysses: {self.heads} query heads cannot be sharded over {self.size} ranks; the largest group that "
+                f"divides them is {largest}. Use a group of that size, another strategy, or tile=(a, b), with which "
+                "heads are sharded over n / (a b) ranks only"
             )
 
-    def query_heads(self, rank: int) -> range:
-        """The query heads of a rank."""
-        share = self.heads // self.size
-        return range(rank * share, (rank + 1) * share)
+    def query_heads_of(self, rank: int) -> range:
+        count = self.heads // self.size
+        return range(rank * count, (rank + 1) * count)
 
-    def key_heads(self, rank: int) -> range:
-        """The key heads that a rank's query heads use, each once."""
-        mine, shared = self.query_heads(rank), self.heads // self.kv_heads
-        return range(mine.start // shared, -(-mine.stop // shared))
+    def kv_heads_of(self, rank: int) -> range:
+        """Return the KV heads that the query heads of `rank` use, each once."""
+        heads, per_kv_head = self.query_heads_of(rank), self.heads // self.kv_heads
+        return range(heads.start // per_kv_head, -(-heads.stop // per_kv_head))
 
-    def uniform(self, rank: int) -> list[int] | None:
-        """Which of its key heads stand where, so that equally many query heads use each; None: they do as they are.
+    def kv_head_index(self, rank: int) -> list[int] | None:
+        """Return indices into `kv_heads_of(rank)` such that equally many query heads use each entry, or None.
 
-        Shares that cut through the query heads of one key head at uneven places need some key heads twice: 3 query
-        heads to a key head, dealt two by two, are heads (0 0) (0 1) (1 1) ...
+        A rank whose first or last KV head serves fewer of its query heads than the others needs some KV heads twice.
+        With 3 query heads per KV head and 2 query heads per rank, the ranks compute with KV heads (0 0) (0 1) (1 1).
+        None means that the KV heads can be used unchanged.
         """
-        shared = self.heads // self.kv_heads
-        mine, keys = self.query_heads(rank), self.key_heads(rank)
-        if len(keys) == 1:
+        per_kv_head = self.heads // self.kv_heads
+        heads, kv_heads = self.query_heads_of(rank), self.kv_heads_of(rank)
+        if len(kv_heads) == 1:
             return None
-        step = gcd(shared, mine.start, mine.stop)
-        places = [head // shared - keys.start for head in range(mine.start, mine.stop, step)]
-        return None if places == list(range(len(keys))) else places
+        step = gcd(per_kv_head, heads.start, heads.stop)
+        index = [head // per_kv_head - kv_heads.start for head in range(heads.start, heads.stop, step)]
+        return None if index == list(range(len(kv_heads))) else index
 
-    def computed_key_heads(self, rank: int) -> int:
-        """How many key heads a rank computes with, those that it needs twice counted twice."""
-        return len(self.uniform(rank) or self.key_heads(rank))
-
-
-def largest_group(heads: int, limit: int) -> int:
-    """The largest number of ranks up to `limit` that `heads` query heads can be dealt to."""
-    return max(size for size in range(1, min(heads, limit) + 1) if heads % size == 0)
+    def computed_kv_heads(self, rank: int) -> int:
+        """Return the number of KV heads that a rank computes with, repetitions included."""
+        return len(self.kv_head_index(rank) or self.kv_heads_of(rank))

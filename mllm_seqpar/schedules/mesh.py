@@ -1,18 +1,19 @@
-"""Mesh-Attention: a rank computes a x b blocks, of the rows of its Q group and the columns of its KV group.
+"""Mesh-Attention: each rank computes a x b attention blocks, of the Q shards of one group and the KV shards of another.
 
-n = a b ranks. The Q group of rank r are the a ranks from a * (r // a) on, its KV group the b ranks r % a, r % a + a
-and so on. Every block (i, j) belongs to exactly one rank: the one in the Q group of i and in the KV group of j. Inside
-each group pieces go round a ring, one hop at a time, and results follow home the same way; a rank's own pieces are hop
-0, the ones that reach it after h hops are hop h. All ranks do the same thing at the same step, so the order is worked
-out once, in hops (`mesh_order`), and then written out for a rank (`mesh`).
+n = a b ranks. The Q group of rank r is the a ranks from a * (r // a), its KV group the b ranks r % a, r % a + a, ...
+Block (i, j) belongs to the one rank that is in the Q group of i and in the KV group of j. Within each group, shards go
+around a ring one hop at a time, and results return to their owner the same way. All ranks do the same at the same step,
+so the order is found once, with shards numbered by the hops that they take to reach a rank (`mesh_order`; 0 is the
+rank's own shard), and then translated for one rank (`mesh_schedule`).
 
-The order is a greedy search (Mesh-Attention's idea, section "schedule"): while inputs are missing, the next transfer is
-the one that unlocks the most blocks for what it costs; meanwhile just enough blocks are computed to hide it. Then
-results leave as they are finished: rows first, so that they can; in the backward pass rows and columns in turn. What
-nobody waits for, the own row (backward: the own block), is computed last, under the last transfers.
+The order is a greedy search (Mesh-Attention, section "schedule"). While inputs are missing, the next transfer is the
+one that unlocks the most blocks for its cost, and just enough blocks are computed to overlap it. Then each result is
+sent as soon as it is complete. Q results go first in the forward pass; the axes alternate in the backward pass. Blocks
+that no result waits for (those of the own Q shard; in the backward pass the own block) are computed last, during the
+last transfers.
 
-A piece stays from its arrival until its last block, so at most a - 1 rows and b - 1 columns of other ranks are held at
-one time, and as many partial results.
+A shard is held from its arrival until its last block. A rank therefore holds at most a - 1 Q shards and b - 1 KV shards
+of other ranks at a time, and as many partial results.
 """
 
 from __future__ import annotations
@@ -21,23 +22,23 @@ import math
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
-from .steps import AttentionBlock, Axis, Move, Schedule, Step, Stream
+from .steps import AttentionBlock, Axis, Schedule, Step, Transfer, TransferKind
 
-Tile = tuple[int, int]
-Result = tuple[Axis, int]
-"""What was computed for the piece of a hop."""
+MeshShape = tuple[int, int]
+_Result = tuple[Axis, int]
+"""The axis and the hop of the shard that a partial result belongs to."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class OverlapRatios:
-    """How many blocks must be computed while one transfer is under way, to hide it: its time over a block's time.
+    """Number of attention blocks that hide one transfer: the time of the transfer over the time of a block.
 
     Attributes:
-        q: what goes ahead with rows (Q; in the backward pass Q, O, dO and the log-sum-exp).
+        q: inputs along the Q axis (Q; in the backward pass Q, O, dO and the log-sum-exp).
         kv: K and V.
-        o: what comes behind rows (O and the log-sum-exp; dQ).
+        o: results along the Q axis (O and the log-sum-exp; dQ in the backward pass).
         dkv: dK and dV, in the backward pass.
-        one_link: the rows' transfers and the columns' share a link; else one of each goes at the same time.
+        one_link: True if transfers of both axes share a link, False if one of each can run at the same time.
     """
 
     q: float = 1.0
@@ -46,141 +47,148 @@ class OverlapRatios:
     dkv: float = 1.0
     one_link: bool = True
 
-    def of(self, stream: Stream, axis: Axis) -> float:
-        """That of one transfer."""
-        if stream == "ahead":
-            return self.q if axis == "rows" else self.kv
-        return self.o if axis == "rows" else self.dkv
+    def of(self, kind: TransferKind, axis: Axis) -> float:
+        if kind == "input":
+            return self.q if axis == "q" else self.kv
+        return self.o if axis == "q" else self.dkv
 
 
 @dataclass(frozen=True)
-class Transfer:
-    """One hop of a stream, in hops: ahead, the piece of this hop arrives; behind, the result of this hop leaves."""
+class _HopTransfer:
+    """A transfer for any rank: the input of this hop arrives, or the result for the shard of this hop is sent."""
 
-    stream: Stream
+    kind: TransferKind
     axis: Axis
     hop: int
 
 
 @dataclass(frozen=True)
-class Round:
-    """A step in hops: the transfers, and the blocks (of the row and column of these hops) computed meanwhile."""
+class _HopStep:
+    """A step for any rank; the blocks' shards are numbered by hops."""
 
-    transfers: tuple[Transfer, ...]
+    transfers: tuple[_HopTransfer, ...]
     blocks: tuple[AttentionBlock, ...]
 
 
-def mesh(tile: Tile, rank: int, *, backward: bool, overlap_ratios: OverlapRatios) -> Schedule:
-    """The schedule of `rank` for a tile (a, b), both above 1."""
-    size = {"rows": tile[0], "columns": tile[1]}
-    place = {"rows": rank % tile[0], "columns": rank // tile[0]}
+def mesh_schedule(mesh_shape: MeshShape, rank: int, *, backward: bool, overlap_ratios: OverlapRatios) -> Schedule:
+    """Return the schedule of `rank` for a mesh shape (a, b), both above 1."""
+    size = {"q": mesh_shape[0], "kv": mesh_shape[1]}
+    position = {"q": rank % mesh_shape[0], "kv": rank // mesh_shape[0]}
 
-    def member(axis: Axis, position: int) -> int:
-        position %= size[axis]
-        return rank - place["rows"] + position if axis == "rows" else place["rows"] + tile[0] * position
+    def group_rank(axis: Axis, index: int) -> int:
+        index %= size[axis]
+        return rank - position["q"] + index if axis == "q" else position["q"] + mesh_shape[0] * index
 
-    def piece(axis: Axis, hop: int) -> int:
-        return member(axis, place[axis] - hop)
+    def shard(axis: Axis, hop: int) -> int:
+        return group_rank(axis, position[axis] - hop)
 
-    def move(t: Transfer) -> Move:
-        after, before = member(t.axis, place[t.axis] + 1), member(t.axis, place[t.axis] - 1)
-        leaves = t.hop - 1 if t.stream == "ahead" else t.hop
-        return Move(t.stream, t.axis, piece(t.axis, leaves), after, piece(t.axis, leaves + 1), before)
+    def transfer(t: _HopTransfer) -> Transfer:
+        dst, src = group_rank(t.axis, position[t.axis] + 1), group_rank(t.axis, position[t.axis] - 1)
+        sent_hop = t.hop - 1 if t.kind == "input" else t.hop
+        return Transfer(t.kind, t.axis, shard(t.axis, sent_hop), dst, shard(t.axis, sent_hop + 1), src)
 
     return tuple(
         Step(
-            tuple(move(t) for t in step.transfers),
-            tuple(replace(b, row=piece("rows", b.row), column=piece("columns", b.column)) for b in step.blocks),
+            tuple(transfer(t) for t in step.transfers),
+            tuple(replace(b, q_shard=shard("q", b.q_shard), kv_shard=shard("kv", b.kv_shard)) for b in step.blocks),
         )
-        for step in mesh_order(tile, backward, overlap_ratios)
+        for step in mesh_order(mesh_shape, backward, overlap_ratios)
     )
 
 
 @lru_cache(maxsize=256)
-def mesh_order(tile: Tile, backward: bool, overlap_ratios: OverlapRatios) -> tuple[Round, ...]:
-    """The order of transfers and blocks, the same for all ranks: a pure function of the tile and of what hides what."""
-    search = _Search(tile, backward, overlap_ratios)
+def mesh_order(mesh_shape: MeshShape, backward: bool, overlap_ratios: OverlapRatios) -> tuple[_HopStep, ...]:
+    """Return the order of transfers and blocks that all ranks follow; it depends on the arguments only."""
+    search = _Search(mesh_shape, backward, overlap_ratios)
     while search.todo or search.results:
         search.step()
-    return tuple(search.rounds)
+    return tuple(search.steps)
 
 
 class _Search:
-    """The state of the search: what has arrived, what is to be computed, which results have not left yet."""
+    """The state of the greedy search.
 
-    def __init__(self, tile: Tile, backward: bool, overlap_ratios: OverlapRatios) -> None:
+    Attributes:
+        arrived: number of shards that this rank holds along each axis, its own included.
+        results: partial results that are still to be sent.
+        todo: blocks that are still to be computed, in order of preference.
+        last_sent: axis of the result that was sent last.
+    """
+
+    def __init__(self, mesh_shape: MeshShape, backward: bool, overlap_ratios: OverlapRatios) -> None:
         self.overlap_ratios = overlap_ratios
-        self.size: dict[Axis, int] = {"rows": tile[0], "columns": tile[1]}
-        self.here: dict[Axis, int] = {"rows": 1, "columns": 1}  # pieces that have arrived, the own one included
-        self.results: list[Result] = [("rows", hop) for hop in range(1, tile[0])]
-        self.results += [("columns", hop) for hop in range(1, tile[1])] if backward else []
-        self.todo = _blocks(tile, backward)
-        self.left: Axis = "columns"  # the axis of the result that left last
-        self.rounds: list[Round] = []
+        self.size: dict[Axis, int] = {"q": mesh_shape[0], "kv": mesh_shape[1]}
+        self.arrived: dict[Axis, int] = {"q": 1, "kv": 1}
+        self.results: list[_Result] = [("q", hop) for hop in range(1, mesh_shape[0])]
+        self.results += [("kv", hop) for hop in range(1, mesh_shape[1])] if backward else []
+        self.todo = _blocks(mesh_shape, backward)
+        self.last_sent: Axis = "kv"
+        self.steps: list[_HopStep] = []
 
     def step(self) -> None:
-        """Chooses the transfers of one step and the blocks to be computed meanwhile."""
-        transfers = self._inputs() or self._finished()
+        """Append one step: its transfers, and the blocks that are computed meanwhile."""
+        transfers = self._input_transfers() or self._result_transfers()
         for t in transfers:
-            if t.stream == "behind":
+            if t.kind == "result":
                 self.results.remove((t.axis, t.hop))
-                self.left = t.axis
-        blocks = self._compute(transfers)
-        self.rounds.append(Round(tuple(transfers), tuple(blocks)))
+                self.last_sent = t.axis
+        blocks = self._blocks_during(transfers)
+        self.steps.append(_HopStep(tuple(transfers), tuple(blocks)))
         done = set(blocks)
         self.todo = [block for block in self.todo if block not in done]
         for t in transfers:
-            if t.stream == "ahead":
-                self.here[t.axis] += 1
+            if t.kind == "input":
+                self.arrived[t.axis] += 1
 
-    def _inputs(self) -> list[Transfer]:
-        missing: list[Axis] = [axis for axis in self.size if self.here[axis] < self.size[axis]]
-        missing.sort(key=self._worth, reverse=True)
+    def _input_transfers(self) -> list[_HopTransfer]:
+        missing: list[Axis] = [axis for axis in self.size if self.arrived[axis] < self.size[axis]]
+        missing.sort(key=self._unlocked_per_cost, reverse=True)
         if self.overlap_ratios.one_link:
             missing = missing[:1]
-        return [Transfer("ahead", axis, self.here[axis]) for axis in missing]
+        return [_HopTransfer("input", axis, self.arrived[axis]) for axis in missing]
 
-    def _worth(self, axis: Axis) -> float:
-        """Blocks that the next piece of `axis` unlocks, for each block that hides its transfer."""
-        unlocked = self.here["columns" if axis == "rows" else "rows"]
-        return unlocked / max(self.overlap_ratios.of("ahead", axis), 1e-9)
+    def _unlocked_per_cost(self, axis: Axis) -> float:
+        """Return the blocks that the next shard of `axis` unlocks over the blocks that hide its transfer."""
+        unlocked = self.arrived["kv" if axis == "q" else "q"]
+        return unlocked / max(self.overlap_ratios.of("input", axis), 1e-9)
 
-    def _finished(self) -> list[Transfer]:
-        ready = [Transfer("behind", axis, hop) for axis, hop in self._next() if not self._unfinished((axis, hop))]
-        return ready[:1] if self.overlap_ratios.one_link else ready
+    def _result_transfers(self) -> list[_HopTransfer]:
+        complete = [result for result in self._next_results() if not self._unfinished(result)]
+        transfers = [_HopTransfer("result", axis, hop) for axis, hop in complete]
+        return transfers[:1] if self.overlap_ratios.one_link else transfers
 
-    def _next(self) -> list[Result]:
-        """The next result of either axis, first the one that waits for fewer blocks, else the other axis in turn."""
+    def _next_results(self) -> list[_Result]:
+        """Return the next result of each axis; the one that waits for fewer blocks first, else alternate the axes."""
         firsts = [min(r for r in self.results if r[0] == axis) for axis in dict(self.results)]
-        return sorted(firsts, key=lambda r: (len(self._unfinished(r)), r[0] == self.left))
+        return sorted(firsts, key=lambda r: (len(self._unfinished(r)), r[0] == self.last_sent))
 
-    def _unfinished(self, result: Result) -> list[AttentionBlock]:
+    def _unfinished(self, result: _Result) -> list[AttentionBlock]:
         axis, hop = result
-        return [b for b in self.todo if hop == (b.row if axis == "rows" else b.column)]
+        return [b for b in self.todo if hop == (b.q_shard if axis == "q" else b.kv_shard)]
 
-    def _compute(self, transfers: list[Transfer]) -> list[AttentionBlock]:
-        """Just enough to hide the transfers; then what the next result to leave still waits for."""
+    def _blocks_during(self, transfers: list[_HopTransfer]) -> list[AttentionBlock]:
+        """Return just enough blocks to hide the transfers, or all that the next result waits for if these are more."""
         if not self.results:
             return self.todo
-        # the last one, which no result waits for, is kept for the last transfer
-        here = [b for b in self.todo[:-1] if b.row < self.here["rows"] and b.column < self.here["columns"]]
-        costs = [self.overlap_ratios.of(t.stream, t.axis) for t in transfers]
+        # The last block, which no result waits for, is left for the last transfer.
+        ready = [b for b in self.todo[:-1] if b.q_shard < self.arrived["q"] and b.kv_shard < self.arrived["kv"]]
+        costs = [self.overlap_ratios.of(t.kind, t.axis) for t in transfers]
         enough = max(1, math.ceil(max(costs, default=0) - 1e-9))
-        if self.here != self.size:
-            return here[:enough]
-        awaited = [block for result in self._next() for block in self._unfinished(result)]
-        order = list(dict.fromkeys(awaited + here))
-        return order[: max(enough, len(self._unfinished(self._next()[0])))]
+        if self.arrived != self.size:
+            return ready[:enough]
+        awaited = [block for result in self._next_results() for block in self._unfinished(result)]
+        order = list(dict.fromkeys(awaited + ready))
+        return order[: max(enough, len(self._unfinished(self._next_results()[0])))]
 
 
-def _blocks(tile: Tile, backward: bool) -> list[AttentionBlock]:
-    """All blocks, in the order in which they are computed while inputs arrive: what results wait for, own ones last.
+def _blocks(mesh_shape: MeshShape, backward: bool) -> list[AttentionBlock]:
+    """Return all blocks in the order of computation while inputs arrive; those that no result waits for come last.
 
-    In the backward pass a rank's own block has two parts, since it is all that there is to compute under the first
-    transfer and under the last.
+    In the backward pass the own block has two parts, because it is all that there is to compute during the first
+    transfer and during the last.
     """
-    rows, columns = ((*range(1, size), 0) for size in tile)
-    blocks = [AttentionBlock(row, column) for row in rows for column in (columns if backward else range(tile[1]))]
+    q_hops, kv_hops = ((*range(1, size), 0) for size in mesh_shape)
+    blocks = [AttentionBlock(q, kv) for q in q_hops for kv in (kv_hops if backward else range(mesh_shape[1]))]
     if backward:
         blocks.remove(AttentionBlock(0, 0))
         blocks += [AttentionBlock(0, 0, 0, 2), AttentionBlock(0, 0, 1, 2)]

@@ -1,4 +1,4 @@
-"""From a strategy's name to a tile, and to the number of ranks that deal heads. No torch."""
+"""The mesh shape and the head-sharding degree of a strategy."""
 
 from __future__ import annotations
 
@@ -8,37 +8,37 @@ from functools import lru_cache
 from mllm_seqpar.errors import ConfigError
 
 from .bytes_sent import Problem, mesh_bytes
+from .mesh import MeshShape
 
-Tile = tuple[int, int]
 
-
-def tiles_of(size: int) -> list[Tile]:
-    """All tiles (a, b) of `size` ranks, from LV-XAttn's (n, 1) to Ring Attention's (1, n)."""
+def mesh_shapes_of(size: int) -> list[MeshShape]:
+    """Return all mesh shapes (a, b) of `size` ranks, from LV-XAttn's (n, 1) to Ring Attention's (1, n)."""
     return [(a, size // a) for a in range(size, 0, -1) if size % a == 0]
 
 
-def check_tile(tile: object) -> Tile:
-    """`tile` as a pair of numbers of ranks.
+def check_tile(tile: object) -> MeshShape:
+    """Return the option `tile` as a tuple (a, b).
 
     Raises:
-        ConfigError: for anything else.
+        ConfigError: it is not a pair of positive integers.
     """
     if isinstance(tile, (tuple, list)) and len(tile) == 2 and all(type(x) is int and x > 0 for x in tile):
         return tile[0], tile[1]
-    raise ConfigError(f"tile: {tile!r} is no tile; pass (a, b), two numbers of ranks, or None")
+    raise ConfigError(f"tile: {tile!r} is invalid; expected (a, b) with two positive integers, or None")
 
 
-def tile_and_heads(strategy: str, tile: Tile | None, size: int) -> tuple[Tile | None, int]:
-    """(tile, how many consecutive ranks deal heads among themselves) of a strategy on `size` ranks.
+def resolve_tile(strategy: str, tile: MeshShape | None, size: int) -> tuple[MeshShape | None, int]:
+    """Return the mesh shape of a strategy on `size` ranks, and its head-sharding degree.
 
     Args:
-        strategy: "lv-xattn", "ring", "mesh", "ulysses", or "star", in which a rank has all that its rows see.
-        tile: for "mesh", with a * b = size, or None: any (then None is returned); for "ulysses" None, all ranks deal
-            heads, or a tile of the hybrid: heads are dealt to size / (a * b) ranks.
-        size: ranks.
+        strategy: "lv-xattn", "ring", "mesh", "ulysses", or "star", in which a rank computes only its own block.
+        tile: for "mesh", (a, b) with a * b = size, or None for any (the mesh shape returned is then None). For
+            "ulysses", None to shard the heads over all ranks, or (a, b) for the hybrid with the mesh shape (a, b) over
+            groups of size / (a * b) ranks that shard the heads.
+        size: number of ranks.
 
     Raises:
-        ConfigError: a tile that does not fit the number of ranks.
+        ConfigError: the tile does not fit the number of ranks.
     """
     if strategy == "lv-xattn":
         return (size, 1), 1
@@ -50,24 +50,24 @@ def tile_and_heads(strategy: str, tile: Tile | None, size: int) -> tuple[Tile | 
         a, b = tile or (1, 1)
         if size % (a * b):
             raise ConfigError(
-                f"tile: ({a}, {b}) makes {a * b} ranks of each group that deals heads, which does not divide the "
-                f"{size} ranks there are"
+                f"tile: ({a}, {b}) with ulysses needs a multiple of {a * b} ranks, but the group has {size}; choose "
+                "(a, b) such that a * b divides the number of ranks"
             )
         return (a, b), size // (a * b)
     if strategy != "mesh":
-        raise ValueError(f"strategy {strategy!r} has no tile")
+        raise ValueError(f"strategy {strategy!r} has no mesh shape")
     if tile is not None and tile[0] * tile[1] != size:
-        legal = ", ".join(map(str, tiles_of(size)))
-        raise ConfigError(f"tile: {tile} is for {tile[0] * tile[1]} ranks, but the group has {size}; choose {legal}")
+        allowed = ", ".join(map(str, mesh_shapes_of(size)))
+        raise ConfigError(f"tile: {tile} is for {tile[0] * tile[1]} ranks, but the group has {size}; choose {allowed}")
     return tile, 1
 
 
 @lru_cache(maxsize=256)
-def least_bytes_tile(problem: Problem) -> Tile:
-    """The tile of which the rank that sends most sends least, forward and backward together."""
+def least_bytes_mesh_shape(problem: Problem) -> MeshShape:
+    """Return the mesh shape that minimises the largest number of bytes that any rank sends in both passes together."""
 
-    def sent(tile: Tile) -> int:
+    def sent(mesh_shape: MeshShape) -> int:
         ranks = (replace(problem, rank=rank) for rank in range(problem.ranks))
-        return max(sum(sum(mesh_bytes(p, tile, backward=b).values()) for b in (False, True)) for p in ranks)
+        return max(sum(sum(mesh_bytes(p, mesh_shape, backward=b).values()) for b in (False, True)) for p in ranks)
 
-    return min(tiles_of(problem.ranks), key=sent)
+    return min(mesh_shapes_of(problem.ranks), key=sent)

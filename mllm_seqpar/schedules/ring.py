@@ -1,70 +1,69 @@
-"""The two ends of the family of tiles: rows go round (LV-XAttn), or columns do (Ring Attention).
+"""Schedules that move one axis only: Q shards (LV-XAttn) or KV shards (Ring Attention).
 
-LV-XAttn (arXiv 2502.02406, section 3.1) rotates rows, Ring Attention (arXiv 2310.01889) rotates columns: one rule with
-the roles exchanged, so both directions of both come from `rotation`. Two details go beyond the papers: the block of a
-rank's own row and column never leaves home, which makes n - 1 hops of both streams, not n; and that block is computed
-in two parts, the first while the first piece comes in, the last while the last result comes home, so that no hop is
-left uncovered.
+LV-XAttn (arXiv 2502.02406, section 3.1) rotates Q shards, Ring Attention (arXiv 2310.01889) rotates KV shards. Both are
+`ring_schedule`, with the axes exchanged. Two details go beyond the papers. The block of a rank's own Q and KV shards
+needs no transfer, so inputs and results take n - 1 hops, not n. That block is computed in two parts, the first during
+the first input transfer and the last during the last result transfer, so that every hop is overlapped.
 
-Rows need not go round: in `direct` a rank's rows go to every other rank straight from home and results come straight
-back, as many transfers of as many rows. A ring must carry all rows past all ranks; going straight, each rank can be
-sent only the rows that see something of it (who sees what is not the schedule's business).
+`direct_schedule` sends each Q shard from its owner to every other rank and the results straight back, with as many
+transfers as the ring. A ring has to carry all rows past all ranks. Point to point, a rank can be sent only the rows
+that see any of its keys; the executor selects these rows.
 """
 
 from __future__ import annotations
 
-from .steps import AttentionBlock, Axis, Move, Schedule, Step
+from .steps import AttentionBlock, Axis, Schedule, Step, Transfer
 
 
-def rotation(size: int, rank: int, axis: Axis, *, results_travel: bool) -> Schedule:
-    """The schedule of `rank` when the pieces of `axis` go round the ring and the other axis stays at home.
+def ring_schedule(size: int, rank: int, axis: Axis, *, return_results: bool) -> Schedule:
+    """Return the schedule of `rank` when the shards of `axis` go around the ring and the other axis stays.
 
-    At step t the rank computes with the piece of rank - t. With `results_travel`, what is computed for a piece follows
-    it one step behind and reaches its home after the last block: (O, lse) and dQ for rows, (dK, dV) for columns.
+    At step t the rank computes with the shard of rank - t. With `return_results`, the result for a shard follows it
+    one step later and reaches the owner after the last block: (O, lse) and dQ for Q shards, (dK, dV) for KV shards.
     """
-    after, before = (rank + 1) % size, (rank - 1) % size
+    next_rank, previous_rank = (rank + 1) % size, (rank - 1) % size
 
-    def piece(t: int) -> int:
+    def shard(t: int) -> int:
         return (rank - t) % size
 
     steps = []
-    for t, blocks in enumerate(_blocks(size, rank, axis, results_travel)):
-        moves = []
+    for t, blocks in enumerate(_blocks(size, rank, axis, return_results)):
+        transfers = []
         if t < size - 1:
-            moves.append(Move("ahead", axis, piece(t), after, piece(t + 1), before))
-        if results_travel and t >= 2:  # the result of step t - 1 leaves; that of the piece in hand arrives
-            moves.append(Move("behind", axis, piece(t - 1), after, piece(t), before))
-        steps.append(Step(tuple(moves), blocks))
+            transfers.append(Transfer("input", axis, shard(t), next_rank, shard(t + 1), previous_rank))
+        if return_results and t >= 2:  # sends the result of step t - 1, receives that of the shard of this step
+            transfers.append(Transfer("result", axis, shard(t - 1), next_rank, shard(t), previous_rank))
+        steps.append(Step(tuple(transfers), blocks))
     return tuple(steps)
 
 
-def direct(size: int, rank: int) -> Schedule:
-    """The schedule of `rank` when rows go straight from their home to each other rank, and results straight back.
+def direct_schedule(size: int, rank: int) -> Schedule:
+    """Return the schedule of `rank` when Q shards, and the results for them, travel point to point.
 
-    At step t the rank computes with the rows of rank - t, as in the ring; its own rows leave for rank + t one step
-    before, and what rank + t computed for them comes back one step behind.
+    At step t the rank computes with the Q shard of rank - t, as in the ring. Its own Q shard is sent to rank + t one
+    step earlier, and the result that rank + t computed comes back one step later.
     """
     steps = []
-    for t, blocks in enumerate(_blocks(size, rank, "rows", results_travel=True)):
-        moves = []
+    for t, blocks in enumerate(_blocks(size, rank, "q", return_results=True)):
+        transfers = []
         if t < size - 1:
-            coming = (rank - t - 1) % size
-            moves.append(Move("ahead", "rows", rank, (rank + t + 1) % size, coming, coming))
+            src = (rank - t - 1) % size
+            transfers.append(Transfer("input", "q", rank, (rank + t + 1) % size, src, src))
         if t >= 2:
-            going = (rank - t + 1) % size
-            moves.append(Move("behind", "rows", going, going, rank, (rank + t - 1) % size))
-        steps.append(Step(tuple(moves), blocks))
+            dst = (rank - t + 1) % size
+            transfers.append(Transfer("result", "q", dst, dst, rank, (rank + t - 1) % size))
+        steps.append(Step(tuple(transfers), blocks))
     return tuple(steps)
 
 
-def _blocks(size: int, rank: int, axis: Axis, results_travel: bool) -> list[tuple[AttentionBlock, ...]]:
-    """What `rank` computes at each step: at step t with the piece of rank - t, and its own block in two parts."""
+def _blocks(size: int, rank: int, axis: Axis, return_results: bool) -> list[tuple[AttentionBlock, ...]]:
+    """Return the blocks of each step: at step t the shard of rank - t, and the rank's own block in two parts."""
 
     def block(t: int, part: int = 0, parts: int = 1) -> tuple[AttentionBlock, ...]:
-        piece = (rank - t) % size
-        row, column = (piece, rank) if axis == "rows" else (rank, piece)
-        return (AttentionBlock(row, column, part, parts),)
+        shard = (rank - t) % size
+        q_shard, kv_shard = (shard, rank) if axis == "q" else (rank, shard)
+        return (AttentionBlock(q_shard, kv_shard, part, parts),)
 
-    if size == 1 or not results_travel:
+    if not return_results:
         return [block(t) for t in range(size)]
     return [block(0, 0, 2), *(block(t) for t in range(1, size)), block(0, 1, 2)]

@@ -1,9 +1,9 @@
-"""Schedules as data: which block a rank computes at which step, and what travels meanwhile. Plain Python, no torch.
+"""Schedules as data: the attention blocks that a rank computes at each step, and the transfers that run meanwhile.
 
-One block is attend(Q_i, KV_j): row i is the query shard of rank i, column j the key shard of rank j. A schedule is a
-list of steps; a step's moves are posted first as one grouped exchange, then its blocks are computed, then the moves are
-waited for. Two kinds of stream: what goes AHEAD of the computation (the inputs of coming blocks) and what comes BEHIND
-it (results on their way home, each rank adding its own part to what arrives).
+An attention block is attend(Q_i, KV_j): rank i owns the Q shard, rank j owns the KV shard. A schedule is a list of
+steps. The executor posts the transfers of a step as one grouped exchange, computes the blocks of the step, and then
+waits for the transfers. Input transfers bring what later blocks need. Result transfers carry partial results to the
+owner of the shard; each rank on the way adds its own part to the result that it receives.
 """
 
 from __future__ import annotations
@@ -11,37 +11,40 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-Stream = Literal["ahead", "behind"]
-Axis = Literal["rows", "columns"]
+Axis = Literal["q", "kv"]
+TransferKind = Literal["input", "result"]
 
 
 @dataclass(frozen=True)
-class Move:
-    """One hop of one stream: the piece of home rank `send` leaves for rank `to`; that of `recv` comes from `source`."""
+class Transfer:
+    """Send a shard, or the partial result for it, to rank `dst`, and receive that of another shard from rank `src`.
 
-    stream: Stream
+    `send_shard` and `recv_shard` are the ranks that own the two shards.
+    """
+
+    kind: TransferKind
     axis: Axis
-    send: int
-    to: int
-    recv: int
-    source: int
+    send_shard: int
+    dst: int
+    recv_shard: int
+    src: int
 
 
 @dataclass(frozen=True)
 class AttentionBlock:
-    """attend(Q_row, KV_column), or only the part of its query rows from part/parts to (part + 1)/parts."""
+    """attend(Q_i, KV_j), i = `q_shard`, j = `kv_shard`, or only its query rows from part/parts to (part + 1)/parts."""
 
-    row: int
-    column: int
+    q_shard: int
+    kv_shard: int
     part: int = 0
     parts: int = 1
 
 
 @dataclass(frozen=True)
 class Step:
-    """Moves to post, blocks to compute while they are under way, then the wait."""
+    """The transfers to post, and the blocks to compute before the step waits for them."""
 
-    moves: tuple[Move, ...]
+    transfers: tuple[Transfer, ...]
     blocks: tuple[AttentionBlock, ...]
 
 

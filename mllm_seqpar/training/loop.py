@@ -19,7 +19,7 @@ from mllm_seqpar.cli.failure import first_line
 from mllm_seqpar.cli.memory import peak_memory, reset_peak_memory
 from mllm_seqpar.cli.progress import progress_bar
 from mllm_seqpar.comm import as_communicator
-from mllm_seqpar.comm.collective_check import attempt, check_collectively, raise_on_all_ranks
+from mllm_seqpar.comm.agreement import attempt, check_collectively, raise_on_all_ranks
 from mllm_seqpar.config import SeqParConfig
 from mllm_seqpar.data.chat_families import chat_family
 from mllm_seqpar.errors import ConfigError

@@ -263,7 +263,7 @@ class MPlugOwl3Family(MediaLayoutCache):
         return self._view(super().empty_visibility(inputs, units, tokens).mask)
 
     def _view(self, mask: FrameMask) -> Visibility:
-        return Visibility(mask, {"sees": mask.sees_any().to(self.embedding_weight().device)})
+        return Visibility(mask, {"sees": mask.any_frame_visible().to(self.embedding_weight().device)})
 
     def check(self, inputs: ForwardInputs, kwargs: dict[str, Any]) -> None:
         """What only one rank may have got wrong, and must not leave the others waiting for it."""

@@ -38,16 +38,16 @@ def tile_figure(title: str, tile: Tile, passes: tuple[bool, ...] = (False, True)
     return draw(title, [panel for panel, _ in drawn], [HOW, OWN, legend_of(sorted(names))])
 
 
-def straight() -> str:
+def direct() -> str:
     """LV-XAttn under a mask: each of 16 rows sees the 6 frames up to its own place among 16."""
     rows = torch.arange(16)[None]
     mask = FrameMask.from_intervals((rows - 5).clamp(min=0), rows + 1, 1, 16)
     places = [torch.arange(4 * rank, 4 * rank + 4) for rank in range(4)]
     blocks = FrameBlockMasks([mask.take(place) for place in places], frame_bounds(16, 4))
     assert blocks.prunes
-    seen = blocks.counts()
+    seen = blocks.visible_row_counts()
     panel, names = of_schedule(
-        "forward", (4, 1), backward=False, straight=True, share=lambda i, j: seen[i][j] / 4, spares=True
+        "forward", (4, 1), backward=False, direct=True, share=lambda i, j: seen[i][j] / 4, spares=True
     )
     example = (
         "Example: 16 queries, 16 frames; each query sees the 6 frames up to its own place. Percent: share of a rank's "
@@ -133,7 +133,7 @@ def star() -> str:
     rows = []
     for rank, text in enumerate(run_loopback(4, text_of)):
         (step,) = schedule_for((1, 1), rank, backward=False)
-        assert not step.moves
+        assert not step.transfers
         read = [int(part[0]) // text.block for part in text.positions(rank).split(text.block) if part[0] < text.length]
         seen = [(row, column) for i, row in enumerate(read) for column in read[: i + 1]]
         chips = [Chip(f"c{i + 1}", f"c{j + 1}", [i], [j], note="causal" if i == j else "") for i, j in seen]
@@ -148,7 +148,7 @@ def star() -> str:
 
 FIGURES: dict[str, Callable[[], str]] = {
     "lv-xattn": lambda: tile_figure("LV-XAttn, tile (4, 1): queries go round, keys stay", (4, 1)),
-    "lv-xattn-mask": straight,
+    "lv-xattn-mask": direct,
     "ring": lambda: tile_figure("Ring Attention, tile (1, 4): keys go round, queries stay", (1, 4)),
     "ring-causal": layouts,
     "mesh": lambda: tile_figure("Mesh-Attention, tile (3, 2) of 6 ranks, every transfer as long as a block", (3, 2)),

@@ -9,8 +9,8 @@ from grid import Cell, Chip, Leaving, Panel
 from torch import Tensor
 
 from mllm_seqpar.comm import Communicator, Pending, Recv, Send
-from mllm_seqpar.comm.exchange_collectives import ExchangeCollectives
-from mllm_seqpar.schedules import Move, Schedule, schedule_for
+from mllm_seqpar.comm.base import ExchangeCollectives
+from mllm_seqpar.schedules import Schedule, Transfer, schedule_for
 from mllm_seqpar.schedules.head_sharding import HeadShards
 
 Tile = tuple[int, int]
@@ -27,11 +27,11 @@ MEANING = {
 }
 
 
-def piece_of(move: Move, backward: bool) -> str:
+def piece_of(move: Transfer, backward: bool) -> str:
     """What a move carries, in short."""
-    if move.stream == "ahead":
-        return "KV" if move.axis == "columns" else "Q+" if backward else "Q"
-    return "dKV" if move.axis == "columns" else "dQ" if backward else "O"
+    if move.kind == "input":
+        return "KV" if move.axis == "kv" else "Q+" if backward else "Q"
+    return "dKV" if move.axis == "kv" else "dQ" if backward else "O"
 
 
 def legend_of(names: Sequence[str]) -> str:
@@ -40,7 +40,7 @@ def legend_of(names: Sequence[str]) -> str:
 
 
 def of_schedule(
-    title: str, tile: Tile, *, backward: bool, straight: bool = False, share: Share | None = None, spares: bool = False
+    title: str, tile: Tile, *, backward: bool, direct: bool = False, share: Share | None = None, spares: bool = False
 ) -> tuple[Panel, set[str]]:
     """A pass of a tile, and the short names of what travels.
 
@@ -48,23 +48,23 @@ def of_schedule(
         title: of the panel.
         tile: (a, b).
         backward: which pass.
-        straight: rows do not go round.
+        direct: rows do not go round.
         share: what a mask lets see; None: everything.
         spares: what sees nothing of a rank does not travel to it.
     """
     size, names, rows = tile[0] * tile[1], set(), []
     for rank in range(size):
         cells = []
-        for step in schedule_for(tile, rank, backward=backward, straight=straight):
-            chips = [_chip(b.row, b.column, b.part, b.parts, share) for b in step.blocks]
+        for step in schedule_for(tile, rank, backward=backward, direct=direct):
+            chips = [_chip(b.q_shard, b.kv_shard, b.part, b.parts, share) for b in step.blocks]
             leaving = []
-            for move in step.moves:
-                computed = (move.send, move.to if move.stream == "ahead" else rank)
+            for move in step.transfers:
+                computed = (move.send_shard, move.dst if move.kind == "input" else rank)
                 if spares and share is not None and share(*computed) == 0:
                     continue
                 name = piece_of(move, backward)
                 names.add(name)
-                leaving.append(Leaving(f"{name}{move.send}", move.send, str(move.to)))
+                leaving.append(Leaving(f"{name}{move.send_shard}", move.send_shard, str(move.dst)))
             cells.append(Cell(chips, leaving))
         rows.append((f"rank {rank}", cells))
     return Panel(title, [f"step {i + 1}" for i in range(len(rows[0][1]))], rows), names
@@ -85,12 +85,14 @@ def of_heads(title: str, size: int, heads: int, kv_heads: int, tile: Tile = (1, 
         group, place = divmod(rank, size)
         first = group * size
         dealt = [
-            Leaving(f"Q{rank} {_of(shares.query_heads(p))}, KV{rank} {_of(shares.key_heads(p))}", rank, str(first + p))
+            Leaving(
+                f"Q{rank} {_of(shares.query_heads_of(p))}, KV{rank} {_of(shares.kv_heads_of(p))}", rank, str(first + p)
+            )
             for p in range(size)
             if p != place
         ]
         back = [
-            Leaving(f"O{first + p} {_of(shares.query_heads(place))}", first + p, str(first + p))
+            Leaving(f"O{first + p} {_of(shares.query_heads_of(place))}", first + p, str(first + p))
             for p in range(size)
             if p != place
         ]
@@ -99,19 +101,21 @@ def of_heads(title: str, size: int, heads: int, kv_heads: int, tile: Tile = (1, 
         for step in schedule:
             chips = [
                 Chip(
-                    f"Q{_ranks(b.row, size)}",
-                    f"KV{_ranks(b.column, size)} {_of(shares.query_heads(place))}",
-                    range(b.row * size, (b.row + 1) * size),
-                    range(b.column * size, (b.column + 1) * size),
+                    f"Q{_ranks(b.q_shard, size)}",
+                    f"KV{_ranks(b.kv_shard, size)} {_of(shares.query_heads_of(place))}",
+                    range(b.q_shard * size, (b.q_shard + 1) * size),
+                    range(b.kv_shard * size, (b.kv_shard + 1) * size),
                     b.part,
                     b.parts,
-                    own=b.row == b.column,
+                    own=b.q_shard == b.kv_shard,
                 )
                 for b in step.blocks
             ]
             moves = [
-                Leaving(f"{piece_of(m, False)}{_ranks(m.send, size)}", m.send * size, str(m.to * size + place))
-                for m in step.moves
+                Leaving(
+                    f"{piece_of(m, False)}{_ranks(m.send_shard, size)}", m.send_shard * size, str(m.dst * size + place)
+                )
+                for m in step.transfers
             ]
             cells.append(Cell(chips, moves))
         rows.append((f"rank {rank}", [*cells, Cell((), back)]))

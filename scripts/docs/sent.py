@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from mllm_seqpar.schedules.bytes_sent import Problem, lv_xattn_bytes, mesh_bytes, ring_bytes, ulysses_bytes, video_mme
-from mllm_seqpar.schedules.mesh_shapes import tiles_of
+from mllm_seqpar.schedules.mesh_shapes import mesh_shapes_of
 
 RANKS = 8
 WIDTH, LAYERS = 3584, 4
@@ -58,12 +58,12 @@ def keys_dealt(problem: Problem, tile: tuple[int, int]) -> int:
 def ways(problem: Problem) -> Iterator[tuple[str, str, tuple[int, int]]]:
     """(name in the table, strategy, tile)."""
     yield '`"lv-xattn"`', "lv-xattn", (1, 1)
-    for tile in tiles_of(problem.ranks)[1:-1]:
+    for tile in mesh_shapes_of(problem.ranks)[1:-1]:
         yield f'`"mesh"`, tile {tile}', "mesh", tile
     yield '`"ring"`', "ring", (1, 1)
     for groups in range(1, problem.ranks):
         if problem.ranks % groups == 0 and problem.heads % (problem.ranks // groups) == 0:
-            for tile in tiles_of(groups):
+            for tile in mesh_shapes_of(groups):
                 yield '`"ulysses"`' + (f", tile {tile}" if groups > 1 else ""), "ulysses", tile
             return
 

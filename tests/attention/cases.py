@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 
 from attention.dense import dense_attention, squared_terms
-from comm.strict import StrictLoopback
 from mllm_seqpar.attention import lv_xattn, mesh_attention, ring_attention, ulysses_attention
 from mllm_seqpar.attention.joint import attend
 from mllm_seqpar.attention.kv_sources import GivenKV
@@ -25,6 +24,7 @@ from mllm_seqpar.attention.parallel_spec import accumulation, plan_for, problem_
 from mllm_seqpar.comm import Communicator, LoopbackCommunicator, as_communicator
 from mllm_seqpar.masks import BlockMasks, CausalBlockMasks, FrameMask, FullBlockMasks
 from mllm_seqpar.sharding import frame_bounds, frame_range, padded_length, sequence_positions
+from strict_loopback import StrictLoopback
 from tolerances import EXACT, relative_error
 
 GRADS = ("dq", "dk", "dv")

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from comm.strict import StrictLoopback
 from mllm_seqpar.attention import lv_xattn, mesh_attention, ring_attention, ulysses_attention
 from mllm_seqpar.comm import Communicator, LoopbackCommunicator, as_communicator, run_loopback
 from ranks import ranks
+from strict_loopback import StrictLoopback
 
 ALGORITHMS = {
     "lv": lambda q, k, v, g: lv_xattn(q, k, v, group=g),

@@ -257,7 +257,7 @@ def test_what_a_mask_keeps_for_one_group_is_not_taken_for_anothers() -> None:
 
     def run(comm: Communicator, of_second: FrameMask) -> tuple[bool, Tensor]:
         mask = first if comm.rank == 0 else of_second
-        known = mask.known_as(comm, frame_bounds(2, 2)) > 0
+        known = mask.gathered_digest(comm, frame_bounds(2, 2)) > 0
         return known, lv_xattn(*x, group=comm, mask=mask)
 
     for i in range(20):

@@ -10,7 +10,7 @@ from mllm_seqpar.attention import decode_attention
 from mllm_seqpar.attention.decode import SCATTER_ROWS
 from mllm_seqpar.comm import Communicator, run_loopback
 from mllm_seqpar.schedules.bytes_sent import Problem, lv_xattn_bytes, mesh_bytes, ring_bytes, ulysses_bytes
-from mllm_seqpar.schedules.mesh_shapes import tiles_of
+from mllm_seqpar.schedules.mesh_shapes import mesh_shapes_of
 from mllm_seqpar.sharding import frame_bounds, sequence_positions
 from ranks import ranks
 
@@ -90,7 +90,7 @@ def rows_that_see(case: Case, n: int) -> list[list[int]] | None:
 def expected_bytes(case: Case, n: int, rank: int, *, backward: bool) -> dict[str, int]:
     by = case.by if case.op == "causal" else case.op
     if by == "lv" or (by == "mesh" and case.tile == (n, 1) and case.mask is not None):
-        sent = lv_xattn_bytes(problem(case, n, rank), backward=backward, seen=rows_that_see(case, n))
+        sent = lv_xattn_bytes(problem(case, n, rank), backward=backward, visible_rows=rows_that_see(case, n))
     elif by == "mesh":
         sent = mesh_bytes(problem(case, n, rank), case.tile or (n, 1), backward=backward)
     elif by == "ulysses":
@@ -123,7 +123,7 @@ def test_counted_bytes_are_those_of_the_formulas(case: Case, n: int) -> None:
 def test_counted_bytes_of_all_tiles_and_hybrids(case: Case, n: int) -> None:
     by_heads = "ulysses" in (case.op, case.by)
     parts = [part for part in range(1, n + 1) if n % part == 0 and 24 % (n // part) == 0] if by_heads else [n]
-    for tile in (tile for part in parts for tile in tiles_of(part)):
+    for tile in (tile for part in parts for tile in mesh_shapes_of(part)):
         if by_heads and case.mask is not None and tile[0] > 1 == tile[1]:
             continue  # rows then go straight, as few as the mask lets see; the formula is LV-XAttn's
         tiled = Case(**{**vars(case), "tile": tile})
@@ -138,7 +138,8 @@ def test_rows_that_see_one_frame_travel_once_at_most(n: int) -> None:
     for backward in (False, True):
         ring = sum(lv_xattn_bytes(problem(case, n, 0), backward=backward).values()) * n
         sent = sum(
-            sum(lv_xattn_bytes(problem(case, n, rank), backward=backward, seen=seen).values()) for rank in range(n)
+            sum(lv_xattn_bytes(problem(case, n, rank), backward=backward, visible_rows=seen).values())
+            for rank in range(n)
         )
         assert sent == ring // n, "each rank's rows see all ranks equally often"
 
@@ -162,7 +163,7 @@ def test_a_joint_softmax_sends_the_sum_of_its_parts(mask: str | None, n: int) ->
             problem(Case(**{**vars(case), "op": "causal", "shared_keys": False}), n, rank),
         )
         for backward in (False, True):
-            parts = lv_xattn_bytes(frames, backward=backward, seen=seen), ring_bytes(text, backward=backward)
+            parts = lv_xattn_bytes(frames, backward=backward, visible_rows=seen), ring_bytes(text, backward=backward)
             sent = {k: b for k, b in result["backward" if backward else "forward"].items() if k not in CONTROL}
             assert sum(sent.values()) == sum(map(sum, (p.values() for p in parts)))
 

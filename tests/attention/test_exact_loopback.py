@@ -10,7 +10,7 @@ import torch
 
 from attention.cases import Case, assert_exact, run_case, same_bits
 from mllm_seqpar.comm import run_loopback
-from mllm_seqpar.schedules.mesh_shapes import tiles_of
+from mllm_seqpar.schedules.mesh_shapes import mesh_shapes_of
 
 SIZES = (1, 2, 3, 4, 5, 8)
 MASKS = ("random", "growing", "one frame", "first frame", "last frame", "nothing", "some rows", "holes")
@@ -74,7 +74,7 @@ SHAPES: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize("n,tile", [(n, tile) for n in (1, 2, 3, 4, 6, 8) for tile in [None, *tiles_of(n)]])
+@pytest.mark.parametrize("n,tile", [(n, tile) for n in (1, 2, 3, 4, 6, 8) for tile in [None, *mesh_shapes_of(n)]])
 def test_every_tile_of_a_mesh(n: int, tile: tuple[int, int] | None) -> None:
     for shape in SHAPES:
         case = Case(op="mesh", tile=tile, rows=6 * n, layout="contiguous", **shape)
@@ -91,7 +91,7 @@ def test_every_tile_of_a_mesh(n: int, tile: tuple[int, int] | None) -> None:
 def test_heads_dealt_to_any_group(groups: int, n: int) -> None:
     """24 query heads: key heads that divide the group, that the group divides, and neither; and every hybrid."""
     heads: dict[str, Any] = {"heads": 24, "groups": groups, "dim": 4}
-    tiles = [None, *(tile for part in range(2, n + 1) if n % part == 0 for tile in tiles_of(part))]
+    tiles = [None, *(tile for part in range(2, n + 1) if n % part == 0 for tile in mesh_shapes_of(part))]
     for i, tile in enumerate(tiles):
         case = Case(op="ulysses", tile=tile, rows=6 * n, layout="contiguous", **{**SHAPES[i % 3], **heads})
         assert_exact(case, run_loopback(n, run_case, case))
@@ -113,7 +113,7 @@ def test_text_shorter_than_the_group(op: str, n: int) -> None:
 
 
 @pytest.mark.parametrize("op", ["lv", "ring", "causal", "joint"])
-@pytest.mark.parametrize("kernel", ["reference", "tiled", "torch_cpu"])
+@pytest.mark.parametrize("kernel", ["reference", "blocked_matmul", "torch_cpu"])
 def test_every_kernel(kernel: str, op: str) -> None:
     case = Case(op=op, rows=30, batch=2, kernel=kernel, mask=None if op == "causal" else "random")
     assert_exact(case, run_loopback(3, run_case, case))

@@ -120,16 +120,16 @@ def blocks_of(case: Case, n: int) -> FrameBlockMasks:
 
 @pytest.mark.parametrize("n", [1, 2, 5])
 def test_rows_go_round_the_ring_unless_one_can_be_spared_a_trip(n: int) -> None:
-    def straight(mask: str, shared: bool = True, tile: tuple[int, int] = (n, 1)) -> bool:
+    def direct(mask: str, shared: bool = True, tile: tuple[int, int] = (n, 1)) -> bool:
         blocks = blocks_of(Case(op="lv", rows=10 * n, batch=2, frames=10, mask=mask), n)
-        return CallSpec(tile, blocks.folded() if shared else blocks, (30 // n,) * n, torch.float32).straight
+        return CallSpec(tile, blocks.folded() if shared else blocks, (30 // n,) * n, torch.float32).direct
 
-    assert not straight("all") and not straight("all", shared=False) and not straight("all but one")
-    assert straight("one frame") == straight("nothing") == straight("own sample") == (n > 1)
-    assert not straight("one frame", tile=(1, n)), "where keys move, rows stay"
+    assert not direct("all") and not direct("all", shared=False) and not direct("all but one")
+    assert direct("one frame") == direct("nothing") == direct("own sample") == (n > 1)
+    assert not direct("one frame", tile=(1, n)), "where keys move, rows stay"
     if n == 2:  # each sample's frames are one rank's: only where samples are told apart is a row spared
-        assert not straight("own sample", shared=False)
-    assert not CallSpec((n, 1), FullBlockMasks(2, 4, (0,) * n), (0,) * n, torch.float32).straight
+        assert not direct("own sample", shared=False)
+    assert not CallSpec((n, 1), FullBlockMasks(2, 4, (0,) * n), (0,) * n, torch.float32).direct
 
 
 def test_the_rows_that_travel_are_those_that_see_something() -> None:
@@ -142,7 +142,7 @@ def test_the_rows_that_travel_are_those_that_see_something() -> None:
             -1
         )
         for found, expected in ((blocks, seen.any(0)), (blocks.folded(), seen.flatten())):
-            rows = found.rows(i, j)
+            rows = found.visible_rows(i, j)
             index = torch.arange(expected.numel()) if rows is None else rows.index
             assert torch.equal(index, expected.nonzero().flatten()) and (rows is None) == bool(expected.all())
 

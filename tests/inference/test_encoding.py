@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from mllm_seqpar.comm.collective_check import check_collectively
+from mllm_seqpar.comm.agreement import check_collectively
 from mllm_seqpar.data import VideoSource
 from mllm_seqpar.errors import AgreementError, ConfigError, VideoError
 from mllm_seqpar.inference import encode_video, shard_weights

@@ -158,7 +158,7 @@ def test_bytes_sent(gate: str | None, strategy: str) -> None:
                 expected.update(ring_bytes(text, backward=backward))
             for _ in range(2):
                 if strategy == "lv-xattn":
-                    expected.update(lv_xattn_bytes(visual, backward=backward, seen=seen))
+                    expected.update(lv_xattn_bytes(visual, backward=backward, visible_rows=seen))
                 else:
                     expected.update(ring_bytes(visual, backward=backward))
         expected = +expected  # what is not sent is not counted

@@ -193,8 +193,8 @@ def refused(rank: int, world: int, options: dict[str, Any]) -> str:
             {"strategy": "mesh", "tile": (2, 2)},
             "tile: (2, 2) is for 4 ranks, but the group has 3; choose (3, 1)",
         ),
-        ({"strategy": "ulysses"}, "ulysses: 4 query heads cannot be dealt to 3 ranks; the largest group that can is 2"),
-        ({"self_attention": "ulysses"}, "ulysses: 4 query heads cannot be dealt to 3 ranks"),
+        ({"strategy": "ulysses"}, "ulysses: 4 query heads cannot be sharded over 3 ranks; the largest group that divides them is 2"),
+        ({"self_attention": "ulysses"}, "ulysses: 4 query heads cannot be sharded over 3 ranks"),
         ({"strategy": "auto", "cluster": "no/such.yaml"}, "no/such.yaml"),
         (
             {"cluster": "any.yaml"},

@@ -65,7 +65,7 @@ def test_rows_that_go_straight_send_what_is_seen() -> None:
     for backward in (False, True):
         found = call_cost(problem, ParallelSpec("lv-xattn", (3, 1)), ONE_NODE, backward=backward, seen=seen).timeline
         for rank in range(3):
-            formula = lv_xattn_bytes(replace(problem, rank=rank), backward=backward, seen=seen)
+            formula = lv_xattn_bytes(replace(problem, rank=rank), backward=backward, visible_rows=seen)
             assert found.node_bytes[rank] == sum(formula.values())
 
 

@@ -1,4 +1,4 @@
-"""Random blocks, their dense float64 attention, and the kernels to try them on."""
+"""Random blocks, their dense float64 attention, and the kernels to run them on."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ from attention.dense import squared_terms
 from mllm_seqpar.kernels import available_kernels, kernel_by_name
 from mllm_seqpar.kernels.base import BlockKernel
 
-CPU_KERNELS = ["reference", "tiled", "torch_cpu"]
-CUDA_KERNELS = ["tiled", "cuda_flash", "cuda_cudnn", "cuda_efficient", "flash_attn"]
+CPU_KERNELS = ["reference", "blocked_matmul", "torch_cpu"]
+CUDA_KERNELS = ["blocked_matmul", "cuda_flash", "cuda_cudnn", "cuda_efficient", "flash_attn"]
+KINDS = {"plain": {}, "causal": {"causal": True, "keys": 33}, "masked": {"masked": True}}
 
 on_every_kernel = pytest.mark.parametrize(
     ("name", "device"),
@@ -34,8 +35,8 @@ class Block:
     mask: Tensor | None = None
 
     @property
-    def how(self) -> dict:
-        """What forward and backward take beside the tensors."""
+    def options(self) -> dict:
+        """The keyword arguments of forward and backward."""
         return {"scale": self.q.shape[-1] ** -0.5, "causal": self.causal, "mask": self.mask}
 
 
@@ -52,18 +53,17 @@ def block(
     causal: bool = False,
     masked: bool = False,
     size: float = 1.0,
-    seed: int = 0,
 ) -> Block:
-    """Make a random block; drawn on CPU, so that a case is the same on every device."""
+    """Return a random block; the numbers are drawn on CPU, so they are the same on every device."""
     if device == "cuda" and not torch.cuda.is_available():
         pytest.skip("no CUDA device")
-    g = torch.Generator().manual_seed(seed)
+    g = torch.Generator().manual_seed(0)
 
-    def draw(*shape: int, size: float = 1.0) -> Tensor:
+    def normal(*shape: int, size: float = 1.0) -> Tensor:
         return (size * torch.randn(*shape, generator=g)).to(device, dtype)
 
-    q, do = draw(batch, heads, rows, dim, size=size), draw(batch, heads, rows, dim)
-    k, v = draw(batch, groups, keys, dim), draw(batch, groups, keys, dim)
+    q, do = normal(batch, heads, rows, dim, size=size), normal(batch, heads, rows, dim)
+    k, v = normal(batch, groups, keys, dim), normal(batch, groups, keys, dim)
     mask = None
     if masked:
         mask = (torch.rand(batch, rows, keys, generator=g) < 0.4).to(device)
@@ -72,19 +72,19 @@ def block(
 
 
 def kernel_for(name: str, b: Block) -> BlockKernel:
-    """Return the kernel, or skip the test with its own reason when it says that it cannot compute this block."""
+    """Return the kernel; skip the test if it is not available here or cannot compute this block."""
     if name not in available_kernels():
         pytest.skip(f"{name} is not available here")
     kernel = kernel_by_name(name)
-    obstacle = kernel.why_not(b.q, b.k, causal=b.causal, masked=b.mask is not None)
-    if obstacle is not None:
-        pytest.skip(f"{name} {obstacle}")
+    reason = kernel.unsupported_reason(b.q, b.k, causal=b.causal, masked=b.mask is not None)
+    if reason is not None:
+        pytest.skip(f"{name} {reason}")
     return kernel
 
 
 @dataclass
-class Dense:
-    """Attention and its gradients as one float64 softmax over all keys, by autograd: independent of every kernel."""
+class Results:
+    """Attention of a block and its gradients."""
 
     o: Tensor
     lse: Tensor
@@ -102,16 +102,16 @@ def visible_keys(b: Block) -> Tensor:
 
 
 def sizes_of_terms(b: Block) -> dict[str, Tensor]:
-    """Return the size of the terms of which o, lse, dq, dk and dv of a block are sums."""
-    terms = squared_terms(b.q, b.k, b.v, b.do, visible_keys(b), b.how["scale"])
+    """Return the size of the terms that o, lse, dq, dk and dv of a block are sums of."""
+    terms = squared_terms(b.q, b.k, b.v, b.do, visible_keys(b), b.options["scale"])
     return {name: x.sum().sqrt() for name, x in terms.items()}
 
 
-def dense(b: Block) -> Dense:
-    """Compute the block in float64 by autograd through an ordinary softmax."""
+def dense(b: Block) -> Results:
+    """Compute the block in float64 with an ordinary softmax and autograd, independently of every kernel."""
     q, k, v = (x.detach().double().requires_grad_() for x in (b.q, b.k, b.v))
     repeat = q.shape[1] // k.shape[1]
-    scores = q @ k.repeat_interleave(repeat, dim=1).mT * b.how["scale"]
+    scores = q @ k.repeat_interleave(repeat, dim=1).mT * b.options["scale"]
     visible = visible_keys(b)
     scores = scores.masked_fill(~visible[:, None], -torch.inf)
     lse = torch.logsumexp(scores, dim=-1)
@@ -119,4 +119,4 @@ def dense(b: Block) -> Dense:
     p = torch.softmax(scores.masked_fill(~sees, 0.0), dim=-1).masked_fill(~sees, 0.0)
     o = p @ v.repeat_interleave(repeat, dim=1)
     dq, dk, dv = torch.autograd.grad(o, (q, k, v), b.do.double())
-    return Dense(o.detach(), lse.detach(), dq, dk, dv)
+    return Results(o.detach(), lse.detach(), dq, dk, dv)

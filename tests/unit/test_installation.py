@@ -1,25 +1,25 @@
-"""Layer: pure Python. Versions, optional packages and the log: what a user meets when the installation is not right."""
+"""Layer: one process. Versions, optional packages, error classes and the log."""
 
 import logging
 from importlib import metadata
 
 import pytest
+import torch.distributed as dist
 
 from mllm_seqpar import _compat, errors
 from mllm_seqpar._logging import get_logger
 from mllm_seqpar.errors import ConfigError
-from ranks import ranks
 
 
 @pytest.mark.parametrize(
     ("version", "expected"),
-    [("2.13.0+cpu", (2, 13)), ("2.11", (2, 11)), ("5.17.1.dev0", (5, 17, 1)), ("2.12.0a0+git12", (2, 12)), ("0", (0,))],
+    [("2.13.0+cpu", (2, 13)), ("5.17.1.dev0", (5, 17, 1)), ("2.12.0a0+git12", (2, 12)), ("0", (0,))],
 )
-def test_release(version: str, expected: tuple[int, ...]) -> None:
+def test_release_numbers_of_a_version(version: str, expected: tuple[int, ...]) -> None:
     assert _compat.release(version) == expected
 
 
-def test_a_version_without_numbers_is_refused() -> None:
+def test_version_without_numbers_is_rejected() -> None:
     with pytest.raises(ConfigError, match="'main' does not begin with numbers"):
         _compat.release("main")
 
@@ -28,18 +28,20 @@ def test_installed_versions_are_supported() -> None:
     _compat.check_versions()
 
 
-def test_an_old_package_is_named_with_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_old_package_is_rejected_with_the_command_to_upgrade(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(_compat.MINIMUM, "torch", "99.1")
     with pytest.raises(ConfigError, match=r"torch .*needs 99\.1 or later.*pip install --upgrade 'torch>=99\.1'"):
         _compat.check_versions()
 
 
-def test_a_missing_package_is_named() -> None:
+def test_missing_package_is_rejected_with_the_command_to_install() -> None:
     with pytest.raises(ConfigError, match="no-such-package is not installed; run: pip install 'no-such-package'"):
         _compat.installed("no-such-package")
+    with pytest.raises(ConfigError, match=r"reading videos needs .*pip install 'mllm-seqpar\[video\]'"):
+        _compat.optional_import("no_such_module", extra="video", needed_for="reading videos")
 
 
-def test_a_gate_applies_until_its_fix() -> None:
+def test_gate_applies_until_its_fix() -> None:
     def gate(fixed_in: str | None) -> _compat.Gate:
         return _compat.Gate(package="torch", fixed_in=fixed_in, reason="", delete_when="")
 
@@ -48,39 +50,39 @@ def test_a_gate_applies_until_its_fix() -> None:
     assert gate("99").applies()
 
 
-def test_a_missing_extra_says_how_to_get_it() -> None:
-    with pytest.raises(ConfigError, match=r"reading videos needs .*pip install 'mllm-seqpar\[video\]'"):
-        _compat.optional_import("no_such_module", extra="video", needed_for="reading videos")
-
-
 def test_errors_about_inputs_are_value_errors() -> None:
     kinds = {kind for kind in vars(errors).values() if isinstance(kind, type)} - {errors.TransferError}
     assert len(kinds) > 5
     assert all(issubclass(kind, errors.SeqParError) and issubclass(kind, ValueError) for kind in kinds)
-    assert issubclass(errors.TransferError, RuntimeError)  # about the run, not about what was passed
+    assert issubclass(errors.TransferError, RuntimeError)
 
 
-def logged(rank: int, world: int) -> list[str]:
+@pytest.mark.parametrize(
+    "rank,world,expected",
+    [
+        (0, 1, ["50% done", "a frame is late"]),
+        (0, 2, ["50% done", "[rank 0] a frame is late"]),
+        (1, 2, ["[rank 1] a frame is late"]),
+    ],
+)
+def test_information_is_logged_on_rank_0_and_warnings_with_the_rank(
+    rank: int, world: int, expected: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(dist, "get_rank", lambda: rank)
+    monkeypatch.setattr(dist, "get_world_size", lambda: world)
     lines: list[str] = []
 
-    class Keep(logging.Handler):
+    class Recorder(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:
             lines.append(record.getMessage())
 
-    logger = get_logger("mllm_seqpar.test")
+    logger = get_logger(f"mllm_seqpar.test.{rank}.{world}")
     logger.setLevel(logging.INFO)
-    logger.addHandler(Keep())
+    logger.addHandler(Recorder())
     logger.info("%d%% done", 50)
     logger.warning("%s is late", "a frame")
-    return lines
-
-
-def test_the_log_knows_the_rank() -> None:
-    assert ranks(2).run(logged) == [["50% done", "[rank 0] a frame is late"], ["[rank 1] a frame is late"]]
-
-
-def test_one_process_logs_plainly() -> None:
-    assert ranks(1).run(logged) == [["50% done", "a frame is late"]]
+    assert lines == expected
 
 
 def test_loggers_share_one_parent() -> None:

@@ -1,9 +1,9 @@
-"""The contracts of the CUDA operators, computed on CPU, for machines without a GPU.
+"""CPU emulations of the CUDA operators, for machines without a GPU.
 
 Each function takes and returns what the operator does, by its schema and its source (torch 2.13: attention.cu,
-attention_backward.cu, flash_api.cpp, cudnn/MHA.cpp; flash-attn 2.6 and 2.8), refuses what it refuses, and hands out the
-layouts that it hands out: a log-sum-exp padded with +inf, one with a fourth dim, garbage where the operator promises
-nothing. What is tested with it is our half, the adaptation; the operators themselves need the GPU tests.
+attention_backward.cu, flash_api.cpp, cudnn/MHA.cpp; flash-attn 2.6 and 2.8). It rejects what the operator rejects and
+returns the same layouts: a log-sum-exp padded with +inf or with a fourth dim, and NaN where the operator guarantees
+nothing. This tests how the kernels adapt the operators; the operators themselves need the GPU tests.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool, bias: 
     hidden = lse == -torch.inf
     p = torch.softmax(scores, -1)
     o = p @ v.double().repeat_interleave(q.shape[1] // k.shape[1], dim=1)
-    # Hidden rows: the operators' promise is nothing, so the worst is assumed.
+    # The operators guarantee nothing for hidden rows.
     return o.masked_fill(hidden.unsqueeze(-1), torch.nan).to(q.dtype), lse.masked_fill(hidden, 0.0).float()
 
 
@@ -98,7 +98,7 @@ def _efficient_backward(do, q, k, v, bias, o, lse, seed, offset, p, wanted, is_c
     assert q.shape[1] == k.shape[1] and wanted == [True, True, True, False]
     _check_bias(bias, q, k)
     rows = q.shape[2]
-    if o.element_size() == 2:  # the kernel sums do o itself, and knows of one distance between the rows of o only
+    if o.element_size() == 2:  # the operator sums do * o itself and assumes one row stride of o
         o = o.as_strided(o.shape, (o.stride(0), o.stride(1), o.shape[1] * o.shape[3], 1))
     assert lse.shape == (*q.shape[:2], -(-rows // 32) * 32) and (lse[..., rows:] == torch.inf).all()
     return *_backward(do, q, k, v, o, lse[..., :rows], scale, is_causal, bias), None

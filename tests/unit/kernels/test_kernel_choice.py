@@ -1,56 +1,55 @@
-"""Layer: one process. Which kernel is chosen, what it says about it, and what bad blocks and bad names are told."""
+"""Layer: one process. Which kernel is chosen and why, and errors for invalid blocks and names."""
 
 from __future__ import annotations
-
-from dataclasses import replace
 
 import pytest
 import torch
 from kernel_cases import CPU_KERNELS, block
 
-from attention.cases import Case, assert_exact, run_case
+from mllm_seqpar.attention import lv_xattn
 from mllm_seqpar.comm import run_loopback
 from mllm_seqpar.errors import ConfigError, ShapeError
 from mllm_seqpar.kernels import BlockKernel, available_kernels, choose_kernel, kernel_names, registry
 from mllm_seqpar.kernels.blocked_matmul import BlockedMatmulKernel
+from mllm_seqpar.masks import FrameMask
 
 
-def test_every_name_builds_a_kernel_of_that_name():
+def test_every_name_gives_a_kernel_of_that_name():
     b = block()
-    for name in available_kernels():
-        if name in CPU_KERNELS:
-            kernel, reason = choose_kernel(name, b.q, b.k, causal=False, masked=False)
-            assert isinstance(kernel, BlockKernel) and kernel.name == name and name in reason
+    for name in CPU_KERNELS:
+        kernel, reason = choose_kernel(name, b.q, b.k, causal=False, masked=False)
+        assert isinstance(kernel, BlockKernel) and kernel.name == name and name in reason
     assert set(CPU_KERNELS) <= set(available_kernels()) <= set(kernel_names())
 
 
-@pytest.mark.parametrize(("dtype", "chosen"), [(torch.float32, "torch_cpu"), (torch.float64, "tiled")])
-def test_auto_on_cpu_takes_the_first_able_and_says_why(dtype, chosen):
+@pytest.mark.parametrize(("dtype", "name"), [(torch.float32, "torch_cpu"), (torch.float64, "blocked_matmul")])
+def test_auto_takes_the_first_kernel_that_can_and_says_why(dtype, name):
     b = block(dtype=dtype)
     kernel, reason = choose_kernel("auto", b.q, b.k, causal=False, masked=True)
-    assert kernel.name == chosen and reason.startswith(f"{chosen}: ")
+    assert kernel.name == name and reason.startswith(f"{name}: ")
     assert "needs CUDA" in reason
-    assert ("torch_cpu computes in float32" in reason) == (chosen == "tiled")
+    assert ("torch_cpu computes in float32" in reason) == (name == "blocked_matmul")
 
 
-def test_unknown_name_lists_the_choices():
+def test_unknown_name_is_rejected_with_the_choices():
     b = block()
     with pytest.raises(ConfigError, match=r"kernel='flash' does not exist; choose auto or one of .*torch_cpu"):
         choose_kernel("flash", b.q, b.k, causal=False, masked=False)
 
 
-def test_unable_kernel_says_why_and_what_is_able():
+def test_named_kernel_that_cannot_is_rejected_with_the_reason_and_the_choices():
     b = block(dtype=torch.float64)
-    with pytest.raises(ConfigError, match="torch_cpu.*less than torch.float64; choose auto or one of tiled"):
+    message = "torch_cpu.*less precise than torch.float64; choose auto or one of blocked_matmul"
+    with pytest.raises(ConfigError, match=message):
         choose_kernel("torch_cpu", b.q, b.k, causal=False, masked=False)
 
 
 class Maskless(BlockedMatmulKernel):
-    """As FlashAttention: computes everything but what comes with a mask."""
+    """Takes no mask, like FlashAttention."""
 
     name = "maskless"
 
-    def why_not(self, q, k, *, causal, masked):
+    def unsupported_reason(self, q, k, *, causal, masked):
         return "takes no mask" if masked else None
 
     def forward(self, q, k, v, *, scale, causal=False, mask=None):
@@ -58,18 +57,22 @@ class Maskless(BlockedMatmulKernel):
         return super().forward(q, k, v, scale=scale, causal=causal)
 
 
-MASKED = [Case(op="causal", text="padded left", rows=17, batch=2), Case(op="lv", mask="random")]
-
-
-@pytest.mark.parametrize("case", MASKED)
-def test_a_named_kernel_leaves_what_it_cannot_mask_to_auto(case, monkeypatch):
-    """Which tiles need a mask differs by rank: refusing them there would leave the other ranks waiting."""
+def test_masked_blocks_of_a_kernel_without_masks_go_to_auto(monkeypatch):
+    """Which rectangles need a mask differs between ranks: an error on some ranks would leave the others waiting."""
     monkeypatch.setitem(registry._KERNELS, "maskless", Maskless)
     b = block()
     kernel, reason = choose_kernel("maskless", b.q, b.k, causal=False, masked=True)
     assert kernel.name == "torch_cpu" and reason.startswith("maskless takes no mask; torch_cpu: ")
-    case = replace(case, kernel="maskless", layout="contiguous")
-    assert_exact(case, run_loopback(3, run_case, case))
+    b = block(rows=12, keys=18)
+    visible = torch.rand(2, 12, 6) < 0.5
+
+    def run(comm, kernel):
+        rows, keys = slice(4 * comm.rank, 4 * comm.rank + 4), slice(6 * comm.rank, 6 * comm.rank + 6)
+        mask = FrameMask.from_dense(visible[:, rows], 3)
+        return lv_xattn(b.q[:, :, rows], b.k[:, :, keys], b.v[:, :, keys], mask=mask, group=comm, kernel=kernel)
+
+    for found, expected in zip(run_loopback(3, run, "maskless"), run_loopback(3, run, "reference"), strict=True):
+        torch.testing.assert_close(found, expected)
 
 
 def _change(**changes):
@@ -79,7 +82,7 @@ def _change(**changes):
     return b
 
 
-BAD = {
+INVALID = {
     "multiple": _change(k=lambda x: x[:, [0, 0, 1]], v=lambda x: x[:, [0, 0, 1]]),
     "agree in batch": _change(k=lambda x: x[:1], v=lambda x: x[:1]),
     "one shape": _change(v=lambda x: x[:, :, 1:]),
@@ -92,20 +95,14 @@ BAD = {
 
 
 @pytest.mark.parametrize("name", CPU_KERNELS)
-@pytest.mark.parametrize("message", BAD)
-def test_bad_blocks_are_refused_by_every_kernel(name, message):
-    b = BAD[message]
+def test_invalid_blocks_are_rejected_by_every_kernel(name):
     kernel, _ = choose_kernel(name, block().q, block().k, causal=False, masked=False)
-    with pytest.raises(ShapeError, match=message):
-        kernel.forward(b.q, b.k, b.v, **b.how)
-    with pytest.raises(ShapeError, match=message):
-        kernel.backward(b.do, b.q, b.k, b.v, b.q, torch.zeros(b.q.shape[:3]), **b.how)
-
-
-@pytest.mark.parametrize("name", CPU_KERNELS)
-def test_backward_refuses_rows_that_do_not_belong(name):
+    for message, b in INVALID.items():
+        with pytest.raises(ShapeError, match=message):
+            kernel.forward(b.q, b.k, b.v, **b.options)
+        with pytest.raises(ShapeError, match=message):
+            kernel.backward(b.do, b.q, b.k, b.v, b.q, torch.zeros(b.q.shape[:3]), **b.options)
     b = block()
-    kernel, _ = choose_kernel(name, b.q, b.k, causal=False, masked=False)
-    o, lse = kernel.forward(b.q, b.k, b.v, **b.how)
+    o, lse = kernel.forward(b.q, b.k, b.v, **b.options)
     with pytest.raises(ShapeError, match="q's shape"):
-        kernel.backward(b.do, b.q, b.k, b.v, o, lse[:, :, 1:], **b.how)
+        kernel.backward(b.do, b.q, b.k, b.v, o, lse[:, :, 1:], **b.options)

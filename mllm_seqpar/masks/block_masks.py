@@ -1,0 +1,172 @@
+"""The masks of all attention blocks of a call: the interface that the executor uses, and its forms without a rule."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from .rectangles import MaskRule, Rectangle, Span, full_rectangle
+
+
+class RowSubset:
+    """Row numbers of one rank in ascending order: the rows that have to be sent to some other rank.
+
+    Attributes:
+        index: the numbers, (r,) int64 on the CPU.
+        count: how many.
+    """
+
+    def __init__(self, index: Tensor) -> None:
+        self.index, self.count = index, index.numel()
+        self._by_device: dict[torch.device, Tensor] = {}
+        first = int(index[0]) if self.count else 0
+        consecutive = not self.count or int(index[-1]) - first + 1 == self.count
+        self._span = slice(first, first + self.count) if consecutive else None
+
+    def index_on(self, device: torch.device) -> slice | Tensor:
+        """Return what selects these rows of a tensor on `device`: a slice if they are consecutive."""
+        if self._span is not None:
+            return self._span
+        if device not in self._by_device:
+            self._by_device[device] = self.index.to(device)
+        return self._by_device[device]
+
+    def select(self, x: Tensor) -> Tensor:
+        """x (B, H, S, ...) -> these rows of it, (B, H, r, ...), contiguous."""
+        index = self.index_on(x.device)
+        return x[:, :, index].contiguous() if isinstance(index, slice) else x.index_select(2, index)
+
+
+class BlockMasks(ABC):
+    """The mask rectangles of every block (q_shard, kv_shard) of a distributed attention.
+
+    They are the same on every rank and do not change. Rectangles are planned on first use and kept for the other layers
+    and for the backward pass. The defaults here are for masks that never exclude a whole shard.
+    """
+
+    keys_are_rows: bool = False
+    """True in self-attention: keys stand for the same tokens as rows, and are put in order together with them."""
+
+    @abstractmethod
+    def rectangles(self, q_shard: int, kv_shard: int) -> tuple[Rectangle, ...]:
+        """Return what to compute of attend(Q_i, KV_j); empty if no row sees any key."""
+
+    @property
+    def prunes(self) -> bool:
+        """True if some rank has rows that see no key of some other rank, so that `visible_rows` omits rows."""
+        return False
+
+    def visible_rows(self, q_shard: int, kv_shard: int) -> RowSubset | None:
+        """Return the rows of rank `q_shard` that see any key of rank `kv_shard` in any batch item; None for all."""
+        return None
+
+    def pruned_rectangles(self, q_shard: int, kv_shard: int) -> tuple[Rectangle, ...]:
+        """Return the rectangles of the block that consists of its `visible_rows` only."""
+        return self.rectangles(q_shard, kv_shard)
+
+    @abstractmethod
+    def folded(self) -> BlockMasks:
+        """Return these masks with the batch folded into the rows, item after item; see `FoldedBlockMasks`."""
+
+    def orders(self, size: int, device: torch.device) -> Sequence[Tensor] | None:
+        """Return for every group of `size` consecutive ranks the order of its rows that needs fewer rectangles.
+
+        Each is a permutation of the rows of the group, one rank after another. None: the order does not matter.
+        """
+        return None
+
+    @abstractmethod
+    def merged(self, size: int, orders: Sequence[Tensor] | None) -> BlockMasks:
+        """Return the masks with every `size` consecutive ranks as one, its rows in these orders (None: by rank)."""
+
+
+@dataclass(frozen=True)
+class GivenBlockMask(BlockMasks):
+    """The one block of a group of one, given by its rectangles; its keys have the batch of its rows."""
+
+    given: tuple[Rectangle, ...]
+
+    def rectangles(self, q_shard: int, kv_shard: int) -> tuple[Rectangle, ...]:
+        return self.given
+
+    def folded(self) -> GivenBlockMask:
+        raise NotImplementedError("keys of one block with a batch of their own are not folded")
+
+    def merged(self, size: int, orders: Sequence[Tensor] | None) -> GivenBlockMask:
+        return self
+
+
+@dataclass(frozen=True)
+class FullBlockMasks(BlockMasks):
+    """No mask: each of `length` rows sees every key. `key_lengths[j]` is the number of keys that rank j holds.
+
+    All rows are sent to all ranks, also to those without keys, so that a call sends what its formula says.
+    """
+
+    batch: int
+    length: int
+    key_lengths: tuple[int, ...]
+
+    def rectangles(self, q_shard: int, kv_shard: int) -> tuple[Rectangle, ...]:
+        return full_rectangle(self.batch, self.length, self.key_lengths[kv_shard])
+
+    def folded(self) -> FullBlockMasks:
+        return FullBlockMasks(1, self.batch * self.length, self.key_lengths)
+
+    def merged(self, size: int, orders: Sequence[Tensor] | None) -> FullBlockMasks:
+        lengths = [self.key_lengths[i : i + size] for i in range(0, len(self.key_lengths), size)]
+        return FullBlockMasks(self.batch, self.length * size, tuple(map(sum, lengths)))
+
+
+class FoldedBlockMasks(BlockMasks):
+    """Other masks with the batch folded into the rows: (B, rows) becomes (1, B * rows), item after item.
+
+    The frames of all samples are one flat list, so their keys have a batch of 1 while queries have one of B. Rows are
+    independent of each other, so the queries of all items can be the rows of one item. Kernels then need one call
+    instead of B, and rows are pruned per sample.
+
+    Args:
+        blocks: the masks; they prune nothing.
+        rows: rows per batch item and rank.
+    """
+
+    def __init__(self, blocks: BlockMasks, rows: int) -> None:
+        self._blocks, self._rows = blocks, rows
+        self._rectangles: dict[tuple[int, int], tuple[Rectangle, ...]] = {}
+
+    def rectangles(self, q_shard: int, kv_shard: int) -> tuple[Rectangle, ...]:
+        if (q_shard, kv_shard) not in self._rectangles:
+            unfolded = self._blocks.rectangles(q_shard, kv_shard)
+            self._rectangles[q_shard, kv_shard] = tuple(
+                self._fold(rectangle, item) for rectangle in unfolded for item in range(*rectangle.batch)
+            )
+        return self._rectangles[q_shard, kv_shard]
+
+    def _fold(self, rectangle: Rectangle, item: int) -> Rectangle:
+        start = item * self._rows
+        rule = None if rectangle.rule is None else _ItemRule(rectangle.rule, item, start)
+        rows = (start + rectangle.rows[0], start + rectangle.rows[1])
+        return replace(rectangle, batch=(0, 1), rows=rows, rule=rule)
+
+    def folded(self) -> BlockMasks:
+        return self
+
+    def merged(self, size: int, orders: Sequence[Tensor] | None) -> BlockMasks:
+        raise NotImplementedError("merge blocks before folding them")
+
+
+@dataclass(frozen=True)
+class _ItemRule:
+    """The rule of batch item `item`, whose rows begin at `start` of the folded rows."""
+
+    rule: MaskRule
+    item: int
+    start: int
+
+    def expand(self, batch: Span, rows: Span, keys: Span, device: torch.device) -> Tensor:
+        item_rows = rows[0] - self.start, rows[1] - self.start
+        return self.rule.expand((self.item, self.item + 1), item_rows, keys, device)

@@ -1,0 +1,113 @@
+"""Layer: one process, no GPU. How the CUDA kernels call their operators and use the results.
+
+Two checks: against CPU emulations of the operators (`emulated_cuda`), and against the real schemas and shape functions
+of the installed torch on meta tensors, so that a release that changes one of them is noticed without a GPU.
+"""
+
+from __future__ import annotations
+
+import emulated_cuda
+import pytest
+import torch
+from kernel_cases import KINDS, block, dense, sizes_of_terms
+
+from mllm_seqpar.errors import ConfigError
+from mllm_seqpar.kernels import choose_kernel, flash_attn, torch_cuda
+from mllm_seqpar.kernels.merge import merge_
+from tolerances import EXACT, relative_error
+
+pytestmark = pytest.mark.rounding
+
+TORCH = {
+    "cuda_flash": torch_cuda.CudaFlashKernel,
+    "cuda_efficient": torch_cuda.CudaEfficientKernel,
+    "cuda_cudnn": torch_cuda.CudaCudnnKernel,
+}
+
+
+@pytest.fixture(params=[*TORCH, "flash_attn 2.6", "flash_attn 2.8"])
+def emulated(request, monkeypatch):
+    name = request.param
+    if name in TORCH:
+        monkeypatch.setattr(torch_cuda, "_aten", emulated_cuda.aten)
+        torch_cuda._cudnn_lse_dims.cache_clear()
+        yield TORCH[name]()
+        torch_cuda._cudnn_lse_dims.cache_clear()
+    else:
+        release = emulated_cuda.FlashAttn26 if name.endswith("2.6") else emulated_cuda.FlashAttn28
+        monkeypatch.setattr(flash_attn, "_interface", lambda: release)
+        yield flash_attn.FlashAttnKernel()
+
+
+def kinds_of(kernel):
+    return [kind for kind in KINDS if kind != "masked" or kernel.name == "cuda_efficient"]
+
+
+@pytest.mark.parametrize("groups", [1, 2, 4])
+def test_one_block_equals_dense_attention(emulated, groups):
+    for kind in kinds_of(emulated):
+        for keys in (33, 70, 1, 0):
+            b = block(groups=groups, dtype=torch.bfloat16, **{"keys": keys, **KINDS[kind]})
+            o, lse = emulated.forward(b.q, b.k, b.v, **b.options)
+            grads = emulated.backward(b.do, b.q, b.k, b.v, o, lse, **b.options)
+            exact, terms = dense(b), sizes_of_terms(b)
+            assert torch.equal(lse == -torch.inf, exact.lse == -torch.inf) and lse.is_contiguous()
+            for name, value in zip(("o", "dq", "dk", "dv"), (o, *grads), strict=True):
+                assert relative_error(value, getattr(exact, name), terms[name]) <= EXACT[torch.bfloat16], (kind, name)
+
+
+def test_backward_takes_a_merged_float32_output(emulated):
+    b = block(dtype=torch.bfloat16, masked="masked" in kinds_of(emulated))
+    o, lse = torch.zeros(b.q.shape), torch.full(b.q.shape[:3], -torch.inf)
+    halves = [(s, None if b.mask is None else b.mask[:, :, s]) for s in (slice(0, 40), slice(40, None))]
+    scale = b.options["scale"]
+    for s, mask in halves:
+        merge_(o, lse, *emulated.forward(b.q, b.k[:, :, s], b.v[:, :, s], scale=scale, mask=mask))
+    dq = sum(
+        emulated.backward(b.do, b.q, b.k[:, :, s], b.v[:, :, s], o, lse, scale=scale, mask=mask)[0].float()
+        for s, mask in halves
+    )
+    assert relative_error(o, dense(b).o) <= EXACT[torch.bfloat16]
+    assert relative_error(dq, dense(b).dq) <= EXACT[torch.bfloat16]
+
+
+def test_unaligned_views_are_copied(emulated):
+    b = block(dtype=torch.bfloat16)
+    odd = {name: torch.nn.functional.pad(getattr(b, name), (1, 0))[..., 1:] for name in ("q", "k", "v", "do")}
+    o, lse = emulated.forward(odd["q"], odd["k"], odd["v"], **b.options)
+    grads = emulated.backward(odd["do"], odd["q"], odd["k"], odd["v"], o, lse, **b.options)
+    expected = emulated.backward(b.do, b.q, b.k, b.v, *emulated.forward(b.q, b.k, b.v, **b.options), **b.options)
+    for x, y in zip(grads, expected, strict=True):
+        torch.testing.assert_close(x, y)
+
+
+@pytest.mark.parametrize("name", TORCH)
+def test_calls_match_the_schemas_of_the_installed_torch(name):
+    kernel = TORCH[name]()
+    for kind in kinds_of(kernel):
+        b = block(dtype=torch.bfloat16, **KINDS[kind])
+        q, k, v, do = (x.to("meta") for x in (b.q, b.k, b.v, b.do))
+        options = {**b.options, "mask": None if b.mask is None else b.mask.to("meta")}
+        o, lse = kernel.forward(q, k, v, **options)
+        assert o.shape == q.shape and lse.shape == q.shape[:3] and lse.dtype == torch.float32
+        grads = kernel.backward(do, q, k, v, o, lse, **options)
+        assert [x.shape for x in grads] == [q.shape, k.shape, v.shape]
+
+
+@pytest.mark.parametrize("name", [*TORCH, "flash_attn"])
+def test_cuda_kernels_reject_cpu_tensors(name):
+    b = block()
+    with pytest.raises(ConfigError, match=f"{name}.*needs .*GPU|{name}.*needs CUDA"):
+        choose_kernel(name, b.q, b.k, causal=False, masked=False)
+
+
+def test_flash_attn_with_an_unknown_required_argument_is_rejected(monkeypatch):
+    class Future:
+        @staticmethod
+        def _flash_attn_forward(q, k, v, dropout_p, softmax_scale, causal, sinks):
+            raise AssertionError("must not be called")
+
+    monkeypatch.setattr(flash_attn, "_interface", lambda: Future)
+    b = block(dtype=torch.bfloat16)
+    with pytest.raises(TypeError, match="needs sinks"):
+        flash_attn.FlashAttnKernel().forward(b.q, b.k, b.v, **b.options)

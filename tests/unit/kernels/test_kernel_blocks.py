@@ -1,0 +1,231 @@
+"""Layer: one process. Every kernel against dense float64 attention, as one block and merged from two."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from kernel_cases import KINDS, Block, Results, block, dense, kernel_for, on_every_kernel, sizes_of_terms
+from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from mllm_seqpar.kernels.base import BlockKernel
+from mllm_seqpar.kernels.merge import merge_
+from tolerances import (
+    AGAINST_ONE_DEVICE,
+    AGAINST_ONE_DEVICE_FLOAT32_PARTIALS,
+    EXACT,
+    drift,
+    relative_error,
+)
+
+pytestmark = pytest.mark.rounding
+
+
+def run(kernel: BlockKernel, b: Block) -> Results:
+    o, lse = kernel.forward(b.q, b.k, b.v, **b.options)
+    return Results(o, lse, *kernel.backward(b.do, b.q, b.k, b.v, o, lse, **b.options))
+
+
+def run_split(kernel: BlockKernel, b: Block, *cuts: int) -> Results:
+    """Split the keys, merge the outputs, and pass the merged o and lse to the backward of each part."""
+    edges = [0, *cuts, b.k.shape[2]]
+    parts = [
+        Block(b.q, b.k[:, :, i:j], b.v[:, :, i:j], b.do, mask=None if b.mask is None else b.mask[:, :, i:j])
+        for i, j in itertools.pairwise(edges)
+    ]
+    wide = torch.float64 if b.q.dtype == torch.float64 else torch.float32
+    o = torch.zeros(b.q.shape, dtype=wide, device=b.q.device)
+    lse = torch.full(b.q.shape[:3], -torch.inf, dtype=wide, device=b.q.device)
+    for part in parts:
+        merge_(o, lse, *kernel.forward(part.q, part.k, part.v, **part.options))
+    grads = [kernel.backward(part.do, part.q, part.k, part.v, o, lse, **part.options) for part in parts]
+    dq = torch.stack([grad[0].to(wide) for grad in grads]).sum(0)
+    return Results(o, lse, dq, *(torch.cat([grad[i] for grad in grads], dim=2) for i in (1, 2)))
+
+
+def check(found: Results, b: Block) -> None:
+    exact, terms, bound = dense(b), sizes_of_terms(b), EXACT[b.q.dtype]
+    assert found.lse.dtype == (torch.float64 if b.q.dtype == torch.float64 else torch.float32)
+    assert found.lse.is_contiguous() and found.lse.shape == b.q.shape[:3] and found.o.shape == b.q.shape
+    hidden = exact.lse == -torch.inf
+    assert torch.equal(found.lse == -torch.inf, hidden)
+    assert not found.o[hidden].any() and not found.dq[hidden].any()
+    assert relative_error(found.lse[~hidden], exact.lse[~hidden], terms["lse"]) <= min(bound, 1e-3)
+    for name in ("o", "dq", "dk", "dv"):
+        value = getattr(found, name)
+        assert value.isfinite().all(), name
+        assert relative_error(value, getattr(exact, name), terms[name]) <= bound, name
+
+
+class LargestTensor(TorchDispatchMode):
+    """Record the bytes of the largest tensor that any operator returns."""
+
+    bytes = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        inputs = {x.untyped_storage().data_ptr() for x in args if isinstance(x, torch.Tensor)}
+        for x in result if isinstance(result, tuple) else (result,):
+            if isinstance(x, torch.Tensor) and x.untyped_storage().data_ptr() not in inputs:
+                self.bytes = max(self.bytes, x.untyped_storage().nbytes())
+        return result
+
+
+@on_every_kernel
+@pytest.mark.parametrize("kind", KINDS)
+def test_grouped_heads(name, device, kind):
+    for heads, groups in ((4, 1), (4, 2), (4, 4), (28, 4)):
+        b = block(heads=heads, groups=groups, device=device, **KINDS[kind])
+        check(run(kernel_for(name, b), b), b)
+
+
+@on_every_kernel
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64], ids=str)
+def test_head_dims_and_dtypes(name, device, kind, dtype):
+    for dim in (16, 64, 72, 128):
+        b = block(dim=dim, dtype=dtype, device=device, **KINDS[kind])
+        check(run(kernel_for(name, b), b), b)
+
+
+@on_every_kernel
+@pytest.mark.parametrize("masked", [False, True])
+def test_lengths(name, device, masked):
+    for rows, keys in itertools.product([0, 1, 17, 129], repeat=2):
+        b = block(rows=rows, keys=keys, masked=masked, device=device)
+        check(run(kernel_for(name, b), b), b)
+
+
+@on_every_kernel
+def test_causal_lengths(name, device):
+    for length in (0, 1, 17, 129, 700):
+        b = block(rows=length, keys=length, causal=True, batch=1, device=device)
+        check(run(kernel_for(name, b), b), b)
+
+
+@on_every_kernel
+def test_mask_shared_by_the_batch_over_several_chunks(name, device):
+    b = block(heads=8, rows=140, keys=1100, dim=8, masked=True, device=device)
+    b.mask = b.mask[:1]
+    b.mask[:, 40:60, :1030] = False  # whole chunks are hidden from rows that see later ones
+    check(run(kernel_for(name, b), b), b)
+
+
+@on_every_kernel
+@pytest.mark.parametrize("masked", [False, True])
+def test_backward_takes_the_merged_output(name, device, masked):
+    b = block(masked=masked, device=device)
+    if masked:  # rows that see nothing of the first 35 keys and everything of the others
+        b.mask[:, 1:8, :35] = False
+        b.mask[:, 1:8, 35:] = True
+    for cut in (1, 35, 69):
+        check(run_split(kernel_for(name, b), b, cut), b)
+
+
+@on_every_kernel
+def test_one_key_is_not_counted_twice(name, device):
+    """A phantom key of score 0 would halve o. Among thousands of keys it would go unnoticed."""
+    b = block(rows=5, keys=1, size=0.01, device=device)
+    o, lse = kernel_for(name, b).forward(b.q, b.k, b.v, **b.options)
+    assert relative_error(o, b.v.repeat_interleave(2, dim=1).expand_as(o)) <= 1e-6
+    assert lse.abs().max() < 0.1
+
+
+@on_every_kernel
+@pytest.mark.parametrize("masked", [False, True])
+def test_logits_of_ten_thousand_do_not_overflow(name, device, masked):
+    b = block(size=4e3, masked=masked, device=device)
+    exact = dense(b)
+    for found in (run(kernel_for(name, b), b), run_split(kernel_for(name, b), b, 30)):
+        assert found.lse[found.lse > -torch.inf].abs().max() > 1e4
+        # A float32 score of 1e4 is exact to 1e-3, and so is each probability: no kernel can do better.
+        assert relative_error(found.o, exact.o) <= 1e-2
+        assert all(x.isfinite().all() for x in (found.dq, found.dk, found.dv))
+
+
+@on_every_kernel
+@pytest.mark.parametrize("kind", KINDS)
+def test_inputs_may_be_views(name, device, kind):
+    """Slices along the lengths, the (B, S, H, D) layout of projections, and a last dim that is not contiguous."""
+    b = block(device=device, **KINDS[kind])
+    kernel = kernel_for(name, b)
+    expected = run(kernel, b)
+    names = ("q", "k", "v", "do")
+    padded = {x: F.pad(getattr(b, x), (0, 0, 3, 2))[:, :, 3:-2] for x in names}
+    transposed = {x: getattr(b, x).transpose(1, 2).contiguous().transpose(1, 2) for x in names}
+    strided = {x: getattr(b, x).mT.contiguous().mT for x in names}
+    for views in (padded, transposed, strided):
+        assert not all(x.is_contiguous() for x in views.values())
+        found = run(kernel, Block(**views, causal=b.causal, mask=b.mask))
+        for x in ("o", "lse", "dq", "dk", "dv"):
+            torch.testing.assert_close(getattr(found, x), getattr(expected, x), rtol=1e-5, atol=1e-5)
+    views = (b.do.mT.contiguous().mT, b.q, b.k, b.v, expected.o.mT.contiguous().mT, expected.lse.mT.contiguous().mT)
+    for x, y in zip(kernel.backward(*views, **b.options), (expected.dq, expected.dk, expected.dv), strict=True):
+        torch.testing.assert_close(x, y, rtol=1e-5, atol=1e-5)
+
+
+@on_every_kernel
+@pytest.mark.parametrize("kind", KINDS)
+def test_autocast_does_not_change_the_dtype_of_computation(name, device, kind):
+    b = block(device=device, **KINDS[kind])
+    kernel = kernel_for(name, b)
+    with torch.autocast(device, dtype=torch.bfloat16):
+        check(run(kernel, b), b)
+
+
+@pytest.mark.parametrize("name", ["blocked_matmul", "torch_cpu"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_scores_are_never_allocated_as_a_whole(name, kind):
+    """1,024 rows x 1,024 keys x 8 heads are 32 MiB of scores; a chunk, and what is returned, are far less."""
+    n = 1024
+    b = block(batch=1, heads=8, groups=2, rows=n, keys=n, causal=kind == "causal", masked=kind == "masked")
+    kernel = kernel_for(name, b)
+    with LargestTensor() as largest:
+        run(kernel, b)
+    assert largest.bytes <= 4 * (1 << 20)
+
+
+def test_long_keys_are_converted_to_float32_in_chunks():
+    b = block(batch=1, heads=2, groups=2, rows=4, keys=20_000, dim=64, dtype=torch.bfloat16)
+    kernel = kernel_for("torch_cpu", b)
+    with LargestTensor() as largest:
+        kernel.forward(b.q, b.k, b.v, **b.options)
+    assert largest.bytes <= 4 * b.k[:, :, :8192].numel()
+
+
+@pytest.mark.parametrize("name", ["reference", "blocked_matmul", "torch_cpu"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_partial_results_on_cpu_are_float32(name, kind):
+    for dtype in (torch.bfloat16, torch.float16):
+        b = block(dtype=dtype, **KINDS[kind])
+        found = run(kernel_for(name, b), b)
+        assert {x.dtype for x in (found.o, found.lse, found.dq, found.dk, found.dv)} == {torch.float32}
+
+
+@on_every_kernel
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_sixteen_bit_error_is_near_that_of_one_device(name, device, dtype):
+    """Four blocks merged in float32 must be nearly as good as one call of the framework's own attention."""
+    b = block(rows=64, keys=2048, dim=64, groups=4, dtype=dtype, device=device)
+    kernel = kernel_for(name, b)
+    exact = dense(b)
+    leaves = [x.detach().requires_grad_() for x in (b.q, b.k, b.v)]
+    o = F.scaled_dot_product_attention(*leaves)
+    one_device = Results(o, o, *torch.autograd.grad(o, leaves, b.do))
+    found = run_split(kernel, b, 512, 1024, 1536)
+    float32 = kernel.forward(b.q, b.k[:, :, :512], b.v[:, :, :512], **b.options)[0].dtype == torch.float32
+    factor = AGAINST_ONE_DEVICE_FLOAT32_PARTIALS if float32 else AGAINST_ONE_DEVICE
+    for x in ("o", "dq", "dk", "dv"):
+        error, allowed = (
+            relative_error(value.to(dtype), getattr(exact, x)) for value in (getattr(found, x), getattr(one_device, x))
+        )
+        assert error <= factor * allowed, (x, error / allowed)
+        assert drift(getattr(found, x), getattr(exact, x)) < 0.1, x
+
+
+@on_every_kernel
+def test_bf16_query_gradient_over_long_keys_is_summed_in_float32(name, device):
+    b = block(batch=1, heads=2, groups=1, rows=4, keys=16384, dim=64, dtype=torch.bfloat16, device=device)
+    assert relative_error(run(kernel_for(name, b), b).dq, dense(b).dq) <= 8e-3

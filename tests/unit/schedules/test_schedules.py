@@ -1,0 +1,210 @@
+"""Layer: pure Python. Schedules of all ranks, simulated step by step without tensors.
+
+A case is named after its schedule: "q ring" (LV-XAttn), "kv ring" (Ring Attention), "direct" (Q shards point to point),
+or "axb", the mesh of that shape.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from dataclasses import dataclass, field
+from fractions import Fraction
+
+import pytest
+
+from mllm_seqpar.schedules import AttentionBlock, OverlapRatios, Schedule, Transfer, schedule_for
+from mllm_seqpar.schedules.mesh_shapes import mesh_shapes_of
+
+Shard = tuple[str, int]  # axis, owner
+Part = tuple[int, int, Fraction, Fraction]  # Q shard, KV shard, and the range of the rows of the block
+
+SIZES = (1, 2, 3, 4, 5, 6, 8, 9, 12)
+MESHES = {size: [f"{a}x{b}" for a, b in mesh_shapes_of(size) if 1 not in (a, b)] for size in SIZES}
+CASES = [
+    pytest.param(size, name, backward, id=f"{name}-{size}-{'backward' if backward else 'forward'}")
+    for size in SIZES
+    for name in ("q ring", "direct", "kv ring", *MESHES[size])
+    for backward in (False, True)
+]
+RATIOS = [
+    OverlapRatios(q=0.2, kv=0.2, o=0.2, dkv=0.2),  # long computation
+    OverlapRatios(q=0.1, kv=4, o=0.2, dkv=8),  # expensive KV transfers
+    OverlapRatios(q=3, kv=1, o=6, dkv=2),  # expensive Q transfers
+    OverlapRatios(q=0.5, kv=0.7, o=0.9, dkv=1, one_link=False),
+]
+
+
+@dataclass
+class Rank:
+    """State of one rank during the simulation."""
+
+    rank: int
+    schedule: Schedule
+    held: set[Shard] = field(default_factory=set)
+    received: Counter[Shard] = field(default_factory=Counter)
+    results: dict[Shard, list[Part]] = field(default_factory=dict)
+    max_held: int = 0  # shards of other ranks, held or being received
+
+    def uses_later(self, shard: Shard, step: int) -> bool:
+        axis, owner = shard
+        return any(
+            any((b.q_shard if axis == "q" else b.kv_shard) == owner for b in later.blocks)
+            or any(t.kind == "input" and (t.axis, t.send_shard) == shard for t in later.transfers)
+            for later in self.schedule[step + 1 :]
+        )
+
+
+def part_of(block: AttentionBlock) -> Part:
+    start, stop = Fraction(block.part, block.parts), Fraction(block.part + 1, block.parts)
+    return block.q_shard, block.kv_shard, start, stop
+
+
+def shape_of(name: str, size: int) -> tuple[int, int]:
+    if "x" in name:
+        a, b = name.split("x")
+        return int(a), int(b)
+    return (1, size) if name == "kv ring" else (size, 1)
+
+
+def group_of(axis: str, shape: tuple[int, int], rank: int) -> list[int]:
+    """The ranks that exchange shards of `axis` with `rank`, in the order of their ring."""
+    a, b = shape
+    return [a * (rank // a) + x for x in range(a)] if axis == "q" else [rank % a + a * x for x in range(b)]
+
+
+def check_route(name: str, size: int, rank: int, t: Transfer) -> None:
+    if name == "direct":
+        own, other = (t.send_shard, t.recv_shard) if t.kind == "input" else (t.recv_shard, t.send_shard)
+        assert own == rank != other and {t.dst, t.src} <= set(range(size)) - {rank}
+        assert other == (t.src if t.kind == "input" else t.dst), "between the owner and the other rank"
+    else:
+        ring = group_of(t.axis, shape_of(name, size), rank)
+        place = ring.index(rank)
+        assert (t.dst, t.src) == (ring[(place + 1) % len(ring)], ring[place - 1]), "one hop of the group's ring"
+
+
+def simulate(name: str, size: int, backward: bool, ratios: OverlapRatios | None = None) -> list[Rank]:
+    """Run all ranks' schedules; assert that ranks send what they have and that sends match receives."""
+    ranks = []
+    for r in range(size):
+        options = {"backward": backward, "direct": name == "direct", "overlap_ratios": ratios}
+        ranks.append(Rank(r, schedule_for(shape_of(name, size), r, **options), {("q", r), ("kv", r)}))
+    assert len({len(rank.schedule) for rank in ranks}) == 1, "all ranks take the same number of steps"
+    for step in range(len(ranks[0].schedule)):
+        wire: defaultdict[tuple[int, int], list[tuple[Transfer, list[Part]]]] = defaultdict(list)
+        for rank in ranks:
+            for t in rank.schedule[step].transfers:
+                check_route(name, size, rank.rank, t)
+                shard = (t.axis, t.send_shard)
+                assert t.kind == "result" or shard in rank.held, f"rank {rank.rank} sends {shard} without holding it"
+                wire[rank.rank, t.dst].append((t, rank.results.pop(shard) if t.kind == "result" else []))
+        for rank in ranks:
+            for block in rank.schedule[step].blocks:
+                for shard in (("q", block.q_shard), ("kv", block.kv_shard)):
+                    assert shard in rank.held, (rank.rank, step, block)
+                    rank.results.setdefault(shard, []).append(part_of(block))
+        for rank in ranks:
+            transfers = rank.schedule[step].transfers
+            coming = {(t.axis, t.recv_shard) for t in transfers if t.kind == "input"}
+            rank.max_held = max(rank.max_held, len({shard for shard in rank.held | coming if shard[1] != rank.rank}))
+            for t in transfers:
+                sent, parts = wire[t.src, rank.rank].pop(0)
+                shard = (t.axis, t.recv_shard)
+                assert (sent.kind, sent.axis, sent.send_shard) == (t.kind, *shard), "messages match in order"
+                if t.kind == "input":
+                    assert shard not in rank.held, f"rank {rank.rank} receives {shard} twice"
+                    rank.held.add(shard)
+                    rank.received[shard] += 1
+                else:
+                    rank.results[shard] += parts  # a received result is added to this rank's own
+            rank.held -= {shard for shard in rank.held if shard[1] != rank.rank and not rank.uses_later(shard, step)}
+        assert not any(wire.values()), "every send has a receive at the same step"
+    return ranks
+
+
+@pytest.mark.parametrize("size,name,backward", CASES)
+def test_schedule_computes_every_block_once_and_returns_every_result(size: int, name: str, backward: bool) -> None:
+    ranks = simulate(name, size, backward)
+    parts = defaultdict(list)
+    for rank in ranks:
+        for step in rank.schedule:
+            assert step.blocks or not step.transfers, "every transfer overlaps with a block"
+            for block in step.blocks:
+                parts[block.q_shard, block.kv_shard].append(part_of(block)[2:])
+    assert set(parts) == {(i, j) for i in range(size) for j in range(size)}
+    for ranges in parts.values():
+        ends = [Fraction(0), *(stop for _, stop in sorted(ranges))]
+        assert [start for start, _ in sorted(ranges)] == ends[:-1] and ends[-1] == 1, "the parts make up the block"
+    for rank in ranks:
+        for axis, other in (("q", 1), ("kv", 0)) if backward else (("q", 1),):
+            result = rank.results[axis, rank.rank]
+            assert {part[other] for part in result} == set(range(size)) and sum(b - a for *_, a, b in result) == size
+    if name in MESHES[size]:
+        return
+    axis = "kv" if name == "kv ring" else "q"
+    for rank in ranks:
+        hops = Counter((t.kind, t.axis) for step in rank.schedule for t in step.transfers)
+        kinds = [("input", axis), ("result", axis)][: 1 if name == "kv ring" and not backward else 2]
+        assert hops == ({kind: size - 1 for kind in kinds} if size > 1 else {})
+        assert set(rank.received.values()) <= {1} and len(rank.received) == size - 1
+        assert rank.max_held <= 2, "two receive buffers: one in use and one being filled"
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_direct_schedule_exchanges_once_with_every_other_rank(size: int) -> None:
+    for rank in range(size):
+        steps = schedule_for((size, 1), rank, backward=False, direct=True) if size > 1 else ()
+        others = [other for other in range(size) if other != rank]
+        for kind in ("input", "result"):
+            transfers = [t for step in steps for t in step.transfers if t.kind == kind]
+            assert sorted(t.dst for t in transfers) == sorted(t.src for t in transfers) == others
+
+
+@pytest.mark.parametrize("ratios", [OverlapRatios(), *RATIOS], ids=str)
+@pytest.mark.parametrize("backward", [False, True])
+@pytest.mark.parametrize("name,size", [(name, size) for size in SIZES for name in MESHES[size]])
+def test_mesh_receives_each_shard_once_and_holds_one_mesh_shape(
+    name: str, size: int, backward: bool, ratios: OverlapRatios
+) -> None:
+    (a, b), ranks = shape_of(name, size), simulate(name, size, backward, ratios)
+    for rank in ranks:
+        hops = Counter((t.kind, t.axis) for step in rank.schedule for t in step.transfers)
+        expected = {("input", "q"): a - 1, ("input", "kv"): b - 1, ("result", "q"): a - 1}
+        assert hops == expected | ({("result", "kv"): b - 1} if backward else {})
+        q_group, kv_group = (group_of(axis, (a, b), rank.rank) for axis in ("q", "kv"))
+        assert rank.received == Counter(({("q", r) for r in q_group} | {("kv", r) for r in kv_group}) - rank.held)
+        computed = {(block.q_shard, block.kv_shard) for step in rank.schedule for block in step.blocks}
+        assert computed == {(i, j) for i in q_group for j in kv_group}
+        assert rank.max_held <= a + b - 2
+        if max(ratios.q, ratios.kv, ratios.o, ratios.dkv) <= 1:
+            assert all(step.blocks for step in rank.schedule)
+
+
+@pytest.mark.parametrize(
+    "q,kv,axes",
+    [(0.1, 4, "qqkk"), (4, 0.1, "kkqq"), (1, 1, "qkqk"), (1, 1.9, "qkqk"), (1, 2.1, "qqkk")],
+)
+def test_next_input_unlocks_most_blocks_for_its_cost(q: float, kv: float, axes: str) -> None:
+    """With two Q shards held, a KV shard unlocks two blocks: at a cost of 1.9 it is worth more than a Q shard at 1."""
+    steps = schedule_for((3, 3), 4, backward=False, overlap_ratios=OverlapRatios(q=q, kv=kv))
+    assert "".join(t.axis[0] for step in steps for t in step.transfers if t.kind == "input") == axes
+
+
+def test_steps_compute_just_enough_blocks_to_hide_their_transfer() -> None:
+    steps = schedule_for((4, 4), 5, backward=False, overlap_ratios=OverlapRatios(q=0.3, kv=2, o=1))
+    kinds = ["".join(f"{t.kind} {t.axis}" for t in step.transfers) for step in steps]
+    assert kinds == ["input q"] * 3 + ["input kv"] * 3 + [""] + ["result q"] * 3
+    assert [len(step.blocks) for step in steps] == [1, 1, 1, 1, 2, 2, 1, 1, 3, 3], "only one block is ready at first"
+    own = [i for i, step in enumerate(steps) for block in step.blocks if block.q_shard == 5]
+    assert own == [0, 9, 9, 9], "no result waits for the own Q shard, so all but its first block come last"
+
+
+def test_backward_results_alternate_between_axes() -> None:
+    steps = schedule_for((4, 4), 5, backward=True, overlap_ratios=OverlapRatios())
+    assert "".join(t.axis[0] for step in steps for t in step.transfers if t.kind == "result") == "qkqkqk"
+
+
+def test_mesh_shape_1_1_computes_only_the_own_block() -> None:
+    for rank in (0, 3):
+        (step,) = schedule_for((1, 1), rank, backward=True)
+        assert not step.transfers and step.blocks == (AttentionBlock(rank, rank),)
