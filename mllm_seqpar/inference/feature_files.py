@@ -10,7 +10,7 @@ import torch
 
 from mllm_seqpar.comm import Communicator
 from mllm_seqpar.comm.collective_check import check_collectively
-from mllm_seqpar.data.chat_families import ChatFamily
+from mllm_seqpar.data.chat_family import ChatFamily
 from mllm_seqpar.data.features import FeatureStore, model_fingerprint, open_features, save_features, source_meta
 from mllm_seqpar.data.sources import VideoSource
 from mllm_seqpar.errors import DataError
@@ -78,7 +78,7 @@ def origin(source: VideoSource, model: str, family: ChatFamily, sampling: Mappin
     return {
         **source_meta(source.plan),
         **{name: sampling[name] for name in SAMPLING},
-        **family.facts_of_frames(source),
+        **family.frame_metadata(source),
         "model": model_fingerprint(model, family.feature_weights),
     }
 

@@ -18,7 +18,7 @@ from torch import nn
 from mllm_seqpar.cli.launch import launched_ranks
 from mllm_seqpar.comm import Communicator
 from mllm_seqpar.comm.collective_check import attempt, check_collectively, raise_on_all_ranks
-from mllm_seqpar.data.chat_families import chat_family
+from mllm_seqpar.data.chat_family import chat_family
 from mllm_seqpar.data.features import FeatureStore, source_meta
 from mllm_seqpar.data.sources import VideoSource
 from mllm_seqpar.errors import ConfigError

@@ -8,8 +8,7 @@ from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from mllm_seqpar.errors import ConfigError, DataError
-from mllm_seqpar.models.digest import model_digest
-from mllm_seqpar.models.loading import load_model
+from mllm_seqpar.models.loading import load_model, model_digest
 
 NORM = "model.layers.1.input_layernorm.weight"
 
