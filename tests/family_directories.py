@@ -1,15 +1,23 @@
-"""Tiny model directories of each family, as users have them: weights by `save_pretrained`, the family's own processor.
+"""Tiny model directories of each family in the form users have them, and chats that use every feature of the format.
 
-A token is a character; weights are random, no gate is closed, and answers depend on what is seen.
+Weights are random, no gate is closed, and answers depend on the pictures. A token is a character.
 """
 
 from __future__ import annotations
 
+import atexit
 import importlib.util
+import json
+import shutil
+from functools import cache
 from pathlib import Path
+from tempfile import mkdtemp
 from typing import Any
 
+import numpy as np
+import pytest
 import torch
+from PIL import Image
 from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 from torch import nn
 from transformers import (
@@ -32,6 +40,8 @@ from transformers.models.mllama.image_processing_pil_mllama import (
     get_all_supported_aspect_ratios,
 )
 
+from mllm_seqpar.data.needle import make_needle_videos
+
 VOCABULARY = 128
 TILES = 3
 
@@ -43,11 +53,11 @@ LLAMA_TEMPLATE = (
     "{%- endfor %}{%- endif %}{{- '<|eot_id|>' }}{%- endfor %}"
     "{%- if add_generation_prompt %}{{- '<|start_header_id|>assistant<|end_header_id|>\n\n' }}{%- endif %}"
 )
-"""In the manner of the published one."""
+"""A template in the form of the published one."""
 
 
 def character_tokenizer(*marks: str, bos: str, eos: str) -> PreTrainedTokenizerFast:
-    """A token for each character and each mark; 0 pads."""
+    """Return a tokenizer with one token for each character and each mark, and 0 for padding."""
     tokens = ["<pad>", "<unk>", bos, *([eos] if eos != bos else []), *marks]
     tokens += [*map(chr, range(32, 127)), "\n"]
     backend = Tokenizer(models.WordLevel({token: i for i, token in enumerate(tokens)}, unk_token="<unk>"))
@@ -66,7 +76,7 @@ def character_tokenizer(*marks: str, bos: str, eos: str) -> PreTrainedTokenizerF
 
 
 def shake(model: nn.Module, seed: int = 0) -> Any:
-    """Random weights of sizes that make every part matter."""
+    """Set random weights, of scales at which every part affects the output."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, weight in model.named_parameters():
@@ -90,7 +100,7 @@ def idefics_processor(size: int = 16) -> IdeficsProcessor:
 
 
 def make_idefics(folder: Path, *, resampler: bool = False) -> None:
-    """4 layers of width 32, a cross-attention block before every second; images of 16 x 16."""
+    """Write a model of 4 layers of width 32 with a cross-attention block before every second; images of 16 x 16."""
     processor = idefics_processor()
     config = IdeficsConfig(
         vocab_size=VOCABULARY,
@@ -138,10 +148,10 @@ def mllama_processor(template: str | None = LLAMA_TEMPLATE) -> MllamaProcessor:
 
 
 def make_mllama(folder: Path) -> None:
-    """5 layers of width 64, of which 1 and 3 look at images of up to 3 tiles of 5 patches."""
+    """Write a model of 5 layers of width 64; layers 1 and 3 have cross-attention; images of up to 3 tiles of 5 patches."""
     processor = mllama_processor()
     vocabulary = processor.tokenizer.get_vocab()
-    # The embedding has eight rows more than the vocabulary head; the published image token is the first of them.
+    # The embedding has eight more rows than the head; the published image token is the first of them.
     text = MllamaTextConfig(
         vocab_size=VOCABULARY,
         hidden_size=64,
@@ -179,7 +189,7 @@ FLAMINGO_MARKS = ("<|endofchunk|>", "<image>")
 
 
 def make_open_flamingo(folder: Path, kind: str = "llama") -> None:
-    """Flamingo over 3 layers of width 32, of which every second has a cross-attention block; images of 16 x 16."""
+    """Write a Flamingo over 3 layers of width 32 with a cross-attention block in every second; images of 16 x 16."""
     from mllm_seqpar.models.open_flamingo import OpenFlamingoConfig, OpenFlamingoProcessor
     from mllm_seqpar.models.open_flamingo.modeling import OpenFlamingo
 
@@ -214,3 +224,60 @@ def make_open_flamingo(folder: Path, kind: str = "llama") -> None:
 MAKERS = {"idefics": make_idefics, "mllama": make_mllama}
 if importlib.util.find_spec("open_flamingo"):  # scripts/test.sh installs it, without its dependencies
     MAKERS["open_flamingo"] = make_open_flamingo
+
+
+def text(value: str) -> dict[str, str]:
+    return {"type": "text", "text": value}
+
+
+def image(number: int) -> dict[str, str]:
+    return {"type": "image", "path": f"{number}.png"}
+
+
+def says(value: str) -> dict[str, str]:
+    return {"role": "assistant", "content": value}
+
+
+def asks(*parts: Any) -> dict[str, Any]:
+    return {"role": "user", "content": list(parts)}
+
+
+VIDEO = {"type": "video", "path": "clip.mp4", "num_frames": 3}
+CHATS: dict[str, list[dict[str, Any]]] = {
+    "a video": [asks(VIDEO, text("What is it?")), says("A dot.")],
+    "an image within text": [asks(text("Here "), image(0), text("or "), image(1), text("?")), says("The second.")],
+    "turns": [
+        {"role": "system", "content": "Be brief."},
+        asks(image(2), VIDEO, text("First?")),
+        says("Red."),
+        asks(text("And now? "), image(1)),
+        says("Blue, I think."),
+    ],
+    "words alone": [asks(text("Say hello.")), says("Hello!")],
+}
+
+
+def write_chats(path: Path, chats: list[list[dict[str, Any]]]) -> Path:
+    path.write_text("".join(json.dumps({"messages": messages}) + "\n" for messages in chats))
+    return path
+
+
+@cache
+def family_folder() -> Path:
+    """Write `clip.mp4`, pictures of several sizes, `train.jsonl` and a model directory of each family, once a session."""
+    root = Path(mkdtemp())
+    atexit.register(shutil.rmtree, root, ignore_errors=True)
+    Path(make_needle_videos(root, 1, frames=(20, 20), rate=10)[0].path).rename(root / "clip.mp4")
+    rng = np.random.default_rng(0)
+    for number, (height, width) in enumerate(((40, 40), (24, 90), (80, 30))):
+        Image.fromarray(rng.integers(0, 255, (height, width, 3), dtype=np.uint8)).save(root / f"{number}.png")
+    write_chats(root / "train.jsonl", [*CHATS.values()])
+    for name, make in MAKERS.items():
+        make(root / name)
+    return root
+
+
+@pytest.fixture(scope="session")
+def folder() -> Path:
+    """`family_folder`, as a fixture: import it into a conftest.py."""
+    return family_folder()
