@@ -148,7 +148,7 @@ def mllama_processor(template: str | None = LLAMA_TEMPLATE) -> MllamaProcessor:
 
 
 def make_mllama(folder: Path) -> None:
-    """Write a model of 5 layers of width 64; layers 1 and 3 have cross-attention; images of up to 3 tiles of 5 patches."""
+    """Write a model of 5 layers of width 64, 1 and 3 with cross-attention; images of up to 3 tiles of 5 patches."""
     processor = mllama_processor()
     vocabulary = processor.tokenizer.get_vocab()
     # The embedding has eight more rows than the head; the published image token is the first of them.
@@ -264,7 +264,7 @@ def write_chats(path: Path, chats: list[list[dict[str, Any]]]) -> Path:
 
 @cache
 def family_folder() -> Path:
-    """Write `clip.mp4`, pictures of several sizes, `train.jsonl` and a model directory of each family, once a session."""
+    """Write `clip.mp4`, pictures of several sizes, `train.jsonl` and a directory of each family, once per session."""
     root = Path(mkdtemp())
     atexit.register(shutil.rmtree, root, ignore_errors=True)
     Path(make_needle_videos(root, 1, frames=(20, 20), rate=10)[0].path).rename(root / "clip.mp4")

@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 import torch
-from family_directories import MAKERS, make_idefics
 from torch import Tensor
 
+from family_directories import MAKERS, make_idefics
 from mllm_seqpar.data import VideoSource, chat_family
 from mllm_seqpar.errors import ConfigError, DataError
 from mllm_seqpar.inference.run import infer

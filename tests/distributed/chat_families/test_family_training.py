@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from family_directories import MAKERS
 
+from family_directories import MAKERS
 from mllm_seqpar.models.loading import load_model, load_processor
 from mllm_seqpar.training.loop import fine_tune
 from mllm_seqpar.training.metrics import read_metrics

@@ -1,4 +1,4 @@
-"""Real video files for tests, and the plain way to decode them that the reader is compared with."""
+"""Real video files, and the sequential decode that the reader is compared with."""
 
 from fractions import Fraction
 from pathlib import Path
@@ -20,7 +20,7 @@ def write_clip(
     container: dict[str, str] | None = None,
     rotation: int = 0,
 ) -> Path:
-    """Noise, so that any two frames differ; B-frames and a keyframe every 12 by default. `times` in milliseconds."""
+    """Write noise, so that any two frames differ, by default with B-frames and a keyframe every 12; `times` in ms."""
     rng = np.random.default_rng(0)
     with av.open(str(path), "w", options=container or {}) as out:
         stream = out.add_stream(codec, rate=25, options={"g": "12", "bf": "2", **(options or {})})
@@ -49,7 +49,7 @@ def write_sound(path: Path) -> Path:
 
 
 def decode_all(path: Path) -> list[tuple[int, Tensor]]:
-    """(presentation time, picture) of every frame, front to back, no seeking."""
+    """Return (presentation time, picture) of every frame, decoded in order without seeking."""
     with av.open(str(path)) as file:
         return [
             (frame.pts, torch.from_numpy(frame.to_ndarray(format="rgb24")).permute(2, 0, 1))
@@ -58,5 +58,5 @@ def decode_all(path: Path) -> list[tuple[int, Tensor]]:
 
 
 def shown_at(decoded: list[tuple[int, Tensor]], tick: int) -> Tensor:
-    """What a viewer sees at a tick: the last frame that has started by then."""
+    """Return the picture at a tick: the last frame that starts at or before it."""
     return next((image for pts, image in reversed(decoded) if pts <= tick), decoded[0][1])

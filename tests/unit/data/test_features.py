@@ -1,4 +1,4 @@
-"""Layer: one process, real files. What ranks write, any other number of ranks reads back."""
+"""Layer: one process, real files. A feature store written by some ranks is read by any other number of ranks."""
 
 import json
 import os
@@ -22,14 +22,13 @@ def write(folder: Path, embeds: Tensor, world: int, ranks: list[int] | None = No
             save_features(folder, embeds[start:stop], start=start, total=len(embeds), rank=rank, world=world, meta=meta)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("world", [1, 2, 3, 4, 11])
-def test_any_ranks_read_what_others_wrote(tmp_path: Path, world: int, dtype: torch.dtype) -> None:
-    embeds = torch.randn(10, 3, 8).to(dtype)  # with 11 ranks one wrote nothing
+@pytest.mark.parametrize(("world", "dtype"), [(1, torch.float32), (3, torch.bfloat16), (11, torch.float32)])
+def test_any_number_of_ranks_reads_the_store(tmp_path: Path, world: int, dtype: torch.dtype) -> None:
+    embeds = torch.randn(10, 3, 8).to(dtype)  # the last of 11 ranks has no frames
     write(tmp_path, embeds, world, fps=1.0)
     store = open_features(tmp_path)
     assert (store.total_frames, store.tokens_per_frame, store.hidden, store.dtype) == (10, 3, 8, dtype)
-    for readers in (1, 2, 3, 4, 7, 12):
+    for readers in (1, 4, 12):
         parts = [store.read(a, b) for a, b in frame_bounds(10, readers)]
         assert torch.equal(torch.cat(parts), embeds)
     assert torch.equal(store.read(2, 9), embeds[2:9]) and store.read(4, 4).shape == (0, 3, 8)
@@ -37,7 +36,7 @@ def test_any_ranks_read_what_others_wrote(tmp_path: Path, world: int, dtype: tor
         store.read(3, 11)
 
 
-def test_a_store_without_a_rank_is_reported(tmp_path: Path) -> None:
+def test_store_without_a_shard_is_refused(tmp_path: Path) -> None:
     embeds = torch.randn(10, 3, 8)
     write(tmp_path, embeds, 3, ranks=[0, 2])
     with pytest.raises(
@@ -53,14 +52,14 @@ def test_a_store_without_a_rank_is_reported(tmp_path: Path) -> None:
         open_features(tmp_path / "nowhere")
 
 
-def test_shards_of_another_run_are_not_mixed_in(tmp_path: Path) -> None:
+def test_shard_of_another_run_is_refused(tmp_path: Path) -> None:
     write(tmp_path, torch.zeros(10, 3, 8), 2, video="old")
     write(tmp_path, torch.ones(10, 3, 8), 2, ranks=[0], video="new")
     with pytest.raises(DataError, match=r"features-00001-of-00002.safetensors \(from another run\)"):
         open_features(tmp_path)
 
 
-def test_damage_is_reported(tmp_path: Path) -> None:
+def test_damaged_files_are_refused(tmp_path: Path) -> None:
     write(tmp_path, torch.zeros(10, 3, 8), 2)
     shard = tmp_path / "features-00001-of-00002.safetensors"
     shard.write_bytes(shard.read_bytes()[:-100])
@@ -71,7 +70,7 @@ def test_damage_is_reported(tmp_path: Path) -> None:
         open_features(tmp_path)
 
 
-def test_nothing_half_written_is_left(tmp_path: Path) -> None:
+def test_failed_write_leaves_the_store_unchanged(tmp_path: Path) -> None:
     write(tmp_path, torch.zeros(4, 3, 8), 2)
     before = {p: p.read_bytes() for p in tmp_path.iterdir()}
     assert sorted(p.name for p in before) == [
@@ -79,13 +78,13 @@ def test_nothing_half_written_is_left(tmp_path: Path) -> None:
         "features-00001-of-00002.safetensors",
         "features.json",
     ]
-    with pytest.raises(TypeError):  # a meta that JSON cannot hold
+    with pytest.raises(TypeError):  # metadata that JSON cannot represent
         write(tmp_path, torch.ones(4, 3, 8), 2, when=object())
     assert {p: p.read_bytes() for p in tmp_path.iterdir()} == before
 
 
 def test_frames_of_another_rank_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"rank 1 of 2 passed embeds \(5, 3, 8\) from frame 0; .* holds \(5, 10\)"):
+    with pytest.raises(ConfigError, match=r"rank 1 of 2 passed embeds \(5, 3, 8\) from frame 0; .* range is \(5, 10\)"):
         save_features(tmp_path, torch.zeros(5, 3, 8), start=0, total=10, rank=1, world=2)
     with pytest.raises(ConfigError, match="rank 2 of 2"):
         save_features(tmp_path, torch.zeros(5, 3, 8), start=0, total=10, rank=2, world=2)
@@ -104,7 +103,7 @@ def test_features_of_another_video_or_sampling_are_refused(tmp_path: Path) -> No
         store.require(**source_meta(plan_frames(probe(clip), fps=5)))
 
 
-def test_fingerprint_follows_the_weights_that_make_features(tmp_path: Path) -> None:
+def test_fingerprint_depends_on_vision_weights_and_preprocessing_only(tmp_path: Path) -> None:
     weights = {
         "vision_model.w": torch.randn(3, 4, dtype=torch.bfloat16),
         "vision2text_model.bias": torch.randn(2),

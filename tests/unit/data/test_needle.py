@@ -1,4 +1,4 @@
-"""Layer: one process, real files. The needle task's videos are what its answers say."""
+"""Layer: one process, real files. The videos of the needle task show their answers."""
 
 import json
 from collections import Counter
@@ -21,26 +21,26 @@ def decode(path: str) -> Tensor:
     return torch.cat(list(source.read(0, len(source), batch=256))).float()
 
 
-def looks_like(frame: Tensor) -> str:
-    """The colour nearest to what is in the middle of a frame."""
+def nearest_colour(frame: Tensor) -> str:
+    """Return the colour nearest to the mean of the middle of a frame."""
     middle = frame[:, 12:20, 12:20].mean((1, 2))
     return min(COLOURS, key=lambda name: float((middle - torch.tensor(COLOURS[name])).norm()))
 
 
 def test_one_frame_shows_the_answer(tmp_path: Path) -> None:
-    videos = make_needle_videos(tmp_path, 24, frames=(2, 40), seed=3)
-    assert Counter(v.colour for v in videos) == dict.fromkeys(COLOURS, 4)
-    assert len({v.frames for v in videos}) > 8 and all(2 <= v.frames <= 40 for v in videos)
+    videos = make_needle_videos(tmp_path, 12, frames=(2, 40), seed=3)
+    assert Counter(v.colour for v in videos) == dict.fromkeys(COLOURS, 2)
+    assert len({v.frames for v in videos}) > 5 and all(2 <= v.frames <= 40 for v in videos)
     for video in videos:
         frames = decode(video.path)
         assert len(frames) == video.frames == probe(video.path).frames
-        assert looks_like(frames[video.marker]) == video.colour
+        assert nearest_colour(frames[video.marker]) == video.colour
         if video.colour != "white":
             grey = (frames.mean((2, 3)).amax(1) - frames.mean((2, 3)).amin(1)).tolist()
             assert grey.pop(video.marker) > 40 and max(grey) < 15
 
 
-def test_same_seed_same_videos(tmp_path: Path) -> None:
+def test_same_seed_gives_same_videos(tmp_path: Path) -> None:
     one, two, other = (
         make_needle_videos(tmp_path / name, 3, frames=(4, 9), seed=seed)
         for name, seed in zip("abc", (1, 1, 2), strict=True)
@@ -51,13 +51,7 @@ def test_same_seed_same_videos(tmp_path: Path) -> None:
     assert any(Path(a.path).read_bytes() != Path(c.path).read_bytes() for a, c in zip(one, other, strict=True))
 
 
-def test_a_long_video_shows_its_marker(tmp_path: Path) -> None:
-    (video,) = make_needle_videos(tmp_path, 1, frames=(2100, 2100), seed=4)
-    frames = decode(video.path)
-    assert len(frames) == 2100 and looks_like(frames[video.marker]) == video.colour
-
-
-def test_chat_file(tmp_path: Path) -> None:
+def test_chat_file_asks_about_each_video(tmp_path: Path) -> None:
     videos = make_needle_videos(tmp_path / "videos", 4, frames=(3, 6))
     write_needle_jsonl(tmp_path / "train.jsonl", videos)
     first = json.loads((tmp_path / "train.jsonl").read_text().splitlines()[0])
@@ -72,7 +66,7 @@ def test_chat_file(tmp_path: Path) -> None:
     assert answers == [v.colour for v in videos]
 
 
-def test_tokenizer(tmp_path: Path) -> None:
+def test_tokenizer_restores_text_and_has_its_special_tokens(tmp_path: Path) -> None:
     tokenizer = make_tokenizer(["How many frames, then?"])
     whole = f"<|im_start|>user\n<|video|><|image|>{QUESTION} How many frames<|im_end|>\n<|im_start|>assistant\npurple"
     for made in (tokenizer, type(tokenizer).from_pretrained(_saved(tokenizer, tmp_path))):
@@ -89,8 +83,8 @@ def _saved(tokenizer: Any, folder: Path) -> Path:
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"colours": ["red"]}, {"colours": ["red", "beige"]}, {"frames": (0, 3)}, {"frames": (4, 3)}, {"size": 31}]
+    "wrong", [{"colours": ["red"]}, {"colours": ["red", "beige"]}, {"frames": (4, 3)}, {"size": 31}]
 )
-def test_impossible_tasks(tmp_path: Path, wrong: dict[str, Any]) -> None:
+def test_impossible_arguments_are_refused(tmp_path: Path, wrong: dict[str, Any]) -> None:
     with pytest.raises(ConfigError):
         make_needle_videos(tmp_path, 2, **({"frames": (2, 3)} | wrong))
