@@ -1,6 +1,7 @@
-"""The authors' way to an OpenFlamingo from published parts: the package open-flamingo itself, and what it builds on.
+"""The authors' construction of an OpenFlamingo from published parts, with the package open-flamingo itself.
 
-It uses nothing of the package under test. `mosaic_gpt`, which brings its own code, is written here in plain torch.
+This module imports nothing from the package under test. `mosaic_gpt`, whose directories contain their own code, is
+implemented here in plain torch.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Writes tiny OpenFlamingo parts as they are published: a language model, a CLIP, and a checkpoint.pt.
+"""Tiny OpenFlamingo parts in the published form: a language model, a CLIP, and a checkpoint.pt.
 
-Names, files and configurations are typed from the published directories. This module knows nothing of the package
-under test, and imports nothing from it; weights are random, and no gate is closed.
+Names, files and configurations are copied from the published directories. This module imports nothing from the package
+under test. Weights are random, and no gate is closed.
 """
 
 import json

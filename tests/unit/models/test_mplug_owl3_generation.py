@@ -1,4 +1,4 @@
-"""One process: `generate` against running the whole text again for each token, without a cache."""
+"""Layer: one process. `generate` against a full forward pass per token without a cache."""
 
 import copy
 import json
@@ -19,8 +19,8 @@ from tiny import GATES, IMAGE_TOKEN, tiny_frames, tiny_model, tiny_text
 NEW = 5
 
 
-def padded(side: str = "left") -> tuple[Tensor, Tensor, Tensor]:
-    """Three samples of uneven length with 3, 0 and 2 frames: ids, attention mask, frames."""
+def padded() -> tuple[Tensor, Tensor, Tensor]:
+    """Return ids, attention mask and frames of three samples of uneven length with 3, 0 and 2 frames."""
     samples = [tiny_text(3, length=11, seed=1), tiny_text(0, length=7, seed=2), tiny_text(2, length=9, seed=3)]
     ids = torch.zeros(3, 11, dtype=torch.long)
     mask = torch.zeros_like(ids)
@@ -34,8 +34,8 @@ def generate(model: Any, ids: Tensor, **options: Any) -> Any:
     return model.generate(ids, **options)
 
 
-def run_again(model: Any, ids: Tensor, mask: Tensor, frames: Tensor) -> tuple[Tensor, Tensor]:
-    """Greedy tokens and their logits, by a whole forward pass per token; eos is kept out like `min_new_tokens` does."""
+def generate_without_cache(model: Any, ids: Tensor, mask: Tensor, frames: Tensor) -> tuple[Tensor, Tensor]:
+    """Return greedy tokens and their logits from a full pass per token; eos is excluded, as by `min_new_tokens`."""
     logits = []
     for _ in range(NEW):
         positions = (mask.cumsum(1) - 1).clamp(min=0)
@@ -48,27 +48,26 @@ def run_again(model: Any, ids: Tensor, mask: Tensor, frames: Tensor) -> tuple[Te
 
 
 @pytest.mark.parametrize(
-    "options",
+    ("options", "attention"),
     [
-        {},
-        {"use_cache": False},
-        {"cache_implementation": "static"},
-        {"cache_implementation": "static", "one": True},
-        {"prompt_lookup_num_tokens": 2, "one": True},
+        ({}, "sdpa"),
+        ({}, "eager"),
+        ({"cache_implementation": "static"}, "sdpa"),
+        ({"cache_implementation": "static", "one": True}, "eager"),
+        ({"prompt_lookup_num_tokens": 2, "one": True}, "sdpa"),
     ],
-    ids=["cache", "no cache", "static cache", "static cache without padding", "assisted"],
+    ids=["cache", "cache, eager", "static cache", "static cache without padding", "assisted"],
 )
-@pytest.mark.parametrize("attention", ["sdpa", "eager"])
 @pytest.mark.parametrize("gate", GATES)
 @torch.no_grad()
-def test_greedy(gate: str | None, attention: str, options: dict) -> None:
+def test_greedy_tokens_equal_full_passes(gate: str | None, attention: str, options: dict) -> None:
     model = tiny_model(gate)
     model.set_attn_implementation(attention)
     ids, mask, frames = padded()
     options = dict(options)
-    if options.pop("one", False):  # without padding masks are left out, and transformers assists one sample at a time
+    if options.pop("one", False):  # no padding and therefore no mask; assisted generation allows one sample only
         ids, mask, frames = ids[:1], mask[:1], frames[:3]
-    expected, logits = run_again(model, ids, mask, frames)
+    expected, logits = generate_without_cache(model, ids, mask, frames)
     found = generate(
         model,
         ids,
@@ -88,10 +87,8 @@ GREEDY = {"do_sample": False, "repetition_penalty": 1.0, "eos_token_id": [2, 1],
 
 
 @torch.no_grad()
-def test_the_file_of_a_directory_decides_only_where_answers_end(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    """The published `generate` does not read generation_config.json. Unpatched, and patched on one rank and two."""
+def test_generation_config_file_sets_only_token_ids(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """The published `generate` does not read generation_config.json. Unpatched, and patched on two ranks."""
     fresh, ids, frames = tiny_model(), tiny_text(3), tiny_frames(3)
     fresh.save_pretrained(tmp_path / "published")
     (tmp_path / "published/generation_config.json").write_text(json.dumps(FILE | IDS))
@@ -100,7 +97,7 @@ def test_the_file_of_a_directory_decides_only_where_answers_end(
     inputs: dict[str, Any] = {"pixel_values": frames, "max_new_tokens": 12}
     expected = fresh.generate(ids, **inputs, **GREEDY)
     assert torch.equal(loaded.generate(ids, **inputs), expected)
-    # What is passed wins, and would have given other tokens.
+    # Options that are passed take precedence, and change the tokens.
     asked = GenerationConfig.from_pretrained(
         tmp_path / "published", do_sample=False, **dict.fromkeys(("top_k", "top_p"))
     )
@@ -114,9 +111,8 @@ def test_the_file_of_a_directory_decides_only_where_answers_end(
     def patched(comm: Communicator) -> Tensor:
         return patch_model(copy.deepcopy(loaded), "lv-xattn", group=comm).generate(ids, **inputs)
 
-    for ranks in (1, 2):
-        assert all(torch.equal(found, expected) for found in run_loopback(ranks, patched))
-    # A checkpoint that is saved states what is used, so nothing is left to warn of.
+    assert all(torch.equal(found, expected) for found in run_loopback(2, patched))
+    # A saved checkpoint states the options that are used, so loading it gives no warning.
     caplog.clear()
     loaded.save_pretrained(tmp_path / "saved")
     again = type(fresh).from_pretrained(tmp_path / "saved").generation_config
@@ -124,29 +120,19 @@ def test_the_file_of_a_directory_decides_only_where_answers_end(
     assert "generation_config" not in caplog.text
 
 
-@pytest.mark.parametrize("gate", GATES)
-def test_padding_and_company_change_nothing(gate: str | None) -> None:
-    model = tiny_model(gate)
-    ids, mask, frames = padded()
-    together = generate(model, ids, attention_mask=mask, pixel_values=frames)
-    for row, own in enumerate((frames[:3], None, frames[3:])):
-        alone = generate(model, ids[row : row + 1, mask[row].bool()], pixel_values=own)
-        assert torch.equal(alone[0, -NEW:], together[row, -NEW:])
-
-
 @pytest.mark.parametrize(
     "options",
     [
-        {"num_beams": 3},
+        {},
         {"num_beams": 3, "num_return_sequences": 2},
         {"do_sample": True, "num_return_sequences": 3},
         {"do_sample": True, "num_beams": 2},
     ],
-    ids=["beams", "several beams", "samples", "sampled beams"],
+    ids=["greedy", "beams", "samples", "sampled beams"],
 )
 @pytest.mark.parametrize("gate", GATES)
-def test_repeated_samples_share_their_frames(gate: str | None, options: dict) -> None:
-    """Flat frame lists are not repeated. The references: no cache, and each sample on its own."""
+def test_samples_do_not_affect_each_other_and_beams_share_frames(gate: str | None, options: dict) -> None:
+    """The references are generation without a cache, and each sample on its own."""
     model = tiny_model(gate)
     ids, mask, frames = padded()
     results = []
@@ -156,32 +142,28 @@ def test_repeated_samples_share_their_frames(gate: str | None, options: dict) ->
     assert torch.equal(*results)
     if not options.get("do_sample"):
         per_sample = options.get("num_return_sequences", 1)
-        for row, own in enumerate((frames[:3], None, frames[3:])):
-            alone = generate(model, ids[row : row + 1, mask[row].bool()], pixel_values=own, **options)
+        for row, part in enumerate((frames[:3], None, frames[3:])):
+            alone = generate(model, ids[row : row + 1, mask[row].bool()], pixel_values=part, **options)
             assert torch.equal(alone[:, -NEW:], results[0][row * per_sample : (row + 1) * per_sample, -NEW:])
 
 
-@pytest.mark.parametrize("given", ["features", "features and offsets", "embeddings"])
 @pytest.mark.parametrize("gate", GATES)
 @torch.no_grad()
-def test_other_forms_of_the_inputs(gate: str | None, given: str) -> None:
+def test_features_offsets_and_embeddings_replace_pixels_and_ids(gate: str | None) -> None:
     model = tiny_model(gate)
     ids, mask, frames = padded()
     expected = generate(model, ids, attention_mask=mask, pixel_values=frames)[:, -NEW:]
     inputs: dict[str, Any] = {"image_embeds": model.encode_frames(frames), "attention_mask": mask}
-    if given != "features":
-        inputs["media_offset"] = [(row == IMAGE_TOKEN).nonzero().flatten() for row in ids]
-        model.config.image_token_id = None
-    if given == "embeddings":
-        found = generate(model, None, inputs_embeds=model.get_input_embeddings()(ids), **inputs)
-    else:
-        found = generate(model, ids, **inputs)
+    assert torch.equal(generate(model, ids, **inputs)[:, -NEW:], expected)
+    inputs["media_offset"] = [(row == IMAGE_TOKEN).nonzero().flatten() for row in ids]
+    model.config.image_token_id = None
+    assert torch.equal(generate(model, ids, **inputs)[:, -NEW:], expected)
+    found = generate(model, None, inputs_embeds=model.get_input_embeddings()(ids), **inputs)
     assert torch.equal(found[:, -NEW:], expected)
 
 
-@pytest.mark.parametrize("gate", GATES)
-def test_frames_are_encoded_and_projected_once(gate: str | None) -> None:
-    model = tiny_model(gate)
+def test_frames_are_encoded_and_projected_once() -> None:
+    model = tiny_model(None)
     calls: dict[str, int] = {}
 
     def count(name: str) -> Any:
@@ -196,7 +178,7 @@ def test_frames_are_encoded_and_projected_once(gate: str | None) -> None:
 
 
 class Force(LogitsProcessor):
-    """Makes the model say the placeholder as its second new token."""
+    """Force the placeholder as the second new token."""
 
     def __init__(self, length: int) -> None:
         self.length = length
@@ -210,7 +192,7 @@ class Force(LogitsProcessor):
 
 @pytest.mark.parametrize("frames", [3, 0])
 @pytest.mark.parametrize("gate", GATES)
-def test_a_generated_placeholder_is_only_a_token(gate: str | None, frames: int) -> None:
+def test_generated_placeholder_adds_no_frame(gate: str | None, frames: int) -> None:
     model = tiny_model(gate)
     ids = tiny_text(frames)
     pixels = {"pixel_values": tiny_frames(frames)} if frames else {}
@@ -220,21 +202,20 @@ def test_a_generated_placeholder_is_only_a_token(gate: str | None, frames: int) 
     assert torch.equal(*results)
 
 
-@pytest.mark.parametrize("pass_frames_again", [True, False])
 @pytest.mark.parametrize("gate", GATES)
-def test_a_conversation_goes_on_with_its_cache(gate: str | None, pass_frames_again: bool) -> None:
+def test_conversation_continues_with_its_cache(gate: str | None) -> None:
     model = tiny_model(gate)
     ids, frames = tiny_text(3), tiny_frames(3)
     first = generate(model, ids, pixel_values=frames, return_dict_in_generate=True)
     longer = torch.cat([first.sequences, torch.tensor([[5, 6, 7, 8]])], dim=1)
-    again = {"pixel_values": frames} if pass_frames_again else {}
-    found = generate(model, longer, past_key_values=first.past_key_values, **again)
-    assert torch.equal(found, generate(model, longer, pixel_values=frames, use_cache=False))
+    expected = generate(model, longer, pixel_values=frames, use_cache=False)
+    for again in ({"pixel_values": frames}, {}):
+        cache = copy.deepcopy(first.past_key_values)
+        assert torch.equal(generate(model, longer, past_key_values=cache, **again), expected)
 
 
 @pytest.mark.parametrize("gate", GATES)
-def test_frames_after_a_cached_text(gate: str | None) -> None:
-    """A first turn without frames, and frames in the second: they lie after what the cache holds."""
+def test_frames_may_follow_cached_text(gate: str | None) -> None:
     model = tiny_model(gate)
     text, shown, frames = tiny_text(0, seed=4), tiny_text(2, seed=5), tiny_frames(2)
     cache = model(text).past_key_values
@@ -247,7 +228,7 @@ def test_frames_after_a_cached_text(gate: str | None) -> None:
     assert (stepped - whole).abs().max() < 1e-4
 
 
-def test_new_frames_for_a_cache_that_has_some_are_refused() -> None:
+def test_new_frames_for_a_cache_with_frames_are_refused() -> None:
     model = tiny_model("per_head")
     ids = tiny_text(3)
     cache = model(ids, tiny_frames(3)).past_key_values
@@ -258,9 +239,8 @@ def test_new_frames_for_a_cache_that_has_some_are_refused() -> None:
         generate(model, longer, pixel_values=tiny_frames(4), past_key_values=cache)
 
 
-@pytest.mark.parametrize("gate", GATES)
-def test_a_cache_that_was_reset_forgets_the_frames(gate: str | None) -> None:
-    model = tiny_model(gate)
+def test_reset_cache_has_no_frames() -> None:
+    model = tiny_model("vector")
     ids, text = tiny_text(3), tiny_text(0, seed=9)
     cache = StaticCache(config=model.config, max_cache_len=20)
     model(ids, tiny_frames(3), past_key_values=cache)

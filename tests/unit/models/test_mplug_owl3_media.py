@@ -1,4 +1,4 @@
-"""One process, integers only: which row sees which frame, against loops over the published rules."""
+"""Layer: one process. Visibility of frames for text rows, against loops over the published rules."""
 
 import pytest
 import torch
@@ -9,11 +9,11 @@ from mllm_seqpar.models.mplug_owl3 import MediaLayout, media_layout
 from mllm_seqpar.models.mplug_owl3.visual_inputs import row_blocks
 from tiny import GATES, IMAGE_TOKEN, tiny_text
 
-NOTHING = -1000000  # published: a row of a sample without images
+NOTHING = -1000000  # the published value for a row of a sample without images
 
 
 def published_offset(gate: str | None, ids: Tensor) -> Tensor | list[Tensor]:
-    """`media_offset` as the published processors build it, by loops."""
+    """Return `media_offset` as the published processors build it."""
     if gate is None:
         return [(row == IMAGE_TOKEN).nonzero().flatten() for row in ids]
     offset, before = torch.zeros(*ids.shape, 2, dtype=torch.long), 0
@@ -50,40 +50,27 @@ def rules(gate: str | None, ids: Tensor) -> list[list[set[int]]]:
 
 @pytest.mark.parametrize("counts", [(3,), (0, 2), (2, 0, 4), (0, 0)])
 @pytest.mark.parametrize("gate", GATES)
-def test_placeholders_and_published_offsets_say_the_same(gate: str | None, counts: tuple[int, ...]) -> None:
+def test_all_forms_of_input_give_the_published_visibility(gate: str | None, counts: tuple[int, ...]) -> None:
     ids, total = tiny_text(*counts), sum(counts)
-    forms = [
-        media_layout(gate, total_frames=total, input_ids=ids, image_token_id=IMAGE_TOKEN),
-        media_layout(gate, total_frames=total, input_ids=ids, media_offset=published_offset(gate, ids)),
-        media_layout(
-            gate,
-            total_frames=total,
-            position_ids=torch.arange(ids.shape[1])[None],
-            media_offset=published_offset(gate, ids),
-        ),
-        media_layout(  # models of all generations take positions
-            gate,
-            total_frames=total,
-            input_ids=ids,
-            media_offset=[p.tolist() for p in published_offset(None, ids)],
-        ),
+    intervals, positions = published_offset("per_head", ids), [p.tolist() for p in published_offset(None, ids)]
+    text: list[dict] = [
+        {"input_ids": ids, "image_token_id": IMAGE_TOKEN},
+        {"input_ids": ids, "media_offset": intervals},
+        {"input_ids": ids, "media_offset": positions},
+        {"position_ids": torch.arange(ids.shape[1])[None], "media_offset": intervals},
     ]
     ends = torch.tensor(counts).cumsum(0).tolist()
-    own = [[end - count, end] for end, count in zip(ends, counts, strict=True)]
-    late = 0 if gate is None else 1
-    at = [position + late for row in published_offset(None, ids) for position in row.tolist()]
-    for layout in forms:
+    ranges = [[end - count, end] for end, count in zip(ends, counts, strict=True) if count]
+    delay = 0 if gate is None else 1
+    for layout in [media_layout(gate, total_frames=total, **arguments) for arguments in text]:
         assert visible(layout) == rules(gate, ids)
         assert bool((layout.stop >= layout.first).all())
-        assert layout.frame_position.tolist() == at
-        assert [r for r, n in zip(layout.sample_range.tolist(), counts, strict=True) if n] == [
-            r for r, n in zip(own, counts, strict=True) if n
-        ]
-        assert all(start == end for (start, end), n in zip(layout.sample_range.tolist(), counts, strict=True) if n == 0)
+        assert layout.frame_position.tolist() == [position + delay for row in positions for position in row]
+        assert [found for found in layout.sample_range.tolist() if found[0] != found[1]] == ranges
 
 
 @pytest.mark.parametrize("gate", GATES)
-def test_frames_lie_where_position_ids_say(gate: str | None) -> None:
+def test_frame_positions_follow_position_ids(gate: str | None) -> None:
     ids = torch.tensor([[9, IMAGE_TOKEN, IMAGE_TOKEN, 9]])
     for position_ids in (torch.tensor([[0, 10, 20, 31]]), torch.tensor([0, 10, 20, 31])[None].expand(1, -1)):
         expected = [10, 20] if gate is None else [20, 31]
@@ -100,7 +87,7 @@ def test_frames_lie_where_position_ids_say(gate: str | None) -> None:
 
 
 @pytest.mark.parametrize("gate", GATES)
-def test_placeholder_as_last_token_belongs_to_its_sample(gate: str | None) -> None:
+def test_last_token_may_be_a_placeholder(gate: str | None) -> None:
     ids = torch.tensor([[9, 9, IMAGE_TOKEN], [9, IMAGE_TOKEN, 9]])
     for offset in (None, [[2], [1]]):
         layout = media_layout(gate, total_frames=2, input_ids=ids, image_token_id=IMAGE_TOKEN, media_offset=offset)
@@ -109,7 +96,7 @@ def test_placeholder_as_last_token_belongs_to_its_sample(gate: str | None) -> No
         assert first.tolist() == [[0, 0], [1, 1]] and stop.tolist() == [[1, 1], [2, 2]]
 
 
-def test_rows_across_the_end_of_the_prompt_and_repeated_samples() -> None:
+def test_rows_after_the_prompt_see_all_frames_and_beams_share_them() -> None:
     layout = media_layout("per_head", total_frames=3, input_ids=tiny_text(2, 1), image_token_id=IMAGE_TOKEN)
     first, stop = layout.rows(10, 4)
     assert torch.equal(first[:, :2], layout.first[:, 10:]) and torch.equal(stop[:, :2], layout.stop[:, 10:])
@@ -119,7 +106,7 @@ def test_rows_across_the_end_of_the_prompt_and_repeated_samples() -> None:
     assert torch.equal(beams.stop[2], layout.stop[0]) and torch.equal(beams.stop[3], layout.stop[1])
 
 
-def test_offsets_of_repeated_samples_share_frames() -> None:
+def test_offsets_of_repeated_samples_may_share_frames() -> None:
     ids = tiny_text(2, 1)
     offset = published_offset("per_head", ids).repeat_interleave(2, dim=0)
     layout = media_layout("per_head", total_frames=3, input_ids=ids.repeat_interleave(2, dim=0), media_offset=offset)
@@ -127,22 +114,8 @@ def test_offsets_of_repeated_samples_share_frames() -> None:
 
 
 @pytest.mark.parametrize("gate", GATES)
-def test_both_published_forms_say_the_same_to_every_generation(gate: str | None) -> None:
-    ids = tiny_text(2, 0, 3)
-    forms = [published_offset("per_head", ids), published_offset(None, ids)]
-    layouts = [media_layout(gate, total_frames=5, input_ids=ids, media_offset=form) for form in forms]
-    for name in ("first", "stop", "frame_position", "sample_range"):
-        one, other = (getattr(layout, name)[[0, 2]] for layout in layouts)  # sample 1 has no frames to say first of
-        if name == "frame_position":
-            one, other = (layout.frame_position for layout in layouts)
-        assert torch.equal(one, other), name
-    assert visible(layouts[0])[1] == visible(layouts[1])[1] == [set()] * 12
-
-
-@pytest.mark.parametrize("gate", GATES)
 @pytest.mark.parametrize("form", ["per_head", None])
-def test_tokens_do_not_matter_beside_media_offset(gate: str | None, form: str | None) -> None:
-    """Placeholders of several ordinary tokens; the one that config.image_token_id names is an ordinary one as well."""
+def test_media_offset_overrides_the_placeholder_token(gate: str | None, form: str | None) -> None:
     ids = torch.full((1, 14), 9)
     ids[0, [0, 13]] = IMAGE_TOKEN
     starts = torch.zeros_like(ids)
@@ -188,7 +161,7 @@ IDS = torch.tensor([[9, IMAGE_TOKEN, 9, IMAGE_TOKEN, 9], [9, 9, 9, IMAGE_TOKEN, 
             ShapeError,
             "no token sees frame 2",
         ),
-        (  # one sample's offsets for both: which one has the placeholder cannot be said
+        (  # one sample's offsets for both: the sample of each placeholder is ambiguous
             {"gate": None, "media_offset": published_offset("per_head", IDS[:1]).expand(2, -1, -1), "total_frames": 2},
             ShapeError,
             "where each frame's placeholder is",
@@ -200,7 +173,7 @@ IDS = torch.tensor([[9, IMAGE_TOKEN, 9, IMAGE_TOKEN, 9], [9, 9, 9, IMAGE_TOKEN, 
         ),
     ],
 )
-def test_what_does_not_fit_is_refused(changes: dict, error: type[Exception], message: str) -> None:
+def test_inconsistent_arguments_of_layout_are_refused(changes: dict, error: type[Exception], message: str) -> None:
     arguments = {"gate": "per_head", "total_frames": 3, "input_ids": IDS, "image_token_id": IMAGE_TOKEN} | changes
     with pytest.raises(error, match=message):
         media_layout(arguments.pop("gate"), **arguments)
@@ -208,7 +181,7 @@ def test_what_does_not_fit_is_refused(changes: dict, error: type[Exception], mes
 
 @pytest.mark.parametrize("short_run", [1, 2, 32])
 @pytest.mark.parametrize("limit", [1, 40, 1 << 24])
-def test_blocks_cover_every_row_once_with_bounded_masks(
+def test_row_blocks_cover_every_row_once_with_bounded_masks(
     short_run: int, limit: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from mllm_seqpar.models.mplug_owl3 import visual_inputs
@@ -220,10 +193,10 @@ def test_blocks_cover_every_row_once_with_bounded_masks(
     blocks = row_blocks(first, stop, tokens_per_frame=4)
     assert [row for block in blocks for row in range(block.start, block.stop)] == list(range(len(first)))
     for block in blocks:
-        own = [set(range(first[row], stop[row])) for row in range(block.start, block.stop)]
+        rows = [set(range(first[row], stop[row])) for row in range(block.start, block.stop)]
         frames = set(range(block.first_frame, block.stop_frame))
-        assert set().union(*own) <= frames
-        assert block.uniform == all(row == frames for row in own)
-        assert all(own) or not any(own)
+        assert set().union(*rows) <= frames
+        assert block.uniform == all(row == frames for row in rows)
+        assert all(rows) or not any(rows)
         if not block.uniform:
-            assert len(own) * len(frames) * 4 <= limit
+            assert len(rows) * len(frames) * 4 <= limit

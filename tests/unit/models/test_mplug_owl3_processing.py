@@ -1,4 +1,4 @@
-"""One process: frames, conversations and their placeholders, from raw pictures to what the model takes."""
+"""Layer: one process. The processor of mPLUG-Owl3: preprocessing of pictures, conversations and their placeholders."""
 
 from pathlib import Path
 from typing import Any
@@ -29,7 +29,7 @@ CHAT = [
 
 
 class TestImages:
-    def test_every_form_of_a_picture_gives_the_same(self) -> None:
+    def test_all_forms_of_a_picture_are_equivalent(self) -> None:
         image_processor = MPlugOwl3ImageProcessor(image_size=28)
         array = picture(0)
         forms = [array, Image.fromarray(array), torch.from_numpy(array), torch.from_numpy(array).permute(2, 0, 1)]
@@ -39,8 +39,8 @@ class TestImages:
             assert torch.equal(values, image_processor(forms[0])["pixel_values"])
 
     @pytest.mark.parametrize("with_pillow", [True, False])
-    def test_resizing_is_that_of_pillow(self, with_pillow: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-        """Exactly where it is installed; without it within one level, where every release takes the width first."""
+    def test_resizing_equals_pillow(self, with_pillow: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Exactly if Pillow is installed, otherwise within one level, for a size that Pillow resizes width first."""
         if not with_pillow:
             monkeypatch.setattr(image_processing, "_pillow", lambda: None)
         array = picture(1, 60, 90)
@@ -54,12 +54,12 @@ class TestImages:
         values = MPlugOwl3ImageProcessor(image_size=28)(frame)["pixel_values"]
         assert (values.min().item(), values.max().item()) == (-1, 1)
 
-    def test_the_right_size_is_only_normalised(self) -> None:
+    def test_picture_of_the_right_size_is_only_normalised(self) -> None:
         array = picture(2, 28, 28)
         values = MPlugOwl3ImageProcessor(image_size=28)(array)["pixel_values"][0]
         assert torch.allclose(values, torch.from_numpy(array).permute(2, 0, 1) / 127.5 - 1, atol=1e-6)
 
-    def test_sizes_and_types_may_mix_in_order(self) -> None:
+    def test_frames_may_differ_in_size_and_dtype(self) -> None:
         image_processor = MPlugOwl3ImageProcessor(image_size=28)
         frames = [picture(0), picture(1), picture(2, 30, 30), torch.rand(3, 28, 28), picture(3)]
         together = image_processor(frames)["pixel_values"]
@@ -75,11 +75,11 @@ class TestImages:
             torch.zeros(3, 4, 4).int(),
         ],
     )
-    def test_what_is_no_picture_is_refused(self, frame: Any) -> None:
+    def test_invalid_picture_is_refused(self, frame: Any) -> None:
         with pytest.raises(ShapeError, match="frame 1 is .*expected"):
             MPlugOwl3ImageProcessor()([picture(0), frame])
 
-    def test_saves_and_loads(self, tmp_path: Path) -> None:
+    def test_saved_image_processor_loads_unchanged(self, tmp_path: Path) -> None:
         MPlugOwl3ImageProcessor(image_size=56, image_mean=(0.1, 0.2, 0.3)).save_pretrained(tmp_path)
         assert (tmp_path / "preprocessor_config.json").exists()
         loaded = MPlugOwl3ImageProcessor.from_pretrained(tmp_path)
@@ -87,39 +87,8 @@ class TestImages:
 
 
 class TestConversations:
-    def test_format(self) -> None:
-        text = processor().apply_chat_template(CHAT)
-        assert text == (
-            "<|im_start|>system\n<|im_end|>\n<|im_start|>user\n<|video|>what colour?<|im_end|>"
-            "\n<|im_start|>assistant\nred<|im_end|><|endoftext|>"
-        )
-        asked = processor().apply_chat_template(CHAT[:1], add_generation_prompt=True)
-        assert asked == text.removesuffix("red<|im_end|><|endoftext|>")
-        with_system = processor().apply_chat_template([{"role": "system", "content": "be brief"}, CHAT[0]])
-        assert with_system.startswith("<|im_start|>system\nbe brief<|im_end|>\n<|im_start|>user\n")
-
-    def test_a_video_becomes_one_placeholder_per_frame(self) -> None:
-        encoded = processor().encode(CHAT, frames_per_video=[3])
-        at = (encoded["input_ids"][0] == IMAGE_TOKEN).nonzero().flatten()
-        assert at.diff().tolist() == [1, 1]
-        assert encoded["media_offset"].tolist() == [at.tolist()]
-
-    def test_spans_enclose_a_video(self) -> None:
-        both = processor(video_span=True)
-        encoded = both.encode(CHAT, frames_per_video=[2])
-        text = both.decode(encoded["input_ids"][0]).replace(" ", "")
-        assert "<|start_video_frame|><|image|><|image|><|end_video_frame|>what" in text
-
-    def test_labels_are_the_answers(self) -> None:
-        chat = [*CHAT, {"role": "user", "content": "sure?"}, {"role": "assistant", "content": "yes"}]
-        encoded = processor().encode(chat, frames_per_video=[2], return_labels=True)
-        labels = encoded["labels"][0]
-        assert torch.equal(labels[labels != -100], encoded["input_ids"][0][labels != -100])
-        learned = processor().decode(labels[labels != -100]).replace(" ", "")
-        assert learned == "red<|im_end|><|endoftext|>yes<|im_end|><|endoftext|>"
-
     @pytest.mark.parametrize("side", ["left", "right"])
-    def test_a_batch_is_padded_and_its_positions_move_along(self, side: str) -> None:
+    def test_placeholder_positions_include_padding(self, side: str) -> None:
         chats = [CHAT, [{"role": "user", "content": "no video"}], [{"role": "user", "content": "a<|image|>b<|video|>"}]]
         whole = processor(cut_enable=False)
         encoded = whole.encode(chats, frames_per_video=[4, 2], padding_side=side, return_labels=True)
@@ -134,7 +103,7 @@ class TestConversations:
         assert (encoded["media_offset"] >= 0).sum(1).tolist() == [4, 0, 3]
         assert bool((encoded["labels"][mask == 0] == -100).all())
 
-    def test_a_tokenizer_without_end_of_document_ends_with_the_turn(self) -> None:
+    def test_tokenizer_without_end_of_document_ends_with_the_turn(self) -> None:
         bare = MPlugOwl3Processor(MPlugOwl3ImageProcessor(), tiny_tokenizer(end_of_document=False))
         assert bare.apply_chat_template(CHAT).endswith("red<|im_end|>")
 
@@ -148,11 +117,11 @@ class TestConversations:
             ([CHAT[0], {"role": "assistant", "content": "<|image|>"}], "message 1 of role 'assistant'"),
         ],
     )
-    def test_malformed_conversations(self, chat: list, message: str) -> None:
+    def test_malformed_conversation_is_refused(self, chat: list, message: str) -> None:
         with pytest.raises(DataError, match=message):
             processor().encode(chat, frames_per_video=[1])
 
-    def test_images_to_cut_need_their_grids(self) -> None:
+    def test_images_to_cut_require_their_grids(self) -> None:
         chat = [{"role": "user", "content": "<|image|>"}]
         with pytest.raises(DataError, match=r"cut_enable is True: pass image_grids"):
             processor().encode(chat)
@@ -164,7 +133,7 @@ class TestConversations:
         assert counts == [4, 1]
 
     @pytest.mark.parametrize("counts", [[], [1, 2]])
-    def test_videos_and_placeholders_must_fit(self, counts: list[int]) -> None:
+    def test_number_of_videos_must_match(self, counts: list[int]) -> None:
         with pytest.raises(DataError, match="video"):
             processor().encode(CHAT, frames_per_video=counts)
 
@@ -180,8 +149,8 @@ class TestCall:
 
     @pytest.mark.parametrize("gate", GATES)
     @torch.no_grad()
-    def test_models_of_all_generations_take_what_comes_out(self, gate: str | None) -> None:
-        """With placeholders of several tokens; the reference is the form of `media_offset` of that generation."""
+    def test_models_of_all_generations_accept_the_inputs(self, gate: str | None) -> None:
+        """Placeholders have several tokens; the reference is the generation's own form of `media_offset`."""
         plain = MPlugOwl3Processor(MPlugOwl3ImageProcessor(image_size=28), tiny_tokenizer(placeholder=False))
         content = [{"type": "video", "video": [picture(0), picture(1)]}, {"type": "image", "image": picture(2)}]
         chat = [{"role": "user", "content": [*content, {"type": "text", "text": "?"}]}]
@@ -196,24 +165,24 @@ class TestCall:
         found = model(**inputs).logits
         assert torch.equal(found, model(**inputs | {"media_offset": published}).logits)
 
-    def test_images_and_placeholders_must_fit(self) -> None:
+    def test_wrong_arguments_are_refused(self) -> None:
         with pytest.raises(DataError, match="the text has 1 .* and 2 images"):
             processor()(images=[picture(0), picture(1)], text="<|image|>")
         with pytest.raises(DataError, match="unknown arguments: colour"):
             processor()(text="a", colour="red")
         with pytest.raises(DataError, match="text is None"):
             processor()(images=picture(0))
-        with pytest.raises(DataError, match="unknown arguments: image_size; size and normalisation are set when it is"):
+        with pytest.raises(DataError, match="unknown arguments: image_size; size and normalisation are set when"):
             processor().image_processor(picture(0), image_size=56)
 
-    def test_one_picture_and_one_video_need_no_list(self) -> None:
+    def test_single_picture_and_single_video_need_no_list(self) -> None:
         both = processor()
         assert both(images=picture(0), text="<|image|>", cut_enable=False)["pixel_values"].shape[0] == 1
         video = torch.from_numpy(np.stack([picture(0), picture(1)]))
         assert both(text="<|video|>", videos=video)["pixel_values"].shape[0] == 2
 
 
-def test_saves_and_loads(tmp_path: Path) -> None:
+def test_saved_processor_loads_unchanged(tmp_path: Path) -> None:
     tiny_model().save_pretrained(tmp_path)
     processor(video_span=True).save_pretrained(tmp_path)
     for loaded in (AutoProcessor.from_pretrained(tmp_path), MPlugOwl3Processor.from_pretrained(tmp_path)):

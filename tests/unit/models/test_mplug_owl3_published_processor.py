@@ -1,4 +1,4 @@
-"""One process: the processor against published ones: options, prompts token for token, tiles of still images."""
+"""Layer: one process. The processor against the published ones: options, prompts token for token, tiles of images."""
 
 import json
 import re
@@ -15,7 +15,8 @@ from transformers import AutoProcessor, AutoTokenizer
 from mllm_seqpar.data.chat_family import chat_family
 from mllm_seqpar.errors import ConfigError, DataError
 from mllm_seqpar.models.mplug_owl3 import MPlugOwl3ImageProcessor, MPlugOwl3Processor
-from mllm_seqpar.models.mplug_owl3.cutting import best_grid, image_text
+from mllm_seqpar.models.mplug_owl3.chat import image_text
+from mllm_seqpar.models.mplug_owl3.image_processing import best_grid
 from tiny import GATES, write_published_tokenizer
 
 LAYER = "language_model.model.layers.0.self_attn."
@@ -24,7 +25,7 @@ OPTIONS = {"per_head": (384, False, "v2"), "vector": (384, True, "v3"), None: (3
 
 
 def write_published(folder: Path, gate: str | None, weights: bool = True) -> Path:
-    """A published directory as a processor sees it: no file of a processor; config, tokenizer, names of weights."""
+    """Write the files of a published directory that a processor reads: config, tokenizer, and weights by name."""
     write_published_tokenizer(folder)
     remote = {"AutoConfig": "configuration_mplugowl3.mPLUGOwl3Config", "AutoModel": "modeling_mplugowl3.mPLUGOwl3Model"}
     (folder / "config.json").write_text(json.dumps({"model_type": "mplugowl3", "auto_map": remote}))
@@ -49,7 +50,7 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 class TestDirectories:
     @pytest.mark.parametrize("gate", GATES)
-    def test_weights_show_the_options_which_are_then_saved(self, tmp_path: Path, gate: str | None) -> None:
+    def test_options_follow_from_weights_and_are_saved(self, tmp_path: Path, gate: str | None) -> None:
         published = write_published(tmp_path / "published", gate)
         found = AutoProcessor.from_pretrained(published)
         assert isinstance(found, MPlugOwl3Processor)
@@ -59,7 +60,7 @@ class TestDirectories:
         again = MPlugOwl3Processor.from_pretrained(tmp_path / "saved")
         assert options(again) == OPTIONS[gate] and not again.cut_enable
 
-    def test_arguments_win_over_files_and_weights(self, tmp_path: Path) -> None:
+    def test_arguments_override_files_and_weights(self, tmp_path: Path) -> None:
         published = write_published(tmp_path, "per_head")
         given = {"image_size": 28, "video_span": True, "cut_template": "v3", "cut_enable": False}
         found = MPlugOwl3Processor.from_pretrained(published, **given)
@@ -67,7 +68,7 @@ class TestDirectories:
         found.save_pretrained(tmp_path)
         assert options(MPlugOwl3Processor.from_pretrained(tmp_path, image_size=56)) == (56, True, "v3")
 
-    def test_a_directory_that_shows_no_generation_is_refused(self, tmp_path: Path) -> None:
+    def test_directory_of_unknown_generation_is_refused(self, tmp_path: Path) -> None:
         published = write_published(tmp_path, None, weights=False)
         with pytest.raises(
             DataError, match=r"no file that states the processor's video_span, cut_template, and no .*pas"
@@ -75,7 +76,7 @@ class TestDirectories:
             MPlugOwl3Processor.from_pretrained(published, image_size=378)
         found = MPlugOwl3Processor.from_pretrained(published, image_size=378, video_span=True, cut_template="v3")
         assert options(found) == OPTIONS[None]
-        with pytest.raises(ConfigError, match="cut_template is 'v1'; it is one of v2, v3"):
+        with pytest.raises(ConfigError, match="cut_template is 'v1'; expected one of v2, v3"):
             MPlugOwl3Processor.from_pretrained(published, image_size=378, video_span=True, cut_template="v1")
 
 
@@ -87,7 +88,7 @@ def said(text: str = "") -> dict[str, str]:
     return {"role": "assistant", "content": text}
 
 
-# Text that merges with the marks of a video, several videos, images, systems and turns.
+# Text that byte pairs merge with the marks of a video, several videos, images, a system message, several turns.
 CHATS: list[tuple[list[dict[str, str]], list[int], list[tuple[int, int]]]] = [
     ([user("<|video|>\nDescribe."), said()], [3], []),
     ([user("See <|video|> and <|video|>\n\nSay <|video|>"), said()], [2, 1, 2], []),
@@ -108,7 +109,7 @@ CHATS: list[tuple[list[dict[str, str]], list[int], list[tuple[int, int]]]] = [
 
 
 def expected_row(tokenizer: Any, chat: list[dict[str, str]], texts: dict[str, list[str]]) -> tuple[list, list, list]:
-    """Tokens, learned ones and places of placeholders, by the published recipe, with a text for each medium."""
+    """Return tokens, whether each is a target, and placeholder positions, by the published code's steps."""
     texts = {kind: list(listed) for kind, listed in texts.items()}
     chunks = [] if chat[0]["role"] == "system" else [("<|im_start|>system\n<|im_end|>", False)]
     for message in chat:
@@ -119,18 +120,18 @@ def expected_row(tokenizer: Any, chat: list[dict[str, str]], texts: dict[str, li
             start = "" if message["role"] == "system" else "\n"
             turn = f"{start}<|im_start|>{message['role']}\n{content}<|im_end|>"
             chunks += [(chunk, False) for chunk in re.split(r"(<\|image\|>)", turn)]
-    ids, learned, places = [], [], []
-    for chunk, is_learned in chunks:
-        places += [len(ids)] if chunk == "<|image|>" else []
+    ids, is_target, positions = [], [], []
+    for chunk, target in chunks:
+        positions += [len(ids)] if chunk == "<|image|>" else []
         tokens = tokenizer(chunk)["input_ids"] if chunk else []
-        ids, learned = ids + tokens, learned + [is_learned] * len(tokens)
-    return ids, learned, places
+        ids, is_target = ids + tokens, is_target + [target] * len(tokens)
+    return ids, is_target, positions
 
 
 class TestPrompts:
     @pytest.mark.parametrize("gate", GATES)
     @pytest.mark.parametrize("number", range(len(CHATS)))
-    def test_tokens_and_places_are_those_of_the_published_recipe(
+    def test_prompts_equal_the_published_ones_token_for_token(
         self, tokenizer: Any, gate: str | None, number: int
     ) -> None:
         chat, videos, images = CHATS[number]
@@ -142,31 +143,30 @@ class TestPrompts:
             "video": [marks[0] + "<|image|>" * count + marks[1] for count in videos],
             "image": [image_text(grid, template) for grid in grids],
         }
-        ids, learned, places = expected_row(tokenizer, chat, texts)
+        ids, is_target, positions = expected_row(tokenizer, chat, texts)
         encoded = processor.encode(chat, frames_per_video=videos, image_grids=grids, return_labels=True)
         assert encoded["input_ids"][0].tolist() == ids
-        assert (encoded["labels"][0] != -100).tolist() == learned
-        assert encoded["media_offset"][0].tolist() == places
+        assert (encoded["labels"][0] != -100).tolist() == is_target
+        assert encoded["media_offset"][0].tolist() == positions
         # A final assistant message of empty content is the generation prompt, without `<|im_end|><|endoftext|>`.
         asked = processor.encode(chat, frames_per_video=videos, image_grids=grids)
         assert asked["input_ids"][0].tolist() == ids[:-2]
-        # The same from formatted text, with the media themselves.
+        # A call with formatted text and media gives the same tokens.
         shown: dict[str, Any] = {
             "images": [np.zeros((*size, 3), np.uint8) for size in images] or None,
             "videos": [np.zeros((count, 30, 30, 3), np.uint8) for count in videos] or None,
         }
         called = processor(text=processor.apply_chat_template(chat), **shown)
         assert torch.equal(called["input_ids"], asked["input_ids"])
-        assert len(called.get("pixel_values", [])) == len(places)
+        assert len(called.get("pixel_values", [])) == len(positions)
 
-    def test_answers_end_as_published(self, tokenizer: Any) -> None:
-        """At both marks that follow an answer in training; token 0 fills up a batch."""
+    def test_generation_ends_and_pads_as_published(self, tokenizer: Any) -> None:
         family = chat_family(MPlugOwl3Processor(MPlugOwl3ImageProcessor(), tokenizer))
         ends = [tokenizer.convert_tokens_to_ids(mark) for mark in ("<|im_end|>", "<|endoftext|>")]
         assert family.generation(None) == {"eos_token_id": ends, "pad_token_id": 0}
 
-    def test_a_placeholder_is_five_tokens_and_marks_merge_with_their_neighbours(self, tokenizer: Any) -> None:
-        """Otherwise the chats above would show nothing."""
+    def test_tokenizer_merges_marks_with_their_neighbours(self, tokenizer: Any) -> None:
+        """This property of the tokenizer makes the prompts above sensitive to the split of the text."""
         assert len(tokenizer("<|image|>")["input_ids"]) == 5
         for around in ("{}<|end_video_frame|>\n", " <|start_video_frame|>{}"):
             together = tokenizer(around.format(""))["input_ids"]
@@ -184,17 +184,17 @@ class TestCutting:
             (384, 900, 200, (4, 1)),
             (384, 720, 1280, (2, 3)),
             (378, 1061, 709, (3, 2)),
-            # Whole pixels and float32 decide these; exact arithmetic takes another grid.
+            # Near ties that float32 and whole pixels decide; exact arithmetic gives another grid.
             (378, 445, 363, (2, 2)),
             (378, 701, 859, (2, 3)),
             (384, 183, 634, (1, 4)),
         ],
     )
-    def test_grids_are_those_of_the_published_code(self, size: int, height: int, width: int, grid: tuple) -> None:
-        """What the published image processor chose when it was run."""
+    def test_grids_equal_the_published_ones(self, size: int, height: int, width: int, grid: tuple) -> None:
+        """The expected grids were computed by the published image processor."""
         assert best_grid(height, width, size) == grid
 
-    def test_templates(self) -> None:
+    def test_texts_of_cut_images_are_the_published_ones(self) -> None:
         assert image_text((2, 3), "v2") == (
             "Cut to 2 rows 3 columns with a global view\n"
             "subimg(0,0)<|image|> subimg(0,1)<|image|> subimg(0,2)<|image|>\n"
@@ -205,8 +205,8 @@ class TestCutting:
         assert image_text(None, "v3") == "<|image|>"
 
     @pytest.mark.parametrize("form", ["Pillow", "array", "floating"])
-    def test_tiles_are_crops_of_the_grid_then_the_whole(self, tokenizer: Any, form: str) -> None:
-        # No value is cut off at 0 or 255, where Pillow's levels and floating numbers would differ by more.
+    def test_tiles_are_crops_of_the_grid_and_the_whole_image(self, tokenizer: Any, form: str) -> None:
+        # No value is clamped at 0 or 255, where Pillow's levels and floating numbers would differ by more.
         array = np.random.default_rng(0).integers(90, 160, (60, 90, 3), dtype=np.uint8)
         image = Image.fromarray(array)
         large, small = (image.resize(size, Image.Resampling.BICUBIC) for size in ((84, 56), (28, 28)))
