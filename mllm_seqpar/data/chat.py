@@ -162,8 +162,8 @@ class ChatDataset:
             return self._family.image_source(self.path.parent / part["path"])
         if "images" in part:
             names = part["images"]
-            limits = (part.get("num_frames"), part.get("max_frames"), self._max_frames, len(names))
-            chosen = _evenly_spaced(names, min(limit for limit in limits if limit is not None))
+            counts = (part.get("num_frames"), part.get("max_frames"), self._max_frames, len(names))
+            chosen = _evenly_spaced(names, min(count for count in counts if count is not None))
             return ImageListSource([self.path.parent / name for name in chosen])
         sampling = {name: part.get(name) for name in SAMPLING}
         if any(self._sampling.values()):

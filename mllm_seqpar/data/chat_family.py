@@ -93,7 +93,7 @@ class ChatFamily(ABC):
     def text(
         self,
         conversations: Sequence[Messages],
-        shown: Sequence[Sequence[FrameSource]],
+        media: Sequence[Sequence[FrameSource]],
         *,
         add_generation_prompt: bool = False,
         labels: bool = False,
@@ -103,7 +103,7 @@ class ChatFamily(ABC):
 
         Args:
             conversations: validated messages.
-            shown: for each conversation, the sources of its media parts, in order.
+            media: for each conversation, the sources of its media parts, in order.
             add_generation_prompt: end each conversation with the beginning of an answer.
             labels: also return labels.
             padding_side: "left" or "right"; the tokenizer's default if None.

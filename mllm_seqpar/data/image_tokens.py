@@ -48,20 +48,20 @@ class ImageTokenFamily(ChatFamily):
         """Return whether the tokenizer must add its own special tokens, such as the one that begins a text."""
         return False
 
-    def masks(self, ids: Tensor, shown: Sequence[Sequence[FrameSource]]) -> dict[str, Tensor]:
+    def masks(self, ids: Tensor, media: Sequence[Sequence[FrameSource]]) -> dict[str, Tensor]:
         """Return the model's masks of pictures for token ids (B, L)."""
         return {}
 
     def text(
         self,
         conversations: Sequence[Messages],
-        shown: Sequence[Sequence[FrameSource]],
+        media: Sequence[Sequence[FrameSource]],
         *,
         add_generation_prompt: bool = False,
         labels: bool = False,
         padding_side: str | None = None,
     ) -> ChatText:
-        chats = [expand_media(messages, sources) for messages, sources in zip(conversations, shown, strict=True)]
+        chats = [expand_media(messages, sources) for messages, sources in zip(conversations, media, strict=True)]
         texts = [self.write(messages, add_generation_prompt) for messages in chats]
         spans = [answer_spans(messages, self.write) for messages in chats] if labels else None
         ids, mask, targets = tokenize(
@@ -71,14 +71,14 @@ class ImageTokenFamily(ChatFamily):
             padding_side=padding_side,
             add_special_tokens=self.needs_special_tokens(texts),
         )
-        counts = picture_counts(shown)
+        counts = picture_counts(media)
         self._check_image_tokens(ids, counts)
         return ChatText(
             input_ids=ids,
             attention_mask=mask,
             labels=targets,
             slots=_padded_slots(counts, self.min_pictures),
-            extras=self.masks(ids, shown),
+            extras=self.masks(ids, media),
         )
 
     def _check_image_tokens(self, ids: Tensor, counts: Sequence[int]) -> None:
@@ -94,13 +94,13 @@ class ImageTokenFamily(ChatFamily):
                 )
 
 
-def expand_media(messages: Messages, shown: Sequence[FrameSource]) -> list[dict[str, Any]]:
+def expand_media(messages: Messages, media: Sequence[FrameSource]) -> list[dict[str, Any]]:
     """Return the messages with all contents as parts, and one image part for each frame of a media part.
 
     Raises:
         DataError: the number of media parts is not the number of sources.
     """
-    sources = iter(shown)
+    sources = iter(media)
     expanded = []
     for message in messages:
         content = message["content"]
@@ -111,17 +111,17 @@ def expand_media(messages: Messages, shown: Sequence[FrameSource]) -> list[dict[
                 continue
             source = next(sources, None)
             if source is None:
-                raise DataError(f"{len(shown)} videos and images were passed; the conversation has more media parts")
+                raise DataError(f"{len(media)} videos and images were passed; the conversation has more media parts")
             parts += [{"type": "image"}] * len(source)
         expanded.append({"role": message["role"], "content": parts})
     if next(sources, None) is not None:
-        raise DataError(f"{len(shown)} videos and images were passed; the conversation has fewer media parts")
+        raise DataError(f"{len(media)} videos and images were passed; the conversation has fewer media parts")
     return expanded
 
 
-def picture_counts(shown: Sequence[Sequence[FrameSource]]) -> list[int]:
+def picture_counts(media: Sequence[Sequence[FrameSource]]) -> list[int]:
     """Return the number of pictures of each conversation."""
-    return [sum(len(source) for source in sources) for sources in shown]
+    return [sum(len(source) for source in sources) for sources in media]
 
 
 def to_pil_images(frames: Tensor) -> list[Any]:

@@ -29,9 +29,9 @@ class IdeficsChats(ImageTokenFamily):
     image_token = IMAGE
     min_pictures = 1  # the model requires pictures, also for text without any
 
-    def masks(self, ids: Tensor, shown: Sequence[Sequence[FrameSource]]) -> dict[str, Tensor]:
+    def masks(self, ids: Tensor, media: Sequence[Sequence[FrameSource]]) -> dict[str, Tensor]:
         """Return `image_attention_mask` (B, L, pictures of a sample), bool: a row sees the last picture before it."""
-        image, most = self.tokenizer.convert_tokens_to_ids(IMAGE), max(1, *picture_counts(shown))
+        image, most = self.tokenizer.convert_tokens_to_ids(IMAGE), max(1, *picture_counts(media))
         return {"image_attention_mask": image_mask(ids, image, self.tokenizer.eos_token_id, most)}
 
     def write(self, messages: Sequence[dict[str, Any]], open_answer: bool) -> str:

@@ -45,9 +45,9 @@ class MllamaChats(ImageTokenFamily):
         bos = self.tokenizer.bos_token
         return not (bos and all(bos in text for text in texts))
 
-    def masks(self, ids: Tensor, shown: Sequence[Sequence[FrameSource]]) -> dict[str, Tensor]:
+    def masks(self, ids: Tensor, media: Sequence[Sequence[FrameSource]]) -> dict[str, Tensor]:
         """Return `cross_attention_mask` (B, L, pictures of a sample, tiles), 0 or 1; nothing without pictures."""
-        tiles = [[self.tiles(size) for source in sources for size in _sizes(source)] for sources in shown]
+        tiles = [[self.tiles(size) for source in sources for size in _sizes(source)] for sources in media]
         if not any(tiles):
             return {}
         return {"cross_attention_mask": tile_mask(ids, self.processor.image_token_id, tiles, self._max_tiles)}

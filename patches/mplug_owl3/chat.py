@@ -62,7 +62,7 @@ class MPlugOwl3Chats(ChatFamily):
     def text(
         self,
         conversations: Sequence[Messages],
-        shown: Sequence[Sequence[FrameSource]],
+        media: Sequence[Sequence[FrameSource]],
         *,
         add_generation_prompt: bool = False,
         labels: bool = False,
@@ -75,15 +75,15 @@ class MPlugOwl3Chats(ChatFamily):
                 f"{type(self.processor).__name__} is not the processor of a known model family; expected one of "
                 f"{known} in the model directory (processor_config.json or preprocessor_config.json, and a tokenizer)"
             )
-        media = [
+        pairs = [
             (kind, source)
-            for messages, sources in zip(conversations, shown, strict=True)
+            for messages, sources in zip(conversations, media, strict=True)
             for kind, source in zip(_media_types(messages), sources, strict=False)  # `encode` checks the counts
         ]
-        grids = [_grid(source) for kind, source in media if kind == "image"]
+        grids = [_grid(source) for kind, source in pairs if kind == "image"]
         encoded = self.processor.encode(
             conversations,
-            frames_per_video=[len(source) for kind, source in media if kind == "video"],
+            frames_per_video=[len(source) for kind, source in pairs if kind == "video"],
             **({"image_grids": grids} if grids else {}),
             add_generation_prompt=add_generation_prompt,
             return_labels=labels,
@@ -93,7 +93,7 @@ class MPlugOwl3Chats(ChatFamily):
             input_ids=encoded["input_ids"],
             attention_mask=encoded["attention_mask"],
             labels=encoded["labels"] if labels else None,
-            slots=range(sum(len(source) for sources in shown for source in sources)),
+            slots=range(sum(len(source) for sources in media for source in sources)),
             extras={"media_offset": encoded["media_offset"]},
         )
 

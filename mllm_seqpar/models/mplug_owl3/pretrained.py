@@ -56,26 +56,26 @@ class MPlugOwl3PreTrainedModel(PreTrainedModel):
             )
         hub = {name: kwargs[name] for name in _HUB_ARGUMENTS if kwargs.get(name) is not None}
         if isinstance(config, MPlugOwl3Config):
-            config = copy.deepcopy(config)
+            complete = copy.deepcopy(config)
         else:
-            config = MPlugOwl3Config.from_pretrained(config or pretrained_model_name_or_path, **hub)
+            complete = MPlugOwl3Config.from_pretrained(config or pretrained_model_name_or_path, **hub)
         for name in [name for name in kwargs if name in _CONFIG_OVERRIDES]:
-            setattr(config, name, kwargs.pop(name))
-        config.check()
+            setattr(complete, name, kwargs.pop(name))
+        complete.check()
         if kwargs.get("state_dict") is not None:
             keys = set(kwargs["state_dict"])
         elif pretrained_model_name_or_path is not None:
             keys = checkpoint_keys(pretrained_model_name_or_path, kwargs.get("variant"), **hub)
         else:
             raise ConfigError("pass a directory or hub name, or a state_dict together with config")
-        complete_config(config, keys)
+        complete_config(complete, keys)
         with_report = kwargs.pop("output_loading_info", False)
         loaded = load_clean(
             super().from_pretrained,
             pretrained_model_name_or_path,
             "state_dict" if pretrained_model_name_or_path is None else os.fspath(pretrained_model_name_or_path),
-            expected=f"mPLUG-Owl3 with gate={config.gate!r} and projector_layers={config.projector_layers}",
-            **kwargs | {"config": config, "use_safetensors": True},
+            expected=f"mPLUG-Owl3 with gate={complete.gate!r} and projector_layers={complete.projector_layers}",
+            **kwargs | {"config": complete, "use_safetensors": True},
         )
         return cast(Self, loaded if with_report else loaded[0])
 
