@@ -182,8 +182,9 @@ def _require_model_directory(path: str) -> None:
 
 def _register_native_models() -> None:
     """Import the native models, each of which registers itself with transformers' Auto classes."""
-    for package in pkgutil.iter_modules(models.__path__, models.__name__ + "."):
-        importlib.import_module(package.name)
+    for module in pkgutil.iter_modules(models.__path__, models.__name__ + "."):
+        if module.ispkg:
+            importlib.import_module(module.name)
 
 
 def _shapes(entry: Any) -> str:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from mllm_seqpar.data.chat_family import ChatFamily, ChatText, Messages
+from mllm_seqpar.data.chat_format import media_parts
 from mllm_seqpar.data.reader import check_range
 from mllm_seqpar.data.sources import FrameSource, ImageListSource
 from mllm_seqpar.errors import AdapterError, ConfigError, DataError
@@ -76,9 +77,9 @@ class MPlugOwl3Chats(ChatFamily):
                 f"{known} in the model directory (processor_config.json or preprocessor_config.json, and a tokenizer)"
             )
         pairs = [
-            (kind, source)
+            (part["type"], source)
             for messages, sources in zip(conversations, media, strict=True)
-            for kind, source in zip(_media_types(messages), sources, strict=False)  # `encode` checks the counts
+            for part, source in zip(media_parts(messages), sources, strict=False)  # `encode` checks the counts
         ]
         grids = [_grid(source) for kind, source in pairs if kind == "image"]
         encoded = self.processor.encode(
@@ -149,13 +150,3 @@ def _grid(source: FrameSource) -> tuple[int, int] | None:
     if grid is None and len(source) != 1:
         raise DataError(f"an image was given {len(source)} frames; pass one picture, or show several as a video")
     return grid
-
-
-def _media_types(messages: Messages) -> list[str]:
-    return [
-        part["type"]
-        for message in messages
-        if not isinstance(message["content"], str)
-        for part in message["content"]
-        if part["type"] != "text"
-    ]

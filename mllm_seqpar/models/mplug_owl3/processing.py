@@ -1,6 +1,5 @@
 """The processor: conversations, images and videos to model inputs."""
 
-import json
 import os
 from collections.abc import Iterable, Sequence
 from typing import Any, Self
@@ -10,10 +9,10 @@ import torch
 from torch import Tensor
 from transformers import AutoTokenizer
 from transformers.feature_extraction_utils import BatchFeature
-from transformers.processing_utils import ProcessorMixin
 from transformers.utils import IMAGE_PROCESSOR_NAME, PROCESSOR_NAME
 
 from mllm_seqpar.errors import ConfigError, DataError
+from mllm_seqpar.models.processor import NativeProcessor
 
 from .chat import (
     IMAGE,
@@ -35,11 +34,11 @@ from .image_processing import Frame, Grid, ImageOptions, MPlugOwl3ImageProcessor
 _END_OF_DOCUMENT = "<|endoftext|>"
 _OPTIONS = ("video_span", "cut_enable", "cut_template")
 _IMAGE_OPTIONS = tuple(ImageOptions.__annotations__)
-_IGNORED = {"return_tensors", "return_dict", "padding", "add_special_tokens"}
+
 _HUB = ("cache_dir", "force_download", "local_files_only", "proxies", "revision", "subfolder", "token")
 
 
-class MPlugOwl3Processor(ProcessorMixin):
+class MPlugOwl3Processor(NativeProcessor):
     """Tokenize text with placeholders and preprocess frames.
 
     Prompts equal those of the published processors token for token: media are expanded in the text, the text is split
@@ -62,6 +61,8 @@ class MPlugOwl3Processor(ProcessorMixin):
         ConfigError: an unknown template.
     """
 
+    saved_options = _OPTIONS
+
     def __init__(
         self,
         image_processor: MPlugOwl3ImageProcessor,
@@ -76,10 +77,6 @@ class MPlugOwl3Processor(ProcessorMixin):
         self.cut_enable = cut_enable
         self.cut_template = cut_template
         super().__init__(image_processor, tokenizer)
-
-    @classmethod
-    def get_attributes(cls) -> list[str]:
-        return ["image_processor", "tokenizer"]
 
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path: str | os.PathLike, **kwargs: Any) -> Self:
@@ -104,20 +101,6 @@ class MPlugOwl3Processor(ProcessorMixin):
         tokenizer = AutoTokenizer.from_pretrained(pretrained_model_name_or_path, **kwargs)
         image_options = {name: options.pop(name) for name in _IMAGE_OPTIONS if name in options}
         return cls(MPlugOwl3ImageProcessor(**image_options), tokenizer, **options)
-
-    def save_pretrained(self, save_directory: str | os.PathLike, push_to_hub: bool = False, **kwargs: Any) -> list[str]:
-        """Write tokenizer, image processor and options to a model directory; return the paths of the files."""
-        if push_to_hub:
-            raise DataError("push_to_hub is True; save to a directory and upload that")
-        os.makedirs(save_directory, exist_ok=True)
-        written = [*self.tokenizer.save_pretrained(save_directory, **kwargs)]
-        written += self.image_processor.save_pretrained(save_directory)
-        written.append(os.path.join(save_directory, PROCESSOR_NAME))
-        options = {"processor_class": type(self).__name__} | {name: getattr(self, name) for name in _OPTIONS}
-        with open(written[-1], "w", encoding="utf-8") as stream:
-            json.dump(options, stream, indent=2)
-            stream.write("\n")
-        return written
 
     @property
     def model_input_names(self) -> list[str]:
@@ -238,10 +221,7 @@ class MPlugOwl3Processor(ProcessorMixin):
         return_labels: bool = False,
         **unknown: Any,
     ) -> BatchFeature:
-        # transformers' callers pass these; the result is always padded tensors.
-        unknown = {k: v for k, v in unknown.items() if k not in _IGNORED}
-        if unknown:
-            raise DataError(f"unknown arguments: {', '.join(sorted(unknown))}")
+        self.check_arguments(unknown)
         if isinstance(videos, (np.ndarray, Tensor)) and videos.ndim == 4:
             videos = [videos]  # a single video
         videos = [] if videos is None else list(videos)

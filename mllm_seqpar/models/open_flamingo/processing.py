@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Sequence
 from typing import Any, Self
@@ -10,15 +9,14 @@ from typing import Any, Self
 import torch
 from transformers import AutoTokenizer
 from transformers.feature_extraction_utils import BatchFeature
-from transformers.processing_utils import ProcessorMixin
-from transformers.utils import PROCESSOR_NAME
 
 from mllm_seqpar.errors import DataError
+from mllm_seqpar.models.processor import NativeProcessor
 
 IMAGE, END_OF_CHUNK = "<image>", "<|endofchunk|>"
 
 
-class OpenFlamingoProcessor(ProcessorMixin):
+class OpenFlamingoProcessor(NativeProcessor):
     """The language model's tokenizer and CLIP's image processor, used as in the published training.
 
     Attributes:
@@ -34,10 +32,6 @@ class OpenFlamingoProcessor(ProcessorMixin):
         super().__init__(image_processor, tokenizer)
 
     @classmethod
-    def get_attributes(cls) -> list[str]:
-        return ["image_processor", "tokenizer"]
-
-    @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path: str | os.PathLike, **kwargs: Any) -> Self:
         """Load the tokenizer and the image processor of a directory."""
         # AutoImageProcessor requires torchvision in transformers 5.17.
@@ -45,21 +39,6 @@ class OpenFlamingoProcessor(ProcessorMixin):
 
         tokenizer = AutoTokenizer.from_pretrained(pretrained_model_name_or_path)
         return cls(CLIPImageProcessorPil.from_pretrained(pretrained_model_name_or_path), tokenizer)
-
-    def save_pretrained(self, save_directory: str | os.PathLike, push_to_hub: bool = False, **kwargs: Any) -> list[str]:
-        """Write tokenizer and image processor to a model directory; return the paths of the files."""
-        if push_to_hub:
-            raise DataError("push_to_hub is True; save to a directory and upload that")
-        os.makedirs(save_directory, exist_ok=True)
-        written = [
-            *self.tokenizer.save_pretrained(save_directory),
-            *self.image_processor.save_pretrained(save_directory),
-        ]
-        written.append(os.path.join(save_directory, PROCESSOR_NAME))
-        with open(written[-1], "w", encoding="utf-8") as stream:
-            json.dump({"processor_class": type(self).__name__}, stream, indent=2)
-            stream.write("\n")
-        return written
 
     def __call__(
         self,
@@ -81,10 +60,7 @@ class OpenFlamingoProcessor(ProcessorMixin):
         Raises:
             DataError: the numbers of pictures and placeholders differ, or an argument is unknown.
         """
-        # transformers' callers pass these; the result is always padded tensors.
-        left_over = set(unknown) - {"return_tensors", "return_dict", "padding", "add_special_tokens"}
-        if left_over:
-            raise DataError(f"unknown arguments: {', '.join(sorted(left_over))}")
+        self.check_arguments(unknown)
         if text is None:
             raise DataError(f"text is None; pass text with {IMAGE} for each picture")
         texts = [text] if isinstance(text, str) else list(text)

@@ -45,7 +45,9 @@ def converted(parts: Parts) -> str:
     return str(parts["checkpoint"].parent / "converted")
 
 
-@pytest.mark.parametrize("kind", EVERY)
+@pytest.mark.parametrize(
+    "kind", ["mosaic_gpt", *(pytest.param(k, marks=pytest.mark.slow) for k in EVERY if k != "mosaic_gpt")]
+)
 def test_converted_model_equals_the_authors_model(published: Callable[[str], Parts], kind: str) -> None:
     parts = published(kind)
     model: Any = load_model(converted(parts))
@@ -74,6 +76,7 @@ def test_converted_model_equals_the_authors_model(published: Callable[[str], Par
     assert error(found[real][:, :stop], expected[real][:, :stop]) < 1e-5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["gpt_neox", "llama"])
 def test_each_tensor_is_saved_once_and_loaded_unchanged(
     published: Callable[[str], Parts], tmp_path: Path, kind: str
@@ -95,6 +98,7 @@ def test_each_tensor_is_saved_once_and_loaded_unchanged(
     assert model.config.to_diff_dict() == again.config.to_diff_dict()
 
 
+@pytest.mark.slow
 def test_dtype_applies_to_saved_tensors_only(published: Callable[[str], Parts], tmp_path: Path) -> None:
     parts = published("llama")
     whole: Any = load_model(converted(parts))
@@ -110,6 +114,7 @@ def test_dtype_applies_to_saved_tensors_only(published: Callable[[str], Parts], 
         AutoModelForImageTextToText.from_pretrained(tmp_path / "one", device_map="auto")
 
 
+@pytest.mark.slow
 def test_conversion_without_checkpoint_keeps_the_language_model(
     published: Callable[[str], Parts], tmp_path: Path
 ) -> None:
@@ -203,6 +208,7 @@ BAD: list[tuple[str, str, Callable[[Path], None], str]] = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "file", "edit", "message"), BAD)
 def test_inconsistent_parts_are_refused(
     published: Callable[[str], Parts], tmp_path: Path, kind: str, file: str, edit: Callable[[Path], None], message: str

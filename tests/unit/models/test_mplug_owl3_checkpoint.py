@@ -140,6 +140,7 @@ def test_published_checkpoint_loads(gate: str | None, head: bool, shards: int, t
     assert written["gate"] == gate and written["projector_layers"] == (2 if gate is None else 1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("gate", GATES)
 def test_saved_model_loads_unchanged(gate: str | None, tmp_path: Path) -> None:
     model = tiny_model(gate)
@@ -246,6 +247,7 @@ def test_weights_of_another_model_are_refused(tmp_path: Path) -> None:
         AutoModel.from_pretrained(tmp_path)
 
 
+@pytest.mark.slow
 def test_tied_embeddings_are_saved_once(tmp_path: Path) -> None:
     model = tiny_model("vector", tie_word_embeddings=True)
     assert model.get_output_embeddings().weight is model.get_input_embeddings().weight

@@ -189,6 +189,7 @@ def test_shifted_labels_and_item_count_give_the_same_loss() -> None:
     assert torch.allclose(by_count, loss / 4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("gate", GATES)
 def test_bfloat16_error_is_bounded(gate: str | None) -> None:
     model = tiny_model(gate)
@@ -200,6 +201,7 @@ def test_bfloat16_error_is_bounded(gate: str | None) -> None:
     assert error(logits, reference) < allowed
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("gate", "attention"), [("per_head", "eager"), ("vector", "sdpa"), (None, "sdpa")])
 def test_autocast_error_is_bounded(gate: str | None, attention: str) -> None:
     model = tiny_model(gate)
@@ -217,6 +219,7 @@ def test_autocast_error_is_bounded(gate: str | None, attention: str) -> None:
         assert gradient.dtype == torch.float32 and bool(gradient.isfinite().all()) and gradient.norm() > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("gate", GATES)
 def test_gradient_checkpointing_does_not_change_gradients(gate: str | None) -> None:
     ids, frames = tiny_text(3, 2), tiny_frames(5)

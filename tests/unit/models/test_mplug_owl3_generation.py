@@ -47,6 +47,7 @@ def generate_without_cache(model: Any, ids: Tensor, mask: Tensor, frames: Tensor
     return ids, torch.stack(logits)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("options", "attention"),
     [
@@ -120,6 +121,7 @@ def test_generation_config_file_sets_only_token_ids(tmp_path: Path, caplog: pyte
     assert "generation_config" not in caplog.text
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
     [
