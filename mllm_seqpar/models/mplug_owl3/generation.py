@@ -116,6 +116,8 @@ class MPlugOwl3GenerationMixin(GenerationMixin):
                 f"the cache holds {cached.layout.total_frames} frames and {passed} were passed; {_SAME_FRAMES}"
             )
         given = [inputs[name] for name in _FRAMES if inputs.get(name) is not None] if is_first_iteration else []
-        if cached.seen and any(fingerprint_of(frames) not in cached.seen for frames in given):
+        if cached.frame_fingerprints and any(
+            fingerprint_of(frames) not in cached.frame_fingerprints for frames in given
+        ):
             raise ShapeError(f"other frames were passed than those whose K and V the cache holds; {_SAME_FRAMES}")
         return {name: value for name, value in inputs.items() if name not in (*_FRAMES, "media_layout", "media_offset")}

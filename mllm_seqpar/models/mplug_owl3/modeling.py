@@ -137,7 +137,7 @@ class MPlugOwl3ForConditionalGeneration(MPlugOwl3PreTrainedModel, MPlugOwl3Gener
         visual = VisualCache(layout, row_offset=row_offset, tokens_per_frame=embeds.shape[1], inclusive=inclusive)
         if cache is not None:
             attach(cache, visual, self.config.num_hidden_layers)
-            visual.seen = set() if frames is None else {fingerprint_of(frames)}
+            visual.frame_fingerprints = set() if frames is None else {fingerprint_of(frames)}
         return visual.inputs(past_length, length, batch, embeds)
 
     @can_return_tuple

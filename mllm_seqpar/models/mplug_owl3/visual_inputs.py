@@ -91,8 +91,8 @@ class VisualCache(RowsLayer):
         tokens_per_frame: T.
         inclusive: whether a placeholder sees its own frame.
         states: for each layer index, k (rotated) and v, (1, G, F * T, D).
-        seen: fingerprints of the frames.
-        whole: whether `states` contains all frames; the states of a patched model contain this rank's frames only.
+        frame_fingerprints: fingerprints of the frame tensors that were passed.
+        is_complete: False if `states` contains only this rank's frames, because a patched model filled the cache.
     """
 
     def __init__(self, layout: MediaLayout, *, row_offset: int, tokens_per_frame: int, inclusive: bool) -> None:
@@ -102,8 +102,8 @@ class VisualCache(RowsLayer):
         self.tokens_per_frame = tokens_per_frame
         self.inclusive = inclusive
         self.states: dict[Hashable, tuple[Tensor, Tensor]] = {}
-        self.seen: set[tuple[int, ...]] = set()
-        self.whole = True
+        self.frame_fingerprints: set[tuple[int, ...]] = set()
+        self.is_complete = True
 
     def inputs(self, past_length: int, length: int, batch: int, embeds: Tensor | None = None) -> VisualInputs:
         """Return the visual inputs of the `length` tokens that follow `past_length` cached tokens.
@@ -112,7 +112,7 @@ class VisualCache(RowsLayer):
             ConfigError: the K and V of some frames are on other ranks.
             ShapeError: the cache has another number of rows than the call.
         """
-        if not self.whole:
+        if not self.is_complete:
             raise ConfigError(
                 "past_key_values holds K and V of the frames of one rank only, because a patched model filled it; "
                 "continue it with that model while it is patched, or begin with a new cache"
