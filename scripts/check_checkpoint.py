@@ -1,11 +1,11 @@
-"""Check a downloaded checkpoint in minutes, on any machine, and print a report to attach to an issue.
+"""Check a downloaded checkpoint within minutes, on any machine, and print a report to attach to an issue.
 
     python scripts/check_checkpoint.py DIR [--ranks 2] [--report report.md]
 
-DIR is a published checkpoint of mPLUG-Owl3, IDEFICS or Llama 3.2 Vision, or an OpenFlamingo that `convert` wrote. The
+DIR is a published checkpoint of mPLUG-Owl3, IDEFICS or Llama 3.2 Vision, or an OpenFlamingo written by `convert`. The
 script validates the names and shapes of all tensors without loading them, loads the processor and the model, asks
 about a picture and about a short video, and compares the patched model with the unpatched one. The ranks are threads
-of one process that share one copy of the weights, so the memory of one model is enough. It exits with status 1 if a
+of one process that share one copy of the weights, so the memory of one model is sufficient. The exit status is 1 if a
 check failed.
 """
 
@@ -19,24 +19,44 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 import transformers
-from checkpoint_checks.media import drawn_video, picture_file, read_video
-from checkpoint_checks.model import Comparison, compare
-from checkpoint_checks.rows import Row, report
+from checkpoint_checks.comparison import Comparison, compare
+from checkpoint_checks.media import drawn_video, picture_file
 from checkpoint_checks.weights import describe_files, missing_memory, names_and_shapes
 
-from mllm_seqpar.data.chat_families import chat_family
-from mllm_seqpar.data.sources import FrameSource
+from mllm_seqpar.data.chat_family import chat_family
+from mllm_seqpar.data.sources import FrameSource, VideoSource
 from mllm_seqpar.errors import SeqParError
 from mllm_seqpar.inference.model import load_for_inference
 from mllm_seqpar.models.loading import load_processor
 
 LARGEST_DIFFERENCE = {torch.float32: 1e-4, torch.bfloat16: 0.05, torch.float16: 0.01}
-"""Mean absolute difference of the logits, relative to their standard deviation, that still counts as rounding."""
+"""The largest mean absolute difference of the logits, relative to their standard deviation, that rounding explains."""
 QUESTIONS = {"image": "Describe the image in one sentence.", "video": "What happens in the video?"}
+
+
+@dataclass(frozen=True)
+class Row:
+    """The result of one check.
+
+    Attributes:
+        check: the check's name.
+        ok: whether it passed; None if it could not run.
+        found: the findings, one or more lines.
+    """
+
+    check: str
+    ok: bool | None
+    found: str
+
+    @property
+    def verdict(self) -> str:
+        return {True: "passed", False: "FAILED", None: "not run"}[self.ok]
 
 
 def main() -> int:
@@ -44,7 +64,7 @@ def main() -> int:
     args = arguments()
     torch.manual_seed(0)
     transformers.logging.disable_progress_bar()
-    logging.getLogger("mllm_seqpar").setLevel(logging.WARNING)  # the report says on how many ranks the model runs
+    logging.getLogger("mllm_seqpar").setLevel(logging.WARNING)  # The report states the number of ranks.
     rows: list[Row] = []
     for row in checks(args):
         print(f"[{row.verdict}] {row.check}: {row.found.splitlines()[0] if row.found else ''}", flush=True)
@@ -56,8 +76,16 @@ def main() -> int:
     return 1 if any(row.ok is False for row in rows) else 0
 
 
+def report(directory: Path, environment: str, rows: list[Row]) -> str:
+    """Return the report in Markdown."""
+    lines = [f"## Check of the checkpoint {directory.resolve().name}", "", environment, ""]
+    for row in rows:
+        first, *more = row.found.splitlines() or [""]
+        lines += [f"- **{row.check}: {row.verdict}.** {first}", *(f"  - {line}" for line in more)]
+    return "\n".join(lines)
+
+
 def arguments() -> argparse.Namespace:
-    """Return the parsed command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("directory", type=Path, help="the checkpoint: weights, config.json, tokenizer")
     parser.add_argument("--ranks", type=int, default=2, help="ranks of the patched model, as threads (default: 2)")
@@ -82,37 +110,43 @@ def arguments() -> argparse.Namespace:
 
 
 def checks(args: argparse.Namespace) -> Iterator[Row]:
-    """Yield one row for each check, in the order of their cost; stop when the next ones cannot run."""
+    """Yield one row for each check, cheap checks first; stop if the later checks cannot run."""
     path = str(args.directory)
     for check, call in (("files", describe_files), ("names and shapes", names_and_shapes)):
-        row = attempt(check, lambda call=call: call(path))
+        row, _ = attempt(check, lambda call=call: (call(path), None))
         yield row
-        if row.ok is False:
+        if not row.ok:
             return
-    found = []
-    row = attempt("processor", lambda: found.append(load_processor(path)) or describe_processor(found[0]))
+
+    def processor_row() -> tuple[str, Any]:
+        processor = load_processor(path)
+        return describe_processor(processor), processor
+
+    row, processor = attempt("processor", processor_row)
     yield row
-    if row.ok is False or args.names_only:
+    if not row.ok or args.names_only:
         return
     dtype, problem = missing_memory(path, args.dtype, args.device)
     if problem:
         yield Row("model", None, problem)
         return
-    start = time.monotonic()
-    models = []
-    kind, device = str(dtype).removeprefix("torch."), torch.device(args.device)
-    row = attempt("model", lambda: models.append(load_for_inference(path, kind, device)) or "")
-    if row.ok is False:
-        yield row
+
+    def model_row() -> tuple[str, Any]:
+        start = time.monotonic()
+        model = load_for_inference(path, str(dtype).removeprefix("torch."), torch.device(args.device))
+        return f"{dtype} on {args.device}, loaded in {time.monotonic() - start:.0f} s", model
+
+    row, model = attempt("model", model_row)
+    yield row
+    if not row.ok:
         return
-    yield Row("model", True, f"{dtype} on {args.device}, loaded in {time.monotonic() - start:.0f} s")
     with tempfile.TemporaryDirectory() as folder:
         for kind in ("image", "video"):
-            yield attempt(kind, lambda kind=kind: asked(args, models[0], found[0], kind, Path(folder)))
+            yield attempt(kind, lambda kind=kind: (ask(args, model, processor, kind, Path(folder)), None))[0]
 
 
-def asked(args: argparse.Namespace, model: torch.nn.Module, processor: object, kind: str, folder: Path) -> str:
-    """Compare patched and unpatched on one question; return what was found.
+def ask(args: argparse.Namespace, model: torch.nn.Module, processor: Any, kind: str, folder: Path) -> str:
+    """Compare the patched with the unpatched model on one question; return the findings.
 
     Raises:
         ValueError: the patched model differs from the unpatched one by more than rounding explains.
@@ -121,9 +155,11 @@ def asked(args: argparse.Namespace, model: torch.nn.Module, processor: object, k
     family = chat_family(processor)
     media: FrameSource
     if kind == "image":
-        media = family.still(picture_file(folder) if args.picture is None else args.picture)
+        media = family.image_source(picture_file(folder) if args.picture is None else args.picture)
+    elif args.video is None:
+        media = drawn_video(args.frames)
     else:
-        media = drawn_video(args.frames) if args.video is None else read_video(args.video, args.frames)
+        media = VideoSource.open(args.video, num_frames=args.frames)
     result = compare(model, family, media, kind, QUESTIONS[kind], args.ranks, args.max_new_tokens)
     dtype = next(model.parameters()).dtype
     text = describe(result, args.ranks) + f"\n{time.monotonic() - start:.0f} s"
@@ -144,7 +180,7 @@ def describe(result: Comparison, ranks: int) -> str:
     )
 
 
-def describe_processor(processor: object) -> str:
+def describe_processor(processor: Any) -> str:
     """Return the class and the options of a processor."""
     options = {
         name: value
@@ -152,23 +188,24 @@ def describe_processor(processor: object) -> str:
         for name, value in vars(part or object).items()
         if isinstance(value, (bool, int, float, str, dict)) and not name.startswith("_") and len(repr(value)) < 80
     }
-    tokenizer = getattr(processor, "tokenizer", None)
+    tokenizer = processor.tokenizer
     named = ", ".join(f"{name}={value}" for name, value in options.items())
-    return f"{type(processor).__name__} with {type(tokenizer).__name__} of {len(tokenizer)} tokens\n{named}"  # type: ignore[arg-type]
+    return f"{type(processor).__name__} with {type(tokenizer).__name__} of {len(tokenizer)} tokens\n{named}"
 
 
-def attempt(check: str, call: Callable[[], str]) -> Row:
-    """Return a row with what `call` returns, or with its error: a failure ends no other check."""
+def attempt(check: str, call: Callable[[], tuple[str, Any]]) -> tuple[Row, Any]:
+    """Return a row with the findings that `call` returns, and its result; if it raises, a row with the error."""
     try:
-        return Row(check, True, call())
+        found, result = call()
+        return Row(check, True, found), result
     except (SeqParError, ValueError, OSError) as error:
-        return Row(check, False, str(error))
+        return Row(check, False, str(error)), None
     except Exception as error:
-        return Row(check, False, f"{type(error).__name__}: {error}")
+        return Row(check, False, f"{type(error).__name__}: {error}"), None
 
 
 def environment() -> str:
-    """Return versions and hardware, for the report."""
+    """Return versions and hardware."""
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else "no GPU"
     return (
         f"torch {torch.__version__}, transformers {transformers.__version__}, Python {platform.python_version()}, "

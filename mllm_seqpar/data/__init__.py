@@ -1,7 +1,7 @@
-"""Videos, the features store, chat data and the needle task. Needs the extra `video` to decode, nothing to import."""
+"""Videos, the feature store, chat data and the needle task. Decoding needs the extra `video`; importing does not."""
 
 from .chat import ChatBatch, ChatDataset, ChatSample, collate, load_local_frames, load_local_pictures
-from .chat_families import ChatFamily, ChatText, chat_family
+from .chat_family import ChatFamily, ChatText, chat_family
 from .features import FeatureStore, model_fingerprint, open_features, save_features, source_meta
 from .reader import read_frames
 from .sources import FrameSource, ImageListSource, VideoSource

@@ -1,18 +1,8 @@
-"""Chats about videos and pictures: a JSONL file, and micro-batches of it whose frames each rank reads its part of.
+"""Micro-batches of conversations about videos and pictures, of which each rank decodes only its own frames.
 
-One conversation per line:
-
-    {"messages": [{"role": "user", "content": [{"type": "video", "path": "a.mp4"}, {"type": "text", "text": "..."}]},
-                  {"role": "assistant", "content": "..."}]}
-
-Parts that show something: {"type": "video", "path": FILE}, with "fps", "num_frames" or "max_frames" of its own if
-wanted; {"type": "video", "images": [FILE, ...]}, a list of pictures as a video; {"type": "image", "path": FILE}, one
-frame, or as many tiles as the model's processor cuts it into. Relative paths start at the JSONL's folder. A line may
-have further keys, such as an id, but none that name media or tools beside the messages; messages and parts have no
-others.
-
-Which frames a micro-batch has is known without decoding any, on every rank the same. They form one flat list, sample
-after sample in the order of the text's placeholders; a rank decodes the range of it that it owns and nothing else.
+The number of frames of a micro-batch is known, equally on every rank, before any frame is decoded. The frames of all
+samples form one flat list in the order of the placeholders in the text. A rank decodes its range of that list.
+`chat_format` describes the JSONL file.
 """
 
 import hashlib
@@ -30,31 +20,22 @@ from torch import Tensor
 
 from mllm_seqpar.errors import DataError, VideoError
 
-from .chat_families import ChatFamily, ChatText, chat_family
-from .chat_family import joined
+from .chat_family import ChatFamily, ChatText, chat_family
+from .chat_format import SAMPLING, check_record, media_parts
 from .sources import FrameSource, ImageListSource, VideoSource
 
 DEFAULT_FPS = 1.0
-"""Frames a second of a video for which neither the data nor the caller says anything."""
-
-_SAMPLING = ("fps", "num_frames", "max_frames")
-_PART_KEYS = {
-    "text": {"type", "text"},
-    "image": {"type", "path", "images", *_SAMPLING},  # some of them are refused by name
-    "video": {"type", "path", "images", *_SAMPLING},
-}
-_BESIDE_MESSAGES = {"image", "images", "video", "videos", "audio", "audios", "tools", "system", *_SAMPLING}
-"""Keys of other formats, whose content the model would never be shown."""
+"""Frames per second of a video for which neither the data nor the caller states a sampling."""
 
 
 @dataclass(frozen=True)
 class ChatSample:
-    """One conversation and what it shows, nothing of it decoded.
+    """One conversation with its media sources; nothing is decoded.
 
     Attributes:
-        line: in the JSONL, from 1.
-        messages: checked.
-        sources: what the parts show, in order.
+        line: line number in the JSONL file, from 1.
+        messages: validated messages.
+        sources: the frame source of each media part, in order.
     """
 
     line: int
@@ -63,19 +44,19 @@ class ChatSample:
 
     @property
     def frames(self) -> int:
-        """Frames of all its sources."""
+        """Number of frames of all sources."""
         return sum(len(source) for source in self.sources)
 
 
 @dataclass(frozen=True, kw_only=True)
 class ChatBatch:
-    """A micro-batch: text, padded, and where its frames come from.
+    """A micro-batch: padded text, and the sources of its frames.
 
     Attributes:
-        text: as tokens, with labels: the answers and their ends, -100 elsewhere.
-        sources: of all samples, in the order of the flat list of frames.
+        text: tokens and labels; labels are -100 except at the answers and their ends.
+        sources: the sources of all samples, in the order of the flat list of frames.
         frames: length of that list.
-        lines: of the samples in the JSONL.
+        lines: line numbers of the samples in the JSONL file.
     """
 
     text: ChatText
@@ -96,37 +77,37 @@ class ChatBatch:
     @property
     def labels(self) -> Tensor:
         """(B, L)."""
-        assert self.text.labels is not None  # `collate` asks for them
+        assert self.text.labels is not None  # `collate` asks for labels
         return self.text.labels
 
     @property
     def media_offset(self) -> Tensor:
-        """(B, N), positions of the placeholders, filled up with -1; of mPLUG-Owl3."""
+        """(B, N), positions of the placeholders, padded with -1; mPLUG-Owl3 only."""
         return self.text.extras["media_offset"]
 
     @property
     def targets(self) -> int:
-        """Tokens that the loss counts."""
+        """Number of tokens that the loss counts."""
         return int((self.labels[:, 1:] != -100).sum())
 
     @property
     def tokens(self) -> int:
-        """Tokens of text without padding."""
+        """Number of text tokens without padding."""
         return int(self.attention_mask.sum())
 
 
 class ChatDataset:
-    """The conversations of a JSONL file; all lines are checked on opening, videos when a sample is asked for.
+    """The conversations of a JSONL file. Opening it validates all lines; a sample's videos are opened on access.
 
     Args:
-        path: of the JSONL.
-        processor: of the model; its family (`families`) turns conversations into tokens.
-        fps, num_frames, max_frames: frames to take of each video (`plan_frames`). `fps` or `num_frames` here takes the
-            place of what a line says; `max_frames` here is a limit on top of it.
-        max_length: most tokens of a sample; a longer one is refused.
+        path: the JSONL file.
+        processor: the model's processor; its family (`chat_family`) turns conversations into tokens.
+        fps, num_frames, max_frames: sampling of videos, as for `plan_frames`. `fps` and `num_frames` override what a
+            line states; `max_frames` is an additional limit.
+        max_length: the largest number of tokens of a sample; a longer sample is refused.
 
     Raises:
-        DataError: a line that is no conversation, with its number and what is wrong.
+        DataError: a malformed line; names its number and the problem.
     """
 
     def __init__(
@@ -143,8 +124,8 @@ class ChatDataset:
         self.processor = processor
         self._family = chat_family(processor)
         self.max_length = max_length
-        self._rate = {"fps": fps, "num_frames": num_frames}
-        self._limit = max_frames
+        self._sampling = {"fps": fps, "num_frames": num_frames}
+        self._max_frames = max_frames
         try:
             content = self.path.read_bytes()
         except OSError as error:
@@ -154,63 +135,52 @@ class ChatDataset:
         self._rows = [(number, self._messages(number, row)) for number, row in rows]
         if not self._rows:
             raise DataError(f"{self.path}: holds no conversation; give a JSONL file with one on each line")
-        self._open_video = lru_cache(maxsize=65_536)(VideoSource.open)  # later epochs need not probe again
+        self._open_video = lru_cache(maxsize=65_536)(VideoSource.open)  # probe each video once, not once per epoch
 
     def __len__(self) -> int:
         return len(self._rows)
 
     def __getitem__(self, index: int) -> ChatSample:
         number, messages = self._rows[index]
-        sources: list[FrameSource] = []
-        for part in _media(messages):
-            try:
-                source = self._source(part)
-            except VideoError as error:
-                raise VideoError(f"{self.path}:{number}: {error}") from error
-            sources.append(source)
-        return ChatSample(number, messages, tuple(sources))
+        try:
+            sources = tuple(self._source(part) for part in media_parts(messages))
+        except VideoError as error:
+            raise VideoError(f"{self.path}:{number}: {error}") from error
+        return ChatSample(number, messages, sources)
 
     def batch(self, indices: Sequence[int]) -> ChatBatch:
-        """The samples with these numbers as one micro-batch; decodes nothing.
+        """Return the samples with these indices as one micro-batch; nothing is decoded.
 
         Raises:
-            DataError: a sample longer than `max_length`.
-            VideoError: a video that cannot be opened, with line and path.
+            DataError: a sample is longer than `max_length`.
+            VideoError: a video cannot be opened; names its line and path.
         """
         return collate([self[index] for index in indices], self.processor, self.max_length, str(self.path))
 
     def _source(self, part: Mapping[str, Any]) -> FrameSource:
         if part["type"] == "image":
-            return self._family.still(self.path.parent / part["path"])
+            return self._family.image_source(self.path.parent / part["path"])
         if "images" in part:
             names = part["images"]
-            asked = (part.get("num_frames"), part.get("max_frames"), self._limit)
-            limits = [number for number in asked if number is not None]
-            chosen = _evenly(names, min(limits, default=len(names)))
+            counts = (part.get("num_frames"), part.get("max_frames"), self._max_frames, len(names))
+            chosen = _evenly_spaced(names, min(count for count in counts if count is not None))
             return ImageListSource([self.path.parent / name for name in chosen])
-        own = {name: part.get(name) for name in _SAMPLING}
-        if any(self._rate.values()):
-            own |= self._rate
-        if not (own["fps"] or own["num_frames"]):
-            own["fps"] = DEFAULT_FPS
-        limits = [n for n in (own["max_frames"], self._limit) if n is not None]
-        return self._open_video(str(self.path.parent / part["path"]), **own | {"max_frames": min(limits, default=None)})
+        sampling = {name: part.get(name) for name in SAMPLING}
+        if any(self._sampling.values()):
+            sampling |= self._sampling
+        if not (sampling["fps"] or sampling["num_frames"]):
+            sampling["fps"] = DEFAULT_FPS
+        limits = [limit for limit in (sampling["max_frames"], self._max_frames) if limit is not None]
+        sampling["max_frames"] = min(limits, default=None)
+        return self._open_video(str(self.path.parent / part["path"]), **sampling)
 
     def _messages(self, number: int, row: bytes) -> list[Mapping[str, Any]]:
         try:
             record = json.loads(row)
         except ValueError as error:
             raise DataError(f"{self.path}:{number}: not JSON ({error}); each line holds one conversation") from error
-        beside = sorted(_BESIDE_MESSAGES & set(record)) if isinstance(record, dict) else []
-        if beside:
-            raise DataError(
-                f"{self.path}:{number}: has {beside[0]!r} beside the messages, which would be ignored; media are parts "
-                'of a message, such as {"type": "video", "path": "a.mp4"}, and a system prompt is a message'
-            )
         try:
-            return check_messages(
-                record.get("messages") if isinstance(record, dict) else None, self.path.parent, self._family.marks
-            )
+            return check_record(record, self.path.parent, self._family.marks)
         except DataError as error:
             raise DataError(f"{self.path}:{number}: {error}") from error
 
@@ -218,10 +188,16 @@ class ChatDataset:
 def collate(
     samples: Sequence[ChatSample], processor: Any, max_length: int | None = None, name: str = "data"
 ) -> ChatBatch:
-    """Samples as one micro-batch, padded on the right; their frames as one list of sources.
+    """Return the samples as one micro-batch, padded on the right.
+
+    Args:
+        samples: at least one.
+        processor: the model's processor.
+        max_length: the largest number of tokens of a sample; None for no limit.
+        name: the data's name in error messages.
 
     Raises:
-        DataError: a sample longer than `max_length`, or that the family cannot write; with its line.
+        DataError: a sample is longer than `max_length`, or the family cannot tokenize it; names its line.
     """
     try:
         text = chat_family(processor).text(
@@ -248,45 +224,47 @@ def collate(
 
 
 def load_local_frames(batch: ChatBatch, frames: range, image_processor: Any, *, at_once: int = 32) -> Tensor:
-    """Decodes frames of a batch's flat list, those of this rank: (len(frames), 3, S, S) as the model takes them.
+    """Decode this rank's frames of a batch; return `pixel_values` (len(frames), 3, S, S).
 
     Args:
         batch: the micro-batch.
-        frames: as `frame_range(batch.frames, group)` gives it; may be empty and may span several samples.
-        image_processor: takes uint8 frames (n, 3, H, W), returns `pixel_values`.
-        at_once: decoded frames held at a time besides the result.
+        frames: this rank's range of the flat list, `frame_range(batch.frames, group)`. It may be empty, and may span
+            several samples.
+        image_processor: takes uint8 frames (n, 3, H, W) and returns `pixel_values`.
+        at_once: number of decoded frames held at a time besides the result.
     """
-    parts = [image_processor(decoded)["pixel_values"] for decoded in _decoded(batch, frames, at_once)]
+    parts = [image_processor(decoded)["pixel_values"] for decoded in _decode(batch, frames, at_once)]
     return torch.cat(parts) if parts else image_processor(torch.empty(0, 3, 1, 1))["pixel_values"]
 
 
 def load_local_pictures(batch: ChatBatch, slots: range, family: ChatFamily, *, at_once: int = 32) -> tuple[Tensor, ...]:
-    """Decodes pictures of the model's own list, those of this rank: what `family.pixels` gives, (len(slots), ...) each.
+    """Decode this rank's pictures of the model's flat list; return tensors (len(slots), ...) as `family.pixels` does.
 
     Args:
         batch: the micro-batch.
-        slots: as `frame_range(len(batch.text.slots), group)` gives it; padding pictures among them are not decoded.
-        family: whose pictures these are.
-        at_once: decoded frames held at a time besides the result.
+        slots: this rank's range of `batch.text.slots`, `frame_range(len(batch.text.slots), group)`. Padding pictures
+            among them are not decoded.
+        family: the chat family of the batch.
+        at_once: number of decoded frames held at a time besides the result.
     """
-    own = [batch.text.slots[slot] for slot in slots]
-    shown = [number for number in own if number >= 0]
-    frames = range(shown[0], shown[-1] + 1) if shown else range(0)  # padding is between, so these follow one another
-    parts = [family.pixels(decoded) for decoded in _decoded(batch, frames, at_once)]
+    numbers = [batch.text.slots[slot] for slot in slots]
+    real = [number for number in numbers if number >= 0]
+    frames = range(real[0], real[-1] + 1) if real else range(0)  # consecutive: only padding is between them
+    parts = [family.pixels(decoded) for decoded in _decode(batch, frames, at_once)]
     if not parts:
         parts = [family.pixels(torch.empty(0, 3, 1, 1, dtype=torch.uint8))]
-    made = joined(parts)
-    if len(shown) == len(own):
-        return made
-    places = torch.tensor([slot for slot, number in enumerate(own) if number >= 0], dtype=torch.long)
-    whole = tuple(x.repeat(len(own), *[1] * (x.dim() - 1)) for x in family.blank())
-    for target, x in zip(whole, made, strict=True):
-        target[places] = x.to(target.dtype)
-    return whole
+    pictures = tuple(torch.cat(columns) for columns in zip(*parts, strict=True))
+    if len(real) == len(numbers):
+        return pictures
+    positions = torch.tensor([index for index, number in enumerate(numbers) if number >= 0], dtype=torch.long)
+    padded = tuple(x.repeat(len(numbers), *[1] * (x.dim() - 1)) for x in family.blank())
+    for target, x in zip(padded, pictures, strict=True):
+        target[positions] = x.to(target.dtype)
+    return padded
 
 
-def _decoded(batch: ChatBatch, frames: range, at_once: int) -> Iterator[Tensor]:
-    """Yields a range of a batch's frames, uint8 (at most `at_once`, 3, H, W) of one size each."""
+def _decode(batch: ChatBatch, frames: range, at_once: int) -> Iterator[Tensor]:
+    """Yield a range of a batch's frames as uint8 tensors (at most `at_once`, 3, H, W), each of one size."""
     ends = list(accumulate(len(source) for source in batch.sources))
     for source, end in zip(batch.sources, ends, strict=True):
         first = end - len(source)
@@ -295,90 +273,8 @@ def _decoded(batch: ChatBatch, frames: range, at_once: int) -> Iterator[Tensor]:
             yield from source.read(low - first, high - first, batch=at_once)
 
 
-def check_messages(messages: Any, folder: Path, marks: Sequence[str] = ()) -> list[Mapping[str, Any]]:
-    """The messages of a conversation to learn from, if they are well formed and their files exist.
-
-    Args:
-        messages: of the conversation.
-        folder: where relative paths start.
-        marks: texts that no message may hold.
-
-    Raises:
-        DataError: what is wrong with which message.
-    """
-    if not isinstance(messages, list) or not messages:
-        raise DataError('needs "messages", a list of {"role": ..., "content": ...}')
-    for number, message in enumerate(messages):
-        role = message.get("role") if isinstance(message, dict) else None
-        if role not in ("system", "user", "assistant"):
-            raise DataError(f"message {number} has the role {role!r}; it is one of system, user, assistant")
-        unknown = sorted(set(message) - {"role", "content"})
-        if unknown:
-            raise DataError(f"message {number} ({role}): unknown key {unknown[0]!r}; a message has role and content")
-        content = message.get("content")
-        if not isinstance(content, (str, list)):
-            raise DataError(f"message {number} ({role}): its content is {content!r:.80}; a text or a list of parts")
-        for part in [{"type": "text", "text": content}] if isinstance(content, str) else content or [None]:
-            fault = _part_fault(part, role, folder, marks)
-            if fault:
-                raise DataError(f"message {number} ({role}): {fault}")
-    if all(message["role"] != "assistant" for message in messages):
-        raise DataError("has no message of the assistant, so there is nothing to learn from it")
-    return messages
-
-
-def _part_fault(part: Any, role: str, folder: Path, marks: Sequence[str]) -> str | None:
-    """What is wrong with one part of a message's content, or None."""
-    kind = part.get("type") if isinstance(part, dict) else None
-    unknown = sorted(set(part) - _PART_KEYS[str(kind)]) if kind in ("text", "image", "video") else []
-    if unknown:
-        return (
-            f"unknown key {unknown[0]!r} in {part!r:.80}; a part of type {kind} takes {sorted(_PART_KEYS[str(kind)])}"
-        )
-    if kind == "text":
-        text = part.get("text")
-        if not isinstance(text, str):
-            return f"a text part without text: {part!r:.80}"
-        found = [mark for mark in marks if mark in text]
-        return f"its text holds {found[0]}; show media by parts, and leave the model's own marks out" if found else None
-    if kind not in ("video", "image"):
-        return f"{part!r:.80} is no part; a part has the type text, video or image"
-    if role != "user":
-        return f"shows {'an' if kind == 'image' else 'a'} {kind}; only a user shows something"
-    listed = part.get("images") if kind == "video" and "images" in part else [part.get("path")]
-    if not isinstance(listed, list) or not listed or not all(isinstance(name, str) for name in listed):
-        return f'a part of type {kind} needs "path", a file' + (', or "images", a list' if kind == "video" else "")
-    if "images" in part and ("path" in part or kind == "image"):
-        return 'both "path" and "images"' if kind == "video" else 'an image has a "path"'
-    missing = [name for name in listed if not (folder / name).is_file()]
-    if missing:
-        return f"{folder / missing[0]}: no such file"
-    for name in _SAMPLING:
-        value, kinds = part.get(name), (int, float) if name == "fps" else (int,)
-        if value is not None and (type(value) not in kinds or value <= 0):
-            return f"{name} is {value!r}; it is {'a' if name == 'fps' else 'a whole'} number above 0"
-    given = [name for name in _SAMPLING if part.get(name) is not None]
-    if kind == "image" and given:
-        return f"{given[0]} of an image; only a video takes it"
-    if part.get("fps") is not None and "images" in part:
-        return "fps of a list of pictures, which have no time; give num_frames or max_frames"
-    if part.get("fps") is not None and part.get("num_frames") is not None:
-        return "both fps and num_frames; give one of them"
-    return None
-
-
-def _evenly(names: list[str], count: int) -> list[str]:
-    """At most `count` of the names, evenly spread: each stands in the middle of its share."""
+def _evenly_spaced(names: list[str], count: int) -> list[str]:
+    """Return `count` of the names, each from the middle of one of `count` equal parts."""
     if count >= len(names):
         return names
     return [names[(2 * number + 1) * len(names) // (2 * count)] for number in range(count)]
-
-
-def _media(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    return [
-        part
-        for message in messages
-        if not isinstance(message["content"], str)
-        for part in message["content"]
-        if part["type"] != "text"
-    ]

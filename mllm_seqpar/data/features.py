@@ -1,17 +1,18 @@
-"""The features store: encoded frames of one video on disk, readable in slices by any number of ranks.
+"""The feature store: encoded frames of one video on disk, readable in slices by any number of ranks.
 
-A directory holds one safetensors shard per writing rank, `features-00000-of-00004.safetensors`, with a tensor `embeds`
-(frames of that rank, tokens per frame, hidden), and `features.json`, the index, by rank 0: frame ranges per file,
-sizes, dtype and whatever the caller says about origin (video, sampling, model). Which rank wrote which frames follows
-from `frame_bounds`, so rank 0 needs to hear nothing from the others. Every shard and the index carry one identity, a
-digest of all that; a shard left over from another run is found by it. Files appear under their names complete or not at
-all (written beside and renamed), and a store of which a rank is missing is reported, not read in part.
+Each writing rank writes one safetensors file, `features-00000-of-00004.safetensors`, with the tensor `embeds` (frames
+of that rank, tokens per frame, hidden). Rank 0 also writes the index `features.json`: the frame range of each file,
+sizes, dtype, and metadata of the caller about video, sampling and model. The frame ranges follow from `frame_bounds`,
+so rank 0 needs no data from the other ranks. All files contain the same identity, a digest of the index, which detects
+files of another run. A file is written under a temporary name and renamed, so it is complete or absent, and a store
+with an absent file is refused.
 """
 
 import hashlib
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -39,31 +40,31 @@ def save_features(
     world: int,
     meta: Mapping[str, Any] | None = None,
 ) -> Path:
-    """Writes this rank's frames; every rank calls it with its own, and rank 0 writes the index too.
+    """Write this rank's frames; every rank calls this function, and rank 0 also writes the index.
 
     Args:
-        directory: made if it does not exist; a store already in it is replaced.
-        embeds: (frames, tokens, hidden), this rank's frames, the range that `frame_range` gives it; may hold none.
-        start: number of its first frame.
-        total: frames of the whole video.
-        rank, world: this rank and how many write.
-        meta: what JSON can hold about where the features come from, the same on every rank; see `source_meta` and
-            `model_fingerprint`.
+        directory: created if it does not exist. A store that it already contains is replaced.
+        embeds: (frames, tokens, hidden), the features of this rank's `frame_range`, which may be empty.
+        start: the number of this rank's first frame.
+        total: number of frames of the whole video.
+        rank, world: this rank and the number of ranks.
+        meta: metadata about the origin of the features, serialisable as JSON and equal on every rank; see
+            `source_meta` and `model_fingerprint`.
 
     Returns:
-        The shard's path.
+        The path of this rank's file.
 
     Raises:
-        ConfigError: the frames are not those of this rank.
+        ConfigError: the frames are not this rank's frame range.
     """
     from safetensors.torch import save_file
 
     bounds = frame_bounds(total, world)
     if not 0 <= rank < world or embeds.ndim != 3 or bounds[rank] != (start, start + embeds.shape[0]):
-        owned = bounds[rank] if 0 <= rank < world else "nothing"
+        owned = bounds[rank] if 0 <= rank < world else "no such rank"
         raise ConfigError(
             f"save_features: rank {rank} of {world} passed embeds {tuple(embeds.shape)} from frame {start}; of {total} "
-            f"frames it holds {owned}, as (frames, tokens, hidden)"
+            f"frames, this rank's range is {owned}; expected embeds of shape (frames, tokens, hidden)"
         )
     folder = Path(directory)
     folder.mkdir(parents=True, exist_ok=True)
@@ -72,27 +73,27 @@ def save_features(
         "tokens_per_frame": embeds.shape[1],
         "hidden": embeds.shape[2],
         "dtype": str(embeds.dtype).removeprefix("torch."),
-        "files": [{"file": _name(r, world), "start": a, "stop": b} for r, (a, b) in enumerate(bounds)],
+        "files": [{"file": _file_name(r, world), "start": a, "stop": b} for r, (a, b) in enumerate(bounds)],
         "meta": dict(meta or {}),
     }
     identity = hashlib.blake2b(json.dumps(index, sort_keys=True).encode(), digest_size=16).hexdigest()
-    path = folder / _name(rank, world)
+    path = folder / _file_name(rank, world)
     tensors = {_TENSOR: embeds.detach().cpu().contiguous()}
-    with _Renamed(path) as temporary:
+    with _atomic_write(path) as temporary:
         save_file(tensors, temporary, metadata={"identity": identity, "start": str(start)})
     if rank == 0:
-        with _Renamed(folder / INDEX) as temporary:
+        with _atomic_write(folder / INDEX) as temporary:
             temporary.write_text(json.dumps({"identity": identity, **index}, indent=1) + "\n")
     return path
 
 
 class FeatureStore:
-    """A complete store, opened for reading; holds no tensor in memory and no file open.
+    """A complete feature store, opened for reading. It keeps no tensor in memory and no file open.
 
     Attributes:
-        total_frames, tokens_per_frame, hidden: its shape.
-        dtype: of the features.
-        meta: what the writer said about their origin.
+        total_frames, tokens_per_frame, hidden: shape of the features.
+        dtype: dtype of the features.
+        meta: the writer's metadata about their origin.
     """
 
     def __init__(self, directory: Path, index: Mapping[str, Any]) -> None:
@@ -105,11 +106,14 @@ class FeatureStore:
         self._files = [(f["start"], f["stop"], directory / f["file"]) for f in index["files"]]
 
     def read(self, start: int, stop: int, device: str | torch.device = "cpu") -> Tensor:
-        """Frames start <= f < stop as (frames, tokens, hidden); of each shard only the rows asked for are read."""
+        """Return frames start <= f < stop, (frames, tokens, hidden); only these rows are read from the files."""
         from safetensors import safe_open
 
         if not 0 <= start <= stop <= self.total_frames:
-            raise ConfigError(f"frames {start} to {stop} asked of {self.directory}, which has {self.total_frames}")
+            raise ConfigError(
+                f"frames {start} to {stop} asked of {self.directory}, which has {self.total_frames}; pass "
+                "0 <= start <= stop <= total_frames"
+            )
         out = torch.empty(stop - start, self.tokens_per_frame, self.hidden, dtype=self.dtype, device=device)
         for first, last, path in self._files:
             low, high = max(first, start), min(last, stop)
@@ -119,7 +123,7 @@ class FeatureStore:
         return out
 
     def require(self, **expected: Any) -> None:
-        """DataError unless each of these entries of `meta` has the given value: the features of something else."""
+        """Raise DataError unless these entries of `meta` have the given values."""
         for key, value in expected.items():
             if self.meta.get(key) != value:
                 raise DataError(
@@ -129,10 +133,10 @@ class FeatureStore:
 
 
 def open_features(directory: str | os.PathLike[str]) -> FeatureStore:
-    """Opens a store after checking that all of it is there and belongs together.
+    """Open a store after checking that it is complete and that its files belong to one run.
 
     Raises:
-        DataError: no store, an incomplete one, or shards of different runs; names the files.
+        DataError: there is no store, it is incomplete, or it mixes files of different runs; names the files.
     """
     folder = Path(directory)
     try:
@@ -144,17 +148,19 @@ def open_features(directory: str | os.PathLike[str]) -> FeatureStore:
         raise DataError(f"{folder}: {found} ({INDEX} is missing); {_REDO}") from error
     except (KeyError, TypeError, ValueError) as error:
         raise DataError(f"{folder / INDEX}: not an index of features ({error!r}); {_REDO}") from error
-    wrong = {
-        path.name: why for start, stop, path in store._files if (why := _fault(store, identity, start, stop, path))
-    }
-    if wrong:
-        listed = ", ".join(f"{name} ({why})" for name, why in sorted(wrong.items())[:4])
-        raise DataError(f"{folder}: {len(wrong)} of {len(store._files)} shards cannot be used: {listed}; {_REDO}")
+    faults = [
+        f"{path.name} ({fault})"
+        for start, stop, path in store._files
+        if (fault := _fault(store, identity, start, stop, path))
+    ]
+    if faults:
+        listed = ", ".join(faults[:4])
+        raise DataError(f"{folder}: {len(faults)} of {len(store._files)} shards cannot be used: {listed}; {_REDO}")
     return store
 
 
 def source_meta(plan: FramePlan) -> dict[str, Any]:
-    """What identifies the frames of a plan: the file's path, size and mtime, and a digest of the planned times."""
+    """Return metadata that identifies the frames of a plan: the file's path, size and mtime, a digest of the times."""
     facts = os.stat(plan.path)
     times = hashlib.blake2b(repr((plan.ticks, plan.time_base)).encode(), digest_size=16).hexdigest()
     return {
@@ -169,9 +175,13 @@ def source_meta(plan: FramePlan) -> dict[str, Any]:
 def model_fingerprint(
     directory: str | os.PathLike[str], prefixes: tuple[str, ...] = ("vision_model.", "vision2text_model.")
 ) -> str:
-    """A digest of the weights (safetensors) that make features, and of how pictures are prepared for them.
+    """Return a digest of everything that determines visual features: weights (safetensors) and image preprocessing.
 
-    Fine-tuning the language model alone leaves it as it was, so stored features stay usable.
+    Fine-tuning the language model alone does not change the digest, so stored features stay usable.
+
+    Args:
+        directory: the model directory.
+        prefixes: name prefixes of the weights that compute features.
 
     Raises:
         DataError: the directory has no such weights.
@@ -185,9 +195,9 @@ def model_fingerprint(
     if not found:
         raise DataError(f"{directory}: no safetensors weights named {' or '.join(prefixes)}; give a model directory")
     digest = hashlib.blake2b(digest_size=16)
-    # transformers 5 writes how pictures are prepared into the second, as a part of the processor
-    prepared = (Path(directory) / name for name in ("preprocessor_config.json", "processor_config.json"))
-    digest.update(next((path.read_bytes() for path in prepared if path.exists()), b""))
+    # transformers 5 writes the image preprocessing into the second file, as a part of the processor.
+    preprocessing = (Path(directory) / name for name in ("preprocessor_config.json", "processor_config.json"))
+    digest.update(next((path.read_bytes() for path in preprocessing if path.exists()), b""))
     for name, path in sorted(found.items()):
         with safe_open(path, "pt") as file:
             tensor = file.get_tensor(name)
@@ -196,7 +206,7 @@ def model_fingerprint(
     return digest.hexdigest()
 
 
-def _name(rank: int, world: int) -> str:
+def _file_name(rank: int, world: int) -> str:
     return f"features-{rank:05d}-of-{world:05d}.safetensors"
 
 
@@ -206,29 +216,24 @@ def _fault(store: FeatureStore, identity: str, start: int, stop: int, path: Path
     try:
         with safe_open(path, "pt") as file:
             shape = tuple(file.get_slice(_TENSOR).get_shape())
-            other = (file.metadata() or {}).get("identity")
+            found = (file.metadata() or {}).get("identity")
     except FileNotFoundError:
         return "missing"
     except (SafetensorError, OSError) as error:
         return f"damaged: {error}"
-    if other != identity:
+    if found != identity:
         return "from another run"
-    wanted = (stop - start, store.tokens_per_frame, store.hidden)
-    return None if shape == wanted else f"shape {shape} in place of {wanted}"
+    expected = (stop - start, store.tokens_per_frame, store.hidden)
+    return None if shape == expected else f"shape {shape}, expected {expected}"
 
 
-class _Renamed:
-    """Gives a temporary path beside `path` and renames it to `path` when all went well."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-
-    def __enter__(self) -> Path:
-        return self._temporary
-
-    def __exit__(self, kind: object, *_: object) -> None:
-        if kind is None:
-            self._temporary.replace(self._path)
-        else:
-            self._temporary.unlink(missing_ok=True)
+@contextmanager
+def _atomic_write(path: Path) -> Iterator[Path]:
+    """Yield a temporary path beside `path`; rename it to `path` unless an exception is raised."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        yield temporary
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+    temporary.replace(path)

@@ -1,8 +1,8 @@
-"""The visual needle task: in a noisy video one frame shows a coloured square; which colour?
+"""The visual needle task: one frame of a noisy video shows a coloured square, and the question asks for its colour.
 
-It is what a demonstration needs: no frame but one helps, so the answer shows that the model found that frame among all
-others, and real files go through the real reader. Every frame is coloured noise around its own brightness; the marker
-is large and saturated, which video compression leaves recognisable.
+Only that frame contains the answer, so a correct answer shows that the model found it among all others. The videos are
+real files and are read by the real reader. Every frame is noise around its own brightness. The marker is large and
+saturated, so it survives video compression.
 """
 
 import json
@@ -37,8 +37,8 @@ class NeedleVideo:
     Attributes:
         path: the file.
         colour: the answer, a key of `COLOURS`.
-        frames: how many it has.
-        marker: number of the frame that shows the marker.
+        frames: number of frames.
+        marker: index of the frame that shows the marker.
     """
 
     path: str
@@ -47,7 +47,7 @@ class NeedleVideo:
     marker: int
 
     def sample(self, folder: Path) -> dict[str, Any]:
-        """The line of a chat file in `folder` that asks about this video."""
+        """Return the question about this video as a line of a chat file in `folder`."""
         video = {"type": "video", "path": os.path.relpath(self.path, folder)}
         question = {"type": "text", "text": QUESTION}
         return {
@@ -70,21 +70,23 @@ def make_needle_videos(
     rate: int = 1,
     seed: int = 0,
 ) -> list[NeedleVideo]:
-    """Writes `count` videos, with colours in equal shares and the marker anywhere.
+    """Write videos with equally frequent colours and random positions of the marker.
 
     Args:
-        directory: made if it does not exist; files are `00000.mp4` and so on.
-        count: how many.
-        frames: (fewest, most) frames of a video; lengths are even on a logarithmic scale, so that short ones are
-            frequent.
-        size: height and width; even.
-        colours: names from `COLOURS`.
-        rate: frames per second. At 1, a script that takes one frame a second takes every frame.
-        seed: of everything; the same arguments give the same videos.
+        directory: created if it does not exist; the files are `00000.mp4` and so on.
+        count: number of videos.
+        frames: (fewest, most) frames of a video; lengths are uniform on a logarithmic scale.
+        size: height and width; even, at least 8.
+        colours: at least two names from `COLOURS`.
+        rate: frames per second. At 1, sampling at 1 fps selects every frame.
+        seed: the same arguments with the same seed give the same videos.
+
+    Raises:
+        ConfigError: an argument outside these ranges.
     """
     unknown = [name for name in colours if name not in COLOURS]
     if unknown or len(colours) < 2:
-        raise ConfigError(f"colours {list(colours)}: give at least two of {', '.join(COLOURS)}")
+        raise ConfigError(f"colours is {list(colours)}; pass at least two of {', '.join(COLOURS)}")
     fewest, most = frames
     if not 1 <= fewest <= most or count < 1 or size < 8 or size % 2:
         raise ConfigError(f"count={count}, frames={frames}, size={size}: needs 1 <= fewest <= most, an even size >= 8")
@@ -103,7 +105,7 @@ def make_needle_videos(
 
 
 def write_needle_jsonl(path: str | os.PathLike[str], videos: Sequence[NeedleVideo]) -> None:
-    """Writes the chat file that asks about each of `videos`, with paths relative to it."""
+    """Write a chat file with one question per video; its paths are relative to the file."""
     target = Path(path)
     with target.open("w") as file:
         for video in videos:
@@ -111,10 +113,10 @@ def write_needle_jsonl(path: str | os.PathLike[str], videos: Sequence[NeedleVide
 
 
 def make_tokenizer(texts: Sequence[str] = ()) -> Any:
-    """A word-level tokenizer for the task and any further `texts`, as a PreTrainedTokenizerFast with ChatML's tokens.
+    """Return a word-level PreTrainedTokenizerFast for the task and any further `texts`.
 
-    Its own are `<|im_start|>`, `<|im_end|>` (end of a turn and of generation), `<|image|>`, `<|video|>`,
-    `<|endoftext|>` (padding) and `<unk>`. A space belongs to the word after it, so that decoding gives the text back.
+    Its special tokens are `<|im_start|>`, `<|im_end|>` (ends a turn and generation), `<|image|>`, `<|video|>`,
+    `<|endoftext|>` (padding) and `<unk>`. A space belongs to the word after it, so decoding restores the text.
     """
     from tokenizers import Regex, Tokenizer, models, pre_tokenizers
     from tokenizers.decoders import Fuse
@@ -124,7 +126,7 @@ def make_tokenizer(texts: Sequence[str] = ()) -> Any:
     split = pre_tokenizers.Split(Regex(r"\n| ?\w+| ?[^\w\s]| "), behavior="isolated")
     known = [QUESTION, *COLOURS, "system\nuser\nassistant\n", *texts]
     found = {word.strip(" ") for text in known for word, _ in split.pre_tokenize_str(text)}
-    words = {form for word in found | {""} for form in (word, f" {word}")} - {""}  # at a start, and after a space
+    words = {form for word in found | {""} for form in (word, f" {word}")} - {""}
     vocabulary = {word: number for number, word in enumerate([*special, *sorted(words - set(special))])}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
     tokenizer.pre_tokenizer = split
@@ -140,7 +142,7 @@ def make_tokenizer(texts: Sequence[str] = ()) -> Any:
 
 
 def _frames(rng: np.random.Generator, count: int, size: int, marker: int, colour: tuple[int, int, int]) -> Any:
-    """Yields (size, size, 3) uint8 frames."""
+    """Yield (size, size, 3) uint8 frames."""
     for number in range(count):
         base = rng.uniform(70, 170)
         frame = rng.normal(base, 25, (size, size, 3))
@@ -156,7 +158,7 @@ def _write(path: Path, frames: Any, size: int, rate: int) -> None:
     codec, options = "libx264", {"preset": "veryfast", "crf": "20", "g": "30"}
     try:
         av.codec.Codec(codec, "w")
-    except ValueError:  # a build without it; every build has mpeg4
+    except ValueError:  # This build has no x264; every build has mpeg4.
         codec, options = "mpeg4", {"qmin": "2", "qmax": "4", "g": "30"}
     with av.open(str(path), "w") as file:
         stream = file.add_stream(codec, rate=rate, options=options)

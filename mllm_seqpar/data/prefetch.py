@@ -1,18 +1,18 @@
-"""Reading ahead: the next micro-batch's frames are decoded while the current one is computed."""
+"""Read-ahead: the next micro-batch is decoded in a thread while the current one is computed."""
 
 from collections.abc import Callable, Generator, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
 Item = TypeVar("Item")
-Made = TypeVar("Made")
+Result = TypeVar("Result")
 
 
-def read_ahead(items: Iterable[Item], make: Callable[[Item], Made]) -> Generator[Made, None, None]:
-    """Yields ``make(item)`` in order; each is begun in another thread while the caller works on the one before.
+def read_ahead(items: Iterable[Item], make: Callable[[Item], Result]) -> Generator[Result, None, None]:
+    """Yield ``make(item)`` for each item in order; the next call runs in another thread meanwhile.
 
-    One item ahead and one thread: at most two items exist at a time, and what `make` does happens in the same order on
-    every run. An exception in `make` is raised where its result would have been yielded.
+    At most two results exist at a time. One thread makes all calls, so their order is the same in every run. An
+    exception in `make` is raised where its result would have been yielded.
     """
     with ThreadPoolExecutor(max_workers=1, thread_name_prefix="read-ahead") as pool:
         waiting = None

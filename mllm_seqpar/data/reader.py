@@ -1,11 +1,11 @@
-"""Decodes exactly the planned frames of a video: seek to the keyframe before, then forward.
+"""Decode exactly the planned frames of a video: seek to a keyframe before the frame, then decode forward.
 
-The frame of a tick is the one with the greatest presentation time not after it. That is a property of the file, not
-of the way there, so any rank that reads any part of a plan gets the same pixels as one that reads it all. Seeking
-cannot be trusted to land where it should (mp4 seeks by decoding time, which B-frames run ahead of; MPEG-TS lands on
-any packet), so a landing counts only when its keyframe is not after the wanted tick; otherwise we go further back, at
-last to the start. Frames that a decoder emits before that keyframe (leading pictures of an open GOP) are dropped:
-their references are missing.
+The frame of a tick is the one with the greatest presentation time not after it. This depends on the file only, so a
+rank that reads a part of a plan gets the same pixels as a rank that reads all of it. A seek may land after its target
+(mp4 seeks by decoding time, which B-frames run ahead of; MPEG-TS lands on any packet). A seek is therefore accepted
+only if the keyframe it finds is not after the wanted tick. Otherwise the target moves further back, finally to the
+start of the file. Frames that the decoder emits before that keyframe (leading pictures of an open GOP) are dropped
+because their reference frames are missing.
 """
 
 from bisect import bisect_right
@@ -21,7 +21,8 @@ from mllm_seqpar.errors import ConfigError, VideoError
 
 from .video import FramePlan, index_of, open_video, reason, require_av
 
-_FORWARD_SECONDS = 2  # without an index: a jump shorter than this (or than the longest GOP seen) is decoded through
+_FORWARD_SECONDS = 2
+"""Without an index, a jump shorter than this, or than the longest GOP so far, is decoded instead of sought."""
 
 
 def read_frames(
@@ -33,20 +34,21 @@ def read_frames(
     batch: int = 16,
     threads: int = 1,
 ) -> Iterator[Tensor]:
-    """Decodes entries start <= i < stop of a plan and nothing else that can be skipped.
+    """Decode entries start <= i < stop of a plan, and skip as much of the file as possible.
 
     Args:
         plan: from `plan_frames`.
-        start, stop: the range of entries; `stop` None means to the end.
-        size: (height, width) to scale to (bicubic); None keeps the video's own.
-        batch: frames per tensor: it bounds the memory held.
-        threads: decoder threads.
+        start, stop: the range of entries; `stop=None` is the end of the plan.
+        size: (height, width) to scale to (bicubic); None keeps the video's size.
+        batch: frames per tensor, which bounds the memory used.
+        threads: number of decoder threads.
 
     Yields:
         uint8 tensors (up to `batch`, 3, H, W), RGB, in the plan's order.
 
     Raises:
-        VideoError: a frame cannot be decoded, with its number and time.
+        ConfigError: a range outside the plan, or `batch` below 1.
+        VideoError: a frame cannot be decoded; names its number and time.
     """
     stop = len(plan) if stop is None else stop
     check_range(start, stop, len(plan), batch)
@@ -54,37 +56,37 @@ def read_frames(
         return
     with ExitStack() as resources:
         cursor = _Cursor(plan, threads, resources)
-        picture = _Picture(size, cursor.stream.codec_context)
+        converter = _Converter(size, cursor.stream.codec_context)
         images: list[Tensor] = []
         for number in range(start, stop):
-            images.append(picture.tensor(*cursor.frame(number)))
+            images.append(converter.tensor(*cursor.frame(number)))
             if len(images) == batch or number == stop - 1:
                 yield torch.stack(images)
                 images = []
 
 
 def check_range(start: int, stop: int, total: int, batch: int) -> None:
-    """Refuses a range outside [0, total] and an empty batch."""
+    """Raise ConfigError for a range outside [0, total] and for a batch below 1."""
     if not 0 <= start <= stop <= total:
-        raise ConfigError(f"frames {start} to {stop} asked of a source that has {total}")
+        raise ConfigError(f"frames {start} to {stop} asked of a source that has {total}; pass a range within them")
     if batch < 1:
         raise ConfigError(f"batch must be at least 1, got {batch}")
 
 
-class _Picture:
-    """Turns decoded frames into RGB tensors of one size, upright."""
+class _Converter:
+    """Converts decoded frames to upright RGB tensors of one size."""
 
     def __init__(self, size: tuple[int, int] | None, codec: Any) -> None:
         self._reformatter = require_av().video.reformatter.VideoReformatter()
         self._size = size
-        self._own = (codec.height, codec.width)  # also of frames after a change of resolution
+        self._coded_size = (codec.height, codec.width)  # applies to frames after a change of resolution too
         self._last: tuple[int, Tensor] | None = None
 
     def tensor(self, pts: int, frame: Any) -> Tensor:
-        if self._last is not None and self._last[0] == pts:  # one frame shown at several planned times
+        if self._last is not None and self._last[0] == pts:  # one frame at several planned ticks
             return self._last[1]
-        turns = round(getattr(frame, "rotation", 0) / 90) % 4  # counter-clockwise quarters, as phones record them
-        height, width = self._size or self._own
+        turns = round(getattr(frame, "rotation", 0) / 90) % 4  # counter-clockwise quarter turns, set by phones
+        height, width = self._size or self._coded_size
         if self._size and turns % 2:
             height, width = width, height
         rgb = self._reformatter.reformat(
@@ -97,11 +99,11 @@ class _Picture:
 
 
 class _Cursor:
-    """A place in a video that moves to the frame of each wanted tick with as little decoding as it can."""
+    """A position in a video that moves forward to the frame of each wanted tick with as little decoding as possible."""
 
     stream: Any
-    _here: tuple[int, Any] | None  # the frame shown now, and the one after it once it has been decoded
-    _ahead: tuple[int, Any] | None
+    _current: tuple[int, Any] | None  # (presentation time, frame) at the position
+    _next: tuple[int, Any] | None  # the frame after it, if it has been decoded
     _frames: Iterator[tuple[int, Any]]
     _ended: bool
     _from_start: bool
@@ -110,7 +112,7 @@ class _Cursor:
         self._plan, self._threads, self._resources = plan, threads, resources
         self._errors = require_av().error.FFmpegError
         self._longest_gop = round(_FORWARD_SECONDS / plan.time_base)
-        self._delay = 0  # greatest presentation minus decoding time of a keyframe: how far an index runs ahead
+        self._delay = 0  # the greatest difference of presentation and decoding time of a keyframe so far
         self._newest_key: int | None = None
         self._reopen()
         index = index_of(self.stream)
@@ -118,39 +120,39 @@ class _Cursor:
         self._end = max((entry.timestamp for entry in index), default=None)
 
     def frame(self, number: int) -> tuple[int, Any]:
-        """(presentation time, frame) of entry `number` of the plan."""
+        """Return (presentation time, frame) of entry `number` of the plan."""
         tick = self._plan.ticks[number]
         try:
-            if self._worth_a_seek(tick):
+            if self._should_seek(tick):
                 self._seek(tick)
             self._advance(tick)
-            if not self._from_start and (self._here is None or self._here[0] > tick):
-                self._reopen()  # the decoder gave nothing for the keyframe that we landed on
+            if not self._from_start and (self._current is None or self._current[0] > tick):
+                self._reopen()  # the decoder returned no frame for the keyframe that the seek found
                 self._advance(tick)
         except self._errors as error:
-            raise self._broken(number, reason(error)) from error
+            raise self._undecodable(number, reason(error)) from error
         except _Damaged as error:
-            raise self._broken(number, str(error)) from error
-        if self._here is None:
-            raise self._broken(number, "the file ends before its first decodable frame")
-        if self._ended and self._end is not None and self._seen < self._end:
-            raise self._broken(number, f"the file ends at {self._seconds(self._seen):.3f} s, its index goes on")
-        return self._here
+            raise self._undecodable(number, str(error)) from error
+        if self._current is None:
+            raise self._undecodable(number, "the file ends before its first decodable frame")
+        if self._ended and self._end is not None and self._latest < self._end:
+            raise self._undecodable(number, f"the file ends at {self._seconds(self._latest):.3f} s, its index does not")
+        return self._current
 
     def _advance(self, tick: int) -> None:
         while not self._ended:
-            if self._ahead is None:
-                self._ahead = next(self._frames, None)
-                if self._ahead is None:
+            if self._next is None:
+                self._next = next(self._frames, None)
+                if self._next is None:
                     self._ended = True
                     return
-            if self._here is not None and self._ahead[0] > tick:
+            if self._current is not None and self._next[0] > tick:
                 return
-            self._here, self._ahead = self._ahead, None
+            self._current, self._next = self._next, None
 
-    def _worth_a_seek(self, tick: int) -> bool:
-        position = self._plan.start if self._here is None else self._here[0]
-        if tick <= position:  # ticks ascend, so only before the first frame
+    def _should_seek(self, tick: int) -> bool:
+        position = self._plan.start if self._current is None else self._current[0]
+        if tick <= position:  # only before the first frame, since ticks ascend
             return False
         if self._keys:
             key = bisect_right(self._keys, tick - self._delay)
@@ -163,8 +165,8 @@ class _Cursor:
             try:
                 self._container.seek(tick - back, stream=self.stream, backward=True)
             except self._errors:
-                break  # a file that cannot seek is read from its start
-            if self._land(from_start=False) and self._key <= tick:
+                break  # A file that cannot seek is read from its start.
+            if self._find_keyframe(from_start=False) and self._key <= tick:
                 return
             back = 4 * back or max(self._delay, round(1 / self._plan.time_base))
         self._reopen()
@@ -175,27 +177,27 @@ class _Cursor:
         if self._threads > 1:
             self.stream.thread_type = "AUTO"
         self.stream.codec_context.thread_count = self._threads
-        self._land(from_start=True)
+        self._find_keyframe(from_start=True)
 
-    def _land(self, from_start: bool) -> bool:
-        """Finds the keyframe at or after the place in the file and gets ready to decode from it."""
-        self._here = self._ahead = None
+    def _find_keyframe(self, from_start: bool) -> bool:
+        """Find the first keyframe at or after the file position and prepare to decode from it."""
+        self._current = self._next = None
         self._ended, self._from_start = False, from_start
         packets = self._container.demux(self.stream)
         for packet in packets:
             if packet.is_keyframe and packet.size:
-                self._key = self._seen = _time(packet)
+                self._key = self._latest = _time(packet)
                 self._newest_key = None
-                self._note(packet)
+                self._record(packet)
                 self._frames = self._decode(chain([packet], packets), self._key)
                 return True
-        self._key, self._seen, self._frames = self._plan.start, self._plan.start, iter(())
+        self._key, self._latest, self._frames = self._plan.start, self._plan.start, iter(())
         return False
 
     def _decode(self, packets: Iterator[Any], key: int) -> Iterator[tuple[int, Any]]:
         for packet in packets:
             if packet.size:
-                self._note(packet)
+                self._record(packet)
             for frame in packet.decode():
                 pts = frame.pts if frame.pts is not None else frame.dts
                 if pts is None or pts < key:
@@ -204,9 +206,10 @@ class _Cursor:
                     raise _Damaged(f"the picture at {self._seconds(pts):.3f} s is damaged")
                 yield pts, frame
 
-    def _note(self, packet: Any) -> None:
+    def _record(self, packet: Any) -> None:
+        """Update the latest time, the delay and the longest GOP from a packet."""
         time = _time(packet)
-        self._seen = max(self._seen, time)
+        self._latest = max(self._latest, time)
         if packet.is_keyframe:
             if packet.dts is not None:
                 self._delay = max(self._delay, time - packet.dts)
@@ -217,15 +220,15 @@ class _Cursor:
     def _seconds(self, tick: int) -> float:
         return float((tick - self._plan.start) * self._plan.time_base)
 
-    def _broken(self, number: int, why: str) -> VideoError:
+    def _undecodable(self, number: int, why: str) -> VideoError:
         return VideoError(
             f"{self._plan.path}: frame {number} of {len(self._plan)} planned (at {self._plan.seconds(number):.3f} s) "
-            f"cannot be decoded: {why}; replace the file, or re-encode what is left of it"
+            f"cannot be decoded: {why}; replace the file, or re-encode its readable part"
         )
 
 
 class _Damaged(Exception):
-    """A picture that the decoder itself reports as broken."""
+    """The decoder reports a damaged picture."""
 
 
 def _time(packet: Any) -> int:

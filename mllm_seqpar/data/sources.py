@@ -1,6 +1,6 @@
-"""One view of anything that gives frames: a planned video file, or a list of pictures.
+"""Frame sources: one interface for the planned frames of a video file and for a list of picture files.
 
-A source is cheap to make and to pickle: it names what to read; files are opened when frames are asked for.
+A source only names the files, so it is cheap to create and to pickle. `read` opens them.
 """
 
 import os
@@ -19,19 +19,17 @@ from .reader import check_range, read_frames
 from .video import FramePlan, plan_frames, probe
 
 _ORIENTATION = 0x0112
-"""The EXIF tag; from 5 on a picture lies on its side."""
+"""The EXIF tag; values of 5 and above rotate the picture by 90 degrees."""
 
 
 @runtime_checkable
 class FrameSource(Protocol):
-    """Frames with numbers 0 .. len - 1, any range of which can be read without the others."""
+    """Frames 0 to len - 1; any range of them can be read without the others."""
 
-    def __len__(self) -> int:
-        """Number of frames."""
-        ...
+    def __len__(self) -> int: ...
 
     def read(self, start: int, stop: int, *, size: tuple[int, int] | None = None, batch: int = 16) -> Iterator[Tensor]:
-        """Yields frames start <= i < stop in order, as uint8 tensors (at most `batch`, 3, H, W) of one size each."""
+        """Yield frames start <= i < stop in order, as uint8 tensors (at most `batch`, 3, H, W), each of one size."""
         ...
 
 
@@ -50,31 +48,30 @@ class VideoSource:
         num_frames: int | None = None,
         max_frames: int | None = None,
     ) -> "VideoSource":
-        """Probes `path` and plans its frames by the rules of `plan_frames`."""
+        """Probe `path` and plan its frames by the rules of `plan_frames`."""
         return cls(plan_frames(probe(path), fps=fps, num_frames=num_frames, max_frames=max_frames))
 
     def __len__(self) -> int:
         return len(self.plan)
 
     def sizes(self) -> list[tuple[int, int]]:
-        """(height, width) of each frame: that of the first, since a video is read in one size. Decodes that one."""
+        """Return (height, width) of each frame. A video has one size; its first frame is decoded to find it."""
         return [_first_size(self)] * len(self)
 
     def read(self, start: int, stop: int, *, size: tuple[int, int] | None = None, batch: int = 16) -> Iterator[Tensor]:
-        """Decodes a range of the plan, as `read_frames`."""
         return read_frames(self.plan, start, stop, size=size, batch=batch)
 
 
 @dataclass(frozen=True)
 class ImageListSource:
-    """A list of picture files as a video: one frame each, in the order given."""
+    """A list of picture files as a video, one frame each."""
 
     paths: tuple[str, ...]
 
     def __init__(self, paths: Sequence[str | os.PathLike[str]]) -> None:
         names = tuple(os.fspath(p) for p in paths)
         if not names:
-            raise VideoError("an image list without images; give at least one path")
+            raise VideoError("an image list without images; pass at least one path")
         for name in names:
             if not os.path.isfile(name):
                 raise VideoError(f"{name}: no such file; an image list needs paths of picture files")
@@ -84,11 +81,11 @@ class ImageListSource:
         return len(self.paths)
 
     def sizes(self) -> list[tuple[int, int]]:
-        """(height, width) of each picture, from the files' headers."""
+        """Return (height, width) of each picture, from the files' headers."""
         return [_picture_size(name) for name in self.paths]
 
     def read(self, start: int, stop: int, *, size: tuple[int, int] | None = None, batch: int = 16) -> Iterator[Tensor]:
-        """Reads pictures start <= i < stop; without `size`, a change of size starts a new batch."""
+        """Yield pictures start <= i < stop; without `size`, a change of size starts a new tensor."""
         check_range(start, stop, len(self), batch)
         images: list[Tensor] = []
         for name in self.paths[start:stop]:
@@ -103,7 +100,7 @@ class ImageListSource:
 
 @lru_cache(maxsize=4096)
 def _first_size(source: VideoSource) -> tuple[int, int]:
-    # A phone's rotation is a fact of frames, not of the container, so one has to be looked at.
+    # A phone's rotation is stored with the frames, not in the container, so one frame is decoded.
     height, width = next(iter(source.read(0, 1))).shape[2:]
     return int(height), int(width)
 
@@ -116,7 +113,7 @@ def _picture_size(name: str) -> tuple[int, int]:
             width, height = file.size
             turned = file.getexif().get(_ORIENTATION, 1) >= 5
     except (OSError, SyntaxError, ValueError) as error:
-        raise VideoError(f"{name}: not a readable picture ({error}); replace or convert it") from error
+        raise _unreadable(name, error) from error
     return (width, height) if turned else (height, width)
 
 
@@ -130,13 +127,17 @@ def _pillow() -> tuple[Any, Any]:
     return Image, ImageOps
 
 
+def _unreadable(name: str, error: Exception) -> VideoError:
+    return VideoError(f"{name}: not a readable picture ({error}); replace or convert it")
+
+
 def _read_picture(name: str, size: tuple[int, int] | None) -> Tensor:
     image, ops = _pillow()
     try:
         with image.open(name) as file:
             picture: Any = ops.exif_transpose(file).convert("RGB")
-    except (OSError, SyntaxError, ValueError) as error:  # what Pillow raises for broken files, by format
-        raise VideoError(f"{name}: not a readable picture ({error}); replace or convert it") from error
+    except (OSError, SyntaxError, ValueError) as error:  # Pillow raises any of these for broken files
+        raise _unreadable(name, error) from error
     if size is not None:
         picture = picture.resize((size[1], size[0]), image.Resampling.BICUBIC)
     return torch.from_numpy(np.array(picture)).permute(2, 0, 1)

@@ -1,9 +1,9 @@
-"""Which frames of a video are used: facts about the file and the plan of presentation times to read.
+"""Video metadata, and the plan of the frames to read.
 
-Every rank makes the same plan from the same file without decoding anything: from the container's metadata where they
-say how many frames there are, else from a scan of its packets (demultiplexing only). Times are kept as integer ticks of
-the stream's own time base, so no rank can round differently. What a plan means: for each tick, the frame with the
-greatest presentation time not after it (and the first frame for ticks before it); `reader.read_frames` decodes that.
+Every rank computes the same plan from the same file without decoding: from the container's metadata if it states the
+number of frames, otherwise from a scan of the packets (demultiplexing only). Times are integer ticks of the stream's
+time base, so ranks cannot round differently. A planned tick stands for the frame with the greatest presentation time
+not after it, or for the first frame if there is none. `reader.read_frames` decodes the plan.
 """
 
 import os
@@ -21,7 +21,7 @@ _log = get_logger(__name__)
 
 
 def require_av() -> Any:
-    """The PyAV module, or an ImportError that names the extra to install."""
+    """Return the PyAV module; raise an ImportError that names the extra to install if it is missing."""
     try:
         import av
     except ImportError as error:
@@ -33,18 +33,17 @@ def require_av() -> Any:
 
 @dataclass(frozen=True, kw_only=True)
 class VideoInfo:
-    """What is known about a video without decoding it.
+    """Metadata of a video, read without decoding.
 
     Attributes:
         path: the file.
         frames: number of frames.
         fps: average frames per second.
-        duration: seconds from the first frame's start to the last one's end.
-        width, height: pixels of a coded frame (before a phone's rotation is applied).
+        duration: seconds from the start of the first frame to the end of the last.
+        width, height: pixels of a coded frame, before a phone's rotation is applied.
         start: presentation time of the first frame, in ticks of `time_base` seconds.
         length: `duration` in ticks.
-        ticks: presentation time of every frame, ascending, when the packets were scanned; None when the container's
-            metadata were enough.
+        ticks: presentation time of every frame, ascending, if the packets were scanned; otherwise None.
     """
 
     path: str
@@ -61,9 +60,9 @@ class VideoInfo:
 
 @dataclass(frozen=True)
 class FramePlan:
-    """The frames to use of one video, in order: for entry i the frame shown at `ticks[i]`.
+    """The frames to use of one video: entry i is the frame shown at `ticks[i]`.
 
-    `ticks` count `time_base` seconds on the stream's own clock, on which the first frame has `start`.
+    `ticks` are in units of `time_base` seconds on the stream's own clock, on which the first frame has time `start`.
     """
 
     path: str
@@ -73,19 +72,19 @@ class FramePlan:
 
     def __post_init__(self) -> None:
         if not self.ticks or any(b < a for a, b in zip(self.ticks, self.ticks[1:], strict=False)):
-            raise ConfigError(f"{self.path}: a plan needs at least one tick, and ticks that do not go back")
+            raise ConfigError(f"{self.path}: a plan needs at least one tick, in ascending order; got {self.ticks[:8]}")
 
     def __len__(self) -> int:
         return len(self.ticks)
 
     def seconds(self, index: int) -> float:
-        """Time of entry `index`, counted from the first frame."""
+        """Return the time of entry `index` in seconds after the first frame."""
         return float((self.ticks[index] - self.start) * self.time_base)
 
 
 @contextmanager
 def open_video(path: str | os.PathLike[str]) -> Iterator[tuple[Any, Any]]:
-    """Opens a file and yields (container, video stream); VideoError when there is no such thing in it."""
+    """Open a file and yield (container, video stream); raise VideoError if it has no readable video stream."""
     av = require_av()
     name = os.fspath(path)
     if not os.path.isfile(name):
@@ -106,7 +105,7 @@ def open_video(path: str | os.PathLike[str]) -> Iterator[tuple[Any, Any]]:
 
 
 def probe(path: str | os.PathLike[str]) -> VideoInfo:
-    """Facts about the video at `path`, from its metadata, or from a scan of its packets where those do not say.
+    """Return the metadata of a video, from the container if it is complete, otherwise from a scan of the packets.
 
     Raises:
         VideoError: the file is missing, corrupt, empty, without video, or without presentation times.
@@ -118,7 +117,7 @@ def probe(path: str | os.PathLike[str]) -> VideoInfo:
 
 
 def scan(path: str | os.PathLike[str]) -> VideoInfo:
-    """As `probe`, but always reads every packet, so that `ticks` holds each frame's presentation time."""
+    """Return the metadata of a video from a scan of all packets, so that `ticks` is set; otherwise like `probe`."""
     with open_video(path) as (container, stream):
         return _scan(path, container, stream)
 
@@ -126,16 +125,19 @@ def scan(path: str | os.PathLike[str]) -> VideoInfo:
 def plan_frames(
     info: VideoInfo, *, fps: float | None = None, num_frames: int | None = None, max_frames: int | None = None
 ) -> FramePlan:
-    """Chooses frames of a video: `fps` per second, or `num_frames` spread evenly, or all of them.
+    """Choose frames of a video: `fps` per second, `num_frames` evenly spaced, or all of them.
 
     Args:
         info: from `probe` or `scan`.
-        fps: frames at 0, 1/fps, 2/fps ... seconds; a rate at or above the video's own means every frame once.
-        num_frames: this many frames, in the middles of as many equal parts; every frame once if it has no more.
-        max_frames: where `fps` (or all frames) would give more, this many, spread evenly as by `num_frames`.
+        fps: take frames at 0, 1/fps, 2/fps, ... seconds; every frame once if the video's rate is not higher.
+        num_frames: take the frames in the middle of this many equal parts; every frame once if there are not more.
+        max_frames: if `fps` (or all frames) gives more than this, take this many as by `num_frames`.
 
     Returns:
         A plan with at least one frame, the same on every rank that reads the same file.
+
+    Raises:
+        ConfigError: a value that is not positive, or both `fps` and `num_frames`.
     """
     for name, value in (("fps", fps), ("num_frames", num_frames), ("max_frames", max_frames)):
         if value is not None and not value > 0:
@@ -144,16 +146,15 @@ def plan_frames(
         raise ConfigError(f"give fps or num_frames, not both (got fps={fps}, num_frames={num_frames})")
     native = Fraction(info.frames) / (info.length * info.time_base)
     if fps is not None and fps < native:
-        step = 1 / (Fraction(fps).limit_denominator(1_000_000) * info.time_base)  # ticks from one to the next
-        wanted = -(-info.length // step)  # ceil: all k with k * step < length
-        if max_frames is None or wanted <= max_frames:
-            return _plan(info, [info.start + round(k * step) for k in range(int(wanted))])
-        return _spread(info, max_frames)
-    limit = min(n for n in (num_frames, max_frames, info.frames) if n is not None)
-    return _spread(info, limit)
+        step = 1 / (Fraction(fps).limit_denominator(1_000_000) * info.time_base)  # ticks between planned frames
+        count = -(-info.length // step)  # ceil: all k with k * step < length
+        if max_frames is None or count <= max_frames:
+            return _plan(info, [info.start + round(k * step) for k in range(int(count))])
+        return _evenly_spaced(info, max_frames)
+    return _evenly_spaced(info, min(n for n in (num_frames, max_frames, info.frames) if n is not None))
 
 
-def _spread(info: VideoInfo, count: int) -> FramePlan:
+def _evenly_spaced(info: VideoInfo, count: int) -> FramePlan:
     if count < info.frames:
         step = Fraction(info.length, count)
         return _plan(info, [info.start + int((i + Fraction(1, 2)) * step) for i in range(count)])
@@ -186,12 +187,12 @@ def _scan(path: str | os.PathLike[str], container: Any, stream: Any) -> VideoInf
         raise VideoError(f"{path}: its video stream has no frames; was the recording interrupted?")
     found.sort()
     start, (last, tail) = found[0][0], found[-1]
-    if not tail:  # some containers do not say how long a frame is shown: as long as they are on average
+    if not tail:  # Some containers do not state the duration of a frame; use the average.
         tail = (last - start) // (len(found) - 1) if len(found) > 1 else round(1 / (25 * stream.time_base))
     info = _info(path, stream, len(found), start, last + max(tail, 1) - start, tuple(t for t, _ in found))
-    claimed = (container.duration or 0) / av.time_base
-    if info.duration < 0.9 * claimed:
-        _log.warning("%s: its video ends at %.1f s of the %.1f s that the file claims", path, info.duration, claimed)
+    stated = (container.duration or 0) / av.time_base
+    if info.duration < 0.9 * stated:
+        _log.warning("%s: its video ends at %.1f s of the %.1f s that the file states", path, info.duration, stated)
     return info
 
 
@@ -212,13 +213,13 @@ def _info(path: Any, stream: Any, frames: int, start: int, length: int, ticks: t
 
 
 def index_of(stream: Any) -> Any:
-    """The container's own index of a stream when it lists every frame, else an empty tuple."""
-    entries = getattr(stream, "index_entries", ())  # newer PyAV only; without it we scan and decode forward
+    """Return the container's index of a stream if it lists every frame, otherwise an empty tuple."""
+    entries = getattr(stream, "index_entries", ())  # Newer PyAV only; without it, packets are scanned.
     return entries if stream.frames and len(entries) == stream.frames else ()
 
 
 def _index_agrees(stream: Any) -> bool:
-    # A fragmented mp4 that is open only in part counts the frames of the fragments seen so far.
+    # A fragmented mp4 that was not read to its end counts only the frames of the fragments read so far.
     return not hasattr(stream, "index_entries") or len(index_of(stream)) > 0
 
 
@@ -228,5 +229,5 @@ def _is_cover_picture(stream: Any) -> bool:
 
 
 def reason(error: Exception) -> str:
-    """What an error of FFmpeg says, without errno and path."""
+    """Return the text of an FFmpeg error without errno and path."""
     return getattr(error, "strerror", None) or str(error) or type(error).__name__

@@ -12,8 +12,7 @@ from torch import Tensor, nn
 from transformers.generation.streamers import BaseStreamer
 
 from mllm_seqpar._logging import get_logger
-from mllm_seqpar.data.chat_families import ChatFamily, ChatText, chat_family
-from mllm_seqpar.data.chat_family import VIDEO_MARK, StoredFrames
+from mllm_seqpar.data.chat_family import VIDEO_MARK, ChatFamily, ChatText, StoredFrames, chat_family
 from mllm_seqpar.errors import ConfigError
 
 from .encoding import EncodedVideo
@@ -112,7 +111,7 @@ def answer(
     torch.manual_seed(sampling.seed)
     output = model.generate(  # type: ignore[operator]
         **prompt,
-        **family.shows_features(model, video.features, video.shard),
+        **family.feature_arguments(model, video.features, video.shard),
         use_cache=True,
         streamer=streamer,
         **family.generation(model),

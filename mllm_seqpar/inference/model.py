@@ -12,9 +12,8 @@ from torch import Tensor, nn
 
 from mllm_seqpar.comm import Communicator
 from mllm_seqpar.config import SeqParConfig
-from mllm_seqpar.data.chat_families import chat_family
-from mllm_seqpar.models.digest import weight_files
-from mllm_seqpar.models.loading import layer_classes, load_model
+from mllm_seqpar.data.chat_family import chat_family
+from mllm_seqpar.models.loading import layer_classes, load_model, weight_files
 from mllm_seqpar.patching import patch_model
 
 from .encoding import encoder_of

@@ -1,1 +1,1 @@
-"""Models that this package brings along because no library has them for current transformers."""
+"""Native models that no library provides for current transformers."""

@@ -1,8 +1,8 @@
-"""A layer of a transformers cache for what is kept beside the text K and V: it follows the cache's row operations.
+"""A layer of a transformers cache for state that is kept beside the text K and V and follows the cache's rows.
 
 `Cache` applies `reorder_cache`, `batch_select_indices`, `batch_repeat_interleave`, `crop` and `reset` to each of its
-layers, and a copy of a cache copies its layers. One more layer, behind the model's own, therefore takes part in all of
-them, and nothing of transformers is replaced. K and V of frames stay where they are: only the numbers of the rows move,
+layers, and a copy of a cache copies its layers. A layer appended to the model's own layers therefore follows all of
+these operations, and nothing of transformers is replaced. K and V of frames are not moved: only the row numbers change,
 so rows of one sample (beams) share the memory of its frames.
 """
 
@@ -29,7 +29,7 @@ class RowsLayer(getattr(cache_utils, "DummyLayer", object)):  # type: ignore[mis
     is_initialized = True
     is_compileable = True
     is_croppable = True
-    is_sliding = None  # neither True nor False: transformers looks up a layer of either kind to make masks by
+    is_sliding = None  # neither True nor False: transformers uses the first layer of either kind to build masks
     supports_early_init = False
     keys = values = None
 
@@ -37,11 +37,7 @@ class RowsLayer(getattr(cache_utils, "DummyLayer", object)):  # type: ignore[mis
         self.rows: Tensor | None = torch.arange(batch)
 
     def rows_of(self, batch: int) -> Tensor:
-        """Return `rows` for a pass of `batch` rows.
-
-        Raises:
-            ShapeError: the cache has another number of rows.
-        """
+        """Return `rows` for a pass of `batch` rows; raise ShapeError if the cache has another number of rows."""
         rows = torch.arange(batch) if self.rows is None else self.rows
         if rows.numel() != batch:
             raise ShapeError(
@@ -51,19 +47,16 @@ class RowsLayer(getattr(cache_utils, "DummyLayer", object)):  # type: ignore[mis
         return rows
 
     def reorder_cache(self, beam_idx: Any) -> None:
-        """Take the rows with these indices."""
         if self.rows is not None:
             self.rows = self.rows[beam_idx.cpu() if isinstance(beam_idx, Tensor) else beam_idx]
 
     batch_select_indices = reorder_cache
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        """Repeat each row `repeats` times, as transformers' layers do."""
         if self.rows is not None:
             self.rows = self.rows.repeat_interleave(repeats)
 
     def reset(self) -> None:
-        """Forget which rows of the prompt are continued."""
         self.rows = None
 
     def crop(self, tokens_to_remove: int) -> None:
@@ -73,15 +66,12 @@ class RowsLayer(getattr(cache_utils, "DummyLayer", object)):  # type: ignore[mis
         """Do nothing: the layer has no K and V to allocate."""
 
     def get_seq_length(self) -> int:
-        """Return 0."""
         return 0
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Return the sizes of a layer without cached tokens."""
         return query_length, 0
 
     def get_max_length(self) -> int:
-        """Return -1: no maximum."""
         return -1
 
     get_max_cache_shape = get_max_length  # the name before transformers 5.20
@@ -93,16 +83,18 @@ class RowsLayer(getattr(cache_utils, "DummyLayer", object)):  # type: ignore[mis
 
 
 def layer_of(cache: Any, kind: type[LayerT]) -> LayerT | None:
-    """Return the cache's layer of this kind, if it has one."""
+    """Return the cache's layer of this class, or None."""
     layers = getattr(cache, "layers", ())
     return next((layer for layer in reversed(layers) if isinstance(layer, kind)), None)
 
 
 def attach(cache: Any, layer: RowsLayer, own_layers: int) -> None:
-    """Put the layer behind the model's own ones in the place of an earlier one of its kind.
+    """Append the layer to the model's own layers, in place of an earlier one of its class.
 
     Args:
-        own_layers: layers of the model; a cache that adds them on demand gets all of them now.
+        cache: the cache.
+        layer: the layer.
+        own_layers: number of the model's own layers. A cache that creates them on demand gets all of them now.
     """
     detach(cache, type(layer))
     while len(cache.layers) < own_layers and cache.layer_class_to_replicate is not None:
@@ -111,5 +103,5 @@ def attach(cache: Any, layer: RowsLayer, own_layers: int) -> None:
 
 
 def detach(cache: Any, kind: type[RowsLayer]) -> None:
-    """Remove the cache's layer of this kind."""
+    """Remove the cache's layers of this class."""
     cache.layers[:] = [layer for layer in cache.layers if not isinstance(layer, kind)]

@@ -1,9 +1,11 @@
-"""Loading a model and its processor from a directory, and what of a model is sharded as a unit."""
+"""Loading a model and its processor from a directory, and checking that the weights are exactly the model's."""
 
 from __future__ import annotations
 
+import hashlib
 import importlib
 import pkgutil
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,75 +13,163 @@ import torch
 from torch import nn
 
 from mllm_seqpar import models
-from mllm_seqpar.cli.failure import first_line
-from mllm_seqpar.errors import ConfigError
+from mllm_seqpar.errors import ConfigError, DataError
 
-from .loading_report import require_clean
+_SHOWN = 4
+_SAMPLES = 64
+_BYTES = 4096
 
 
 def load_model(path: str, dtype: torch.dtype | str = torch.float32, device_map: str | None = None) -> nn.Module:
-    """The model in directory `path`.
+    """Load the model of a directory.
 
     Args:
         path: a directory that `save_pretrained` wrote, or a published checkpoint.
-        dtype: for training float32: optimizers need master weights, FSDP casts for computation. "auto": that of the
-            checkpoint.
+        dtype: dtype of the parameters; "auto" is the checkpoint's. Training needs float32: optimizers need master
+            weights, and FSDP casts for computation.
         device_map: "meta" validates names and shapes without reading the weights.
 
     Raises:
-        ConfigError: there is no model, it cannot be read, it is an adapter, or its type is not known.
+        ConfigError: there is no model, it cannot be read, it is an adapter, or its type is unknown.
         DataError: the checkpoint's weights are not exactly the model's.
     """
     from safetensors import SafetensorError
     from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForImageTextToText
 
-    _register()
-    _require_directory(path)
+    _register_native_models()
+    _require_model_directory(path)
     try:
         config = AutoConfig.from_pretrained(path)
     except (OSError, ValueError) as error:
-        raise ConfigError(f"--model {path}: {first_line(error)}") from error
-    for auto in (AutoModelForImageTextToText, AutoModelForCausalLM, AutoModel):
-        if type(config) in auto._model_mapping:
-            options = _reporting(auto._model_mapping[type(config)])
-            options |= {} if device_map is None else {"device_map": device_map}
-            try:
-                loaded = auto.from_pretrained(path, config=config, dtype=dtype, **options)
-            except (OSError, SafetensorError, RuntimeError) as error:
-                raise ConfigError(f"--model {path}: {first_line(error)}") from error
-            model, report = loaded if isinstance(loaded, tuple) else (loaded, {})
-            require_clean(report, f"--model {path}", expected=type(model).__name__)
-            return model
-    raise ConfigError(f"--model {path}: no model class is registered for {type(config).__name__}")
+        raise ConfigError(f"--model {path}: {_first_line(error)}") from error
+    autos = (AutoModelForImageTextToText, AutoModelForCausalLM, AutoModel)
+    cls = next((auto._model_mapping[type(config)] for auto in autos if type(config) in auto._model_mapping), None)
+    if cls is None:
+        raise ConfigError(f"--model {path}: no model class is registered for {type(config).__name__}")
+    options: dict[str, Any] = {"config": config, "dtype": dtype}
+    options |= {} if device_map is None else {"device_map": device_map}
+    try:
+        return load_clean(cls.from_pretrained, path, f"--model {path}", **options)[0]
+    except (OSError, SafetensorError, RuntimeError) as error:
+        raise ConfigError(f"--model {path}: {_first_line(error)}") from error
 
 
 def load_processor(path: str) -> Any:
-    """The processor in directory `path`.
-
-    Raises:
-        ConfigError: there is none.
-    """
+    """Load the processor of a model directory; raise ConfigError if it has none."""
     from transformers import AutoProcessor
 
-    _register()
-    _require_directory(path)
+    _register_native_models()
+    _require_model_directory(path)
     try:
         return AutoProcessor.from_pretrained(path)
     except (OSError, ValueError, ImportError) as error:
-        raise ConfigError(f"--model {path}: no processor there: {first_line(error)}") from error
+        raise ConfigError(f"--model {path}: no processor can be loaded: {_first_line(error)}") from error
+
+
+def load_clean(
+    from_pretrained: Callable[..., Any],
+    path: Any,
+    what: str,
+    *,
+    expected: str = "",
+    ignored: Callable[[str], bool] = lambda name: False,
+    **options: Any,
+) -> tuple[Any, Mapping[str, Any]]:
+    """Load a model and return it with its loading report; raise unless the weights are exactly the model's.
+
+    Args:
+        from_pretrained: a model class's method. If the class overrides transformers' method, `ignore_mismatched_sizes`
+            is not passed: the override checks the shapes itself.
+        path: its first argument.
+        what: the checkpoint's name in error messages.
+        expected: the model's name in error messages; by default the class of the loaded model.
+        ignored: returns True for the names of unexpected tensors that are allowed.
+        **options: further arguments of `from_pretrained`.
+
+    Raises:
+        DataError: the weights differ; names the first of them.
+    """
+    from transformers import PreTrainedModel
+
+    options["output_loading_info"] = True
+    if getattr(from_pretrained, "__func__", None) is PreTrainedModel.from_pretrained.__func__:
+        options["ignore_mismatched_sizes"] = True  # reports other shapes instead of raising an error about the first
+    loaded = from_pretrained(path, **options)
+    model, report = loaded if isinstance(loaded, tuple) else (loaded, {})
+    allowed = [name for name in report.get("unexpected_keys") or () if ignored(name)]
+    require_clean(report, what, expected=expected or type(model).__name__, allowed=allowed)
+    return model, report
+
+
+def require_clean(report: Any, what: str, *, expected: str = "", allowed: Iterable[str] = ()) -> None:
+    """Raise DataError if loading left weights out, found unexpected weights, or found other shapes.
+
+    transformers initialises missing weights randomly and drops unexpected ones, both with a warning only.
+
+    Args:
+        report: what `from_pretrained(..., output_loading_info=True)` reported, or a part of it.
+        what: the checkpoint's name; the message begins with it.
+        expected: the model that the weights were expected for.
+        allowed: names that may be missing or unexpected.
+    """
+    parts = report if isinstance(report, Mapping) else vars(report) if hasattr(report, "__dict__") else report._asdict()
+    allowed = set(allowed)
+    missing = sorted(set(map(str, parts.get("missing_keys") or ())) - allowed)
+    unexpected = sorted(set(map(str, parts.get("unexpected_keys") or ())) - allowed)
+    shapes = sorted(_shapes(entry) for entry in parts.get("mismatched_keys") or ())
+    errors = [*map(str, parts.get("error_msgs") or ()), *map(str, parts.get("conversion_errors") or ())]
+    found = [
+        f"{text} {len(names)} {'tensor' if len(names) == 1 else 'tensors'} ({_first(names)})"
+        for text, names in (
+            ("it lacks", missing),
+            ("the model does not have", unexpected),
+            ("other shapes have", shapes),
+            ("loading failed for", errors),
+        )
+        if names
+    ]
+    if found:
+        raise DataError(
+            f"{what}: the checkpoint's weights are not the model's: {'; '.join(found)}. Expected exactly the weights "
+            f"of {expected or 'the model that its config.json describes'}: check that the checkpoint is complete and "
+            "that config.json belongs to it"
+        )
 
 
 def layer_classes(model: nn.Module) -> list[str]:
-    """Names of the classes whose instances are sharded as units of their own: the model's `_no_split_modules`.
+    """Return the class names of the layers that are sharded as units: the model's `_no_split_modules`.
 
-    transformers collects that list from the classes of all parts, and it may name some that this model has no instance
-    of (the text half of SigLIP), which accelerate would refuse.
+    transformers collects that list from the classes of all parts. It may name classes of which this model has no
+    instance (the text half of SigLIP), which accelerate would refuse; they are left out.
     """
     present = {type(module).__name__ for module in model.modules()}
     return sorted(present & set(getattr(model, "_no_split_modules", None) or ()))
 
 
-def _require_directory(path: str) -> None:
+def weight_files(folder: Path) -> list[Path]:
+    """Return the weight files of a model directory, safetensors or pickled."""
+    return sorted([*folder.glob("*.safetensors"), *folder.glob("pytorch_model*.bin")])
+
+
+def model_digest(path: str) -> str:
+    """Return a digest of a model directory: its config, and name, size and evenly spaced samples of each weight file.
+
+    Two trainings of one architecture differ in every sample. A few megabytes are read, however large the model is.
+    """
+    folder, digest = Path(path), hashlib.sha256()
+    config = folder / "config.json"
+    digest.update(config.read_bytes() if config.is_file() else b"")
+    for file in weight_files(folder):
+        size = file.stat().st_size
+        digest.update(f"{file.name} {size}".encode())
+        with file.open("rb") as stream:
+            for sample in range(_SAMPLES):
+                stream.seek(max(0, size - _BYTES) * sample // (_SAMPLES - 1))
+                digest.update(stream.read(_BYTES))
+    return digest.hexdigest()[:16]
+
+
+def _require_model_directory(path: str) -> None:
     if not (Path(path) / "config.json").is_file():
         raise ConfigError(f"--model {path}: no config.json there; give a directory that save_pretrained wrote")
     if (Path(path) / "adapter_config.json").is_file():
@@ -90,16 +180,23 @@ def _require_directory(path: str) -> None:
         )
 
 
-def _reporting(kind: Any) -> dict[str, Any]:
-    """Return the options that make `from_pretrained` report every difference, where the class checks none itself."""
-    from transformers import PreTrainedModel
-
-    if getattr(kind.from_pretrained, "__func__", None) is not PreTrainedModel.from_pretrained.__func__:
-        return {"output_loading_info": True}
-    return {"output_loading_info": True, "ignore_mismatched_sizes": True}
+def _register_native_models() -> None:
+    """Import the native models, each of which registers itself with transformers' Auto classes."""
+    for module in pkgutil.iter_modules(models.__path__, models.__name__ + "."):
+        if module.ispkg:
+            importlib.import_module(module.name)
 
 
-def _register() -> None:
-    """Imports the native models, each of which registers itself with transformers' Auto classes."""
-    for package in pkgutil.iter_modules(models.__path__, models.__name__ + "."):
-        importlib.import_module(package.name)
+def _shapes(entry: Any) -> str:
+    if not isinstance(entry, tuple) or len(entry) != 3:
+        return str(entry)
+    name, stored, wanted = entry
+    return f"{name}: {tuple(stored)} in the checkpoint, {tuple(wanted)} in the model"
+
+
+def _first(names: list[str]) -> str:
+    return ", ".join(names[:_SHOWN]) + (", ..." if len(names) > _SHOWN else "")
+
+
+def _first_line(error: Exception) -> str:
+    return next(iter(str(error).strip().splitlines()), repr(error))

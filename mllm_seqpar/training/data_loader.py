@@ -12,7 +12,7 @@ from torch import Tensor
 
 from mllm_seqpar.comm.agreement import fingerprint
 from mllm_seqpar.data.chat import ChatBatch, ChatDataset, load_local_pictures
-from mllm_seqpar.data.chat_families import chat_family
+from mllm_seqpar.data.chat_family import chat_family
 from mllm_seqpar.errors import DataError
 from mllm_seqpar.integrations.accelerate.launch import Layout
 from mllm_seqpar.sharding import FrameShard, frame_range

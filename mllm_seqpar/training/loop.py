@@ -21,12 +21,11 @@ from mllm_seqpar.cli.progress import progress_bar
 from mllm_seqpar.comm import as_communicator
 from mllm_seqpar.comm.agreement import attempt, check_collectively, raise_on_all_ranks
 from mllm_seqpar.config import SeqParConfig
-from mllm_seqpar.data.chat_families import chat_family
+from mllm_seqpar.data.chat_family import chat_family
 from mllm_seqpar.errors import ConfigError
 from mllm_seqpar.integrations.accelerate.launch import Layout, make_layout, reshard, shard_model, start_accelerator
 from mllm_seqpar.kernels.registry import kernel_by_name
-from mllm_seqpar.models.digest import model_digest
-from mllm_seqpar.models.loading import load_model, load_processor
+from mllm_seqpar.models.loading import load_model, load_processor, model_digest
 from mllm_seqpar.patching import patch_model
 
 from . import checkpoint as checkpoints

@@ -53,7 +53,7 @@ class MediaLayoutCache(Family):
             )
         kept = VisualKVCache.given(cached.states, cached.layout.total_frames, cached.tokens_per_frame)
         beside.keep(kept, Note(cached.layout, cached.row_offset, cached.inclusive), 0)
-        beside.rows, beside.seen = cached.rows, cached.seen
+        beside.rows, beside.seen = cached.rows, cached.frame_fingerprints
 
 
 def run_with_native_cache(family: Family, inputs: ForwardInputs, logits_to_keep: Any, kwargs: dict[str, Any]) -> Any:
@@ -76,7 +76,7 @@ def run_with_native_cache(family: Family, inputs: ForwardInputs, logits_to_keep:
                 note.layout, row_offset=note.row_offset, tokens_per_frame=tokens, inclusive=note.inclusive
             )
             attach(cache, cached, family.text_config.num_hidden_layers)
-            cached.states, cached.seen = beside.kept.states, beside.seen
-            cached.whole = family.context.comm.size == 1
+            cached.states, cached.frame_fingerprints = beside.kept.states, beside.seen
+            cached.is_complete = family.context.comm.size == 1
         cached.layout = note.layout
     return out

@@ -1,4 +1,4 @@
-"""mPLUG-Owl3, and any model with a processor like its own: one that encodes chats whose frames are elsewhere."""
+"""mPLUG-Owl3, and any model whose processor has the same interface: `encode` tokenizes chats without their frames."""
 
 from __future__ import annotations
 
@@ -11,9 +11,11 @@ import torch
 from torch import Tensor
 
 from mllm_seqpar.data.chat_family import ChatFamily, ChatText, Messages
+from mllm_seqpar.data.chat_format import media_parts
 from mllm_seqpar.data.reader import check_range
 from mllm_seqpar.data.sources import FrameSource, ImageListSource
 from mllm_seqpar.errors import AdapterError, ConfigError, DataError
+from mllm_seqpar.families import family_specs
 from mllm_seqpar.sharding import FrameShard
 
 _ENDS = ("<|im_end|>", "<|endoftext|>")
@@ -21,12 +23,12 @@ _ENDS = ("<|im_end|>", "<|endoftext|>")
 
 @dataclass(frozen=True)
 class CutImageSource:
-    """A still image as frames: the tiles of a grid, row by row, and last the whole of it.
+    """The tiles of a still image as frames: the grid row by row, then the whole image.
 
     Attributes:
         picture: the image.
         grid: (rows, columns).
-        image_processor: cuts it; tiles are of the size that it wants, so that it has nothing more to resize.
+        image_processor: cuts the image into tiles of its own image size, which need no further resizing.
     """
 
     picture: ImageListSource
@@ -37,7 +39,7 @@ class CutImageSource:
         return self.grid[0] * self.grid[1] + 1
 
     def sizes(self) -> list[tuple[int, int]]:
-        """(height, width) of each tile."""
+        """Return (height, width) of each tile."""
         return [(self.image_processor.image_size,) * 2] * len(self)
 
     def read(self, start: int, stop: int, *, size: tuple[int, int] | None = None, batch: int = 16) -> Iterator[Tensor]:
@@ -50,8 +52,8 @@ class CutImageSource:
             yield from self.image_processor.tiles(picture, self.grid)[start:stop].split(batch)
 
 
-class NativeChats(ChatFamily):
-    """Processors with `encode` and an `image_processor` that takes decoded frames; models with `encode_frames`."""
+class MPlugOwl3Chats(ChatFamily):
+    """Processors with `encode` and an `image_processor` for decoded frames; models with `encode_frames`."""
 
     marks = ("<|image|>", "<|video|>", "<|im_start|>", "<|im_end|>")
     model_class = "MPlugOwl3ForConditionalGeneration"
@@ -61,28 +63,28 @@ class NativeChats(ChatFamily):
     def text(
         self,
         conversations: Sequence[Messages],
-        shown: Sequence[Sequence[FrameSource]],
+        media: Sequence[Sequence[FrameSource]],
         *,
         add_generation_prompt: bool = False,
         labels: bool = False,
         padding_side: str | None = None,
     ) -> ChatText:
-        """What the processor's `encode` gives, `media_offset` among it."""
+        """Tokenize conversations by the processor's `encode`; `media_offset` is among the extras."""
         if not hasattr(self.processor, "encode"):
+            known = ", ".join(name for spec in family_specs() for name in spec.processors)
             raise DataError(
-                f"{type(self.processor).__name__} is no processor of a family that is known here; the model directory "
-                "needs one of mPLUG-Owl3, IDEFICS, Llama 3.2 Vision (processor_config.json or "
-                "preprocessor_config.json, and a tokenizer) or OpenFlamingo"
+                f"{type(self.processor).__name__} is not the processor of a known model family; expected one of "
+                f"{known} in the model directory (processor_config.json or preprocessor_config.json, and a tokenizer)"
             )
-        media = [
-            (kind, source)
-            for messages, sources in zip(conversations, shown, strict=True)
-            for kind, source in zip(_kinds(messages), sources, strict=False)  # `encode` counts
+        pairs = [
+            (part["type"], source)
+            for messages, sources in zip(conversations, media, strict=True)
+            for part, source in zip(media_parts(messages), sources, strict=False)  # `encode` checks the counts
         ]
-        grids = [_grid(source) for kind, source in media if kind == "image"]
+        grids = [_grid(source) for kind, source in pairs if kind == "image"]
         encoded = self.processor.encode(
             conversations,
-            frames_per_video=[len(source) for kind, source in media if kind == "video"],
+            frames_per_video=[len(source) for kind, source in pairs if kind == "video"],
             **({"image_grids": grids} if grids else {}),
             add_generation_prompt=add_generation_prompt,
             return_labels=labels,
@@ -92,12 +94,12 @@ class NativeChats(ChatFamily):
             input_ids=encoded["input_ids"],
             attention_mask=encoded["attention_mask"],
             labels=encoded["labels"] if labels else None,
-            slots=range(sum(len(source) for sources in shown for source in sources)),
+            slots=range(sum(len(source) for sources in media for source in sources)),
             extras={"media_offset": encoded["media_offset"]},
         )
 
     def check(self, model: Any) -> None:
-        """Raises AdapterError for a model that cannot encode frames."""
+        """Raise AdapterError for a model that cannot encode frames."""
         if not hasattr(model, "encode_frames"):
             raise AdapterError(
                 f"{type(model).__name__} with a {type(self.processor).__name__}: it has no method encode_frames, so "
@@ -105,14 +107,13 @@ class NativeChats(ChatFamily):
             )
 
     def arguments(self, text: ChatText) -> dict[str, Tensor]:
-        """Without the places of pictures when there are none."""
-        given = super().arguments(text)
+        """Return the text arguments, without `media_offset` if there are no frames."""
+        arguments = super().arguments(text)
         if not text.slots:
-            del given["media_offset"]
-        return given
+            del arguments["media_offset"]
+        return arguments
 
-    def still(self, path: str | os.PathLike[str]) -> FrameSource:
-        """Return the tiles that the processor cuts the image into, or one frame where it cuts none."""
+    def image_source(self, path: str | os.PathLike[str]) -> FrameSource:
         picture = ImageListSource([path])
         if not getattr(self.processor, "cut_enable", False):
             return picture
@@ -120,41 +121,32 @@ class NativeChats(ChatFamily):
         return CutImageSource(picture, self.processor.image_grid(*size), self.processor.image_processor)
 
     def generation(self, model: Any) -> dict[str, Any]:
-        """Return where published answers end, and what fills up a batch: token 0."""
+        """Return the tokens that end an answer as published, and the padding token 0."""
         vocabulary = self.tokenizer.get_vocab()
         ends = [vocabulary[mark] for mark in _ENDS if mark in vocabulary]
         return {"eos_token_id": ends, "pad_token_id": 0} if ends else {}
 
     def pixels(self, frames: Tensor) -> tuple[Tensor, ...]:
-        """(n, 3, S, S)."""
+        """Return (n, 3, S, S)."""
         return (self.processor.image_processor(frames)["pixel_values"],)
 
     def blank(self) -> tuple[Tensor, ...]:
-        """A black picture."""
+        """Return a black picture."""
         return self.pixels(torch.zeros(1, 3, 32, 32, dtype=torch.uint8))
 
     def encode(self, model: Any, *frames: Tensor) -> Tensor:
-        """The model's own."""
         return model.encode_frames(*frames)
 
-    def shows_features(self, model: Any, features: Tensor, shard: FrameShard) -> dict[str, Any]:
-        """As `image_embeds`."""
+    def feature_arguments(self, model: Any, features: Tensor, shard: FrameShard) -> dict[str, Any]:
         return {"image_embeds": features, "visual_shard": shard}
 
 
+chat_family = MPlugOwl3Chats
+
+
 def _grid(source: FrameSource) -> tuple[int, int] | None:
-    """Return the grid that an image is cut into, or None where it is one frame."""
+    """Return the grid that an image is cut into, or None for an image that is one frame."""
     grid = getattr(source, "grid", None)
     if grid is None and len(source) != 1:
         raise DataError(f"an image was given {len(source)} frames; pass one picture, or show several as a video")
     return grid
-
-
-def _kinds(messages: Messages) -> list[str]:
-    return [
-        part["type"]
-        for message in messages
-        if not isinstance(message["content"], str)
-        for part in message["content"]
-        if part["type"] != "text"
-    ]

@@ -1,4 +1,4 @@
-"""The picture and the video that a check asks about: drawn here, or read from files."""
+"""The drawn picture and video of the checks."""
 
 from __future__ import annotations
 
@@ -11,16 +11,12 @@ import torch
 from torch import Tensor
 
 SIZE = (288, 512)
-"""Height and width of what is drawn."""
+"""Height and width."""
 
 
 @dataclass(frozen=True)
 class Frames:
-    """Frames in memory as a `FrameSource`.
-
-    Attributes:
-        frames: (n, 3, H, W) uint8.
-    """
+    """Frames in memory, (n, 3, H, W) uint8, as a `FrameSource`."""
 
     frames: Tensor
 
@@ -37,7 +33,7 @@ class Frames:
 
 
 def disc(x: float, y: float, colour: tuple[int, int, int]) -> Tensor:
-    """Return a picture (3, H, W) of a disc on grey, its centre at the fractions `x` and `y` of width and height."""
+    """Return a picture (3, H, W) of a disc on grey; `x` and `y` are its centre as fractions of width and height."""
     height, width = SIZE
     rows, columns = torch.meshgrid(torch.arange(height), torch.arange(width), indexing="ij")
     inside = (columns - x * width) ** 2 + (rows - y * height) ** 2 < (height / 5) ** 2
@@ -56,13 +52,4 @@ def picture_file(folder: Path) -> Path:
 
 def drawn_video(frames: int) -> Frames:
     """Return a blue disc that moves from left to right."""
-    places = torch.linspace(0.2, 0.8, frames).tolist()
-    return Frames(torch.stack([disc(x, 0.5, (30, 60, 220)) for x in places]))
-
-
-def read_video(path: Path, frames: int) -> Frames:
-    """Return evenly spaced frames of a video file."""
-    from mllm_seqpar.data.sources import VideoSource
-
-    source = VideoSource.open(path, num_frames=frames)
-    return Frames(torch.cat(list(source.read(0, len(source)))))
+    return Frames(torch.stack([disc(x, 0.5, (30, 60, 220)) for x in torch.linspace(0.2, 0.8, frames).tolist()]))

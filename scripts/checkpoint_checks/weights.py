@@ -1,4 +1,4 @@
-"""The tensors of a checkpoint: their names and shapes without loading them, and whether the model fits into memory."""
+"""Checks of a checkpoint's tensors that do not load them: names, shapes, and the memory that the model needs."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from mllm_seqpar.models.loading import load_model
 
 BYTES = {"F64": 8, "F32": 4, "BF16": 2, "F16": 2, "I64": 8, "U8": 1, "BOOL": 1}
 DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
-SPARE = 1.25
-"""Memory needed, relative to the weights: activations of a few frames come on top of them."""
+MEMORY_FACTOR = 1.25
+"""Memory needed relative to the weights, with activations of a few frames."""
 
 
 def headers(path: str) -> dict[str, tuple[str, list[int]]]:
-    """Return dtype and shape of each tensor in the safetensors files of a directory, from the files' headers.
+    """Return dtype and shape of each tensor of a directory from the headers of its safetensors files.
 
     Raises:
         ConfigError: there are no safetensors.
@@ -41,12 +41,12 @@ def headers(path: str) -> dict[str, tuple[str, list[int]]]:
 
 
 def describe_files(path: str) -> str:
-    """Return what the directory holds: the config's type, tensors and bytes by dtype, other files."""
+    """Return the config's model type, the number of tensors by dtype, their size, and the other files, as text."""
     try:
         config = json.loads((Path(path) / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise ConfigError(
-            f"{path}: config.json cannot be read ({error}); give the directory of a checkpoint"
+            f"{path}: config.json cannot be read ({error}); pass the directory of a checkpoint"
         ) from error
     tensors = headers(path)
     kinds = Counter(dtype for dtype, _ in tensors.values())
@@ -81,7 +81,7 @@ def names_and_shapes(path: str) -> str:
 
 
 def missing_memory(path: str, dtype: str, device: str) -> tuple[torch.dtype, str | None]:
-    """Return the dtype to load in, and what to say if the model does not fit into the memory of `device`."""
+    """Return the dtype to load in, and an explanation if the model does not fit into the memory of `device`."""
     tensors = headers(path)
     elements = sum(prod(shape) for _, shape in tensors.values())
     kinds = Counter({name: 0 for name in DTYPES})
@@ -91,7 +91,7 @@ def missing_memory(path: str, dtype: str, device: str) -> tuple[torch.dtype, str
     free = free_memory(device)
     wanted = [torch.float32, published] if dtype == "auto" else [getattr(torch, dtype)]
     for kind in wanted:
-        need = SPARE * elements * kind.itemsize
+        need = MEMORY_FACTOR * elements * kind.itemsize
         if free is None or need <= free:
             return kind, None
     return wanted[-1], (
@@ -101,7 +101,7 @@ def missing_memory(path: str, dtype: str, device: str) -> tuple[torch.dtype, str
 
 
 def free_memory(device: str) -> int | None:
-    """Return the bytes that are free on a device, or None if the system does not say."""
+    """Return the free memory of a device in bytes, or None if it is unknown."""
     if torch.device(device).type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
     try:

@@ -23,7 +23,7 @@ from transformers import (
     OPTForCausalLM,
 )
 
-from mllm_seqpar.models.open_flamingo.mpt import QKNormMptForCausalLM
+from mllm_seqpar.models.open_flamingo.language import QKNormMptForCausalLM
 
 sys.modules.setdefault("open_clip", types.ModuleType("open_clip"))
 _package = "installed with --no-deps by scripts/test.sh: it pins a torch that is too old"

@@ -1,6 +1,6 @@
-"""The two models that mPLUG-Owl3 is made of: transformers' own classes, with the parts that differ swapped in.
+"""The vision tower and the language model of mPLUG-Owl3: transformers' own classes with the differing parts replaced.
 
-Shape legend: F frames, T tokens a frame, H and W the sides of a frame.
+Shape legend: F frames, T tokens per frame, H and W the height and width of a frame.
 """
 
 import torch
@@ -16,10 +16,10 @@ from .hyper_attention import HyperAttention, HyperDecoderLayer
 
 
 class MPlugOwl3VisionModel(SiglipVisionModel):
-    """SigLIP's vision tower; a class of its own, so that transformers' renaming rules for SigLIP pass it by."""
+    """SigLIP's vision tower; a separate class, so that transformers' renaming rules for SigLIP do not apply to it."""
 
     def penultimate(self, pixel_values: Tensor) -> Tensor:
-        """(F, T, width) of frames (F, 3, H, W): `hidden_states[-2]`, without running the last layer, which it skips.
+        """Frames (F, 3, H, W) -> `hidden_states[-2]` (F, T, width), without computing the last layer.
 
         Raises:
             ShapeError: frames of another size than the tower's.
@@ -38,11 +38,11 @@ class MPlugOwl3VisionModel(SiglipVisionModel):
 
 
 class HyperQwen2Model(Qwen2Model):
-    """Qwen2 with hyper attention in `config.hyper_layers`; `visual` in its keyword arguments reaches every layer."""
+    """Qwen2 with hyper attention in `config.hyper_layers`; the keyword argument `visual` is passed to every layer."""
 
     config: MPlugOwl3Config
     _no_split_modules = ["Qwen2DecoderLayer", "HyperDecoderLayer"]
-    _supports_flash_attn = False  # the frames' masks and the joint softmax have no form there
+    _supports_flash_attn = False  # flash and flex attention cannot express the frame masks and the joint softmax
     _supports_flex_attn = False
     _can_compile_fullgraph = False
 
@@ -60,7 +60,7 @@ class HyperQwen2Model(Qwen2Model):
 
 
 class HyperQwen2ForCausalLM(Qwen2ForCausalLM):
-    """The language model: `HyperQwen2Model` and the vocabulary's projection."""
+    """The language model: `HyperQwen2Model` and the output projection."""
 
     config: MPlugOwl3Config
     _no_split_modules = ["Qwen2DecoderLayer", "HyperDecoderLayer"]
@@ -69,7 +69,7 @@ class HyperQwen2ForCausalLM(Qwen2ForCausalLM):
     _can_compile_fullgraph = False
 
     def __init__(self, config: MPlugOwl3Config) -> None:
-        super(Qwen2ForCausalLM, self).__init__(config)  # not its own __init__, which would build a second Qwen2Model
+        super(Qwen2ForCausalLM, self).__init__(config)  # Qwen2ForCausalLM.__init__ would build a second Qwen2Model.
         self.model = HyperQwen2Model(config)
         self.vocab_size = config.vocab_size
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)

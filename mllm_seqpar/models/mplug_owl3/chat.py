@@ -1,7 +1,7 @@
 """Conversations as text: ChatML with one placeholder per frame, in pieces that are tokenized one by one.
 
-As published, images and videos are expanded in a message's text, and only then is the text cut, at `<|image|>` alone:
-the marks around a video are plain text, which byte pairs merge with what stands beside it.
+As in the published code, images and videos are expanded in a message's text first, and the text is split at `<|image|>`
+only. The marks around a video are plain text, which byte pairs merge with adjacent characters.
 """
 
 import re
@@ -15,12 +15,13 @@ IMAGE = "<|image|>"
 VIDEO = "<|video|>"
 IM_START, IM_END = "<|im_start|>", "<|im_end|>"
 VIDEO_START, VIDEO_END = "<|start_video_frame|>", "<|end_video_frame|>"
+TEMPLATES = ("v2", "v3")
 
 Message = Mapping[str, Any]
 """{"role": "system" | "user" | "assistant", "content": text, or a list of parts}.
 
-A part is {"type": "text", "text": ...}, {"type": "image", ...} or {"type": "video", ...}; a text may hold the
-placeholders itself."""
+A part is {"type": "text", "text": ...}, {"type": "image", ...} or {"type": "video", ...}. A text may contain the
+placeholders `<|image|>` and `<|video|>`."""
 
 _MEDIA = re.compile(f"{re.escape(IMAGE)}|{re.escape(VIDEO)}")
 _ANSWER = f"\n{IM_START}assistant\n"
@@ -28,15 +29,15 @@ _ANSWER = f"\n{IM_START}assistant\n"
 
 @dataclass(frozen=True)
 class Piece:
-    """A stretch of text that is tokenized on its own, but for the cuts at its placeholders.
+    """A piece of text that is tokenized separately.
 
     Attributes:
-        text: with placeholders where media stand.
-        learned: part of an answer, and so of the training targets.
+        text: the text, with placeholders for media.
+        is_target: part of an answer, and therefore of the labels.
     """
 
     text: str
-    learned: bool = False
+    is_target: bool = False
 
 
 def conversation_pieces(
@@ -46,20 +47,20 @@ def conversation_pieces(
     end_of_document: str = "",
     training: bool = False,
 ) -> list[Piece]:
-    """Return the pieces of one conversation; one without a system message gets an empty one, as in training.
+    """Return the pieces of one conversation. Without a system message it gets an empty one, as in training.
 
     Args:
         messages: in order. A final assistant message of empty content is the beginning of an answer, as published.
-        add_generation_prompt: whether to end with the beginning of an answer.
-        end_of_document: follows each answer, and is learned with it.
-        training: whether a final empty answer is an answer to learn.
+        add_generation_prompt: end with the beginning of an answer.
+        end_of_document: text that follows each answer and is part of the labels.
+        training: treat a final empty answer as an answer with labels.
 
     Raises:
-        DataError: a role or part that does not exist.
+        DataError: an unknown role or part type, or media in a message that is not the user's.
     """
     pieces: list[Piece] = []
     for number, message in enumerate(messages):
-        role, content = message.get("role"), content_text(message.get("content"), number)
+        role, content = message.get("role"), _content_text(message.get("content"), number)
         if number == 0 and role != "system":
             pieces.append(Piece(f"{IM_START}system\n{IM_END}"))
         if role == "system":
@@ -69,24 +70,26 @@ def conversation_pieces(
         elif role == "assistant" and not content and number == len(messages) - 1 and not training:
             add_generation_prompt = True
         elif role == "assistant":
-            pieces += [Piece(_ANSWER), Piece(f"{content}{IM_END}", learned=True)]
-            pieces += [Piece(end_of_document, learned=True)] if end_of_document else []
+            pieces += [Piece(_ANSWER), Piece(f"{content}{IM_END}", is_target=True)]
+            pieces += [Piece(end_of_document, is_target=True)] if end_of_document else []
         else:
-            raise DataError(f"message {number} has the role {role!r}; it is one of system, user, assistant")
+            raise DataError(f"message {number} has the role {role!r}; expected one of system, user, assistant")
         if role != "user" and _MEDIA.search(content):
-            raise DataError(f"message {number} of role {role!r} holds an image or video; only a user shows them")
+            raise DataError(
+                f"message {number} of role {role!r} holds an image or video; only a user message shows media"
+            )
     if add_generation_prompt:
         pieces.append(Piece(_ANSWER))
     return pieces
 
 
 def text_pieces(text: str) -> list[Piece]:
-    """Return the pieces of a text that is formatted already: an answer is tokenized apart from what announces it."""
+    """Return the pieces of formatted text: an answer is tokenized separately from the mark that opens it."""
     return [Piece(part) for part in re.split(f"(?<={re.escape(_ANSWER)})", text)]
 
 
-def content_text(content: Any, number: int) -> str:
-    """A message's content with a placeholder for each image and video part."""
+def _content_text(content: Any, number: int) -> str:
+    """Return a message's content as text, with a placeholder for each image and video part."""
     if isinstance(content, str):
         return content
     texts = []
@@ -102,8 +105,8 @@ def content_text(content: Any, number: int) -> str:
     return "".join(texts)
 
 
-def media_parts(messages: Sequence[Message], kind: str) -> list[Any]:
-    """What the parts of that kind ("image" or "video") hold under its name, in order; parts without are left out."""
+def media_of(messages: Sequence[Message], kind: str) -> list[Any]:
+    """Return the values that parts of type `kind` ("image" or "video") have under the key of that name, in order."""
     return [
         part[kind]
         for message in messages
@@ -113,16 +116,35 @@ def media_parts(messages: Sequence[Message], kind: str) -> list[Any]:
     ]
 
 
-def placeholders(pieces: Iterable[Piece]) -> list[str]:
-    """Return the images and videos of a text, in order: `IMAGE` or `VIDEO` for each."""
-    return [kind for piece in pieces for kind in _MEDIA.findall(piece.text)]
+def placeholders(samples: Iterable[Iterable[Piece]]) -> list[str]:
+    """Return `IMAGE` or `VIDEO` for each media placeholder of the samples, in order."""
+    return [kind for pieces in samples for piece in pieces for kind in _MEDIA.findall(piece.text)]
 
 
 def video_text(frames: int, *, span: bool) -> str:
-    """Return the text that stands for a video: a placeholder for each frame, within the video's marks if `span`."""
+    """Return the text of a video: a placeholder for each frame, between the video's marks if `span`."""
     return f"{VIDEO_START}{IMAGE * frames}{VIDEO_END}" if span else IMAGE * frames
 
 
+def image_text(grid: tuple[int, int] | None, template: str) -> str:
+    """Return the text of a still image: one placeholder for each tile of the grid (rows, columns) and the whole image.
+
+    Args:
+        grid: None for an image that is not cut, which has one placeholder.
+        template: "v2" or "v3", the published forms of the text.
+    """
+    if grid is None:
+        return IMAGE
+    rows, columns = grid
+    if template == "v2":
+        lines = (" ".join(f"subimg({row},{column}){IMAGE}" for column in range(columns)) for row in range(rows))
+        head, tail = f"Cut to {rows} rows {columns} columns with a global view", f"global_view{IMAGE}"
+    else:
+        lines = (" ".join([IMAGE] * columns) for _ in range(rows))
+        head, tail = f"<|start_cut|>{rows}*{columns}", f"{IMAGE}<|end_cut|>"
+    return "\n".join((head, *lines, tail))
+
+
 def expand_media(pieces: Iterable[Piece], texts: Mapping[str, Iterator[str]]) -> list[Piece]:
-    """Return the pieces with the next of its kind in `texts`, by `IMAGE` and `VIDEO`, for each image and video."""
+    """Replace each media placeholder by the next text of its kind; `texts` has the keys `IMAGE` and `VIDEO`."""
     return [replace(piece, text=_MEDIA.sub(lambda found: next(texts[found[0]]), piece.text)) for piece in pieces]

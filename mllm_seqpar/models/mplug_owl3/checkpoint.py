@@ -1,8 +1,13 @@
-"""What a checkpoint's tensor names tell about the model: read from the safetensors headers, no tensor is loaded."""
+"""Facts about a checkpoint that follow from its tensor names, which are read from the safetensors headers.
+
+The names identify the published generation: its gate, its projector, and the options of the processor that it was
+trained with. Published directories hold no preprocessor_config.json and no processor_config.json.
+"""
 
 import json
 import os
 import re
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from safetensors import safe_open
@@ -22,17 +27,24 @@ _UNKNOWN = {"gate": AUTO, "projector_layers": None}
 _GATE = re.compile(r"self_attn\.(gate.*)$")
 _GATES = {"gate": "vector", "gate_proj.0.weight": "per_head", "gate_proj.0.bias": "per_head"}
 
+PROCESSOR_OPTIONS: dict[str | None, dict[str, Any]] = {
+    "per_head": {"image_size": 384, "video_span": False, "cut_template": "v2"},  # 7B-240728
+    "vector": {"image_size": 384, "video_span": True, "cut_template": "v3"},  # 241014
+    None: {"image_size": 378, "video_span": True, "cut_template": "v3"},  # 241101
+}
+"""Options of the published processors, by the gate of their model."""
+
 
 def checkpoint_keys(path: str | os.PathLike, variant: str | None = None, **hub: Any) -> set[str]:
-    """The tensor names of a checkpoint directory or hub repository, of one safetensors file or several with an index.
+    """Return the tensor names of a checkpoint: one safetensors file, or several with an index.
 
     Args:
-        path: as for `from_pretrained`.
+        path: directory or hub repository, as for `from_pretrained`.
         variant: transformers' name of a file variant, such as "fp16".
-        **hub: where and how to look, as for `from_pretrained` (cache_dir, revision, token, subfolder, ...).
+        **hub: options of `from_pretrained` that locate files (cache_dir, revision, token, subfolder, ...).
 
     Raises:
-        DataError: there are no safetensors, only pickled weights, or nothing.
+        DataError: there are no safetensors.
     """
 
     def find(name: str) -> str | None:
@@ -56,8 +68,8 @@ def checkpoint_keys(path: str | os.PathLike, variant: str | None = None, **hub: 
     pickled = [name for name in _PICKLED if find(name) is not None]
     if pickled:
         raise DataError(
-            f"{os.fspath(path)!r} holds {pickled[0]} and no safetensors; only safetensors are loaded. Convert it where "
-            "it is trusted: load the pickled state dict and write it with safetensors.torch.save_file"
+            f"{os.fspath(path)!r} holds {pickled[0]} and no safetensors; only safetensors are loaded. If you trust the "
+            "file, convert it: load the pickled state dict and write it with safetensors.torch.save_file"
         )
     raise DataError(
         f"{os.fspath(path)!r} holds neither {single_name} nor {index_name}; expected a checkpoint in safetensors"
@@ -65,10 +77,10 @@ def checkpoint_keys(path: str | os.PathLike, variant: str | None = None, **hub: 
 
 
 def gate_of(keys: set[str]) -> str | None:
-    """Return the gate that tensor names show: "per_head", "vector", or None for one softmax over frames and text.
+    """Return the gate of the model with these tensors: "per_head", "vector", or None for one joint softmax.
 
     Raises:
-        ConfigError: the names are those of no published generation.
+        ConfigError: no published generation has these names.
     """
     if not any(_VISUAL in key for key in keys):
         raise ConfigError("the weights have no self_attn.v_kv_proj: this is not an mPLUG-Owl3 checkpoint")
@@ -83,10 +95,10 @@ def gate_of(keys: set[str]) -> str | None:
 
 
 def projector_layers_of(keys: set[str]) -> int:
-    """Return the number of linear layers, 1 or 2, that tensor names show between the vision tower and the text.
+    """Return the number of linear layers, 1 or 2, of the projector of the model with these tensors.
 
     Raises:
-        ConfigError: the names are those of no published generation.
+        ConfigError: no published generation has these names.
     """
     names = {key.partition(_PROJECTOR)[2] for key in keys if _PROJECTOR in key}
     for layers, parts in _PROJECTORS.items():
@@ -99,10 +111,10 @@ def projector_layers_of(keys: set[str]) -> int:
 
 
 def complete_config(config: MPlugOwl3Config, keys: set[str]) -> None:
-    """Fill in, in place, what a published config leaves to the weights: gate, projector, head of the vision tower.
+    """Set, in place, the fields that a published config does not state: gate, projector, head of the vision tower.
 
     Raises:
-        ConfigError: the config states something that the weights are not, or hyper layers that they do not have.
+        ConfigError: the config contradicts the weights.
     """
     found: dict[str, Any] = {"projector_layers": projector_layers_of(keys)}
     if config.hyper_layers or any(_VISUAL in key for key in keys):
@@ -115,7 +127,44 @@ def complete_config(config: MPlugOwl3Config, keys: set[str]) -> None:
         raise ConfigError(f"{'; '.join(both)}. Correct the config, or leave gate and projector_layers out of it")
     for name, value in found.items():
         setattr(config, name, value)
-    # No published generation computes the head of the tower; a checkpoint may do without it.
+    # No published generation computes the head of the tower, so a checkpoint may lack it.
     has_head = any("vision_model.head." in key for key in keys)
     if getattr(config.vision, "vision_use_head", True) != has_head:
         config.vision.vision_use_head = has_head
+
+
+def processor_options(
+    path: str | os.PathLike, files: Mapping[str, Sequence[str]], explicit: Mapping[str, Any], **hub: Any
+) -> dict[str, Any]:
+    """Return the options of a processor: explicit ones, else those in files, else those of the published generation.
+
+    Args:
+        path: directory or hub repository.
+        files: names of JSON files, and the options that each may state.
+        explicit: the options that the caller passed.
+        **hub: as for `checkpoint_keys`.
+
+    Raises:
+        DataError: an option is neither passed nor stated, and there are no weights that identify the generation.
+        ConfigError: the weights belong to no published generation.
+    """
+    options: dict[str, Any] = {}
+    for name, allowed in files.items():
+        file = cached_file(path, name, _raise_exceptions_for_missing_entries=False, **hub)
+        if file is not None:
+            with open(file, encoding="utf-8") as stream:
+                stated = json.load(stream)
+            options |= {option: stated[option] for option in allowed if option in stated}
+    options |= explicit
+    lacking = [name for name in PROCESSOR_OPTIONS[None] if name not in options]
+    if not lacking:
+        return options
+    try:
+        keys = checkpoint_keys(path, **hub)
+    except DataError as error:
+        known = ", ".join(str({name: published[name] for name in lacking}) for published in PROCESSOR_OPTIONS.values())
+        raise DataError(
+            f"{os.fspath(path)!r} has no file that states the processor's {', '.join(lacking)}, and no weights that "
+            f"show its generation ({error}); pass what the model was trained with: one of {known}"
+        ) from error
+    return PROCESSOR_OPTIONS[gate_of(keys)] | options

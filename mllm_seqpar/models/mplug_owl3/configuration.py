@@ -7,7 +7,7 @@ from mllm_seqpar.errors import ConfigError
 
 GATES = ("per_head", "vector", None)
 AUTO = "auto"
-"""The gate of a config that leaves it to the weights; `from_pretrained` replaces it."""
+"""The gate of a config that does not state it; `from_pretrained` replaces it by the gate of the weights."""
 
 _DEFAULT_HYPER_LAYERS = (1, 9, 17, 25)
 _DEFAULT_VISION = {
@@ -19,34 +19,34 @@ _DEFAULT_VISION = {
     "patch_size": 14,
 }
 
-# Rotary types whose frequencies depend on the longest position of a call: text and frames, rotated apart, would not
-# agree.
+# Rotary types whose frequencies depend on the longest position of a call. Text and frames are rotated separately and
+# would get different frequencies.
 _LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")
 
 
 class MPlugOwl3Config(Qwen2Config):
-    """Configuration of mPLUG-Owl3: Qwen2's fields, flat, and what hyper attention and the vision tower add.
+    """Configuration of mPLUG-Owl3: Qwen2's fields, and fields for hyper attention and the vision tower.
 
-    A published `config.json` loads unchanged. It states neither `gate` nor `projector_layers`, which tell the published
-    generations apart; `MPlugOwl3ForConditionalGeneration.from_pretrained` finds both from the names of the weights, and
-    saving writes them. Keys that are absent have the published defaults.
+    A published `config.json` loads unchanged. It states neither `gate` nor `projector_layers`, which differ between the
+    published generations. `MPlugOwl3ForConditionalGeneration.from_pretrained` determines both from the names of the
+    weights, and saving writes them. Absent keys have the published defaults.
 
     Attributes:
-        hyper_layers: the decoder layers with hyper attention, counted from 1 as published: layer index i is one when
-            i + 1 is in the list. [1, 9, 17, 25] when None.
-        vision_config: a `SiglipVisionConfig`, or its dict; SigLIP-so400m when None.
-        gate: how a hyper layer mixes visual and text attention. "per_head": a linear layer and a sigmoid of the text's
-            attention output of each head (7B-240728). "vector": one learned share per channel (1B and 2B-241014). None:
-            no gate, one softmax over visual and text keys (241101). "auto": not known yet.
-        projector_layers: 1 or 2 linear layers between the vision tower and the text. None: not known yet; a model that
-            is not loaded then gets what the generation with its gate has.
-        vision_batch_size: the number of frames that the vision tower encodes at once; all of them when None.
-        image_token_id: the placeholder token, one per frame, of tokenizers that have such a token (the published ones
-            do not). It is used only when `media_offset` is not given.
+        hyper_layers: the decoder layers with hyper attention, counted from 1 as published: layer index i has it if
+            i + 1 is in the list. [1, 9, 17, 25] if None.
+        vision_config: a `SiglipVisionConfig`, or its dict; SigLIP-so400m if None.
+        gate: how a hyper layer mixes visual and text attention. "per_head": a linear layer and a sigmoid of each head
+            of the text's attention output (7B-240728). "vector": one learned weight per channel (1B and 2B-241014).
+            None: no gate, one softmax over visual and text keys (241101). "auto": unknown until the model is loaded.
+        projector_layers: 1 or 2 linear layers between the vision tower and the text. None: unknown until the model is
+            loaded; a new model gets the number of layers of the generation with its gate.
+        vision_batch_size: the number of frames that the vision tower encodes at once; all frames if None.
+        image_token_id: the placeholder token, one per frame, for tokenizers that have such a token (the published ones
+            do not). It is used only if `media_offset` is not given.
 
     Raises:
-        ConfigError: a gate or projector that does not exist, a hyper layer that the model does not have, a rotary type
-            whose frequencies depend on the sequence length.
+        ConfigError: an unknown gate or projector, a hyper layer that the model does not have, or a rotary type whose
+            frequencies depend on the sequence length.
     """
 
     model_type = "mplugowl3"
@@ -77,14 +77,14 @@ class MPlugOwl3Config(Qwen2Config):
 
     @property
     def vision(self) -> SiglipVisionConfig:
-        """`vision_config`, which is a config and no dict any more once this object exists."""
+        """`vision_config` as a config object; `__post_init__` converts a dict."""
         return cast(SiglipVisionConfig, self.vision_config)
 
     def check(self) -> None:
-        """Raise if a field, or a combination of fields, cannot work."""
+        """Raise ConfigError if a field, or a combination of fields, is not supported."""
         if self.gate not in (*GATES, AUTO):
             raise ConfigError(
-                f"gate is {self.gate!r}; expected one of {GATES}, or {AUTO!r} to find it from the weights"
+                f"gate is {self.gate!r}; expected one of {GATES}, or {AUTO!r} to determine it from the weights"
             )
         if self.projector_layers not in (1, 2, None):
             raise ConfigError(f"projector_layers is {self.projector_layers!r}; expected 1 or 2")
@@ -96,12 +96,12 @@ class MPlugOwl3Config(Qwen2Config):
         outside = [number for number in layers if not 1 <= number <= self.num_hidden_layers]
         if outside or len(set(layers)) != len(layers):
             raise ConfigError(
-                f"hyper_layers is {layers}; it lists distinct layers counted from 1, at most "
+                f"hyper_layers is {layers}; expected distinct layers counted from 1, at most "
                 f"num_hidden_layers={self.num_hidden_layers}"
             )
         rope_type = (self.rope_parameters or {}).get("rope_type", "default")
         if rope_type in _LENGTH_DEPENDENT_ROPE:
             raise ConfigError(
                 f"rope_type is {rope_type!r}, whose frequencies depend on the sequence length; frames and text need "
-                "the same ones: use default, linear, yarn or llama3"
+                "the same frequencies: use default, linear, yarn or llama3"
             )

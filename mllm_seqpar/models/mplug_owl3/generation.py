@@ -1,4 +1,4 @@
-"""`generate`: frames have no batch dimension and go in once; without arguments it is greedy, as published."""
+"""`generate` for frames without a batch dimension. Without arguments it is greedy, as published."""
 
 from typing import Any
 
@@ -15,35 +15,36 @@ from .media import MediaLayout
 from .visual_inputs import visual_cache
 
 _FRAMES = ("pixel_values", "image_embeds")
-_KEPT = ("bos_token_id", "eos_token_id")
+_TOKEN_IDS = ("bos_token_id", "eos_token_id")
+_SAME_FRAMES = "a conversation continues with the frames it began with: pass those, or none, or start without the cache"
 _log = get_logger(__name__)
 
 
 class MPlugOwl3GenerationMixin(GenerationMixin):
     """`GenerationMixin` for flat lists of frames.
 
-    The prompt's layout (which row sees which frames) is fixed once, before the first step: later rows see all frames of
-    their sample, also when the model generates a placeholder token, and with or without a cache.
+    The layout of the prompt is computed once, before the first step. Later rows see all frames of their sample, with or
+    without a cache, and also if the model generates a placeholder token.
     """
 
     generation_config: GenerationConfig
 
     def adjust_generation_fn(self, generation_config: GenerationConfig | None, *args: Any, **kwargs: Any) -> None:
-        """Set `generation_config` as `from_pretrained` needs it: of the directory's file, only where an answer ends.
+        """Set `generation_config` in `from_pretrained`: only the token ids of the directory's file are used.
 
         The published `generate` never reads generation_config.json: it is greedy, without a repetition penalty, and
-        pads with token 0. What the file says besides token ids is therefore not used, and a warning lists it. A
-        `generation_config` that is passed to `from_pretrained` or to `generate`, or set on the model, is used whole.
+        pads with token 0. Other fields of the file are therefore not used, and a warning lists them. A
+        `generation_config` that is passed to `from_pretrained` or to `generate`, or set on the model, is used in full.
         """
         super().adjust_generation_fn(generation_config, *args, **kwargs)
         if generation_config is not None:
             return
         found = self.generation_config
-        self.generation_config = GenerationConfig(**{name: getattr(found, name) for name in _KEPT}, pad_token_id=0)
-        known = {*_KEPT, "pad_token_id", "transformers_version", "_from_model_config"}
-        usual = GenerationConfig.from_model_config(self.config).to_diff_dict()
+        self.generation_config = GenerationConfig(**{name: getattr(found, name) for name in _TOKEN_IDS}, pad_token_id=0)
+        known = {*_TOKEN_IDS, "pad_token_id", "transformers_version", "_from_model_config"}
+        default = GenerationConfig.from_model_config(self.config).to_diff_dict()
         stated = {name: value for name, value in found.to_diff_dict().items() if name not in known}
-        if unused := {name: value for name, value in stated.items() if usual.get(name) != value}:
+        if unused := {name: value for name, value in stated.items() if default.get(name) != value}:
             _log.warning(
                 "generation_config.json says %s; it is not used: the published generate is greedy. To use it, pass "
                 "generation_config=GenerationConfig.from_pretrained(directory) to from_pretrained or generate; "
@@ -52,7 +53,7 @@ class MPlugOwl3GenerationMixin(GenerationMixin):
             )
 
     def count_frames(self, pixel_values: Tensor | None = None, image_embeds: Tensor | None = None, **_: Any) -> int:
-        """Frames of all samples among the model's inputs."""
+        """Return the number of frames of all samples in the model's inputs."""
         return sum(frames.shape[0] for frames in (pixel_values, image_embeds) if frames is not None)
 
     def _expand_inputs_for_generation(
@@ -62,7 +63,7 @@ class MPlugOwl3GenerationMixin(GenerationMixin):
         input_ids: torch.LongTensor | None = None,
         **model_kwargs: Any,
     ) -> tuple[Tensor | None, dict[str, Any]]:
-        """Repeats each sample for its beams; the frames stay one flat list that a sample's beams share."""
+        """Repeat each sample for its beams, which share the sample's frames in the flat list."""
         if model_kwargs.get("media_layout") is None:
             model_kwargs["media_layout"] = self._prompt_layout(input_ids, model_kwargs)
         model_kwargs.pop("media_offset", None)
@@ -77,7 +78,7 @@ class MPlugOwl3GenerationMixin(GenerationMixin):
         total = self.count_frames(**model_kwargs)
         cached = visual_cache(model_kwargs.get("past_key_values"))
         if cached is not None and total == 0:
-            return cached.layout  # the conversation goes on; its frames are in the cache
+            return cached.layout  # The conversation continues; its frames are in the cache.
         embeds = model_kwargs.get("inputs_embeds")
         prompt = input_ids if embeds is None else embeds
         position_ids = model_kwargs.get("position_ids")
@@ -98,7 +99,7 @@ class MPlugOwl3GenerationMixin(GenerationMixin):
         is_first_iteration: bool | None = False,
         **kwargs: Any,
     ) -> dict[str, Any]:
-        """As transformers'; the frames go in until their K and V are in the cache."""
+        """Prepare the inputs like transformers; frames are passed only until their K and V are in the cache."""
         inputs = super().prepare_inputs_for_generation(
             input_ids,
             past_key_values=past_key_values,
@@ -112,13 +113,11 @@ class MPlugOwl3GenerationMixin(GenerationMixin):
         passed = self.count_frames(**inputs)
         if passed not in (0, cached.layout.total_frames):
             raise ShapeError(
-                f"the cache holds {cached.layout.total_frames} frames and {passed} were passed; a conversation goes on "
-                "with the frames it began with: pass those, or none, or start without the cache"
+                f"the cache holds {cached.layout.total_frames} frames and {passed} were passed; {_SAME_FRAMES}"
             )
         given = [inputs[name] for name in _FRAMES if inputs.get(name) is not None] if is_first_iteration else []
-        if cached.seen and any(fingerprint_of(frames) not in cached.seen for frames in given):
-            raise ShapeError(
-                "other frames were passed than those whose K and V the cache holds; a conversation goes on with the "
-                "frames it began with: pass those, or none, or start without the cache"
-            )
+        if cached.frame_fingerprints and any(
+            fingerprint_of(frames) not in cached.frame_fingerprints for frames in given
+        ):
+            raise ShapeError(f"other frames were passed than those whose K and V the cache holds; {_SAME_FRAMES}")
         return {name: value for name, value in inputs.items() if name not in (*_FRAMES, "media_layout", "media_offset")}

@@ -1,11 +1,11 @@
-"""Hyper attention: Qwen2's self-attention that also looks at the frames.
+"""Hyper attention: Qwen2's self-attention extended by attention over the frames.
 
-Shape legend: B samples, L text tokens, K text keys (cached ones included), F frames of all samples, T tokens a frame,
+Shape legend: B samples, L text tokens, K text keys (cached ones included), F frames of all samples, T tokens per frame,
 H query heads, G KV heads, D head dim, C = H * D channels.
 
-The parts (projections, rotary embedding, mixing) are methods of their own, so that a distributed forward can be put
-together from them. `forward` puts them together for one process: each sample's rows attend to that sample's frames
-only, in blocks of rows (`visual_inputs.row_blocks`).
+Projections, rotary embedding and mixing are separate methods, from which a distributed forward is composed. `forward`
+composes them for one process: the rows of a sample attend to the frames of that sample only, in blocks of rows
+(`visual_inputs.row_blocks`).
 """
 
 from collections.abc import Callable
@@ -27,18 +27,18 @@ from transformers.models.qwen2.modeling_qwen2 import (
 )
 
 from .configuration import MPlugOwl3Config
-from .hyper_masks import joint_mask, text_visibility, visible_keys
-from .visual_inputs import VisualInputs, visual_cache
+from .visual_inputs import RowBlock, VisualInputs, visual_cache
 
 
 class HyperAttention(Qwen2Attention):
     """Self-attention over the text and attention over the frames, with shared queries and one shared output projection.
 
     Attributes:
-        v_kv_proj: visual features to K and V; its output channels are (KV head, {K, V}, head dim).
-        gate: (hidden,) logits of the visual part's share per channel; None unless `config.gate` is "vector".
-        gate_proj: the visual part's share as a function of one head of the text's attention output; None unless
-            `config.gate` is "per_head".
+        v_kv_proj: projects visual features to K and V; its output channels are (KV head, {K, V}, head dim).
+        fused: one softmax over visual and text keys; `config.gate` is None.
+        gate: (hidden,) logits of the weight of the visual output per channel; None unless `config.gate` is "vector".
+        gate_proj: maps one head of the text output to the weight of the visual output; None unless `config.gate` is
+            "per_head".
     """
 
     def __init__(self, config: MPlugOwl3Config, layer_idx: int) -> None:
@@ -50,12 +50,12 @@ class HyperAttention(Qwen2Attention):
         self.gate_proj: nn.Module | None = None
         if config.gate == "per_head":
             self.gate_proj = nn.Sequential(nn.Linear(self.head_dim, self.head_dim), nn.Sigmoid())
-        self.rotary_emb = Qwen2RotaryEmbedding(config)  # no parameters and nothing in the state dict
+        self.rotary_emb = Qwen2RotaryEmbedding(config)  # has no parameters and no entry in the state dict
 
     def project_text(
         self, hidden_states: Tensor, position_embeddings: tuple[Tensor, Tensor]
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """q (B, H, L, D), k and v (B, G, L, D) of normalised text (B, L, hidden); q and k rotated."""
+        """Normalised text (B, L, hidden) -> q (B, H, L, D), k and v (B, G, L, D); q and k are rotated."""
         heads = (*hidden_states.shape[:-1], -1, self.head_dim)
         q, k, v = (
             projection(hidden_states).view(heads).transpose(1, 2)
@@ -65,15 +65,15 @@ class HyperAttention(Qwen2Attention):
         return q, k, v
 
     def project_visual(self, embeds: Tensor, frame_position: Tensor) -> tuple[Tensor, Tensor]:
-        """k (rotated) and v, each (1, G, F * T, D), of normalised frames (F, T, hidden).
+        """Normalised frames (F, T, hidden) -> k (rotated) and v, each (1, G, F * T, D).
 
-        All T keys of a frame are rotated with the one position of the frame, (F,), in float32.
+        All T keys of a frame are rotated by the frame's one position, `frame_position` (F,), in float32.
         """
         frames, tokens, _ = embeds.shape
         kv = self.v_kv_proj(embeds).view(frames, tokens, self.num_kv_heads, 2, self.head_dim)
         k, v = kv.unbind(-2)
         k = self._rotate_frames(k, frame_position)
-        v = v.contiguous()  # or it would keep the unrotated K, its neighbour in memory, alive
+        v = v.contiguous()  # A view would keep the unrotated K, which shares its storage, alive.
         k, v = (part.reshape(1, frames * tokens, self.num_kv_heads, self.head_dim).transpose(1, 2) for part in (k, v))
         return k, v
 
@@ -83,28 +83,28 @@ class HyperAttention(Qwen2Attention):
         cos, sin = cos[0, :, None, None], sin[0, :, None, None]
         return (wide * cos + rotate_half(wide) * sin).to(k.dtype)
 
-    def mix(self, text_out: Tensor, visual_out: Tensor, sees: Tensor) -> Tensor:
-        """Return text_out (1 - s) + visual_out s, (B, L, C), with the share s that the gate gives the visual part.
+    def mix(self, text_out: Tensor, visual_out: Tensor, has_frames: Tensor) -> Tensor:
+        """Return text_out (1 - w) + visual_out w, (B, L, C), where the gate gives the weight w.
 
-        `sees` is (B, L) bool. A row that sees nothing keeps its self-attention untouched.
+        `has_frames` (B, L) bool: whether a row sees any frame. The text output of the other rows is not changed.
         """
         if self.gate_proj is not None:
-            share = self.gate_proj(text_out.unflatten(-1, (-1, self.head_dim))).flatten(-2)
+            weight = self.gate_proj(text_out.unflatten(-1, (-1, self.head_dim))).flatten(-2)
         elif self.gate is not None:
-            share = torch.sigmoid(self.gate)
+            weight = torch.sigmoid(self.gate)
         else:
-            raise TypeError("config.gate is None: visual and text keys share one softmax, there are no parts to mix")
-        share = share.to(text_out.dtype)
-        return torch.where(sees[..., None], text_out * (1 - share) + visual_out * share, text_out)
+            raise TypeError("config.gate is None: visual and text keys share one softmax, so there is nothing to mix")
+        weight = weight.to(text_out.dtype)
+        return torch.where(has_frames[..., None], text_out * (1 - weight) + visual_out * weight, text_out)
 
     def output(self, mixed: Tensor) -> Tensor:
-        """(B, L, hidden) of the joined heads (B, L, C)."""
+        """Concatenated heads (B, L, C) -> (B, L, hidden)."""
         return self.o_proj(mixed)
 
     def visual_states(
         self, visual: VisualInputs, visual_norm: nn.Module, past_key_values: Cache | None
     ) -> tuple[Tensor, Tensor]:
-        """k and v of all frames, (1, G, F * T, D): from the cache, or projected and then kept there."""
+        """Return k and v of all frames, (1, G, F * T, D), from the cache; project and cache them on the first call."""
         cache = visual_cache(past_key_values)
         if cache is not None and self.layer_idx in cache.states:
             return cache.states[self.layer_idx]
@@ -123,19 +123,19 @@ class HyperAttention(Qwen2Attention):
         visual_norm: nn.Module | None = None,
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor | None]:
-        """Attention of normalised text (B, L, hidden) over text and frames.
+        """Compute attention of normalised text over text and frames.
 
         Args:
-            hidden_states: after the layer's input norm.
+            hidden_states: (B, L, hidden), the output of the layer's input norm.
             position_embeddings: cos and sin of the text.
-            attention_mask: as transformers prepared it for this layer's attention implementation.
-            past_key_values: text cache, with the visual K and V beside it.
-            visual: what this pass knows about the frames; None in a pass without any.
-            visual_norm: the layer's input norm, which the frames' features go through too.
-            **kwargs: for the attention function.
+            attention_mask: the mask that transformers prepared for this layer's attention implementation.
+            past_key_values: the text cache, which also keeps the visual K and V.
+            visual: visual features and visibility; None in a pass without frames.
+            visual_norm: the layer's input norm, which is applied to the visual features too.
+            **kwargs: passed to the attention function.
 
         Returns:
-            (B, L, hidden), and with eager attention the weights on the text keys.
+            (B, L, hidden), and with eager attention the attention weights of the text keys.
         """
         q, k, v = self.project_text(hidden_states, position_embeddings)
         if past_key_values is not None:
@@ -150,7 +150,7 @@ class HyperAttention(Qwen2Attention):
             mixed, weights = self._attend_jointly(q, k, v, visual_k, visual_v, attention_mask, visual)
         else:
             text_out, weights = self._attend_text(q, k, v, attention_mask, **kwargs)
-            mixed = self.mix(text_out, self._attend_frames(q, visual_k, visual_v, visual), visual.sees)
+            mixed = self.mix(text_out, self._attend_frames(q, visual_k, visual_v, visual), visual.has_frames)
         return self.output(mixed), weights
 
     @property
@@ -160,7 +160,7 @@ class HyperAttention(Qwen2Attention):
     def _attend_text(
         self, q: Tensor, k: Tensor, v: Tensor, attention_mask: Tensor | None, **kwargs: Any
     ) -> tuple[Tensor, Tensor | None]:
-        """(B, L, C): Qwen2's own self-attention, before the output projection."""
+        """Return Qwen2's own self-attention (B, L, C), before the output projection."""
         attend: Callable = ALL_ATTENTION_FUNCTIONS.get_interface(
             self.config._attn_implementation, eager_attention_forward
         )
@@ -178,7 +178,7 @@ class HyperAttention(Qwen2Attention):
         return out.flatten(2), weights
 
     def _attend_frames(self, q: Tensor, k: Tensor, v: Tensor, visual: VisualInputs) -> Tensor:
-        """(B, L, C): attention of every row over the frames it sees, with a softmax of its own; 0 without any."""
+        """Return the attention of every row over its visible frames, (B, L, C); 0 for rows without visible frames."""
         samples = []
         for sample, blocks in enumerate(visual.blocks):
             parts = []
@@ -187,8 +187,8 @@ class HyperAttention(Qwen2Attention):
                 if block.first_frame == block.stop_frame:
                     parts.append(torch.zeros_like(rows).transpose(1, 2))
                     continue
-                keys = slice(block.first_frame * visual.tokens_per_frame, block.stop_frame * visual.tokens_per_frame)
-                mask = visible_keys(visual, sample, block)
+                keys = visual.keys_of(block)
+                mask = _visible_keys(visual, sample, block)
                 parts.append(self._attend(rows, k[:, :, keys], v[:, :, keys], mask)[0])
             samples.append(torch.cat(parts, dim=1))
         return torch.cat(samples).flatten(2)
@@ -203,19 +203,19 @@ class HyperAttention(Qwen2Attention):
         attention_mask: Tensor | None,
         visual: VisualInputs,
     ) -> tuple[Tensor, Tensor | None]:
-        """(B, L, C): one softmax over [visual keys; text keys]."""
-        text_mask = text_visibility(attention_mask, q, k)
+        """Return the attention with one softmax over [visual keys; text keys], (B, L, C)."""
+        text_mask = _text_visibility(attention_mask, q, k)
         samples, sample_weights = [], []
         for sample, blocks in enumerate(visual.blocks):
             parts, part_weights = [], []
             one = slice(sample, sample + 1)
             for block in blocks:
-                keys = slice(block.first_frame * visual.tokens_per_frame, block.stop_frame * visual.tokens_per_frame)
-                visible = visible_keys(visual, sample, block)
+                keys = visual.keys_of(block)
+                visible = _visible_keys(visual, sample, block)
                 mask_rows = None
                 if text_mask is not None:
                     mask_rows = text_mask[sample % text_mask.shape[0], block.start : block.stop]
-                mask = joint_mask(visible, keys.stop - keys.start, mask_rows, block.stop - block.start, k.shape[2])
+                mask = _joint_mask(visible, keys.stop - keys.start, mask_rows, block.stop - block.start, k.shape[2])
                 out, weights = self._attend(
                     q[one, :, block.start : block.stop],
                     torch.cat([visual_k[:, :, keys], k[one]], dim=2),
@@ -225,17 +225,18 @@ class HyperAttention(Qwen2Attention):
                 parts.append(out)
                 part_weights.append(None if weights is None else weights[..., keys.stop - keys.start :])
             samples.append(torch.cat(parts, dim=1))
-            sample_weights.append(_joined(part_weights, dim=2))
-        return torch.cat(samples).flatten(2), _joined(sample_weights, dim=0)
+            sample_weights.append(_concatenate(part_weights, dim=2))
+        return torch.cat(samples).flatten(2), _concatenate(sample_weights, dim=0)
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """(1, rows, H, D) of q (1, H, rows, D); mask (rows, keys), boolean (True: visible) or additive, or None."""
+        """q (1, H, rows, D) -> (1, rows, H, D); mask (rows, keys), boolean (True: visible) or additive, or None."""
         if self.config._attn_implementation == "eager":
             if mask is not None and mask.dtype == torch.bool:
                 mask = torch.zeros_like(mask, dtype=q.dtype).masked_fill(~mask, torch.finfo(q.dtype).min)
             return eager_attention_forward(self, q, k, v, mask, scaling=self.scaling, dropout=self._dropout)
         if mask is not None and q.is_cuda:
-            # With a mask and grouped heads torch has only its unfused path there; one block's keys are few enough.
+            # On CUDA torch has no fused kernel for a mask with grouped heads. The keys of one block are few, so K and V
+            # are expanded.
             k, v = repeat_kv(k, self.num_key_value_groups), repeat_kv(v, self.num_key_value_groups)
         out = F.scaled_dot_product_attention(
             q, k, v, attn_mask=mask, dropout_p=self._dropout, scale=self.scaling, enable_gqa=k.shape[1] != q.shape[1]
@@ -244,17 +245,59 @@ class HyperAttention(Qwen2Attention):
 
 
 class HyperDecoderLayer(Qwen2DecoderLayer):
-    """Qwen2's decoder layer with hyper attention; its input norm serves the text and the frames' features."""
+    """Qwen2's decoder layer with hyper attention; its input norm is applied to the text and to the visual features."""
 
     def __init__(self, config: MPlugOwl3Config, layer_idx: int) -> None:
         super().__init__(config, layer_idx)
         self.self_attn = HyperAttention(config, layer_idx)
 
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        """As Qwen2's; `visual` in the keyword arguments reaches the attention, together with the norm it needs."""
+        """Compute Qwen2's decoder layer; `visual` among the keyword arguments is passed on to the attention."""
         return super().forward(hidden_states, *args, visual_norm=self.input_layernorm, **kwargs)
 
 
-def _joined(weights: list[Tensor | None], dim: int) -> Tensor | None:
-    present = [part for part in weights if part is not None]  # all of them, with eager attention, or none
+def _concatenate(weights: list[Tensor | None], dim: int) -> Tensor | None:
+    present = [part for part in weights if part is not None]  # all of them with eager attention, otherwise none
     return torch.cat(present, dim) if present else None
+
+
+def _visible_keys(visual: VisualInputs, sample: int, block: RowBlock) -> Tensor | None:
+    """Return (rows, keys of the block's frames) bool, or None if every row sees all of them."""
+    if block.uniform:
+        return None
+    frames = torch.arange(block.first_frame, block.stop_frame, device=visual.first.device)
+    first, stop = (bound[sample, block.start : block.stop, None] for bound in (visual.first, visual.stop))
+    return ((first <= frames) & (frames < stop)).repeat_interleave(visual.tokens_per_frame, dim=1)
+
+
+def _text_visibility(attention_mask: Tensor | None, q: Tensor, k: Tensor) -> Tensor | None:
+    """Return (B or 1, L, K), boolean or additive, or None if every row sees every text key."""
+    length, keys = q.shape[2], k.shape[2]
+    if attention_mask is not None:
+        if attention_mask.dim() != 4 or attention_mask.shape[1] != 1:
+            raise TypeError(
+                f"a model without a gate needs the text mask as (batch, 1, rows, keys) and got "
+                f"{tuple(attention_mask.shape)}; use attn_implementation 'sdpa' or 'eager'"
+            )
+        return attention_mask[:, 0, :, :keys]
+    if length == 1:
+        return None
+    # transformers passes no mask for plain causal attention from the first key on. A static cache has more keys than
+    # there are tokens so far.
+    return torch.ones(length, keys, dtype=torch.bool, device=q.device).tril()[None]
+
+
+def _joint_mask(
+    visible: Tensor | None, visual_keys: int, text_mask: Tensor | None, rows: int, text_keys: int
+) -> Tensor | None:
+    """Concatenate the masks of visual and text keys to (rows, visual_keys + text_keys), in the text mask's form."""
+    if text_mask is None:
+        if visible is None:
+            return None
+        text_mask = torch.ones(rows, text_keys, dtype=torch.bool, device=visible.device)
+    if visible is None:
+        visible = torch.ones(rows, visual_keys, dtype=torch.bool, device=text_mask.device)
+    if text_mask.dtype != torch.bool:
+        hidden = torch.finfo(text_mask.dtype).min
+        visible = torch.zeros_like(visible, dtype=text_mask.dtype).masked_fill(~visible, hidden)
+    return torch.cat([visible, text_mask], dim=1)

@@ -1,9 +1,12 @@
-"""Frames and the tiles of still images to `pixel_values`.
+"""Preprocessing of frames and still images to `pixel_values`.
 
-The published code resizes with Pillow. So does this, to the same bytes, for uint8 pictures on the CPU where Pillow is
-installed. Elsewhere torch does the same two passes, the width first, within one level of 255; releases of Pillow that
-take the height first where that is cheaper differ by more there. Floating pictures are not rounded to levels.
-torchvision is not needed: it has no build for some machines.
+The published code resizes with Pillow. For uint8 pictures on the CPU this module does the same, with the same bytes, if
+Pillow is installed. Otherwise torch computes the same two passes, width first, within one level of 255. (Releases of
+Pillow that resize the height first where that is cheaper differ by more.) Floating pictures are not rounded to levels.
+torchvision is not used: it has no build for some machines.
+
+A still image is cut as in the published code: it is resized to the box of a grid (rows, columns), cut row by row, and
+followed by the whole image once more, which gives rows * columns + 1 tiles. Each tile is a frame.
 """
 
 from collections.abc import Iterable, Sequence
@@ -19,16 +22,19 @@ from transformers.image_processing_base import ImageProcessingMixin
 
 from mllm_seqpar.errors import DataError, ShapeError
 
-from .cutting import Grid, best_grid
-
 Frame = Any
 """A picture: PIL image, or array or tensor, (H, W, 3) or (3, H, W), uint8 (0 to 255) or floating (0 to 1)."""
 
-_AT_ONCE = 32  # frames of one size that are resized together
+Grid = tuple[int, int]
+"""(rows, columns)."""
+
+GRIDS: tuple[Grid, ...] = ((2, 2), (1, 3), (1, 4), (3, 1), (4, 1), (2, 3), (3, 2))
+
+_AT_ONCE = 32  # the largest number of frames that are resized together
 
 
 class ImageOptions(TypedDict, total=False):
-    """What `MPlugOwl3ImageProcessor.from_pretrained` takes in place of what is saved."""
+    """Options that `MPlugOwl3ImageProcessor.from_pretrained` takes in place of the saved ones."""
 
     image_size: int
     image_mean: list[float]
@@ -36,12 +42,12 @@ class ImageOptions(TypedDict, total=False):
 
 
 class MPlugOwl3ImageProcessor(ImageProcessingMixin):
-    """Resizes frames to a square, bicubic with antialiasing and whatever their aspect, and normalises them.
+    """Resize frames of any aspect ratio to a square, bicubic with antialiasing, and normalise them.
 
-    A call makes one frame of each picture. `tiles` cuts a still image; what it returns is then passed to a call.
+    A call returns one frame for each picture. `tiles` cuts a still image; its result can be passed to a call.
 
     Attributes:
-        image_size: side of the square; a vision tower of 27 x 27 patches of 14 takes 378 and 384 alike.
+        image_size: side of the square. A vision tower of 27 x 27 patches of 14 accepts both 378 and 384.
         image_mean: per channel, of values from 0 to 1.
         image_std: per channel.
     """
@@ -64,64 +70,85 @@ class MPlugOwl3ImageProcessor(ImageProcessingMixin):
     def __call__(
         self, images: Frame | Iterable[Frame], return_tensors: str | None = None, **unknown: Any
     ) -> BatchFeature:
-        """`pixel_values` (F, 3, size, size), float32, of one frame, several, or an array of frames.
+        """Return `pixel_values` (F, 3, size, size), float32, of one frame, several frames, or an array of frames.
+
+        Args:
+            images: the frames.
+            return_tensors: accepted for transformers' callers; the result is always a torch tensor.
 
         Raises:
-            ShapeError: something that is no colour picture.
-            DataError: an argument that is not known; `return_tensors` is, and what comes out is always a tensor.
+            ShapeError: a frame is not a colour picture.
+            DataError: an unknown argument.
         """
         if unknown:
             raise DataError(
-                f"unknown arguments: {', '.join(sorted(unknown))}; size and normalisation are set when it is made"
+                f"unknown arguments: {', '.join(sorted(unknown))}; size and normalisation are set when it is created"
             )
-        frames = [as_tensor(frame, number) for number, frame in enumerate(frame_list(images))]
-        resized: list[Tensor] = []
+        frames = [to_tensor(frame, number) for number, frame in enumerate(frame_list(images))]
+        parts = [torch.zeros(0, 3, self.image_size, self.image_size)]
         start = 0
         while start < len(frames):
             stop = start
-            while stop < min(len(frames), start + _AT_ONCE) and _alike(frames[stop], frames[start]):
+            while stop < min(len(frames), start + _AT_ONCE) and _can_stack(frames[stop], frames[start]):
                 stop += 1
-            resized.append(self._normalised(self._resized(torch.stack(frames[start:stop]))))
+            parts.append(self._preprocess(torch.stack(frames[start:stop])))
             start = stop
-        empty = torch.zeros(0, 3, self.image_size, self.image_size)
-        return BatchFeature({"pixel_values": torch.cat(resized) if resized else empty})
+        return BatchFeature({"pixel_values": torch.cat(parts[1:] or parts)})
 
-    def preprocess(self, images: Frame | Iterable[Frame], **kwargs: Any) -> BatchFeature:
-        """The same as calling it."""
-        return self(images, **kwargs)
+    preprocess = __call__
 
     def grid(self, height: int, width: int) -> Grid:
         """Return the (rows, columns) that a still image of that size is cut into."""
         return best_grid(height, width, self.image_size)
 
     def tiles(self, picture: Frame, grid: Grid | None = None) -> Tensor:
-        """Return the tiles of a still image, row by row, and last the whole of it: (rows * columns + 1, 3, size, size).
+        """Return the tiles of a still image and then the whole image, (rows * columns + 1, 3, size, size).
 
-        They are of the picture's dtype, uint8 or floating, so that a call has nothing more to resize.
+        The result has the picture's dtype, uint8 or floating, and needs no further resizing.
 
         Args:
             picture: the image.
-            grid: (rows, columns); the one that fits best when None.
+            grid: the best grid if None.
         """
-        whole, size = as_tensor(picture, 0)[None], self.image_size
+        whole, size = to_tensor(picture, 0)[None], self.image_size
         rows, columns = grid or self.grid(*whole.shape[2:])
         cut = resized(whole, rows * size, columns * size).unflatten(2, (rows, size)).unflatten(4, (columns, size))
         return torch.cat([cut[0].permute(1, 3, 0, 2, 4).flatten(0, 1), resized(whole, size, size)])
 
-    def _resized(self, frames: Tensor) -> Tensor:
-        """(F, 3, size, size) float32 from 0 to 1, of frames (F, 3, H, W), uint8 or floating."""
+    def _preprocess(self, frames: Tensor) -> Tensor:
+        """(F, 3, H, W), uint8 or floating -> (F, 3, size, size) float32, normalised."""
         frames = resized(frames, self.image_size, self.image_size)
-        return frames.float() / 255 if frames.dtype == torch.uint8 else frames.float()
-
-    def _normalised(self, frames: Tensor) -> Tensor:
+        frames = frames.float() / 255 if frames.dtype == torch.uint8 else frames.float()
         mean, std = (
             torch.tensor(part, device=frames.device)[:, None, None] for part in (self.image_mean, self.image_std)
         )
         return (frames - mean) / std
 
 
+def best_grid(height: int, width: int, size: int) -> Grid:
+    """Return the grid that fits a picture best: the closest shape first, then the closest resolution.
+
+    The published code computes in float32 and in whole pixels, which decides near ties; this function does the same.
+
+    Args:
+        height, width: size of the picture.
+        size: side of a tile.
+    """
+    boxes = torch.tensor([(columns * size, rows * size) for rows, columns in GRIDS])
+    same_shape = boxes.clone()
+    same_shape[:, 1] = height / width * boxes[:, 0]  # truncated to whole pixels
+    score = _overlap(boxes, same_shape) * 100 + _overlap(boxes, torch.tensor([[width, height]]))
+    return GRIDS[int(score.argmax())]
+
+
+def _overlap(boxes: Tensor, others: Tensor) -> Tensor:
+    """Return the intersection over union of boxes (width, height) that share a corner."""
+    intersection = torch.minimum(boxes, others).prod(1)
+    return intersection / (boxes.prod(1) + others.prod(1) - intersection + 1e-5)
+
+
 def resized(frames: Tensor, height: int, width: int) -> Tensor:
-    """Return pictures (F, 3, H, W) resized to (F, 3, height, width), of the same dtype."""
+    """Resize pictures (F, 3, H, W) to (F, 3, height, width) of the same dtype."""
     if frames.shape[2:] == (height, width):
         return frames
     if frames.is_floating_point():
@@ -129,7 +156,7 @@ def resized(frames: Tensor, height: int, width: int) -> Tensor:
     if frames.device.type == "cpu" and _pillow() is not None:
         return torch.stack([_resized_by_pillow(frame, height, width) for frame in frames])
     levels = frames.float()
-    for size in ((frames.shape[2], width), (height, width)):  # in whole levels, as Pillow does
+    for size in ((frames.shape[2], width), (height, width)):  # Pillow rounds to whole levels after each pass
         levels = F.interpolate(levels, size=size, mode="bicubic", antialias=True).clamp(0, 255).round()
     return levels.to(frames.dtype)
 
@@ -151,15 +178,15 @@ def _pillow() -> Any:
 
 
 def frame_list(images: Any) -> list[Frame]:
-    """The pictures of what is one picture, an array or tensor of several, or any iterable of them."""
+    """Return a list of pictures from one picture, an array or tensor of several, or any iterable of pictures."""
     if isinstance(images, (np.ndarray, Tensor)):
         return list(images) if images.ndim == 4 else [images]
     return [images] if hasattr(images, "convert") else list(images)
 
 
-def as_tensor(frame: Any, number: int) -> Tensor:
-    """Return the picture as (3, H, W), uint8 or floating; `number` is for the message that it is none."""
-    if hasattr(frame, "convert"):  # a PIL image, without importing PIL
+def to_tensor(frame: Any, number: int) -> Tensor:
+    """Return the picture as (3, H, W), uint8 or floating; `number` is its index in error messages."""
+    if hasattr(frame, "convert"):  # a PIL image; PIL may not be installed
         frame = np.array(frame.convert("RGB"))
     if isinstance(frame, np.ndarray):
         frame = torch.from_numpy(np.ascontiguousarray(frame))
@@ -178,5 +205,5 @@ def as_tensor(frame: Any, number: int) -> Tensor:
     return frame
 
 
-def _alike(one: Tensor, other: Tensor) -> bool:
+def _can_stack(one: Tensor, other: Tensor) -> bool:
     return one.shape == other.shape and one.dtype == other.dtype and one.device == other.device

@@ -1,6 +1,6 @@
-"""mPLUG-Owl3 for transformers 5: Qwen2 with hyper attention in a few layers, SigLIP, and a projector between.
+"""mPLUG-Owl3 for transformers 5: Qwen2 with hyper attention in a few layers, SigLIP, and a projector between them.
 
-Shape legend: B samples, L text tokens, F frames of all samples in one flat list, T tokens a frame.
+Shape legend: B samples, L text tokens, F frames of all samples in one flat list, T tokens per frame.
 """
 
 from typing import Any, cast
@@ -25,19 +25,19 @@ from .visual_inputs import VisualCache, VisualInputs, visual_cache
 
 
 class MPlugOwl3ForConditionalGeneration(MPlugOwl3PreTrainedModel, MPlugOwl3GenerationMixin):
-    """Text that continues text and frames.
+    """A language model conditioned on text and frames.
 
     Attributes:
         language_model: `HyperQwen2ForCausalLM`.
         vision_model: SigLIP's vision tower.
-        vision2text_model: the tower's width to the text's: a linear layer, or two with an exact GELU between.
+        vision2text_model: the projector to the text's width: a linear layer, or two with an exact GELU between.
     """
 
     def __init__(self, config: MPlugOwl3Config) -> None:
         if config.gate == AUTO:
             raise ConfigError(
-                f"config.gate is {AUTO!r}, which from_pretrained resolves from the weights; for a new model set it to "
-                f"one of {GATES}"
+                f"config.gate is {AUTO!r}, which from_pretrained replaces by the gate of the weights; for a new model "
+                f"set it to one of {GATES}"
             )
         if config.projector_layers is None:
             config.projector_layers = 2 if config.gate is None else 1
@@ -48,27 +48,22 @@ class MPlugOwl3ForConditionalGeneration(MPlugOwl3PreTrainedModel, MPlugOwl3Gener
         self.post_init()
 
     def get_input_embeddings(self) -> nn.Module:
-        """The token embedding."""
         return self.language_model.get_input_embeddings()
 
     def set_input_embeddings(self, value: nn.Module) -> None:
-        """Replaces the token embedding."""
         self.language_model.set_input_embeddings(value)
 
     def get_output_embeddings(self) -> nn.Module:
-        """The vocabulary's projection."""
         return self.language_model.lm_head
 
     def set_output_embeddings(self, new_embeddings: nn.Module) -> None:
-        """Replaces the vocabulary's projection."""
         self.language_model.lm_head = new_embeddings  # type: ignore[assignment]
 
     def get_decoder(self) -> nn.Module:
-        """The language model without the vocabulary's projection."""
         return self.language_model.model
 
     def encode_frames(self, pixel_values: Tensor) -> Tensor:
-        """(F, T, hidden) of frames (F, 3, H, W): the tower, then `vision2text_model`; what `image_embeds` takes."""
+        """Frames (F, 3, H, W) -> visual features (F, T, hidden), which can be passed as `image_embeds`."""
         size = self.config.vision_batch_size or pixel_values.shape[0]
         features = [self.vision_model.penultimate(chunk) for chunk in pixel_values.split(size)]
         return self.vision2text_model(features[0] if len(features) == 1 else torch.cat(features))
@@ -81,7 +76,7 @@ class MPlugOwl3ForConditionalGeneration(MPlugOwl3PreTrainedModel, MPlugOwl3Gener
         media_offset: MediaOffset | None = None,
         position_ids: Tensor | None = None,
     ) -> MediaLayout:
-        """`media.media_layout` with this model's gate and placeholder."""
+        """Return `media.media_layout` with this model's gate and placeholder token."""
         return media_layout(
             self.config.gate,
             total_frames=total_frames,
@@ -92,7 +87,7 @@ class MPlugOwl3ForConditionalGeneration(MPlugOwl3PreTrainedModel, MPlugOwl3Gener
         )
 
     def _frame_features(self, pixel_values: Tensor | None, image_embeds: Tensor | None) -> Tensor | None:
-        """(F, T, hidden) of what was passed, or None without frames."""
+        """Return the visual features (F, T, hidden) of pixels or embeddings, or None without frames."""
         if pixel_values is not None and image_embeds is not None:
             raise ShapeError("pass either pixel_values or image_embeds, not both")
         if pixel_values is not None and pixel_values.shape[0]:
@@ -102,28 +97,48 @@ class MPlugOwl3ForConditionalGeneration(MPlugOwl3PreTrainedModel, MPlugOwl3Gener
         if image_embeds.dim() != 3 or image_embeds.shape[2] != self.config.hidden_size:
             raise ShapeError(
                 f"image_embeds has shape {tuple(image_embeds.shape)}; expected (frames, tokens, "
-                f"{self.config.hidden_size}), the frames of all samples one after another"
+                f"{self.config.hidden_size}), with the frames of all samples one after another"
             )
         weight = cast(Tensor, self.get_input_embeddings().weight)
         dtype = image_embeds.dtype if torch.is_autocast_enabled(weight.device.type) else weight.dtype
         return image_embeds.to(device=weight.device, dtype=dtype)
 
     def _cache_for(self, past_key_values: Cache | None, use_cache: bool | None) -> tuple[Cache | None, bool]:
-        """The cache of this call, made when it is missing, so that the visual K and V have a place beside it."""
+        """Return the cache of this call, created here if needed, since the visual K and V are kept with it."""
         if use_cache is None:
             use_cache = self.config.use_cache
         if self.training and self.language_model.model.gradient_checkpointing:
-            use_cache = False  # the layers would drop it, each with a warning
+            use_cache = False  # Each layer would drop the cache with a warning.
         if use_cache and past_key_values is None:
             past_key_values = DynamicCache(config=self.config)
         return past_key_values, use_cache
 
-    def _remember_frames(self, cache: Cache | None, *frames: Tensor | None) -> None:
-        """Completes what is kept with the cache: the generation's rule for placeholders, and which frames these are."""
-        cached = visual_cache(cache)
-        if cached is not None:
-            cached.inclusive = self.config.gate is None
-            cached.seen = {fingerprint_of(x) for x in frames if x is not None}
+    def _new_visual(
+        self,
+        layout: MediaLayout,
+        row_offset: int,
+        embeds: Tensor | None,
+        frames: Tensor | None,
+        cache: Cache | None,
+        past_length: int,
+        inputs_embeds: Tensor,
+    ) -> VisualInputs | None:
+        """Return the visual inputs for the frames of this call; with a cache, also attach their KV cache to it."""
+        total = 0 if embeds is None else embeds.shape[0]
+        batch, length, _ = inputs_embeds.shape
+        if layout.total_frames != total or layout.first.shape[0] != batch:
+            raise ShapeError(
+                f"media_layout is for {layout.first.shape[0]} samples and {layout.total_frames} frames; the call has "
+                f"{batch} samples and {total} frames"
+            )
+        if embeds is None:
+            return None
+        inclusive = self.config.gate is None
+        visual = VisualCache(layout, row_offset=row_offset, tokens_per_frame=embeds.shape[1], inclusive=inclusive)
+        if cache is not None:
+            attach(cache, visual, self.config.num_hidden_layers)
+            visual.frame_fingerprints = set() if frames is None else {fingerprint_of(frames)}
+        return visual.inputs(past_length, length, batch, embeds)
 
     @can_return_tuple
     def forward(
@@ -143,27 +158,28 @@ class MPlugOwl3ForConditionalGeneration(MPlugOwl3PreTrainedModel, MPlugOwl3Gener
         logits_to_keep: int | Tensor = 0,
         **kwargs: Any,
     ) -> CausalLMOutputWithPast:
-        """Logits of the text, and the loss when there are labels.
+        """Compute the logits of the text, and the loss if labels are given.
 
         Args:
             input_ids: (B, L).
             pixel_values: (F, 3, H, W), the frames of all samples, one sample after another.
-            media_offset: which tokens see which frames, in either published form (`media.MediaOffset`). When None, the
+            media_offset: which tokens see which frames, in either published form (`media.MediaOffset`). If None, the
                 placeholders are the tokens that equal `config.image_token_id`.
-            attention_mask: (B, L) text mask, 0 at padding, on either side.
-            position_ids: (B, L); continues the cache, from 0, when None.
-            past_key_values: cache of earlier tokens. The frames' K and V are kept with it, and later calls pass none.
-            inputs_embeds: (B, L, hidden) in place of `input_ids`; then `media_offset` is needed with frames.
-            labels: (B, L), not shifted; -100 is left out of the loss.
-            shift_labels: (B, L), shifted already, in place of `labels`.
-            image_embeds: (F, T, hidden) in place of `pixel_values`; what `encode_frames` returns.
-            media_layout: which rows see which frames, counted from the cache's first token; in place of `media_offset`.
-            use_cache: whether to return a cache; `config.use_cache` when None.
-            logits_to_keep: the number of last positions to compute logits of, or which ones (`text.rows_kept`); 0: all.
-            **kwargs: to the language model, its layers and its attention function, and the loss (`num_items_in_batch`).
+            attention_mask: (B, L) text mask, 0 at padding on either side.
+            position_ids: (B, L); if None, consecutive positions that continue the cache.
+            past_key_values: cache of earlier tokens. It also keeps the visual K and V, so later calls pass no frames.
+            inputs_embeds: (B, L, hidden) in place of `input_ids`; with frames it requires `media_offset`.
+            labels: (B, L), not shifted; the loss ignores -100.
+            shift_labels: (B, L), already shifted, in place of `labels`.
+            image_embeds: (F, T, hidden), the result of `encode_frames`, in place of `pixel_values`.
+            media_layout: the visibility from the cache's first token on, in place of `media_offset`.
+            use_cache: whether to return a cache; `config.use_cache` if None.
+            logits_to_keep: number of last positions, or the positions, to compute logits for; 0 for all.
+            **kwargs: passed to the language model, its layers, its attention function, and the loss
+                (`num_items_in_batch`).
 
         Raises:
-            ShapeError: frames, placeholders and text that do not fit each other.
+            ShapeError: frames, placeholders and text do not fit each other.
         """
         if (input_ids is None) == (inputs_embeds is None):
             raise ShapeError("pass either input_ids or inputs_embeds")
@@ -183,9 +199,10 @@ class MPlugOwl3ForConditionalGeneration(MPlugOwl3PreTrainedModel, MPlugOwl3Gener
                 media_layout = self.media_layout(
                     total, input_ids=input_ids, media_offset=media_offset, position_ids=position_ids
                 )
-            layers = self.config.num_hidden_layers
-            visual = _new_visual(media_layout, row_offset, embeds, past_key_values, past_length, inputs_embeds, layers)
-            self._remember_frames(past_key_values, pixel_values, image_embeds)
+            frames = pixel_values if image_embeds is None else image_embeds
+            visual = self._new_visual(
+                media_layout, row_offset, embeds, frames, past_key_values, past_length, inputs_embeds
+            )
         outputs = self.language_model.model(
             attention_mask=attention_mask,
             position_ids=position_ids,
@@ -197,7 +214,7 @@ class MPlugOwl3ForConditionalGeneration(MPlugOwl3PreTrainedModel, MPlugOwl3Gener
         )
         logits = self.language_model.lm_head(rows_kept(outputs.last_hidden_state, logits_to_keep))
         if shift_labels is not None:
-            shift_labels = shift_labels.contiguous()  # transformers' loss takes a view of it
+            shift_labels = shift_labels.contiguous()  # transformers' loss needs a view of it
         loss = None
         if labels is not None or shift_labels is not None:
             loss = self.loss_function(
@@ -220,10 +237,10 @@ def _projector(config: MPlugOwl3Config) -> nn.Module:
 
 
 def _cached_visual(cache: Any, past_length: int, inputs_embeds: Tensor, embeds: Tensor | None) -> VisualInputs | None:
-    """What tokens that continue a cache see of the frames whose K and V are in it."""
+    """Return the visual inputs of tokens that continue a cache with visual K and V, or None."""
     cached = visual_cache(cache)
     if cached is not None and past_length <= cached.row_offset:
-        detach(cache, VisualCache)  # a cache that was reset, or cropped to before those frames' text
+        detach(cache, VisualCache)  # The cache was reset, or cropped to before the text of these frames.
         cached = None
     if cached is None:
         return None
@@ -233,28 +250,3 @@ def _cached_visual(cache: Any, past_length: int, inputs_embeds: Tensor, embeds: 
             "pass new frames with the whole conversation and without the cache"
         )
     return cached.inputs(past_length, inputs_embeds.shape[1], inputs_embeds.shape[0])
-
-
-def _new_visual(
-    layout: MediaLayout,
-    row_offset: int,
-    embeds: Tensor | None,
-    cache: Any,
-    past_length: int,
-    inputs_embeds: Tensor,
-    own_layers: int,
-) -> VisualInputs | None:
-    """What the tokens of this call see of the frames passed with it; with a cache, the place for their K and V."""
-    total = 0 if embeds is None else embeds.shape[0]
-    batch, length, _ = inputs_embeds.shape
-    if layout.total_frames != total or layout.first.shape[0] != batch:
-        raise ShapeError(
-            f"media_layout is for {layout.first.shape[0]} samples and {layout.total_frames} frames; the call has "
-            f"{batch} samples and {total} frames"
-        )
-    if embeds is None:
-        return None
-    visual = VisualCache(layout, row_offset=row_offset, tokens_per_frame=embeds.shape[1], inclusive=False)
-    if cache is not None:
-        attach(cache, visual, own_layers)
-    return visual.inputs(past_length, length, batch, embeds)

@@ -11,23 +11,20 @@ LAYERS = {
     "mpt": "transformer.blocks",
     "opt": "model.decoder.layers",
 }
-"""Where language models of transformers keep their decoder layers, by model type."""
+"""The attribute path of the decoder layers in transformers' language models, by model type."""
 
 
 class OpenFlamingoConfig(PreTrainedConfig):
     """Configuration of an OpenFlamingo model directory.
 
     Attributes:
-        text_config: of the language model, its vocabulary with `<image>` and `<|endofchunk|>`; or its dict.
+        text_config: the language model's config, or its dict; its vocabulary includes `<image>` and `<|endofchunk|>`.
         vision_config: a `CLIPVisionConfig`, or its dict.
-        media_token_id: of `<image>`.
-        eoc_token_id: of `<|endofchunk|>`.
-        cross_attn_every_n_layers: distance of the gated cross-attention blocks: the published 3B models have 1, the 4B
-            ones 2, the 9B ones 4.
-        only_attend_immediate_media: whether a token sees the last picture before it only.
-
-    Raises:
-        ConfigError: a language model of another type, or tokens that are missing.
+        media_token_id: the id of `<image>`.
+        eoc_token_id: the id of `<|endofchunk|>`.
+        cross_attn_every_n_layers: distance of the gated cross-attention blocks: 1 in the published 3B models, 2 in the
+            4B models, 4 in the 9B models.
+        only_attend_immediate_media: a token sees only the last picture before it.
     """
 
     model_type = "open_flamingo"
@@ -54,25 +51,25 @@ class OpenFlamingoConfig(PreTrainedConfig):
 
     @property
     def text(self) -> PreTrainedConfig:
-        """`text_config`, which is a config and no dict any more once this object exists."""
+        """`text_config` as a config object; `__post_init__` converts a dict."""
         return cast(PreTrainedConfig, self.text_config)
 
     @property
     def vision(self) -> CLIPVisionConfig:
-        """`vision_config`, likewise."""
+        """`vision_config` as a config object."""
         return cast(CLIPVisionConfig, self.vision_config)
 
     @property
     def layers(self) -> str:
-        """Where the language model keeps its decoder layers.
+        """The attribute path of the language model's decoder layers.
 
         Raises:
-            ConfigError: not known for this language model, or the config lacks what a model needs.
+            ConfigError: the language model is not supported, or the config lacks a token id.
         """
         kind = getattr(self.text_config, "model_type", None)
         if kind not in LAYERS:
-            raise ConfigError(f"text_config has model_type {kind!r}; OpenFlamingo is known over {', '.join(LAYERS)}")
+            raise ConfigError(f"text_config has model_type {kind!r}; OpenFlamingo supports {', '.join(LAYERS)}")
         for name in ("media_token_id", "eoc_token_id"):
             if getattr(self, name) is None:
-                raise ConfigError(f"{name} is missing; it is the tokenizer's id of <image> or <|endofchunk|>")
+                raise ConfigError(f"{name} is missing; set it to the tokenizer's id of <image> or <|endofchunk|>")
         return LAYERS[kind]

@@ -1,4 +1,4 @@
-"""A directory from the parts that are published: a language model, a CLIP, and what OpenFlamingo trained."""
+"""Conversion of the published parts (a language model, a CLIP, a checkpoint.pt) to one model directory."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from mllm_seqpar.errors import ConfigError
-from mllm_seqpar.models.loading_report import require_clean
+from mllm_seqpar.models.loading import require_clean
 
 from .configuration import OpenFlamingoConfig
 from .processing import END_OF_CHUNK, IMAGE, OpenFlamingoProcessor
@@ -20,10 +20,10 @@ from .weights import cast, load_complete, set_weights
 
 Location = str | os.PathLike[str]
 
-# What a CLIP has beside its vision tower.
+# The tensors of a CLIP outside its vision tower.
 _NOT_THE_TOWER = r"^(text_model|text_projection|visual_projection)\.|^logit_scale$|position_ids$"
 _GATE = re.compile(r"(?:\.(\d+)\.gated_cross_attn_layer|\.gated_cross_attn_layers\.(\d+))\.attn_gate$")
-# Buffers of the language models of 2023. They are computed now; `_check_buffers` compares those that carry a choice.
+# Buffers that transformers saved in 2023 and computes now. `_check_frequencies` compares the rotary frequencies.
 _FREQUENCIES = re.compile(r"^lang_encoder\..*rotary_emb\.inv_freq$")
 _CAUSAL_MASKS = re.compile(r"^lang_encoder\..*\.attention\.(masked_)?bias$")
 
@@ -41,17 +41,17 @@ def convert(
     """Write an OpenFlamingo directory.
 
     Args:
-        output: the directory.
-        language_model: directory of a causal language model as published, with its tokenizer.
-        vision_model: directory of a CLIP, or of its vision tower; with its image processor.
-        checkpoint: published checkpoint.pt; None for untrained cross-attention, whose gates are closed.
-        cross_attn_every_n_layers: as the checkpoint was trained; None reads it from the checkpoint, and is 1 without.
-        only_attend_immediate_media: as the checkpoint was trained.
-        dtype: of the written weights. Parts are joined in float32 first, as the authors' loader does.
+        output: the directory to write.
+        language_model: directory of a published causal language model with its tokenizer.
+        vision_model: directory of a CLIP, or of its vision tower, with its image processor.
+        checkpoint: the published checkpoint.pt; None for untrained cross-attention with closed gates.
+        cross_attn_every_n_layers: the checkpoint's value; None reads it from the checkpoint, and is 1 without one.
+        only_attend_immediate_media: the checkpoint's value.
+        dtype: dtype of the written weights. The parts are combined in float32, as in the authors' loader.
 
     Raises:
-        ConfigError: parts that do not fit together.
-        DataError: weights that are missing, unexpected or of another shape.
+        ConfigError: the parts do not fit together.
+        DataError: weights are missing, unexpected or of another shape.
     """
     from transformers import CLIPVisionModel
     from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
@@ -88,7 +88,7 @@ def convert(
 
 
 def _read(checkpoint: Any) -> dict[str, Tensor]:
-    """Return the tensors of a checkpoint.pt; nothing but tensors is unpickled."""
+    """Return the tensors of a checkpoint.pt; only tensors are unpickled."""
     try:
         state = torch.load(checkpoint, map_location="cpu", weights_only=True)
     except (OSError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
@@ -98,12 +98,12 @@ def _read(checkpoint: Any) -> dict[str, Tensor]:
 
 
 def _interval(checkpoint: Any, state: dict[str, Tensor] | None, asked: int | None) -> int:
-    """Return the distance of the cross-attention blocks, by the numbers of the layers whose gates are in the file."""
+    """Return the distance of the cross-attention blocks, from the layer numbers of the gates in the checkpoint."""
     if state is None:
         return asked or 1
     gated = {int(found[1] or found[2]) for found in map(_GATE.search, state) if found}
     if not gated:
-        raise ConfigError(f"{checkpoint}: has no weights of gated cross-attention; it is no OpenFlamingo checkpoint")
+        raise ConfigError(f"{checkpoint}: has no weights of gated cross-attention; pass an OpenFlamingo checkpoint")
     every = min(gated) + 1
     if asked not in (None, every):
         raise ConfigError(
@@ -127,9 +127,9 @@ def _rows(checkpoint: Any, state: dict[str, Tensor], embedding: str) -> int:
 
 
 def _tokenizer(directory: Location, rows: int | None) -> tuple[Any, int]:
-    """Return the tokenizer with the authors' tokens in the authors' order, and how many tokens it has.
+    """Return the tokenizer with the authors' tokens in the authors' order, and its number of tokens.
 
-    `<PAD>` is added where the published tokenizer states no pad token; the rows of a checkpoint's embedding decide.
+    `<PAD>` is added if the published tokenizer states no pad token, or if the checkpoint's embedding has a row for it.
     """
     tokenizer = _published_tokenizer(directory)
     tokenizer.add_tokens([END_OF_CHUNK, IMAGE], special_tokens=True)
@@ -146,21 +146,21 @@ def _tokenizer(directory: Location, rows: int | None) -> tuple[Any, int]:
 
 
 def _published_tokenizer(directory: Location) -> Any:
-    """Return what the files say, not what a class of transformers 5 builds from their vocabulary.
+    """Return the tokenizer of the files, not the one that a class of transformers 5 builds from their vocabulary.
 
-    Those classes have a pad token that GPT-NeoX does not state, and leave out the space that LLaMA's tokenizers of
-    2023 put after each special token, with which the models were trained.
+    Those classes add a pad token that GPT-NeoX does not state, and omit the space that LLaMA's tokenizers of 2023 put
+    after each special token, with which the models were trained.
     """
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
     try:
         if (Path(directory) / "tokenizer.json").is_file():
             return PreTrainedTokenizerFast.from_pretrained(directory)
-        made = AutoTokenizer.from_pretrained(directory, trust_remote_code=False, legacy=True)
+        tokenizer = AutoTokenizer.from_pretrained(directory, trust_remote_code=False, legacy=True)
     except (OSError, ValueError, ImportError) as error:
-        raise ConfigError(f"language_model={directory}: no tokenizer can be read there: {error}") from error
-    named = {name: token for name, token in made.special_tokens_map.items() if isinstance(token, str)}
-    return PreTrainedTokenizerFast(tokenizer_object=made.backend_tokenizer, **named)
+        raise ConfigError(f"language_model={directory}: its tokenizer cannot be read: {error}") from error
+    special = {name: token for name, token in tokenizer.special_tokens_map.items() if isinstance(token, str)}
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer.backend_tokenizer, **special)
 
 
 def _check_images(vision_model: Location, images: Any, tower: Any) -> None:
@@ -173,30 +173,26 @@ def _check_images(vision_model: Location, images: Any, tower: Any) -> None:
 
 
 def _fill(model: Any, state: dict[str, Tensor], embedding: str, checkpoint: Any) -> None:
-    """Set what was trained, all of which must be there, and any other weight that the checkpoint has."""
-    _check_buffers(model, state, checkpoint)
+    """Set the model's weights to the checkpoint's, which must include all weights that the authors trained."""
+    _check_frequencies(model, state, checkpoint)
     state = {name: x for name, x in state.items() if not (_FREQUENCIES.match(name) or _CAUSAL_MASKS.match(name))}
     missing = set_weights(model, state, checkpoint)
     trained = [name for name in missing if "gated_cross_attn_layer" in name or name.startswith("perceiver.")]
-    # The authors keep every name with "embed" in it, thus GPT-NeoX's untied embed_out.
-    head = "lang_encoder.embed_out.weight"
-    if model.lang_encoder.config.model_type == "gpt_neox" and any(name in missing for name in _heads(model)):
-        trained.append(head)
+    # The authors save every name that contains "embed", and therefore GPT-NeoX's untied embed_out.
+    weight = model.lang_encoder.get_output_embeddings().weight
+    heads = [name for name, tensor in model.state_dict(keep_vars=True).items() if tensor is weight]
+    if model.lang_encoder.config.model_type == "gpt_neox" and any(name in missing for name in heads):
+        trained.append("lang_encoder.embed_out.weight")
     expected = "the perceiver, the gated cross-attention blocks and the embeddings of this model"
     require_clean({"missing_keys": trained}, str(checkpoint), expected=expected)
 
 
-def _heads(model: Any) -> list[str]:
-    weight = model.lang_encoder.get_output_embeddings().weight
-    return [name for name, tensor in model.state_dict(keep_vars=True).items() if tensor is weight]
-
-
-def _check_buffers(model: Any, state: dict[str, Tensor], checkpoint: Any) -> None:
-    """Raise ConfigError if rotary frequencies of the checkpoint are not those that this language model computes."""
-    own = next((m.inv_freq for m in model.lang_encoder.modules() if hasattr(m, "inv_freq")), None)
+def _check_frequencies(model: Any, state: dict[str, Tensor], checkpoint: Any) -> None:
+    """Raise ConfigError unless the rotary frequencies in the checkpoint are those that the language model computes."""
+    computed = next((m.inv_freq for m in model.lang_encoder.modules() if hasattr(m, "inv_freq")), None)
     for name in filter(_FREQUENCIES.match, state):
         found = state[name].float()
-        if own is None or own.shape != found.shape or not torch.allclose(own.float(), found, rtol=1e-2):
+        if computed is None or computed.shape != found.shape or not torch.allclose(computed.float(), found, rtol=1e-2):
             raise ConfigError(
                 f"{checkpoint}: {name} has other rotary frequencies than the language model; pass the language model "
                 "that the checkpoint was trained over"

@@ -1,6 +1,6 @@
-"""The language model under an OpenFlamingo: its class, and how it is read from a published directory.
+"""The language model of an OpenFlamingo: its class, and loading it from a published directory.
 
-No code from the directory is executed. `mosaic_gpt`, whose directories bring their own code, is read as MPT.
+No code of the directory is executed. `mosaic_gpt`, whose directories contain their own code, is loaded as MPT.
 """
 
 from __future__ import annotations
@@ -11,29 +11,25 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, MptConfig
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM, MptConfig, MptForCausalLM
 from transformers.configuration_utils import PreTrainedConfig
+from transformers.models.mpt.modeling_mpt import MptAttention
 
 from mllm_seqpar.errors import ConfigError
 
 from .weights import load_complete
 
-# What transformers' MPT computes. Any other value is read by its config and ignored by its model.
+# The values that transformers' MPT implements. Its config reads other values, but its model ignores them.
 _MPT: dict[str, Any] = {"no_bias": True, "logit_scale": None, "expansion_ratio": 4, "embedding_fraction": 1}
 _MPT |= {"emb_pdrop": 0, "resid_pdrop": 0, "norm_type": "low_precision_layernorm"}
 _MPT_ATTENTION: dict[str, Any] = {"alibi": True, "alibi_bias_max": 8, "attn_type": "multihead_attention"}
 _MPT_ATTENTION |= {"prefix_lm": False, "attn_uses_sequence_id": False}
 
-# Keys of a mosaic_gpt config with their defaults, and the names in an MptConfig where those differ.
-_MOSAIC: dict[str, Any] = {
-    "d_model": 2048,
-    "n_heads": 16,
-    "n_layers": 24,
-    "mlp_ratio": 4,
-    "max_seq_len": 2048,
-    "vocab_size": 50368,
-}
-_MOSAIC |= {"emb_pdrop": 0, "resid_pdrop": 0, "embedding_fraction": 1, "logit_scale": None, "no_bias": False}
+# Keys of a mosaic_gpt config with their defaults, and their names in an MptConfig if those differ.
+_MOSAIC: dict[str, Any] = {"d_model": 2048, "n_heads": 16, "n_layers": 24, "mlp_ratio": 4, "max_seq_len": 2048}
+_MOSAIC |= {"vocab_size": 50368, "emb_pdrop": 0, "resid_pdrop": 0, "embedding_fraction": 1, "logit_scale": None}
+_MOSAIC |= {"no_bias": False}
 _MOSAIC_ATTENTION: dict[str, Any] = {"attn_qk_ln": False, "attn_clip_qkv": None, "attn_pdrop": 0, "softmax_scale": None}
 _MOSAIC_ATTENTION |= {"alibi": False, "alibi_bias_max": 8, "prefix_lm": False, "attn_uses_sequence_id": False}
 _AS_MPT = {"mlp_ratio": "expansion_ratio", "attn_qk_ln": "qk_ln", "attn_clip_qkv": "clip_qkv"}
@@ -43,43 +39,88 @@ _MOSAIC_TENSORS = {
     r"\.ln_f\.": ".norm_f.",
 }
 
-# Buffers that older versions of transformers wrote, and that are computed now.
+# Buffers that older versions of transformers saved, and that are computed now.
 _BUFFERS = r"\.(rotary_emb\.inv_freq|attention\.(masked_)?bias)$"
 
 
-def language_model_class(config: PreTrainedConfig) -> Any:
-    """Return the class of the language model: this package's own for an MPT with `qk_ln`, else that of transformers."""
-    if config.model_type == "mpt" and config.attn_config.qk_ln:
-        from .mpt import QKNormMptForCausalLM
+class QKNormMptAttention(MptAttention):
+    """MPT's attention with LayerNorms on queries and keys (`attn_config.qk_ln`), which transformers' MPT ignores.
 
+    MPT-1B, the language model of OpenFlamingo-3B, was trained with them. Each norm spans the full width, before the
+    heads are split, and has no bias. Shapes: hidden (B, s, C); q, k and v (B, H, s, D).
+    """
+
+    def __init__(self, config: MptConfig, layer_idx: int) -> None:
+        super().__init__(config, layer_idx)
+        self.q_ln = nn.LayerNorm(self.hidden_size, eps=config.layer_norm_epsilon, bias=False)
+        self.k_ln = nn.LayerNorm(self.hidden_size, eps=config.layer_norm_epsilon, bias=False)
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        position_bias: Tensor,
+        past_key_values: Any = None,
+        attention_mask: Tensor | None = None,
+        **kwargs: Any,
+    ) -> tuple[Tensor, Tensor]:
+        """Return the output (B, s, C) and the weights (B, H, s, t); `attention_mask` is True where a key is hidden."""
+        qkv = self.Wqkv(hidden_states)
+        if self.clip_qkv:
+            qkv = qkv.clamp(min=-self.clip_qkv, max=self.clip_qkv)
+        q, k, v = qkv.chunk(3, dim=2)
+        q, k = self.q_ln(q).to(v.dtype), self.k_ln(k).to(v.dtype)
+        q, k, v = (x.unflatten(-1, (self.n_heads, -1)).transpose(1, 2) for x in (q, k, v))
+        if past_key_values is not None:
+            k, v = past_key_values.update(k, v, self.layer_idx)
+        scores = q @ k.mT * self.softmax_scale + position_bias[:, :, -k.shape[2] :]
+        if attention_mask is not None:
+            scores = scores.masked_fill(attention_mask, torch.finfo(q.dtype).min)
+        weights = scores.float().softmax(dim=-1).to(v.dtype)
+        weights = nn.functional.dropout(weights, p=self.attn_dropout_p, training=self.training)
+        return self.out_proj((weights @ v).transpose(1, 2).flatten(2)), weights
+
+
+class QKNormMptForCausalLM(MptForCausalLM):
+    """`MptForCausalLM` for a config with `attn_config.qk_ln`."""
+
+    def __init__(self, config: MptConfig) -> None:
+        super().__init__(config)
+        for index, block in enumerate(self.transformer.blocks):
+            block.attn = QKNormMptAttention(config, index)
+        self.post_init()
+
+
+def language_model_class(config: PreTrainedConfig) -> Any:
+    """Return the class of the language model: `QKNormMptForCausalLM` for an MPT with `qk_ln`, else transformers'."""
+    if config.model_type == "mpt" and config.attn_config.qk_ln:
         return QKNormMptForCausalLM
     return AutoModelForCausalLM._model_mapping[type(config)]
 
 
 def load_language_model(directory: str | os.PathLike[str]) -> Any:
-    """Return the language model of a published directory in float32.
+    """Load the language model of a published directory in float32.
 
     Raises:
-        ConfigError: a configuration that no class here computes.
-        DataError: weights that are missing, unexpected or of another shape.
+        ConfigError: a configuration that no class here implements.
+        DataError: weights are missing, unexpected or of another shape.
     """
     file = Path(directory) / "config.json"
     try:
-        kind = json.loads(file.read_text()).get("model_type")
-        mosaic = kind == "mosaic_gpt"
-        config = _from_mosaic(file) if mosaic else AutoConfig.from_pretrained(directory, trust_remote_code=False)
+        is_mosaic = json.loads(file.read_text()).get("model_type") == "mosaic_gpt"
+        config = _mpt_config(file) if is_mosaic else AutoConfig.from_pretrained(directory, trust_remote_code=False)
     except (OSError, ValueError) as error:
         raise ConfigError(f"language_model={directory}: {error}") from error
     if config.model_type == "mpt":
         _check_mpt(file, config)
-    options: dict[str, Any] = {"key_mapping": _MOSAIC_TENSORS} if mosaic else {}
+    options: dict[str, Any] = {"key_mapping": _MOSAIC_TENSORS} if is_mosaic else {}
     return load_complete(language_model_class(config), directory, _BUFFERS, config=config, **options)
 
 
-def _from_mosaic(file: Path) -> MptConfig:
-    given = json.loads(file.read_text())
-    fields = {_AS_MPT.get(key, key): given.get(key, default) for key, default in _MOSAIC.items()}
-    attention = {_AS_MPT.get(key, key): given.get(key, default) for key, default in _MOSAIC_ATTENTION.items()}
+def _mpt_config(file: Path) -> MptConfig:
+    """Return the MptConfig that corresponds to a mosaic_gpt config file."""
+    stated = json.loads(file.read_text())
+    fields = {_AS_MPT.get(key, key): stated.get(key, default) for key, default in _MOSAIC.items()}
+    attention = {_AS_MPT.get(key, key): stated.get(key, default) for key, default in _MOSAIC_ATTENTION.items()}
     heads = fields["n_heads"]
     if heads & (heads - 1):
         raise ConfigError(
@@ -94,14 +135,14 @@ def _check_mpt(file: Path, config: Any) -> None:
         for name, value in allowed.items():
             found = getattr(part, name)
             if found != value:
-                raise ConfigError(f"{file}: {name} is {found!r}; an MPT with {name}={value!r} is supported only")
+                raise ConfigError(f"{file}: {name} is {found!r}; only an MPT with {name}={value!r} is supported")
 
 
 def fit_vocabulary(language_model: Any, rows: int) -> None:
-    """Give input and output embeddings `rows` rows; new ones are the mean of the old until a checkpoint fills them.
+    """Resize input and output embeddings to `rows` rows; new rows are the mean of the others.
 
-    The output rows of an untied LLaMA stay so: published checkpoints lack them, and the authors' loader draws them at
-    random.
+    A checkpoint then overwrites them, except the output rows of an untied LLaMA: published checkpoints lack them, and
+    the authors' loader initialises them randomly.
     """
     old = language_model.get_input_embeddings().weight.shape[0]
     language_model.resize_token_embeddings(rows, mean_resizing=False)

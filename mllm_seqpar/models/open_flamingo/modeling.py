@@ -1,8 +1,12 @@
-"""The real class `open_flamingo.Flamingo` over a CLIP vision tower of transformers; imported only to build a model."""
+"""The real class `open_flamingo.Flamingo` over a CLIP vision tower of transformers.
+
+This module imports the package open-flamingo, so it is imported only to build a model.
+"""
 
 from __future__ import annotations
 
 import os
+import sys
 import types
 from contextlib import nullcontext
 from pathlib import Path
@@ -17,26 +21,63 @@ from mllm_seqpar.errors import ConfigError
 
 from .configuration import OpenFlamingoConfig
 from .language import language_model_class
-from .package import open_flamingo
 from .weights import load_weights, save_weights
 
+# Options of transformers' Auto classes and loaders that have no effect on a local directory.
+_IGNORED = {"adapter_kwargs", "output_loading_info", "trust_remote_code", "code_revision"}
+_IGNORED |= {"revision", "token", "cache_dir", "force_download", "local_files_only", "use_safetensors"}
+
+
+def open_flamingo() -> tuple[Any, Any, Any]:
+    """Import `Flamingo`, `FlamingoLMMixin` and `extend_instance` from the package open-flamingo.
+
+    Raises:
+        ConfigError: the package is not installed.
+    """
+    # The package imports open_clip for a factory that is not used here, and open_clip imports torchvision, which has no
+    # build for some machines. If open_clip cannot be imported, an empty module replaces it during this import.
+    replaced = _lacks_open_clip()
+    if replaced:
+        sys.modules["open_clip"] = types.ModuleType("open_clip")
+    try:
+        from open_flamingo import Flamingo
+        from open_flamingo.src.flamingo_lm import FlamingoLMMixin
+        from open_flamingo.src.utils import extend_instance
+    except ImportError as error:
+        raise ConfigError(
+            f"OpenFlamingo needs packages that are missing ({error}): pip install einops einops-exts, and "
+            "pip install --no-deps open-flamingo==2.0.1, which pins an old torch"
+        ) from error
+    finally:
+        if replaced:
+            del sys.modules["open_clip"]
+    return Flamingo, FlamingoLMMixin, extend_instance
+
+
+def _lacks_open_clip() -> bool:
+    if "open_flamingo" in sys.modules or "open_clip" in sys.modules:
+        return False
+    try:
+        import open_clip  # noqa: F401
+    except ImportError:
+        return True
+    return False
+
+
 _Flamingo, _Mixin, _extend = open_flamingo()
-# What transformers' Auto classes and loaders pass, and what a local directory has no need of.
-_NO_MATTER = {"adapter_kwargs", "output_loading_info", "trust_remote_code", "code_revision"}
-_NO_MATTER |= {"revision", "token", "cache_dir", "force_download", "local_files_only", "use_safetensors"}
 
 
 class ClipTower(CLIPVisionModel):
-    """A CLIP vision tower that gives what open_clip's towers give with `output_tokens`."""
+    """A CLIP vision tower with the output of open_clip's towers with `output_tokens`."""
 
     def forward(self, pixel_values: Tensor, **_: Any) -> tuple[Tensor, Tensor]:
-        """Pixels (n, 3, H, W) -> pooled (n, width), tokens of the patches (n, patches, width), before the last norm."""
+        """Pixels (n, 3, H, W) -> pooled (n, width), patch tokens (n, patches, width) before the last norm."""
         out = super().forward(pixel_values=pixel_values)
         return out.pooler_output, out.last_hidden_state[:, 1:]
 
 
 class OpenFlamingo(_Flamingo):  # type: ignore[valid-type,misc]
-    """`open_flamingo.Flamingo` with what loading, saving and sharding models of transformers ask for.
+    """`open_flamingo.Flamingo` with the interface of transformers' models for loading, saving and sharding.
 
     Attributes:
         config: an `OpenFlamingoConfig`.
@@ -45,12 +86,12 @@ class OpenFlamingo(_Flamingo):  # type: ignore[valid-type,misc]
     config_class = OpenFlamingoConfig
 
     def __init__(self, config: OpenFlamingoConfig, language_model: Any = None, tower: Any = None) -> None:
-        """Builds the model; parts that are not given get no weights of their own yet."""
+        """Build the model; parts that are not passed are created without initialised weights."""
         layers = config.layers
         with no_init_weights():
             language_model = language_model or language_model_class(config.text)._from_config(config.text)
             tower = tower or ClipTower(config.vision)
-        language_model.tie_weights()  # not done where weights are not initialised
+        language_model.tie_weights()  # no_init_weights skips this
         _extend(language_model, _Mixin)
         language_model.set_decoder_layers_attr_name(layers)
         super().__init__(
@@ -62,8 +103,8 @@ class OpenFlamingo(_Flamingo):  # type: ignore[valid-type,misc]
             cross_attn_every_n_layers=config.cross_attn_every_n_layers,
         )
         self.config = config
-        # Each of these is in the tree twice, in a list of its own and in the layer that runs both, so that layers
-        # themselves would overlap with them as units.
+        # The cross-attention block and the decoder layer are in the module tree twice: in lists of their own, and in
+        # the layer that runs both. The outer layer cannot be a unit, since it would overlap with them.
         self._no_split_modules = [
             *("GatedCrossAttentionBlock", "PerceiverResampler"),
             *sorted({*(language_model._no_split_modules or ()), *(tower._no_split_modules or ())}),
@@ -83,21 +124,21 @@ class OpenFlamingo(_Flamingo):  # type: ignore[valid-type,misc]
         device_map: str | None = None,
         **options: Any,
     ) -> OpenFlamingo:
-        """The model in a directory, in eval mode.
+        """Load the model of a directory in eval mode.
 
         Args:
-            path: of the directory.
-            config: when it is read already.
-            dtype: of the parameters; "auto" for that of the file.
-            torch_dtype: its former name.
-            device_map: "meta" compares names and shapes only and gives a model without values; otherwise the CPU.
-            **options: of `PreTrainedModel.from_pretrained`, those that say where on the hub to look.
+            path: the directory.
+            config: the directory's config, if it has already been read.
+            dtype: dtype of the parameters; "auto" is the file's.
+            torch_dtype: the former name of `dtype`.
+            device_map: "meta" only compares names and shapes and returns a model without values; otherwise the CPU.
+            **options: options of `PreTrainedModel.from_pretrained` that locate files on the hub; ignored.
 
         Raises:
-            ConfigError: an option that is not known, or no weights.
-            DataError: weights that are missing, or that the model has no place for.
+            ConfigError: an unknown option, or no weights.
+            DataError: weights are missing or unexpected.
         """
-        unknown = [name for name, x in options.items() if x is not None and name[0] != "_" and name not in _NO_MATTER]
+        unknown = [name for name, x in options.items() if x is not None and name[0] != "_" and name not in _IGNORED]
         if device_map not in (None, "cpu", "meta"):
             unknown.append("device_map")
         if unknown:
@@ -105,19 +146,17 @@ class OpenFlamingo(_Flamingo):  # type: ignore[valid-type,misc]
         dtype = dtype if torch_dtype is None else torch_dtype
         with nullcontext() if device_map is None else torch.device(device_map):
             model = cls(config or OpenFlamingoConfig.from_pretrained(path))
-        load_weights(model, Path(path), None if dtype in ("auto", None) else _dtype(dtype))
+        if isinstance(dtype, str):
+            dtype = None if dtype == "auto" else getattr(torch, dtype)
+        load_weights(model, Path(path), dtype)
         return model.eval()
 
     def save_pretrained(self, directory: str | os.PathLike[str], state_dict: dict[str, Tensor] | None = None) -> None:
-        """Writes config and weights; `state_dict` in place of the model's own, under the same names."""
+        """Write config and weights; `state_dict` replaces the model's own, under the same names."""
         Path(directory).mkdir(parents=True, exist_ok=True)
         self.config.save_pretrained(directory)
         save_weights(self, Path(directory), self.state_dict() if state_dict is None else state_dict)
 
     def gradient_checkpointing_enable(self, gradient_checkpointing_kwargs: dict[str, Any] | None = None) -> None:
-        """Recomputes the language model's own layers in backward; the cross-attention blocks between them are kept."""
+        """Recompute the language model's own layers in backward; cross-attention blocks keep their activations."""
         self.lang_encoder.gradient_checkpointing_enable(gradient_checkpointing_kwargs)
-
-
-def _dtype(value: Any) -> torch.dtype:
-    return getattr(torch, value) if isinstance(value, str) else value

@@ -1,8 +1,8 @@
-"""The weights of an OpenFlamingo on disk: each tensor once, under a name of the real class's state_dict.
+"""The weights of an OpenFlamingo on disk: each tensor once, under one of its names in the real class's state_dict.
 
-That state_dict has most tensors twice or more: a decoder layer is in the list `old_decoder_blocks` and in the layer
-that runs it, a cross-attention block likewise, and embeddings may be tied to the vocabulary. Files have the names by
-which published checkpoints go (those of the layers); readers take any of them.
+That state_dict has several names for most tensors: a decoder layer is in the list `old_decoder_blocks` and in the layer
+that runs it, a cross-attention block likewise, and embeddings may be tied to the output projection. Files contain the
+names of published checkpoints (those of the layers). Loading accepts any of the names.
 """
 
 from __future__ import annotations
@@ -18,44 +18,50 @@ import torch
 from torch import Tensor, nn
 
 from mllm_seqpar.errors import ConfigError, DataError
-from mllm_seqpar.models.loading_report import require_clean
+from mllm_seqpar.models.loading import load_clean, require_clean
 
 FILE = "model.safetensors"
 _UNPUBLISHED = ("lang_encoder.old_decoder_blocks.", "lang_encoder.gated_cross_attn_layers.")
-# The same tensor in other versions of transformers; GPT-NeoX publishes the first of the one pair, CLIP of the other.
+# Two names of one tensor in different versions of transformers. The first name of each pair is the published one.
 _SYNONYMS = (("lang_encoder.embed_out.", "lang_encoder.lm_head."), ("vision_encoder.vision_model.", "vision_encoder."))
 
 
 def load_complete(cls: Any, directory: str | os.PathLike[str], ignored: str, **options: Any) -> Any:
-    """Return `cls.from_pretrained(directory)` in float32, with every weight that the class has from the files.
+    """Load `cls.from_pretrained(directory)` in float32; all weights of the class must be in the files.
 
     Args:
-        cls: a model class of transformers. It must be the real class: transformers renames tensors by class names.
+        cls: a model class of transformers. A subclass does not work: transformers renames tensors by class names.
         directory: with safetensors or `pytorch_model.bin` files, in one part or several.
-        ignored: a regular expression for names in the files that the model has no place for.
-        **options: of `from_pretrained`.
+        ignored: a regular expression for names of unexpected tensors that are allowed.
+        **options: further arguments of `from_pretrained`.
 
     Raises:
-        ConfigError: files that cannot be read.
-        DataError: weights that are missing, unexpected or of another shape.
+        ConfigError: the files cannot be read.
+        DataError: weights are missing, unexpected or of another shape.
     """
     from safetensors import SafetensorError
 
+    pattern = re.compile(ignored)
     try:
-        with without_report():
-            model, report = cls.from_pretrained(
-                directory, dtype=torch.float32, output_loading_info=True, ignore_mismatched_sizes=True, **options
-            )
+        with _without_warnings():
+            return load_clean(
+                cls.from_pretrained,
+                directory,
+                str(directory),
+                expected=f"the {cls.__name__} that its config.json describes",
+                ignored=lambda name: pattern.search(name) is not None,
+                dtype=torch.float32,
+                **options,
+            )[0]
+    except DataError:
+        raise
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:
         raise ConfigError(f"{directory}: cannot be loaded as {cls.__name__}: {error}") from error
-    ignore = [name for name in report["unexpected_keys"] if re.search(ignored, name)]
-    require_clean(report, str(directory), expected=f"the {cls.__name__} that its config.json describes", ignore=ignore)
-    return model
 
 
 @contextmanager
-def without_report() -> Iterator[None]:
-    """Keep transformers from printing what a CLIP holds beside the tower; any other difference raises an error here."""
+def _without_warnings() -> Iterator[None]:
+    """Disable transformers' warnings about the allowed tensors; any other difference raises an error."""
     from transformers.utils import logging
 
     before = logging.get_verbosity()
@@ -67,16 +73,16 @@ def without_report() -> Iterator[None]:
 
 
 def load_weights(model: nn.Module, directory: Path, dtype: torch.dtype | None) -> None:
-    """Fills a model from a directory's safetensors.
+    """Load a directory's safetensors into a model; the files must have exactly the model's weights.
 
     Args:
-        model: all of whose weights must be there.
+        model: the model.
         directory: with `model.safetensors`, or several safetensors files.
-        dtype: of the model afterwards; None for that of the files.
+        dtype: dtype of the model afterwards; None for the files' dtype.
 
     Raises:
-        ConfigError: no file.
-        DataError: other weights than the model has.
+        ConfigError: there is no file.
+        DataError: the weights differ from the model's.
     """
     from safetensors.torch import load_file
 
@@ -94,9 +100,10 @@ def load_weights(model: nn.Module, directory: Path, dtype: torch.dtype | None) -
 
 
 def cast(model: nn.Module, dtype: torch.dtype) -> None:
-    """Parameters and saved buffers to `dtype`, in place.
+    """Cast parameters and saved buffers to `dtype`, in place.
 
-    Not what is computed from the config: rotary frequencies rounded to bfloat16 would turn late tokens elsewhere.
+    Buffers that are computed from the config keep their dtype: rotary frequencies in bfloat16 would give late tokens
+    other angles.
     """
     for tensor in {id(tensor): tensor for tensor in model.state_dict(keep_vars=True).values()}.values():
         if tensor.is_floating_point():
@@ -104,51 +111,52 @@ def cast(model: nn.Module, dtype: torch.dtype) -> None:
 
 
 def set_weights(model: nn.Module, given: Mapping[str, Tensor], where: str | os.PathLike[str]) -> list[str]:
-    """Copy tensors into a model by any of their names, and return the names of those that got none.
+    """Copy tensors into a model by any of their names; return the names of the tensors that were not set.
 
     Args:
         model: the model.
-        given: names and tensors, those of `where`.
-        where: the file or directory that errors name.
+        given: the tensors by name.
+        where: the file or directory of the tensors, for error messages.
 
     Raises:
-        DataError: a name that the model does not have, another shape, or two values for one tensor.
+        DataError: an unknown name, another shape, or two values for one tensor.
     """
-    own = model.state_dict(keep_vars=True)
-    places = {name: _own_name(name, own) for name in given}
-    unknown = [name for name, place in places.items() if place not in own]
-    other = [
-        (name, x.shape, own[places[name]].shape)
+    state = model.state_dict(keep_vars=True)
+    names = {name: _model_name(name, state) for name in given}
+    unknown = [name for name in given if names[name] not in state]
+    mismatched = [
+        (name, x.shape, state[names[name]].shape)
         for name, x in given.items()
-        if name not in unknown and x.shape != own[places[name]].shape
+        if name not in unknown and x.shape != state[names[name]].shape
     ]
-    require_clean({"unexpected_keys": unknown, "mismatched_keys": other}, str(where))
-    filled: dict[int, str] = {}
+    require_clean({"unexpected_keys": unknown, "mismatched_keys": mismatched}, str(where))
+    source_of: dict[int, str] = {}
     with torch.no_grad():
         for name, tensor in given.items():
-            place = own[places[name]]
-            before = filled.setdefault(id(place), name)
-            if before != name and not torch.equal(given[before], tensor):
-                raise DataError(f"{where}: {before} and {name} are one tensor of the model, and differ in the file")
-            place.copy_(tensor)
-    return [name for name, tensor in own.items() if id(tensor) not in filled]
+            target = state[names[name]]
+            first = source_of.setdefault(id(target), name)
+            if first != name and not torch.equal(given[first], tensor):
+                raise DataError(f"{where}: {first} and {name} are one tensor of the model, and differ in the file")
+            target.copy_(tensor)
+    return [name for name, tensor in state.items() if id(tensor) not in source_of]
 
 
-def _own_name(name: str, own: Collection[str]) -> str:
+def _model_name(name: str, known: Collection[str]) -> str:
+    """Return the model's name of a tensor, which may be a synonym of `name`."""
     for pair in _SYNONYMS:
         for old, new in (pair, pair[::-1]):
-            if name not in own and name.startswith(old):
+            if name not in known and name.startswith(old):
                 name = new + name.removeprefix(old)
     return name
 
 
 def save_weights(model: nn.Module, directory: Path, state: Mapping[str, Tensor]) -> None:
-    """Writes `model.safetensors`: of tensors with several names, the published one."""
+    """Write `model.safetensors`, each tensor of `state` once, under its published name."""
     from safetensors.torch import save_file
 
     first: dict[int, str] = {}
     names = sorted(model.state_dict(keep_vars=True).items(), key=lambda item: item[0].startswith(_UNPUBLISHED))
     for name, tensor in names:
         first.setdefault(id(tensor), name)
-    kept = {name: state[name].detach().cpu().contiguous() for name in first.values()}
-    save_file(kept, directory / FILE, metadata={"format": "pt"})
+    tensors = {name: state[name].detach().cpu().contiguous() for name in first.values()}
+    save_file(tensors, directory / FILE, metadata={"format": "pt"})

@@ -1,0 +1,122 @@
+"""The JSONL format of conversations about videos and pictures, and its validation.
+
+One conversation per line:
+
+    {"messages": [{"role": "user", "content": [{"type": "video", "path": "a.mp4"}, {"type": "text", "text": "..."}]},
+                  {"role": "assistant", "content": "..."}]}
+
+Media parts:
+
+- {"type": "video", "path": FILE}, optionally with "fps", "num_frames" or "max_frames" for this video
+- {"type": "video", "images": [FILE, ...]}, a list of pictures as a video
+- {"type": "image", "path": FILE}, one frame, or one frame per tile if the model's processor cuts images into tiles
+
+Relative paths start at the folder of the JSONL file. A line may have further keys, such as an id, but no keys that name
+media or tools outside the messages. Messages and parts have no further keys.
+"""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from mllm_seqpar.errors import DataError
+
+SAMPLING = ("fps", "num_frames", "max_frames")
+_PART_KEYS = {
+    "text": {"type", "text"},
+    "image": {"type", "path", "images", *SAMPLING},  # some of them are refused by name
+    "video": {"type", "path", "images", *SAMPLING},
+}
+_REFUSED_KEYS = {"image", "images", "video", "videos", "audio", "audios", "tools", "system", *SAMPLING}
+"""Keys of other formats whose content would be ignored."""
+
+
+def check_record(record: Any, folder: Path, marks: Sequence[str] = ()) -> list[Mapping[str, Any]]:
+    """Return the messages of one line of the JSONL file.
+
+    Args:
+        record: the decoded line.
+        folder: where relative paths start.
+        marks: strings that no message may contain.
+
+    Raises:
+        DataError: the line is malformed, or a file does not exist; names the message and the problem.
+    """
+    record = record if isinstance(record, dict) else {}
+    if refused := sorted(_REFUSED_KEYS & set(record)):
+        raise DataError(
+            f"has {refused[0]!r} beside the messages, which would be ignored; media are parts of a message, such as "
+            '{"type": "video", "path": "a.mp4"}, and a system prompt is a message'
+        )
+    messages = record.get("messages")
+    if not isinstance(messages, list) or not messages:
+        raise DataError('needs "messages", a list of {"role": ..., "content": ...}')
+    for number, message in enumerate(messages):
+        role = message.get("role") if isinstance(message, dict) else None
+        if role not in ("system", "user", "assistant"):
+            raise DataError(f"message {number} has the role {role!r}; expected one of system, user, assistant")
+        unknown = sorted(set(message) - {"role", "content"})
+        if unknown:
+            raise DataError(f"message {number} ({role}): unknown key {unknown[0]!r}; a message has role and content")
+        content = message.get("content")
+        if not isinstance(content, (str, list)):
+            raise DataError(f"message {number} ({role}): its content is {content!r:.80}; a text or a list of parts")
+        for part in [{"type": "text", "text": content}] if isinstance(content, str) else content or [None]:
+            fault = _part_fault(part, role, folder, marks)
+            if fault:
+                raise DataError(f"message {number} ({role}): {fault}")
+    if all(message["role"] != "assistant" for message in messages):
+        raise DataError("has no message of the assistant, so there are no target tokens to learn")
+    return messages
+
+
+def media_parts(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """Return the parts of type video and image, in order."""
+    return [
+        part
+        for message in messages
+        if not isinstance(message["content"], str)
+        for part in message["content"]
+        if part["type"] != "text"
+    ]
+
+
+def _part_fault(part: Any, role: str, folder: Path, marks: Sequence[str]) -> str | None:
+    """Return what is wrong with one part of a message's content, or None."""
+    kind = part.get("type") if isinstance(part, dict) else None
+    if kind not in ("text", "image", "video"):
+        return f"{part!r:.80} is not a part; a part has the type text, video or image"
+    if unknown := sorted(set(part) - _PART_KEYS[kind]):
+        return f"unknown key {unknown[0]!r} in {part!r:.80}; a part of type {kind} takes {sorted(_PART_KEYS[kind])}"
+    if kind == "text":
+        text = part.get("text")
+        if not isinstance(text, str):
+            return f"a text part without text: {part!r:.80}"
+        found = [mark for mark in marks if mark in text]
+        return f"its text holds {found[0]}; show media by parts, and leave the model's own marks out" if found else None
+    if role != "user":
+        return f"a message of the {role} has a part of type {kind}; only a user message shows media"
+    return _media_fault(part, kind, folder)
+
+
+def _media_fault(part: Mapping[str, Any], kind: str, folder: Path) -> str | None:
+    listed = part.get("images") if kind == "video" and "images" in part else [part.get("path")]
+    if not isinstance(listed, list) or not listed or not all(isinstance(name, str) for name in listed):
+        return f'a part of type {kind} needs "path", a file' + (', or "images", a list' if kind == "video" else "")
+    if "images" in part and ("path" in part or kind == "image"):
+        return 'both "path" and "images"; give one of them' if kind == "video" else 'an image has a "path"'
+    missing = [name for name in listed if not (folder / name).is_file()]
+    if missing:
+        return f"{folder / missing[0]}: no such file"
+    given = {name: part[name] for name in SAMPLING if part.get(name) is not None}
+    for name, value in given.items():
+        kinds = (int, float) if name == "fps" else (int,)
+        if type(value) not in kinds or value <= 0:
+            return f"{name} is {value!r}; expected {'a' if name == 'fps' else 'a whole'} number above 0"
+    if kind == "image" and given:
+        return f"{next(iter(given))} of an image; only a video takes it"
+    if "fps" in given and "images" in part:
+        return "fps of a list of pictures, which have no time; give num_frames or max_frames"
+    if "fps" in given and "num_frames" in given:
+        return "both fps and num_frames; give one of them"
+    return None

@@ -1,0 +1,207 @@
+"""Chat formats in which one special token of the text stands for each picture.
+
+The text of a conversation is written and tokenized as a whole, as the families' processors do it. Appending a message
+only appends text, so an answer is the text between the conversation that opens it and the conversation that ends with
+it. The labels are the tokens whose character offsets lie in such a span.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mllm_seqpar.errors import DataError
+
+from .chat_family import ChatFamily, ChatText, Messages
+from .sources import FrameSource
+
+Span = tuple[int, int]
+
+
+class ImageTokenFamily(ChatFamily):
+    """A chat format with one special token for each picture; every sample is padded to equally many pictures.
+
+    Attributes:
+        min_pictures: the number of pictures that each sample has at least, padding included.
+    """
+
+    min_pictures = 0
+
+    @property
+    @abstractmethod
+    def image_token(self) -> str: ...
+
+    @abstractmethod
+    def write(self, messages: Sequence[dict[str, Any]], open_answer: bool) -> str:
+        """Return the text of a conversation whose contents are parts of type text or image.
+
+        Args:
+            messages: the conversation.
+            open_answer: end with the beginning of an answer.
+        """
+
+    def needs_special_tokens(self, texts: Sequence[str]) -> bool:
+        """Return whether the tokenizer must add its own special tokens, such as the one that begins a text."""
+        return False
+
+    def masks(self, ids: Tensor, media: Sequence[Sequence[FrameSource]]) -> dict[str, Tensor]:
+        """Return the model's masks of pictures for token ids (B, L)."""
+        return {}
+
+    def text(
+        self,
+        conversations: Sequence[Messages],
+        media: Sequence[Sequence[FrameSource]],
+        *,
+        add_generation_prompt: bool = False,
+        labels: bool = False,
+        padding_side: str | None = None,
+    ) -> ChatText:
+        chats = [expand_media(messages, sources) for messages, sources in zip(conversations, media, strict=True)]
+        texts = [self.write(messages, add_generation_prompt) for messages in chats]
+        spans = [answer_spans(messages, self.write) for messages in chats] if labels else None
+        ids, mask, targets = tokenize(
+            self.tokenizer,
+            texts,
+            spans,
+            padding_side=padding_side,
+            add_special_tokens=self.needs_special_tokens(texts),
+        )
+        counts = picture_counts(media)
+        self._check_image_tokens(ids, counts)
+        return ChatText(
+            input_ids=ids,
+            attention_mask=mask,
+            labels=targets,
+            slots=_padded_slots(counts, self.min_pictures),
+            extras=self.masks(ids, media),
+        )
+
+    def _check_image_tokens(self, ids: Tensor, counts: Sequence[int]) -> None:
+        mark = self.image_token
+        token = self.tokenizer.convert_tokens_to_ids(mark)
+        found = (ids == token).sum(1).tolist() if token is not None else [0] * len(counts)
+        for sample, (tokens, pictures) in enumerate(zip(found, counts, strict=True)):
+            if tokens != pictures:
+                raise DataError(
+                    f"sample {sample} has {pictures} pictures, but {tokens} tokens {mark} (id {token}) in its text; "
+                    f"the tokenizer must have {mark} as one special token, and the chat template must write it for "
+                    "each image"
+                )
+
+
+def expand_media(messages: Messages, media: Sequence[FrameSource]) -> list[dict[str, Any]]:
+    """Return the messages with all contents as parts, and one image part for each frame of a media part.
+
+    Raises:
+        DataError: the number of media parts is not the number of sources.
+    """
+    sources = iter(media)
+    expanded = []
+    for message in messages:
+        content = message["content"]
+        parts: list[dict[str, Any]] = []
+        for part in [{"type": "text", "text": content}] if isinstance(content, str) else content:
+            if part["type"] == "text":
+                parts.append({"type": "text", "text": part["text"]})
+                continue
+            source = next(sources, None)
+            if source is None:
+                raise DataError(f"{len(media)} videos and images were passed; the conversation has more media parts")
+            parts += [{"type": "image"}] * len(source)
+        expanded.append({"role": message["role"], "content": parts})
+    if next(sources, None) is not None:
+        raise DataError(f"{len(media)} videos and images were passed; the conversation has fewer media parts")
+    return expanded
+
+
+def picture_counts(media: Sequence[Sequence[FrameSource]]) -> list[int]:
+    """Return the number of pictures of each conversation."""
+    return [sum(len(source) for source in sources) for sources in media]
+
+
+def to_pil_images(frames: Tensor) -> list[Any]:
+    """Convert (n, 3, H, W) uint8 to PIL images, which image processors of every backend treat alike."""
+    from PIL import Image
+
+    return [Image.fromarray(frame.permute(1, 2, 0).contiguous().numpy()) for frame in frames]
+
+
+def answer_spans(
+    messages: Sequence[dict[str, Any]], write: Callable[[Sequence[dict[str, Any]], bool], str]
+) -> list[Span]:
+    """Return the character ranges of ``write(messages, False)`` that hold the answers and their ends.
+
+    Raises:
+        DataError: the chat template changes the text of earlier messages when a message is appended.
+    """
+    whole, spans = write(messages, False), []
+    for number, message in enumerate(messages):
+        if message["role"] != "assistant":
+            continue
+        opened, closed = write(messages[:number], True), write(messages[: number + 1], False)
+        if not (closed.startswith(opened) and whole.startswith(closed)):
+            raise DataError(
+                f"message {number}: the chat template writes earlier messages differently when later ones follow, so "
+                "the answers cannot be found in the text; use a template that only appends"
+            )
+        spans.append((len(opened), len(closed)))
+    return spans
+
+
+def tokenize(
+    tokenizer: Any,
+    texts: Sequence[str],
+    spans: Sequence[Sequence[Span]] | None,
+    *,
+    padding_side: str | None,
+    add_special_tokens: bool,
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Return input_ids, attention_mask and labels, (B, L) each; no labels if `spans` is None.
+
+    Raises:
+        DataError: the tokenizer cannot pad several texts, or has no character offsets.
+    """
+    if len(texts) > 1 and tokenizer.pad_token_id is None:
+        raise DataError("the tokenizer has no pad token, so texts of different lengths make no batch; set pad_token")
+    if spans is not None and not tokenizer.is_fast:
+        raise DataError(
+            f"{type(tokenizer).__name__} has no character offsets, so the tokens of the answers cannot be found; use "
+            "the fast tokenizer (tokenizer.json) of this model"
+        )
+    encoded = tokenizer(
+        list(texts),
+        padding=len(texts) > 1,
+        return_tensors="pt",
+        add_special_tokens=add_special_tokens,
+        return_token_type_ids=False,
+        return_attention_mask=True,
+        return_offsets_mapping=spans is not None,
+        **({} if padding_side is None else {"padding_side": padding_side}),
+    )
+    ids = encoded["input_ids"]
+    labels = None if spans is None else _labels(ids, encoded["offset_mapping"], spans)
+    return ids, encoded["attention_mask"], labels
+
+
+def _labels(ids: Tensor, offsets: Tensor, spans: Sequence[Sequence[Span]]) -> Tensor:
+    """Label the tokens that begin within a span. Padding and added special tokens have an empty offset range."""
+    begin, end = offsets[..., 0], offsets[..., 1]
+    is_target = torch.zeros_like(ids, dtype=torch.bool)
+    for sample, sample_spans in enumerate(spans):
+        for start, stop in sample_spans:
+            is_target[sample] |= (begin[sample] >= start) & (begin[sample] < stop)
+    return ids.masked_fill(~(is_target & (end > begin)), -100)
+
+
+def _padded_slots(counts: Sequence[int], least: int) -> list[int]:
+    """Return `ChatText.slots` for samples padded to the largest number of pictures, and at least `least`."""
+    most, first, slots = max([least, *counts]), 0, []
+    for count in counts:
+        slots += [*range(first, first + count), *[-1] * (most - count)]
+        first += count
+    return slots

@@ -1,0 +1,50 @@
+"""The common part of the native processors: an image processor and a tokenizer, saved together with options."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from typing import Any
+
+from transformers.processing_utils import ProcessorMixin
+from transformers.utils import PROCESSOR_NAME
+
+from mllm_seqpar.errors import DataError
+
+_IGNORED = {"return_tensors", "return_dict", "padding", "add_special_tokens"}
+
+
+class NativeProcessor(ProcessorMixin):
+    """Base of the native processors; subclasses have the attributes `image_processor` and `tokenizer`.
+
+    Attributes:
+        saved_options: names of the attributes that processor_config.json states.
+    """
+
+    saved_options: tuple[str, ...] = ()
+
+    @classmethod
+    def get_attributes(cls) -> list[str]:
+        return ["image_processor", "tokenizer"]
+
+    def save_pretrained(self, save_directory: str | os.PathLike, push_to_hub: bool = False, **kwargs: Any) -> list[str]:
+        """Write tokenizer, image processor and options to a model directory; return the paths of the files."""
+        if push_to_hub:
+            raise DataError("push_to_hub is True; save to a directory and upload that")
+        os.makedirs(save_directory, exist_ok=True)
+        written = [*self.tokenizer.save_pretrained(save_directory, **kwargs)]
+        written += self.image_processor.save_pretrained(save_directory)
+        written.append(os.path.join(save_directory, PROCESSOR_NAME))
+        options = {"processor_class": type(self).__name__} | {name: getattr(self, name) for name in self.saved_options}
+        with open(written[-1], "w", encoding="utf-8") as stream:
+            json.dump(options, stream, indent=2)
+            stream.write("\n")
+        return written
+
+    @staticmethod
+    def check_arguments(arguments: Mapping[str, Any]) -> None:
+        """Raise DataError for unknown arguments; ignore those that transformers' callers pass to get padded tensors."""
+        unknown = sorted(set(arguments) - _IGNORED)
+        if unknown:
+            raise DataError(f"unknown arguments: {', '.join(unknown)}")

@@ -1,0 +1,115 @@
+"""Comparison of the patched with the unpatched model; the ranks are threads that share one copy of the weights."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from mllm_seqpar import patch_model
+from mllm_seqpar.comm import Communicator, run_loopback
+from mllm_seqpar.data.chat_family import ChatFamily
+from mllm_seqpar.data.sources import FrameSource
+
+SECONDS = 3600.0
+"""Time limit of a transfer: a rank of a large model on a CPU may compute for long before it sends."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Comparison:
+    """Results of the patched and the unpatched model for one question.
+
+    Attributes:
+        finite: whether all logits of the unpatched model are finite.
+        difference: mean absolute difference of the logits, relative to their standard deviation; the largest of all
+            ranks.
+        disagreement: how far the unpatched model's logit of a generated token is below its largest logit, relative to
+            the logits' standard deviation; the largest of all tokens. 0: both models choose the same tokens.
+        prompt: the prompt as text.
+        prompt_tokens: length of the prompt.
+        frames: number of frames in the prompt.
+        answer: the patched model's greedy answer.
+    """
+
+    finite: bool
+    difference: float
+    disagreement: float
+    prompt: str
+    prompt_tokens: int
+    frames: int
+    answer: str
+
+
+@torch.no_grad()
+def compare(
+    model: nn.Module,
+    family: ChatFamily,
+    media: FrameSource,
+    kind: str,
+    question: str,
+    ranks: int,
+    max_new_tokens: int,
+) -> Comparison:
+    """Ask about `media`, an "image" or a "video", with the model unpatched and patched on `ranks` ranks."""
+    weight = next(model.parameters())
+    messages = [{"role": "user", "content": [{"type": kind}, {"type": "text", "text": question}]}]
+    text = family.text([messages], [[media]], add_generation_prompt=True)
+    pixels = family.pixels(torch.cat(list(media.read(0, len(media)))))
+    frames = {
+        name: x.to(weight.device, weight.dtype if x.is_floating_point() else None)
+        for name, x in zip(family.frame_names, pixels, strict=True)
+    }
+    if family.always_sharded:  # the unpatched model has a batch dimension
+        frames = {name: x[None] for name, x in frames.items()}
+    arguments = {name: x.to(weight.device) for name, x in family.arguments(text).items()}
+    logits = model(**arguments, **frames).logits[0].float()
+
+    def one_rank(comm: Communicator) -> tuple[float, Tensor]:
+        with torch.no_grad():
+            patched: Any = patch_model(shared_copy(model), group=comm)
+            difference = (patched(**arguments, **frames).logits[0].float() - logits).abs().mean() / logits.std()
+            options = family.generation(patched) | {"do_sample": False, "max_new_tokens": max_new_tokens}
+            return float(difference), patched.generate(**arguments, **frames, **options)[0]
+
+    results = run_loopback(ranks, one_rank, timeout=SECONDS)
+    length = text.input_ids.shape[1]
+    tokens = results[0][1][length:]
+    return Comparison(
+        finite=bool(logits.isfinite().all()),
+        difference=max(difference for difference, _ in results),
+        disagreement=disagreement(model, family, arguments, frames, tokens),
+        prompt=family.tokenizer.decode(text.input_ids[0]),
+        prompt_tokens=length,
+        frames=len(text.slots),
+        answer=family.tokenizer.decode(tokens, skip_special_tokens=True),
+    )
+
+
+def shared_copy(model: nn.Module) -> nn.Module:
+    """Return a copy of the model with separate modules and shared parameters and buffers."""
+    return copy.deepcopy(model, {id(x): x for x in chain(model.parameters(), model.buffers())})
+
+
+def disagreement(
+    model: Any, family: ChatFamily, arguments: dict[str, Tensor], frames: dict[str, Tensor], tokens: Tensor
+) -> float:
+    """Return `Comparison.disagreement` of an answer, from one pass of the unpatched model over prompt and answer."""
+    length, added = arguments[family.ids_name].shape[1], tokens.shape[0]
+    extended = dict(arguments)
+    for name, x in arguments.items():
+        if name == family.ids_name:
+            extended[name] = torch.cat([x, tokens[None]], dim=1)
+        elif name == "attention_mask" or (x.dim() > 2 and x.shape[1] == length):
+            # The answer sees the same pictures as the last token of the prompt.
+            extended[name] = torch.cat([x, x[:, -1:].expand(-1, added, *x.shape[2:])], dim=1)
+    logits = model(**extended, **frames).logits[0, length - 1 : -1].float()
+    for ids in family.generation(model).get("bad_words_ids") or ():
+        if len(ids) == 1:
+            logits[:, ids] = -torch.inf
+    chosen = logits.gather(1, tokens[:, None]).squeeze(1)
+    finite = logits[logits.isfinite()]
+    return float(((logits.amax(dim=1) - chosen) / finite.std()).max())

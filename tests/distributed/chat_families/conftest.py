@@ -1,0 +1,1 @@
+from family_directories import folder  # noqa: F401 - a fixture

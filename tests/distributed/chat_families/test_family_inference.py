@@ -1,0 +1,135 @@
+"""Layer: gloo ranks. Inference with a model directory of each family: answers equal the unpatched model's."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from family_directories import MAKERS, make_idefics
+from mllm_seqpar.data import VideoSource, chat_family
+from mllm_seqpar.errors import ConfigError, DataError
+from mllm_seqpar.inference.run import infer
+from mllm_seqpar.models.loading import load_model, load_processor
+from ranks import ranks
+
+FAMILIES = [*MAKERS]
+QUESTIONS = ("What is it?", "First this <|video|> and then?")
+NEW_TOKENS = 6
+
+
+def run(rank: int, world: int, argv: list[str]) -> None:
+    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+        infer(argv)
+
+
+def answers(world: int, folder: Path, *argv: Any) -> list[list[int]]:
+    """Return the tokens of the answers to `QUESTIONS` that the program gives on `world` ranks."""
+    report = folder / "report.json"
+    questions = [part for question in QUESTIONS for part in ("--question", question)]
+    common = ["--no-progress", "--max-new-tokens", NEW_TOKENS, "--encode-batch", 2, "--report", report]
+    arguments = [*map(str, [*argv, *common, *questions])]
+    if world == 1:
+        run(0, 1, arguments)
+    else:
+        ranks(world).run(run, arguments)
+    return [answer["tokens"] for answer in json.loads(report.read_text())["answers"]]
+
+
+def unpatched_answers(folder: Path, name: str, frames: int) -> list[list[int]]:
+    """Return the same tokens from the unpatched model in one process, with all pictures as pixels of one call."""
+    processor, model = load_processor(str(folder / name)), load_model(str(folder / name)).eval()
+    family, source = chat_family(processor), VideoSource.open(folder / "clip.mp4", num_frames=frames)
+    pixels = family.pixels(torch.cat(list(source.read(0, frames))))
+    pictures = {argument: x[None] for argument, x in zip(family.frame_names, pixels, strict=True)}
+    generate = partial(generate_without_cache, model) if family.ids_name == "lang_x" else model.generate
+    options = {"do_sample": False, "max_new_tokens": NEW_TOKENS} | family.generation(model)
+    found = []
+    for question in QUESTIONS:
+        before, mark, after = question.partition("<|video|>")
+        parts = [{"type": "text", "text": before}, {"type": "video"}, {"type": "text", "text": after}]
+        if not mark:
+            parts = [{"type": "video"}, {"type": "text", "text": question}]
+        text = family.text([[{"role": "user", "content": parts}]], [[source]], add_generation_prompt=True)
+        output = generate(**family.arguments(text), **pictures, **options)
+        found.append(output[0, text.input_ids.shape[1] :].tolist())
+    return found
+
+
+@torch.no_grad()
+def generate_without_cache(
+    model: Any,
+    vision_x: Tensor,
+    lang_x: Tensor,
+    attention_mask: Tensor,
+    max_new_tokens: int,
+    bad_words_ids: Any,
+    **_: Any,
+) -> Tensor:
+    """Return what `Flamingo.generate` would; the unpatched method fails with transformers 5."""
+    for _step in range(max_new_tokens):
+        logits = model(vision_x, lang_x, torch.ones_like(lang_x)).logits[:, -1]
+        logits[:, [token for (token,) in bad_words_ids]] = -torch.inf
+        lang_x = torch.cat([lang_x, logits.argmax(-1, keepdim=True)], 1)
+        if int(lang_x[0, -1]) == model.eoc_token_id:
+            break
+    return lang_x
+
+
+@pytest.mark.parametrize(
+    "name", [name if name == "mllama" else pytest.param(name, marks=pytest.mark.slow) for name in FAMILIES]
+)
+def test_answers_equal_unpatched_model_also_from_stored_features(folder: Path, name: str) -> None:
+    model, store = ["--model", folder / name], folder / f"features-{name}"
+    expected = unpatched_answers(folder, name, 5)
+    assert expected != unpatched_answers(folder, name, 2)  # the answers depend on the video
+    video = ["--video", folder / "clip.mp4", "--num-frames", 5]
+    assert answers(2, folder, *model, *video, "--save-features", store) == expected
+    assert answers(1, folder, *model, "--features", store) == expected
+    other = folder / ("mllama" if name == "idefics" else "idefics")
+    with pytest.raises(DataError, match="made by another model"):
+        infer([*map(str, ["--model", other, "--features", store, "--question", "?"])])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", FAMILIES)
+def test_sharded_weights_do_not_change_answers(folder: Path, name: str) -> None:
+    argv = ["--model", folder / name, "--video", folder / "clip.mp4", "--num-frames", 3, "--shard-weights"]
+    assert answers(2, folder, *argv) == unpatched_answers(folder, name, 3)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["idefics with resampler", "open_flamingo over mpt"])
+def test_answers_of_other_builds_equal_unpatched_model(folder: Path, name: str) -> None:
+    if name == "idefics with resampler":
+        make_idefics(folder / name, resampler=True)
+    else:
+        if "open_flamingo" not in MAKERS:
+            pytest.skip("open-flamingo is not installed")
+        MAKERS["open_flamingo"](folder / name, "mpt")
+    argv = ["--model", folder / name, "--video", folder / "clip.mp4", "--num-frames", 5]
+    assert answers(2, folder, *argv) == unpatched_answers(folder, name, 5)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_missing_or_wrong_processor_is_refused_in_one_line(folder: Path, tmp_path: Path, name: str) -> None:
+    bare, mixed = tmp_path / "bare", tmp_path / "mixed"
+    for target in (bare, mixed):
+        target.mkdir()
+        for file in ("config.json", "model.safetensors"):
+            (target / file).write_bytes((folder / name / file).read_bytes())
+    other = folder / ("idefics" if name == "mllama" else "mllama")
+    for file in other.iterdir():
+        if not (mixed / file.name).exists() and file.name != "generation_config.json":
+            (mixed / file.name).write_bytes(file.read_bytes())
+    for target in (bare, mixed):
+        argv = ["--model", target, "--video", folder / "clip.mp4", "--num-frames", 2, "--question", "?"]
+        with pytest.raises((ConfigError, DataError), match=r"^[^\n]*processor[^\n]*$"):
+            infer([*map(str, argv)])

@@ -1,0 +1,84 @@
+"""Layer: one process. `scripts/check_checkpoint.py` on complete and broken tiny model directories."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from family_directories import MAKERS
+from mllm_seqpar.attention.block_math import PartialResult
+from mllm_seqpar.models.mplug_owl3 import MPlugOwl3ImageProcessor, MPlugOwl3Processor
+from tiny import tiny_model, tiny_tokenizer
+
+SCRIPTS = Path(__file__).resolve().parents[3] / "scripts"
+
+
+@pytest.fixture
+def check(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+    """Return a function that runs the script's `main` and returns exit status and output."""
+    monkeypatch.syspath_prepend(str(SCRIPTS))
+    import check_checkpoint
+
+    def run(*argv: object) -> tuple[int, str]:
+        monkeypatch.setattr(sys, "argv", ["check_checkpoint.py", *map(str, argv)])
+        status = check_checkpoint.main()
+        return status, capsys.readouterr().out
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def native(folder: Path) -> Path:
+    """Write a tiny mPLUG-Owl3 of the first generation, whose processor cuts still images."""
+    tiny_model("per_head").save_pretrained(folder / "native")
+    images = MPlugOwl3ImageProcessor(image_size=28)
+    MPlugOwl3Processor(images, tiny_tokenizer(placeholder=False)).save_pretrained(folder / "native")
+    return folder / "native"
+
+
+@pytest.mark.parametrize(
+    "name", [*(pytest.param(name, marks=pytest.mark.slow) for name in MAKERS if name != "mllama"), "mllama", "native"]
+)
+def test_complete_checkpoint_passes(check, folder: Path, native: Path, name: str, tmp_path: Path) -> None:
+    status, printed = check(folder / name, "--max-new-tokens", 3, "--frames", 3, "--report", tmp_path / "report.md")
+    assert status == 0, printed
+    text = (tmp_path / "report.md").read_text()
+    for row in ("files", "names and shapes", "processor", "model", "image", "video"):
+        assert f"**{row}: passed.**" in text
+    assert "for 3 frames" in text
+
+
+def test_unexpected_tensor_name_fails_before_weights_are_loaded(check, folder: Path, tmp_path: Path) -> None:
+    broken = shutil.copytree(folder / "mllama", tmp_path / "broken")
+    weights = load_file(broken / "model.safetensors")
+    name = next(name for name in weights if name.endswith("k_norm.weight"))
+    weights[name.replace("k_norm", "key_norm")] = weights.pop(name)
+    save_file(weights, broken / "model.safetensors", {"format": "pt"})
+    status, printed = check(broken)
+    assert status == 1 and "names and shapes: FAILED" in printed and "k_norm" in printed
+    assert "model: passed" not in printed
+
+
+def test_patched_model_that_differs_fails(check, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    add = PartialResult.add
+
+    def add_scaled(self: PartialResult, o: torch.Tensor, *args: Any, **kwargs: Any) -> None:
+        add(self, 1.01 * o, *args, **kwargs)
+
+    monkeypatch.setattr(PartialResult, "add", add_scaled)
+    status, printed = check(folder / "mllama", "--max-new-tokens", 2)
+    assert status == 1 and "the patched model differs by more than 0.0001" in printed
+
+
+def test_model_larger_than_memory_is_not_loaded(check, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import checkpoint_checks.weights as weights
+
+    monkeypatch.setattr(weights, "free_memory", lambda device: 1000)
+    status, printed = check(folder / "idefics")
+    assert status == 0 and "**model: not run.**" in printed and "are free on cpu" in printed

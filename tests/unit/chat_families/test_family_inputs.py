@@ -1,0 +1,112 @@
+"""Layer: one process, real files. A chat's text, masks and pictures equal those of the family's own processor."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from PIL import Image
+from torch import Tensor
+
+from family_directories import CHATS, MAKERS, asks, image, says, text, write_chats
+from mllm_seqpar.data import ChatDataset, chat_family, load_local_pictures
+from mllm_seqpar.errors import DataError
+from mllm_seqpar.models.loading import load_processor
+from mllm_seqpar.patches.idefics.chat import prompt_items
+from mllm_seqpar.patches.open_flamingo.chat import write
+from mllm_seqpar.sharding import frame_bounds
+
+BATCHES = {"several turns": [2], "text only": [3], "text only first": [3, 0], "all": [0, 1, 2, 3]}
+
+
+def pil_images(batch: Any) -> list[Any]:
+    """Return all frames of a batch as PIL images."""
+    return [
+        Image.fromarray(frame.permute(1, 2, 0).numpy())
+        for source in batch.sources
+        for decoded in source.read(0, len(source))
+        for frame in decoded
+    ]
+
+
+def with_images(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return a chat in the form of the processors, with the frames of a video as images."""
+    converted = []
+    for message in messages:
+        content = message["content"]
+        parts = [{"type": "text", "text": content}] if isinstance(content, str) else content
+        expanded = [p for part in parts for p in [part] * (part.get("num_frames", 1))]
+        content = [part if part["type"] == "text" else {"type": "image"} for part in expanded]
+        converted.append({"role": message["role"], "content": content})
+    return converted
+
+
+def idefics(processor: Any, chats: list[Any], pictures: list[Any]) -> dict[str, Tensor]:
+    remaining = iter(pictures)
+    prompts = []
+    for chat in chats:
+        items = prompt_items(chat, False, "<end_of_utterance>")
+        prompts.append([next(remaining) if item is None else item for item in items])
+    return processor(text=prompts, add_end_of_utterance_token=False, padding_side="right")
+
+
+def mllama(processor: Any, chats: list[Any], pictures: list[Any]) -> dict[str, Tensor]:
+    texts = [processor.apply_chat_template(chat) for chat in chats]
+    counts = [text.count("<|image|>") for text in texts]
+    nested = [[pictures.pop(0) for _ in range(count)] for count in counts]
+    images = nested if any(counts) else None
+    common = {"padding": True, "padding_side": "right", "return_tensors": "pt", "add_special_tokens": False}
+    try:
+        return processor(images=images, text=texts, **common)
+    except ValueError as error:
+        if "at least one image per sample" not in str(error):
+            raise
+        pytest.skip("before transformers 5.23, the family's own processor refuses a batch with and without images")
+
+
+def open_flamingo(processor: Any, chats: list[Any], pictures: list[Any]) -> dict[str, Tensor]:
+    texts = [write(chat, False) for chat in chats]
+    images = [[pictures.pop(0) for _ in range(text.count("<image>"))] for text in texts]
+    return processor(text=texts, images=images, padding_side="right")
+
+
+OWN = {"idefics": idefics, "mllama": mllama, "open_flamingo": open_flamingo}
+
+
+@pytest.mark.parametrize("rows", BATCHES.values(), ids=BATCHES.keys())
+@pytest.mark.parametrize("name", MAKERS)
+def test_inputs_equal_those_of_the_own_processor(folder: Path, name: str, rows: list[int]) -> None:
+    processor: Any = load_processor(str(folder / name))
+    family = chat_family(processor)
+    batch = ChatDataset(folder / "train.jsonl", processor).batch(rows)
+    chats = [list(CHATS.values())[row] for row in rows]
+    expected = dict(OWN[name](processor, [with_images(chat) for chat in chats], pil_images(batch)))
+    found = family.arguments(batch.text)
+    total = len(batch.text.slots)
+    parts = [load_local_pictures(batch, range(*bounds), family) for bounds in frame_bounds(total, 3)]
+    if total:
+        for argument, *shards in zip(family.frame_names, *parts, strict=True):
+            found[argument] = torch.cat(shards).unflatten(0, (len(rows), -1))
+    labels = found.pop("labels")
+    assert found.keys() == expected.keys()
+    for argument, value in expected.items():
+        assert torch.equal(found[argument].to(value.dtype), value), argument
+    targets = "".join(processor.tokenizer.decode(labels[labels != -100], skip_special_tokens=True).split())
+    answers = [message["content"] for chat in chats for message in chat if message["role"] == "assistant"]
+    assert targets == "".join("".join(answers).split())
+    assert int((labels != -100).sum()) > 0 and torch.equal(labels[labels != -100], batch.input_ids[labels != -100])
+
+
+@pytest.mark.parametrize("name", MAKERS)
+def test_unusable_chats_and_tokenizers_are_refused(folder: Path, name: str) -> None:
+    processor: Any = load_processor(str(folder / name))
+    mark = {"mllama": "<|image|>"}.get(name, "<image>")
+    write_chats(folder / "wrong.jsonl", [CHATS["a video"], [asks(image(0), text(f"{mark} what?")), says("x")]])
+    with pytest.raises(DataError, match=r"wrong.jsonl:2: message 0 \(user\): its text holds <"):
+        ChatDataset(folder / "wrong.jsonl", processor)
+    # A tokenizer without the image token splits it into characters.
+    write_chats(folder / "right.jsonl", [CHATS["a video"]])
+    unknown = processor.tokenizer.unk_token_id
+    processor.image_token_id, processor.tokenizer.convert_tokens_to_ids = unknown, lambda token: unknown
+    with pytest.raises(DataError, match=r"right.jsonl:1: sample 0 has 3 pictures, but 0 tokens <\|?image"):
+        ChatDataset(folder / "right.jsonl", processor).batch([0])

@@ -1,0 +1,223 @@
+"""Layer: one process, real files, the real processor. Chats become micro-batches, of which ranks load their frames."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from clips import decode_all, write_clip
+from PIL import Image
+
+from mllm_seqpar.data import ChatDataset, load_local_frames
+from mllm_seqpar.data.needle import make_tokenizer
+from mllm_seqpar.errors import DataError, VideoError
+from mllm_seqpar.models.mplug_owl3 import MPlugOwl3ImageProcessor, MPlugOwl3Processor
+from mllm_seqpar.sharding import frame_bounds
+
+
+def text(value: str) -> dict[str, str]:
+    return {"type": "text", "text": value}
+
+
+def chat(*content: Any, answer: str = "red") -> dict[str, Any]:
+    return {"messages": [{"role": "user", "content": [*content]}, {"role": "assistant", "content": answer}]}
+
+
+ROWS = [
+    chat({"type": "video", "path": "clips/a.mp4"}, text("Which colour is the marker?")),  # 60 frames in 2.4 s: 3
+    chat({"type": "video", "path": "clips/a.mp4", "num_frames": 7}, text("What?"), answer="green"),
+    chat({"type": "video", "images": ["0.png", "1.png", "2.png"]}, {"type": "image", "path": "3.png"}, text("What?")),
+    chat(text("No picture."), answer="white"),
+    {
+        "messages": [
+            {"role": "system", "content": "Answer."},
+            {"role": "user", "content": [{"type": "image", "path": "1.png"}, {"type": "video", "path": "clips/b.mkv"}]},
+            {"role": "assistant", "content": "red"},
+            {"role": "user", "content": [text("And now?"), {"type": "image", "path": "2.png"}]},
+            {"role": "assistant", "content": "blue"},
+        ],
+        "id": 17,
+    },
+]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("chat")
+    (root / "clips").mkdir()
+    write_clip(root / "clips/a.mp4")
+    write_clip(root / "clips/b.mkv")
+    rng = np.random.default_rng(0)
+    for i in range(4):
+        Image.fromarray(rng.integers(0, 255, (48, 64 + 8 * (i % 2), 3), dtype=np.uint8)).save(root / f"{i}.png")
+    (root / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS) + "\n")
+    return root
+
+
+@pytest.fixture(scope="module")
+def processor() -> MPlugOwl3Processor:
+    """A processor that does not cut still images: each is one frame."""
+    tokenizer = make_tokenizer(["What?", "No picture. And now?"])
+    return MPlugOwl3Processor(MPlugOwl3ImageProcessor(image_size=32), tokenizer, cut_enable=False)
+
+
+def test_frame_counts_need_no_decoding(folder: Path, processor: MPlugOwl3Processor) -> None:
+    data = ChatDataset(folder / "train.jsonl", processor)
+    assert [data[i].frames for i in range(len(data))] == [3, 7, 4, 0, 1 + 3 + 1]
+    assert [data[i].line for i in range(len(data))] == [1, 2, 3, 4, 5]
+    assert ChatDataset(folder / "train.jsonl", processor).digest == data.digest
+
+
+@pytest.mark.parametrize(
+    ("options", "frames"),
+    [
+        ({"fps": 5}, [12, 12]),
+        ({"num_frames": 4}, [4, 4]),
+        ({"max_frames": 5}, [3, 5]),
+        ({"fps": 5, "max_frames": 2}, [2, 2]),
+    ],
+)
+def test_callers_sampling_overrides_the_data(
+    folder: Path, processor: MPlugOwl3Processor, options: dict[str, Any], frames: list[int]
+) -> None:
+    data = ChatDataset(folder / "train.jsonl", processor, **options)
+    assert [data[i].frames for i in range(2)] == frames
+
+
+def test_labels_are_the_answers_and_padding_is_right(folder: Path, processor: MPlugOwl3Processor) -> None:
+    batch = ChatDataset(folder / "train.jsonl", processor).batch([4, 0, 3])
+    tokenizer = processor.tokenizer
+    image = tokenizer.convert_tokens_to_ids("<|image|>")
+    assert (batch.input_ids == image).sum(1).tolist() == [5, 3, 0] and batch.frames == 8 and batch.lines == (5, 1, 4)
+    assert [tokenizer.decode(row[row != -100]) for row in batch.labels] == [
+        "red<|im_end|><|endoftext|>blue<|im_end|><|endoftext|>",
+        "red<|im_end|><|endoftext|>",
+        "white<|im_end|><|endoftext|>",
+    ]
+    assert torch.equal(batch.labels[batch.labels != -100], batch.input_ids[batch.labels != -100])
+    assert batch.targets == 12 and batch.tokens == int(batch.attention_mask.sum()) < batch.input_ids.numel()
+    assert bool((batch.attention_mask.diff(dim=1) <= 0).all())
+    for row, offsets in zip(batch.input_ids, batch.media_offset, strict=True):
+        assert torch.equal(offsets[offsets >= 0], (row == image).nonzero()[:, 0])
+    whole = tokenizer.decode(batch.input_ids[1][batch.attention_mask[1] == 1])
+    assert "<|im_start|>user\n" + 3 * "<|image|>" + "Which colour is the marker?<|im_end|>\n" in whole
+
+
+def test_frames_follow_the_order_of_the_placeholders(folder: Path, processor: MPlugOwl3Processor) -> None:
+    batch = ChatDataset(folder / "train.jsonl", processor, num_frames=2).batch([4, 2])
+    pictures = [torch.from_numpy(np.array(Image.open(folder / f"{i}.png"))).permute(2, 0, 1) for i in range(4)]
+    clip = [image for _, image in decode_all(folder / "clips/b.mkv")]
+    frames = [pictures[1], clip[15], clip[45], pictures[2], *pictures]
+    expected = processor.image_processor(frames)["pixel_values"]
+    assert torch.equal(load_local_frames(batch, range(batch.frames), processor.image_processor), expected)
+
+
+@pytest.mark.parametrize("world", [1, 3, 40])
+def test_shards_of_the_frames_concatenate_to_all_frames(
+    folder: Path, processor: MPlugOwl3Processor, world: int
+) -> None:
+    batch = ChatDataset(folder / "train.jsonl", processor, fps=4).batch(range(len(ROWS)))
+    whole = load_local_frames(batch, range(batch.frames), processor.image_processor)
+    assert whole.shape == (batch.frames, 3, 32, 32) and batch.frames == 10 + 10 + 4 + 1 + 10 + 1
+    bounds = frame_bounds(batch.frames, world)
+    shards = [load_local_frames(batch, range(*part), processor.image_processor, at_once=4) for part in bounds]
+    assert [len(shard) for shard in shards] == [stop - start for start, stop in bounds]
+    assert torch.equal(torch.cat(shards), whole)
+
+
+def test_still_images_are_cut_into_tiles_but_video_frames_are_not(folder: Path, processor: MPlugOwl3Processor) -> None:
+    cutting = MPlugOwl3Processor(processor.image_processor, processor.tokenizer)
+    data = ChatDataset(folder / "train.jsonl", cutting)
+    assert [data[index].frames for index in range(len(data))] == [3, 7, 3 + 7, 0, 7 + 3 + 7]
+    batch = data.batch([2])
+    pictures = [Image.open(folder / f"{number}.png") for number in range(4)]
+    expected = cutting.apply_chat_template(
+        ROWS[2]["messages"], tokenize=True, images=pictures[3:], videos=[pictures[:3]], return_labels=True
+    )
+    for name in ("input_ids", "labels", "media_offset"):
+        assert torch.equal(getattr(batch, name), expected[name])
+    bounds = frame_bounds(batch.frames, 3)
+    shards = [load_local_frames(batch, range(*part), processor.image_processor, at_once=2) for part in bounds]
+    assert torch.equal(torch.cat(shards), expected["pixel_values"])
+
+
+def test_sample_longer_than_max_length_is_refused(folder: Path, processor: MPlugOwl3Processor) -> None:
+    data = ChatDataset(folder / "train.jsonl", processor, max_length=30)
+    data.batch([0])
+    message = r"train.jsonl:5: \d+ tokens \(5 of them stand for frames\), more than max_length"
+    with pytest.raises(DataError, match=message):
+        data.batch([0, 4])
+
+
+def test_unreadable_video_is_reported_with_its_line(folder: Path, processor: MPlugOwl3Processor) -> None:
+    (folder / "clips/bad.mp4").write_bytes(b"nothing")
+    path = folder / "bad.jsonl"
+    path.write_text(json.dumps(ROWS[0]) + "\n" + json.dumps(chat({"type": "video", "path": "clips/bad.mp4"})) + "\n")
+    data = ChatDataset(path, processor)
+    with pytest.raises(VideoError, match=r"bad.jsonl:2: .*clips/bad.mp4: not a readable video"):
+        data.batch([1])
+
+
+VIDEO = {"type": "video", "path": "clips/a.mp4"}
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ("{", "not JSON"),
+        ([1], 'needs "messages"'),
+        ({"messages": []}, 'needs "messages"'),
+        ({"messages": ["hello"]}, "message 0 has the role None"),
+        ({"messages": [{"role": "user", "content": "x"}], "images": ["0.png"]}, "has 'images' beside the messages"),
+        ({"messages": [{"role": "user", "content": "x", "images": ["0.png"]}]}, r"message 0 \(user\): unknown key 'im"),
+        ({"messages": [{"role": "user", "content": [VIDEO | {"fpss": 2}]}]}, "unknown key 'fpss' in"),
+        ({"messages": [{"role": "robot", "content": "x"}]}, "message 0 has the role 'robot'"),
+        ({"messages": [{"role": "user", "content": "x"}]}, "no message of the assistant"),
+        ({"messages": [{"role": "user", "content": 5}]}, "its content is 5; a text or a list of parts"),
+        (chat({"type": "sound"}), "is not a part"),
+        (chat({"type": "text"}), "a text part without text"),
+        (chat({"type": "video"}), 'type video needs "path", a file, or "images"'),
+        (chat({"type": "video", "images": ["0.png"], "fps": 1}), "fps of a list of pictures, which have no time"),
+        (chat({"type": "image", "path": "0.png", "num_frames": 2}), "num_frames of an image; only a video takes it"),
+        (chat({"type": "image"}), 'type image needs "path", a file$'),
+        (chat({"type": "video", "images": ["0.png", "9.png"]}), "9.png: no such file"),
+        (chat(VIDEO | {"images": ["0.png"]}), 'both "path" and "images"'),
+        (chat(VIDEO | {"fps": "1"}), "fps is '1'; expected a number above 0"),
+        (chat(VIDEO | {"num_frames": 2.5}), "num_frames is 2.5; expected a whole number"),
+        (chat(VIDEO | {"fps": 1, "num_frames": 2}), "both fps and num_frames"),
+        (chat(text("<|image|> what?")), r"its text holds <\|image\|>; show media by parts"),
+        ({"messages": [{"role": "assistant", "content": [VIDEO]}]}, "only a user message shows media"),
+    ],
+)
+def test_malformed_line_is_refused(folder: Path, processor: Any, row: Any, message: str) -> None:
+    path = folder / "wrong.jsonl"
+    path.write_text(json.dumps(ROWS[0]) + "\n\n" + (row if isinstance(row, str) else json.dumps(row)) + "\n")
+    with pytest.raises(DataError, match=message) as caught:
+        ChatDataset(path, processor)
+    assert str(caught.value).startswith(f"{path}:3: ")
+
+
+def test_empty_and_missing_files_are_refused(folder: Path, processor: Any) -> None:
+    (folder / "empty.jsonl").write_text("\n")
+    with pytest.raises(DataError, match="empty.jsonl: holds no conversation"):
+        ChatDataset(folder / "empty.jsonl", processor)
+    with pytest.raises(DataError, match="nothing.jsonl: cannot be read"):
+        ChatDataset(folder / "nothing.jsonl", processor)
+
+
+@pytest.mark.parametrize(
+    ("part", "limit", "expected"),
+    [({}, None, 9), ({"num_frames": 3}, None, 3), ({"max_frames": 5}, 2, 2), ({"num_frames": 20}, 10, 9)],
+)
+def test_picture_lists_are_sampled_evenly(
+    tmp_path: Path, processor: MPlugOwl3Processor, part: dict[str, int], limit: int | None, expected: int
+) -> None:
+    for number in range(9):
+        Image.new("RGB", (8, 8), (number, 0, 0)).save(tmp_path / f"{number}.png")
+    media = {"type": "video", "images": [f"{number}.png" for number in range(9)], **part}
+    (tmp_path / "chat.jsonl").write_text(json.dumps(chat(media)))
+    (source,) = ChatDataset(tmp_path / "chat.jsonl", processor, max_frames=limit)[0].sources
+    names = [int(Path(name).stem) for name in source.paths]
+    assert len(names) == expected and names == sorted(8 - number for number in names)  # symmetric: evenly spaced

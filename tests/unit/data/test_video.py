@@ -1,0 +1,238 @@
+"""Layer: one process, real files. Frame plans and the frames that are read, against a decode of the whole file."""
+
+import os
+from pathlib import Path
+
+import av
+import numpy as np
+import pytest
+import torch
+from clips import decode_all, shown_at, write_clip, write_sound
+
+from mllm_seqpar.data import FramePlan, ImageListSource, VideoSource, plan_frames, probe, read_frames, scan
+from mllm_seqpar.errors import ConfigError, VideoError
+
+UNEVEN = [5000 + int(t) for t in np.cumsum(np.random.default_rng(1).integers(10, 300, 60))]
+KINDS = {
+    "h264.mp4": {},
+    "h264.mkv": {"frames": 200},  # long enough for a seek without an index
+    "h264.ts": {"frames": 200},
+    "open_gop.mp4": {"options": {"x264-params": "open-gop=1"}},
+    "open_gop.ts": {"options": {"x264-params": "open-gop=1"}, "frames": 200},
+    "fragments.mp4": {"container": {"movflags": "frag_keyframe+empty_moov"}},
+    "mpeg4.mp4": {"codec": "mpeg4"},
+    "mpeg4.avi": {"codec": "mpeg4"},
+    "mpeg2.mpg": {"codec": "mpeg2video"},
+    "vfr_late_start.mp4": {"times": UNEVEN},
+    "vfr_late_start.mkv": {"times": UNEVEN},
+    "vfr_late_start.ts": {"times": UNEVEN},
+}
+PLANS = [{}, {"fps": 7}, {"num_frames": 5}]
+QUICK = ("h264.mp4", "open_gop.ts", "vfr_late_start.mkv")
+
+
+@pytest.fixture(scope="module")
+def clips(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("clips")
+
+
+@pytest.fixture(scope="module")
+def long_clip(clips: Path) -> Path:
+    return write_clip(clips / "long.mp4", frames=300, container={"movflags": "faststart"})
+
+
+@pytest.mark.parametrize(
+    "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in KINDS]
+)
+def test_every_rank_reads_the_frames_of_a_whole_decode(clips: Path, name: str) -> None:
+    path = write_clip(clips / name, **KINDS[name])
+    decoded = decode_all(path)
+    assert len(decoded) == KINDS[name].get("frames", 60)
+    for options in PLANS:
+        plan = plan_frames(probe(path), **options)
+        expected = torch.stack([shown_at(decoded, tick) for tick in plan.ticks])
+        for world in (1, 3):
+            cuts = [len(plan) * r // world for r in range(world + 1)]
+            parts = [
+                t for a, b in zip(cuts, cuts[1:], strict=False) for t in read_frames(plan, a, b, batch=5, threads=world)
+            ]
+            assert torch.equal(torch.cat(parts), expected), (options, world)
+
+
+def test_single_frames_in_any_order(clips: Path) -> None:
+    path = write_clip(clips / "single.mp4", codec="mpeg4")
+    decoded, plan = decode_all(path), plan_frames(probe(path))
+    for i in (59, 0, 31, 12, 13, 11):
+        (image,) = read_frames(plan, i, i + 1)
+        assert torch.equal(image[0], decoded[i][1]), i
+
+
+def test_tick_between_frames_shows_the_earlier_frame(clips: Path) -> None:
+    path = write_clip(clips / "between.mkv", times=UNEVEN)
+    decoded, info = decode_all(path), scan(path)
+    assert info.ticks is not None
+    edges = [info.start - 100, info.ticks[30] - 1, info.ticks[30], info.ticks[30] + 1, info.ticks[-1] + 10_000]
+    plan = FramePlan(str(path), tuple(edges), info.time_base, info.start)
+    expected = [decoded[0][1], decoded[29][1], decoded[30][1], decoded[30][1], decoded[59][1]]
+    assert torch.equal(torch.cat(list(read_frames(plan))), torch.stack(expected))
+    for i in range(5):
+        assert torch.equal(next(read_frames(plan, i, i + 1))[0], expected[i]), i
+
+
+def test_metadata_agree_with_a_scan(clips: Path) -> None:
+    path = write_clip(clips / "facts.mp4")
+    info, scanned = probe(path), scan(path)
+    assert info.ticks is None and scanned.ticks is not None  # the metadata of an ordinary mp4 are complete
+    for name in ("frames", "fps", "duration", "width", "height", "start", "length", "time_base"):
+        assert getattr(info, name) == getattr(scanned, name), name
+    assert (info.frames, info.fps, info.duration, info.height, info.width) == (60, 25.0, 2.4, 48, 64)
+
+
+def test_plan_options_choose_the_times(clips: Path) -> None:
+    info = probe(write_clip(clips / "plans.mp4"))  # 60 frames, 25 fps, 2.4 s
+    assert [plan_frames(info, fps=1).seconds(i) for i in range(3)] == [0.0, 1.0, 2.0]
+    assert len(plan_frames(info, fps=1)) == 3
+    assert [plan_frames(info, num_frames=4).seconds(i) for i in range(4)] == pytest.approx([0.3, 0.9, 1.5, 2.1])
+    assert len(plan_frames(info)) == len(plan_frames(info, num_frames=1000)) == len(plan_frames(info, fps=1000)) == 60
+    assert len(plan_frames(info, fps=10)) == 24 and len(plan_frames(info, fps=10, max_frames=8)) == 8
+    assert len(plan_frames(info, fps=0.01)) == 1
+    with pytest.raises(ConfigError, match="not both"):
+        plan_frames(info, fps=1, num_frames=3)
+    with pytest.raises(ConfigError, match="fps must be positive, got 0"):
+        plan_frames(info, fps=0)
+
+
+def test_jittered_times_do_not_repeat_or_drop_frames(clips: Path) -> None:
+    path = write_clip(clips / "jitter.mkv", times=[round(1000 * i / 30) for i in range(60)])  # 33, 67, 100 ms ...
+    info = probe(path)
+    assert plan_frames(info, fps=29.99).ticks[:4] == (0, 33, 67, 100)
+
+
+def test_only_needed_parts_are_decoded(long_clip: Path) -> None:
+    """A damaged part of the file affects only its own frames, so the other frames are reached by seeking."""
+    plan = plan_frames(scan(long_clip))
+    broken = long_clip.with_name("damaged.mp4")
+    data = bytearray(long_clip.read_bytes())
+    middle = len(data) // 2
+    data[middle : middle + 3000] = bytes(3000)
+    broken.write_bytes(data)
+    damaged = FramePlan(str(broken), plan.ticks, plan.time_base, plan.start)
+    sparse = FramePlan(str(broken), (*plan.ticks[:5], *plan.ticks[-5:]), plan.time_base, plan.start)
+    whole = decode_all(long_clip)
+    assert torch.equal(
+        torch.cat(list(read_frames(sparse))), torch.stack([whole[i][1] for i in [*range(5), *range(-5, 0)]])
+    )
+    assert torch.equal(
+        torch.cat(list(read_frames(damaged, 200, 210))), torch.stack([whole[i][1] for i in range(200, 210)])
+    )
+    with pytest.raises(
+        VideoError, match=r"damaged\.mp4: frame 1\d\d of 300 planned \(at [56]\.\d+ s\) cannot be decoded"
+    ):
+        list(read_frames(damaged))
+
+
+def test_truncated_file_names_the_first_lost_frame(long_clip: Path) -> None:
+    cut = long_clip.with_name("cut.mp4")
+    cut.write_bytes(long_clip.read_bytes()[: int(0.6 * os.path.getsize(long_clip))])
+    plan = plan_frames(probe(cut), num_frames=20)
+    assert len(plan) == 20  # the index is complete
+    assert sum(len(t) for t in read_frames(plan, 0, 11)) == 11
+    with pytest.raises(VideoError, match=r"cut\.mp4: frame 1[12] of 20 planned \(at [67]\.\d+ s\) cannot be decoded"):
+        list(read_frames(plan))
+    with pytest.raises(VideoError, match=r"frame 19 of 20 planned"):
+        list(read_frames(plan, 19, 20))
+
+
+def test_file_cut_between_frames_is_not_padded_with_its_last_frame(long_clip: Path) -> None:
+    with av.open(str(long_clip)) as file:
+        ends = [p.pos + p.size for p in file.demux(video=0) if p.size]
+    cut = long_clip.with_name("cut_clean.mp4")
+    cut.write_bytes(long_clip.read_bytes()[: ends[179]])
+    with pytest.raises(VideoError, match="cannot be decoded"):
+        list(read_frames(plan_frames(probe(cut), num_frames=20), 15, 20))
+
+
+def test_frame_that_the_decoder_conceals_is_refused(clips: Path) -> None:
+    path = write_clip(clips / "patched.avi", codec="mpeg4", frames=300, options={"g": "25"})
+    data = bytearray(path.read_bytes())
+    middle = len(data) // 2
+    data[middle : middle + 3000] = bytes(3000)
+    path.write_bytes(data)
+    with pytest.raises(VideoError, match="is damaged"):
+        list(read_frames(plan_frames(scan(path))))
+
+
+def test_size_and_batches(clips: Path) -> None:
+    plan = plan_frames(probe(write_clip(clips / "size.mp4")))
+    parts = list(read_frames(plan, 3, 20, size=(20, 30), batch=8))
+    assert [tuple(t.shape) for t in parts] == [(8, 3, 20, 30), (8, 3, 20, 30), (1, 3, 20, 30)]
+    assert all(t.dtype == torch.uint8 for t in parts)
+    assert list(read_frames(plan, 7, 7)) == []
+    for bad in ((0, 61), (-1, 3), (5, 4)):
+        with pytest.raises(ConfigError, match="asked of a source that has 60"):
+            list(read_frames(plan, *bad))
+
+
+def test_rotated_recording_is_read_upright(clips: Path) -> None:
+    if not hasattr(av.video.stream.VideoStream, "set_display_rotation"):
+        pytest.skip("this PyAV cannot write a rotation")
+    path = write_clip(clips / "rotated.mp4", rotation=90)
+    flat = decode_all(path)[5][1]
+    plan = plan_frames(probe(path))
+    (image,) = read_frames(plan, 5, 6)
+    assert torch.equal(image[0], torch.rot90(flat, 1, (1, 2))) and image.shape == (1, 3, 64, 48)
+    assert next(read_frames(plan, 5, 6, size=(32, 24))).shape == (1, 3, 32, 24)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("missing.mp4", None, "no such file"),
+        ("empty.mp4", b"", "the file is empty"),
+        ("junk.mp4", bytes(range(256)) * 40, "not a readable video"),
+        ("head.mp4", "half", "not a readable video"),
+    ],
+)
+def test_unreadable_file_is_named(clips: Path, name: str, content: bytes | str | None, message: str) -> None:
+    path = clips / name
+    if content == "half":
+        whole = write_clip(clips / "tail_index.mp4").read_bytes()
+        content = whole[: len(whole) // 2]
+    if content is not None:
+        assert isinstance(content, bytes)
+        path.write_bytes(content)
+    with pytest.raises(VideoError, match=message) as caught:
+        VideoSource.open(path, fps=1)
+    assert str(path) in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_files_without_video_frames_or_times_are_refused(clips: Path) -> None:
+    with pytest.raises(VideoError, match=r"holds no video stream \(found: audio\)"):
+        probe(write_sound(clips / "sound.wav"))
+    with pytest.raises(VideoError, match="a directory"):
+        probe(clips)
+    raw = write_clip(clips / "raw.h264")
+    with pytest.raises(VideoError, match="no presentation times.*ffmpeg"):
+        probe(raw)
+
+
+def test_image_list_yields_batches_of_one_size(tmp_path: Path) -> None:
+    from PIL import Image
+
+    rng = np.random.default_rng(0)
+    pictures = [rng.integers(0, 255, (h, w, 3), dtype=np.uint8) for h, w in [(8, 6), (8, 6), (4, 6), (8, 6)]]
+    for i, picture in enumerate(pictures):
+        Image.fromarray(picture).save(tmp_path / f"{i}.png")
+    source = ImageListSource([tmp_path / f"{i}.png" for i in range(4)])
+    parts = list(source.read(0, 4))
+    assert [len(t) for t in parts] == [2, 1, 1]
+    for image, picture in zip([x for t in parts for x in t], pictures, strict=True):
+        assert torch.equal(image, torch.from_numpy(picture).permute(2, 0, 1))
+    assert [t.shape for t in source.read(1, 4, size=(5, 7))] == [(3, 3, 5, 7)]
+    with pytest.raises(VideoError, match="9.png: no such file"):
+        ImageListSource([tmp_path / "9.png"])
+    (tmp_path / "bad.png").write_bytes(b"no picture")
+    with pytest.raises(VideoError, match="bad.png: not a readable picture"):
+        list(ImageListSource([tmp_path / "bad.png"]).read(0, 1))
+    with pytest.raises(VideoError, match="without images"):
+        ImageListSource([])

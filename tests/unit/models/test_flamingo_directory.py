@@ -1,0 +1,250 @@
+"""Layer: one process. OpenFlamingo directories: conversion of published parts, saving, loading by any tensor name."""
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from flamingo_reference import authors_flamingo
+from published_flamingo import EVERY, published_parts
+from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer
+from transformers import AutoModelForImageTextToText
+from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
+
+from family_directories import MAKERS, character_tokenizer, make_open_flamingo
+from mllm_seqpar.errors import ConfigError, DataError
+from mllm_seqpar.models.loading import load_model, load_processor
+from mllm_seqpar.models.open_flamingo import OpenFlamingoProcessor, convert
+from outcomes import error
+
+if "open_flamingo" not in MAKERS:
+    pytest.skip("open-flamingo is not installed", allow_module_level=True)
+
+Parts = dict[str, Path]
+
+
+@pytest.fixture(scope="module")
+def published(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Parts]:
+    """Return a function that writes the published parts over a type of language model and converts them, once each."""
+    root = tmp_path_factory.mktemp("published")
+
+    def parts(kind: str) -> Parts:
+        if not (root / kind).exists():
+            made = published_parts(root / kind, kind)
+            convert(root / kind / "converted", **made)
+        below = {"language_model": "lm", "vision_model": "clip", "checkpoint": "checkpoint.pt"}
+        return {name: root / kind / path for name, path in below.items()}
+
+    return parts
+
+
+def converted(parts: Parts) -> str:
+    return str(parts["checkpoint"].parent / "converted")
+
+
+@pytest.mark.parametrize(
+    "kind", ["mosaic_gpt", *(pytest.param(k, marks=pytest.mark.slow) for k in EVERY if k != "mosaic_gpt")]
+)
+def test_converted_model_equals_the_authors_model(published: Callable[[str], Parts], kind: str) -> None:
+    parts = published(kind)
+    model: Any = load_model(converted(parts))
+    processor: Any = load_processor(converted(parts))
+    texts = ["<image>Question:Is it so? Short answer:Yes<|endofchunk|>", "<image>Output:A dog"]
+    pictures = torch.randint(0, 255, (2, 3, 20, 30), dtype=torch.uint8, generator=torch.Generator().manual_seed(1))
+    inputs = processor(text=texts, images=[[pictures[0]], [pictures[1]]], padding_side="left")
+
+    raw = Tokenizer.from_file(str(parts["language_model"] / "tokenizer.json"))
+    end_of_chunk, image, pad = range(raw.get_vocab_size(), raw.get_vocab_size() + 3)
+    first = [1] if kind == "llama" else []  # LLaMA's tokenizer adds <s> at the beginning
+    question, caption = (
+        [*first, image, *raw.encode(text, add_special_tokens=False).ids]
+        for text in ("Question:Is it so? Short answer:Yes", "Output:A dog")
+    )
+    question.append(end_of_chunk)
+    assert inputs["lang_x"].tolist() == [question, [pad] * (len(question) - len(caption)) + caption]
+
+    reference = authors_flamingo(parts, kind)
+    assert (model.media_token_id, model.eoc_token_id) == (image, end_of_chunk)
+    assert processor.tokenizer.pad_token_id == pad and len(processor.tokenizer) == pad + 1
+    with torch.no_grad():
+        found, expected = model(**inputs).logits, reference(**inputs).logits
+    # The authors' loader initialises the new rows of LLaMA's head randomly, since its checkpoints lack them.
+    real, stop = inputs["attention_mask"].bool(), -3 if kind == "llama" else None
+    assert error(found[real][:, :stop], expected[real][:, :stop]) < 1e-5
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["gpt_neox", "llama"])
+def test_each_tensor_is_saved_once_and_loaded_unchanged(
+    published: Callable[[str], Parts], tmp_path: Path, kind: str
+) -> None:
+    one = Path(converted(published(kind)))
+    model: Any = load_model(str(one))
+    assert any(c.__module__ == "open_flamingo.src.flamingo" for c in type(model).__mro__) and not model.training
+    saved = load_file(one / "model.safetensors")
+    distinct = {id(x) for x in model.state_dict(keep_vars=True).values()}
+    assert len(saved) == len(distinct) < len(model.state_dict())
+    assert saved.keys() <= model.state_dict().keys()
+    assert any(".gated_cross_attn_layer." in name for name in saved)  # as in published checkpoints
+    assert not any("gated_cross_attn_layers" in name or "old_decoder_blocks" in name for name in saved)
+    model.save_pretrained(tmp_path / "two")
+    again: Any = load_model(str(tmp_path / "two"))
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(again.state_dict()[name], tensor), name
+    assert load_file(tmp_path / "two" / "model.safetensors").keys() == saved.keys()
+    assert model.config.to_diff_dict() == again.config.to_diff_dict()
+
+
+@pytest.mark.slow
+def test_dtype_applies_to_saved_tensors_only(published: Callable[[str], Parts], tmp_path: Path) -> None:
+    parts = published("llama")
+    whole: Any = load_model(converted(parts))
+    convert(tmp_path / "one", **parts, dtype=torch.bfloat16, only_attend_immediate_media=False)
+    for options in ({}, {"dtype": torch.bfloat16}, {"torch_dtype": torch.bfloat16}):
+        again: Any = AutoModelForImageTextToText.from_pretrained(tmp_path / "one", **options)
+        assert all(torch.equal(x, whole.state_dict()[name].bfloat16()) for name, x in again.state_dict().items())
+        assert not again.lang_encoder.gated_cross_attn_layers[-1].attn.only_attend_immediate_media
+    computed = {name: x for name, x in whole.named_buffers() if name not in whole.state_dict()}
+    assert any(name.endswith("inv_freq") for name in computed)
+    assert all(torch.equal(x, computed[name]) for name, x in again.named_buffers() if name in computed)
+    with pytest.raises(ConfigError, match="device_map: not known to OpenFlamingo.from_pretrained"):
+        AutoModelForImageTextToText.from_pretrained(tmp_path / "one", device_map="auto")
+
+
+@pytest.mark.slow
+def test_conversion_without_checkpoint_keeps_the_language_model(
+    published: Callable[[str], Parts], tmp_path: Path
+) -> None:
+    parts = published("gpt_neox")
+    convert(tmp_path / "one", language_model=parts["language_model"], vision_model=parts["vision_model"])
+    model: Any = load_model(str(tmp_path / "one"))
+    processor: Any = load_processor(str(tmp_path / "one"))
+    # The published files state no pad token, although the tokenizer's class has a default.
+    assert processor.tokenizer.pad_token == "<PAD>"
+    rows = len(processor.tokenizer)
+    before = torch.load(parts["language_model"] / "pytorch_model.bin", weights_only=True)
+    assert torch.equal(model.lang_encoder.get_output_embeddings().weight, before["embed_out.weight"][:rows].float())
+    assert all(not x.any() for name, x in model.named_parameters() if name.endswith("_gate"))
+
+
+def edit_state(change: Callable[[dict[str, torch.Tensor]], Any]) -> Callable[[Path], None]:
+    def edit(file: Path) -> None:
+        state = torch.load(file, weights_only=True)
+        change(state)
+        torch.save(state, file)
+
+    return edit
+
+
+def drop(*names: str) -> Callable[[Path], None]:
+    return edit_state(lambda state: [state.pop(name) for name in list(state) if name.endswith(names)])
+
+
+def put(name: str, *shape: int) -> Callable[[Path], None]:
+    return edit_state(lambda state: state.update({name: torch.zeros(shape)}))
+
+
+def edit_text(old: str, new: str) -> Callable[[Path], None]:
+    def edit(file: Path) -> None:
+        text = file.read_text()
+        assert old in text
+        file.write_text(text.replace(old, new))
+
+    return edit
+
+
+GATE = "lang_encoder.transformer.blocks.1.gated_cross_attn_layer.attn_gate"
+TWICE = "lang_encoder.gated_cross_attn_layers.1.attn_gate"
+FREQUENCIES = "lang_encoder.gpt_neox.layers.1.decoder_layer.attention.rotary_emb.inv_freq"
+CLIP, LM, CHECKPOINT = "clip/pytorch_model.bin", "lm/pytorch_model.bin", "checkpoint.pt"
+BAD: list[tuple[str, str, Callable[[Path], None], str]] = [
+    (
+        "mosaic_gpt",
+        CLIP,
+        drop("pre_layrnorm.weight"),
+        r"clip: .* it lacks 1 tensor .*pre_layrnorm.* the CLIPVision",
+    ),
+    ("mosaic_gpt", LM, drop("blocks.2.attn.q_ln.weight"), r"lm: .* it lacks 1 tensor \(.*blocks.2.attn.q_ln.weight\)"),
+    ("mosaic_gpt", CHECKPOINT, drop(GATE), r"checkpoint.pt: .* it lacks \d tensors .* the weights of the perceiver"),
+    (
+        "mosaic_gpt",
+        CHECKPOINT,
+        drop("wte.weight"),
+        "expected .*wte.weight, the trained embedding",
+    ),
+    ("gpt_neox", CHECKPOINT, drop("embed_out.weight"), r"it lacks 1 tensor \(lang_encoder.embed_out.weight\)"),
+    ("mosaic_gpt", CHECKPOINT, drop("attn_gate"), "has no weights of gated cross-attention"),
+    (
+        "mosaic_gpt",
+        CHECKPOINT,
+        put("perceiver.latents", 64, 7),
+        r"latents: \(64, 7\) in the checkpoint, \(64, 24\) in",
+    ),
+    ("mosaic_gpt", CHECKPOINT, put(TWICE, 1), r"attn_gate and .*attn_gate are one tensor of the model, and differ"),
+    ("gpt_neox", CHECKPOINT, put(FREQUENCIES, 4), r"rotary_emb.inv_freq has other rotary frequencies"),
+    (
+        *("mosaic_gpt", CHECKPOINT, put("lang_encoder.transformer.wte.weight", 7, 32)),
+        r"embedding has 7 rows, but the tokenizer in .* has 260 tokens .*, and 261 with <PAD>",
+    ),
+    (
+        *("mosaic_gpt", CHECKPOINT, lambda file: torch.save({"perceiver.latents": print}, file)),
+        "checkpoint=.*checkpoint.pt: ",
+    ),
+    (
+        "mosaic_gpt",
+        "lm/config.json",
+        edit_text('"alibi": true', '"alibi": false'),
+        "only an MPT with alibi=True",
+    ),
+    ("mpt", "lm/config.json", edit_text('"no_bias": true', '"no_bias": false'), "no_bias is False"),
+    ("mosaic_gpt", "lm/config.json", edit_text('"n_heads": 4', '"n_heads": 6'), "n_heads is 6; .* powers of two only"),
+    (
+        *("mosaic_gpt", "clip/preprocessor_config.json", edit_text('"crop_size": 16', '"crop_size": 24')),
+        "crops pictures to 24 x 24, but the vision tower takes 16 x 16",
+    ),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("kind", "file", "edit", "message"), BAD)
+def test_inconsistent_parts_are_refused(
+    published: Callable[[str], Parts], tmp_path: Path, kind: str, file: str, edit: Callable[[Path], None], message: str
+) -> None:
+    shutil.copytree(published(kind)["checkpoint"].parent, tmp_path / "parts")
+    edit(tmp_path / "parts" / file)
+    parts = {name: tmp_path / "parts" / path.name for name, path in published(kind).items()}
+    with pytest.raises((ConfigError, DataError), match=message):
+        convert(tmp_path / "out", **parts)
+
+
+def test_wrong_interval_is_refused(published: Callable[[str], Parts], tmp_path: Path) -> None:
+    parts = published("gpt_neox")
+    with pytest.raises(ConfigError, match=r"cross_attn_every_n_layers=4, but .* has 2; pass that"):
+        convert(tmp_path / "out", **parts, cross_attn_every_n_layers=4)
+
+
+def test_directory_with_differing_weights_is_refused(tmp_path: Path) -> None:
+    make_open_flamingo(tmp_path / "one")
+    weights = load_file(tmp_path / "one" / "model.safetensors")
+    del weights["perceiver.latents"]
+    save_file(weights, tmp_path / "one" / "model.safetensors")
+    with pytest.raises(DataError, match=r"it lacks 1 tensor \(perceiver.latents\)"):
+        load_model(str(tmp_path / "one"))
+    save_file(weights | {"extra": torch.zeros(1)}, tmp_path / "one" / "model.safetensors")
+    with pytest.raises(DataError, match=r"the model does not have 1 tensor \(extra\)"):
+        load_model(str(tmp_path / "one"))
+    (tmp_path / "one" / "model.safetensors").unlink()
+    with pytest.raises(ConfigError, match=r"no model.safetensors there"):
+        load_model(str(tmp_path / "one"))
+
+
+def test_processor_refuses_other_arguments_and_tokenizers(published: Callable[[str], Parts]) -> None:
+    processor: Any = load_processor(converted(published("mosaic_gpt")))
+    picture = torch.zeros(3, 20, 30, dtype=torch.uint8)
+    with pytest.raises(DataError, match="unknown arguments: max_length, truncation"):
+        processor(text="<image>hi", images=[[picture]], truncation=True, max_length=4)
+    with pytest.raises(DataError, match=r"no token <image>, <\|endofchunk\|>"):
+        OpenFlamingoProcessor(CLIPImageProcessorPil(), character_tokenizer(bos="<s>", eos="</s>"))

@@ -1,0 +1,237 @@
+"""Layer: one process. mPLUG-Owl3 against a dense float64 computation that shares no code (`mplug_owl3_reference`)."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from mllm_seqpar.models.mplug_owl3 import visual_inputs
+from mplug_owl3_reference import Numbers, reference_logits, reference_loss
+from tiny import GATES, IMAGE_TOKEN, tiny_frames, tiny_model, tiny_text
+from tolerances import AGAINST_UNPATCHED
+
+pytestmark = pytest.mark.rounding
+
+# float32 against float64 through 4 layers: 2e-6 in gradients, less in logits. A wrong mask or position gives 1e-2.
+TOLERANCE = 5e-6
+
+
+def numbers(model: torch.nn.Module) -> Numbers:
+    config = model.config
+    return Numbers(
+        gate=config.gate,
+        heads=config.num_attention_heads,
+        kv_heads=config.num_key_value_heads,
+        head_dim=config.hidden_size // config.num_attention_heads,
+        hyper_layers=tuple(config.hyper_layers),
+        vision_heads=config.vision_config.num_attention_heads,
+        vision_layers=config.vision_config.num_hidden_layers,
+        layers=config.num_hidden_layers,
+    )
+
+
+def double_state(model: torch.nn.Module) -> dict[str, Tensor]:
+    return {name: value.detach().double() for name, value in model.state_dict().items()}
+
+
+def expected(model: torch.nn.Module, input_ids: Tensor, frames: Tensor, state: dict | None = None) -> list[Tensor]:
+    """Return the logits of each sample computed separately; each placeholder takes the next frame of the flat list."""
+    state = double_state(model) if state is None else state
+    logits, used = [], 0
+    for sample in input_ids.tolist():
+        at = [position for position, token in enumerate(sample) if token == IMAGE_TOKEN]
+        sample_frames = frames[used : used + len(at)].to(next(iter(state.values())).dtype)
+        used += len(at)
+        logits.append(reference_logits(state, numbers(model), sample, at, sample_frames))
+    return logits
+
+
+def bfloat16_error(model: torch.nn.Module, input_ids: Tensor, frames: Tensor, exact: Tensor) -> float:
+    """Return the error of the dense reference in bfloat16 on this machine."""
+    state = {name: value.bfloat16() for name, value in double_state(model).items()}
+    return error(torch.stack(expected(model, input_ids, frames, state)), exact)
+
+
+def error(found: Tensor, reference: Tensor) -> float:
+    return ((found.double() - reference).norm() / reference.norm()).item()
+
+
+@pytest.mark.parametrize("counts", [(0, 3), (1, 0, 5), (0, 0)], ids=str)
+@pytest.mark.parametrize("gate", GATES)
+def test_logits_equal_reference(gate: str | None, counts: tuple[int, ...]) -> None:
+    model = tiny_model(gate)
+    ids, frames = tiny_text(*counts), tiny_frames(sum(counts))
+    logits = model(ids, frames).logits
+    for found, reference in zip(logits, expected(model, ids, frames), strict=True):
+        assert error(found, reference) < TOLERANCE
+
+
+@pytest.mark.parametrize("gate", GATES)
+def test_published_inputs_equal_reference(gate: str | None) -> None:
+    """Placeholders are five ordinary tokens each; only media_offset, in either form, determines the frames."""
+    model = tiny_model(gate, image_token_id=None)
+    ids, frames = tiny_text(0, 0, 0, length=20), tiny_frames(5)
+    starts = [[2, 7, 12], [], [0, 15]]
+    offset, before = torch.zeros(3, 20, 2, dtype=torch.long), 0
+    for sample, at in enumerate(starts):
+        for token in range(20):
+            visible = sum(start < token for start in at)
+            offset[sample, token] = torch.tensor([before, before + visible if at else -1000000])
+        before += len(at)
+    references = [
+        reference_logits(double_state(model), numbers(model), row, at, part.double())
+        for row, at, part in zip(ids.tolist(), starts, frames.split([3, 0, 2]), strict=True)
+    ]
+    for media_offset in (offset, [torch.tensor(at, dtype=torch.long) for at in starts]):
+        logits = model(ids, frames, media_offset=media_offset).logits
+        for found, reference in zip(logits, references, strict=True):
+            assert error(found, reference) < TOLERANCE
+
+
+@pytest.mark.parametrize("gate", GATES)
+@pytest.mark.parametrize("placeholders", [[0, 1, 5], [9, 10, 11]])
+def test_placeholders_at_the_edges_equal_reference(gate: str | None, placeholders: list[int]) -> None:
+    model = tiny_model(gate)
+    ids = tiny_text(0)
+    ids[0, placeholders] = IMAGE_TOKEN
+    frames = tiny_frames(len(placeholders))
+    assert error(model(ids, frames).logits[0], expected(model, ids, frames)[0]) < TOLERANCE
+
+
+@pytest.mark.parametrize("gate", GATES)
+def test_row_blocks_do_not_change_logits(gate: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Long runs of equal rows have no mask, and other rows have masks of bounded size."""
+    monkeypatch.setattr(visual_inputs, "SHORT_RUN", 4)
+    monkeypatch.setattr(visual_inputs, "MASK_ELEMENTS", 3 * 5 * 4)
+    model = tiny_model(gate)
+    ids = tiny_text(9, 0, 7, length=40)
+    ids[0, 30:] = 7  # a long run with one interval after the frames
+    frames = tiny_frames(int((ids == IMAGE_TOKEN).sum()))
+    logits = model(ids, frames).logits
+    for found, reference in zip(logits, expected(model, ids, frames), strict=True):
+        assert error(found, reference) < TOLERANCE
+
+
+@pytest.mark.parametrize(("side", "attention"), [("left", "sdpa"), ("right", "eager")])
+@pytest.mark.parametrize("gate", GATES)
+def test_padding_does_not_change_logits(gate: str | None, side: str, attention: str) -> None:
+    model = tiny_model(gate)
+    model.set_attn_implementation(attention)
+    samples = [tiny_text(3, length=12, seed=1), tiny_text(2, length=7, seed=2), tiny_text(0, length=9, seed=3)]
+    frames = tiny_frames(5)
+    ids = torch.zeros(3, 12, dtype=torch.long)
+    mask = torch.zeros_like(ids)
+    rows = []
+    for index, sample in enumerate(samples):
+        length = sample.shape[1]
+        rows.append(slice(12 - length, 12) if side == "left" else slice(0, length))
+        ids[index, rows[-1]], mask[index, rows[-1]] = sample[0], 1
+    positions = (mask.cumsum(1) - 1).clamp(min=0)
+    for position_ids in (positions, None):  # only differences of rotary positions matter
+        logits = model(ids, frames, attention_mask=mask, position_ids=position_ids).logits
+        references = [
+            expected(model, samples[0], frames[:3])[0],
+            expected(model, samples[1], frames[3:])[0],
+            expected(model, samples[2], frames[:0])[0],
+        ]
+        for index, reference in enumerate(references):
+            assert error(logits[index, rows[index]], reference) < TOLERANCE
+
+
+@pytest.mark.parametrize("gate", GATES)
+def test_loss_and_gradients_equal_reference(gate: str | None) -> None:
+    model = tiny_model(gate)
+    ids, frames = tiny_text(3, 0, 2), tiny_frames(5).requires_grad_()
+    labels = ids.clone()
+    labels[0, :4] = -100
+    labels[2, 6:9] = -100
+    loss = model(ids, frames, labels=labels).loss
+    loss.backward()
+
+    state = {name: value.requires_grad_() for name, value in double_state(model).items()}
+    copied = frames.detach().double().requires_grad_()
+    reference = reference_loss(expected(model, ids, copied, state), labels.tolist())
+    reference.backward()
+
+    assert abs(loss.item() - reference.item()) < TOLERANCE * reference.item()
+    assert error(frames.grad, copied.grad) < TOLERANCE
+    unused = {name for name, weight in model.named_parameters() if weight.grad is None}
+    assert unused == {name for name, value in state.items() if value.grad is None}
+    for name, weight in model.named_parameters():
+        if name not in unused and name.endswith("k_proj.bias"):
+            # The gradient of a key bias is 0 in SigLIP and small in Qwen2; the weight's gradient is the scale.
+            scale = model.get_parameter(name.replace("bias", "weight")).grad.norm().item()
+            assert (weight.grad.double() - state[name].grad).norm().item() < TOLERANCE * scale, name
+        elif name not in unused:
+            assert error(weight.grad, state[name].grad) < TOLERANCE, name
+
+
+def test_last_vision_layer_is_not_computed() -> None:
+    model = tiny_model("per_head")
+    ids, frames = tiny_text(2), tiny_frames(2)
+    before = model(ids, frames).logits
+    with torch.no_grad():
+        for name, weight in model.vision_model.named_parameters():
+            if name.startswith(("encoder.layers.2.", "post_layernorm", "head")):
+                weight.fill_(float("nan"))
+    assert torch.equal(model(ids, frames).logits, before)
+
+
+def test_shifted_labels_and_item_count_give_the_same_loss() -> None:
+    model = tiny_model("vector")
+    ids, frames = tiny_text(3, 1), tiny_frames(4)
+    labels = ids.clone()
+    labels[:, :5] = -100
+    loss = model(ids, frames, labels=labels).loss
+    shifted = torch.nn.functional.pad(labels, (0, 1), value=-100)[:, 1:]
+    assert torch.equal(model(ids, frames, shift_labels=shifted).loss, loss)
+    targets = int((shifted != -100).sum())
+    by_count = model(ids, frames, labels=labels, num_items_in_batch=4 * targets).loss
+    assert torch.allclose(by_count, loss / 4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("gate", GATES)
+def test_bfloat16_error_is_bounded(gate: str | None) -> None:
+    model = tiny_model(gate)
+    ids, frames = tiny_text(4, 2), tiny_frames(6)
+    reference = torch.stack(expected(model, ids, frames))
+    allowed = AGAINST_UNPATCHED * bfloat16_error(model, ids, frames, reference)
+    logits = model.bfloat16()(ids, frames.bfloat16()).logits
+    assert logits.dtype == torch.bfloat16
+    assert error(logits, reference) < allowed
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("gate", "attention"), [("per_head", "eager"), ("vector", "sdpa"), (None, "sdpa")])
+def test_autocast_error_is_bounded(gate: str | None, attention: str) -> None:
+    model = tiny_model(gate)
+    model.set_attn_implementation(attention)
+    ids, frames = tiny_text(4, 2), tiny_frames(6)
+    reference = torch.stack(expected(model, ids, frames))
+    allowed = AGAINST_UNPATCHED * bfloat16_error(model, ids, frames, reference)
+    for inputs in ({"pixel_values": frames}, {"image_embeds": model.encode_frames(frames).detach()}):
+        with torch.autocast("cpu", torch.bfloat16):
+            output = model(ids, labels=ids, **inputs)
+        assert error(output.logits, reference) < allowed
+        model.zero_grad()
+        output.loss.backward()
+        gradient = model.language_model.model.layers[0].self_attn.v_kv_proj.weight.grad
+        assert gradient.dtype == torch.float32 and bool(gradient.isfinite().all()) and gradient.norm() > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("gate", GATES)
+def test_gradient_checkpointing_does_not_change_gradients(gate: str | None) -> None:
+    ids, frames = tiny_text(3, 2), tiny_frames(5)
+    gradients = []
+    for checkpointing in (False, True):
+        model = tiny_model(gate).train()
+        if checkpointing:
+            model.gradient_checkpointing_enable()
+        output = model(ids, frames, labels=ids)
+        assert (output.past_key_values is None) == checkpointing
+        output.loss.backward()
+        gradients.append({name: weight.grad for name, weight in model.named_parameters()})
+    for name, gradient in gradients[0].items():
+        assert (gradient is None) == (gradients[1][name] is None), name
+        assert gradient is None or torch.equal(gradient, gradients[1][name]), name

@@ -1,0 +1,194 @@
+"""Layer: one process. The processor of mPLUG-Owl3: preprocessing of pictures, conversations and their placeholders."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from transformers import AutoProcessor
+
+from mllm_seqpar.errors import DataError, ShapeError
+from mllm_seqpar.models.mplug_owl3 import MPlugOwl3ImageProcessor, MPlugOwl3Processor, image_processing
+from tiny import GATES, IMAGE_TOKEN, tiny_model, tiny_tokenizer
+
+
+def picture(seed: int, height: int = 40, width: int = 50) -> np.ndarray:
+    return np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8)
+
+
+def processor(**options: Any) -> MPlugOwl3Processor:
+    return MPlugOwl3Processor(MPlugOwl3ImageProcessor(image_size=28), tiny_tokenizer(), **options)
+
+
+CHAT = [
+    {"role": "user", "content": [{"type": "video"}, {"type": "text", "text": "what colour?"}]},
+    {"role": "assistant", "content": "red"},
+]
+
+
+class TestImages:
+    def test_all_forms_of_a_picture_are_equivalent(self) -> None:
+        image_processor = MPlugOwl3ImageProcessor(image_size=28)
+        array = picture(0)
+        forms = [array, Image.fromarray(array), torch.from_numpy(array), torch.from_numpy(array).permute(2, 0, 1)]
+        for form in forms:
+            values = image_processor(form)["pixel_values"]
+            assert values.shape == (1, 3, 28, 28) and values.dtype == torch.float32
+            assert torch.equal(values, image_processor(forms[0])["pixel_values"])
+
+    @pytest.mark.parametrize("with_pillow", [True, False])
+    def test_resizing_equals_pillow(self, with_pillow: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Exactly if Pillow is installed, otherwise within one level, for a size that Pillow resizes width first."""
+        if not with_pillow:
+            monkeypatch.setattr(image_processing, "_pillow", lambda: None)
+        array = picture(1, 60, 90)
+        found = image_processing.resized(torch.from_numpy(array).permute(2, 0, 1)[None], 42, 28)[0].int()
+        reference = np.asarray(Image.fromarray(array).resize((28, 42), Image.Resampling.BICUBIC), dtype=np.int32)
+        assert (found - torch.from_numpy(reference).permute(2, 0, 1)).abs().max() <= (0 if with_pillow else 1)
+
+    def test_floating_frames_do_not_overshoot_at_edges(self) -> None:
+        frame = torch.zeros(3, 40, 50)
+        frame[:, 13:, 21:] = 1
+        values = MPlugOwl3ImageProcessor(image_size=28)(frame)["pixel_values"]
+        assert (values.min().item(), values.max().item()) == (-1, 1)
+
+    def test_picture_of_the_right_size_is_only_normalised(self) -> None:
+        array = picture(2, 28, 28)
+        values = MPlugOwl3ImageProcessor(image_size=28)(array)["pixel_values"][0]
+        assert torch.allclose(values, torch.from_numpy(array).permute(2, 0, 1) / 127.5 - 1, atol=1e-6)
+
+    def test_frames_may_differ_in_size_and_dtype(self) -> None:
+        image_processor = MPlugOwl3ImageProcessor(image_size=28)
+        frames = [picture(0), picture(1), picture(2, 30, 30), torch.rand(3, 28, 28), picture(3)]
+        together = image_processor(frames)["pixel_values"]
+        assert torch.equal(together, torch.cat([image_processor(frame)["pixel_values"] for frame in frames]))
+        assert image_processor([])["pixel_values"].shape == (0, 3, 28, 28)
+
+    @pytest.mark.parametrize(
+        "frame",
+        [
+            np.zeros((4, 4), np.uint8),
+            np.zeros((4, 4, 4), np.uint8),
+            torch.full((3, 4, 4), 7.0),
+            torch.zeros(3, 4, 4).int(),
+        ],
+    )
+    def test_invalid_picture_is_refused(self, frame: Any) -> None:
+        with pytest.raises(ShapeError, match="frame 1 is .*expected"):
+            MPlugOwl3ImageProcessor()([picture(0), frame])
+
+    def test_saved_image_processor_loads_unchanged(self, tmp_path: Path) -> None:
+        MPlugOwl3ImageProcessor(image_size=56, image_mean=(0.1, 0.2, 0.3)).save_pretrained(tmp_path)
+        assert (tmp_path / "preprocessor_config.json").exists()
+        loaded = MPlugOwl3ImageProcessor.from_pretrained(tmp_path)
+        assert (loaded.image_size, loaded.image_mean) == (56, [0.1, 0.2, 0.3])
+
+
+class TestConversations:
+    @pytest.mark.parametrize("side", ["left", "right"])
+    def test_placeholder_positions_include_padding(self, side: str) -> None:
+        chats = [CHAT, [{"role": "user", "content": "no video"}], [{"role": "user", "content": "a<|image|>b<|video|>"}]]
+        whole = processor(cut_enable=False)
+        encoded = whole.encode(chats, frames_per_video=[4, 2], padding_side=side, return_labels=True)
+        ids, mask = encoded["input_ids"], encoded["attention_mask"]
+        assert mask.sum(1).tolist() == [
+            int(whole.encode(chat, frames_per_video=counts)["attention_mask"].sum())
+            for chat, counts in zip(chats, ([4], [], [2]), strict=True)
+        ]
+        assert bool(mask[1, 0] == (side == "right"))
+        for row, offsets in zip(ids, encoded["media_offset"], strict=True):
+            assert offsets[offsets >= 0].tolist() == (row == IMAGE_TOKEN).nonzero().flatten().tolist()
+        assert (encoded["media_offset"] >= 0).sum(1).tolist() == [4, 0, 3]
+        assert bool((encoded["labels"][mask == 0] == -100).all())
+
+    def test_tokenizer_without_end_of_document_ends_with_the_turn(self) -> None:
+        bare = MPlugOwl3Processor(MPlugOwl3ImageProcessor(), tiny_tokenizer(end_of_document=False))
+        assert bare.apply_chat_template(CHAT).endswith("red<|im_end|>")
+
+    @pytest.mark.parametrize(
+        ("chat", "message"),
+        [
+            ([{"role": "robot", "content": "x"}], "message 0 has the role 'robot'"),
+            ([{"role": "user", "content": [{"type": "audio"}]}], "message 0 holds .*audio"),
+            ([{"role": "user", "content": [{"type": "text"}]}], "message 0 holds"),
+            ([{"role": "user", "content": None}], "message 0 holds"),
+            ([CHAT[0], {"role": "assistant", "content": "<|image|>"}], "message 1 of role 'assistant'"),
+        ],
+    )
+    def test_malformed_conversation_is_refused(self, chat: list, message: str) -> None:
+        with pytest.raises(DataError, match=message):
+            processor().encode(chat, frames_per_video=[1])
+
+    def test_images_to_cut_require_their_grids(self) -> None:
+        chat = [{"role": "user", "content": "<|image|>"}]
+        with pytest.raises(DataError, match=r"cut_enable is True: pass image_grids"):
+            processor().encode(chat)
+        with pytest.raises(DataError, match=r"image_grids has 2 grids and the text has 1"):
+            processor().encode(chat, image_grids=[(2, 2), None])
+        counts = [
+            (processor().encode(chat, image_grids=[grid])["media_offset"] >= 0).sum().item() for grid in ((1, 3), None)
+        ]
+        assert counts == [4, 1]
+
+    @pytest.mark.parametrize("counts", [[], [1, 2]])
+    def test_number_of_videos_must_match(self, counts: list[int]) -> None:
+        with pytest.raises(DataError, match="video"):
+            processor().encode(CHAT, frames_per_video=counts)
+
+
+class TestCall:
+    def test_frames_follow_the_placeholders(self) -> None:
+        frames = [picture(seed) for seed in range(6)]
+        text = ["a<|image|>b<|video|>", "<|video|><|image|>"]
+        both = processor(cut_enable=False)
+        inputs = both(images=[frames[0], frames[5]], text=text, videos=[frames[1:3], frames[3:5]])
+        assert torch.equal(inputs["pixel_values"], both.image_processor(frames)["pixel_values"])
+        assert (inputs["media_offset"] >= 0).sum(1).tolist() == [3, 3]
+
+    @pytest.mark.parametrize("gate", GATES)
+    @torch.no_grad()
+    def test_models_of_all_generations_accept_the_inputs(self, gate: str | None) -> None:
+        """Placeholders have several tokens; the reference is the generation's own form of `media_offset`."""
+        plain = MPlugOwl3Processor(MPlugOwl3ImageProcessor(image_size=28), tiny_tokenizer(placeholder=False))
+        content = [{"type": "video", "video": [picture(0), picture(1)]}, {"type": "image", "image": picture(2)}]
+        chat = [{"role": "user", "content": [*content, {"type": "text", "text": "?"}]}]
+        inputs = plain.apply_chat_template(chat, tokenize=True, add_generation_prompt=True)
+        ids, mark = inputs["input_ids"][0].tolist(), plain.tokenizer("<|image|>")["input_ids"]
+        starts = [at for at in range(len(ids)) if ids[at : at + len(mark)] == mark]
+        assert len(mark) > 1 and len(starts) == len(inputs["pixel_values"]) == 2 + 7
+        published: Any = [starts]
+        if gate is not None:
+            published = torch.tensor([[[0, sum(start < row for start in starts)] for row in range(len(ids))]])
+        model = tiny_model(gate, image_token_id=None)
+        found = model(**inputs).logits
+        assert torch.equal(found, model(**inputs | {"media_offset": published}).logits)
+
+    def test_wrong_arguments_are_refused(self) -> None:
+        with pytest.raises(DataError, match="the text has 1 .* and 2 images"):
+            processor()(images=[picture(0), picture(1)], text="<|image|>")
+        with pytest.raises(DataError, match="unknown arguments: colour"):
+            processor()(text="a", colour="red")
+        with pytest.raises(DataError, match="text is None"):
+            processor()(images=picture(0))
+        with pytest.raises(DataError, match="unknown arguments: image_size; size and normalisation are set when"):
+            processor().image_processor(picture(0), image_size=56)
+
+    def test_single_picture_and_single_video_need_no_list(self) -> None:
+        both = processor()
+        assert both(images=picture(0), text="<|image|>", cut_enable=False)["pixel_values"].shape[0] == 1
+        video = torch.from_numpy(np.stack([picture(0), picture(1)]))
+        assert both(text="<|video|>", videos=video)["pixel_values"].shape[0] == 2
+
+
+def test_saved_processor_loads_unchanged(tmp_path: Path) -> None:
+    tiny_model().save_pretrained(tmp_path)
+    processor(video_span=True).save_pretrained(tmp_path)
+    for loaded in (AutoProcessor.from_pretrained(tmp_path), MPlugOwl3Processor.from_pretrained(tmp_path)):
+        assert isinstance(loaded, MPlugOwl3Processor) and loaded.video_span
+        assert loaded.image_processor.image_size == 28
+        again = loaded.encode(CHAT, frames_per_video=[2])
+        assert torch.equal(
+            again["input_ids"], processor(video_span=True).encode(CHAT, frames_per_video=[2])["input_ids"]
+        )

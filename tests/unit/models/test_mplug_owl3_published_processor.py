@@ -1,0 +1,221 @@
+"""Layer: one process. The processor against the published ones: options, prompts token for token, tiles of images."""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from safetensors.torch import save_file
+from transformers import AutoProcessor, AutoTokenizer
+
+from mllm_seqpar.data.chat_family import chat_family
+from mllm_seqpar.errors import ConfigError, DataError
+from mllm_seqpar.models.mplug_owl3 import MPlugOwl3ImageProcessor, MPlugOwl3Processor
+from mllm_seqpar.models.mplug_owl3.chat import image_text
+from mllm_seqpar.models.mplug_owl3.image_processing import best_grid
+from tiny import GATES, write_published_tokenizer
+
+LAYER = "language_model.model.layers.0.self_attn."
+GATE_NAMES = {"per_head": ["gate_proj.0.weight", "gate_proj.0.bias"], "vector": ["gate"], None: []}
+OPTIONS = {"per_head": (384, False, "v2"), "vector": (384, True, "v3"), None: (378, True, "v3")}
+
+
+def write_published(folder: Path, gate: str | None, weights: bool = True) -> Path:
+    """Write the files of a published directory that a processor reads: config, tokenizer, and weights by name."""
+    write_published_tokenizer(folder)
+    remote = {"AutoConfig": "configuration_mplugowl3.mPLUGOwl3Config", "AutoModel": "modeling_mplugowl3.mPLUGOwl3Model"}
+    (folder / "config.json").write_text(json.dumps({"model_type": "mplugowl3", "auto_map": remote}))
+    if weights:
+        save_file(
+            {LAYER + name: torch.zeros(1) for name in ["v_kv_proj.weight", *GATE_NAMES[gate]]},
+            folder / "model.safetensors",
+        )
+    return folder
+
+
+def options(processor: Any) -> tuple:
+    return processor.image_processor.image_size, processor.video_span, processor.cut_template
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    folder = tmp_path_factory.mktemp("tokenizer")
+    write_published_tokenizer(folder)
+    return AutoTokenizer.from_pretrained(folder)
+
+
+class TestDirectories:
+    @pytest.mark.parametrize("gate", GATES)
+    def test_options_follow_from_weights_and_are_saved(self, tmp_path: Path, gate: str | None) -> None:
+        published = write_published(tmp_path / "published", gate)
+        found = AutoProcessor.from_pretrained(published)
+        assert isinstance(found, MPlugOwl3Processor)
+        assert options(found) == OPTIONS[gate] and found.cut_enable
+        found.cut_enable = False
+        found.save_pretrained(tmp_path / "saved")
+        again = MPlugOwl3Processor.from_pretrained(tmp_path / "saved")
+        assert options(again) == OPTIONS[gate] and not again.cut_enable
+
+    def test_arguments_override_files_and_weights(self, tmp_path: Path) -> None:
+        published = write_published(tmp_path, "per_head")
+        given = {"image_size": 28, "video_span": True, "cut_template": "v3", "cut_enable": False}
+        found = MPlugOwl3Processor.from_pretrained(published, **given)
+        assert options(found) == (28, True, "v3") and not found.cut_enable
+        found.save_pretrained(tmp_path)
+        assert options(MPlugOwl3Processor.from_pretrained(tmp_path, image_size=56)) == (56, True, "v3")
+
+    def test_directory_of_unknown_generation_is_refused(self, tmp_path: Path) -> None:
+        published = write_published(tmp_path, None, weights=False)
+        with pytest.raises(
+            DataError, match=r"no file that states the processor's video_span, cut_template, and no .*pas"
+        ):
+            MPlugOwl3Processor.from_pretrained(published, image_size=378)
+        found = MPlugOwl3Processor.from_pretrained(published, image_size=378, video_span=True, cut_template="v3")
+        assert options(found) == OPTIONS[None]
+        with pytest.raises(ConfigError, match="cut_template is 'v1'; expected one of v2, v3"):
+            MPlugOwl3Processor.from_pretrained(published, image_size=378, video_span=True, cut_template="v1")
+
+
+def user(text: str) -> dict[str, str]:
+    return {"role": "user", "content": text}
+
+
+def said(text: str = "") -> dict[str, str]:
+    return {"role": "assistant", "content": text}
+
+
+# Text that byte pairs merge with the marks of a video, several videos, images, a system message, several turns.
+CHATS: list[tuple[list[dict[str, str]], list[int], list[tuple[int, int]]]] = [
+    ([user("<|video|>\nDescribe."), said()], [3], []),
+    ([user("See <|video|> and <|video|>\n\nSay <|video|>"), said()], [2, 1, 2], []),
+    (
+        [
+            {"role": "system", "content": "Be brief."},
+            user("\n<|video|><|video|>>\n"),
+            said("\nred\n"),
+            user("?"),
+            said(),
+        ],
+        [1, 2],
+        [],
+    ),
+    ([user(" <|image|> <|image|>\n"), said("a"), user("<|image|>"), said()], [], [(50, 40), (30, 90), (20, 80)]),
+    ([user("no media"), said()], [], []),
+]
+
+
+def expected_row(tokenizer: Any, chat: list[dict[str, str]], texts: dict[str, list[str]]) -> tuple[list, list, list]:
+    """Return tokens, whether each is a target, and placeholder positions, by the published code's steps."""
+    texts = {kind: list(listed) for kind, listed in texts.items()}
+    chunks = [] if chat[0]["role"] == "system" else [("<|im_start|>system\n<|im_end|>", False)]
+    for message in chat:
+        content = re.sub(r"<\|(image|video)\|>", lambda found: texts[found[1]].pop(0), message["content"])
+        if message["role"] == "assistant":
+            chunks += [("\n<|im_start|>assistant\n", False), (content + "<|im_end|>", True), ("<|endoftext|>", True)]
+        else:
+            start = "" if message["role"] == "system" else "\n"
+            turn = f"{start}<|im_start|>{message['role']}\n{content}<|im_end|>"
+            chunks += [(chunk, False) for chunk in re.split(r"(<\|image\|>)", turn)]
+    ids, is_target, positions = [], [], []
+    for chunk, target in chunks:
+        positions += [len(ids)] if chunk == "<|image|>" else []
+        tokens = tokenizer(chunk)["input_ids"] if chunk else []
+        ids, is_target = ids + tokens, is_target + [target] * len(tokens)
+    return ids, is_target, positions
+
+
+class TestPrompts:
+    @pytest.mark.parametrize("gate", GATES)
+    @pytest.mark.parametrize("number", range(len(CHATS)))
+    def test_prompts_equal_the_published_ones_token_for_token(
+        self, tokenizer: Any, gate: str | None, number: int
+    ) -> None:
+        chat, videos, images = CHATS[number]
+        _, span, template = OPTIONS[gate]
+        processor = MPlugOwl3Processor(MPlugOwl3ImageProcessor(image_size=28), tokenizer, span, True, template)
+        marks = ("<|start_video_frame|>", "<|end_video_frame|>") if span else ("", "")
+        grids = [best_grid(height, width, 28) for height, width in images]
+        texts = {
+            "video": [marks[0] + "<|image|>" * count + marks[1] for count in videos],
+            "image": [image_text(grid, template) for grid in grids],
+        }
+        ids, is_target, positions = expected_row(tokenizer, chat, texts)
+        encoded = processor.encode(chat, frames_per_video=videos, image_grids=grids, return_labels=True)
+        assert encoded["input_ids"][0].tolist() == ids
+        assert (encoded["labels"][0] != -100).tolist() == is_target
+        assert encoded["media_offset"][0].tolist() == positions
+        # A final assistant message of empty content is the generation prompt, without `<|im_end|><|endoftext|>`.
+        asked = processor.encode(chat, frames_per_video=videos, image_grids=grids)
+        assert asked["input_ids"][0].tolist() == ids[:-2]
+        # A call with formatted text and media gives the same tokens.
+        shown: dict[str, Any] = {
+            "images": [np.zeros((*size, 3), np.uint8) for size in images] or None,
+            "videos": [np.zeros((count, 30, 30, 3), np.uint8) for count in videos] or None,
+        }
+        called = processor(text=processor.apply_chat_template(chat), **shown)
+        assert torch.equal(called["input_ids"], asked["input_ids"])
+        assert len(called.get("pixel_values", [])) == len(positions)
+
+    def test_generation_ends_and_pads_as_published(self, tokenizer: Any) -> None:
+        family = chat_family(MPlugOwl3Processor(MPlugOwl3ImageProcessor(), tokenizer))
+        ends = [tokenizer.convert_tokens_to_ids(mark) for mark in ("<|im_end|>", "<|endoftext|>")]
+        assert family.generation(None) == {"eos_token_id": ends, "pad_token_id": 0}
+
+    def test_tokenizer_merges_marks_with_their_neighbours(self, tokenizer: Any) -> None:
+        """This property of the tokenizer makes the prompts above sensitive to the split of the text."""
+        assert len(tokenizer("<|image|>")["input_ids"]) == 5
+        for around in ("{}<|end_video_frame|>\n", " <|start_video_frame|>{}"):
+            together = tokenizer(around.format(""))["input_ids"]
+            assert len(together) == len(around.format("")) - 1
+
+
+class TestCutting:
+    @pytest.mark.parametrize(
+        ("size", "height", "width", "grid"),
+        [
+            (384, 500, 500, (2, 2)),
+            (384, 240, 640, (1, 3)),
+            (384, 200, 900, (1, 4)),
+            (384, 640, 240, (3, 1)),
+            (384, 900, 200, (4, 1)),
+            (384, 720, 1280, (2, 3)),
+            (378, 1061, 709, (3, 2)),
+            # Near ties that float32 and whole pixels decide; exact arithmetic gives another grid.
+            (378, 445, 363, (2, 2)),
+            (378, 701, 859, (2, 3)),
+            (384, 183, 634, (1, 4)),
+        ],
+    )
+    def test_grids_equal_the_published_ones(self, size: int, height: int, width: int, grid: tuple) -> None:
+        """The expected grids were computed by the published image processor."""
+        assert best_grid(height, width, size) == grid
+
+    def test_texts_of_cut_images_are_the_published_ones(self) -> None:
+        assert image_text((2, 3), "v2") == (
+            "Cut to 2 rows 3 columns with a global view\n"
+            "subimg(0,0)<|image|> subimg(0,1)<|image|> subimg(0,2)<|image|>\n"
+            "subimg(1,0)<|image|> subimg(1,1)<|image|> subimg(1,2)<|image|>\n"
+            "global_view<|image|>"
+        )
+        assert image_text((3, 1), "v3") == "<|start_cut|>3*1\n<|image|>\n<|image|>\n<|image|>\n<|image|><|end_cut|>"
+        assert image_text(None, "v3") == "<|image|>"
+
+    @pytest.mark.parametrize("form", ["Pillow", "array", "floating"])
+    def test_tiles_are_crops_of_the_grid_and_the_whole_image(self, tokenizer: Any, form: str) -> None:
+        # No value is clamped at 0 or 255, where Pillow's levels and floating numbers would differ by more.
+        array = np.random.default_rng(0).integers(90, 160, (60, 90, 3), dtype=np.uint8)
+        image = Image.fromarray(array)
+        large, small = (image.resize(size, Image.Resampling.BICUBIC) for size in ((84, 56), (28, 28)))
+        crops = [large.crop((28 * x, 28 * y, 28 * x + 28, 28 * y + 28)) for y in range(2) for x in range(3)]
+        expected = torch.stack([torch.from_numpy(np.array(tile)).permute(2, 0, 1) for tile in [*crops, small]])
+        given = {"Pillow": image, "array": array, "floating": torch.from_numpy(array).permute(2, 0, 1) / 255}[form]
+        processor = MPlugOwl3Processor(MPlugOwl3ImageProcessor(image_size=28), tokenizer)
+        frame = np.zeros((28, 28, 3), np.uint8)
+        found = processor(text="<|video|><|image|>", images=given, videos=[[frame]])["pixel_values"]
+        assert found.shape[0] == 1 + 7 and found[0].eq(-1).all()
+        error = (found[1:] - (expected / 255 - 0.5) / 0.5).abs().max()
+        assert error == 0 if form != "floating" else error < 2.1 / 255
