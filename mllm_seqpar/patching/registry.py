@@ -1,30 +1,24 @@
 """Adapters: one per model family. An adapter finds a family's modules and says what its tokens may see.
 
 Families from outside this package register with `register_adapter`, or name a zero-argument callable that returns an
-adapter in the entry point group `mllm_seqpar.patching.registry` of their own package.
+adapter in the entry point group `mllm_seqpar.adapters` of their own package.
 """
 
 from __future__ import annotations
 
-from importlib import import_module
 from importlib.metadata import entry_points
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from torch import nn
 
 from mllm_seqpar.errors import AdapterError
+from mllm_seqpar.families import family_specs
 
 if TYPE_CHECKING:
     from mllm_seqpar.patching import Patch
     from mllm_seqpar.runtime.context import SeqParContext
 
-ENTRY_POINTS = "mllm_seqpar.patching.registry"
-_BUILT_IN = (
-    "mllm_seqpar.patches.mplug_owl3.adapter",
-    "mllm_seqpar.patches.mllama.adapter",
-    "mllm_seqpar.patches.idefics.adapter",
-    "mllm_seqpar.patches.open_flamingo.adapter",
-)
+ENTRY_POINTS = "mllm_seqpar.adapters"
 _registered: dict[str, Adapter] = {}
 
 
@@ -89,8 +83,8 @@ def adapters() -> dict[str, Adapter]:
                 f"{missing}. It must name what returns an adapter when called without arguments, such as its class"
             )
         found.setdefault(adapter.name, adapter)
-    for module in _BUILT_IN:
-        adapter = import_module(module).adapter()
+    for spec in family_specs():
+        adapter = spec.module("adapter").adapter()
         found.setdefault(adapter.name, adapter)
     return found
 

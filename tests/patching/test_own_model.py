@@ -154,7 +154,7 @@ def test_a_broken_entry_point_is_named(
     info = tmp_path / "broken-1.0.dist-info"
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: broken\nVersion: 1.0\n")
-    (info / "entry_points.txt").write_text(f"[mllm_seqpar.patching.registry]\nbroken = {value}\n")
+    (info / "entry_points.txt").write_text(f"[mllm_seqpar.adapters]\nbroken = {value}\n")
     (tmp_path / "broken_adapter.py").write_text(code)
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.delitem(sys.modules, "broken_adapter", raising=False)
