@@ -1,7 +1,7 @@
-"""Adapters: one per model family. An adapter finds a family's modules and says what its tokens may see.
+"""The adapters of all model families, built in and external, and the search for the one that matches a model.
 
-Families from outside this package register with `register_adapter`, or name a zero-argument callable that returns an
-adapter in the entry point group `mllm_seqpar.adapters` of their own package.
+An external family registers its adapter with `register_adapter`, or its package declares an entry point in the group
+`mllm_seqpar.adapters` that names a callable without arguments, such as the adapter's class.
 """
 
 from __future__ import annotations
@@ -24,37 +24,39 @@ _registered: dict[str, Adapter] = {}
 
 @runtime_checkable
 class Adapter(Protocol):
-    """What `patch_model` needs to know of a model family."""
+    """What `patch_model` calls to patch a model of one family."""
 
     name: str
-    """The family, as error messages show it."""
+    """The family's name in messages."""
 
     def matches(self, model: nn.Module) -> bool:
-        """Whether `model` (not a part of it) is of this family. Must not raise and not import the family's package."""
+        """Return whether `model` itself, not a module within it, is of this family.
+
+        It is called for every module of a model. It must not raise, and it must not import the family's package.
+        """
 
     def check(self, model: nn.Module, context: SeqParContext) -> None:
-        """Raises AdapterError or ConfigError when something is missing or cannot work; changes nothing."""
+        """Raise AdapterError or ConfigError if `model` cannot be patched with these options; change nothing."""
 
     def install(self, model: nn.Module, context: SeqParContext, patch: Patch) -> None:
-        """Makes every change through `patch.set`, which remembers how to undo it."""
+        """Replace forwards and other attributes, each of them through `patch.set`."""
 
 
 def register_adapter(adapter: Adapter) -> None:
-    """Adds a model family, or replaces the registered one of the same name.
+    """Add a model family. An adapter that is registered already under the same name is replaced.
 
     Raises:
-        AdapterError: the object lacks a part of the protocol, or is the class in place of an adapter.
+        AdapterError: `adapter` is a class, or lacks an attribute of the protocol.
     """
-    missing = _missing(adapter)
-    if missing:
-        raise AdapterError(f"register_adapter: {missing}")
+    problem = _protocol_error(adapter)
+    if problem:
+        raise AdapterError(f"register_adapter: {problem}")
     _registered[adapter.name] = adapter
 
 
-def _missing(adapter: object) -> str | None:
-    """What an object lacks to be an adapter, or None."""
+def _protocol_error(adapter: object) -> str | None:
     if isinstance(adapter, type):
-        return f"the class {adapter.__name__} was given where an instance of it belongs"
+        return f"the class {adapter.__name__} was given where an instance of it is expected"
     if isinstance(adapter, Adapter):
         return None
     missing = [name for name in ("name", "matches", "check", "install") if not hasattr(adapter, name)]
@@ -62,25 +64,26 @@ def _missing(adapter: object) -> str | None:
 
 
 def adapters() -> dict[str, Adapter]:
-    """All known families by name: registered ones first, then entry points, then those of this package.
+    """Return all adapters by name: registered ones take precedence over entry points, and those over built-in ones.
 
     Raises:
-        AdapterError: an entry point that cannot be loaded, or gives something that is no adapter.
+        AdapterError: An entry point cannot be loaded, or does not give an adapter.
     """
     found = dict(_registered)
     for point in entry_points(group=ENTRY_POINTS):
+        declared = f"the entry point {point.name} = {point.value} of the group {ENTRY_POINTS}"
         try:
             adapter = point.load()()
         except Exception as error:
             raise AdapterError(
-                f"the entry point {point.name} = {point.value} of the group {ENTRY_POINTS} cannot be loaded "
-                f"({type(error).__name__}: {error}); repair or uninstall the package that declares it"
+                f"{declared} cannot be loaded ({type(error).__name__}: {error}); repair or uninstall the package that "
+                "declares it"
             ) from error
-        missing = _missing(adapter)
-        if missing:
+        problem = _protocol_error(adapter)
+        if problem:
             raise AdapterError(
-                f"the entry point {point.name} = {point.value} of the group {ENTRY_POINTS} gives no adapter: "
-                f"{missing}. It must name what returns an adapter when called without arguments, such as its class"
+                f"{declared} gives no adapter: {problem}. It must name a callable without arguments that returns an "
+                "adapter, such as its class"
             )
         found.setdefault(adapter.name, adapter)
     for spec in family_specs():
@@ -90,10 +93,10 @@ def adapters() -> dict[str, Adapter]:
 
 
 def find_adapter(model: nn.Module) -> tuple[Adapter, nn.Module]:
-    """The adapter for `model`, and the module it applies to: `model` itself or what a wrapper (PEFT, DDP) holds.
+    """Return the adapter for `model`, and the module that it applies to: `model`, or a module in a wrapper (PEFT, DDP).
 
     Raises:
-        AdapterError: no family matches; lists the known ones.
+        AdapterError: No adapter matches.
     """
     if not isinstance(model, nn.Module):
         raise AdapterError(f"expected a model, a torch.nn.Module; got {type(model).__name__}")
