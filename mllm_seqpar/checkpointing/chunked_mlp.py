@@ -4,9 +4,9 @@ An MLP computes each token independently. Computed on all tokens of a rank at on
 size) is the largest tensor of a decoder layer, and autograd saves it several times. Here, forward saves only the MLP's
 input; backward recomputes the inner activation of one chunk after the other.
 
-torch.utils.checkpoint around each chunk would do nearly the same, but autograd would sum the chunks' weight gradients in
-the dtype of the weights, and a bfloat16 sum over many chunks loses precision that a single matrix product keeps. Here
-they are summed in float32. Forward writes the results of all chunks into one tensor and concatenates nothing.
+torch.utils.checkpoint around each chunk would do nearly the same, but autograd would sum the weight gradients of all
+chunks in the dtype of the weights, and a bfloat16 sum over many chunks loses precision that a single matrix product
+keeps. Here they are summed in float32. Forward writes the results of all chunks into one tensor.
 
 Shape legend: N tokens of all samples, n <= size of them in a chunk, C channels.
 """

@@ -42,6 +42,14 @@ class Adapter(Protocol):
         """Replace forwards and other attributes, each of them through `patch.set`."""
 
 
+def is_instance_by_name(module: object, class_name: str, package: str = "") -> bool:
+    """Return whether a class of this name, from this package, is among the classes of `module`.
+
+    It imports nothing, and holds after `fully_shard` has given the module a class of its own.
+    """
+    return any(c.__name__ == class_name and c.__module__.startswith(package) for c in type(module).__mro__)
+
+
 def register_adapter(adapter: Adapter) -> None:
     """Add a model family. An adapter that is registered already under the same name is replaced.
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from mllm_seqpar.checkpointing.chunked_mlp import Tokenwise, run_in_chunks
+from mllm_seqpar.checkpointing.chunked_mlp import TokenwiseFunction, run_in_chunks
 
 WIDTH = 8
 
@@ -64,7 +64,7 @@ def inputs_for(kind: str, *shape: int, dtype: torch.dtype = torch.float64) -> li
 
 def chunked(module: nn.Module, size: int, *inputs: Tensor) -> Tensor:
     """The module in chunks of `size` tokens."""
-    return run_in_chunks(Tokenwise(module.forward, [module], module), size, *inputs)
+    return run_in_chunks(TokenwiseFunction(module.forward, [module], module), size, *inputs)
 
 
 def weights_of(y: Tensor) -> Tensor:

@@ -17,7 +17,6 @@ from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
 
 from mllm_seqpar import SeqParConfig
-from mllm_seqpar.checkpointing.chunked_mlp import chunk_forwards
 from mllm_seqpar.comm import as_communicator
 from mllm_seqpar.patching import Patch
 from mllm_seqpar.runtime.context import SeqParContext
@@ -35,7 +34,7 @@ class Layer(nn.Module):
         config._attn_implementation = "sdpa"
         self.layer, self.rotary = LlamaDecoderLayer(config, 0), LlamaRotaryEmbedding(config)
         context = SeqParContext(as_communicator(None), SeqParConfig(mlp_chunk_size=size))
-        chunk_forwards(Patch("test", context), [self.layer.mlp])
+        Patch("test", context).chunk_forwards([self.layer.mlp])
 
     def forward(self, x: Tensor) -> Tensor:
         return self.layer(x, position_embeddings=self.rotary(x, torch.arange(x.shape[1])[None]))

@@ -1,8 +1,8 @@
 """Passes of a patched transformers model that fill or continue a cache: a prompt, or a decoding step.
 
-Every rank has all text, and the frames are sharded. A long prompt is prefilled with its text sharded too; the K and V of
-text and frames then stay on the ranks that computed them. With Star Attention that is the prompt's context, and the
-query is computed after it on every rank.
+Every rank has all text, and the frames are sharded. A long prompt is prefilled with its text sharded too; K and V of
+text and frames then stay on the ranks that computed them. Star Attention shards the prompt's context in that way, and
+computes the query after it on every rank.
 
 Shape legend: B samples, L text tokens of the pass, s of them on this rank, r rows asked for, C channels.
 """

@@ -241,7 +241,7 @@ def refuse_unsupported_attention(config: Any, kwargs: Mapping[str, Any]) -> None
 
 
 def refuse_custom_loss(model: Any) -> None:
-    """Raise ConfigError if the model's loss is not the cross-entropy of tokens: only that is computed of sharded text."""
+    """Raise ConfigError if the model's loss is not the cross-entropy of tokens, the only loss for sharded text."""
     function = getattr(model, "loss_function", ForCausalLMLoss)
     if function is not ForCausalLMLoss:
         raise ConfigError(

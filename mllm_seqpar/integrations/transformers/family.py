@@ -46,7 +46,7 @@ class Visibility:
 
     Attributes:
         mask: Which units of all ranks each row (B, L) may attend to.
-        rows: Further tensors with one entry per row, (B, L) each, on the model's device. They are sharded as tokens are.
+        rows: Further tensors with one entry per row, (B, L) each, on the model's device. They are sharded like tokens.
     """
 
     mask: FrameMask
@@ -126,7 +126,7 @@ class Family(ABC):
         return next(iter(self.model.get_input_embeddings().parameters()))
 
     def cross_attention_shape(self) -> CrossAttentionShape | None:
-        """Return the heads and layers by which `strategy="auto"` selects before any layer runs; None: each layer does."""
+        """Return what `strategy="auto"` selects by before any layer runs; None if each layer selects."""
         return None
 
     def text_mask(self, embeds: Tensor, mask: Any, positions: Tensor, cache: Any) -> Any:
@@ -176,9 +176,11 @@ class Family(ABC):
         Raises:
             ConfigError: The cache holds K and V of frames that cannot be taken over.
         """
+        return None
 
     def mark_cache(self, cache: Any, cache_state: SequenceParallelCacheState) -> None:
         """Make the unpatched model fail on a cache whose K and V of frames are stored in `cache_state`, if needed."""
+        return None
 
     def crop_placement(self, placement: Any, past_length: int) -> Any:
         """Return the placement for a text of which the cache holds `past_length` tokens, perhaps after a crop."""

@@ -32,9 +32,9 @@ def local_features(family: Family, inputs: ForwardInputs) -> Tensor | None:
     with nothing left to encode runs it on one frame and discards the result, so that its parameters have zero gradients
     rather than none and the gathers of FSDP stay in step. For the same reason a batch without any frame gets an empty
     one, to which no token attends, if other ranks under the same FSDP have frames. The empty frame is encoded if the
-    caller passes pixels or nothing; it is zeros if the caller passes an empty tensor of features, because then the other
-    ranks do not run the tower either. If no rank has frames, the result is None and the parameters have no gradient, as
-    in the unpatched model.
+    caller passes pixels or nothing. It is zeros if the caller passes an empty tensor of features, because the other
+    ranks do not run the tower then either. If no rank has frames, the result is None and the parameters have no
+    gradient, as in the unpatched model.
     """
     frames, total, units = inputs.frames, inputs.total_frames, family.units_per_frame(inputs)
     rank, size = family.context.comm.rank, family.context.comm.size

@@ -90,7 +90,7 @@ class ForwardInputs:
 
     @property
     def prompt_rows(self) -> Tensor:
-        """(B,) int64: for each row, the row of the frames' own pass that it continues. Rows of a cache may have moved."""
+        """(B,) int64: the row of the frames' own pass that each row continues; the rows of a cache may have moved."""
         state = cache_state_of(self.past_key_values) if self.past_length else None
         return torch.arange(self.batch) if state is None else state.rows_of(self.batch)
 
