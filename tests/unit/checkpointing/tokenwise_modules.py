@@ -1,4 +1,4 @@
-"""Token-wise modules that the tests compute in chunks, and the plain results that they must give."""
+"""Token-wise modules for the tests of chunked MLPs, and helpers to compute and compare them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ WIDTH = 8
 
 
 class Gated(nn.Module):
-    """Three projections, as LLaMA's, Qwen2's, IDEFICS' and Mllama's MLPs."""
+    """Three projections, as in the MLPs of LLaMA, Qwen2, IDEFICS and Mllama."""
 
     def __init__(self, inner: int = 24, dropout: float = 0.0) -> None:
         super().__init__()
@@ -28,7 +28,7 @@ class Gated(nn.Module):
 
 
 class Residual(nn.Module):
-    """Two inputs, as MPT's MLP, and dropout that no module shows."""
+    """Two inputs, as in MPT's MLP, and dropout without a module."""
 
     def __init__(self, inner: int = 24, dropout: float = 0.0) -> None:
         super().__init__()
@@ -39,7 +39,7 @@ class Residual(nn.Module):
 
 
 def normed(inner: int = 24, dropout: float = 0.0) -> nn.Sequential:
-    """With its own norm, as OpenFlamingo's gated cross-attention."""
+    """With its own norm, as in OpenFlamingo's gated cross-attention."""
     return nn.Sequential(
         nn.LayerNorm(WIDTH), nn.Linear(WIDTH, inner), nn.GELU(), nn.Dropout(dropout), nn.Linear(inner, WIDTH)
     )
@@ -48,30 +48,27 @@ def normed(inner: int = 24, dropout: float = 0.0) -> nn.Sequential:
 KINDS: dict[str, Any] = {"gated": Gated, "residual": Residual, "normed": normed}
 
 
-def made(kind: str, dtype: torch.dtype = torch.float64, **arguments: Any) -> nn.Module:
-    """A module with random weights, always the same."""
+def module_and_inputs(
+    kind: str = "gated", *shape: int, dtype: torch.dtype = torch.float64, **arguments: Any
+) -> tuple[Any, list[Tensor]]:
+    """Return a module with fixed random weights, and its inputs (*shape, WIDTH), (2, 7) tokens by default."""
     torch.manual_seed(0)
-    return KINDS[kind](**arguments).to(dtype)
-
-
-def inputs_for(kind: str, *shape: int, dtype: torch.dtype = torch.float64) -> list[Tensor]:
-    """As many inputs (*shape, WIDTH) as the module takes; they want gradients."""
-    generator = torch.Generator().manual_seed(1)
+    module = KINDS[kind](**arguments).to(dtype)
     count = 2 if kind == "residual" else 1
-    drawn = torch.randn(count, *shape, WIDTH, generator=generator, dtype=torch.float64).to(dtype)
-    return [x.clone().requires_grad_() for x in drawn]
+    generator = torch.Generator().manual_seed(1)
+    values = torch.randn(count, *(shape or (2, 7)), WIDTH, generator=generator, dtype=torch.float64).to(dtype)
+    return module, [x.clone().requires_grad_() for x in values]
 
 
 def chunked(module: nn.Module, size: int, *inputs: Tensor) -> Tensor:
-    """The module in chunks of `size` tokens."""
     return run_in_chunks(TokenwiseFunction(module.forward, [module], module), size, *inputs)
 
 
-def weights_of(y: Tensor) -> Tensor:
-    """Random numbers that make a loss of y in which no gradient repeats."""
-    return torch.randn(y.shape, generator=torch.Generator().manual_seed(2), dtype=torch.float64).to(y.dtype)
+def weighted_sum(y: Tensor) -> Tensor:
+    """Return a loss of `y` whose gradient differs in every entry."""
+    return (y * torch.randn(y.shape, generator=torch.Generator().manual_seed(2), dtype=torch.float64).to(y.dtype)).sum()
 
 
-def gradients(y: Tensor, of: Sequence[Tensor]) -> list[Tensor]:
-    """Those of a weighted sum of y."""
-    return list(torch.autograd.grad((y * weights_of(y)).sum(), of))
+def with_gradients(y: Tensor, leaves: Sequence[Tensor]) -> list[Tensor]:
+    """Return `y` and the gradients of its weighted sum."""
+    return [y, *torch.autograd.grad(weighted_sum(y), leaves)]
