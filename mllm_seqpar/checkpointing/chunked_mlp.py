@@ -34,9 +34,9 @@ class TokenwiseFunction:
     """A function of tokens in which the result of each token depends on that token only.
 
     Attributes:
-        run: Takes tensors (..., C) of the same tokens, returns (..., C').
-        modules: The modules that `run` computes with. Their parameters receive gradients.
-        owner: The module whose forward contains `run`. It may be an FSDP unit; modules within it may not.
+        run: takes tensors (..., C) of the same tokens, returns (..., C').
+        modules: the modules that `run` computes with. Their parameters receive gradients.
+        owner: the module whose forward contains `run`. It may be an FSDP unit; modules within it may not.
     """
 
     run: Callable[..., Tensor]
@@ -69,16 +69,16 @@ def run_in_chunks(function: TokenwiseFunction, size: int, *inputs: Tensor) -> Te
     At most `size` tokens are computed at once, without recomputation. Without grad mode nothing is recomputed either.
 
     Args:
-        function: The computation.
-        size: Tokens of all samples together, at least 1.
-        *inputs: Tensors (..., C) of the same tokens, of any floating dtype.
+        function: the computation.
+        size: tokens of all samples together, at least 1.
+        *inputs: tensors (..., C) of the same tokens, of any floating dtype.
 
     Returns:
         (..., C').
 
     Raises:
-        ShapeError: The inputs have different numbers of tokens, or `function` does not return one row per token.
-        ConfigError: A module within is an FSDP unit; or, in backward, `function` uses a tensor that requires grad and
+        ShapeError: the inputs have different numbers of tokens, or `function` does not return one row per token.
+        ConfigError: a module within is an FSDP unit; or, in backward, `function` uses a tensor that requires grad and
             is not a parameter of its modules.
     """
     shape = inputs[0].shape[:-1]

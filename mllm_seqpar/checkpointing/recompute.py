@@ -16,9 +16,9 @@ class RNGState:
     """The state of the CPU's random number generator and of the generators of one device type.
 
     Attributes:
-        cpu: The CPU generator's state.
-        device_type: For example "cuda".
-        devices, states: Device indices and their generators' states; both empty for the CPU.
+        cpu: the CPU generator's state.
+        device_type: for example "cuda".
+        devices, states: device indices and their generators' states; both empty for the CPU.
     """
 
     cpu: Tensor
@@ -46,8 +46,8 @@ def rng_replay(state: RNGState | None, x: Tensor) -> Iterator[None]:
     """Replay the random numbers drawn after `state` inside the context, and restore the generators afterwards.
 
     Args:
-        state: The state to start from; None replays nothing.
-        x: A tensor on the device whose generator is replayed.
+        state: the state to start from; None replays nothing.
+        x: a tensor on the device whose generator is replayed.
     """
     if state is None:
         yield

@@ -23,7 +23,7 @@ from mllm_seqpar.errors import AdapterError, ConfigError
 from mllm_seqpar.kernels.registry import kernel_by_name
 from mllm_seqpar.runtime.context import SeqParContext
 from mllm_seqpar.runtime.forward_state import ForwardState
-from mllm_seqpar.runtime.selection import selector_for
+from mllm_seqpar.runtime.selection import StrategySelector, selector_for
 
 from .registry import Adapter, find_adapter
 
@@ -53,23 +53,23 @@ def patch_model(
     - `state_dict`, `save_pretrained` and `from_pretrained` behave as before. No other model changes.
 
     Args:
-        model: A model of a supported family, or a wrapper (PEFT, DDP) that contains one. It may be patched before or
+        model: a model of a supported family, or a wrapper (PEFT, DDP) that contains one. It may be patched before or
             after `fully_shard`.
-        strategy: The strategy for cross-attention. None takes it from `config`; the default is "lv-xattn".
-        group: A ProcessGroup, a one-dimensional DeviceMesh, or None for all ranks. If a launcher started several
+        strategy: the strategy for cross-attention. None takes it from `config`; the default is "lv-xattn".
+        group: a ProcessGroup, a one-dimensional DeviceMesh, or None for all ranks. If a launcher started several
             processes, initialise the process group first; a single process needs none. "self" is a group of this
             process only, for processes that work independently of each other.
-        config: All options in one object.
-        **options: Single fields of `SeqParConfig`. They take precedence over `config`.
+        config: all options in one object.
+        **options: single fields of `SeqParConfig`. They take precedence over `config`.
 
     Returns:
         The same `model` object.
 
     Raises:
-        ConfigError: An option or its value is unknown, an installed package is too old, or a launcher started several
+        ConfigError: an option or its value is unknown, an installed package is too old, or a launcher started several
             processes and there is no process group.
-        AdapterError: No adapter supports the model, or the model is patched already.
-        AgreementError: The ranks passed different models or options. It is raised on every rank.
+        AdapterError: no adapter supports the model, or the model is patched already.
+        AgreementError: the ranks passed different models or options. It is raised on every rank.
 
     Example::
 
@@ -101,8 +101,7 @@ def patch_model(
 
     require_same_text(comm, "patch_model", check_and_describe)
     adapter, inner, context = checked[0]
-    parameter = next(inner.parameters(), torch.empty(0))
-    context = replace(context, chooser=selector_for(context.config, comm, parameter.device, parameter.dtype))
+    context = replace(context, chooser=_selector(context, inner))
     patch = Patch(adapter.name, context)
     try:
         adapter.install(inner, context, patch)
@@ -126,7 +125,7 @@ def unpatch_model(model: ModelT) -> ModelT:
     """Undo `patch_model` in place and return the model, which is then as it was before.
 
     Raises:
-        AdapterError: The model is not patched, or something else has replaced a patched attribute since.
+        AdapterError: the model is not patched, or something else has replaced a patched attribute since.
     """
     for module in model.modules():
         patch = vars(module).get(_ATTRIBUTE)
@@ -164,6 +163,14 @@ def _resolve_config(strategy: str | None, config: SeqParConfig | None, options: 
     return resolved
 
 
+def _selector(context: SeqParContext, model: nn.Module) -> StrategySelector | None:
+    config = context.config
+    if config.cluster is None and "auto" not in (config.strategy, config.self_attention):
+        return None
+    parameter = next(model.parameters(), torch.empty(0))
+    return selector_for(config, context.comm, parameter.device, parameter.dtype)
+
+
 def _parameter_fingerprint(model: nn.Module) -> int:
     """Return a hash of the names, shapes, dtypes and `requires_grad` of all parameters."""
     return fingerprint(
@@ -187,8 +194,8 @@ class Patch:
     Adapters change a model only through this object.
 
     Attributes:
-        adapter: Name of the family.
-        context: Group and configuration.
+        adapter: name of the family.
+        context: group and configuration.
     """
 
     adapter: str
@@ -211,7 +218,7 @@ class Patch:
         """Compute the forward of token-wise modules `mlp_chunk_size` tokens at a time, if that option is set.
 
         Args:
-            modules: Modules whose forward takes one or more tensors (..., C) of the same tokens and returns one
+            modules: modules whose forward takes one or more tensors (..., C) of the same tokens and returns one
                 (..., C'), in which the row of each token depends on that token only.
         """
         size = self.context.config.mlp_chunk_size
@@ -225,8 +232,8 @@ class Patch:
         these modules, and so does the recomputation of gradient checkpointing. `finish` installs the checks.
 
         Args:
-            model: The module whose forward starts a pass. It and the modules that contain it are not guarded.
-            sites: Modules within `model` that attend to tokens of several ranks.
+            model: the module whose forward starts a pass. It and the modules that contain it are not guarded.
+            sites: modules within `model` that attend to tokens of several ranks.
         """
         self._guards.append((model, list(sites)))
 
@@ -255,7 +262,7 @@ class Patch:
         """Restore every attribute, last change first.
 
         Raises:
-            AdapterError: Something else has replaced one of the attributes since. Nothing is restored then.
+            AdapterError: something else has replaced one of the attributes since. Nothing is restored then.
         """
         last_changes = {(id(change.owner), change.name): change for change in self._changes}
         for change in last_changes.values():

@@ -75,7 +75,7 @@ def adapters() -> dict[str, Adapter]:
     """Return all adapters by name: registered ones take precedence over entry points, and those over built-in ones.
 
     Raises:
-        AdapterError: An entry point cannot be loaded, or does not give an adapter.
+        AdapterError: an entry point cannot be loaded, or does not give an adapter.
     """
     found = dict(_registered)
     for point in entry_points(group=ENTRY_POINTS):
@@ -104,7 +104,7 @@ def find_adapter(model: nn.Module) -> tuple[Adapter, nn.Module]:
     """Return the adapter for `model`, and the module that it applies to: `model`, or a module in a wrapper (PEFT, DDP).
 
     Raises:
-        AdapterError: No adapter matches.
+        AdapterError: no adapter matches.
     """
     if not isinstance(model, nn.Module):
         raise AdapterError(f"expected a model, a torch.nn.Module; got {type(model).__name__}")

@@ -209,7 +209,7 @@ class MllamaFamily(Family):
         if unmasked and not self._warned_of_missing_mask and self.text_config._attn_implementation == "sdpa":
             self._warned_of_missing_mask = True
             _log.warning(
-                "cross_attention_mask is missing: every token sees every tile of its sample. transformers' sdpa "
+                "cross_attention_mask is missing: every token attends to every tile of its sample. transformers' sdpa "
                 "attention would treat tiles as text and hide most of them; pass the processor's mask"
             )
 

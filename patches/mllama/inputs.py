@@ -25,10 +25,10 @@ class MllamaInputs(ForwardInputs):
     Attributes:
         cross_attention_mask: (B, L or all tokens so far, images, tiles), 1 where a row attends to a tile; None: rows
             attend to all tiles of their sample.
-        samples: Number of samples that the images belong to; `B / samples` rows of the batch are beams of one sample.
-        tiles: Tiles of an image.
-        patches: Patches of a tile.
-        width: Width of the projector's output.
+        samples: number of samples that the images belong to; `B / samples` rows of the batch are beams of one sample.
+        tiles: tiles of an image.
+        patches: patches of a tile.
+        width: width of the projector's output.
     """
 
     cross_attention_mask: Tensor | None
@@ -47,7 +47,7 @@ class MllamaInputs(ForwardInputs):
         """Return (B, L, per_sample) bool, the mask of the rows of this pass; None without a mask.
 
         Raises:
-            MaskError: The mask does not fit the rows or the tiles.
+            MaskError: the mask does not fit the rows or the tiles.
         """
         given = mask = self.cross_attention_mask
         if given is None or mask is None:
@@ -112,12 +112,12 @@ def flat_images(
 
     Args:
         pixels: (B, images, tiles, channels, height, width); with `shard` a flat list already.
-        ratios: Ids (B, images) and mask (B, images, tiles); with `shard` flat lists already.
+        ratios: ids (B, images) and mask (B, images, tiles); with `shard` flat lists already.
         states: (..., patches, width), or all of a sample in one: (B, images * tiles * patches, width); with `shard` by
             tiles (t, patches, width), or by images (f, tiles, patches, width).
-        shard: Which part of all images these are, or None for all.
+        shard: which part of all images these are, or None for all.
         samples: B.
-        patches: Patches of a tile.
+        patches: patches of a tile.
     """
     if pixels is not None:
         if shard is not None:

@@ -26,9 +26,9 @@ class FramePlacement:
     """Which frames each row may attend to.
 
     Attributes:
-        layout: The intervals of frames, for rows counted from text token `row_offset` of the cache.
-        row_offset: See `layout`.
-        inclusive: Whether a placeholder attends to its own frame.
+        layout: the intervals of frames, for rows counted from text token `row_offset` of the cache.
+        row_offset: see `layout`.
+        inclusive: whether a placeholder attends to its own frame.
     """
 
     layout: MediaLayout

@@ -26,9 +26,9 @@ class RotaryLM:
     """LLaMA and GPT-NeoX: rotary positions that count every token, attention through transformers' interface.
 
     Attributes:
-        model: The Flamingo language model.
-        stack: The module within it that holds the decoder layers.
-        detects_packing: Whether positions separate packed sequences if there is no attention mask and no cache.
+        model: the Flamingo language model.
+        stack: the module within it that holds the decoder layers.
+        detects_packing: whether positions separate packed sequences if there is no attention mask and no cache.
     """
 
     detects_packing = True

@@ -45,10 +45,10 @@ class Media:
     Attributes:
         pixels: (media of all samples, 1, C, H, W), or with `shard` those of this rank; or features (f, tokens, width)
             that the caller encoded.
-        samples: Number of samples that the media belong to.
-        shard: Which part of all media `pixels` is; None: all.
+        samples: number of samples that the media belong to.
+        shard: which part of all media `pixels` is; None: all.
         features: (f, tokens, width) of this rank, if they were encoded by `cache_media` or by the caller.
-        token: Identifies these media in copies of a cache, without a reference to them.
+        token: identifies these media in copies of a cache, without a reference to them.
     """
 
     pixels: Tensor
@@ -80,7 +80,7 @@ class MediaInputs(ForwardInputs):
     """The inputs of one pass, with the media.
 
     Attributes:
-        media: What the model is conditioned on, or None, which is refused.
+        media: what the model is conditioned on, or None, which is refused.
         time: (B, L), the number of media tokens at or before each row.
     """
 

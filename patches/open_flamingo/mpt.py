@@ -52,7 +52,7 @@ def bias_dims(slopes: Tensor, scale: float, rows: Tensor, keys: Tensor) -> tuple
 
     Args:
         slopes: (H,) float32.
-        scale: Factor of q k^T.
+        scale: factor of q k^T.
         rows, keys: (s,) and (t,) int64 positions, on the device of `slopes`.
 
     Returns:
@@ -76,9 +76,9 @@ class ShardedBias:
     """Takes the place of the bias that MPT's blocks pass on, if text K and V are sharded. All layers share it.
 
     Attributes:
-        state: The pass.
+        state: the pass.
         slopes: (H,) float32.
-        rows, keys: Positions of this rank's rows, and of the keys that it stores.
+        rows, keys: positions of this rank's rows, and of the keys that it stores.
         blind: (B, s) bool, rows that see no key; None if there are none on any rank.
     """
 

@@ -100,9 +100,9 @@ def causal_mask(config: Any, embeds: Tensor, mask: Any, positions: Tensor, cache
     """Return the causal mask that transformers makes for `seqpar_attention`.
 
     Args:
-        config: The config of an attention module of the patched model.
-        embeds, mask, positions, cache: The decoder's arguments. A four-dimensional mask is returned unchanged.
-        sliding: Make the mask of layers with a sliding window.
+        config: the config of an attention module of the patched model.
+        embeds, mask, positions, cache: the decoder's arguments. A four-dimensional mask is returned unchanged.
+        sliding: make the mask of layers with a sliding window.
     """
     make = create_sliding_window_causal_mask if sliding else create_causal_mask
     return make(config=config, inputs_embeds=embeds, attention_mask=mask, past_key_values=cache, position_ids=positions)

@@ -30,12 +30,12 @@ class SequenceParallelCacheState(RowsLayer):
 
     Attributes:
         visual: K and V of the frames. Copies of the cache share them.
-        placement: What `Family.placement` returned for the text that came with the frames.
-        text: Which text tokens this rank stores K and V of, if the text is sharded.
-        replaced_layers: The cache's original layers that were replaced, by index.
-        frame_fingerprints: Fingerprints of the frames.
+        placement: what `Family.placement` returned for the text that came with the frames.
+        text: which text tokens this rank stores K and V of, if the text is sharded.
+        replaced_layers: the cache's original layers that were replaced, by index.
+        frame_fingerprints: fingerprints of the frames.
         group: (rank, size) of the group that K and V are sharded over.
-        active: Whether a pass of the patched model is running.
+        active: whether a pass of the patched model is running.
     """
 
     def __init__(self, batch: int, comm: Communicator) -> None:
@@ -134,7 +134,7 @@ class VisualLayerPlaceholder(CacheLayerMixin):
         """K of the original layer. In a pass of the patched model, which uses the state's K, an empty tensor.
 
         Raises:
-            ConfigError: The unpatched model reads K while the K of the frames are in the state.
+            ConfigError: the unpatched model reads K while the K of the frames are in the state.
         """
         if self._state.visual is None:
             return self._original.keys
@@ -179,7 +179,7 @@ class ShardedTextLayer(DynamicLayer):
         take (B, G, L, D), new tokens that every rank has, and return all K and V that this rank stores.
 
         Raises:
-            ConfigError: The unpatched model calls, which would lack the K and V of the other ranks.
+            ConfigError: the unpatched model calls, which would lack the K and V of the other ranks.
         """
         if self._text is None:
             return super().update(key_states, value_states)

@@ -56,8 +56,8 @@ class _CachedPass:
     """One pass with a cache.
 
     Attributes:
-        cache: The transformers cache.
-        cache_state: What the patched model stores with it.
+        cache: the transformers cache.
+        cache_state: what the patched model stores with it.
     """
 
     def __init__(
@@ -93,7 +93,7 @@ class _CachedPass:
 
         Raises:
             ConfigError: K and V are sharded over another group, or an unpatched model stored those of frames.
-            ShapeError: The cache has another number of rows than the inputs.
+            ShapeError: the cache has another number of rows than the inputs.
         """
         state, comm = cache_state_of(self.cache), self.context.comm
         if state is None:
@@ -125,7 +125,7 @@ class _CachedPass:
         """Return whether the frames of this pass replace those in the cache. The same frames do not.
 
         Raises:
-            ShapeError: Other frames in a family whose earlier text would then lack its own frames.
+            ShapeError: other frames in a family whose earlier text would then lack its own frames.
         """
         inputs, state, family = self.inputs, self.cache_state, self.family
         if inputs.frames is None or not inputs.total_frames:
@@ -206,7 +206,7 @@ class _CachedPass:
         """Run the decoder on the rows from `start` on, on every rank, over the K and V in the cache.
 
         Args:
-            positions, visibility: Of all rows of the pass, made before any of them was cached.
+            positions, visibility: of all rows of the pass, made before any of them was cached.
         """
         family, inputs, state = self.family, self.inputs, self.cache_state
         ids, embeds = (None if x is None else x[:, start:] for x in (inputs.input_ids, inputs.inputs_embeds))
@@ -237,7 +237,7 @@ class _CachedPass:
         """Return, on every rank, the hidden states of the rows that `logits_to_keep` asks for.
 
         Args:
-            text: How the first rows of the prompt are sharded.
+            text: how the first rows of the prompt are sharded.
             local: (B, s, C), this rank's shard of them.
             query: (B, r, C), the rows after them, which every rank has; None if there are none.
         """

@@ -77,16 +77,16 @@ def require_same_inputs(
     rank has all of them. Features may differ in their last bits between devices and are compared by shape.
 
     Args:
-        comm: The group.
-        inputs: This rank's inputs.
-        check: The model family's own checks. If it raises, the other ranks raise too.
-        model: The patched model, whose modes are compared; None compares the inputs only.
-        kwargs: Further arguments of the pass.
-        compare_weights: Compare a sample of the weights, and which of them train. It walks over all parameters.
+        comm: the group.
+        inputs: this rank's inputs.
+        check: the model family's own checks. If it raises, the other ranks raise too.
+        model: the patched model, whose modes are compared; None compares the inputs only.
+        kwargs: further arguments of the pass.
+        compare_weights: compare a sample of the weights, and which of them train. It walks over all parameters.
 
     Raises:
-        SeqParError: On the rank whose own inputs are invalid.
-        AgreementError: On the other ranks, or on all ranks if their inputs differ.
+        SeqParError: on the rank whose own inputs are invalid.
+        AgreementError: on the other ranks, or on all ranks if their inputs differ.
     """
 
     def describe() -> dict[str, int]:

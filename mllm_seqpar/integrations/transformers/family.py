@@ -45,8 +45,8 @@ class Visibility:
     """What the text rows of a pass may attend to.
 
     Attributes:
-        mask: Which units of all ranks each row (B, L) may attend to.
-        rows: Further tensors with one entry per row, (B, L) each, on the model's device. They are sharded like tokens.
+        mask: which units of all ranks each row (B, L) may attend to.
+        rows: further tensors with one entry per row, (B, L) each, on the model's device. They are sharded like tokens.
     """
 
     mask: FrameMask
@@ -60,10 +60,10 @@ class Family(ABC):
     other methods have defaults that suit a model with one frame per unit and no state of its own in the cache.
 
     Attributes:
-        model: The patched model.
-        context: Its group and configuration.
-        repeats_frames: Whether its `generate` passes the frames again with every token.
-        checkpoints_visual_layers: Whether transformers' gradient checkpointing recomputes layers that attend to frames.
+        model: the patched model.
+        context: its group and configuration.
+        repeats_frames: whether its `generate` passes the frames again with every token.
+        checkpoints_visual_layers: whether transformers' gradient checkpointing recomputes layers that attend to frames.
     """
 
     repeats_frames = False
@@ -145,10 +145,10 @@ class Family(ABC):
         Args:
             embeds: (B, s, C) of this rank's rows, or of all rows if the text is not sharded.
             positions: (B or 1, s).
-            mask: The decoder's `attention_mask`. It is a four-dimensional dummy if the text is sharded.
-            cache: The cache to fill, or None.
-            state: Pass it to the layers as `seqpar`.
-            **kwargs: The caller's further arguments.
+            mask: the decoder's `attention_mask`. It is a four-dimensional dummy if the text is sharded.
+            cache: the cache to fill, or None.
+            state: pass it to the layers as `seqpar`.
+            **kwargs: the caller's further arguments.
 
         Returns:
             An object with `last_hidden_state` (B, s, C), and with `hidden_states` or None.
@@ -174,7 +174,7 @@ class Family(ABC):
         """Take over what the unpatched model stored with a cache. By default a cache has no K and V of frames.
 
         Raises:
-            ConfigError: The cache holds K and V of frames that cannot be taken over.
+            ConfigError: the cache holds K and V of frames that cannot be taken over.
         """
         return None
 

@@ -161,15 +161,15 @@ def log_shard_sizes(family: Family, inputs: ForwardInputs, local_tokens: int) ->
 def mask_over_samples(
     visible: Tensor, tokens: int, units: int, rows: Tensor | None = None, prompt_batch: int | None = None
 ) -> FrameMask:
-    """Turn a table of what each row sees of its own sample into a mask over the units of all samples.
+    """Turn a table of the units of its own sample that each row may attend to into a mask over the units of all samples.
 
     Args:
         visible: (B, L, U) bool, over the units of the row's sample.
-        tokens: Keys of a unit.
-        units: Units of all samples and ranks. With beams, B is a multiple of the number of samples, and the beams of a
+        tokens: keys of a unit.
+        units: units of all samples and ranks. With beams, B is a multiple of the number of samples, and the beams of a
             sample share its units.
         rows: (B,) for each row, the row of the frames' own pass that it continues; None if this is that pass.
-        prompt_batch: Rows of the frames' own pass; None: B.
+        prompt_batch: rows of the frames' own pass; None: B.
 
     Raises:
         ShapeError: `units` does not fit the table.

@@ -21,9 +21,9 @@ def patch_generate(model: Any, patch: Patch, frame_arguments: tuple[str, ...] = 
     continue with another text.
 
     Args:
-        model: The module that has `generate`.
-        patch: The patch that records the changes.
-        frame_arguments: Arguments that hold frames. They are not repeated for beams: the beams of a sample share its
+        model: the module that has `generate`.
+        patch: the patch that records the changes.
+        frame_arguments: arguments that hold frames. They are not repeated for beams: the beams of a sample share its
             frames, and the model's mask takes that into account (as `frames.mask_over_samples` does).
     """
     unpatched, comm = model.generate, patch.context.comm

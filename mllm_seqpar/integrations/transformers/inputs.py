@@ -29,17 +29,17 @@ class ForwardInputs:
         position_ids: (B or 1, L) or None.
         labels, shift_labels: (B, L) or None.
         frames: (F, ...) pixels or features; with `visual_shard` this rank's (f, ...); None without frames.
-        frames_are_features: Whether `frames` are features.
-        pixels_and_features: Whether the caller passed both, which is an error.
-        visual_shard: This rank's part of all frames, if `frames` holds only that.
-        compared_tensors: Further tensors that must be equal on all ranks: they say where frames belong in the text.
-        past_key_values: The cache, or None.
-        use_cache: Whether the pass uses or makes a cache.
-        detects_packing: Whether positions separate packed sequences if there is no mask. As everywhere in transformers,
+        frames_are_features: whether `frames` are features.
+        pixels_and_features: whether the caller passed both, which is an error.
+        visual_shard: this rank's part of all frames, if `frames` holds only that.
+        compared_tensors: further tensors that must be equal on all ranks: they say where frames belong in the text.
+        past_key_values: the cache, or None.
+        use_cache: whether the pass uses or makes a cache.
+        detects_packing: whether positions separate packed sequences if there is no mask. As everywhere in transformers,
             that is so where the unpatched model would not make a cache.
         extras: (F, ...) or (f, ...) each: further tensors with one entry per frame, such as its aspect ratio.
-        frame_names: Names of the arguments that frames are passed by, pixels first, for messages.
-        compare_frames: Whether pixels that all ranks have must be equal bit by bit. Computed values may differ.
+        frame_names: names of the arguments that frames are passed by, pixels first, for messages.
+        compare_frames: whether pixels that all ranks have must be equal bit by bit. Computed values may differ.
     """
 
     input_ids: Tensor | None

@@ -28,9 +28,9 @@ def whole_text_outputs(
 
     Args:
         hidden: (B, r, C), last hidden states of the rows whose logits are returned.
-        hidden_states: Those of every layer, or None if they were not asked for.
-        kwargs: The caller's further arguments, among them those of the loss.
-        cache: The cache that the pass filled, if any.
+        hidden_states: those of every layer, or None if they were not asked for.
+        kwargs: the caller's further arguments, among them those of the loss.
+        cache: the cache that the pass filled, if any.
     """
     logits, loss = family.lm_head(hidden), None
     if inputs.labels is not None or inputs.shift_labels is not None:
@@ -55,10 +55,10 @@ def uncached_outputs(
 
     Args:
         hidden: (B, s, C), last hidden states of this rank's tokens; of all tokens if the text is not sharded.
-        hidden_states: Those of every layer, or None if they were not asked for.
-        logits_to_keep: Rows of the whole text. If only some are asked for, they are returned whatever `config.logits`
+        hidden_states: those of every layer, or None if they were not asked for.
+        logits_to_keep: rows of the whole text. If only some are asked for, they are returned whatever `config.logits`
             says.
-        kwargs: The caller's further arguments, among them those of the loss (`num_items_in_batch`).
+        kwargs: the caller's further arguments, among them those of the loss (`num_items_in_batch`).
     """
     text, targets = state.text, inputs.target_labels(kwargs.get("ignore_index"))
     assert text is not None

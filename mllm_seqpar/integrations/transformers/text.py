@@ -27,7 +27,7 @@ def text_shards(context: SeqParContext, inputs: ForwardInputs) -> TextShards:
     """Return how the text of a pass is sharded, with its padding mask and packed sequences.
 
     Raises:
-        MaskError: The attention mask is not (B, L).
+        MaskError: the attention mask is not (B, L).
     """
     valid, first = _padding_and_packing(inputs)
     return TextShards(inputs.batch, inputs.length, context.comm, context.config.text_layout, valid, first)
@@ -39,7 +39,7 @@ def star_text_shards(context: SeqParContext, inputs: ForwardInputs) -> StarText:
     With two ranks it is exact: the anchor and the second rank's block are the whole context.
 
     Raises:
-        MaskError: The attention mask is not (B, L), or a sample is all padding in the anchor.
+        MaskError: the attention mask is not (B, L), or a sample is all padding in the anchor.
     """
     valid, first = _padding_and_packing(inputs)
     text = StarText(inputs.batch, inputs.length, context.comm, valid, first)

@@ -67,8 +67,8 @@ class MemoryTracker(TorchDispatchMode):
     """Tracks the tensors that have a dimension of `size`, without the weights.
 
     Attributes:
-        rows: The largest number of rows of any of them.
-        peak: The largest number of bytes of all of them at once.
+        rows: the largest number of rows of any of them.
+        peak: the largest number of bytes of all of them at once.
     """
 
     def __init__(self, size: int, weights: nn.Module) -> None:
