@@ -222,8 +222,9 @@ class Patch:
                 (..., C'), in which the row of each token depends on that token only.
         """
         size = self.context.config.mlp_chunk_size
-        for module in [] if size is None else modules:
-            self.set(module, "forward", _chunked_forward(module, size))
+        if size is not None:
+            for module in modules:
+                self.set(module, "forward", _chunked_forward(module, size))
 
     def guard(self, model: nn.Module, sites: Iterable[nn.Module]) -> None:
         """Make it an error to call `sites`, or a module that contains one of them, outside of the model's forward.

@@ -70,8 +70,7 @@ class IdeficsAdapter:
         patch_generate(model, patch, frame_arguments=_FRAME_ARGUMENTS)
 
 
-def adapter() -> IdeficsAdapter:
-    return IdeficsAdapter()
+adapter = IdeficsAdapter
 
 
 def _cross_attention_forward(attention: Any, block: int) -> Any:

@@ -84,8 +84,7 @@ class MllamaAdapter:
         patch_generate(model, patch)
 
 
-def adapter() -> MllamaAdapter:
-    return MllamaAdapter()
+adapter = MllamaAdapter
 
 
 def _cross_attention_forward(attention: Any) -> Any:

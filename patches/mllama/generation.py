@@ -9,13 +9,7 @@ from torch import Tensor
 
 from mllm_seqpar.patching import Patch
 
-_VISUAL_ARGUMENTS = (
-    "pixel_values",
-    "aspect_ratio_ids",
-    "aspect_ratio_mask",
-    "cross_attention_states",
-    "visual_shard",
-)
+_VISUAL_ARGUMENTS = ("pixel_values", "aspect_ratio_ids", "aspect_ratio_mask", "cross_attention_states", "visual_shard")
 
 
 def patch_image_arguments(model: Any, patch: Patch) -> None:

@@ -73,8 +73,7 @@ class MPlugOwl3Adapter:
         patch_generate(model, patch)
 
 
-def adapter() -> MPlugOwl3Adapter:
-    return MPlugOwl3Adapter()
+adapter = MPlugOwl3Adapter
 
 
 def _count_frames(unpatched: Any, *args: Any, visual_shard: FrameShard | None = None, **kwargs: Any) -> int:

@@ -75,8 +75,7 @@ class OpenFlamingoAdapter:
         patch.set(model, "cache_media", _cache_media(model, family))
 
 
-def adapter() -> OpenFlamingoAdapter:
-    return OpenFlamingoAdapter()
+adapter = OpenFlamingoAdapter
 
 
 def _condition_layers(language_model: Any, vision_x: Any) -> None:

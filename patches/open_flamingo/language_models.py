@@ -87,9 +87,10 @@ class OptLM(RotaryLM):
 
     def _chunk_mlps(self, patch: Patch) -> None:
         size = patch.context.config.mlp_chunk_size
-        for module in [] if size is None else self.stack.modules():
-            if is_instance_by_name(module, "OPTDecoderLayer"):
-                patch.set(module, "forward", _opt_layer_forward(module, size))
+        if size is not None:
+            for module in self.stack.modules():
+                if is_instance_by_name(module, "OPTDecoderLayer"):
+                    patch.set(module, "forward", _opt_layer_forward(module, size))
 
     def positions(self, given: Tensor | None, mask: Tensor | None, cache: Any) -> Tensor | None:
         if given is not None or mask is None or mask.dim() != 2:

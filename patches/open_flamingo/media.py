@@ -98,15 +98,10 @@ class MediaInputs(ForwardInputs):
             if features is not None:
                 shard = shard or FrameShard(*frame_bounds(media.total, comm.size)[comm.rank], media.total)
                 frames = features
-        defaults: dict[str, Any] = dict.fromkeys(
-            ("attention_mask", "position_ids", "labels", "shift_labels", "past_key_values")
-        )
         return cls(
-            **(defaults | {"use_cache": False, "detects_packing": False} | arguments),
-            inputs_embeds=None,
+            **arguments,
             frames=frames,
             frames_are_features=features is not None,
-            pixels_and_features=False,
             visual_shard=shard,
             compared_tensors=(time,),
             frame_names=("vision_x",),

@@ -10,6 +10,7 @@ Shape legend: B samples, L text tokens of the pass, s of them on this rank, r ro
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -52,30 +53,23 @@ def cached_pass(family: Family, inputs: ForwardInputs, logits_to_keep: int | Ten
     return _CachedPass(family, inputs, cache, logits_to_keep, kwargs).run()
 
 
+@dataclass
 class _CachedPass:
-    """One pass with a cache.
+    """One pass with a cache; `cache_state` is what the patched model stores with the transformers cache."""
 
-    Attributes:
-        cache: the transformers cache.
-        cache_state: what the patched model stores with it.
-    """
+    family: Family
+    inputs: ForwardInputs
+    cache: Any
+    logits_to_keep: int | Tensor
+    kwargs: Mapping[str, Any]
+    cache_state: SequenceParallelCacheState = field(init=False)
 
-    def __init__(
-        self,
-        family: Family,
-        inputs: ForwardInputs,
-        cache: Any,
-        logits_to_keep: int | Tensor,
-        kwargs: Mapping[str, Any],
-    ) -> None:
-        self.family, self.context, self.inputs = family, family.context, inputs
-        self.logits_to_keep, self.kwargs = logits_to_keep, kwargs
-        self.cache = cache
-        self.model_layers = family.text_config.num_hidden_layers
-        if inputs.past_length:
+    def __post_init__(self) -> None:
+        self.context, self.model_layers = self.family.context, self.family.text_config.num_hidden_layers
+        if self.inputs.past_length:
             self.cache_state = self._continue_cache()
         else:
-            self.cache_state = begin_prompt(cache, inputs.batch, self.context.comm, self.model_layers)
+            self.cache_state = begin_prompt(self.cache, self.inputs.batch, self.context.comm, self.model_layers)
 
     def run(self) -> Any:
         self.cache_state.active = True

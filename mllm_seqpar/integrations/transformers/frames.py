@@ -161,7 +161,7 @@ def log_shard_sizes(family: Family, inputs: ForwardInputs, local_tokens: int) ->
 def mask_over_samples(
     visible: Tensor, tokens: int, units: int, rows: Tensor | None = None, prompt_batch: int | None = None
 ) -> FrameMask:
-    """Turn a table of the units of its own sample that each row may attend to into a mask over the units of all samples.
+    """Turn a table of which units of its sample each row may attend to into a mask over the units of all samples.
 
     Args:
         visible: (B, L, U) bool, over the units of the row's sample.
@@ -180,7 +180,7 @@ def mask_over_samples(
     samples = units // per_sample if per_sample else prompt_batch
     if per_sample and (units % per_sample or samples == 0 or prompt_batch % samples):
         raise ShapeError(
-            f"{units} frames (or tiles) were passed for {prompt_batch} samples of the text, whose mask has "
+            f"{units} frames (or tiles) were passed for {prompt_batch} samples of the text, whose mask speaks of "
             f"{per_sample} each; expected {prompt_batch * per_sample}, or with beams those of the samples once"
         )
     offset = torch.arange(prompt_batch) // max(1, prompt_batch // samples) * per_sample

@@ -42,20 +42,20 @@ class ForwardInputs:
         compare_frames: whether pixels that all ranks have must be equal bit by bit. Computed values may differ.
     """
 
-    input_ids: Tensor | None
-    inputs_embeds: Tensor | None
-    attention_mask: Any
-    position_ids: Tensor | None
-    labels: Tensor | None
-    shift_labels: Tensor | None
     frames: Tensor | None
     frames_are_features: bool
-    pixels_and_features: bool
-    visual_shard: FrameShard | None
     compared_tensors: tuple[Tensor, ...]
-    past_key_values: Any
-    use_cache: bool
-    detects_packing: bool
+    input_ids: Tensor | None = None
+    inputs_embeds: Tensor | None = None
+    attention_mask: Any = None
+    position_ids: Tensor | None = None
+    labels: Tensor | None = None
+    shift_labels: Tensor | None = None
+    pixels_and_features: bool = False
+    visual_shard: FrameShard | None = None
+    past_key_values: Any = None
+    use_cache: bool = False
+    detects_packing: bool = False
     extras: tuple[Tensor, ...] = ()
     frame_names: tuple[str, ...] = ("pixel_values", "image_embeds")
     compare_frames: bool = True
