@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import types
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, TypeVar
 
@@ -202,6 +202,8 @@ class Patch:
     context: SeqParContext
     _changes: list[_Change] = field(default_factory=list)
     _guards: list[tuple[nn.Module, list[nn.Module]]] = field(default_factory=list)
+    _guarded: dict[int, tuple[str, str]] = field(default_factory=dict)
+    """By id of a guarded module: its name, and the class of the model that it is called by."""
 
     def set(self, owner: Any, name: str, value: Any) -> None:
         """Set an attribute of an instance, never of a class, and record the value that it had.
@@ -213,6 +215,26 @@ class Patch:
             self._require_unreplaced_forward(owner)
         self._changes.append(_Change(owner, name, vars(owner).get(name, _ABSENT), value))
         object.__setattr__(owner, name, value)
+
+    def set_forward(self, module: nn.Module, forward: Callable[..., Any]) -> None:
+        """Replace the forward of `module` in passes of the patched model.
+
+        Args:
+            module: a module to which the pass hands its `ForwardState` as the keyword argument `seqpar`.
+            forward: is called as ``forward(module, *args, seqpar=state, **kwargs)``. A call without `seqpar` calls the
+                unpatched forward; on several ranks it is an error, as for `guard`.
+        """
+        unpatched = module.forward
+
+        @functools.wraps(unpatched)
+        def dispatch(*args: Any, seqpar: ForwardState | None = None, **kwargs: Any) -> Any:
+            if seqpar is not None:
+                return forward(module, *args, seqpar=seqpar, **kwargs)
+            self._refuse_call_outside_pass(module)
+            return unpatched(*args, **kwargs)
+
+        self.set(module, "forward", dispatch)
+        self._guarded[id(module)] = "a module", "model"  # until `finish` finds its name
 
     def chunk_forwards(self, modules: Iterable[nn.Module]) -> None:
         """Compute the forward of token-wise modules `mlp_chunk_size` tokens at a time, if that option is set.
@@ -243,19 +265,22 @@ class Patch:
 
         A copy would hold forwards that compute with the weights of the original.
         """
-        guarded: set[int] = set()
         # On one process, inner modules compute what they compute unpatched, unless a group of several ranks is
         # initialised later.
         can_fail = self.context.comm.size > 1 or self.context.assumed_alone
+        visited: set[int] = set()
         for root, sites in self._guards:
             site_ids = {id(site) for site in sites}
             for name, module in root.named_modules():
-                if module is root or id(module) in guarded or site_ids.isdisjoint(map(id, module.modules())):
+                if module is root or id(module) in visited or site_ids.isdisjoint(map(id, module.modules())):
                     continue
-                guarded.add(id(module))
-                self._require_unreplaced_forward(module)
-                if can_fail:
-                    self.set(module, "forward", _guarded_forward(self.context, type(root).__name__, name, module))
+                visited.add(id(module))
+                checked = id(module) in self._guarded  # by `set_forward`
+                self._guarded[id(module)] = name, type(root).__name__
+                if not checked:
+                    self._require_unreplaced_forward(module)
+                    if can_fail:
+                        self.set(module, "forward", self._guarded_forward(module))
         for owner in {id(owner): owner for owner in (model, *(change.owner for change in self._changes))}.values():
             self.set(owner, "__reduce_ex__", _refuse_copy)
 
@@ -288,6 +313,32 @@ class Patch:
                 "loss). Patch first, then prepare; do not use device_map or kernels that replace a forward"
             )
 
+    def _guarded_forward(self, module: nn.Module) -> Any:
+        unpatched = module.forward
+
+        @functools.wraps(unpatched)
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            # Some modules take the state under another name or by position.
+            in_pass = kwargs.get("seqpar") is not None or any(
+                isinstance(x, ForwardState) for x in (*args, *kwargs.values())
+            )
+            if not in_pass:
+                self._refuse_call_outside_pass(module)
+            return unpatched(*args, **kwargs)
+
+        return forward
+
+    def _refuse_call_outside_pass(self, module: nn.Module) -> None:
+        self.context.require_same_world()
+        if self.context.comm.size > 1:
+            name, model = self._guarded[id(module)]
+            raise AdapterError(
+                f"{name} ({type(module).__name__}) was called outside of the patched forward of its {model}; on "
+                f"{self.context.comm.size} ranks it would compute with the inputs of this rank only. Call the model "
+                "itself. If a trainer or a fused kernel (Liger) replaced its forward, turn that off; to call inner "
+                "modules, call unpatch_model(model) first. The vision tower may be called"
+            )
+
 
 def _chunked_forward(module: nn.Module, size: int) -> Any:
     unpatched = module.forward
@@ -297,25 +348,6 @@ def _chunked_forward(module: nn.Module, size: int) -> Any:
         return run_in_chunks(TokenwiseFunction(unpatched, [self], self), size, *inputs)
 
     return types.MethodType(forward, module)
-
-
-def _guarded_forward(context: SeqParContext, model: str, name: str, module: nn.Module) -> Any:
-    unpatched = module.forward
-
-    @functools.wraps(unpatched)
-    def forward(*args: Any, **kwargs: Any) -> Any:
-        if kwargs.get("seqpar") is None:  # some modules take the state under another name or by position
-            context.require_same_world()
-            if context.comm.size > 1 and not any(isinstance(x, ForwardState) for x in (*args, *kwargs.values())):
-                raise AdapterError(
-                    f"{name} ({type(module).__name__}) was called outside of the patched forward of its {model}; on "
-                    f"{context.comm.size} ranks it would compute with the inputs of this rank only. Call the model "
-                    "itself. If a trainer or a fused kernel (Liger) replaced its forward, turn that off; to call inner "
-                    "modules, call unpatch_model(model) first. The vision tower may be called"
-                )
-        return unpatched(*args, **kwargs)
-
-    return forward
 
 
 def _refuse_copy(protocol: int) -> Any:

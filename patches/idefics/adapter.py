@@ -11,7 +11,6 @@ of all B * I, H heads, D head_dim.
 from __future__ import annotations
 
 import functools
-import types
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -62,10 +61,10 @@ class IdeficsAdapter:
         cross_attention = [block.cross_attn for block in decoder.gated_cross_attn_layers]
         use_seqpar_attention(patch, self_attention)
         for index, attention in enumerate(cross_attention):
-            patch.set(attention, "forward", _cross_attention_forward(attention, index))
+            patch.set_forward(attention, functools.partial(_cross_attention, index=index))
         patch.chunk_forwards(layer.mlp for layer in [*decoder.layers, *decoder.gated_cross_attn_layers])
         patch.guard(model, [*self_attention, *cross_attention])
-        patch.set(decoder, "forward", _decoder_forward(decoder))
+        patch.set_forward(decoder, _run_decoder_layers)
         patch.set(model, "forward", _model_forward(model, context))
         patch_generate(model, patch, frame_arguments=_FRAME_ARGUMENTS)
 
@@ -73,23 +72,17 @@ class IdeficsAdapter:
 adapter = IdeficsAdapter
 
 
-def _cross_attention_forward(attention: Any, block: int) -> Any:
-    unpatched = attention.forward
-
-    @functools.wraps(unpatched)
-    def forward(self: Any, hidden_states: Tensor, *args: Any, seqpar: ForwardState | None = None, **kwargs: Any) -> Any:
-        """Attend from this pass's rows (B, s, C) to the images of all ranks; return (B, s, C) and no weights."""
-        if seqpar is None:
-            return unpatched(hidden_states, *args, **kwargs)
-        refuse_dropout(self.dropout if self.training else 0.0)
-        q = self.q_proj(hidden_states).unflatten(-1, (self.num_heads, self.head_dim)).transpose(1, 2)
-        if self.qk_layer_norms:
-            q = self.q_layer_norm(q)
-        modules = [self.k_proj, self.v_proj, *([self.k_layer_norm] if self.qk_layer_norms else [])]
-        o = seqpar.cross_attend(q, block, _projection(self), modules, self.scaling)
-        return self.o_proj(o.transpose(1, 2).flatten(2)), None
-
-    return types.MethodType(forward, attention)
+def _cross_attention(
+    self: Any, hidden_states: Tensor, *args: Any, seqpar: ForwardState, index: int, **kwargs: Any
+) -> tuple[Tensor, None]:
+    """Attend from this pass's rows (B, s, C) to the images of all ranks; return (B, s, C) and no weights."""
+    refuse_dropout(self.dropout if self.training else 0.0)
+    q = self.q_proj(hidden_states).unflatten(-1, (self.num_heads, self.head_dim)).transpose(1, 2)
+    if self.qk_layer_norms:
+        q = self.q_layer_norm(q)
+    modules = [self.k_proj, self.v_proj, *([self.k_layer_norm] if self.qk_layer_norms else [])]
+    o = seqpar.cross_attend(q, index, _projection(self), modules, self.scaling)
+    return self.o_proj(o.transpose(1, 2).flatten(2)), None
 
 
 def _projection(self: Any) -> Projection:
@@ -102,44 +95,35 @@ def _projection(self: Any) -> Projection:
     return project
 
 
-def _decoder_forward(decoder: Any) -> Any:
-    unpatched = decoder.forward
-
-    @capture_outputs
-    def run_layers(
-        self: Any,
-        inputs_embeds: Tensor,
-        attention_mask: Tensor,
-        position_ids: Tensor,
-        past_key_values: Cache | None,
-        seqpar: ForwardState,
-        **kwargs: Any,
-    ) -> BaseModelOutputWithPast:
-        """Run cross-attention block `i` before decoder layer ``i * cross_layer_interval``."""
-        attention_config = self.layers[0].self_attn.config
-        mask = causal_mask(attention_config, inputs_embeds, attention_mask, position_ids, past_key_values)
-        hidden = inputs_embeds
-        no_images = hidden.new_empty(0)  # the blocks take images, but patched ones read the state
-        for number, layer in enumerate(self.layers):
-            if number % self.cross_layer_interval == 0:
-                block = self.gated_cross_attn_layers[number // self.cross_layer_interval]
-                gate = seqpar.rows["gate"]
-                hidden = block(hidden, mask, no_images, cross_attention_gate=gate, seqpar=seqpar, **kwargs)
-            hidden = layer(
-                hidden,
-                attention_mask=mask,
-                position_ids=position_ids,
-                past_key_values=past_key_values,
-                seqpar=seqpar,
-                **kwargs,
-            )
-        return BaseModelOutputWithPast(last_hidden_state=self.norm(hidden))
-
-    @functools.wraps(unpatched)
-    def forward(self: Any, *args: Any, seqpar: ForwardState | None = None, **kwargs: Any) -> Any:
-        return unpatched(*args, **kwargs) if seqpar is None else run_layers(self, seqpar=seqpar, **kwargs)
-
-    return types.MethodType(forward, decoder)
+@capture_outputs
+def _run_decoder_layers(
+    self: Any,
+    inputs_embeds: Tensor,
+    attention_mask: Tensor,
+    position_ids: Tensor,
+    past_key_values: Cache | None,
+    seqpar: ForwardState,
+    **kwargs: Any,
+) -> BaseModelOutputWithPast:
+    """Run cross-attention block `i` before decoder layer ``i * cross_layer_interval``."""
+    attention_config = self.layers[0].self_attn.config
+    mask = causal_mask(attention_config, inputs_embeds, attention_mask, position_ids, past_key_values)
+    hidden = inputs_embeds
+    no_images = hidden.new_empty(0)  # the blocks take images, but patched ones read the state
+    for number, layer in enumerate(self.layers):
+        if number % self.cross_layer_interval == 0:
+            block = self.gated_cross_attn_layers[number // self.cross_layer_interval]
+            gate = seqpar.rows["gate"]
+            hidden = block(hidden, mask, no_images, cross_attention_gate=gate, seqpar=seqpar, **kwargs)
+        hidden = layer(
+            hidden,
+            attention_mask=mask,
+            position_ids=position_ids,
+            past_key_values=past_key_values,
+            seqpar=seqpar,
+            **kwargs,
+        )
+    return BaseModelOutputWithPast(last_hidden_state=self.norm(hidden))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -257,7 +241,7 @@ class IdeficsFamily(Family):
 
 
 def _model_forward(model: Any, context: SeqParContext) -> Any:
-    unpatched, family = model.forward, IdeficsFamily(model, context)
+    family = IdeficsFamily(model, context)
 
     def forward(
         self: Any,
@@ -306,8 +290,7 @@ def _model_forward(model: Any, context: SeqParContext) -> Any:
         )
         return run_pass(family, inputs, logits_to_keep, kwargs)
 
-    forward.__doc__ = (unpatched.__doc__ or "") + VISUAL_SHARD_DOC.format(frames=", ".join(_FRAME_ARGUMENTS))
-    return as_forward(model, forward)
+    return as_forward(model, forward, VISUAL_SHARD_DOC.format(frames=", ".join(_FRAME_ARGUMENTS)))
 
 
 def _positions(mask: Tensor | None, positions: Tensor | None, ids: Tensor | None, embeds: Tensor | None) -> Any:

@@ -17,7 +17,6 @@ reproduced here.
 from __future__ import annotations
 
 import functools
-import types
 from collections.abc import Mapping
 from typing import Any
 
@@ -76,7 +75,7 @@ class MllamaAdapter:
         self_attention = [layer.self_attn for layer in layers if hasattr(layer, "self_attn")]
         use_seqpar_attention(patch, self_attention)
         for attention in cross_attention:
-            patch.set(attention, "forward", _cross_attention_forward(attention))
+            patch.set_forward(attention, _cross_attention)
         patch.chunk_forwards(layer.mlp for layer in layers)
         patch.guard(model, [*cross_attention, *self_attention])
         patch.set(model, "forward", _model_forward(model, context))
@@ -87,23 +86,15 @@ class MllamaAdapter:
 adapter = MllamaAdapter
 
 
-def _cross_attention_forward(attention: Any) -> Any:
-    unpatched = attention.forward
-
-    @functools.wraps(unpatched)
-    def forward(
-        self: Any, hidden_states: Tensor, *args: Any, seqpar: ForwardState | None = None, **kwargs: Any
-    ) -> tuple[Tensor, Tensor | None]:
-        """Attend from this rank's rows (B, s, C) to the tiles of all ranks; return (B, s, C) and no weights."""
-        if seqpar is None:
-            return unpatched(hidden_states, *args, **kwargs)
-        refuse_dropout(self.dropout if self.training else 0.0)
-        q = self.q_norm(_split_heads(self.q_proj(hidden_states), self.head_dim))
-        modules = [self.k_proj, self.v_proj, self.k_norm]
-        o = seqpar.cross_attend(q, self.layer_idx, functools.partial(_keys_values, self), modules, self.scaling)
-        return self.o_proj(o.transpose(1, 2).flatten(2)), None
-
-    return types.MethodType(forward, attention)
+def _cross_attention(
+    self: Any, hidden_states: Tensor, *args: Any, seqpar: ForwardState, **kwargs: Any
+) -> tuple[Tensor, None]:
+    """Attend from this rank's rows (B, s, C) to the tiles of all ranks; return (B, s, C) and no weights."""
+    refuse_dropout(self.dropout if self.training else 0.0)
+    q = self.q_norm(_split_heads(self.q_proj(hidden_states), self.head_dim))
+    modules = [self.k_proj, self.v_proj, self.k_norm]
+    o = seqpar.cross_attend(q, self.layer_idx, functools.partial(_keys_values, self), modules, self.scaling)
+    return self.o_proj(o.transpose(1, 2).flatten(2)), None
 
 
 def _keys_values(attention: Any, features: Tensor, index: Tensor) -> tuple[Tensor, Tensor]:
@@ -230,7 +221,7 @@ class MllamaFamily(Family):
 
 
 def _model_forward(model: Any, context: SeqParContext) -> Any:
-    unpatched, family = model.forward, MllamaFamily(model, context)
+    family = MllamaFamily(model, context)
 
     def forward(
         self: Any,
@@ -284,8 +275,7 @@ def _model_forward(model: Any, context: SeqParContext) -> Any:
         )
         return run_pass(family, inputs, logits_to_keep, kwargs)
 
-    forward.__doc__ = (unpatched.__doc__ or "") + _VISUAL_SHARD_DOC
-    return as_forward(model, forward)
+    return as_forward(model, forward, _VISUAL_SHARD_DOC)
 
 
 _VISUAL_SHARD_DOC = """

@@ -8,7 +8,6 @@ Shape legend: B samples, L text tokens, s of them on this rank, f frames of this
 from __future__ import annotations
 
 import functools
-import types
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -65,7 +64,7 @@ class MPlugOwl3Adapter:
         attention = [layer.self_attn for layer in layers]
         use_seqpar_attention(patch, attention)
         for number in model.config.hyper_layers:
-            patch.set(attention[number - 1], "forward", _hyper_attention_forward(attention[number - 1]))
+            patch.set_forward(attention[number - 1], _hyper_attention)
         patch.chunk_forwards(layer.mlp for layer in layers)
         patch.guard(model, attention)
         patch.set(model, "forward", _model_forward(model, context))
@@ -80,35 +79,26 @@ def _count_frames(unpatched: Any, *args: Any, visual_shard: FrameShard | None = 
     return visual_shard.total if visual_shard is not None else unpatched(*args, **kwargs)
 
 
-def _hyper_attention_forward(attention: Any) -> Any:
-    unpatched = attention.forward
-
-    @functools.wraps(unpatched)
-    def forward(
-        self: Any,
-        hidden_states: Tensor,
-        position_embeddings: tuple[Tensor, Tensor],
-        attention_mask: Tensor | None = None,
-        past_key_values: Cache | None = None,
-        visual: Any = None,
-        visual_norm: nn.Module | None = None,
-        seqpar: ForwardState | None = None,
-        **kwargs: Any,
-    ) -> tuple[Tensor, None]:
-        """Attend from the rows of this pass to the text and to the frames of all ranks."""
-        if seqpar is None:
-            return unpatched(
-                hidden_states, position_embeddings, attention_mask, past_key_values, visual, visual_norm, **kwargs
-            )
-        refuse_dropout(self._dropout)
-        q, k, v = self.project_text(hidden_states, position_embeddings)
-        if past_key_values is not None:
-            k, v = past_key_values.update(k, v, self.layer_idx)
-        if seqpar.text is not None:
-            return self.output(_attend_sharded(self, q, k, v, visual_norm, seqpar)), None
-        return self.output(_attend_replicated(self, q, k, v, attention_mask, visual_norm, seqpar)), None
-
-    return types.MethodType(forward, attention)
+def _hyper_attention(
+    self: Any,
+    hidden_states: Tensor,
+    position_embeddings: tuple[Tensor, Tensor],
+    attention_mask: Tensor | None = None,
+    past_key_values: Cache | None = None,
+    visual: Any = None,
+    visual_norm: nn.Module | None = None,
+    *,
+    seqpar: ForwardState,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """Attend from the rows of this pass to the text and to the frames of all ranks."""
+    refuse_dropout(self._dropout)
+    q, k, v = self.project_text(hidden_states, position_embeddings)
+    if past_key_values is not None:
+        k, v = past_key_values.update(k, v, self.layer_idx)
+    if seqpar.text is not None:
+        return self.output(_attend_sharded(self, q, k, v, visual_norm, seqpar)), None
+    return self.output(_attend_replicated(self, q, k, v, attention_mask, visual_norm, seqpar)), None
 
 
 def _attend_sharded(self: Any, q: Tensor, k: Tensor, v: Tensor, visual_norm: Any, seqpar: ForwardState) -> Tensor:
@@ -279,7 +269,7 @@ class MPlugOwl3Family(MediaLayoutCache):
 
 
 def _model_forward(model: Any, context: SeqParContext) -> Any:
-    unpatched, family = model.forward, MPlugOwl3Family(model, context)
+    family = MPlugOwl3Family(model, context)
 
     def forward(
         self: Any,
@@ -323,5 +313,4 @@ def _model_forward(model: Any, context: SeqParContext) -> Any:
         )
         return run_with_native_cache(family, inputs, logits_to_keep, kwargs)
 
-    forward.__doc__ = (unpatched.__doc__ or "") + VISUAL_SHARD_DOC.format(frames="`pixel_values` or `image_embeds`")
-    return as_forward(model, forward)
+    return as_forward(model, forward, VISUAL_SHARD_DOC.format(frames="`pixel_values` or `image_embeds`"))

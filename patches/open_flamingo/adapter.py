@@ -30,7 +30,7 @@ from mllm_seqpar.runtime.context import SeqParContext
 from mllm_seqpar.sharding import FrameShard
 
 from .language_models import LANGUAGE_MODELS, language_model_of
-from .media import FlamingoFamily, Media, MediaInputs, cross_attention_forward, cross_attentions, layer_forward
+from .media import FlamingoFamily, Media, MediaInputs, cross_attention_forward, cross_attentions, run_layer
 
 
 class OpenFlamingoAdapter:
@@ -66,7 +66,7 @@ class OpenFlamingoAdapter:
             patch.set(attention, "forward", cross_attention_forward(attention, index))
         patch.chunk_forwards(block.ff for block in language_model.gated_cross_attn_layers if block is not None)
         for layer in language_model._get_decoder_layers():
-            patch.set(layer, "forward", layer_forward(layer))
+            patch.set_forward(layer, run_layer)
         patch.set(language_model, "forward", _language_model_forward(language_model, family))
         patch_generate(language_model, patch)
         patch.set(model, "_encode_vision_x", functools.partial(_condition_layers, language_model))
@@ -123,8 +123,6 @@ def _cache_media(model: Any, family: FlamingoFamily) -> Any:
 
 
 def _language_model_forward(language_model: Any, family: FlamingoFamily) -> Any:
-    unpatched = language_model.forward
-
     def forward(
         self: Any,
         input_ids: Tensor,
@@ -155,7 +153,6 @@ def _language_model_forward(language_model: Any, family: FlamingoFamily) -> Any:
         )
         return run_pass(family, inputs, logits_to_keep, kwargs)
 
-    forward.__doc__ = unpatched.__doc__
     return as_forward(language_model, forward)
 
 

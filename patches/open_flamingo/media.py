@@ -118,21 +118,11 @@ def cross_attentions(language_model: Any) -> Iterator[tuple[int, Any]]:
                 yield index, module
 
 
-def layer_forward(layer: Any) -> Any:
-    """Return a forward of a FlamingoLayer that passes `seqpar` to its cross-attention and to the decoder layer."""
-    unpatched = layer.forward
-
-    @functools.wraps(unpatched)
-    def forward(
-        self: Any, lang_x: Tensor, attention_mask: Any = None, seqpar: ForwardState | None = None, **kwargs: Any
-    ) -> Any:
-        if seqpar is None:
-            return unpatched(lang_x, attention_mask, **kwargs)
-        if self.gated_cross_attn_layer is not None:
-            lang_x = self.gated_cross_attn_layer(lang_x, seqpar)  # in the place of the media
-        return self.decoder_layer(lang_x, attention_mask=attention_mask, seqpar=seqpar, **kwargs)
-
-    return types.MethodType(forward, layer)
+def run_layer(self: Any, lang_x: Tensor, attention_mask: Any = None, *, seqpar: ForwardState, **kwargs: Any) -> Any:
+    """Run a FlamingoLayer with the state of the pass in the place of its media."""
+    if self.gated_cross_attn_layer is not None:
+        lang_x = self.gated_cross_attn_layer(lang_x, seqpar)
+    return self.decoder_layer(lang_x, attention_mask=attention_mask, seqpar=seqpar, **kwargs)
 
 
 def cross_attention_forward(attention: Any, index: int) -> Any:
