@@ -108,7 +108,8 @@ def _attend_sharded(self: Any, q: Tensor, k: Tensor, v: Tensor, visual_norm: Any
     """
     assert seqpar.text is not None
     q, k, v = as_attended(q, k, v)
-    if not seqpar.shards_text:  # every rank has all text, and its rows are sharded for this attention only
+    shards_text = seqpar.shards_text
+    if not shards_text:  # every rank has all text, and its rows are sharded for this attention only
         q, k, v = (seqpar.text.shard(x, 2) for x in (q, k, v))
     text = seqpar.text_keys(k, v, self.sliding_window, q.shape[1])
     if seqpar.frames is None:
@@ -122,7 +123,7 @@ def _attend_sharded(self: Any, q: Tensor, k: Tensor, v: Tensor, visual_norm: Any
             text_out = _merge_heads(seqpar.attend(q, [text], self.scaling))
             visual_out = _merge_heads(seqpar.attend(q, [visual], self.scaling))
             o = self.mix(text_out, visual_out, seqpar.frames.sees.to(q.device))
-    return o if seqpar.shards_text else seqpar.text.unshard(o, 1)
+    return o if shards_text else seqpar.text.unshard(o, 1)
 
 
 def _attend_replicated(
