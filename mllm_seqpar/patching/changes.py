@@ -42,8 +42,9 @@ class Patch:
     context: SeqParContext
     _changes: list[_Change] = field(default_factory=list)
     _guards: list[tuple[nn.Module, list[nn.Module]]] = field(default_factory=list)
-    _guarded: dict[int, tuple[str, str]] = field(default_factory=dict)
-    """By id of a guarded module: its name, and the class of the model that it is called by."""
+    _dispatched: list[nn.Module] = field(default_factory=list)
+    _names: dict[int, tuple[str, str]] = field(default_factory=dict)
+    """By id of a guarded module: its name in the model, and the model's class."""
 
     def set(self, owner: Any, name: str, value: Any) -> None:
         """Set an attribute of an instance, never of a class, and record the value that it had.
@@ -74,7 +75,7 @@ class Patch:
             return unpatched(*args, **kwargs)
 
         self.set(module, "forward", dispatch)
-        self._guarded[id(module)] = "a module", "model"  # until `finish` finds its name
+        self._dispatched.append(module)
 
     def chunk_forwards(self, modules: Iterable[nn.Module]) -> None:
         """Compute the forward of token-wise modules `mlp_chunk_size` tokens at a time, if that option is set.
@@ -108,16 +109,14 @@ class Patch:
         # On one process, inner modules compute what they compute unpatched, unless a group of several ranks is
         # initialised later.
         can_fail = self.context.comm.size > 1 or self.context.assumed_alone
-        visited: set[int] = set()
+        checked = {id(module) for module in self._dispatched}
         for root, sites in self._guards:
             site_ids = {id(site) for site in sites}
             for name, module in root.named_modules():
-                if module is root or id(module) in visited or site_ids.isdisjoint(map(id, module.modules())):
+                if module is root or id(module) in self._names or site_ids.isdisjoint(map(id, module.modules())):
                     continue
-                visited.add(id(module))
-                checked = id(module) in self._guarded  # by `set_forward`
-                self._guarded[id(module)] = name, type(root).__name__
-                if not checked:
+                self._names[id(module)] = name, type(root).__name__
+                if id(module) not in checked:
                     self._require_unreplaced_forward(module)
                     if can_fail:
                         self.set(module, "forward", self._guarded_forward(module))
@@ -171,7 +170,7 @@ class Patch:
     def _refuse_call_outside_pass(self, module: nn.Module) -> None:
         self.context.require_same_world()
         if self.context.comm.size > 1:
-            name, model = self._guarded[id(module)]
+            name, model = self._names.get(id(module), ("a module", "model"))
             raise AdapterError(
                 f"{name} ({type(module).__name__}) was called outside of the patched forward of its {model}; on "
                 f"{self.context.comm.size} ranks it would compute with the inputs of this rank only. Call the model "
