@@ -22,7 +22,13 @@ from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutpu
 from transformers.utils.output_capturing import capture_outputs
 
 from mllm_seqpar.errors import AdapterError, ShapeError
-from mllm_seqpar.integrations.transformers.attention import causal_mask, refuse_dropout, use_seqpar_attention
+from mllm_seqpar.integrations.transformers.attention import (
+    causal_mask,
+    merge_heads,
+    refuse_dropout,
+    split_heads,
+    use_seqpar_attention,
+)
 from mllm_seqpar.integrations.transformers.family import VISUAL_SHARD_DOC, Family, Visibility
 from mllm_seqpar.integrations.transformers.frames import mask_over_samples
 from mllm_seqpar.integrations.transformers.generation import patch_generate
@@ -77,19 +83,18 @@ def _cross_attention(
 ) -> tuple[Tensor, None]:
     """Attend from this pass's rows (B, s, C) to the images of all ranks; return (B, s, C) and no weights."""
     refuse_dropout(self.dropout if self.training else 0.0)
-    q = self.q_proj(hidden_states).unflatten(-1, (self.num_heads, self.head_dim)).transpose(1, 2)
+    q = split_heads(self.q_proj(hidden_states), self.head_dim)
     if self.qk_layer_norms:
         q = self.q_layer_norm(q)
     modules = [self.k_proj, self.v_proj, *([self.k_layer_norm] if self.qk_layer_norms else [])]
     o = seqpar.cross_attend(q, index, _projection(self), modules, self.scaling)
-    return self.o_proj(o.transpose(1, 2).flatten(2)), None
+    return self.o_proj(merge_heads(o)), None
 
 
 def _projection(self: Any) -> Projection:
     def project(features: Tensor, index: Tensor) -> tuple[Tensor, Tensor]:
-        flat, heads = features.flatten(0, 1)[None], (self.num_heads, self.head_dim)
-        k = self.k_proj(flat).unflatten(-1, heads).transpose(1, 2)
-        v = self.v_proj(flat).unflatten(-1, heads).transpose(1, 2)
+        flat = features.flatten(0, 1)[None]
+        k, v = (split_heads(projection(flat), self.head_dim) for projection in (self.k_proj, self.v_proj))
         return (self.k_layer_norm(k) if self.qk_layer_norms else k), v
 
     return project

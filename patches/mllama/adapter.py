@@ -27,7 +27,13 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from mllm_seqpar._logging import get_logger
 from mllm_seqpar.errors import AdapterError, ConfigError
-from mllm_seqpar.integrations.transformers.attention import causal_mask, refuse_dropout, use_seqpar_attention
+from mllm_seqpar.integrations.transformers.attention import (
+    causal_mask,
+    merge_heads,
+    refuse_dropout,
+    split_heads,
+    use_seqpar_attention,
+)
 from mllm_seqpar.integrations.transformers.cache import SequenceParallelCacheState, mark_visual_layers
 from mllm_seqpar.integrations.transformers.family import Family, Visibility
 from mllm_seqpar.integrations.transformers.generation import patch_generate
@@ -91,22 +97,17 @@ def _cross_attention(
 ) -> tuple[Tensor, None]:
     """Attend from this rank's rows (B, s, C) to the tiles of all ranks; return (B, s, C) and no weights."""
     refuse_dropout(self.dropout if self.training else 0.0)
-    q = self.q_norm(_split_heads(self.q_proj(hidden_states), self.head_dim))
+    q = self.q_norm(split_heads(self.q_proj(hidden_states), self.head_dim))
     modules = [self.k_proj, self.v_proj, self.k_norm]
     o = seqpar.cross_attend(q, self.layer_idx, functools.partial(_keys_values, self), modules, self.scaling)
-    return self.o_proj(o.transpose(1, 2).flatten(2)), None
+    return self.o_proj(merge_heads(o)), None
 
 
 def _keys_values(attention: Any, features: Tensor, index: Tensor) -> tuple[Tensor, Tensor]:
     """Project the features of t tiles (t, patches, C) to k, v (1, G, t * patches, D)."""
     flat = features.flatten(0, 1)[None]
-    k, v = (_split_heads(project(flat), attention.head_dim) for project in (attention.k_proj, attention.v_proj))
+    k, v = (split_heads(project(flat), attention.head_dim) for project in (attention.k_proj, attention.v_proj))
     return attention.k_norm(k), v
-
-
-def _split_heads(x: Tensor, head_dim: int) -> Tensor:
-    """(B, s, heads * D) -> (B, heads, s, D)."""
-    return x.unflatten(-1, (-1, head_dim)).transpose(1, 2)
 
 
 class MllamaFamily(Family):

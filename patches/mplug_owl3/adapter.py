@@ -19,7 +19,12 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from mllm_seqpar.attention.block_math import BlockMath, PartialResult
 from mllm_seqpar.errors import AdapterError, ShapeError
-from mllm_seqpar.integrations.transformers.attention import causal_mask, refuse_dropout, use_seqpar_attention
+from mllm_seqpar.integrations.transformers.attention import (
+    causal_mask,
+    merge_heads,
+    refuse_dropout,
+    use_seqpar_attention,
+)
 from mllm_seqpar.integrations.transformers.family import VISUAL_SHARD_DOC, Visibility
 from mllm_seqpar.integrations.transformers.generation import patch_generate
 from mllm_seqpar.integrations.transformers.inputs import ForwardInputs, as_compared_tensors, makes_cache
@@ -113,15 +118,15 @@ def _attend_sharded(self: Any, q: Tensor, k: Tensor, v: Tensor, visual_norm: Any
         q, k, v = (seqpar.text.shard(x, 2) for x in (q, k, v))
     text = seqpar.text_keys(k, v, self.sliding_window, q.shape[1])
     if seqpar.frames is None:
-        o = _merge_heads(seqpar.attend(q, [text], self.scaling))
+        o = merge_heads(seqpar.attend(q, [text], self.scaling))
     else:
         modules = [visual_norm, self.v_kv_proj]
         visual = seqpar.visual_keys(q, self.layer_idx, _projection(self, visual_norm), modules)
         if self.fused:
-            o = _merge_heads(seqpar.attend(q, [text, visual], self.scaling))
+            o = merge_heads(seqpar.attend(q, [text, visual], self.scaling))
         else:
-            text_out = _merge_heads(seqpar.attend(q, [text], self.scaling))
-            visual_out = _merge_heads(seqpar.attend(q, [visual], self.scaling))
+            text_out = merge_heads(seqpar.attend(q, [text], self.scaling))
+            visual_out = merge_heads(seqpar.attend(q, [visual], self.scaling))
             o = self.mix(text_out, visual_out, seqpar.frames.sees.to(q.device))
     return o if shards_text else seqpar.text.unshard(o, 1)
 
@@ -138,16 +143,16 @@ def _attend_replicated(
         text = seqpar.attend_cached_text(q, k, v, self.scaling, self.sliding_window)
     if seqpar.kept is None:
         assert text is not None
-        return _merge_heads(text[0].to(q.dtype))
+        return merge_heads(text[0].to(q.dtype))
     visual = seqpar.kept.keys_values(self.layer_idx, _projection(self, visual_norm), q.dtype)
     if self.fused and seqpar.wants_grad(q, k, v, *visual):
         k, v = k[:, :, : seqpar.tokens], v[:, :, : seqpar.tokens]
         source = seqpar.own_keys(q, k, v, GivenBlockMask(tuple(causal_rectangles(attention_mask, q, k))))
-        return _merge_heads(seqpar.attend(q, [source, seqpar.kept_keys(q, *visual)], self.scaling))
+        return merge_heads(seqpar.attend(q, [source, seqpar.kept_keys(q, *visual)], self.scaling))
     visual_o, visual_lse = seqpar.attend_replicated(q, *visual, self.scaling)
     if not self.fused:
-        text_out = _merge_heads(text[0].to(q.dtype)) if text else self._attend_text(q, k, v, attention_mask)[0]
-        return self.mix(text_out, _merge_heads(visual_o), seqpar.rows["attends_to_frames"])
+        text_out = merge_heads(text[0].to(q.dtype)) if text else self._attend_text(q, k, v, attention_mask)[0]
+        return self.mix(text_out, merge_heads(visual_o), seqpar.rows["attends_to_frames"])
     partial = PartialResult(q, torch.promote_types(torch.float32, q.dtype))
     if text is None:
         k, v = k[:, :, : seqpar.tokens], v[:, :, : seqpar.tokens]  # the rest of a static cache is empty
@@ -156,17 +161,12 @@ def _attend_replicated(
     else:
         partial.add(*text)
     partial.add(visual_o, visual_lse)
-    return _merge_heads(partial.value[0].to(q.dtype))
+    return merge_heads(partial.value[0].to(q.dtype))
 
 
 def _projection(self: Any, visual_norm: Any) -> Projection:
     """Return the layer's projection of features (f, tokens, width) and frame positions (f,) to k and v."""
     return lambda features, frame_position: self.project_visual(visual_norm(features), frame_position)
-
-
-def _merge_heads(o: Tensor) -> Tensor:
-    """(B, H, s, D) -> (B, s, H * D)."""
-    return o.transpose(1, 2).flatten(2)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -26,6 +26,7 @@ from torch import Tensor
 
 from mllm_seqpar.comm import Communicator
 from mllm_seqpar.errors import AdapterError, ShapeError
+from mllm_seqpar.integrations.transformers.attention import merge_heads
 from mllm_seqpar.integrations.transformers.family import Family, Visibility
 from mllm_seqpar.integrations.transformers.inputs import ForwardInputs
 from mllm_seqpar.masks import FrameMask
@@ -144,7 +145,7 @@ def cross_attention_forward(attention: Any, index: int) -> Any:
         if uniform is not None:  # a zero query gives the mean of all V, and q has no gradient, as with equal scores
             q = q.masked_fill(uniform[:, None, :, None], 0.0)
         o = media.cross_attend(q, index, project, [self.to_kv], self.scale)
-        return self.to_out(o.transpose(1, 2).flatten(2))
+        return self.to_out(merge_heads(o))
 
     return types.MethodType(forward, attention)
 

@@ -34,7 +34,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from mllm_seqpar.comm.autograd import gather_shards
 from mllm_seqpar.errors import ConfigError, ShapeError
-from mllm_seqpar.integrations.transformers.attention import refuse_dropout
+from mllm_seqpar.integrations.transformers.attention import merge_heads, refuse_dropout
 from mllm_seqpar.integrations.transformers.cache import cache_state_of
 from mllm_seqpar.patching import Patch
 from mllm_seqpar.patching.registry import is_instance_by_name
@@ -227,6 +227,6 @@ def _attention_forward(attention: Any) -> Any:
         if past_key_values is not None:
             k, v = past_key_values.update(k, v, self.layer_idx)
         o = position_bias.attend(q, k, v, self.softmax_scale)
-        return self.out_proj(o.transpose(1, 2).flatten(2)), None
+        return self.out_proj(merge_heads(o)), None
 
     return types.MethodType(forward, attention)

@@ -54,6 +54,16 @@ def seqpar_attention(
     return o.transpose(1, 2), None
 
 
+def split_heads(x: Tensor, head_dim: int) -> Tensor:
+    """(B, s, heads * head_dim) -> (B, heads, s, head_dim)."""
+    return x.unflatten(-1, (-1, head_dim)).transpose(1, 2)
+
+
+def merge_heads(o: Tensor) -> Tensor:
+    """(B, heads, s, head_dim) -> (B, s, heads * head_dim)."""
+    return o.transpose(1, 2).flatten(2)
+
+
 def refuse_dropout(dropout: float) -> None:
     """Raise ConfigError for dropout of attention weights, which would differ from the unpatched model's."""
     if dropout:
