@@ -1,1 +1,1 @@
-"""Recomputation in the backward pass: RNG replay, gradients of chunks, and MLPs in chunks of tokens."""
+"""Recomputation in backward: an MLP in chunks of tokens, RNG replay, detached parameters."""

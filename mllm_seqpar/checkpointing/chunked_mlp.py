@@ -1,21 +1,20 @@
-"""Blockwise feed-forward (arXiv 2310.01889, section 3): an MLP on some tokens at once, recomputed in backward.
+"""Blockwise feed-forward (arXiv 2310.01889, section 3): an MLP in chunks of tokens, recomputed in backward.
 
-An MLP works token by token. Computed on all of a rank's tokens, its inner activation (intermediate size) is the largest
-tensor of a decoder layer, and is kept several times over for the backward pass. Here forward keeps the MLP's input
-alone; backward goes through the chunks again, one at a time, and computes each one's inner activation anew.
+An MLP computes each token independently. Computed on all tokens of a rank at once, its inner activation (intermediate
+size) is the largest tensor of a decoder layer, and autograd saves it several times. Here, forward saves only the MLP's
+input; backward recomputes the inner activation of one chunk after the other.
 
-torch.utils.checkpoint around each chunk would do nearly the same, but autograd would add up the chunks' weight
-gradients in the weights' dtype, and a bfloat16 sum of many chunks loses what the single matrix product has. Here they
-are added in float32. The results of all chunks are written into one tensor, and nothing is gathered from parts.
+torch.utils.checkpoint around each chunk would do nearly the same, but autograd would sum the weight gradients of all
+chunks in the dtype of the weights, and a bfloat16 sum over many chunks loses precision that a single matrix product
+keeps. Here they are summed in float32. Forward writes the results of all chunks into one tensor.
 
-Shape legend: N tokens of all samples together, n <= size of them in a chunk, C channels.
+Shape legend: N tokens of all samples, n <= size of them in a chunk, C channels.
 """
 
 from __future__ import annotations
 
 import functools
-import types
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,104 +25,82 @@ from torch.distributed.fsdp import FSDPModule
 
 from mllm_seqpar.attention.kv_sources import AutocastState
 from mllm_seqpar.errors import ConfigError, ShapeError
-from mllm_seqpar.patching import Patch
 
-from .recompute import ChunkGradients, RNGState, detached_parameters, flat_tokens, rng_replay, trained_parameters
-
-
-def chunk_forwards(patch: Patch, modules: Iterable[nn.Module]) -> None:
-    """Makes these modules' forwards blockwise, when the configuration has `mlp_chunk_size`.
-
-    Args:
-        patch: of the model; undoing it undoes this.
-        modules: their forwards take one or more tensors (..., C) of the same tokens and return one (..., C'), each
-            token's computed from that token alone.
-    """
-    size = patch.context.config.mlp_chunk_size
-    if size is None:
-        return
-    for module in modules:
-        patch.set(module, "forward", _forward(module, size))
-
-
-def _forward(module: nn.Module, size: int) -> Any:
-    unpatched = module.forward
-
-    @functools.wraps(unpatched)
-    def forward(self: nn.Module, *inputs: Tensor) -> Tensor:
-        return run_in_chunks(Tokenwise(unpatched, [self], self), size, *inputs)
-
-    return types.MethodType(forward, module)
+from .recompute import RNGState, detached_parameters, rng_replay, trained_parameters
 
 
 @dataclass(frozen=True)
-class Tokenwise:
-    """A computation on tokens.
+class TokenwiseFunction:
+    """A function of tokens in which the result of each token depends on that token only.
 
     Attributes:
-        run: tensors (..., C) of the same tokens -> (..., C'), each token's computed from that token alone.
-        modules: those that `run` computes with: gradients flow to their parameters.
-        whole: the module that `run` is the forward of, or a part of it; it may be sharded by itself (`fully_shard`),
-            modules within may not.
+        run: takes tensors (..., C) of the same tokens, returns (..., C').
+        modules: the modules that `run` computes with. Their parameters receive gradients.
+        owner: the module whose forward contains `run`. It may be an FSDP unit; modules within it may not.
     """
 
     run: Callable[..., Tensor]
     modules: Sequence[nn.Module]
-    whole: nn.Module
+    owner: nn.Module
 
     @property
     def name(self) -> str:
-        """For messages."""
-        return type(self.whole).__name__
+        """The owner's class, for messages."""
+        return type(self.owner).__name__
 
-    def refuse_units(self) -> None:
-        """Raises for modules that would be gathered anew for each chunk, on some ranks more often than on others."""
+    def refuse_fsdp_units(self) -> None:
+        """Raise ConfigError if a module within the owner is an FSDP unit.
+
+        FSDP would gather its parameters for every chunk, and ranks with fewer chunks would stall the others.
+        """
         for module in self.modules:
-            for path, part in module.named_modules():
-                if part is not self.whole and isinstance(part, FSDPModule):
+            for path, inner in module.named_modules():
+                if inner is not self.owner and isinstance(inner, FSDPModule):
                     raise ConfigError(
-                        f"mlp_chunk_size: {path or type(part).__name__} within {self.name} is sharded "
-                        "by itself, so every chunk would gather it; call fully_shard on the decoder layer or the whole "
-                        "MLP, or patch with mlp_chunk_size=None"
+                        f"mlp_chunk_size: {path or type(inner).__name__} within {self.name} is sharded by fully_shard "
+                        "on its own, so every chunk would gather it; call fully_shard on the decoder layer or the "
+                        "whole MLP, or patch with mlp_chunk_size=None"
                     )
 
 
-def run_in_chunks(what: Tokenwise, size: int, *inputs: Tensor) -> Tensor:
-    """``what.run(*inputs)``, `size` tokens at once, with its inner activations recomputed in backward.
+def run_in_chunks(function: TokenwiseFunction, size: int, *inputs: Tensor) -> Tensor:
+    """Return ``function.run(*inputs)``, computed `size` tokens at a time and recomputed in backward.
 
-    With no more than `size` tokens it is the plain computation; without grad mode, chunks and nothing recomputed.
+    At most `size` tokens are computed at once, without recomputation. Without grad mode nothing is recomputed either.
 
     Args:
-        what: the computation.
+        function: the computation.
         size: tokens of all samples together, at least 1.
-        *inputs: (..., C) each, of the same tokens, any floating dtype.
+        *inputs: tensors (..., C) of the same tokens, of any floating dtype.
 
     Returns:
         (..., C').
 
     Raises:
-        ShapeError: inputs of different tokens, or a computation that gives another number of tokens than it got.
-        ConfigError: a module within is an FSDP unit; in backward, something that is no parameter wants a gradient.
+        ShapeError: the inputs have different numbers of tokens, or `function` does not return one row per token.
+        ConfigError: a module within is an FSDP unit; or, in backward, `function` uses a tensor that requires grad and
+            is not a parameter of its modules.
     """
     shape = inputs[0].shape[:-1]
     if any(x.shape[:-1] != shape for x in inputs):
         raise ShapeError(
-            f"blockwise MLP: inputs of shapes {[tuple(x.shape) for x in inputs]} are not of the same tokens"
+            f"blockwise MLP: inputs of shapes {[tuple(x.shape) for x in inputs]} are not of the same tokens; all "
+            "dimensions except the last must be equal"
         )
-    what.refuse_units()  # on every rank, also on one whose tokens are few
+    function.refuse_fsdp_units()  # on every rank, also on one with few tokens
     if shape.numel() <= size:
-        return what.run(*inputs)
-    parameters = trained_parameters(what.modules)
+        return function.run(*inputs)
+    parameters = trained_parameters(function.modules)
     if not torch.is_grad_enabled() or not any(x.requires_grad for x in (*inputs, *parameters)):
-        return _computed(what, size, inputs)
-    # Kept by a node of its own, before anything is computed: gradient checkpointing around the layer, which computes
-    # until all is there that was kept, then stops short of the MLP when nothing behind it was kept.
-    marker = _Keep.apply(torch.empty(0, requires_grad=True), *(x.detach() for x in inputs))
-    return _InChunks.apply(what, size, marker.grad_fn, marker, len(inputs), *inputs, *parameters)
+        return _run_chunks(function, size, inputs)
+    # A node of its own saves the inputs before anything is computed. Gradient checkpointing around the layer recomputes
+    # until everything that was saved is there again; it stops before the MLP if nothing after the MLP was saved.
+    marker = _SaveInputs.apply(torch.empty(0, requires_grad=True), *(x.detach() for x in inputs))
+    return _ChunkedFunction.apply(function, size, marker.grad_fn, marker, len(inputs), *inputs, *parameters)
 
 
-class _Keep(torch.autograd.Function):
-    """Keeps tensors for another node's backward; its own, which comes after, only makes autograd release them."""
+class _SaveInputs(torch.autograd.Function):
+    """Save tensors for the backward of another node. Backward of this node runs later and lets autograd free them."""
 
     @staticmethod
     def forward(ctx: Any, marker: Tensor, *inputs: Tensor) -> Tensor:
@@ -136,40 +113,123 @@ class _Keep(torch.autograd.Function):
         return (None,) * (1 + ctx.count)
 
 
-class _InChunks(torch.autograd.Function):
+class _ChunkedFunction(torch.autograd.Function):
     """Forward: y[c] = f(x[c]) for each chunk c of tokens. Backward: dx[c] = f'(x[c])^T dy[c], dw = sum over c.
 
-    Kept: x, by `_Keep`; the weights are read again from their modules, which FSDP has gathered by then; the random
-    state, where f drew numbers. Sums of dw are float32 and exist once, beside one weight's
-    dw of one chunk; inner activations are those of one chunk.
+    Saved: x, by `_SaveInputs`, and the RNG state if f draws random numbers. The weights are read from their modules in
+    backward; FSDP has gathered them again by then. Memory in backward: the inner activations of one chunk, one float32
+    sum per weight, and the gradient of one weight of one chunk.
     """
 
     @staticmethod
     def forward(
-        ctx: Any, what: Tokenwise, size: int, kept: Any, marker: Tensor, count: int, *tensors: Tensor
+        ctx: Any, function: TokenwiseFunction, size: int, saved: Any, marker: Tensor, count: int, *tensors: Tensor
     ) -> Tensor:
-        ctx.what, ctx.size, ctx.kept, ctx.count = what, size, kept, count
-        ctx.autocast, before = AutocastState.current(tensors[0].device.type), RNGState.now(tensors[0])
-        with ctx.autocast.again():  # its cache off: a cast of a weight without grad mode must not serve another pass
-            out = _computed(what, size, tensors[:count])
-        ctx.random = None if before.same(RNGState.now(tensors[0])) else before
+        ctx.function, ctx.size, ctx.saved, ctx.count = function, size, saved, count
+        ctx.autocast, before = AutocastState.current(tensors[0].device.type), RNGState.current(tensors[0])
+        # Without autocast's cache of casts: a cast made without grad mode must not serve a later pass.
+        with ctx.autocast.again():
+            out = _run_chunks(function, size, tensors[:count])
+        ctx.rng_state = None if before.equals(RNGState.current(tensors[0])) else before
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        inputs, needed = ctx.kept.saved_tensors, ctx.needs_input_grad[5:]
-        with ctx.autocast.again(), rng_replay(ctx.random, grad), detached_parameters(ctx.what.modules) as parameters:
-            if len(parameters) != len(needed) - ctx.count:
+        function, needs_grad = ctx.function, ctx.needs_input_grad[5:]
+        needs_input_grad, expected = needs_grad[: ctx.count], len(needs_grad) - ctx.count
+        with ctx.autocast.again(), rng_replay(ctx.rng_state, grad), detached_parameters(function.modules) as parameters:
+            if len(parameters) != expected:
                 raise ConfigError(
-                    f"mlp_chunk_size: {len(needed) - ctx.count} parameters of {ctx.what.name} wanted a "
-                    f"gradient in the forward pass and {len(parameters)} do in the backward pass; change requires_grad "
-                    "between steps"
+                    f"mlp_chunk_size: {expected} parameters of {function.name} required grad in the forward pass and "
+                    f"{len(parameters)} do in the backward pass; change requires_grad between steps only"
                 )
-            sums = ChunkGradients.of(ctx.what.name, inputs, needed[: ctx.count], parameters)
-            for rows in _chunks(inputs[0], ctx.size):
-                sums.add(ctx.what.run, rows, grad)
-        return None, None, None, None, None, *sums.results(needed[ctx.count :])
+            gradients = _ChunkGradients(function, ctx.saved.saved_tensors, needs_input_grad, parameters)
+            for tokens in _chunks(grad, ctx.size):
+                gradients.add_chunk(tokens, grad)
+        return None, None, None, None, None, *gradients.of_inputs(), *gradients.of_parameters(needs_grad[ctx.count :])
+
+
+class _ChunkGradients:
+    """The gradients of the inputs, written chunk by chunk, and of the parameters, summed over chunks."""
+
+    def __init__(
+        self,
+        function: TokenwiseFunction,
+        inputs: Sequence[Tensor],
+        needs_grad: Sequence[bool],
+        parameters: list[Tensor],
+    ) -> None:
+        self._function, self._parameters, self._checked = function, parameters, False
+        self._shapes = [x.shape for x in inputs]
+        self._inputs = [_flat_tokens(x) for x in inputs]
+        self._grads = [
+            torch.zeros_like(x) if needed else None for x, needed in zip(self._inputs, needs_grad, strict=True)
+        ]
+        self._sums: list[Tensor | None] = [None] * len(parameters)  # float32 or wider; None if no chunk used it
+        for index, parameter in enumerate(parameters):  # hooks must not refer to `self`: the cycle would keep inputs
+            parameter.register_post_accumulate_grad_hook(functools.partial(_add_to_sum, self._sums, index))
+
+    def add_chunk(self, tokens: slice, grad: Tensor) -> None:
+        """Apply the chain rule through one chunk. Its inner activations are freed on return."""
+        inputs = [x[..., tokens, :].detach() for x in self._inputs]
+        for x, d in zip(inputs, self._grads, strict=True):
+            x.requires_grad_(d is not None)
+        with torch.enable_grad():
+            out = self._function.run(*inputs)
+        if not out.requires_grad:
+            return
+        leaves = [*(x for x in inputs if x.requires_grad), *self._parameters]
+        if not self._checked:  # once, since all chunks compute the same
+            self._refuse_other_leaves(out, leaves)
+            self._checked = True
+        torch.autograd.backward(out, _flat_tokens(grad)[..., tokens, :].to(out.dtype), inputs=leaves)
+        for x, d in zip(inputs, self._grads, strict=True):
+            if d is not None and x.grad is not None:
+                d[..., tokens, :] = x.grad
+
+    def of_inputs(self) -> list[Tensor | None]:
+        return [None if d is None else d.reshape(shape) for d, shape in zip(self._grads, self._shapes, strict=True)]
+
+    def of_parameters(self, needs_grad: Sequence[bool]) -> list[Tensor | None]:
+        found: list[Tensor | None] = []
+        for index, (parameter, needed) in enumerate(zip(self._parameters, needs_grad, strict=True)):
+            # Free each float32 sum before the next one is converted, so that not all exist in two dtypes.
+            total, self._sums[index] = self._sums[index], None
+            found.append(None if total is None or not needed else total.to(parameter.dtype))
+        return found
+
+    def _refuse_other_leaves(self, out: Tensor, leaves: Sequence[Tensor]) -> None:
+        known, visited, nodes = {id(x) for x in leaves}, set(), [out.grad_fn]
+        while nodes:
+            node = nodes.pop()
+            if node is None or node in visited:
+                continue
+            visited.add(node)
+            leaf = getattr(node, "variable", None)
+            if leaf is not None and id(leaf) not in known:
+                raise ConfigError(
+                    f"mlp_chunk_size: {self._function.name} computes with a tensor of shape {tuple(leaf.shape)} that "
+                    "requires grad and is not one of its parameters, so its gradient would be lost; make it a "
+                    "parameter of that module, or patch with mlp_chunk_size=None"
+                )
+            nodes += [before for before, _ in node.next_functions]
+
+
+def _add_to_sum(sums: list[Tensor | None], index: int, parameter: Tensor) -> None:
+    """Add a chunk's gradient to its sum as soon as it exists, so that only one weight has two of them."""
+    grad, parameter.grad = parameter.grad, None
+    assert grad is not None
+    total = sums[index]
+    if total is None:
+        sums[index] = grad.to(torch.promote_types(grad.dtype, torch.float32))
+    else:
+        total += grad
+
+
+def _flat_tokens(x: Tensor) -> Tensor:
+    """(..., C) -> (1, ..., 1, N, C). The number of dimensions stays, because a module may depend on it."""
+    return x.reshape(*[1] * (x.dim() - 2), -1, x.shape[-1])
 
 
 def _chunks(x: Tensor, size: int) -> Iterator[slice]:
@@ -177,18 +237,18 @@ def _chunks(x: Tensor, size: int) -> Iterator[slice]:
     return (slice(start, min(start + size, tokens)) for start in range(0, tokens, size))
 
 
-def _computed(what: Tokenwise, size: int, inputs: Sequence[Tensor]) -> Tensor:
-    """The whole result, chunk by chunk, in one tensor."""
-    flat, out = [flat_tokens(x) for x in inputs], None
-    for rows in _chunks(inputs[0], size):
-        part = what.run(*(x[..., rows, :] for x in flat))
-        if part.shape[:-1] != flat[0][..., rows, :].shape[:-1]:
+def _run_chunks(function: TokenwiseFunction, size: int, inputs: Sequence[Tensor]) -> Tensor:
+    flat, out = [_flat_tokens(x) for x in inputs], None
+    for tokens in _chunks(inputs[0], size):
+        chunk = [x[..., tokens, :] for x in flat]
+        result = function.run(*chunk)
+        if result.shape[:-1] != chunk[0].shape[:-1]:
             raise ShapeError(
-                f"blockwise MLP: {what.name} made {tuple(part.shape)} of "
-                f"{tuple(flat[0][..., rows, :].shape)}; it must give one row for every token"
+                f"blockwise MLP: {function.name} made {tuple(result.shape)} of {tuple(chunk[0].shape)}; it must give "
+                "one row for every token"
             )
         if out is None:
-            out = part.new_empty((*flat[0].shape[:-1], part.shape[-1]))
-        out[..., rows, :] = part
+            out = result.new_empty((*flat[0].shape[:-1], result.shape[-1]))
+        out[..., tokens, :] = result
     assert out is not None
     return out.reshape(*inputs[0].shape[:-1], -1)

@@ -1,66 +1,70 @@
-"""Adapters: one per model family. An adapter finds a family's modules and says what its tokens may see.
+"""The adapters of all model families, built in and external, and the search for the one that matches a model.
 
-Families from outside this package register with `register_adapter`, or name a zero-argument callable that returns an
-adapter in the entry point group `mllm_seqpar.adapters` of their own package.
+An external family registers its adapter with `register_adapter`, or its package declares an entry point in the group
+`mllm_seqpar.adapters` that names a callable without arguments, such as the adapter's class.
 """
 
 from __future__ import annotations
 
-from importlib import import_module
 from importlib.metadata import entry_points
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from torch import nn
 
 from mllm_seqpar.errors import AdapterError
+from mllm_seqpar.families import family_specs
 
 if TYPE_CHECKING:
     from mllm_seqpar.patching import Patch
     from mllm_seqpar.runtime.context import SeqParContext
 
 ENTRY_POINTS = "mllm_seqpar.adapters"
-_BUILT_IN = (
-    "mllm_seqpar.patches.mplug_owl3.adapter",
-    "mllm_seqpar.patches.mllama.adapter",
-    "mllm_seqpar.patches.idefics.adapter",
-    "mllm_seqpar.patches.open_flamingo.adapter",
-)
 _registered: dict[str, Adapter] = {}
 
 
 @runtime_checkable
 class Adapter(Protocol):
-    """What `patch_model` needs to know of a model family."""
+    """What `patch_model` calls to patch a model of one family."""
 
     name: str
-    """The family, as error messages show it."""
+    """The family's name in messages."""
 
     def matches(self, model: nn.Module) -> bool:
-        """Whether `model` (not a part of it) is of this family. Must not raise and not import the family's package."""
+        """Return whether `model` itself, not a module within it, is of this family.
+
+        It is called for every module of a model. It must not raise, and it must not import the family's package.
+        """
 
     def check(self, model: nn.Module, context: SeqParContext) -> None:
-        """Raises AdapterError or ConfigError when something is missing or cannot work; changes nothing."""
+        """Raise AdapterError or ConfigError if `model` cannot be patched with these options; change nothing."""
 
     def install(self, model: nn.Module, context: SeqParContext, patch: Patch) -> None:
-        """Makes every change through `patch.set`, which remembers how to undo it."""
+        """Replace forwards and other attributes, each of them through `patch.set`."""
+
+
+def is_instance_by_name(module: object, class_name: str, package: str = "") -> bool:
+    """Return whether a class of this name, from this package, is among the classes of `module`.
+
+    It imports nothing, and holds after `fully_shard` has given the module a class of its own.
+    """
+    return any(c.__name__ == class_name and c.__module__.startswith(package) for c in type(module).__mro__)
 
 
 def register_adapter(adapter: Adapter) -> None:
-    """Adds a model family, or replaces the registered one of the same name.
+    """Add a model family. An adapter that is registered already under the same name is replaced.
 
     Raises:
-        AdapterError: the object lacks a part of the protocol, or is the class in place of an adapter.
+        AdapterError: `adapter` is a class, or lacks an attribute of the protocol.
     """
-    missing = _missing(adapter)
-    if missing:
-        raise AdapterError(f"register_adapter: {missing}")
+    problem = _protocol_error(adapter)
+    if problem:
+        raise AdapterError(f"register_adapter: {problem}")
     _registered[adapter.name] = adapter
 
 
-def _missing(adapter: object) -> str | None:
-    """What an object lacks to be an adapter, or None."""
+def _protocol_error(adapter: object) -> str | None:
     if isinstance(adapter, type):
-        return f"the class {adapter.__name__} was given where an instance of it belongs"
+        return f"the class {adapter.__name__} was given where an instance of it is expected"
     if isinstance(adapter, Adapter):
         return None
     missing = [name for name in ("name", "matches", "check", "install") if not hasattr(adapter, name)]
@@ -68,38 +72,39 @@ def _missing(adapter: object) -> str | None:
 
 
 def adapters() -> dict[str, Adapter]:
-    """All known families by name: registered ones first, then entry points, then those of this package.
+    """Return all adapters by name: registered ones take precedence over entry points, and those over built-in ones.
 
     Raises:
-        AdapterError: an entry point that cannot be loaded, or gives something that is no adapter.
+        AdapterError: an entry point cannot be loaded, or does not give an adapter.
     """
     found = dict(_registered)
     for point in entry_points(group=ENTRY_POINTS):
+        declared = f"the entry point {point.name} = {point.value} of the group {ENTRY_POINTS}"
         try:
             adapter = point.load()()
         except Exception as error:
             raise AdapterError(
-                f"the entry point {point.name} = {point.value} of the group {ENTRY_POINTS} cannot be loaded "
-                f"({type(error).__name__}: {error}); repair or uninstall the package that declares it"
+                f"{declared} cannot be loaded ({type(error).__name__}: {error}); repair or uninstall the package that "
+                "declares it"
             ) from error
-        missing = _missing(adapter)
-        if missing:
+        problem = _protocol_error(adapter)
+        if problem:
             raise AdapterError(
-                f"the entry point {point.name} = {point.value} of the group {ENTRY_POINTS} gives no adapter: "
-                f"{missing}. It must name what returns an adapter when called without arguments, such as its class"
+                f"{declared} gives no adapter: {problem}. It must name a callable without arguments that returns an "
+                "adapter, such as its class"
             )
         found.setdefault(adapter.name, adapter)
-    for module in _BUILT_IN:
-        adapter = import_module(module).adapter()
+    for spec in family_specs():
+        adapter = spec.module("adapter").adapter()
         found.setdefault(adapter.name, adapter)
     return found
 
 
 def find_adapter(model: nn.Module) -> tuple[Adapter, nn.Module]:
-    """The adapter for `model`, and the module it applies to: `model` itself or what a wrapper (PEFT, DDP) holds.
+    """Return the adapter for `model`, and the module that it applies to: `model`, or a module in a wrapper (PEFT, DDP).
 
     Raises:
-        AdapterError: no family matches; lists the known ones.
+        AdapterError: no adapter matches.
     """
     if not isinstance(model, nn.Module):
         raise AdapterError(f"expected a model, a torch.nn.Module; got {type(model).__name__}")

@@ -1,7 +1,7 @@
-"""The arguments of a Llama 3.2 Vision forward pass, looked at once: its images in one list, and what rows see of them.
+"""The arguments of a Llama 3.2 Vision forward pass: its images in one list, and which tiles rows may attend to.
 
-Images come in two forms: pixels, dealt to ranks by whole images, since the vision tower attends across the tiles of
-one; or what the tower and the projector made of them, dealt by tiles, or by images where a rank passes its own whole.
+Images come in two forms. Pixels are sharded by whole images, because the vision tower attends across the tiles of an
+image. The output of the tower and the projector is sharded by tiles, or by images if a rank passes its own.
 """
 
 from __future__ import annotations
@@ -20,14 +20,15 @@ ASPECT_RATIOS = ("aspect_ratio_ids", "aspect_ratio_mask")
 
 @dataclass(frozen=True, kw_only=True)
 class MllamaInputs(ForwardInputs):
-    """With what rows may see.
+    """The inputs of one pass, with the mask and sizes of the images.
 
     Attributes:
-        cross_attention_mask: (B, L or all tokens so far, images, tiles), 1 where a row sees a tile; None: everything.
-        samples: samples that the images belong to; `B / samples` rows of the batch are one sample's, its beams.
-        tiles: of an image.
-        patches: of a tile.
-        width: of what the tower and the projector give.
+        cross_attention_mask: (B, L or all tokens so far, images, tiles), 1 where a row attends to a tile; None: rows
+            attend to all tiles of their sample.
+        samples: number of samples that the images belong to; `B / samples` rows of the batch are beams of one sample.
+        tiles: tiles of an image.
+        patches: patches of a tile.
+        width: width of the projector's output.
     """
 
     cross_attention_mask: Tensor | None
@@ -38,23 +39,23 @@ class MllamaInputs(ForwardInputs):
 
     @property
     def units_per_frame(self) -> int:
-        """Tiles of what a rank holds whole."""
-        whole = not self.frames_are_features or (self.frames is not None and self.frames.dim() == 4)
-        return self.tiles if whole else 1
+        """Tiles of a frame, which one rank holds as a whole."""
+        by_images = not self.frames_are_features or (self.frames is not None and self.frames.dim() == 4)
+        return self.tiles if by_images else 1
 
-    def seen(self, per_sample: int) -> Tensor | None:
-        """(B, L, per_sample) bool: the tiles that the mask shows each row of this pass; None without a mask.
+    def visible_tiles(self, per_sample: int) -> Tensor | None:
+        """Return (B, L, per_sample) bool, the mask of the rows of this pass; None without a mask.
 
         Raises:
-            MaskError: a mask that is not one of these rows and tiles.
+            MaskError: the mask does not fit the rows or the tiles.
         """
         given = mask = self.cross_attention_mask
         if given is None or mask is None:
             return None
-        if mask.dim() == 4 and mask.shape[1] != self.length:  # of all tokens so far: this pass has its last rows
+        if mask.dim() == 4 and mask.shape[1] != self.length:  # of all tokens so far; this pass has its last rows
             mask = mask[:, self.past_length : self.past_length + self.length]
-        rows = mask.dim() == 4 and mask.shape[0] in (1, self.batch) and mask.shape[1] in (1, self.length)
-        if not rows or mask.shape[2] * mask.shape[3] != per_sample:
+        fits = mask.dim() == 4 and mask.shape[0] in (1, self.batch) and mask.shape[1] in (1, self.length)
+        if not fits or mask.shape[2] * mask.shape[3] != per_sample:
             raise MaskError(
                 f"cross_attention_mask has shape {tuple(given.shape)}; expected (batch, tokens, images, tiles): "
                 f"{self.batch} samples, {self.length} tokens after the {self.past_length} cached ones, {per_sample} "
@@ -63,7 +64,7 @@ class MllamaInputs(ForwardInputs):
         return (mask == 1).flatten(2).expand(self.batch, self.length, -1)
 
     def check(self) -> None:
-        """Raises ShapeError or MaskError for images that do not fit together, or not the text."""
+        """Raise ShapeError or MaskError if the images do not fit together, or do not fit the text."""
         if self.frames is None:
             return
         (self._check_features if self.frames_are_features else self._check_pixels)(self.frames)
@@ -74,7 +75,7 @@ class MllamaInputs(ForwardInputs):
                 "as many images as the others, padding images included"
             )
         if units:
-            self.seen(units // self.samples)
+            self.visible_tiles(units // self.samples)
 
     def _check_pixels(self, frames: Tensor) -> None:
         missing = [name for name, x in zip(ASPECT_RATIOS, self.extras, strict=True) if x is None]
@@ -90,16 +91,16 @@ class MllamaInputs(ForwardInputs):
 
     def _check_features(self, frames: Tensor) -> None:
         masked = self.cross_attention_mask is not None
-        images = frames.dim() == 4 and frames.shape[1] == self.tiles
+        by_images = frames.dim() == 4 and frames.shape[1] == self.tiles
         fits = frames.shape[-1] == self.width and (not masked or frames.shape[-2] == self.patches)
-        if not (frames.dim() == 3 or images) or not fits:
+        if not (frames.dim() == 3 or by_images) or not fits:
             raise ShapeError(
                 f"cross_attention_states has shape {tuple(frames.shape)}; expected (batch x images x tiles, patches, "
                 f"{self.width})" + (f" with {self.patches} patches a tile, as cross_attention_mask has it" * masked)
             )
 
 
-def image_list(
+def flat_images(
     pixels: Tensor | None,
     ratios: tuple[Tensor | None, Tensor | None],
     states: Tensor | None,
@@ -107,31 +108,31 @@ def image_list(
     samples: int,
     patches: int,
 ) -> tuple[Tensor | None, tuple[Any, ...]]:
-    """The images of all samples in one list, and their aspect ratios; a rank's own (`shard`) are such a list already.
+    """Return the images of all samples in one list, and their aspect ratios.
 
     Args:
-        pixels: (B, images, tiles, channels, height, width).
-        ratios: ids (B, images) and mask (B, images, tiles).
+        pixels: (B, images, tiles, channels, height, width); with `shard` a flat list already.
+        ratios: ids (B, images) and mask (B, images, tiles); with `shard` flat lists already.
         states: (..., patches, width), or all of a sample in one: (B, images * tiles * patches, width); with `shard` by
             tiles (t, patches, width), or by images (f, tiles, patches, width).
-        shard: what part of all images these are, or None.
+        shard: which part of all images these are, or None for all.
         samples: B.
-        patches: of a tile.
+        patches: patches of a tile.
     """
     if pixels is not None:
         if shard is not None:
             return pixels, ratios
-        return _flat(pixels), tuple(None if x is None else _flat(x) for x in ratios)
+        return _merge_batch(pixels), tuple(None if x is None else _merge_batch(x) for x in ratios)
     if states is None:
         return None, ()
     if states.dim() > 3 and shard is None:
         states = states.flatten(0, -3)
-    cut = shard is None and states.dim() == 3 and states.shape[1] != patches
-    if cut and samples and states[..., 0].numel() % (samples * patches) == 0:
+    merged = shard is None and states.dim() == 3 and states.shape[1] != patches
+    if merged and samples and states[..., 0].numel() % (samples * patches) == 0:
         states = states.reshape(-1, patches, states.shape[2])
     return states, ()
 
 
-def _flat(x: Tensor) -> Tensor:
-    """(B, images, ...) -> (B * images, ...); what has too few dimensions is left for the check to name."""
+def _merge_batch(x: Tensor) -> Tensor:
+    """(B, images, ...) -> (B * images, ...). A tensor with too few dimensions stays, for the check to report."""
     return x.flatten(0, 1) if x.dim() > 1 else x

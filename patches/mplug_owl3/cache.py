@@ -1,16 +1,17 @@
-"""What mPLUG-Owl3 keeps with a cache beside the frames' K and V: which rows see which frames.
+"""The part of mPLUG-Owl3's caches that belongs to the family: which rows may attend to which frames.
 
-The native model keeps the same in a layer of its own (`VisualCache`), which its `generate` looks at; a patched model
-keeps both up, so that either continues the other's caches on one process.
+The native model stores the same in a cache layer of its own (`VisualCache`), which its `generate` reads. A patched
+model keeps both up to date, so that on one process each of the two models can continue the caches of the other.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 from mllm_seqpar.errors import ConfigError
-from mllm_seqpar.integrations.transformers.cache import SequenceParallelCacheState, cache_state
+from mllm_seqpar.integrations.transformers.cache import SequenceParallelCacheState, cache_state_of
 from mllm_seqpar.integrations.transformers.family import Family
 from mllm_seqpar.integrations.transformers.inputs import ForwardInputs
 from mllm_seqpar.integrations.transformers.passes import run_pass
@@ -21,10 +22,13 @@ from mllm_seqpar.runtime.visual_features import VisualKVCache
 
 
 @dataclass(frozen=True)
-class Note:
-    """Which row sees which frames, counted from the text token `row_offset` of the cache.
+class FramePlacement:
+    """Which frames each row may attend to.
 
-    `inclusive`: whether a placeholder sees its own frame.
+    Attributes:
+        layout: the intervals of frames, for rows counted from text token `row_offset` of the cache.
+        row_offset: see `layout`.
+        inclusive: whether a placeholder attends to its own frame.
     """
 
     layout: MediaLayout
@@ -33,50 +37,53 @@ class Note:
 
 
 class MediaLayoutCache(Family):
-    """The part of the family that is about caches."""
+    """The methods of the family that concern caches."""
 
-    def cropped(self, note: Note | None, past: int) -> Note | None:
-        """The layout of the text that is left."""
-        return (
-            None if note is None else replace(note, layout=note.layout.cropped(past - note.row_offset, note.inclusive))
-        )
+    def crop_placement(self, placement: FramePlacement | None, past_length: int) -> FramePlacement | None:
+        if placement is None:
+            return None
+        layout = placement.layout.cropped(past_length - placement.row_offset, placement.inclusive)
+        return replace(placement, layout=layout)
 
-    def adopt(self, cache: Any, beside: SequenceParallelCacheState) -> None:
-        """Take over the native model's K and V of frames, which are those of one process; refuse them on several."""
-        cached = visual_cache(cache)
-        if cached is None:
+    def adopt_cache(self, cache: Any, cache_state: SequenceParallelCacheState) -> None:
+        """Take over K and V of frames that the native model stored on one process; refuse them on several ranks."""
+        native = visual_cache(cache)
+        if native is None:
             return
         if self.context.comm.size > 1:
             raise ConfigError(
                 "past_key_values holds K and V of frames that the unpatched model computed, all of them on this rank; "
                 "continue it with the unpatched model, or begin with a new cache"
             )
-        kept = VisualKVCache.given(cached.states, cached.layout.total_frames, cached.tokens_per_frame)
-        beside.keep(kept, Note(cached.layout, cached.row_offset, cached.inclusive), 0)
-        beside.rows, beside.seen = cached.rows, cached.frame_fingerprints
+        visual = VisualKVCache.given(native.states, native.layout.total_frames, native.tokens_per_frame)
+        cache_state.store_frames(visual, FramePlacement(native.layout, native.row_offset, native.inclusive), 0)
+        cache_state.rows, cache_state.frame_fingerprints = native.rows, native.seen
 
 
-def run_with_native_cache(family: Family, inputs: ForwardInputs, logits_to_keep: Any, kwargs: dict[str, Any]) -> Any:
-    """Runs a pass and keeps up what the native `generate` looks at: the layout of the prompt, beside the cache."""
+def run_with_native_cache(family: Family, inputs: ForwardInputs, logits_to_keep: Any, kwargs: Mapping[str, Any]) -> Any:
+    """Run a pass, and keep the native `VisualCache` of the cache up to date."""
     cache: Any = inputs.past_key_values
-    cached = visual_cache(cache)
-    if cached is not None and inputs.past_length <= cached.row_offset:
-        detach(cache, VisualCache)  # of an earlier text, when the cache was reset, or cropped to before it
-        beside = cache_state(cache)
-        if beside is not None:
-            beside.kept = beside.note = None
+    native = visual_cache(cache)
+    if native is not None and inputs.past_length <= native.row_offset:
+        # The cache was reset, or cropped to before the text that the frames came with.
+        detach(cache, VisualCache)
+        state = cache_state_of(cache)
+        if state is not None:
+            state.visual = state.placement = None
     out = run_pass(family, inputs, logits_to_keep, kwargs)
     cache = out.past_key_values
-    beside = None if cache is None else cache_state(cache)
-    if beside is not None and beside.kept is not None and beside.kept.total_frames:
-        note, cached = beside.note, visual_cache(cache)
-        if cached is None:
-            tokens = beside.kept.tokens_per_unit
-            cached = VisualCache(
-                note.layout, row_offset=note.row_offset, tokens_per_frame=tokens, inclusive=note.inclusive
+    state = None if cache is None else cache_state_of(cache)
+    if state is not None and state.visual is not None and state.visual.total_frames:
+        placement, native = state.placement, visual_cache(cache)
+        if native is None:
+            native = VisualCache(
+                placement.layout,
+                row_offset=placement.row_offset,
+                tokens_per_frame=state.visual.tokens_per_unit,
+                inclusive=placement.inclusive,
             )
-            attach(cache, cached, family.text_config.num_hidden_layers)
-            cached.states, cached.frame_fingerprints = beside.kept.states, beside.seen
-            cached.is_complete = family.context.comm.size == 1
-        cached.layout = note.layout
+            attach(cache, native, family.text_config.num_hidden_layers)
+            native.states, native.seen = state.visual.states, state.frame_fingerprints
+            native.whole = family.context.comm.size == 1
+        native.layout = placement.layout
     return out

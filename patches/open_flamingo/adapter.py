@@ -1,11 +1,11 @@
-"""OpenFlamingo (`open_flamingo.Flamingo`, package open-flamingo 2.0.1): its sites and the conditioning on media.
+"""OpenFlamingo (`open_flamingo.Flamingo`, package open-flamingo 2.0.1): its sites, and the conditioning on media.
 
-Sites: the model's entrances, which only carry the media; the language model's forward, through which every pass goes,
-in training and in generation; each layer and its cross-attention; the language model's own attention.
+Sites: the model's `forward`, `generate` and `cache_media`, which only take the media; the language model's forward,
+through which every pass goes; each layer and its cross-attention; the language model's own attention.
 
-Unpatched, `_encode_vision_x` leaves the features of all media on every layer, and each layer projects all of them to K
-and V for every generated token. Patched, it leaves a `Media` there: the pixels, which the next pass encodes on the
-ranks that hold them. A pass hands what layers share down as an argument, `seqpar`; no layer is told by an attribute.
+Unpatched, `_encode_vision_x` sets the features of all media on every layer, and each layer projects all of them to K
+and V for every generated token. Patched, it sets a `Media` with the pixels, which the next pass encodes on the ranks
+that hold them. A pass hands its `ForwardState` down as the argument `seqpar`, never as an attribute of a layer.
 """
 
 from __future__ import annotations
@@ -18,20 +18,19 @@ from torch import Tensor, nn
 from transformers.cache_utils import Cache
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from mllm_seqpar.checkpointing.chunked_mlp import chunk_forwards
 from mllm_seqpar.errors import AdapterError, ShapeError
-from mllm_seqpar.integrations.transformers.cache import cache_state
-from mllm_seqpar.integrations.transformers.frame_encoding import local_features
+from mllm_seqpar.integrations.transformers.cache import cache_state_of
+from mllm_seqpar.integrations.transformers.checks import require_same_inputs
+from mllm_seqpar.integrations.transformers.frames import local_features
 from mllm_seqpar.integrations.transformers.generation import patch_generate
-from mllm_seqpar.integrations.transformers.inputs import require_same_inputs
-from mllm_seqpar.integrations.transformers.passes import forward_of, run_pass
+from mllm_seqpar.integrations.transformers.passes import as_forward, run_pass
 from mllm_seqpar.patching import Patch
+from mllm_seqpar.patching.registry import is_instance_by_name
 from mllm_seqpar.runtime.context import SeqParContext
 from mllm_seqpar.sharding import FrameShard
 
 from .language_models import LANGUAGE_MODELS, language_model_of
-from .layers import cross_attentions, cross_forward, layer_forward
-from .media import FlamingoFamily, Media, MediaInputs
+from .media import FlamingoFamily, Media, MediaInputs, cross_attention_forward, cross_attentions, run_layer
 
 
 class OpenFlamingoAdapter:
@@ -40,11 +39,9 @@ class OpenFlamingoAdapter:
     name = "OpenFlamingo"
 
     def matches(self, model: nn.Module) -> bool:
-        """Whether it is `open_flamingo.Flamingo`, also after `fully_shard` made it a class of its own."""
-        return any(c.__name__ == "Flamingo" and c.__module__.startswith("open_flamingo.") for c in type(model).__mro__)
+        return is_instance_by_name(model, "Flamingo", "open_flamingo.")
 
     def check(self, model: Any, context: SeqParContext) -> None:
-        """The language model must be one that the patch knows, and media must not be told apart by their place."""
         language_model = model.lang_encoder
         if not getattr(language_model, "initialized_flamingo", False):
             raise AdapterError("lang_encoder is no Flamingo language model yet; call its init_flamingo first")
@@ -56,82 +53,76 @@ class OpenFlamingoAdapter:
             )
         if getattr(model.perceiver, "media_time_embs", None) is not None:
             raise AdapterError(
-                "the perceiver has media_time_embs, which tell it the place of a medium in its sample; a rank encodes "
-                "its own media only. Flamingo itself makes a perceiver without"
+                "the perceiver has media_time_embs, which depend on the place of a medium in its sample; a rank "
+                "encodes its own media only. Use a perceiver without them, as Flamingo itself makes it"
             )
         language_model_of(language_model).check()
 
     def install(self, model: Any, context: SeqParContext, patch: Patch) -> None:
-        """Replaces the entrances, the language model's forward and those of its layers and cross-attention."""
-        language_model = model.lang_encoder
-        family = FlamingoFamily(model, context)
+        language_model, family = model.lang_encoder, FlamingoFamily(model, context)
         family.language_model.install(patch)
         for index, attention in cross_attentions(language_model):
             patch.guard(language_model, [attention])
-            patch.set(attention, "forward", cross_forward(attention, index))
-        chunk_forwards(patch, (block.ff for block in language_model.gated_cross_attn_layers if block is not None))
+            patch.set(attention, "forward", cross_attention_forward(attention, index))
+        patch.chunk_forwards(block.ff for block in language_model.gated_cross_attn_layers if block is not None)
         for layer in language_model._get_decoder_layers():
-            patch.set(layer, "forward", layer_forward(layer))
-        patch.set(language_model, "forward", _language_forward(language_model, family))
-        patch_generate(language_model, context, patch)
-        patch.set(model, "_encode_vision_x", functools.partial(_condition, language_model))
-        patch.set(model, "forward", _entrance(model.forward))
-        patch.set(model, "generate", _entrance(model.generate))
+            patch.set_forward(layer, run_layer)
+        patch.set(language_model, "forward", _language_model_forward(language_model, family))
+        patch_generate(language_model, patch)
+        patch.set(model, "_encode_vision_x", functools.partial(_condition_layers, language_model))
+        patch.set(model, "forward", _with_media(model.forward))
+        patch.set(model, "generate", _with_media(model.generate))
         patch.set(model, "cache_media", _cache_media(model, family))
 
 
-def adapter() -> OpenFlamingoAdapter:
-    """The adapter of this family."""
-    return OpenFlamingoAdapter()
+adapter = OpenFlamingoAdapter
 
 
-def _condition(language_model: Any, vision_x: Any) -> None:
-    """Leaves the media on the layers, as `is_conditioned` and `clear_conditioned_layers` know them."""
+def _condition_layers(language_model: Any, vision_x: Any) -> None:
+    """Set the media on the layers, where `is_conditioned` and `clear_conditioned_layers` expect them."""
     media = vision_x if isinstance(vision_x, Media) else Media.of(vision_x, None, vision_x.shape[0])
     for layer in language_model._get_decoder_layers():
         layer.condition_vis_x(media)
 
 
-def _entrance(unpatched: Any) -> Any:
-    """`forward` or `generate`: they hand `vision_x` to `_encode_vision_x`, and so do they with a `Media`."""
+def _with_media(unpatched: Any) -> Any:
+    """Wrap `forward` or `generate`, which pass `vision_x` to `_encode_vision_x`, so that they pass a `Media`."""
 
     @functools.wraps(unpatched)
-    def entrance(
+    def wrapper(
         vision_x: Tensor | None, lang_x: Tensor, *args: Any, visual_shard: FrameShard | None = None, **kwargs: Any
     ) -> Any:
         media = None if vision_x is None else Media.of(vision_x, visual_shard, lang_x.shape[0])
         return unpatched(media, lang_x, *args, **kwargs)
 
-    entrance.__doc__ = (unpatched.__doc__ or "") + _VISUAL_SHARD
-    return entrance
+    wrapper.__doc__ = (unpatched.__doc__ or "") + _VISUAL_SHARD_DOC
+    return wrapper
 
 
-_VISUAL_SHARD = """
+_VISUAL_SHARD_DOC = """
         Sequence-parallel (patched by mllm_seqpar): `visual_shard` says that `vision_x` holds only this rank's media of
-        `visual_shard.total`, those of all samples one after another: (media of this rank, 1, C, H, W), or what tower
-        and perceiver made of them, (media of this rank, tokens, width).
+        `visual_shard.total`, those of all samples one after another: (media of this rank, 1, C, H, W), or the output of
+        tower and perceiver, (media of this rank, tokens, width).
 """
 
 
 def _cache_media(model: Any, family: FlamingoFamily) -> Any:
-    unpatched = model.cache_media
+    unpatched, comm = model.cache_media, family.context.comm
 
     @functools.wraps(unpatched)
     def cache_media(input_ids: Tensor, vision_x: Tensor, visual_shard: FrameShard | None = None) -> None:
-        """Encodes now, on each rank its own media; every later forward pass uses them."""
+        """Encode the media now, each rank its own. All later forward passes use them."""
         media = Media.of(vision_x, visual_shard, input_ids.shape[0])
         time = (input_ids == model.media_token_id).cumsum(-1)
-        inputs = MediaInputs.of(media, time, family.context.comm, input_ids=input_ids)
-        require_same_inputs(family.context.comm, inputs, lambda: family.check(inputs, {}))
+        inputs = MediaInputs.of(media, time, comm, input_ids=input_ids)
+        require_same_inputs(comm, inputs, lambda: family.check(inputs, {}))
         media.features = local_features(family, inputs)
         unpatched(input_ids, media)
 
     return cache_media
 
 
-def _language_forward(language_model: Any, family: FlamingoFamily) -> Any:
-    unpatched = language_model.forward
-
+def _language_model_forward(language_model: Any, family: FlamingoFamily) -> Any:
     def forward(
         self: Any,
         input_ids: Tensor,
@@ -150,7 +141,7 @@ def _language_forward(language_model: Any, family: FlamingoFamily) -> Any:
             media,
             time,
             family.context.comm,
-            held=_held(media, past_key_values),
+            cached=_in_cache(media, past_key_values),
             input_ids=input_ids,
             attention_mask=attention_mask,
             position_ids=family.language_model.positions(positions, attention_mask, past_key_values),
@@ -158,40 +149,44 @@ def _language_forward(language_model: Any, family: FlamingoFamily) -> Any:
             shift_labels=kwargs.pop("shift_labels", None),
             past_key_values=past_key_values,
             use_cache=past_key_values is not None or bool(use_cache),
-            packed=family.language_model.packs and not use_cache,
+            detects_packing=family.language_model.detects_packing and not use_cache,
         )
         return run_pass(family, inputs, logits_to_keep, kwargs)
 
-    forward.__doc__ = unpatched.__doc__
-    return forward_of(language_model, forward)
+    return as_forward(language_model, forward)
 
 
-def _held(media: Media | None, cache: Cache | None) -> bool:
-    """Whether the cache has K and V of these media; those of media from before another conditioning are forgotten."""
+def _in_cache(media: Media | None, cache: Cache | None) -> bool:
+    """Return whether the cache has K and V of these media; remove those of an earlier conditioning from it.
+
+    In grad mode K and V are projected in every pass, as in the unpatched model, so those in the cache are removed too.
+    """
     if media is None or cache is None or not cache.get_seq_length():
         return False
-    beside = cache_state(cache)
-    if beside is not None and beside.kept is not None and (beside.note != media.token or torch.is_grad_enabled()):
-        beside.kept = None  # in grad mode K and V are projected in each pass, as unpatched
-    return beside is not None and beside.kept is not None
+    state = cache_state_of(cache)
+    if state is None or state.visual is None:
+        return False
+    if state.placement != media.token or torch.is_grad_enabled():
+        state.visual = None
+    return state.visual is not None
 
 
 def _conditioning(language_model: Any, input_ids: Tensor) -> tuple[Media | None, Tensor]:
-    """The media, and (B, L) the number of media tokens at or before each row; tells the layers as unpatched.
+    """Return the media, and the time (B, L) of each row; set the media locations on the layers as the unpatched model.
 
-    Generated tokens, and texts after `cache_media`, come without media tokens: all of them stand after the last one of
-    the text before.
+    Generated tokens, and texts after `cache_media`, come without media tokens. They follow the last media token of the
+    earlier text.
     """
     layers = language_model._get_decoder_layers()
     locations = input_ids == language_model.media_token_id
-    after_all = bool(
+    uses_cached_media = bool(
         language_model._use_cached_vision_x and language_model.is_conditioned() and not bool(locations.any())
     )
     for layer in layers:
-        if not after_all:
+        if not uses_cached_media:
             layer.condition_media_locations(locations)
-        layer.condition_use_cached_media(after_all)
-    before = layers[0].media_locations
-    if after_all:
-        return layers[0].vis_x, before.count_nonzero(dim=1)[:, None].expand(-1, input_ids.shape[1])
-    return layers[0].vis_x, before.cumsum(dim=-1)
+        layer.condition_use_cached_media(uses_cached_media)
+    locations = layers[0].media_locations
+    if uses_cached_media:
+        return layers[0].vis_x, locations.count_nonzero(dim=1)[:, None].expand(-1, input_ids.shape[1])
+    return layers[0].vis_x, locations.cumsum(dim=-1)

@@ -1,17 +1,22 @@
-"""What OpenFlamingo's text sees of its media: the conditioning, the rule of rows, and the family of its passes.
+"""The media of OpenFlamingo: how a model is conditioned on them, and which of them a row attends to.
 
-A row's time is the number of media tokens at or before it. With `only_attend_immediate_media` (the default) it sees the
-medium number time - 1 of its sample and nothing at time 0; otherwise all media before its time. Where no medium fits,
-the unpatched scores are all equal to the most negative number, and softmax makes a uniform mean of V out of them:
+A row's time is the number of media tokens at or before it. With `only_attend_immediate_media` (the default) it attends
+to medium number time - 1 of its sample, and to none at time 0; otherwise to all media before its time. If no medium
+fits, all scores of the unpatched model equal the most negative number, and softmax turns them into a uniform mean of V:
 
     immediate   time = 0: exactly zero     time > media of the sample: the mean of all V of the sample
     otherwise   time = 0: that mean        time > media of the sample: all media
 
-The mean is the attention of a zero query over everything in the sample.
+The mean is the attention of a zero query to all media of the sample.
+
+Shape legend: B rows of text, L text tokens, f media of this rank, C channels.
 """
 
 from __future__ import annotations
 
+import functools
+import types
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 from uuid import uuid4
@@ -21,29 +26,30 @@ from torch import Tensor
 
 from mllm_seqpar.comm import Communicator
 from mllm_seqpar.errors import AdapterError, ShapeError
+from mllm_seqpar.integrations.transformers.attention import merge_heads
 from mllm_seqpar.integrations.transformers.family import Family, Visibility
 from mllm_seqpar.integrations.transformers.inputs import ForwardInputs
 from mllm_seqpar.masks import FrameMask
+from mllm_seqpar.patching.registry import is_instance_by_name
 from mllm_seqpar.runtime.context import SeqParContext
 from mllm_seqpar.runtime.forward_state import ForwardState
 from mllm_seqpar.runtime.selection import CrossAttentionShape
 from mllm_seqpar.sharding import FrameShard, frame_bounds
 
 from .language_models import language_model_of
-from .layers import cross_attentions
 
 
 @dataclass
 class Media:
-    """What a Flamingo is conditioned on: stands on its layers in the place of the features.
+    """The media that a Flamingo is conditioned on. It is set on the layers in the place of the features.
 
     Attributes:
-        pixels: (media of all samples, 1, C, H, W), or with `shard` this rank's; what the caller encoded beforehand,
-            (f, tokens, width), is in their place, too.
-        samples: how many samples they are of.
-        shard: which part `pixels` is; None: all.
-        features: (f, tokens, width), this rank's, once they were encoded to be kept, or when they came so.
-        token: tells these media from others without holding on to them, in copies of a cache too.
+        pixels: (media of all samples, 1, C, H, W), or with `shard` those of this rank; or features (f, tokens, width)
+            that the caller encoded.
+        samples: number of samples that the media belong to.
+        shard: which part of all media `pixels` is; None: all.
+        features: (f, tokens, width) of this rank, if they were encoded by `cache_media` or by the caller.
+        token: identifies these media in copies of a cache, without a reference to them.
     """
 
     pixels: Tensor
@@ -59,74 +65,110 @@ class Media:
 
     @classmethod
     def of(cls, vision_x: Tensor, shard: FrameShard | None, samples: int) -> Media:
-        """From `vision_x` as the caller gave it; what is wrong with it, the next pass tells on all ranks."""
-        whole = isinstance(vision_x, Tensor) and vision_x.dim() == 6 and shard is None
-        if whole:
+        """Make the media of `vision_x` as the caller passed it. The next pass reports what is invalid, on all ranks."""
+        if isinstance(vision_x, Tensor) and vision_x.dim() == 6 and shard is None:
             samples, vision_x = vision_x.shape[0], vision_x.flatten(0, 1)
         encoded = shard is not None and isinstance(vision_x, Tensor) and vision_x.dim() == 3
         return cls(vision_x, samples, shard, vision_x if encoded else None)
 
     def repeat_interleave(self, repeats: int, dim: int) -> Media:
-        """Itself: the beams of a sample look at the same media, and nothing needs to be encoded again for each."""
+        """Return the same object: the beams of a sample share its media, which are not encoded again."""
         return self
 
 
 @dataclass(frozen=True, kw_only=True)
 class MediaInputs(ForwardInputs):
-    """With the media, and the times of the rows.
+    """The inputs of one pass, with the media.
 
     Attributes:
-        media: what the model is conditioned on; None when it is not, which is refused.
-        time: (B, L).
+        media: what the model is conditioned on, or None, which is refused.
+        time: (B, L), the number of media tokens at or before each row.
     """
 
     media: Media | None
     time: Tensor
 
     @classmethod
-    def of(cls, media: Media | None, time: Tensor, comm: Communicator, held: bool = False, **given: Any) -> MediaInputs:
-        """From the conditioning, and the arguments of the pass; `held`: the cache has K and V of the media."""
+    def of(
+        cls, media: Media | None, time: Tensor, comm: Communicator, *, cached: bool = False, **arguments: Any
+    ) -> MediaInputs:
+        """Make the inputs of a pass from its arguments; `cached` says that the cache has K and V of the media."""
         frames = shard = features = None
-        if media is not None and not held:
+        if media is not None and not cached:
             frames, shard, features = media.pixels, media.shard, media.features
             if features is not None:
                 shard = shard or FrameShard(*frame_bounds(media.total, comm.size)[comm.rank], media.total)
                 frames = features
-        absent: dict[str, Any] = dict.fromkeys(
-            ("attention_mask", "position_ids", "labels", "shift_labels", "past_key_values")
-        )
         return cls(
-            **(absent | {"use_cache": False, "packed": False} | given),
-            inputs_embeds=None,
+            **arguments,
             frames=frames,
             frames_are_features=features is not None,
-            both_kinds=False,
             visual_shard=shard,
-            places=(time,),
+            compared_tensors=(time,),
             frame_names=("vision_x",),
             media=media,
             time=time,
         )
 
 
-class FlamingoFamily(Family):
-    """One patched Flamingo; `model` is its language model, which every pass goes through."""
+def cross_attentions(language_model: Any) -> Iterator[tuple[int, Any]]:
+    """Yield (layer index, MaskedCrossAttention), also inside the wrappers of activation checkpointing."""
+    for index, block in enumerate(language_model.gated_cross_attn_layers):
+        for module in [] if block is None else block.modules():
+            if is_instance_by_name(module, "MaskedCrossAttention"):
+                yield index, module
 
-    checkpoints_look = False
+
+def run_layer(self: Any, lang_x: Tensor, attention_mask: Any = None, *, seqpar: ForwardState, **kwargs: Any) -> Any:
+    """Run a FlamingoLayer with the state of the pass in the place of its media."""
+    if self.gated_cross_attn_layer is not None:
+        lang_x = self.gated_cross_attn_layer(lang_x, seqpar)
+    return self.decoder_layer(lang_x, attention_mask=attention_mask, seqpar=seqpar, **kwargs)
+
+
+def cross_attention_forward(attention: Any, index: int) -> Any:
+    """Return a forward of the MaskedCrossAttention of layer `index` that attends to the media of all ranks."""
+    unpatched = attention.forward
+
+    def project(features: Tensor, _: Tensor) -> tuple[Tensor, Tensor]:
+        """(f, tokens, width) -> k, v (1, heads, f * tokens, head_dim)."""
+        k, v = attention.to_kv(features).flatten(0, 1).chunk(2, dim=-1)
+        k, v = (x.unflatten(-1, (attention.heads, -1)).transpose(0, 1)[None] for x in (k, v))
+        return k, v
+
+    @functools.wraps(unpatched)
+    def forward(self: Any, x: Tensor, media: Any, *args: Any, **kwargs: Any) -> Tensor:
+        if not isinstance(media, ForwardState):
+            return unpatched(x, media, *args, **kwargs)
+        q = self.to_q(self.norm(x)).unflatten(-1, (self.heads, -1)).transpose(1, 2)
+        uniform = media.rows.get("uniform")
+        if uniform is not None:  # a zero query gives the mean of all V, and q has no gradient, as with equal scores
+            q = q.masked_fill(uniform[:, None, :, None], 0.0)
+        o = media.cross_attend(q, index, project, [self.to_kv], self.scale)
+        return self.to_out(merge_heads(o))
+
+    return types.MethodType(forward, attention)
+
+
+class FlamingoFamily(Family):
+    """OpenFlamingo. `model` is its language model, through which every pass goes.
+
+    The placement is the token of the media in the cache.
+    """
+
+    checkpoints_visual_layers = False
 
     def __init__(self, flamingo: Any, context: SeqParContext) -> None:
         super().__init__(flamingo.lang_encoder, context)
         self.flamingo = flamingo
         self.language_model = language_model_of(flamingo.lang_encoder)
 
-    def cross_shape(self) -> CrossAttentionShape:
-        """Every key head has one query head."""
-        found = [attention for _, attention in cross_attentions(self.model)]
-        heads = found[0].heads
-        return CrossAttentionShape(heads, heads, found[0].to_q.out_features // heads, len(found))
+    def cross_attention_shape(self) -> CrossAttentionShape:
+        attentions = [attention for _, attention in cross_attentions(self.model)]
+        heads = attentions[0].heads
+        return CrossAttentionShape(heads, heads, attentions[0].to_q.out_features // heads, len(attentions))
 
-    def check(self, inputs: ForwardInputs, kwargs: dict[str, Any]) -> None:
-        """Raises for media that do not fit; the other ranks are told."""
+    def check(self, inputs: ForwardInputs, kwargs: Mapping[str, Any]) -> None:
         super().check(inputs, kwargs)
         assert isinstance(inputs, MediaInputs)
         media = inputs.media
@@ -134,73 +176,66 @@ class FlamingoFamily(Family):
             raise ShapeError(
                 "vision_x: the model is not conditioned on media; pass vision_x, or call cache_media first"
             )
-        local = media.shard is not None
         if media.pixels is not media.features and (media.pixels.dim() != 5 or media.pixels.shape[1] != 1):
+            local = media.shard is not None
             expected = "with visual_shard (media of this rank, 1, C, H, W)" if local else "(B, media, 1, C, H, W)"
             raise ShapeError(f"vision_x: expected {expected}, one frame to a medium; got {tuple(media.pixels.shape)}")
-        total = media.total
-        if total == 0 or total % media.samples:
+        if media.total == 0 or media.total % media.samples:
             raise ShapeError(
-                f"vision_x: {total} media for {media.samples} samples; OpenFlamingo takes the same number for each, "
-                "one or more"
+                f"vision_x: {media.total} media for {media.samples} samples; OpenFlamingo takes the same number for "
+                "each, one or more"
             )
         if inputs.batch % media.samples:
             raise ShapeError(f"lang_x: {inputs.batch} rows of text, but media for {media.samples} samples")
         if inputs.time.shape[0] != inputs.batch:
             raise ShapeError(f"lang_x: {inputs.batch} rows of text after {inputs.time.shape[0]} rows with media tokens")
-        self._immediate()
+        self._only_immediate()
 
     def encode(self, frames: Tensor, *extras: Tensor) -> Tensor:
-        """Pixels (f, 1, C, H, W) -> (f, 64, width); the tower is not trained, the perceiver is."""
+        """Encode pixels (f, 1, C, H, W) to (f, 64, width). The tower is not trained, the perceiver is."""
         with torch.no_grad():
             tokens = self.flamingo.vision_encoder(frames.flatten(0, 1))[1]
         return self.flamingo.perceiver(tokens[None, :, None])[0]
 
-    def blank(self) -> tuple[Tensor, ...]:
-        """Never asked for: `check` refuses a pass without media."""
+    def blank_frame(self) -> tuple[Tensor, ...]:
+        """Raise ShapeError: `check` refuses a pass without media before this is called."""
         raise ShapeError("vision_x: OpenFlamingo has no pass without media")
 
-    def note(self, inputs: ForwardInputs) -> str:
-        """Which media a cache holds."""
+    def placement(self, inputs: ForwardInputs) -> str:
         assert isinstance(inputs, MediaInputs) and inputs.media is not None
         return inputs.media.token
 
-    def view(self, inputs: ForwardInputs, units: int, tokens: int, note: Any) -> Visibility:
-        """See the table at the top of this file."""
+    def visibility(self, inputs: ForwardInputs, units: int, tokens: int, placement: Any) -> Visibility:
+        """Return the rule that is tabulated in the module's docstring."""
         assert isinstance(inputs, MediaInputs) and inputs.media is not None
-        own = units // inputs.media.samples
-        time = inputs.time
-        if inputs.batch % inputs.media.samples:  # media belong to the model's conditioning, and rows to their places
+        samples, time = inputs.media.samples, inputs.time
+        if inputs.batch % samples:  # the media belong to the model's conditioning, not to the rows of the cache
             raise ShapeError(
-                f"lang_x: {inputs.batch} rows of text, but the model is conditioned on media of {inputs.media.samples} "
-                "samples; after selecting rows of a cache, condition the model on the media of those"
+                f"lang_x: {inputs.batch} rows of text, but the model is conditioned on media of {samples} samples; "
+                "after selecting rows of a cache, condition the model on the media of those"
             )
-        beams = inputs.batch // inputs.media.samples
-        base = (torch.arange(inputs.batch, device=time.device) // beams * own)[:, None].expand_as(time)
-        if self._immediate():
-            uniform = time > own
-            first, stop = base + time - 1, base + time
-            nothing = time == 0
-            first, stop = first.masked_fill(nothing, 0), stop.masked_fill(nothing, 0)
+        per_sample, beams = units // samples, inputs.batch // samples
+        base = (torch.arange(inputs.batch, device=time.device) // beams * per_sample)[:, None].expand_as(time)
+        if self._only_immediate():
+            uniform, none = time > per_sample, time == 0
+            first, stop = (base + time - 1).masked_fill(none, 0), (base + time).masked_fill(none, 0)
         else:
             uniform = time == 0
-            first, stop = base, base + time.clamp(max=own)
-        first, stop = torch.where(uniform, base, first), torch.where(uniform, base + own, stop)
+            first, stop = base, base + time.clamp(max=per_sample)
+        first, stop = torch.where(uniform, base, first), torch.where(uniform, base + per_sample, stop)
         mask = FrameMask.from_intervals(first, stop, tokens, units)
         return Visibility(mask, {"uniform": uniform} if bool(uniform.any()) else {})
 
     def text_mask(self, embeds: Tensor, mask: Any, positions: Tensor, cache: Any) -> Any:
-        """Return the language model's own mask."""
         return self.language_model.text_mask(embeds, mask, positions, cache)
 
-    def decode(
-        self, embeds: Tensor, positions: Tensor, mask: Any, cache: Any, call: ForwardState, **kwargs: Any
+    def run_decoder(
+        self, embeds: Tensor, positions: Tensor, mask: Any, cache: Any, state: ForwardState, **kwargs: Any
     ) -> Any:
-        """The language model's own layers."""
-        return self.language_model.decode(embeds, positions, mask, cache, call, **kwargs)
+        return self.language_model.run_decoder(embeds, positions, mask, cache, state, **kwargs)
 
-    def _immediate(self) -> bool:
-        """`only_attend_immediate_media`, the same in all layers; read in every pass, as unpatched."""
+    def _only_immediate(self) -> bool:
+        """Return `only_attend_immediate_media`, which is read in every pass, as in the unpatched model."""
         found = {bool(attention.only_attend_immediate_media) for _, attention in cross_attentions(self.model)}
         if len(found) != 1:
             raise AdapterError(

@@ -27,7 +27,6 @@ from transformers import Qwen2Config
 from transformers.models.qwen2.modeling_qwen2 import Qwen2DecoderLayer, Qwen2RotaryEmbedding
 
 from mllm_seqpar import SeqParConfig
-from mllm_seqpar.checkpointing.chunked_mlp import chunk_forwards
 from mllm_seqpar.comm import as_communicator
 from mllm_seqpar.patching import Patch
 from mllm_seqpar.runtime.context import SeqParContext
@@ -109,7 +108,7 @@ def make_step(
 
     def step(hooks: Any = None) -> None:
         patch = Patch("layer", context)
-        chunk_forwards(patch, [layer.mlp])
+        patch.chunk_forwards([layer.mlp])
         with hooks or nullcontext():
             y = checkpoint(forward, x, use_reentrant=False) if args.checkpointing else forward(x)
         y.backward(y.detach())

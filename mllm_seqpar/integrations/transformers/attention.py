@@ -1,12 +1,13 @@
-"""The one thing registered globally: an attention function of transformers' interface, under a name of our own.
+"""The attention function that is registered with transformers under our own name, the only global registration.
 
-It is selected for the attention modules of a patched instance only; `sdpa` and the others stay as they are. In a
-sharded pass it is causal Ring Attention; over a cache whose K and V stay sharded, the merge of the ranks' results; in
-every other pass (decoding, or text that is not sharded) it is transformers' own sdpa.
+It is selected for the attention modules of a patched instance only; `sdpa` and the others stay unchanged. With sharded
+text it is causal distributed attention. With a cache whose K and V stay sharded, it merges the partial results of the
+ranks. In every other pass (decoding, or text that is not sharded) it is transformers' own sdpa.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 from torch import Tensor, nn
@@ -33,30 +34,38 @@ def seqpar_attention(
     seqpar: ForwardState | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """query (B, H, s, D), key and value (B, G, s, D) of this rank's tokens -> o (B, s, H, D), no weights.
+    """query (B, H, s, D), key and value (B, G, s, D) of this rank's tokens -> o (B, s, H, D), and no weights.
 
-    The mask of a sharded pass is the call's own (`seqpar.text`); `attention_mask` is used in the other passes.
+    A pass with sharded text takes its mask from `seqpar.text`; the other passes use `attention_mask`.
     """
     if seqpar is not None:
-        refuse_dropout(dropout)  # in a replicated pass, too: each rank would drop other weights
-    if seqpar is not None and seqpar.cached is not None:
-        given = query.dtype
-        query, key, value = as_attended(query, key, value)
-        scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-        o, _ = seqpar.attend_cached_text(query, key, value, scale, sliding_window)
-        return o.transpose(1, 2).to(given), None
-    if seqpar is None or not seqpar.shards_text:
+        refuse_dropout(dropout)  # also with all text on every rank, where each rank would drop other weights
+    if seqpar is None or not (seqpar.shards_text or seqpar.cached is not None):
         return sdpa_attention_forward(
             module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
         )
+    dtype = query.dtype
     query, key, value = as_attended(query, key, value)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    if seqpar.cached is not None:
+        o, _ = seqpar.attend_cached_text(query, key, value, scale, sliding_window)
+        return o.transpose(1, 2).to(dtype), None
     o = seqpar.attend(query, [seqpar.text_keys(key, value, sliding_window, query.shape[1])], scale)
     return o.transpose(1, 2), None
 
 
+def split_heads(x: Tensor, head_dim: int) -> Tensor:
+    """(B, s, heads * head_dim) -> (B, heads, s, head_dim)."""
+    return x.unflatten(-1, (-1, head_dim)).transpose(1, 2)
+
+
+def merge_heads(o: Tensor) -> Tensor:
+    """(B, heads, s, head_dim) -> (B, s, heads * head_dim)."""
+    return o.transpose(1, 2).flatten(2)
+
+
 def refuse_dropout(dropout: float) -> None:
-    """Raises ConfigError for dropout on attention weights, which would differ from the unpatched model's."""
+    """Raise ConfigError for dropout of attention weights, which would differ from the unpatched model's."""
     if dropout:
         raise ConfigError(
             f"attention_dropout={dropout}: dropout on attention weights is not supported in distributed attention; set "
@@ -64,25 +73,26 @@ def refuse_dropout(dropout: float) -> None:
         )
 
 
-def register() -> None:
-    """Makes the function, and the mask function of the same name, known to transformers; twice is fine."""
-    AttentionInterface.register(NAME, seqpar_attention)
-    AttentionMaskInterface.register(NAME, sdpa_mask)  # without one, transformers would silently pass no mask at all
+def use_seqpar_attention(patch: Patch, modules: Iterable[nn.Module]) -> None:
+    """Select `seqpar_attention` for attention modules of one instance; they then read their config through a view.
 
-
-def select(patch: Patch, modules: list[nn.Module]) -> None:
-    """Select the function for these attention modules of one instance, which read their config through a view.
-
-    The config itself stays the model's own object and unchanged: other models may share it, and it is saved.
+    The config itself stays the model's own object and is not changed: other models may share it, and it is saved.
     """
-    register()
-    owners = {id(owner): owner for module in modules for owner in _with_config(module)}
+    AttentionInterface.register(NAME, seqpar_attention)
+    AttentionMaskInterface.register(NAME, sdpa_mask)  # without one, transformers would silently pass no mask
+    owners = {id(owner): owner for module in modules for owner in _modules_with_config(module)}
     for owner in owners.values():
-        patch.set(owner, "config", SelectedConfig(owner.config))
+        patch.set(owner, "config", _ConfigView(owner.config))
 
 
-class SelectedConfig:
-    """A config as the attention of a patched model reads it: its own attributes, and our attention function."""
+def _modules_with_config(module: nn.Module) -> list[nn.Module]:
+    """Return `module`, or, if it is a wrapper that only passes on attributes (PEFT), the modules within it."""
+    candidates = [module] if "config" in vars(module) else module.modules()
+    return [inner for inner in candidates if hasattr(vars(inner).get("config"), "_attn_implementation")]
+
+
+class _ConfigView:
+    """A config with all attributes of the model's own config, except that it names our attention function."""
 
     _attn_implementation = NAME
 
@@ -97,18 +107,12 @@ class SelectedConfig:
 
 
 def causal_mask(config: Any, embeds: Tensor, mask: Any, positions: Tensor, cache: Any, sliding: bool = False) -> Any:
-    """Return the mask of a pass as transformers makes it for our function.
+    """Return the causal mask that transformers makes for `seqpar_attention`.
 
     Args:
-        config: as an attention module of the patched model reads it.
-        embeds, mask, positions, cache: the decoder's arguments; a four-dimensional mask is returned unchanged.
-        sliding: for layers with a sliding window.
+        config: the config of an attention module of the patched model.
+        embeds, mask, positions, cache: the decoder's arguments. A four-dimensional mask is returned unchanged.
+        sliding: make the mask of layers with a sliding window.
     """
     make = create_sliding_window_causal_mask if sliding else create_causal_mask
     return make(config=config, inputs_embeds=embeds, attention_mask=mask, past_key_values=cache, position_ids=positions)
-
-
-def _with_config(module: nn.Module) -> list[nn.Module]:
-    """The module; or, where something wraps it that only hands its attributes on (PEFT), all modules within it."""
-    parts = [module] if "config" in vars(module) else module.modules()
-    return [part for part in parts if hasattr(vars(part).get("config"), "_attn_implementation")]

@@ -1,7 +1,7 @@
-"""What a patched model keeps with a transformers cache: the frames' K and V, and text K and V that stay sharded.
+"""What a patched model stores with a transformers cache: K and V of the frames, and sharded K and V of the text.
 
-It is a layer of the caller's own cache object (`cache_rows`), so it lives and dies with the conversation, follows the
-cache's row operations, and is copied with it; a cache that was reset has none.
+It is stored in a layer of the caller's own cache object (`models.cache_rows`). It therefore lives as long as the
+conversation, follows the cache's row operations, and is copied with the cache. A cache that was reset has none.
 """
 
 from __future__ import annotations
@@ -19,226 +19,198 @@ from mllm_seqpar.runtime.text_kv_cache import TextKVCache
 from mllm_seqpar.runtime.text_shards import TextShards
 from mllm_seqpar.runtime.visual_features import VisualKVCache
 
-ELSEWHERE = (
+_OTHER_MODEL = (
     "past_key_values holds K and V in the form of the patched model that filled it, {what}; continue it with that "
     "model, on the same ranks and while it is patched, or begin with a new cache"
 )
 
 
 class SequenceParallelCacheState(RowsLayer):
-    """Beside a cache.
+    """The cache layer that holds what only a patched model stores.
 
     Attributes:
-        kept: the frames' K and V; copies of the cache share them.
-        note: what the family's `note` returned for the text that came with the frames.
-        text: which cached text tokens this rank keeps, when their K and V are sharded.
-        replaced: the cache's own layers whose places others have taken.
-        seen: fingerprints of the frames.
-        group: (rank, size) of the group that the K and V are sharded over.
-        active: whether a pass of the patched model is under way.
+        visual: K and V of the frames. Copies of the cache share them.
+        placement: what `Family.placement` returned for the text that came with the frames.
+        text: which text tokens this rank stores K and V of, if the text is sharded.
+        replaced_layers: the cache's original layers that were replaced, by index.
+        frame_fingerprints: fingerprints of the frames.
+        group: (rank, size) of the group that K and V are sharded over.
+        active: whether a pass of the patched model is running.
     """
 
     def __init__(self, batch: int, comm: Communicator) -> None:
         super().__init__(batch)
-        self.kept: VisualKVCache | None = None
-        self.note: Any = None
+        self.visual: VisualKVCache | None = None
+        self.placement: Any = None
         self.text: TextKVCache | None = None
-        self.replaced: dict[int, Any] = {}
-        self.seen: set[tuple[int, ...]] = set()
+        self.replaced_layers: dict[int, Any] = {}
+        self.frame_fingerprints: set[tuple[int, ...]] = set()
         self.group = comm.rank, comm.size
         self.active = False
 
-    def keep(self, kept: VisualKVCache, note: Any, batch: int) -> None:
-        """Hold K and V of frames that a pass of `batch` rows brings."""
-        self.kept, self.note, self.rows = kept, note, torch.arange(batch)
+    def store_frames(self, visual: VisualKVCache, placement: Any, batch: int) -> None:
+        """Store K and V of frames that came with a pass of `batch` rows."""
+        self.visual, self.placement, self.rows = visual, placement, torch.arange(batch)
 
     def check_group(self, comm: Communicator) -> None:
-        """Raise ConfigError unless what is kept is sharded over this group."""
-        if (self.kept or self.text) and self.group != (comm.rank, comm.size):
+        """Raise ConfigError if K and V are sharded over a group of another size, or belong to another rank."""
+        if (self.visual or self.text) and self.group != (comm.rank, comm.size):
             what = "rank {} of {} ranks then, rank {} of {} now".format(*self.group, comm.rank, comm.size)
-            raise ConfigError(ELSEWHERE.format(what=what))
+            raise ConfigError(_OTHER_MODEL.format(what=what))
 
     def reset(self) -> None:
-        """Forget the text and the frames."""
         super().reset()
-        self.kept = self.note = self.text = None
-        self.seen = set()
+        self.visual = self.placement = self.text = None
+        self.frame_fingerprints = set()
 
 
-def cache_state(cache: Any) -> SequenceParallelCacheState | None:
-    """Return what a patched model keeps with this cache, if one has filled it."""
+def cache_state_of(cache: Any) -> SequenceParallelCacheState | None:
+    """Return what a patched model has stored with this cache, if any."""
     return layer_of(cache, SequenceParallelCacheState)
 
 
-def begin_prompt(cache: Cache, batch: int, comm: Communicator, own_layers: int) -> SequenceParallelCacheState:
-    """Forget an earlier text's frames, give the cache its own layers back, and start a new record."""
-    before = cache_state(cache)
-    for index, layer in ({} if before is None else before.replaced).items():
+def begin_prompt(cache: Cache, batch: int, comm: Communicator, model_layers: int) -> SequenceParallelCacheState:
+    """Restore the original layers of a cache that an earlier text has used, and attach a new state."""
+    earlier = cache_state_of(cache)
+    for index, layer in ({} if earlier is None else earlier.replaced_layers).items():
         cache.layers[index] = layer
         layer.reset()
-    beside = SequenceParallelCacheState(batch, comm)
-    attach(cache, beside, own_layers)
-    return beside
+    state = SequenceParallelCacheState(batch, comm)
+    attach(cache, state, model_layers)
+    return state
 
 
 def supports_sharded_text(cache: Cache) -> bool:
-    """Whether text K and V can stay sharded in this cache: not in static, quantised or offloaded ones."""
+    """Return whether text K and V can be sharded in this cache. Static, quantised and offloaded caches cannot."""
     return type(cache) is DynamicCache and not getattr(cache, "offloading", False)
 
 
-def shard_cached_text(cache: Cache, shards: TextShards, layers: int) -> None:
-    """From now on each rank keeps its shard of the text's K and V in this cache of `layers` layers."""
-    beside = cache_state(cache)
-    assert beside is not None
-    text = beside.text = TextKVCache(shards)
-    for index in range(layers):
-        beside.replaced.setdefault(index, cache.layers[index])
-        cache.layers[index] = ShardedTextLayer(text)
+def shard_cached_text(cache: Cache, state: SequenceParallelCacheState, shards: TextShards, model_layers: int) -> None:
+    """Replace the text layers of the cache, so that each rank stores K and V of its shard of the text."""
+    state.text = TextKVCache(shards)
+    for index in range(model_layers):
+        state.replaced_layers.setdefault(index, cache.layers[index])
+        cache.layers[index] = ShardedTextLayer(state.text)
 
 
-def mark_layers(cache: Cache, beside: SequenceParallelCacheState, indices: list[int]) -> None:
-    """Make the unpatched model fail clearly in layers where it would look for the frames' K and V, and find none."""
+def mark_visual_layers(cache: Cache, state: SequenceParallelCacheState, indices: list[int]) -> None:
+    """Replace layers in which the unpatched model stores K and V of frames, so that it fails there with a message."""
     for index in indices:
-        beside.replaced.setdefault(index, cache.layers[index])
-        cache.layers[index] = VisualLayerPlaceholder(cache.layers[index], beside)
+        state.replaced_layers.setdefault(index, cache.layers[index])
+        cache.layers[index] = VisualLayerPlaceholder(cache.layers[index], state)
+
+
+def _delegated(name: str) -> Any:
+    return lambda self, *args, **kwargs: getattr(self._original, name)(*args, **kwargs)
 
 
 class VisualLayerPlaceholder(CacheLayerMixin):
-    """Stands for a layer of the cache while K and V of its frames are kept in the record."""
+    """Takes the place of a cache layer while K and V of its frames are in the `SequenceParallelCacheState`.
 
-    def __init__(self, own: Any, beside: SequenceParallelCacheState) -> None:
-        self._own, self._beside = own, beside
-        for name in ("is_compileable", "is_croppable", "is_sliding"):  # transformers makes masks by these
-            setattr(self, name, getattr(own, name, False))
+    Row operations act on the original layer, which holds only what an unpatched model has cached since; the state
+    follows them as a layer of its own.
+    """
+
+    def __init__(self, original: Any, state: SequenceParallelCacheState) -> None:
+        self._original, self._state = original, state
+        for name in ("is_compileable", "is_croppable", "is_sliding"):  # transformers reads these to make masks
+            setattr(self, name, getattr(original, name, False))
+
+    lazy_initialization = _delegated("lazy_initialization")
+    get_mask_sizes = _delegated("get_mask_sizes")
+    get_max_length = _delegated("get_max_length")
+    get_max_cache_shape = _delegated("get_max_cache_shape")  # the name before transformers 5.20
+    reset = _delegated("reset")
+    reorder_cache = _delegated("reorder_cache")
+    batch_select_indices = _delegated("batch_select_indices")
+    batch_repeat_interleave = _delegated("batch_repeat_interleave")
 
     @property
     def is_initialized(self) -> bool:
-        """Whether there are K and V, here or in the record."""
-        return self._beside.kept is not None or bool(self._own.is_initialized)
+        return self._state.visual is not None or bool(self._original.is_initialized)
 
     @property
     def keys(self) -> Any:
-        """K of the layer itself; nothing in a pass of the patched model, which takes the record's.
+        """K of the original layer. In a pass of the patched model, which uses the state's K, an empty tensor.
 
         Raises:
-            ConfigError: the unpatched model asks, and the frames' K are in the record.
+            ConfigError: the unpatched model reads K while the K of the frames are in the state.
         """
-        if self._beside.kept is None:
-            return self._own.keys
-        if not self._beside.active:
-            raise ConfigError(ELSEWHERE.format(what="the frames' K and V among them"))
+        if self._state.visual is None:
+            return self._original.keys
+        if not self._state.active:
+            raise ConfigError(_OTHER_MODEL.format(what="the frames' K and V among them"))
         return torch.empty(0)
 
     @property
     def values(self) -> Any:
-        """V of the layer itself, under the rules of `keys`."""
-        return self._own.values if self._beside.kept is None else self.keys
-
-    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Delegate to the cache's own layer."""
-        self._own.lazy_initialization(key_states, value_states)
+        return self._original.values if self._state.visual is None else self.keys
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Delegate to the cache's own layer, once the record is empty."""
-        _ = self.keys  # raises where K and V of other frames are in the record
-        return self._own.update(key_states, value_states, *args, **kwargs)
+        _ = self.keys  # raises if the K and V of other frames are in the state
+        return self._original.update(key_states, value_states, *args, **kwargs)
 
     def get_seq_length(self) -> int:
-        """Keys of all frames, by which older versions of transformers see that there are some."""
-        kept = self._beside.kept
-        return self._own.get_seq_length() if kept is None else kept.units * kept.tokens_per_unit
-
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Delegate to the cache's own layer."""
-        return self._own.get_mask_sizes(query_length)
-
-    def get_max_length(self) -> int:
-        """Delegate to the cache's own layer."""
-        return self._own.get_max_length()
-
-    def get_max_cache_shape(self) -> int:
-        """Delegate to the cache's own layer, under the name that older versions of transformers have."""
-        return self._own.get_max_cache_shape()
-
-    def reset(self) -> None:
-        """Delegate to the cache's own layer."""
-        self._own.reset()
-
-    def reorder_cache(self, beam_idx: Any) -> None:
-        """The record follows the rows; here is nothing to move, or only what an unpatched model cached since."""
-        self._own.reorder_cache(beam_idx)
-
-    def batch_select_indices(self, indices: Any) -> None:
-        """As `reorder_cache`."""
-        self._own.batch_select_indices(indices)
-
-    def batch_repeat_interleave(self, repeats: int) -> None:
-        """As `reorder_cache`."""
-        self._own.batch_repeat_interleave(repeats)
+        """Return the number of visual keys; older versions of transformers test for frames by it."""
+        visual = self._state.visual
+        return self._original.get_seq_length() if visual is None else visual.units * visual.tokens_per_unit
 
     def crop(self, tokens_to_remove: int) -> None:
         """Keep all frames: they are not tokens of the text."""
 
     def offload(self) -> None:
-        """Leave K and V of frames where they are."""
+        """Leave the K and V of frames where they are."""
 
     prefetch = offload
 
 
 class ShardedTextLayer(DynamicLayer):
-    """One layer's K and V of the text tokens that this rank keeps; after `reset` an ordinary layer."""
+    """K and V of one decoder layer, of the text tokens that this rank stores. After `reset`, an ordinary layer."""
 
     def __init__(self, text: TextKVCache) -> None:
         super().__init__()
         self._text: TextKVCache | None = text
-        self._length = 0
+        self._length = 0  # tokens on all ranks
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """First (B, G, s, D) of this rank's shard of the prompt, then (B, G, L, D) of new tokens, whole on every rank.
+        """Store this rank's part of K and V, and return those that attention computes with.
 
-        Returns:
-            What attention computes with: the shard unchanged, padding included; later all that this rank keeps.
+        The first call takes (B, G, s, D), this rank's shard of the prompt, and returns it with its padding. Later calls
+        take (B, G, L, D), new tokens that every rank has, and return all K and V that this rank stores.
 
         Raises:
-            ConfigError: the unpatched model calls, for which K and V of other ranks would be missing.
+            ConfigError: the unpatched model calls, which would lack the K and V of the other ranks.
         """
         if self._text is None:
             return super().update(key_states, value_states)
+        prompt = self._length == 0
+        if not prompt and self._length + key_states.shape[2] != self._text.total:
+            raise ConfigError(_OTHER_MODEL.format(what="each rank its own tokens' only"))
+        self._length = self._text.total
         fresh = self._text.fresh.to(key_states.device)
-        if self._length == 0:
-            super().update(key_states.index_select(2, fresh), value_states.index_select(2, fresh))
-            self._length = self._text.total
-            return key_states, value_states
-        if self._length + key_states.shape[2] != self._text.total:
-            raise ConfigError(ELSEWHERE.format(what="each rank its own tokens' only"))
-        self._length += key_states.shape[2]
-        return super().update(key_states.index_select(2, fresh), value_states.index_select(2, fresh))
+        stored = super().update(key_states.index_select(2, fresh), value_states.index_select(2, fresh))
+        return (key_states, value_states) if prompt else stored
 
     def get_seq_length(self) -> int:
-        """Tokens of the whole text, on all ranks."""
+        """Return the number of tokens of the whole text, on all ranks."""
         return super().get_seq_length() if self._text is None else self._length
 
     def reset(self) -> None:
-        """Forget everything."""
         super().reset()
         self._text, self._length = None, 0
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Forget the last ``-tokens_to_remove`` tokens of the whole text, wherever they are kept."""
+        """Remove the last ``-tokens_to_remove`` tokens of the whole text, whichever rank stores them."""
         if self._text is None:
             return super().crop(tokens_to_remove)
         tokens_to_remove = int(tokens_to_remove)  # some callers pass a tensor
-        if tokens_to_remove > 0:  # older ones mean the length that remains
+        if tokens_to_remove > 0:  # older callers pass the length that remains
             tokens_to_remove = min(0, tokens_to_remove - self._length)
         if tokens_to_remove == 0 or self._length == 0:
             return None
         self._length += tokens_to_remove
         self._text.crop(self._length)
-        left = self._text.positions.numel()
-        self.keys, self.values = _first(self.keys, left), _first(self.values, left)  # type: ignore[has-type]
+        count = self._text.positions.numel()
+        keys, values = self.keys, self.values  # type: ignore[has-type]
+        self.keys, self.values = keys[:, :, :count], values[:, :, :count]
         return None
-
-
-def _first(x: Any, count: int) -> Any:
-    """(B, G, k, D) -> (B, G, count, D)."""
-    return x[:, :, :count]

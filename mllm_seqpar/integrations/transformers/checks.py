@@ -1,20 +1,58 @@
-"""Checks of the arguments of a patched forward, made on each rank before the ranks compare them."""
+"""Checks before a forward pass: on each rank that its arguments are valid, then that all ranks pass the same ones."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import functools
+import math
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.tensor import DTensor
+from transformers.loss.loss_utils import ForCausalLMLoss
 from transformers.utils import TransformersKwargs
 
-from mllm_seqpar.comm.agreement import fingerprint
+from mllm_seqpar.comm import Communicator
+from mllm_seqpar.comm.agreement import fingerprint, require_agreement
+from mllm_seqpar.config import SeqParConfig
 from mllm_seqpar.errors import ConfigError, ShapeError
+from mllm_seqpar.runtime.visual_features import checksum, sampled_bits
+from mllm_seqpar.sharding import FrameShard, frame_bounds
 
 from .inputs import ForwardInputs
 
-_KNOWN = {
+_COMPARED = (
+    "samples",
+    "text tokens",
+    "frames",
+    "frames given by visual_shard",
+    "values per frame",
+    "kind of frames (1 pixels, 2 features)",
+    "cached tokens",
+    "cache asked for",
+    "gradients wanted",
+    "labels given",
+    "attention mask given",
+    "checksum of token ids",
+    "checksum of labels",
+    "checksum of the attention mask",
+    "checksum of position ids",
+    "checksum of what says where the frames belong",
+    "checksum of pixels",
+    "checksum of weights",
+    "training mode",
+    "autocast (checksum of its dtype)",
+    "checksum of the inputs' dtypes",
+    "num_items_in_batch",
+    "checksum of further arguments",
+    "gradient checkpointing",
+    "checksum of which parameters train",
+)
+_SAMPLED_WEIGHTS = 16
+"""Values compared of each parameter."""
+_KNOWN_ARGUMENTS = {
     *TransformersKwargs.__annotations__,
     "cache_position",
     "ignore_index",
@@ -24,18 +62,142 @@ _KNOWN = {
 }
 
 
-def refuse_unknown(kwargs: dict[str, Any]) -> None:
-    """Raise ConfigError for arguments that nothing in the model reads: a misspelled name would be ignored."""
-    unknown = sorted(name for name, value in kwargs.items() if name not in _KNOWN and value is not None)
-    if unknown:
-        raise ConfigError(
-            f"forward: unknown argument {', '.join(unknown)}; the model would ignore it. Check the spelling, or leave "
-            "it out"
+def require_same_inputs(
+    comm: Communicator,
+    inputs: ForwardInputs,
+    check: Callable[[], None],
+    *,
+    model: nn.Module | None = None,
+    kwargs: Mapping[str, Any] | None = None,
+    compare_weights: bool = False,
+) -> None:
+    """Raise on every rank of the group unless all ranks pass the same text, number of frames and pixels.
+
+    Token ids, masks, positions and labels are compared by checksums. Pixels are compared by a sample of them if every
+    rank has all of them. Features may differ in their last bits between devices and are compared by shape.
+
+    Args:
+        comm: the group.
+        inputs: this rank's inputs.
+        check: the model family's own checks. If it raises, the other ranks raise too.
+        model: the patched model, whose modes are compared; None compares the inputs only.
+        kwargs: further arguments of the pass.
+        compare_weights: compare a sample of the weights, and which of them train. It walks over all parameters.
+
+    Raises:
+        SeqParError: on the rank whose own inputs are invalid.
+        AgreementError: on the other ranks, or on all ranks if their inputs differ.
+    """
+
+    def describe() -> dict[str, int]:
+        _check_frames(comm, inputs)
+        check()
+        numbers = _input_numbers(inputs, model if compare_weights else None)
+        if model is not None:
+            numbers += _pass_numbers(model, inputs, kwargs or {})
+            if compare_weights:
+                numbers += _module_numbers(model)
+        return dict(zip(_COMPARED, numbers, strict=False))
+
+    require_agreement(comm, "forward pass", _COMPARED, describe)
+
+
+def _input_numbers(inputs: ForwardInputs, compared_weights: nn.Module | None) -> list[int]:
+    labels = inputs.shift_labels if inputs.shift_labels is not None else inputs.labels
+    frames, mask = inputs.frames, inputs.attention_mask
+    kind = 0 if frames is None else 1 + inputs.frames_are_features
+    counts = [
+        inputs.batch,
+        inputs.length,
+        inputs.total_frames,
+        inputs.visual_shard is not None,
+        0 if frames is None else math.prod(frames.shape[1:]),
+        kind,
+        inputs.past_length,
+        inputs.use_cache,
+        torch.is_grad_enabled(),
+        labels is not None,
+        mask is not None,
+    ]
+    all_have_pixels = kind == 1 and inputs.visual_shard is None and inputs.compare_frames
+    moved_rows = inputs.prompt_rows.to(inputs.text.device) if inputs.past_length else None
+    checksums = [
+        checksum(inputs.input_ids),
+        checksum(labels),
+        checksum(*(mask.values() if isinstance(mask, Mapping) else [mask])),  # one mask for each kind of layer, or one
+        checksum(inputs.position_ids),
+        checksum(*inputs.compared_tensors, moved_rows),
+        checksum(sampled_bits(frames)) if all_have_pixels and frames is not None else torch.zeros(()),
+        torch.zeros(()) if compared_weights is None else checksum(*_sampled_weights(compared_weights)),
+    ]
+    device = inputs.text.device
+    values = torch.stack([x.to(device, torch.long) for x in checksums]).tolist()  # one wait for the device, not seven
+    return [*map(int, counts), *values]
+
+
+def _sampled_weights(model: nn.Module) -> list[Tensor]:
+    """Return the bits of some values of each parameter that every rank has whole, which FSDP does not shard."""
+    if any(isinstance(module, FullyShardedDataParallel) for module in model.modules()):
+        return []
+    sampled = []
+    for p in model.parameters():
+        if not isinstance(p, DTensor) and p.numel() and not p.is_meta:
+            flat = p.detach().reshape(-1)
+            sampled.append(flat[:: max(1, flat.numel() // _SAMPLED_WEIGHTS)].float().view(torch.int32))
+    return sampled
+
+
+def _pass_numbers(model: nn.Module, inputs: ForwardInputs, kwargs: Mapping[str, Any]) -> list[int]:
+    device = inputs.text.device.type
+    autocast = str(torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else ""
+    frames = inputs.frames if inputs.visual_shard is None else None  # a rank without frames passes any empty tensor
+    tensors = (inputs.input_ids, inputs.inputs_embeds, inputs.labels, inputs.shift_labels, frames)
+    num_items = kwargs.get("num_items_in_batch")
+    settings = {name: value for name, value in kwargs.items() if isinstance(value, (bool, int, float, str))}
+    return [
+        int(model.training),
+        fingerprint(autocast) if autocast else 0,
+        fingerprint(str([None if x is None else x.dtype for x in tensors])),
+        -1 if num_items is None else int(num_items),
+        fingerprint(repr(sorted(settings.items()))),
+    ]
+
+
+def _module_numbers(model: nn.Module) -> list[int]:
+    trained = "".join(str(int(p.requires_grad)) for p in model.parameters())
+    checkpointing = any(getattr(m, "gradient_checkpointing", False) for m in model.modules())
+    return [int(checkpointing), fingerprint(trained)]
+
+
+def _check_frames(comm: Communicator, inputs: ForwardInputs) -> None:
+    shard, frames = inputs.visual_shard, inputs.frames
+    if inputs.pixels_and_features:
+        raise ShapeError(f"pass either {' or '.join(inputs.frame_names)}, not both")
+    if shard is None or (frames is None and inputs.past_length):  # `generate` passes it on when frames are cached
+        return
+    if not isinstance(shard, FrameShard):
+        raise ShapeError(f"visual_shard: expected a FrameShard(start, stop, total), got {type(shard).__name__}")
+    expected = frame_bounds(shard.total, comm.size)[comm.rank]
+    if (shard.start, shard.stop) != expected:
+        raise ShapeError(
+            f"visual_shard: rank {comm.rank} of {comm.size} holds frames {expected[0]} to {expected[1]} of "
+            f"{shard.total} (frame_range), but {shard} was given"
         )
+    if frames is None:
+        raise ShapeError(
+            f"visual_shard: {shard} was given and none of {', '.join(inputs.frame_names)}; a rank without frames "
+            "passes an empty tensor, for example of shape (0, 3, height, width)"
+        )
+    for tensor in (frames, *inputs.extras):
+        if tensor.shape[0] != shard.stop - shard.start:
+            raise ShapeError(
+                f"visual_shard: {shard} means {shard.stop - shard.start} frames, {tensor.shape[0]} were passed, in a "
+                f"tensor of shape {tuple(tensor.shape)}"
+            )
 
 
 def check_text(inputs: ForwardInputs) -> None:
-    """Raise ShapeError unless text, positions and labels have the shapes and kinds of numbers that they must have."""
+    """Raise ShapeError unless text, positions and labels have valid shapes and dtypes."""
     dims = 2 if inputs.input_ids is not None else 3
     if inputs.text.dim() != dims:
         name = "input_ids" if dims == 2 else "inputs_embeds"
@@ -46,41 +208,76 @@ def check_text(inputs: ForwardInputs) -> None:
             f"position_ids: has shape {tuple(positions.shape)}; expected {shape} or {(1, inputs.length)}, one for each "
             "token of this call"
         )
-    _require_integers(input_ids=inputs.input_ids, labels=inputs.labels, shift_labels=inputs.shift_labels)
-
-
-def _require_integers(**tensors: Tensor | None) -> None:
-    for name, tensor in tensors.items():
+    for name in ("input_ids", "labels", "shift_labels"):
+        tensor = getattr(inputs, name)
         if tensor is not None and (tensor.is_floating_point() or tensor.is_complex()):
             raise ShapeError(f"{name}: has dtype {tensor.dtype}; expected integers, such as torch.long")
 
 
-def facts_of_call(model: nn.Module, inputs: ForwardInputs, kwargs: Mapping[str, Any], whole: bool) -> dict[str, int]:
-    """Return what else the ranks must have in common for one pass, by name: what decides the course of computation.
+def refuse_unknown_arguments(kwargs: Mapping[str, Any]) -> None:
+    """Raise ConfigError for arguments that nothing in the model reads, such as a misspelled name."""
+    unknown = sorted(name for name, value in kwargs.items() if name not in _KNOWN_ARGUMENTS and value is not None)
+    if unknown:
+        raise ConfigError(
+            f"forward: unknown argument {', '.join(unknown)}; the model would ignore it. Check the spelling, or leave "
+            "it out"
+        )
 
-    Args:
-        model: the patched model.
-        inputs: of this call.
-        kwargs: the further arguments of this call.
-        whole: compare what only a walk over all modules and parameters shows, too.
+
+def refuse_unsupported_attention(config: Any, kwargs: Mapping[str, Any]) -> None:
+    """Raise ConfigError if attention weights or attention that is not causal are asked for, here or in `config`."""
+    weights = kwargs.get("output_attentions")
+    if weights or (weights is None and getattr(config, "output_attentions", False)):
+        raise ConfigError(
+            "output_attentions=True: attention weights do not exist in distributed attention, which never computes a "
+            "row's scores in one place; leave it out, or unpatch_model(model) to look at them"
+        )
+    causal = kwargs.get("is_causal")
+    if not (getattr(config, "is_causal", True) if causal is None else causal):
+        raise ConfigError(
+            "is_causal=False: the text of a patched model is causal in every layer; leave it out, or "
+            "unpatch_model(model) to let tokens attend to later tokens"
+        )
+
+
+def refuse_custom_loss(model: Any) -> None:
+    """Raise ConfigError if the model's loss is not the cross-entropy of tokens, the only loss for sharded text."""
+    function = getattr(model, "loss_function", ForCausalLMLoss)
+    if function is not ForCausalLMLoss:
+        raise ConfigError(
+            f"loss_function: {getattr(function, '__name__', function)} is the model's own; for text that is sharded "
+            "over ranks only transformers' causal language-modelling loss can be computed. Patch with "
+            'self_attention="local", or leave the labels out and compute the loss from the logits'
+        )
+
+
+def refuse_reentrant_checkpointing(model: nn.Module) -> None:
+    """Raise ConfigError if layers use reentrant gradient checkpointing.
+
+    It runs a backward pass per layer, and the first one frees the graph of the features that all layers share.
     """
-    device = inputs.text.device.type
-    autocast = str(torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else ""
-    frames = inputs.frames if inputs.visual_shard is None else None  # a rank without frames passes any empty tensor
-    given = (inputs.input_ids, inputs.inputs_embeds, inputs.labels, inputs.shift_labels, frames)
-    counted = kwargs.get("num_items_in_batch")
-    settings = {name: value for name, value in kwargs.items() if isinstance(value, (bool, int, float, str))}
-    facts = {
-        "training mode": int(model.training),
-        "autocast (checksum of its dtype)": fingerprint(autocast) if autocast else 0,
-        "checksum of the inputs' dtypes": fingerprint(str([None if x is None else x.dtype for x in given])),
-        "num_items_in_batch": -1 if counted is None else int(counted),
-        "checksum of further arguments": fingerprint(repr(sorted(settings.items()))),
-    }
-    if not whole:
-        return facts
-    trained = "".join(str(int(p.requires_grad)) for p in model.parameters())
-    return facts | {
-        "gradient checkpointing": int(any(getattr(m, "gradient_checkpointing", False) for m in model.modules())),
-        "checksum of which parameters train": fingerprint(trained),
-    }
+    for module in model.modules():
+        function = getattr(module, "_gradient_checkpointing_func", None)
+        keywords = function.keywords if isinstance(function, functools.partial) else {}
+        if getattr(module, "gradient_checkpointing", False) and keywords.get("use_reentrant"):
+            raise ConfigError(
+                "gradient checkpointing with use_reentrant=True cannot share the visual features between layers; use "
+                'model.gradient_checkpointing_enable({"use_reentrant": False}), which is the default, or '
+                'TrainingArguments(gradient_checkpointing_kwargs={"use_reentrant": False})'
+            )
+
+
+def check_star(config: SeqParConfig, inputs: ForwardInputs) -> None:
+    """Raise ConfigError if `self_attention="star"` is used outside of generation."""
+    if config.self_attention != "star":
+        return
+    if torch.is_grad_enabled():
+        raise ConfigError(
+            'self_attention="star" is an approximation for inference and has no backward pass; generate with it, or '
+            'call the model under torch.no_grad(). To train, patch with self_attention="ring", which is exact'
+        )
+    if not inputs.use_cache:
+        raise ConfigError(
+            'self_attention="star" reads a prompt into a cache, and this pass has none; pass use_cache=True (generate '
+            'does). To evaluate without a cache, patch with self_attention="ring" or "local", which are exact'
+        )

@@ -1,7 +1,7 @@
-"""What a model family says of itself, so that the passes of `hf_passes` can run it sequence-parallel.
+"""The interface between a model family and the forward passes in `passes`, which run it sequence-parallel.
 
 Shape legend: B samples, L text tokens of the pass, s of them on this rank, F frames of all samples and ranks (f on this
-rank). A frame is what one rank holds whole; it consists of `units_per_frame` units, which the mask speaks of.
+rank). A frame is held by one rank as a whole. It consists of `units_per_frame` units; masks are made of units.
 """
 
 from __future__ import annotations
@@ -22,10 +22,18 @@ from mllm_seqpar.runtime.forward_state import ForwardState
 from mllm_seqpar.runtime.selection import CrossAttentionShape
 
 from .cache import SequenceParallelCacheState
+from .checks import (
+    check_star,
+    check_text,
+    refuse_custom_loss,
+    refuse_reentrant_checkpointing,
+    refuse_unknown_arguments,
+    refuse_unsupported_attention,
+    require_same_inputs,
+)
 from .inputs import ForwardInputs
-from .outputs import refuse_other_losses, refuse_reentrant, refuse_unlike_attention
 
-VISUAL_SHARD = """
+VISUAL_SHARD_DOC = """
         Sequence-parallel (patched by mllm_seqpar): `visual_shard` says that {frames} hold only this rank's frames of
         `visual_shard.total`, in one flat list without a batch dimension. On several ranks a cache is returned only with
         `use_cache=True`, or when one is passed.
@@ -34,11 +42,11 @@ VISUAL_SHARD = """
 
 @dataclass(frozen=True)
 class Visibility:
-    """What the text rows of a pass see.
+    """What the text rows of a pass may attend to.
 
     Attributes:
-        mask: of all rows (B, L) against the units of all ranks.
-        rows: further facts of the rows, (B, L) each, on the model's device; dealt to ranks as the tokens are.
+        mask: which units of all ranks each row (B, L) may attend to.
+        rows: further tensors with one entry per row, (B, L) each, on the model's device. They are sharded like tokens.
     """
 
     mask: FrameMask
@@ -46,29 +54,67 @@ class Visibility:
 
 
 class Family(ABC):
-    """One patched model, as the passes see it.
+    """One patched model, as the forward passes use it.
+
+    The abstract methods are the minimum: how frames are encoded, what rows may attend to, and how the decoder runs. The
+    other methods have defaults that suit a model with one frame per unit and no state of its own in the cache.
 
     Attributes:
         model: the patched model.
         context: its group and configuration.
         repeats_frames: whether its `generate` passes the frames again with every token.
-        checkpoints_look: whether the layers that transformers' gradient checkpointing recomputes look at the frames.
+        checkpoints_visual_layers: whether transformers' gradient checkpointing recomputes layers that attend to frames.
     """
 
     repeats_frames = False
-    checkpoints_look = True
+    checkpoints_visual_layers = True
 
     def __init__(self, model: Any, context: SeqParContext) -> None:
         self.model, self.context = model, context
 
+    # The frames.
+
+    @abstractmethod
+    def encode(self, frames: Tensor, *extras: Tensor) -> Tensor:
+        """Encode this rank's frames (f, ...) and their extras, and return features (f * units, tokens, width)."""
+
+    @abstractmethod
+    def blank_frame(self) -> tuple[Tensor, ...]:
+        """Return one empty frame and its extras, as `encode` takes them, on the model's device."""
+
+    def units_per_frame(self, inputs: ForwardInputs) -> int:
+        return 1
+
+    def unit_index(self, inputs: ForwardInputs, units: int) -> Tensor:
+        """Return (units,) int64: for each unit of all ranks, a number that projections may need, such as a position."""
+        return torch.zeros(units, dtype=torch.long)
+
+    # What rows may attend to.
+
+    def placement(self, inputs: ForwardInputs) -> Any:
+        """Return what `visibility` must know of the prompt's frames, in this pass and in later ones over its cache.
+
+        It is called once the ranks agree on their inputs. An exception raised here is therefore raised on all ranks.
+        """
+        return None
+
+    @abstractmethod
+    def visibility(self, inputs: ForwardInputs, units: int, tokens: int, placement: Any) -> Visibility:
+        """Return which of `units` units of `tokens` keys each the rows of this pass may attend to."""
+
+    def empty_visibility(self, inputs: ForwardInputs, units: int, tokens: int) -> Visibility:
+        """Return the visibility of a pass without frames, over the empty frame that keeps the ranks of FSDP in step."""
+        none = torch.zeros(inputs.batch, inputs.length, dtype=torch.long)
+        return Visibility(FrameMask.from_intervals(none, none, tokens, units))
+
+    # The language model.
+
     @property
     def text_config(self) -> Any:
-        """The language model's config."""
         return self.model.config.get_text_config(decoder=True)
 
     @property
     def lm_head(self) -> Any:
-        """The vocabulary's projection."""
         return self.model.get_output_embeddings()
 
     def embed(self, ids: Tensor) -> Tensor:
@@ -76,111 +122,88 @@ class Family(ABC):
         return self.model.get_input_embeddings()(ids)
 
     def embedding_weight(self) -> Tensor:
-        """A parameter of the language model: its device and dtype are those that features come in."""
+        """Return a parameter of the language model, whose device and dtype the features take."""
         return next(iter(self.model.get_input_embeddings().parameters()))
 
-    @property
-    def loss_of(self) -> Any:
-        """What has the loss function: the model."""
-        return self.model
-
-    def loss_function(self, **kwargs: Any) -> Tensor:
-        """The model's own loss, for text that every rank has whole."""
-        return self.loss_of.loss_function(**kwargs)
-
-    def units_per_frame(self, inputs: ForwardInputs) -> int:
-        """What the mask speaks of, per frame."""
-        return 1
-
-    def cross_shape(self) -> CrossAttentionShape | None:
-        """The model's cross-attention, for a strategy to be chosen before any layer runs; None: by each layer then."""
+    def cross_attention_shape(self) -> CrossAttentionShape | None:
+        """Return what `strategy="auto"` selects by before any layer runs; None if each layer selects."""
         return None
 
-    @abstractmethod
-    def encode(self, frames: Tensor, *extras: Tensor) -> Tensor:
-        """Frames (f, ...) of this rank, and what else belongs to each -> features (f * units, tokens, width)."""
-
-    @abstractmethod
-    def blank(self) -> tuple[Tensor, ...]:
-        """One empty frame and its extras, as `encode` takes them, on the model's device."""
-
-    @abstractmethod
-    def view(self, inputs: ForwardInputs, units: int, tokens: int, note: Any) -> Visibility:
-        """What the rows see of `units` units of `tokens` keys each; `note` is what `note` returned for the prompt."""
-
-    @abstractmethod
-    def decode(
-        self, embeds: Tensor, positions: Tensor, mask: Any, cache: Cache | None, call: ForwardState, **kwargs: Any
-    ) -> Any:
-        """Runs the decoder's layers.
-
-        Args:
-            embeds: (B, s, C) of this rank's rows, or of all rows where the text is not dealt.
-            positions: (B or 1, s).
-            mask: what the decoder takes as `attention_mask`; four-dimensional, and read by nobody, where the text is
-                dealt.
-            cache: to be filled, or None.
-            call: to be handed to the layers as `seqpar`.
-            **kwargs: the caller's further arguments.
-
-        Returns:
-            An object with `last_hidden_state` (B, s, C), and `hidden_states` or None.
-        """
-
-    def check(self, inputs: ForwardInputs, kwargs: dict[str, Any]) -> None:
-        """Raises for inputs that do not fit together; the other ranks are told."""
-        for config in (self.model.config, self.text_config):
-            refuse_unlike_attention(config, kwargs)
-        if self.checkpoints_look and self.model.training and torch.is_grad_enabled():
-            refuse_reentrant(self.model)
-        if self.context.comm.size > 1 and self.context.config.self_attention != "local" and not inputs.use_cache:
-            refuse_other_losses(self.loss_of, inputs.target_labels() is not None)
-
     def text_mask(self, embeds: Tensor, mask: Any, positions: Tensor, cache: Any) -> Any:
-        """Return the decoder's `attention_mask` for text that every rank has whole, made for the patch's attention.
+        """Return the decoder's `attention_mask` for text that every rank has whole, made for the patched attention.
 
         The decoder itself would make one for the attention that its config names.
         """
         return mask
 
-    def adopt(self, cache: Any, beside: SequenceParallelCacheState) -> None:
-        """Take over what an unpatched model kept with a cache of this text.
+    @abstractmethod
+    def run_decoder(
+        self, embeds: Tensor, positions: Tensor, mask: Any, cache: Cache | None, state: ForwardState, **kwargs: Any
+    ) -> Any:
+        """Run the decoder's layers.
 
-        Without K and V of frames in it, as here, the cache can be continued unchanged.
+        Args:
+            embeds: (B, s, C) of this rank's rows, or of all rows if the text is not sharded.
+            positions: (B or 1, s).
+            mask: the decoder's `attention_mask`. It is a four-dimensional dummy if the text is sharded.
+            cache: the cache to fill, or None.
+            state: pass it to the layers as `seqpar`.
+            **kwargs: the caller's further arguments.
+
+        Returns:
+            An object with `last_hidden_state` (B, s, C), and with `hidden_states` or None.
+        """
+
+    # Inputs, outputs and the cache.
+
+    def check(self, inputs: ForwardInputs, kwargs: Mapping[str, Any]) -> None:
+        """Raise for inputs of this rank that are invalid or not supported; the other ranks then raise too."""
+        for config in (self.model.config, self.text_config):
+            refuse_unsupported_attention(config, kwargs)
+        if self.checkpoints_visual_layers and self.model.training and torch.is_grad_enabled():
+            refuse_reentrant_checkpointing(self.model)
+        shards_text = self.context.comm.size > 1 and self.context.config.self_attention != "local"
+        if shards_text and not inputs.use_cache and inputs.target_labels() is not None:
+            refuse_custom_loss(self.model)
+
+    def model_output(self, out: CausalLMOutputWithPast, features: Tensor | None, inputs: ForwardInputs) -> Any:
+        """Return the model's own output class; `features` are those that this rank encoded in this pass, or None."""
+        return out
+
+    def adopt_cache(self, cache: Any, cache_state: SequenceParallelCacheState) -> None:
+        """Take over what the unpatched model stored with a cache. By default a cache has no K and V of frames.
 
         Raises:
-            ConfigError: it has K and V of frames that cannot be taken over.
+            ConfigError: the cache holds K and V of frames that cannot be taken over.
         """
         return None
 
-    def cropped(self, note: Any, past: int) -> Any:
-        """Return the note of a text of which the cache has `past` tokens now, perhaps fewer than the note knows."""
-        return note
-
-    def mark_cache(self, cache: Any, beside: SequenceParallelCacheState) -> None:
-        """Show an unpatched model that K and V of the frames are kept elsewhere, where it would not notice."""
+    def mark_cache(self, cache: Any, cache_state: SequenceParallelCacheState) -> None:
+        """Make the unpatched model fail on a cache whose K and V of frames are stored in `cache_state`, if needed."""
         return None
 
-    def in_order(self, inputs: ForwardInputs, note: Any) -> bool:
-        """Whether the cache's rows stand beside the samples that they had when the frames came."""
+    def crop_placement(self, placement: Any, past_length: int) -> Any:
+        """Return the placement for a text of which the cache holds `past_length` tokens, perhaps after a crop."""
+        return placement
+
+    def rows_match_frames(self, inputs: ForwardInputs, placement: Any) -> bool:
+        """Return whether the rows of the cache are still in the order of the samples that the frames came with."""
         return True
 
-    def note(self, inputs: ForwardInputs) -> Any:
-        """What `view` must know of the prompt's frames, in later passes over the same cache too.
 
-        Called once the ranks have agreed on their inputs: what does not fit together is raised here, on all ranks.
-        """
-        return None
+def require_same_pass(
+    family: Family, inputs: ForwardInputs, logits_to_keep: int | Tensor, kwargs: Mapping[str, Any]
+) -> None:
+    """Raise on every rank unless this pass is valid on all ranks and its inputs are the same."""
+    kwargs = {**kwargs, "logits_to_keep": logits_to_keep}
 
-    def empty_visibility(self, inputs: ForwardInputs, units: int, tokens: int) -> Visibility:
-        """The view of a pass without frames over an empty one that keeps FSDP in step."""
-        none = torch.zeros(inputs.batch, inputs.length, dtype=torch.long)
-        return Visibility(FrameMask.from_intervals(none, none, tokens, units))
+    def check() -> None:
+        check_text(inputs)
+        refuse_unknown_arguments(kwargs)
+        check_star(family.context.config, inputs)
+        family.check(inputs, kwargs)
 
-    def index(self, inputs: ForwardInputs, units: int) -> Tensor:
-        """(units,) a number for each unit of all ranks that projections may need."""
-        return torch.zeros(units, dtype=torch.long)
-
-    def output(self, out: CausalLMOutputWithPast, features: Tensor | None, inputs: ForwardInputs) -> Any:
-        """The model's own kind of output; `features` are those of this rank's frames, None where none were encoded."""
-        return out
+    compare_weights = family.context.compares_weights()
+    require_same_inputs(
+        family.context.comm, inputs, check, model=family.model, kwargs=kwargs, compare_weights=compare_weights
+    )

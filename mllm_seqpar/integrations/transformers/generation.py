@@ -1,4 +1,4 @@
-"""`generate` on several ranks: the same tokens everywhere, also when they are sampled."""
+"""`generate` on several ranks: every rank generates the same tokens, also with sampling."""
 
 from __future__ import annotations
 
@@ -12,39 +12,38 @@ from mllm_seqpar.comm import Communicator
 from mllm_seqpar.comm.agreement import require_same_text
 from mllm_seqpar.errors import ConfigError
 from mllm_seqpar.patching import Patch
-from mllm_seqpar.runtime.context import SeqParContext
 
 
-def patch_generate(model: Any, context: SeqParContext, patch: Patch, frames: tuple[str, ...] = ()) -> None:
-    """Compares the ranks' generation settings, and starts every `generate` from rank 0's random state.
+def patch_generate(model: Any, patch: Patch, frame_arguments: tuple[str, ...] = ()) -> None:
+    """Compare the ranks' generation settings at each `generate`, and start it from the random state of rank 0.
 
-    A rank that stopped after fewer tokens than the others would leave them waiting; one that drew other random numbers
-    would go on with another text.
+    A rank that stopped after fewer tokens would leave the others waiting; a rank that drew other random numbers would
+    continue with another text.
 
     Args:
-        model: what has `generate`.
-        context: of the patched model.
-        patch: takes the changes.
-        frames: arguments that hold frames, and stay as they are when samples are repeated for beams: a sample's beams
-            share its frames, which the model's mask must then know of (`visual_masks.sample_mask` does).
+        model: the module that has `generate`.
+        patch: the patch that records the changes.
+        frame_arguments: arguments that hold frames. They are not repeated for beams: the beams of a sample share its
+            frames, and the model's mask takes that into account (as `frames.mask_over_samples` does).
     """
-    unpatched = model.generate
+    unpatched, comm = model.generate, patch.context.comm
 
     @functools.wraps(unpatched)
     def generate(*args: Any, **kwargs: Any) -> Any:
-        if context.comm.size > 1:
-            given = kwargs.get("generation_config") or (args[1] if len(args) > 1 else None)
-            require_same_text(context.comm, "generate", lambda: _settings(given or model.generation_config, kwargs))
-            share_random_state(context.comm, next(model.parameters()).device)
+        if comm.size > 1:
+            config = kwargs.get("generation_config") or (args[1] if len(args) > 1 else None) or model.generation_config
+            require_same_text(comm, "generate", lambda: _describe_settings(config, kwargs))
+            share_random_state(comm, next(model.parameters()).device)
         return unpatched(*args, **kwargs)
 
     patch.set(model, "generate", generate)
-    # With a static cache transformers would compile the forward pass, transfers between ranks and all.
+    # With a static cache transformers would compile the forward pass, including transfers between ranks.
     patch.set(model, "_valid_auto_compile_criteria", lambda *args, **kwargs: False)
     if hasattr(model, "set_attn_implementation"):
         patch.set(model, "set_attn_implementation", _refuse_other_attention)
-    if frames:
-        patch.set(model, "_expand_inputs_for_generation", _keeping(model._expand_inputs_for_generation, frames))
+    if frame_arguments:
+        expand = _without_expanding(model._expand_inputs_for_generation, frame_arguments)
+        patch.set(model, "_expand_inputs_for_generation", expand)
 
 
 def _refuse_other_attention(*args: Any, **kwargs: Any) -> None:
@@ -54,39 +53,39 @@ def _refuse_other_attention(*args: Any, **kwargs: Any) -> None:
     )
 
 
-def _keeping(unpatched: Any, frames: tuple[str, ...]) -> Any:
+def _without_expanding(unpatched: Any, frame_arguments: tuple[str, ...]) -> Any:
     @functools.wraps(unpatched)
     def expand(*args: Any, **kwargs: Any) -> Any:
-        held = {name: kwargs.pop(name) for name in frames if kwargs.get(name) is not None}
+        frames = {name: kwargs.pop(name) for name in frame_arguments if kwargs.get(name) is not None}
         ids, expanded = unpatched(*args, **kwargs)
-        return ids, expanded | held
+        return ids, expanded | frames
 
     return expand
 
 
-def _settings(config: Any, kwargs: dict[str, Any]) -> str:
-    """What decides how many tokens are generated and how, as text. The forward pass compares the inputs."""
-    settings = {**config.to_dict(), **kwargs, "streamer": None}  # one rank's streamer changes nothing
+def _describe_settings(config: Any, kwargs: dict[str, Any]) -> str:
+    """Return as text what decides how many tokens are generated, and how. The forward pass compares the inputs."""
+    settings = {**config.to_dict(), **kwargs, "streamer": None}  # the streamer may differ between ranks
     if settings.get("max_time") is not None:
         raise ConfigError(
             f"max_time={settings['max_time']}: the ranks' clocks would end generation at different tokens; use "
             "max_new_tokens"
         )
-    texts = {name: _as_text(value) for name, value in sorted(settings.items())}
+    texts = {name: _describe_value(value) for name, value in sorted(settings.items())}
     return ", ".join(f"{name}={text}" for name, text in texts.items() if text)
 
 
-def _as_text(value: Any) -> str:
-    """Return a setting as the ranks compare it: objects by type; nothing for tensors, which the forward compares."""
+def _describe_value(value: Any) -> str:
+    """Return a setting as text, objects by their type. Tensors give nothing, because the forward pass compares them."""
     if isinstance(value, (list, tuple)):
-        return f"[{', '.join(map(_as_text, value))}]"
+        return f"[{', '.join(map(_describe_value, value))}]"
     if value is None or isinstance(value, Tensor):
         return ""
     return repr(value) if isinstance(value, (bool, int, float, str)) else type(value).__name__
 
 
 def share_random_state(comm: Communicator, device: torch.device) -> None:
-    """Sets the random state of every rank to that of rank 0: the CPU's, and the device's that the model is on."""
+    """Set the random state of every rank, of the CPU and of `device`, to that of rank 0."""
     if comm.size == 1:
         return
     torch.set_rng_state(comm.broadcast(torch.get_rng_state().to(comm.device), "random state").cpu())

@@ -1,7 +1,8 @@
-"""The forward passes of a patched transformers model, the same for all families.
+"""The forward pass of a patched transformers model, the same for all families.
 
-A family says what its model computes (`Family`); here is who computes it: which tokens and frames a rank has, what is
-agreed upon before, and how loss and logits come out as the unpatched model's. Passes with a cache: `hf_cached_passes`.
+`Family` says what a model computes. This module decides which tokens and frames each rank computes, has the ranks agree
+on their inputs beforehand, and returns loss and logits as the unpatched model does. Passes with a cache are in
+`cached_passes`.
 
 Shape legend: B samples, L text tokens of the pass, s of them on this rank.
 """
@@ -9,7 +10,7 @@ Shape legend: B samples, L text tokens of the pass, s of them on this rank.
 from __future__ import annotations
 
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -19,50 +20,47 @@ from transformers.utils import can_return_tuple
 from mllm_seqpar.runtime.forward_state import ForwardState
 
 from .cached_passes import cached_pass
-from .family import Family
-from .frame_encoding import local_features
+from .family import Family, require_same_pass
+from .frames import frame_arguments, local_features, log_shard_sizes
 from .generation import share_random_state
 from .inputs import ForwardInputs
-from .outputs import sharded_outputs
-from .pass_inputs import frames_of, report, require_same_pass, text_of
-from .text_masks import text_shards
+from .outputs import uncached_outputs
+from .text import rows_of_pass, text_shards
 
 
-def forward_of(model: Any, forward: Callable[..., Any]) -> Any:
-    """`forward(self, ...)` as the model's method: with `return_dict`, and as it is under torch.compile.
+def as_forward(model: Any, forward: Callable[..., Any], doc: str = "") -> Any:
+    """Return `forward(self, ...)` as a method of `model` that takes `return_dict` and is never compiled.
 
-    What is sent when is planned in Python, anew for each mask. Compiling that takes minutes, and again for each batch.
+    Schedules are planned in Python for each mask. Compiling that takes minutes, for every new mask. The docstring is
+    that of the unpatched forward with `doc` appended.
     """
+    forward.__doc__ = (model.forward.__doc__ or "") + doc
     return types.MethodType(torch.compiler.disable(can_return_tuple(forward)), model)
 
 
-def run_pass(family: Family, inputs: ForwardInputs, logits_to_keep: int | Tensor, kwargs: dict[str, Any]) -> Any:
-    """One forward pass of a patched model; what its `forward` returns."""
-    return (cached_pass if inputs.use_cache else _sharded_pass)(family, inputs, logits_to_keep, kwargs)
+def run_pass(family: Family, inputs: ForwardInputs, logits_to_keep: int | Tensor, kwargs: Mapping[str, Any]) -> Any:
+    """Run one forward pass of a patched model, and return what the model's `forward` returns."""
+    family.context.require_same_world()
+    return (cached_pass if inputs.use_cache else _uncached_pass)(family, inputs, logits_to_keep, kwargs)
 
 
-def _sharded_pass(family: Family, inputs: ForwardInputs, logits_to_keep: int | Tensor, kwargs: dict[str, Any]) -> Any:
-    """Text and frames dealt to the ranks, no cache: training, evaluation, generation without a cache."""
+def _uncached_pass(
+    family: Family, inputs: ForwardInputs, logits_to_keep: int | Tensor, kwargs: Mapping[str, Any]
+) -> Any:
+    """Run a pass with text and frames sharded: training, evaluation, generation without a cache."""
     context = family.context
-    require_same_pass(family, inputs, kwargs | {"logits_to_keep": logits_to_keep})
-    text, note = text_shards(context, inputs), family.note(inputs)
+    require_same_pass(family, inputs, logits_to_keep, kwargs)
+    text, placement = text_shards(context, inputs), family.placement(inputs)
     features = local_features(family, inputs)
-    call = ForwardState(context, text=text, **frames_of(family, inputs, text, features, note))
-    report(family, inputs, text.local if call.shards_text else inputs.length)
-    if not call.shards_text and family.model.training:  # every rank computes all text: it must drop the same of it
+    state = ForwardState(context, text=text, **frame_arguments(family, inputs, text, features, placement))
+    log_shard_sizes(family, inputs, text.local if state.shards_text else inputs.length)
+    if not state.shards_text and family.model.training:  # every rank computes all text, with the same dropout masks
         share_random_state(context.comm, inputs.text.device)
-    embeds, positions, mask = text_of(family, inputs, call)
-    if not call.shards_text:
+    embeds, positions, mask = rows_of_pass(family, inputs, state)
+    if not state.shards_text:
         mask = family.text_mask(embeds, mask, positions, None)
-    outputs = family.decode(embeds, positions, mask, None, call, **kwargs)
-    out = sharded_outputs(
-        call,
-        inputs,
-        outputs.last_hidden_state,
-        outputs.hidden_states,
-        lm_head=family.lm_head,
-        loss_function=family.loss_function,
-        loss_arguments=kwargs,
-        logits_to_keep=logits_to_keep,
+    decoded = family.run_decoder(embeds, positions, mask, None, state, **kwargs)
+    out = uncached_outputs(
+        family, inputs, state, decoded.last_hidden_state, decoded.hidden_states, logits_to_keep, kwargs
     )
-    return family.output(out, features, inputs)
+    return family.model_output(out, features, inputs)

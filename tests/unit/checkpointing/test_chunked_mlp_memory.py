@@ -1,11 +1,9 @@
-"""Layer: one process. What a decoder layer keeps for backward, and the largest tensors that it ever makes."""
+"""Layer: one process. What a decoder layer with a chunked MLP saves for backward, and the memory that it uses."""
 
 from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -17,7 +15,6 @@ from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
 
 from mllm_seqpar import SeqParConfig
-from mllm_seqpar.checkpointing.chunked_mlp import chunk_forwards
 from mllm_seqpar.comm import as_communicator
 from mllm_seqpar.patching import Patch
 from mllm_seqpar.runtime.context import SeqParContext
@@ -35,43 +32,43 @@ class Layer(nn.Module):
         config._attn_implementation = "sdpa"
         self.layer, self.rotary = LlamaDecoderLayer(config, 0), LlamaRotaryEmbedding(config)
         context = SeqParContext(as_communicator(None), SeqParConfig(mlp_chunk_size=size))
-        chunk_forwards(Patch("test", context), [self.layer.mlp])
+        Patch("test", context).chunk_forwards([self.layer.mlp])
 
     def forward(self, x: Tensor) -> Tensor:
         return self.layer(x, position_embeddings=self.rotary(x, torch.arange(x.shape[1])[None]))
 
 
-@contextmanager
-def kept() -> Iterator[dict[int, int]]:
-    """Inside, collects the bytes of each storage that autograd keeps, by address; parameters too."""
+def saved_bytes(inner: int, size: int | None) -> int:
+    """Return the bytes that autograd saves for the layer's backward pass, without weights."""
+    layer, x = Layer(inner, size), torch.randn(2, TOKENS // 2, WIDTH).requires_grad_()
     found: dict[int, int] = {}
     alive: list[Tensor] = []
 
-    def note(x: Tensor) -> Tensor:
-        alive.append(x)  # or another one may get its address
+    def pack(x: Tensor) -> Tensor:
+        alive.append(x)  # otherwise another tensor may have its address
         found[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
         return x
 
-    with torch.autograd.graph.saved_tensors_hooks(note, lambda x: x):
-        yield found
-
-
-def bytes_kept(inner: int, size: int | None) -> int:
-    """By a layer for its backward pass, without weights."""
-    layer, x = Layer(inner, size), torch.randn(2, TOKENS // 2, WIDTH).requires_grad_()
-    with kept() as found:
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
         y = layer(x)
     del y
     weights = {p.untyped_storage().data_ptr() for p in layer.parameters()}
     return sum(count for address, count in found.items() if address not in weights)
 
 
-class Largest(TorchDispatchMode):
-    """Follows tensors of which a dimension has `size`, those of `weights` left out.
+def test_saved_bytes_do_not_depend_on_the_inner_size() -> None:
+    small, large = saved_bytes(24, SIZE), saved_bytes(240, SIZE)
+    assert small == large
+    # unpatched: gate, its activation, up, and their product
+    assert saved_bytes(240, None) == large + 4 * TOKENS * 240 * 4
+
+
+class MemoryTracker(TorchDispatchMode):
+    """Tracks the tensors that have a dimension of `size`, without the weights.
 
     Attributes:
-        rows: the most rows that any of them had.
-        peak: the most bytes of all of them together.
+        rows: the largest number of rows of any of them.
+        peak: the largest number of bytes of all of them at once.
     """
 
     def __init__(self, size: int, weights: nn.Module) -> None:
@@ -83,10 +80,10 @@ class Largest(TorchDispatchMode):
         out = function(*args, **kwargs or {})
         for x in tree_leaves(out):
             if isinstance(x, Tensor) and self.size in x.shape:
-                self._follow(x)
+                self._track(x)
         return out
 
-    def _follow(self, x: Tensor) -> None:
+    def _track(self, x: Tensor) -> None:
         storage = x.untyped_storage()
         address, count = storage.data_ptr(), storage.nbytes()
         if address in self._known:
@@ -95,30 +92,23 @@ class Largest(TorchDispatchMode):
         self.live += count
         self.rows, self.peak = max(self.rows, x.numel() // self.size), max(self.peak, self.live)
 
-        def gone() -> None:
+        def on_free() -> None:
             self._known.discard(address)
             self.live -= count
 
-        weakref.finalize(storage, gone)
+        weakref.finalize(storage, on_free)
 
 
-def test_what_is_kept_does_not_depend_on_the_inner_size() -> None:
-    small, large = bytes_kept(24, SIZE), bytes_kept(240, SIZE)
-    assert small == large
-    # unpatched: gate, its activation, up, and their product
-    assert bytes_kept(240, None) == large + 4 * TOKENS * 240 * 4
-
-
-def inner_activations(inner: int, size: int | None) -> Largest:
-    """Of a pass and its backward; weights get no gradients here, which have the inner size too."""
+def inner_activations(inner: int, size: int | None) -> MemoryTracker:
+    """Track forward and backward. The weights are frozen, because their gradients have the inner size too."""
     layer, x = Layer(inner, size).requires_grad_(False), torch.randn(2, TOKENS // 2, WIDTH).requires_grad_()
-    with Largest(inner, layer) as found:
+    with MemoryTracker(inner, layer) as found:
         layer(x).sum().backward()
     return found
 
 
 @pytest.mark.parametrize("size", [1, SIZE, 13])
-def test_no_inner_activation_of_more_tokens_is_ever_made(size: int) -> None:
+def test_inner_activations_of_one_chunk_exist_at_a_time(size: int) -> None:
     plain, chunked = inner_activations(48, None), inner_activations(48, size)
     assert (plain.rows, chunked.rows) == (TOKENS, size)
     # gate, up, their activation and product, and gradients of two of them
@@ -126,19 +116,18 @@ def test_no_inner_activation_of_more_tokens_is_ever_made(size: int) -> None:
     assert chunked.peak == 6 * size * 48 * 4
 
 
-def test_gradients_of_weights_exist_once_and_one_weights_twice() -> None:
-    """The sums, and one chunk's gradient of one weight; not one for each chunk."""
+def test_one_weight_has_a_chunk_gradient_beside_the_sums() -> None:
     layer, x = Layer(512, 2), torch.randn(2, TOKENS // 2, WIDTH).requires_grad_()
     y = layer(x).sum()
-    with Largest(512, layer) as found:
+    with MemoryTracker(512, layer) as found:
         y.backward()
     weight = 512 * WIDTH * 4
     assert 4 * weight <= found.peak < 4.8 * weight
 
 
 @pytest.mark.parametrize("size", [None, SIZE])
-def test_the_input_is_released_by_backward(size: int | None) -> None:
-    """Though the loss lives on, as it does in training loops."""
+def test_backward_frees_the_input(size: int | None) -> None:
+    """The loss stays alive, as in training loops."""
     mlp, x = Layer(24, size).layer.mlp, torch.randn(1, TOKENS, WIDTH, requires_grad=True) * 1.0
     storage = weakref.ref(x.untyped_storage())
     loss = mlp(x).sum()

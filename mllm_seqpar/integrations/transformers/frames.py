@@ -1,0 +1,197 @@
+"""The frames of a pass: each rank encodes its own, and says which of all frames its text rows may attend to.
+
+Shape legend: B samples, L text tokens, U units of a sample, F frames of all samples and ranks, f frames of this rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+from mllm_seqpar.errors import ShapeError
+from mllm_seqpar.masks import FrameMask
+from mllm_seqpar.runtime.forward_state import FrameState, select_for_pass
+from mllm_seqpar.runtime.text_shards import TextShards
+from mllm_seqpar.runtime.visual_features import VisualFeatures, VisualKVCache
+from mllm_seqpar.sharding import frame_bounds
+
+from .family import Family, Visibility
+from .inputs import ForwardInputs
+
+
+def local_features(family: Family, inputs: ForwardInputs) -> Tensor | None:
+    """Return the features (units, tokens, width) of this rank's frames; the vision tower encodes only those.
+
+    The tower encodes `vision_chunk_size` frames at a time, and runs as often as on the rank with most frames. A rank
+    with nothing left to encode runs it on one frame and discards the result, so that its parameters have zero gradients
+    rather than none and the gathers of FSDP stay in step. For the same reason a batch without any frame gets an empty
+    one, to which no token attends, if other ranks under the same FSDP have frames. The empty frame is encoded if the
+    caller passes pixels or nothing. It is zeros if the caller passes an empty tensor of features, because the other
+    ranks do not run the tower then either. If no rank has frames, the result is None and the parameters have no
+    gradient, as in the unpatched model.
+    """
+    frames, total, units = inputs.frames, inputs.total_frames, family.units_per_frame(inputs)
+    rank, size = family.context.comm.rank, family.context.comm.size
+    weight = family.embedding_weight()
+    bounds = frame_bounds(total, size)
+    most = max(stop - start for start, stop in bounds)
+    chunk = most if inputs.frames_are_features else family.context.config.vision_chunk_size or most
+    runs = _tower_runs(family.model, -(-most // max(chunk, 1)))
+    if total == 0:
+        if not runs:
+            return None
+        if frames is not None and inputs.frames_are_features:
+            empty = frames.new_zeros((units, *frames.shape[1:]), dtype=weight.dtype, device=weight.device)
+        else:
+            blank = family.blank_frame()
+            empty = _encode_in_runs(family, blank, blank, runs)
+        return empty if rank == 0 else empty[:0]
+    assert frames is not None
+    local = given = (frames, *inputs.extras)
+    if inputs.visual_shard is None:
+        start, stop = bounds[rank]
+        if inputs.frames_are_features:
+            start, stop = start * units, stop * units
+        local = tuple(x[start:stop] for x in given)
+    if inputs.frames_are_features:
+        features = local[0].flatten(0, local[0].dim() - 3)  # by units, if they came by frames
+        dtype = features.dtype if torch.is_autocast_enabled(weight.device.type) else weight.dtype
+        return features.to(device=weight.device, dtype=dtype)
+    # A discarded run takes a frame of the caller, of any rank, so that a frame of a wrong size fails on every rank and
+    # the caller's tensor has a zero gradient here rather than none.
+    spare = local if local[0].shape[0] else tuple(x if x.shape[0] else x.new_zeros((1, *x.shape[1:])) for x in given)
+    return _encode_in_runs(family, local, spare, runs)
+
+
+def _tower_runs(model: nn.Module, runs: int) -> int:
+    """Return how often the vision tower must run in this pass: `runs`, or the maximum over the ranks of FSDP2.
+
+    FSDP2 gathers the parameters of a module when it runs, and all ranks must reduce the same gradients: a rank that
+    skips a module stalls the others. Sequence-parallel groups of one job may have different batches, so the maximum is
+    taken over the mesh that the parameters are sharded on.
+    """
+    if not any(isinstance(module, FSDPModule) for module in model.modules()):
+        return runs
+    mesh = next((p.device_mesh for p in model.parameters() if isinstance(p, DTensor)), None)
+    if mesh is None:  # one FSDP unit, gathered already: there is no mesh to ask, so assume that some rank has a frame
+        return max(runs, 1)
+    most = torch.tensor(runs, device=mesh.device_type)
+    for dim in range(mesh.ndim):
+        dist.all_reduce(most, dist.ReduceOp.MAX, group=mesh.get_group(dim))
+    return int(most)
+
+
+def _encode_in_runs(family: Family, local: Sequence[Tensor], spare: Sequence[Tensor], runs: int) -> Tensor:
+    """Encode `local` in `runs` runs of the tower; a run with nothing left encodes a frame of `spare`, and drops it."""
+    count = local[0].shape[0]
+    chunk = max(1, -(-count // runs))
+    parts = []
+    for start in range(0, runs * chunk, chunk):
+        if start < count:
+            parts.append(family.encode(*(x[start : start + chunk] for x in local)))
+        else:  # an empty slice, so that the run stays in the graph for backward
+            parts.append(family.encode(*(x[:1] for x in spare))[:0])
+    return parts[0] if runs == 1 else torch.cat(parts)
+
+
+def frame_arguments(
+    family: Family,
+    inputs: ForwardInputs,
+    text: TextShards,
+    features: Tensor | None,
+    placement: Any,
+    visual_cache: VisualKVCache | None = None,
+) -> dict[str, Any]:
+    """Return what `ForwardState` takes for the frames of a pass with sharded text."""
+    if features is None:
+        return {}
+    visual = visual_features(family, inputs, features)
+    visibility = visibility_of(family, inputs, visual.total_frames, features.shape[1], inputs.total_frames, placement)
+    frames = FrameState.of(visual, visibility.mask, text, family.units_per_frame(inputs))
+    if visual_cache is None:
+        frames = _select_strategy(family, inputs, text, frames)
+    rows = visibility.rows
+    if family.context.config.self_attention != "local":
+        rows = {name: text.shard(x, 1) for name, x in rows.items()}
+    return {"frames": frames, "rows": rows, "kept": visual_cache}
+
+
+def _select_strategy(family: Family, inputs: ForwardInputs, text: TextShards, frames: FrameState) -> FrameState:
+    """Select what `strategy="auto"` uses for this pass, and gather the features if that is "replicate"."""
+    context, shape = family.context, family.cross_attention_shape()
+    if context.comm.size == 1:
+        return frames
+    if context.config.strategy == "auto" and shape is not None:
+        frames = select_for_pass(context, shape, text, frames)
+    if context.config.strategy == "replicate" or (frames.choice and frames.choice.strategy == "replicate"):
+        frames = frames.gathered(context.comm, family.unit_index(inputs, frames.visual.total_frames))
+    return frames
+
+
+def visual_features(family: Family, inputs: ForwardInputs, features: Tensor) -> VisualFeatures:
+    """Return this rank's features with the index of each unit. Without frames, rank 0 has the empty one."""
+    per_frame, total = family.units_per_frame(inputs), max(1, inputs.total_frames)
+    start, stop = frame_bounds(total, family.context.comm.size)[family.context.comm.rank]
+    index = family.unit_index(inputs, total * per_frame)[start * per_frame : stop * per_frame].to(features.device)
+    return VisualFeatures(features, index, total * per_frame)
+
+
+def visibility_of(
+    family: Family, inputs: ForwardInputs, units: int, tokens: int, total_frames: int, placement: Any
+) -> Visibility:
+    """Return the family's visibility of all rows, or the empty one if there are no frames."""
+    if total_frames:
+        return family.visibility(inputs, units, tokens, placement)
+    return family.empty_visibility(inputs, units, tokens)
+
+
+def log_shard_sizes(family: Family, inputs: ForwardInputs, local_tokens: int) -> None:
+    """Log once per model how many text tokens and frames this rank holds."""
+    comm = family.context.comm
+    start, stop = frame_bounds(inputs.total_frames, comm.size)[comm.rank]
+    family.context.report_shares((local_tokens, inputs.length), (stop - start, inputs.total_frames))
+
+
+def mask_over_samples(
+    visible: Tensor, tokens: int, units: int, rows: Tensor | None = None, prompt_batch: int | None = None
+) -> FrameMask:
+    """Turn a table of which units of its sample each row may attend to into a mask over the units of all samples.
+
+    Args:
+        visible: (B, L, U) bool, over the units of the row's sample.
+        tokens: keys of a unit.
+        units: units of all samples and ranks. With beams, B is a multiple of the number of samples, and the beams of a
+            sample share its units.
+        rows: (B,) for each row, the row of the frames' own pass that it continues; None if this is that pass.
+        prompt_batch: rows of the frames' own pass; None: B.
+
+    Raises:
+        ShapeError: `units` does not fit the table.
+    """
+    visible = visible.detach().cpu()
+    batch, length, per_sample = visible.shape
+    prompt_batch = prompt_batch or batch
+    samples = units // per_sample if per_sample else prompt_batch
+    if per_sample and (units % per_sample or samples == 0 or prompt_batch % samples):
+        raise ShapeError(
+            f"{units} frames (or tiles) were passed for {prompt_batch} samples of the text, whose mask speaks of "
+            f"{per_sample} each; expected {prompt_batch * per_sample}, or with beams those of the samples once"
+        )
+    offset = torch.arange(prompt_batch) // max(1, prompt_batch // samples) * per_sample
+    offset = offset if rows is None else offset[rows]
+    count = visible.sum(-1)
+    first = visible.int().argmax(-1) if per_sample else count
+    stop = per_sample - visible.flip(-1).int().argmax(-1) if per_sample else count
+    if bool(((stop - first == count) | (count == 0)).all()):  # no gaps: an interval per row is enough
+        first = offset[:, None] + first
+        return FrameMask.from_intervals(first, first + count, tokens, units)
+    table = torch.zeros(batch, length, units, dtype=torch.bool)
+    for sample in range(batch):
+        table[sample, :, int(offset[sample]) : int(offset[sample]) + per_sample] = visible[sample]
+    return FrameMask.from_dense(table, tokens)

@@ -1,0 +1,118 @@
+"""The text of a pass: how it is sharded, the rows that this rank computes, and attention masks as rectangles.
+
+Shape legend: B samples, L text tokens of the pass, s of them on this rank, K keys, H heads, G KV heads, D head_dim.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mllm_seqpar.errors import MaskError
+from mllm_seqpar.masks.rectangles import Rectangle, Span, masked_rectangles
+from mllm_seqpar.runtime.context import SeqParContext
+from mllm_seqpar.runtime.forward_state import ForwardState
+from mllm_seqpar.runtime.star import StarText
+from mllm_seqpar.runtime.text_shards import TextShards, packed_starts
+
+from .family import Family
+from .inputs import ForwardInputs
+
+
+def text_shards(context: SeqParContext, inputs: ForwardInputs) -> TextShards:
+    """Return how the text of a pass is sharded, with its padding mask and packed sequences.
+
+    Raises:
+        MaskError: the attention mask is not (B, L).
+    """
+    valid, first = _padding_and_packing(inputs)
+    return TextShards(inputs.batch, inputs.length, context.comm, context.config.text_layout, valid, first)
+
+
+def star_text_shards(context: SeqParContext, inputs: ForwardInputs) -> StarText:
+    """Return how Star Attention shards the context of a prompt; warn once per patched model that it is approximate.
+
+    With two ranks it is exact: the anchor and the second rank's block are the whole context.
+
+    Raises:
+        MaskError: the attention mask is not (B, L), or a sample is all padding in the anchor.
+    """
+    valid, first = _padding_and_packing(inputs)
+    text = StarText(inputs.batch, inputs.length, context.comm, valid, first)
+    if valid is not None:
+        without_text = (~valid[:, : text.block].bool().any(1)).nonzero().flatten().tolist()
+        if without_text:
+            raise MaskError(
+                f"attention_mask: sample {without_text[0]} has padding only among its first {text.block} tokens, which "
+                'are the anchor of self_attention="star" and must be text; pass samples of about one length, or one '
+                "by one"
+            )
+    if context.comm.size > 2:
+        context.report_approximation(text.block, inputs.length - text.length)
+    return text
+
+
+def _padding_and_packing(inputs: ForwardInputs) -> tuple[Tensor | None, Tensor | None]:
+    """Return `valid` and `first` of `TextShards`."""
+    mask, shape = inputs.attention_mask, (inputs.batch, inputs.length)
+    if mask is not None and (not isinstance(mask, Tensor) or tuple(mask.shape) != shape):
+        found = tuple(mask.shape) if isinstance(mask, Tensor) else type(mask).__name__
+        raise MaskError(f"attention_mask: sequence-parallel text takes a padding mask of shape {shape}, got {found}")
+    return mask, packed_starts(inputs.positions()) if mask is None and inputs.detects_packing else None
+
+
+def rows_of_pass(family: Family, inputs: ForwardInputs, state: ForwardState) -> tuple[Tensor, Tensor, Any]:
+    """Return (embeds, positions, attention mask) of the rows that this rank computes."""
+    ids, embeds, positions = inputs.input_ids, inputs.inputs_embeds, inputs.positions()
+    mask = inputs.attention_mask
+    if state.shards_text:
+        assert state.text is not None
+        positions = state.text.shard(positions, 1)
+        ids, embeds = (None if x is None else state.text.shard(x, 1) for x in (ids, embeds))
+        mask = dummy_mask(inputs.text)
+    elif mask is None and not inputs.detects_packing:  # a mask of ones keeps transformers from looking at positions
+        mask = torch.ones(inputs.batch, inputs.length, dtype=torch.long, device=inputs.text.device)
+    if embeds is None:
+        assert ids is not None
+        embeds = family.embed(ids)
+    return embeds, positions, mask
+
+
+def dummy_mask(text: Tensor) -> Tensor:
+    """Return a mask that transformers passes on unchanged, for passes whose mask is in the `ForwardState`."""
+    return torch.ones((1, 1, 1, 1), dtype=torch.bool, device=text.device)
+
+
+@dataclass(frozen=True)
+class _DenseMaskRule:
+    visible: Tensor  # (B or 1, L, K) bool
+
+    def expand(self, batch: Span, rows: Span, keys: Span, device: torch.device) -> Tensor:
+        part = self.visible if self.visible.shape[0] == 1 else self.visible[slice(*batch)]
+        return part[:, slice(*rows), slice(*keys)].to(device)
+
+
+def causal_rectangles(mask: Tensor | None, q: Tensor, k: Tensor) -> Iterable[Rectangle]:
+    """Yield the mask rectangles of rows q (B, H, L, D) and the cached and new keys k (B, G, K, D).
+
+    Args:
+        mask: (B or 1, 1, L, K) as transformers prepares it; None for a causal mask without padding.
+    """
+    batch, length, keys = q.shape[0], q.shape[2], k.shape[2]
+    if mask is None:
+        cached = keys - length
+        if cached:
+            yield Rectangle((0, batch), (0, length), (0, cached))
+        yield Rectangle((0, batch), (0, length), (cached, keys), "causal")
+        return
+    if mask.dim() != 4 or mask.shape[1] != 1:
+        raise MaskError(
+            f"attention_mask: expected (B, 1, rows, keys) as transformers prepares it, got {tuple(mask.shape)}"
+        )
+    visible = mask[:, 0, :, :keys]
+    rule = _DenseMaskRule(visible if visible.dtype is torch.bool else visible >= 0)
+    yield from masked_rectangles((0, batch), (0, length), (0, keys), 1, rule)

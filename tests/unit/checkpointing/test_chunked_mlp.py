@@ -1,0 +1,238 @@
+"""Layer: one process. A token-wise module in chunks gives the results, gradients and random numbers of one pass."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from tokenwise_modules import KINDS, WIDTH, chunked, module_and_inputs, weighted_sum, with_gradients
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from mllm_seqpar.errors import ConfigError, ShapeError
+from tolerances import AGAINST_UNPATCHED, EXACT, relative_error
+
+
+def assert_close(found: list[Tensor], expected: list[Tensor]) -> None:
+    for mine, theirs in zip(found, expected, strict=True):
+        assert mine.shape == theirs.shape and mine.dtype == theirs.dtype
+        assert relative_error(mine, theirs) < EXACT[theirs.dtype]
+
+
+@pytest.mark.parametrize("size", [1, 3, 13, 14])
+@pytest.mark.parametrize("kind", KINDS)
+def test_results_and_gradients_equal_the_unchunked_module(kind: str, size: int) -> None:
+    """2 samples of 7 tokens: chunks that divide and do not, that cross the samples' border, and one chunk for all."""
+    module, inputs = module_and_inputs(kind)
+    leaves = [*inputs, *module.parameters()]
+    expected = with_gradients(module(*inputs), leaves)
+    assert_close(with_gradients(chunked(module, size, *inputs), leaves), expected)
+
+
+@pytest.mark.parametrize("shape", [(9,), (2, 2, 3)])
+def test_module_receives_tensors_of_the_same_number_of_dimensions(shape: tuple[int, ...]) -> None:
+    module, (x,) = module_and_inputs("gated", *shape)
+    expected = module(x)
+    dims: set[int] = set()
+    module.gate.register_forward_pre_hook(lambda _, args: dims.add(args[0].dim()))
+    assert_close([chunked(module, 4, x)], [expected])
+    assert dims == {x.dim()}
+
+
+def test_inputs_may_be_non_contiguous() -> None:
+    module, (x,) = module_and_inputs("gated", 7, 2)
+    expected = with_gradients(module(x.transpose(0, 1)), [x])
+    assert_close(with_gradients(chunked(module, 3, x.transpose(0, 1)), [x]), expected)
+
+
+@pytest.mark.parametrize("frozen", ["weights", "input", "some weights"])
+def test_only_leaves_that_require_grad_receive_gradients(frozen: str) -> None:
+    module, (x,) = module_and_inputs()
+    x.requires_grad_(frozen != "input")
+    for name, p in module.named_parameters():
+        p.requires_grad_(frozen == "input" or (frozen == "some weights" and name.startswith("up")))
+    leaves = [t for t in (x, *module.parameters()) if t.requires_grad]
+    assert_close(with_gradients(chunked(module, 3, x), leaves), with_gradients(module(x), leaves))
+    chunked(module, 3, x).sum().backward()
+    assert all((t.grad is not None) is t.requires_grad for t in (x, *module.parameters()))
+
+
+def test_unused_parameter_has_no_gradient_and_shared_one_has_the_sum() -> None:
+    module, (x,) = module_and_inputs()
+    module.up.weight = module.gate.weight
+    module.extra = nn.Parameter(torch.ones(3))
+    leaves = [x, *(p for p in module.parameters() if p is not module.extra)]
+    assert_close(with_gradients(chunked(module, 3, x), leaves), with_gradients(module(x), leaves))
+    chunked(module, 3, x).sum().backward()
+    assert module.extra.grad is None  # an optimizer would decay it
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_backward_replays_dropout(kind: str) -> None:
+    """The reference computes the chunks one by one through autograd alone, with the same random numbers."""
+    module, inputs = module_and_inputs(kind, dropout=0.4)
+    leaves = [*inputs, *module.train().parameters()]
+    torch.manual_seed(5)
+    flat = [x.reshape(1, 14, WIDTH) for x in inputs]
+    parts = [module(*(x[:, start : start + 4] for x in flat)) for start in range(0, 14, 4)]
+    expected = with_gradients(torch.cat(parts, 1).reshape(2, 7, WIDTH), leaves)
+    after_forward = torch.get_rng_state()
+
+    torch.manual_seed(5)
+    out = chunked(module, 4, *inputs)
+    assert torch.equal(torch.get_rng_state(), after_forward)
+    torch.rand(3)  # something else draws between forward and backward
+    before_backward = torch.get_rng_state()
+    assert_close(with_gradients(out, leaves), expected)
+    assert torch.equal(torch.get_rng_state(), before_backward)
+    assert not torch.equal(chunked(module.eval(), 4, *inputs), out)
+
+
+@pytest.mark.rounding
+@pytest.mark.parametrize("inside", [True, False])
+def test_backward_uses_the_autocast_of_forward(inside: bool) -> None:
+    module, (x,) = module_and_inputs("gated", 4, 50, dtype=torch.float32)
+    leaves = [x, *module.parameters()]
+    exact_module, (exact_x,) = module_and_inputs("gated", 4, 50)
+    exact_x.data = x.detach().double()
+    exact_module.load_state_dict(module.state_dict())
+    exact = with_gradients(exact_module(exact_x), [exact_x, *exact_module.parameters()])
+    dtypes: list[torch.dtype] = []
+    with torch.autocast("cpu", torch.bfloat16):
+        plain = with_gradients(module(x), leaves)
+        module.down.register_forward_hook(lambda _, args, out: dtypes.append(out.dtype))
+        out = chunked(module, 16, x)
+        found = with_gradients(out, leaves) if inside else []
+    found = found or with_gradients(out, leaves)
+    assert dtypes == [torch.bfloat16] * (2 * 13)
+    # Not the same bits: how a processor sums a matrix product may depend on the number of rows.
+    for mine, theirs, reference in zip(found, plain, exact, strict=True):
+        assert mine.dtype == theirs.dtype
+        assert relative_error(mine, reference) <= AGAINST_UNPATCHED * relative_error(theirs, reference)
+
+
+def test_autocast_caches_no_weight_without_gradient() -> None:
+    """A cached cast that was made without grad mode would leave the next pass without gradients."""
+    module, (x,) = module_and_inputs(dtype=torch.float32)
+    with torch.autocast("cpu", torch.bfloat16):
+        chunked(module, 4, x)
+        found = torch.autograd.grad(module(x).float().sum(), [*module.parameters()], allow_unused=True)
+    assert all(grad is not None for grad in found)
+
+
+@pytest.mark.rounding
+def test_bfloat16_weight_gradients_are_summed_in_float32() -> None:
+    """Over many chunks they are as close to float64 as those of a single matrix product."""
+    module, (x,) = module_and_inputs("gated", 8, 256, dtype=torch.bfloat16)
+    x = (x + 1).detach().requires_grad_()  # the sums grow, and would lose small terms
+    exact_module, _ = module_and_inputs()
+    exact_module.load_state_dict(module.state_dict())
+    exact = torch.autograd.grad(exact_module(x.detach().double()).sum(), list(exact_module.parameters()))
+    weights = list(module.parameters())
+    plain = torch.autograd.grad(module(x).sum(), weights)
+    mine = torch.autograd.grad(chunked(module, 8, x).sum(), weights)
+    for found, theirs, reference in zip(mine, plain, exact, strict=True):
+        assert relative_error(found, reference) < max(1.2 * relative_error(theirs, reference), 4e-3)
+
+
+def test_without_grad_nothing_is_recomputed() -> None:
+    module, (x,) = module_and_inputs()
+    rows: list[int] = []
+    with torch.no_grad():
+        expected = module(x)
+        module.down.register_forward_hook(lambda _, args, out: rows.append(args[0].shape[-2]))
+        y = chunked(module, 4, x)
+    assert not y.requires_grad and rows == [4, 4, 4, 2]
+    assert_close([y], [expected])
+    assert not chunked(module.requires_grad_(False), 3, x.detach()).requires_grad
+
+
+@pytest.mark.parametrize("residual", [True, False])
+def test_gradient_checkpointing_recomputes_the_mlp_only_if_needed(residual: bool) -> None:
+    """The layer's recomputation stops before the MLP unless something after the MLP was saved."""
+    module, (x,) = module_and_inputs(dropout=0.3)
+    leaves, calls = [x, *module.train().parameters()], []
+
+    def layer(x: Tensor) -> Tensor:
+        y = chunked(module, 4, x.sin())
+        return x + y if residual else y * y
+
+    torch.manual_seed(3)
+    expected = with_gradients(layer(x), leaves)
+    module.down.register_forward_hook(lambda *_: calls.append(1))
+    torch.manual_seed(3)
+    assert_close(with_gradients(checkpoint(layer, x, use_reentrant=False), leaves), expected)
+    assert len(calls) == (8 if residual else 12)
+
+
+def test_parameter_hooks_run_once() -> None:
+    module, (x,) = module_and_inputs()
+    _, expected = with_gradients(module(x), [module.up.weight])
+    calls: list[Tensor] = []
+    module.up.weight.register_hook(lambda grad: calls.append(grad) or 2 * grad)
+    weighted_sum(chunked(module, 3, x)).backward()
+    assert len(calls) == 1
+    assert_close([module.up.weight.grad], [2 * expected])
+
+
+def test_modules_have_their_parameters_back_after_a_failing_backward() -> None:
+    module, (x,) = module_and_inputs()
+    before = {name: id(p) for name, p in module.named_parameters()}
+    y = chunked(module, 3, x)
+    module.down.register_forward_hook(lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        y.sum().backward()
+    assert {name: id(p) for name, p in module.named_parameters()} == before
+
+
+def test_graph_may_be_retained_and_is_freed_otherwise() -> None:
+    module, (x,) = module_and_inputs()
+    y = chunked(module, 3, x).sum()
+    y.backward(retain_graph=True)
+    first = x.grad.clone()
+    y.backward()
+    assert torch.equal(x.grad, 2 * first)
+    with pytest.raises(RuntimeError, match="after they have already been freed"):
+        y.backward()
+
+
+def test_saved_tensors_may_be_offloaded() -> None:
+    module, (x,) = module_and_inputs()
+    leaves = [x, *module.parameters()]
+    expected = with_gradients(module(x), leaves)
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: t.detach().numpy().copy(), torch.from_numpy):
+        y = chunked(module, 3, x)
+    assert_close(with_gradients(y, leaves), expected)
+
+
+class Pooling(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.mean(-2, keepdim=True)
+
+
+class HiddenLeaf(nn.Module):
+    """Computes with a tensor that requires grad and is not a parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = torch.ones(WIDTH, dtype=torch.float64, requires_grad=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.scale.exp()
+
+
+def test_invalid_modules_and_inputs_are_refused() -> None:
+    module, (x,) = module_and_inputs()
+    with pytest.raises(ShapeError, match=r"\[\(2, 7, 8\), \(2, 6, 8\)\] are not of the same tokens"):
+        chunked(module_and_inputs("residual")[0], 3, x, x[:, 1:])
+    with pytest.raises(ShapeError, match=r"Pooling made \(1, 1, 8\) of \(1, 3, 8\); it must give one row for every"):
+        chunked(Pooling(), 3, x)
+    y = chunked(module, 3, x)
+    module.up.weight.requires_grad_(False)
+    with pytest.raises(ConfigError, match="5 parameters of Gated required grad in the forward pass and 4 do in"):
+        y.sum().backward()
+    y = chunked(HiddenLeaf(), 3, x)
+    with pytest.raises(ConfigError, match=r"HiddenLeaf computes with a tensor of shape \(8,\) that requires grad"):
+        y.sum().backward()
+    (dx,) = torch.autograd.grad(chunked(module, 3, x).square().sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        dx.sum().backward()
