@@ -11,7 +11,6 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
-from mllm_seqpar.cli.failure import leave_to_rank_0
 from mllm_seqpar.comm import Communicator
 from mllm_seqpar.errors import AgreementError, SeqParError
 
@@ -60,7 +59,7 @@ def raise_on_all_ranks(
     if error is not None:
         # Rank 0 quotes all that failed when it did not fail itself. Otherwise it speaks for those with the same error.
         if isinstance(error, SeqParError) and told[0] in (None, told[comm.rank]):
-            leave_to_rank_0(error)
+            error.reported_by_rank_0 = True
         raise error
     if any(told):
         failed = "; ".join(f"{_ranks(who)}: {text}" for text, who in _by_value(told) if text)
