@@ -2,13 +2,7 @@
 
 
 class SeqParError(ValueError):
-    """Base of all errors that this package raises about its inputs.
-
-    Attributes:
-        reported_by_rank_0: rank 0 raises an error that includes this one, so the other ranks need not print it.
-    """
-
-    reported_by_rank_0 = False
+    """Base of all errors that this package raises about its inputs."""
 
 
 class ConfigError(SeqParError):
@@ -41,8 +35,3 @@ class VideoError(SeqParError):
 
 class TransferError(RuntimeError):
     """A transfer between ranks that failed or timed out; usually another rank has ended."""
-
-
-def first_line(error: Exception) -> str:
-    """Return the first line of an error's message, or its `repr` if the message is empty."""
-    return next(iter(str(error).strip().splitlines()), repr(error))

@@ -12,8 +12,9 @@ from collections.abc import Callable, Sequence
 
 import torch.distributed as dist
 
+from mllm_seqpar.comm.collective_check import is_reported_by_rank_0
 from mllm_seqpar.comm.gloo_shutdown import release_gloo_at_exit
-from mllm_seqpar.errors import AgreementError, SeqParError, TransferError, first_line
+from mllm_seqpar.errors import AgreementError, SeqParError, TransferError
 
 BAD_INPUT = 2
 FAILED = 1
@@ -47,11 +48,16 @@ def describe(error: Exception) -> tuple[str, int]:
     exception has its traceback. The text is empty if rank 0 reports the same error.
     """
     if isinstance(error, SeqParError):
-        reported_elsewhere = isinstance(error, AgreementError) or error.reported_by_rank_0
+        reported_elsewhere = isinstance(error, AgreementError) or is_reported_by_rank_0(error)
         return ("" if reported_elsewhere and _rank() else f"error: {error}"), BAD_INPUT
     if isinstance(error, TransferError) or (isinstance(error, RuntimeError) and _lost_a_rank(error)):
         return f"{_STOPPED} another rank ended or does not answer ({first_line(error)})", FAILED
     return "".join(traceback.format_exception(error)).rstrip(), FAILED
+
+
+def first_line(error: Exception) -> str:
+    """Return the first line of an error's message, or its `repr` if the message is empty."""
+    return next(iter(str(error).strip().splitlines()), repr(error))
 
 
 def _lost_a_rank(error: RuntimeError) -> bool:

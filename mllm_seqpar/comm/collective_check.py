@@ -59,7 +59,7 @@ def raise_on_all_ranks(
     if error is not None:
         # Rank 0 quotes all that failed when it did not fail itself. Otherwise it speaks for those with the same error.
         if isinstance(error, SeqParError) and told[0] in (None, told[comm.rank]):
-            error.reported_by_rank_0 = True
+            error.__dict__[_RANK_0_REPORTS] = True
         raise error
     if any(told):
         failed = "; ".join(f"{_ranks(who)}: {text}" for text, who in _by_value(told) if text)
@@ -74,6 +74,14 @@ def raise_on_all_ranks(
             for name, by_rank in differing.items()
         )
         raise AgreementError(f"{what}: the ranks differ in {listed}. Start all ranks with the same options and files")
+
+
+_RANK_0_REPORTS = "_rank_0_reports"
+
+
+def is_reported_by_rank_0(error: SeqParError) -> bool:
+    """Return whether the error that `raise_on_all_ranks` raises on rank 0 covers this one."""
+    return bool(error.__dict__.get(_RANK_0_REPORTS))
 
 
 def _told(error: Exception | None) -> str | None:

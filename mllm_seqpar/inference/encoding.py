@@ -1,9 +1,9 @@
 """Encoding of a video on several ranks: each rank reads and encodes its frames in batches of bounded size.
 
 All ranks proceed in rounds of one batch each. A round begins with one small gather of the number of frames that each
-rank has encoded, for the progress bar, and of whether a rank has failed. A damaged part of the file therefore stops all
-ranks within one batch. A thread reads and prepares the next batch while one is encoded, so at most two batches of pixels
-exist for any length of the video. The result is the features of this rank's frames.
+rank has encoded, for the progress bar, and of whether a rank has failed. A damaged part of the file therefore stops
+all ranks within one batch. A thread reads and prepares the next batch while one is encoded, so at most two batches of
+pixels exist for any length of the video. The result is the features of this rank's frames.
 """
 
 from __future__ import annotations

@@ -11,7 +11,8 @@ import torch
 from torch import nn
 
 from mllm_seqpar import models
-from mllm_seqpar.errors import ConfigError, first_line
+from mllm_seqpar.cli.failure import first_line
+from mllm_seqpar.errors import ConfigError
 
 from .loading_report import require_clean
 

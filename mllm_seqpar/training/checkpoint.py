@@ -10,8 +10,8 @@ All files are written to a directory with the suffix .tmp, which rank 0 renames 
 the previous checkpoint unchanged. Frozen parameters are not saved: a resumed run loads them from --model.
 
 The optimizer's state is read from its tensors and not through torch's get_optimizer_state_dict, which creates a state
-for parameters that never had a gradient (for example the last layer of a vision tower whose second-to-last hidden states
-are used) and then does not find it in the file.
+for parameters that never had a gradient (for example the last layer of a vision tower whose second-to-last hidden
+states are used) and then does not find it in the file.
 """
 
 import json

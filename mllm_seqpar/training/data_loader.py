@@ -25,7 +25,7 @@ class ShardedBatch:
     """One micro-batch of this rank's group: tokenized text, and frames that are not decoded yet.
 
     Attributes:
-        chat: the text and the locations of the frames.
+        chat: the text, the locations of the frames, and their numbers over the whole group.
         processor: the model's; its family defines the arguments of forward.
         dims: the grid of ranks; the ranks of a sequence parallel group share the frames.
     """
@@ -34,23 +34,8 @@ class ShardedBatch:
     processor: Any
     dims: ParallelDims
 
-    @property
-    def targets(self) -> int:
-        """Number of tokens that the loss counts."""
-        return self.chat.targets
-
-    @property
-    def tokens(self) -> int:
-        """Number of text tokens, including placeholders."""
-        return self.chat.tokens
-
-    @property
-    def frames(self) -> int:
-        """Number of frames of the whole group."""
-        return self.chat.frames
-
     def inputs(self, device: torch.device) -> dict[str, Any]:
-        """Decode this rank's frames and return the arguments of the model's forward; see `training.step.Batch`."""
+        """Decode this rank's frames and return the arguments of the model's forward, including labels, on `device`."""
         family = chat_family(self.processor)
         arguments: dict[str, Any] = family.arguments(self.chat.text)
         total = len(self.chat.text.slots)

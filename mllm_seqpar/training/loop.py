@@ -14,12 +14,13 @@ import torch
 from torch import nn
 
 from mllm_seqpar._logging import get_logger
+from mllm_seqpar.cli.failure import first_line
 from mllm_seqpar.cli.progress import peak_memory, progress_bar, reset_peak_memory
 from mllm_seqpar.comm import as_communicator
 from mllm_seqpar.comm.collective_check import attempt, check_collectively, raise_on_all_ranks
 from mllm_seqpar.config import SeqParConfig
 from mllm_seqpar.data.chat_families import chat_family
-from mllm_seqpar.errors import ConfigError, first_line
+from mllm_seqpar.errors import ConfigError
 from mllm_seqpar.integrations.accelerate.fsdp2 import reshard, shard_model
 from mllm_seqpar.kernels.registry import kernel_by_name
 from mllm_seqpar.models.digest import model_digest

@@ -60,8 +60,8 @@ def _matched(model: nn.Module, names: list[str], selection: str, flag: str) -> s
         if not found:
             children = ", ".join(name for name, _ in model.named_children())
             raise ConfigError(
-                f"{flag} {item}: no parameter of {type(model).__name__} matches; give {', '.join(PARTS)}, a module path "
-                f"(below {children}) or a pattern such as '*.gate'"
+                f"{flag} {item}: no parameter of {type(model).__name__} matches; give {', '.join(PARTS)}, a module "
+                f"path (below {children}) or a pattern such as '*.gate'"
             )
         matched |= found
     return matched
@@ -76,7 +76,7 @@ def _has_module(model: nn.Module, path: str) -> bool:
 
 
 def parameter_groups(named: Iterable[tuple[str, nn.Parameter]], weight_decay: float) -> list[dict[str, Any]]:
-    """Return AdamW's groups of trained parameters: weight decay for matrices, none for vectors (norms, biases, gates)."""
+    """Return AdamW's groups of trained parameters: only matrices have weight decay, not norms, biases and gates."""
     trained = [parameter for _, parameter in named if parameter.requires_grad]
     groups = [
         {"params": [p for p in trained if p.dim() >= 2], "weight_decay": weight_decay},

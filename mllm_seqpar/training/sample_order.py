@@ -1,9 +1,9 @@
 """The samples of each step and data parallel group: index arithmetic without state, the same on every rank.
 
 An optimizer step takes the next `global_batch` samples of the epoch's permutation and distributes them over
-micro-batches, and each micro-batch over the data parallel groups, so a step trains on the same samples for any number of
-ranks: with G = dp * micro_batch, micro-batch m holds samples m*G ... m*G + G - 1 of the step, and group g takes the g-th
-`micro_batch` of those.
+micro-batches, and each micro-batch over the data parallel groups, so a step trains on the same samples for any number
+of ranks: with G = dp * micro_batch, micro-batch m holds samples m*G ... m*G + G - 1 of the step, and group g takes the
+g-th `micro_batch` of those.
 """
 
 import random

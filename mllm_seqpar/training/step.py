@@ -9,7 +9,6 @@ FSDP averages gradients over all ranks, and the average over the sp ranks of a g
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -18,30 +17,8 @@ from mllm_seqpar.data.prefetch import read_ahead
 from mllm_seqpar.errors import DataError
 from mllm_seqpar.integrations.accelerate.fsdp2 import reshard
 
+from .data_loader import ShardedBatch
 from .parallel_dims import ParallelDims
-
-
-class Batch(Protocol):
-    """One micro-batch, as `mllm_seqpar.training.data_loader` creates it."""
-
-    @property
-    def targets(self) -> int:
-        """Number of tokens that the loss counts."""
-        ...
-
-    @property
-    def tokens(self) -> int:
-        """Number of text tokens."""
-        ...
-
-    @property
-    def frames(self) -> int:
-        """Number of frames of the whole group."""
-        ...
-
-    def inputs(self, device: torch.device) -> dict[str, Any]:
-        """Return the keyword arguments of the model's forward, including labels, on `device`."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -58,7 +35,7 @@ class StepResult:
 def train_step(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
-    batches: Sequence[Batch],
+    batches: Sequence[ShardedBatch],
     dims: ParallelDims,
     clip: float,
     device: torch.device,
@@ -76,7 +53,7 @@ def train_step(
     Raises:
         DataError: if the step has no target token, or the loss or a gradient is not finite.
     """
-    counts = [float(sum(getattr(b, name) for b in batches)) for name in ("targets", "tokens", "frames")]
+    counts = [float(sum(getattr(b.chat, name) for b in batches)) for name in ("targets", "tokens", "frames")]
     targets, tokens, frames = dims.sum_over_dp(counts, device)
     if targets == 0:
         raise DataError("a step without a single target token; every sample needs an answer of the assistant")
@@ -85,8 +62,8 @@ def train_step(
     for batch, arguments in zip(batches, inputs, strict=True):
         loss = model(**arguments).loss
         if loss.requires_grad:  # false if only the visual path trains and no group has frames
-            (loss * (batch.targets * dims.dp / targets)).backward()
-        total += loss.item() * batch.targets
+            (loss * (batch.chat.targets * dims.dp / targets)).backward()
+        total += loss.item() * batch.chat.targets
     loss_sum = dims.sum_over_dp([total], device)[0]
     norm = clip_gradients(model, clip)
     if not (math.isfinite(loss_sum) and math.isfinite(norm)):
@@ -118,7 +95,7 @@ def _unsharded(value: Tensor) -> Tensor:
 
 def evaluate(
     model: nn.Module,
-    batches: Iterable[tuple[Batch, bool]],
+    batches: Iterable[tuple[ShardedBatch, bool]],
     dims: ParallelDims,
     device: torch.device,
 ) -> tuple[float, int]:
@@ -137,8 +114,8 @@ def evaluate(
             for batch, counts in batches:
                 loss = model(**batch.inputs(device)).loss
                 if counts:
-                    total += loss.item() * batch.targets
-                    targets += batch.targets
+                    total += loss.item() * batch.chat.targets
+                    targets += batch.chat.targets
     finally:
         model.train()
         reshard(model)
