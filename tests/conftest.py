@@ -44,7 +44,7 @@ def _seed() -> None:
 
 @pytest.fixture(scope="session")
 def inference_files(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Tiny models `gated`, `fused` and `other` with processors; `clip.mp4` and `twin.mp4`, 100 frames at 25 per second."""
+    """Tiny models `gated`, `fused` and `other` with processors; `clip.mp4` and `twin.mp4` of 100 frames."""
     from mllm_seqpar.data.needle import make_needle_videos
     from mllm_seqpar.models.mplug_owl3 import MPlugOwl3ImageProcessor, MPlugOwl3Processor
     from tiny import tiny_model, tiny_tokenizer

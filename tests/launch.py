@@ -90,7 +90,7 @@ def _launcher(world: int, config: str | Path | None) -> list[str]:
 
 
 def _kill_tree(pid: int) -> None:
-    """Kill a launcher and its ranks. Torch's launcher starts each rank in a new session, so no single signal reaches all."""
+    """Kill a launcher and its ranks; they are in several sessions, so no single signal reaches all of them."""
     try:
         launcher = psutil.Process(pid)
         family = [launcher, *launcher.children(recursive=True)]

@@ -1,32 +1,26 @@
-"""Layer: one process and gloo ranks. The final model's dtype, and telling the models apart that runs begin from."""
+"""Layer: one process. The exported model's dtype, export beyond a time limit, and the digest of a model's weights."""
 
-import time
-from datetime import timedelta
+import threading
 from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
 from safetensors.torch import load_file
 
-from mllm_seqpar.comm import as_communicator
+from mllm_seqpar.comm import Communicator, run_loopback
 from mllm_seqpar.models.digest import model_digest
 from mllm_seqpar.models.mplug_owl3 import MPlugOwl3ForConditionalGeneration
-from mllm_seqpar.training.export import export_dtype, export_model, on_rank_0
-from ranks import ranks
+from mllm_seqpar.training.export import export_dtype, export_model, run_on_rank_0
 from tiny import tiny_model
 
 
 @pytest.mark.parametrize(
     ("source", "choice", "saved"),
-    [
-        (torch.bfloat16, "source", torch.bfloat16),
-        (torch.float32, "source", torch.float32),
-        (torch.bfloat16, "float32", torch.float32),
-        (torch.float32, "float16", torch.float16),
-    ],
+    [(torch.bfloat16, "source", torch.bfloat16), (torch.bfloat16, "float32", torch.float32)],
 )
-def test_saved_in_the_dtype_asked_for(tmp_path: Path, source: torch.dtype, choice: str, saved: torch.dtype) -> None:
+def test_weights_are_saved_in_the_requested_dtype(
+    tmp_path: Path, source: torch.dtype, choice: str, saved: torch.dtype
+) -> None:
     tiny_model().to(source).save_pretrained(tmp_path / "source")
     trained = MPlugOwl3ForConditionalGeneration.from_pretrained(tmp_path / "source", dtype=torch.float32)
     export_model(trained, None, tmp_path / "model", export_dtype(choice, str(tmp_path / "source")))
@@ -35,23 +29,32 @@ def test_saved_in_the_dtype_asked_for(tmp_path: Path, source: torch.dtype, choic
     assert loaded.dtype is saved and trained.dtype is torch.float32
 
 
-def slow_write(rank: int, world: int, folder: str) -> bool:
-    group = dist.new_group(timeout=timedelta(seconds=1))
+def test_ranks_communicate_while_rank_0_works() -> None:
+    """A collective that lasts as long as the work would reach its time limit."""
+    polls = threading.Semaphore(0)
+    worked = []
 
-    def write() -> None:
-        time.sleep(2.5)
-        (Path(folder) / f"by-{rank}").touch()
+    class Counted:
+        """Counts the collectives of rank 1; rank 0's work ends only after three of them."""
 
-    on_rank_0(as_communicator(group), write, news=0.2)
-    return (Path(folder) / "by-0").exists()
+        def __init__(self, comm: Communicator) -> None:
+            self.rank, self._comm = comm.rank, comm
+
+        def gather_ints(self, values: list[int]) -> list[list[int]]:
+            if self.rank == 1:
+                polls.release()
+            return self._comm.gather_ints(values)
+
+    def work() -> None:
+        for _ in range(3):
+            assert polls.acquire(timeout=60)
+        worked.append(threading.current_thread())
+
+    run_loopback(2, lambda comm: run_on_rank_0(Counted(comm), work, poll_seconds=0.01))  # type: ignore[arg-type]
+    assert len(worked) == 1
 
 
-def test_writing_may_take_longer_than_the_ranks_time_limit(tmp_path: Path) -> None:
-    assert ranks(2).run(slow_write, str(tmp_path)) == [True, True]
-    assert [path.name for path in tmp_path.iterdir()] == ["by-0"]
-
-
-def test_a_model_is_known_by_its_weights(tmp_path: Path) -> None:
+def test_model_digest_depends_on_the_weights(tmp_path: Path) -> None:
     model = tiny_model()
     for name in ("one", "same", "other"):
         if name == "other":
