@@ -1,175 +1,147 @@
-"""Layer: real launch. The user's script under the checked-in configs: one trajectory on any layout, failures that end.
+"""Layer: gloo ranks. scripts/finetune.py without its launch, under the variables of the checked-in configurations:
+one trajectory for any number of ranks, resumed to the bit, and errors that end all ranks.
 
-AdamW's eps is 1e-4 here: with 1e-8 its first steps move a parameter whose true gradient is zero (the bias of keys
-without rotary embedding) by the sign of its rounding error, and layouts drift apart by 1e-4 without any being wrong.
+AdamW's eps is 1e-4 here. With 1e-8 its first steps would move a parameter whose true gradient is zero (the bias of keys
+without rotary embedding) by the sign of its rounding error, and runs on different numbers of ranks would drift apart.
 """
 
-import json
-import os
 import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import yaml
 from safetensors.torch import load_file
 
-from launch import ROOT, Launched, launch
-from mllm_seqpar.data.needle import make_needle_videos
-from mllm_seqpar.models.mplug_owl3 import MPlugOwl3ForConditionalGeneration, MPlugOwl3ImageProcessor, MPlugOwl3Processor
+from launch import ROOT, launch_environment
+from mllm_seqpar.errors import AgreementError, ConfigError, VideoError
+from mllm_seqpar.models.mplug_owl3 import MPlugOwl3ForConditionalGeneration, MPlugOwl3Processor
+from mllm_seqpar.training import loop
 from mllm_seqpar.training.metrics import read_metrics
-from tiny import tiny_model, tiny_tokenizer
+from ranks import ranks
 
-pytestmark = pytest.mark.launch
-
-SCRIPT = "scripts/finetune.py"
 STEPS = 12
-UNSTEADY = {"seconds", "peak_memory_mib"}
+VARYING = {"seconds", "peak_memory_mib"}
 
 
-@pytest.fixture(scope="module")
-def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny model, 18 videos of 1 to 7 frames, and two chats without any among the 20 of the training data."""
-    folder = tmp_path_factory.mktemp("inputs")
-    tiny_model(None).save_pretrained(folder / "model")
-    MPlugOwl3Processor(MPlugOwl3ImageProcessor(image_size=28), tiny_tokenizer()).save_pretrained(folder / "model")
-    rows: list[Any] = [video.sample(folder) for video in make_needle_videos(folder / "videos", 18, frames=(1, 7))]
-    text = {"messages": [{"role": "user", "content": "Say hello."}, {"role": "assistant", "content": "hello, hello"}]}
-    rows[3:3] = rows[8:8] = [text]
-    (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    (folder / "eval.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows[:5]))
-    return folder
+def fine_tune(rank: int, world: int, argv: list[str], rank_1_argv: list[str], failing_step: int | None = None) -> None:
+    if rank == 1:
+        argv = [*argv, *rank_1_argv]
+        one_step = loop._one_step
+
+        def fail_in_step(run: loop.TrainingRun, step: int, rate: float) -> dict[str, Any]:
+            if step == failing_step:
+                raise VideoError("clip.mp4: cannot be decoded")
+            return one_step(run, step, rate)
+
+        loop._one_step = fail_in_step
+    try:
+        loop.fine_tune(argv)
+    finally:
+        if rank == 1:
+            loop._one_step = one_step
 
 
-def finetune(inputs: Path, output: Path, world: int, config: str, *more: object, script: str = SCRIPT) -> Launched:
-    own = [part for part in more if part != "--"]
-    before = own if "--" in more else []
-    return launch(
-        world,
-        script,
-        *([*before, "--"] if before else []),
-        *("--model", inputs / "model", "--data", inputs / "train.jsonl", "--output", output, "--no-progress"),
-        *("--steps", STEPS, "--global-batch", 4, "--lr", 1e-3, "--eps", 1e-4),
-        *([] if before else own),
-        config=config,
-        timeout=300,
-    )
+def arguments(files: Path, output: Path, *more: object) -> list[str]:
+    argv = ["--model", files / "model", "--data", files / "train.jsonl", "--output", output, "--no-progress"]
+    argv += ["--eval-data", files / "eval.jsonl", "--eval-every", 8]
+    return [*map(str, [*argv, "--steps", STEPS, "--global-batch", 4, "--lr", 1e-3, "--eps", 1e-4, *more])]
 
 
-def rows_of(output: Path, kind: str = "loss") -> list[dict[str, Any]]:
-    return [row for row in read_metrics(output / "metrics.jsonl") if kind in row]
-
-
-@pytest.fixture(scope="module")
-def alone(inputs: Path) -> Path:
-    """The run of one process, stopped after 5 steps and resumed."""
-    output = inputs / "alone"
-    more = ("--eval-data", inputs / "eval.jsonl", "--eval-every", 8)
-    done = finetune(inputs, output, 1, "configs/fsdp2_cpu_2.yaml", *more, "--stop-after", 5)
-    assert done.returncode == 0, done.output
-    assert "stopped after step 5 of 12" in done.output
-    assert not (output / "model").exists()
-    done = finetune(inputs, output, 1, "configs/fsdp2_cpu_2.yaml", *more, "--resume", "auto")
-    assert done.returncode == 0, done.output
+def run_on(world: int, files: Path, output: Path, *more: object) -> Path:
+    ranks(world, launch_environment("configs/fsdp2_cpu_4.yaml")).run(fine_tune, arguments(files, output, *more), [])
     return output
 
 
-def assert_same_course(output: Path, reference: Path) -> None:
-    for kind in ("loss", "eval_loss"):
-        found, expected = rows_of(output, kind), rows_of(reference, kind)
-        assert [row["step"] for row in found] == [row["step"] for row in expected]
-        for one, other in zip(found, expected, strict=True):
-            for name in {"loss", "grad_norm", "eval_loss"} & one.keys():
-                assert one[name] == pytest.approx(other[name], rel=1e-4), (name, one, other)
-            for name in {"targets", "tokens", "frames", "lr"} & one.keys():
-                assert one[name] == other[name]
+def rows_of(output: Path) -> list[dict[str, Any]]:
+    """All rows of the metrics without the values that vary from run to run."""
+    return [{k: v for k, v in row.items() if k not in VARYING} for row in read_metrics(output / "metrics.jsonl")]
 
 
-def test_one_process_learns(alone: Path) -> None:
-    losses = [row["loss"] for row in rows_of(alone)]
-    assert len(losses) == STEPS
-    assert sum(losses[-4:]) < 0.9 * sum(losses[:4])
+def assert_same_trajectory(output: Path, reference: Path) -> None:
+    for row, expected in zip(rows_of(output), rows_of(reference), strict=True):
+        rounded = {"loss", "grad_norm", "eval_loss"} & row.keys()
+        for name in rounded:
+            assert row[name] == pytest.approx(expected[name], rel=1e-4), (name, row, expected)
+        assert {k: v for k, v in row.items() if k not in rounded} == {
+            k: v for k, v in expected.items() if k not in rounded
+        }
 
 
-def test_two_groups_of_two_and_resume_to_the_bit(inputs: Path, alone: Path) -> None:
-    straight, resumed = inputs / "straight", inputs / "resumed"
-    more = ("--sp", 2, "--eval-data", inputs / "eval.jsonl", "--eval-every", 8, "--save-every", 8)
-    done = finetune(inputs, straight, 4, "configs/fsdp2_cpu_4.yaml", *more)
-    assert done.returncode == 0, done.output
-    assert "2 data parallel x 2 sequence parallel ranks" in done.output
-    assert_same_course(straight, alone)
+@pytest.fixture(scope="module")
+def one_rank(training_files: Path) -> Path:
+    """A run of one process, stopped after 5 steps and resumed."""
+    output = training_files / "one-rank"
+    run_on(1, training_files, output, "--stop-after", 5)
+    assert not (output / "model").exists()
+    return run_on(1, training_files, output, "--resume", "auto")
 
-    # The trained model is an ordinary one, under the names of the one it began as.
-    model = MPlugOwl3ForConditionalGeneration.from_pretrained(straight / "model")
-    MPlugOwl3Processor.from_pretrained(straight / "model")
-    weights = load_file(straight / "model" / "model.safetensors")
-    assert weights.keys() == load_file(inputs / "model" / "model.safetensors").keys()
-    reference = MPlugOwl3ForConditionalGeneration.from_pretrained(alone / "model").state_dict()
+
+@pytest.mark.slow
+def test_two_groups_of_two_train_as_one_process_and_resume_bit_for_bit(training_files: Path, one_rank: Path) -> None:
+    losses = [row["loss"] for row in rows_of(one_rank) if "loss" in row]
+    assert len(losses) == STEPS and sum(losses[-4:]) < 0.9 * sum(losses[:4])
+
+    options = ("--sp", 2, "--save-every", 8)
+    output = run_on(4, training_files, training_files / "two-groups", *options)
+    assert_same_trajectory(output, one_rank)
+
+    # The trained model has the parameter names of the original one.
+    model = MPlugOwl3ForConditionalGeneration.from_pretrained(output / "model")
+    MPlugOwl3Processor.from_pretrained(output / "model")
+    weights = load_file(output / "model" / "model.safetensors")
+    assert weights.keys() == load_file(training_files / "model" / "model.safetensors").keys()
+    expected = MPlugOwl3ForConditionalGeneration.from_pretrained(one_rank / "model").state_dict()
     for name, weight in model.state_dict().items():
-        torch.testing.assert_close(weight, reference[name], rtol=1e-3, atol=1e-4)
+        torch.testing.assert_close(weight, expected[name], rtol=1e-3, atol=1e-4)
 
-    # A run that was cut off after its checkpoint of step 8, later metrics already written.
+    # A run that was interrupted after its checkpoint of step 8, with later metrics already written
+    resumed = training_files / "resumed"
     resumed.mkdir()
-    shutil.copytree(straight / "checkpoint-00000008", resumed / "checkpoint-00000008")
-    shutil.copy(straight / "metrics.jsonl", resumed)
-    done = finetune(inputs, resumed, 4, "configs/fsdp2_cpu_4.yaml", *more, "--resume", "auto")
-    assert done.returncode == 0, done.output
-    assert f"continuing from {resumed}/checkpoint-00000008" in done.output
-    assert bare(resumed) == bare(straight)
+    shutil.copytree(output / "checkpoint-00000008", resumed / "checkpoint-00000008")
+    shutil.copy(output / "metrics.jsonl", resumed)
+    run_on(4, training_files, resumed, *options, "--resume", "auto")
+    assert rows_of(resumed) == rows_of(output)
     for name, weight in load_file(resumed / "model" / "model.safetensors").items():
         assert torch.equal(weight, weights[name]), name
 
 
-def bare(output: Path) -> list[dict[str, Any]]:
-    """All rows, without what no two runs have in common."""
-    return [{k: v for k, v in row.items() if k not in UNSTEADY} for row in read_metrics(output / "metrics.jsonl")]
+@pytest.mark.slow
+def test_one_group_of_four_trains_as_one_process(training_files: Path, one_rank: Path) -> None:
+    options = ("--sp", 4, "--micro-batch", 4, "--gradient-checkpointing")  # the same numbers, computed differently
+    assert_same_trajectory(run_on(4, training_files, training_files / "four", *options), one_rank)
 
 
-def test_one_group_of_four(inputs: Path, alone: Path) -> None:
-    output = inputs / "four"
-    more = ("--sp", 4, "--eval-data", inputs / "eval.jsonl", "--eval-every", 8)
-    other = ("--micro-batch", 4, "--gradient-checkpointing")  # another way through the same numbers, and a faster one
-    done = finetune(inputs, output, 4, "configs/fsdp2_cpu_4.yaml", *more, *other)
-    assert done.returncode == 0, done.output
-    assert_same_course(output, alone)
+@pytest.mark.slow
+def test_ranks_with_different_options_are_refused(training_files: Path, tmp_path: Path) -> None:
+    argv, rank_1_argv = arguments(training_files, tmp_path), ["--strategy", "ring", "--data", "eval.jsonl"]
+    errors = ranks(2, launch_environment("configs/fsdp2_cpu_2.yaml")).errors(fine_tune, argv, rank_1_argv)
+    for error in errors:
+        assert isinstance(error, AgreementError)
+        assert "strategy: rank 0: lv-xattn; rank 1: ring" in str(error)
+        assert f"data: rank 0: {training_files}/train.jsonl; rank 1: eval.jsonl" in str(error)
 
 
-@pytest.mark.parametrize(
-    ("odd", "messages"),
-    [
-        (
-            ("add", "--strategy", "ring", "--data", "eval.jsonl"),
-            ("strategy: rank 0: lv-xattn; rank 1: ring", "data: rank 0: {inputs}/train.jsonl; rank 1: eval.jsonl"),
-        ),
-        (("raise",), ("[rank 1] error: clip.mp4: cannot be decoded",)),
-        (("kill",), ("[rank 0] stopped: another rank ended",)),
-    ],
-)
-def test_an_odd_rank_ends_all(inputs: Path, tmp_path: Path, odd: tuple[str, ...], messages: tuple[str, ...]) -> None:
-    config = "configs/fsdp2_cpu_2.yaml"
-    done = finetune(inputs, tmp_path / "out", 2, config, *odd, "--", script="tests/training/odd_rank.py")
-    assert done.returncode != 0
-    for message in messages:
-        assert message.format(inputs=inputs) in done.output, done.output
-    assert done.seconds < 280  # nothing waits for the time limit of the process group, 300 s
+@pytest.mark.slow
+def test_a_rank_that_fails_in_a_step_raises_its_error(training_files: Path, tmp_path: Path) -> None:
+    env = launch_environment("configs/fsdp2_cpu_2.yaml")
+    errors = ranks(2, env).errors(fine_tune, arguments(training_files, tmp_path), [], failing_step=1)
+    assert isinstance(errors[1], VideoError) and str(errors[1]) == "clip.mp4: cannot be decoded"
 
 
-def test_bad_arguments_are_one_line(inputs: Path, tmp_path: Path) -> None:
-    given = ("--model", tmp_path, "--data", inputs / "train.jsonl", "--output", tmp_path / "out")
-    done = launch(1, SCRIPT, *given, config="configs/fsdp2_cpu_2.yaml")
-    assert done.returncode != 0
-    ours = [line for line in done.output.splitlines() if line.startswith("error: ")]
-    assert ours == [f"error: --model {tmp_path}: no config.json there; give a directory that save_pretrained wrote"]
-    assert "failure.py" not in done.output
+def test_a_missing_model_is_an_error_in_one_line(training_files: Path, tmp_path: Path) -> None:
+    argv = arguments(training_files, tmp_path / "out", "--model", tmp_path)
+    with pytest.raises(ConfigError, match="no config.json there; give a directory that save_pretrained wrote"):
+        loop.fine_tune(argv)
 
 
-def test_every_config_is_fsdp2() -> None:
-    import yaml
-
-    for path in sorted((ROOT / "configs").glob("fsdp2_*.yaml")):
+def test_every_checked_in_configuration_is_fsdp2() -> None:
+    paths = sorted((ROOT / "configs").glob("fsdp2_*.yaml"))
+    assert len(paths) >= 4
+    for path in paths:
         config = yaml.safe_load(path.read_text())
         assert config["distributed_type"] == "FSDP", path
         assert config["fsdp_config"]["fsdp_version"] == 2, path
         assert config["use_cpu"] == ("cpu" in path.name), path
         assert config["num_processes"] % config["num_machines"] == 0, path
-    assert os.path.isfile(ROOT / "configs" / "fsdp2_cpu_2.yaml")
