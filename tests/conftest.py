@@ -1,12 +1,14 @@
 """Shared set-up of all tests."""
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 
 from ranks import close_pool
+from ranks_worker import reset_global_state
 
 # Worker processes and the test process share few cores; more threads than cores only slow both down.
 torch.set_num_threads(1)
@@ -37,9 +39,11 @@ def pytest_sessionfinish() -> None:
 
 
 @pytest.fixture(autouse=True)
-def _seed() -> None:
-    """Seed torch, so that a case's random numbers do not depend on the cases before it."""
+def _independent_of_earlier_cases() -> Iterator[None]:
+    """Seed torch before each case, and reset the state that a case may leave in the process."""
     torch.manual_seed(0)
+    yield
+    reset_global_state()
 
 
 @pytest.fixture(scope="session")

@@ -89,7 +89,7 @@ def _outcome(path: list[str], env: dict[str, str], join: tuple[int, int, str] | 
     except BaseException as error:  # SystemExit and KeyboardInterrupt are outcomes too
         return _failure(error)
     finally:
-        _reset_global_state()
+        reset_global_state()
 
 
 def _failure(error: BaseException) -> bytes:
@@ -123,7 +123,7 @@ def _detached(value: Any) -> Any:
     return value
 
 
-def _reset_global_state() -> None:
+def reset_global_state() -> None:
     """Reset the process-wide state that a case may change; all Accelerators share one state."""
     if "accelerate.state" in sys.modules:
         state = sys.modules["accelerate.state"]

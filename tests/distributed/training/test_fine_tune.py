@@ -1,11 +1,12 @@
-"""Layer: gloo ranks. scripts/finetune.py without its launch, under the variables of the checked-in configurations:
-one trajectory for any number of ranks, resumed to the bit, and errors that end all ranks.
+"""Layer: gloo ranks. Fine-tuning under the variables of the checked-in configurations has one trajectory on any ranks.
+
+tests/launch/test_finetune_script.py has the launched script: a rank that fails, and a run resumed bit for bit.
 
 AdamW's eps is 1e-4 here. With 1e-8 its first steps would move a parameter whose true gradient is zero (the bias of keys
 without rotary embedding) by the sign of its rounding error, and runs on different numbers of ranks would drift apart.
 """
 
-import shutil
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,42 +16,28 @@ import yaml
 from safetensors.torch import load_file
 
 from launch import ROOT, launch_environment
-from mllm_seqpar.errors import AgreementError, ConfigError, VideoError
+from mllm_seqpar.errors import AgreementError, ConfigError
 from mllm_seqpar.models.mplug_owl3 import MPlugOwl3ForConditionalGeneration, MPlugOwl3Processor
 from mllm_seqpar.training import loop
 from mllm_seqpar.training.metrics import read_metrics
 from ranks import ranks
 
-STEPS = 12
+STEPS = 8
 VARYING = {"seconds", "peak_memory_mib"}
 
 
-def fine_tune(rank: int, world: int, argv: list[str], rank_1_argv: list[str], failing_step: int | None = None) -> None:
-    if rank == 1:
-        argv = [*argv, *rank_1_argv]
-        one_step = loop._one_step
-
-        def fail_in_step(run: loop.TrainingRun, step: int, rate: float) -> dict[str, Any]:
-            if step == failing_step:
-                raise VideoError("clip.mp4: cannot be decoded")
-            return one_step(run, step, rate)
-
-        loop._one_step = fail_in_step
-    try:
-        loop.fine_tune(argv)
-    finally:
-        if rank == 1:
-            loop._one_step = one_step
+def fine_tune(rank: int, world: int, argv: list[str], rank_1_argv: Sequence[str] = ()) -> None:
+    loop.fine_tune([*argv, *(rank_1_argv if rank == 1 else ())])
 
 
 def arguments(files: Path, output: Path, *more: object) -> list[str]:
     argv = ["--model", files / "model", "--data", files / "train.jsonl", "--output", output, "--no-progress"]
-    argv += ["--eval-data", files / "eval.jsonl", "--eval-every", 8]
+    argv += ["--eval-data", files / "eval.jsonl", "--eval-every", 4]
     return [*map(str, [*argv, "--steps", STEPS, "--global-batch", 4, "--lr", 1e-3, "--eps", 1e-4, *more])]
 
 
 def run_on(world: int, files: Path, output: Path, *more: object) -> Path:
-    ranks(world, launch_environment("configs/fsdp2_cpu_4.yaml")).run(fine_tune, arguments(files, output, *more), [])
+    ranks(world, launch_environment("configs/fsdp2_cpu_4.yaml")).run(fine_tune, arguments(files, output, *more))
     return output
 
 
@@ -71,40 +58,35 @@ def assert_same_trajectory(output: Path, reference: Path) -> None:
 
 @pytest.fixture(scope="module")
 def one_rank(training_files: Path) -> Path:
-    """A run of one process, stopped after 5 steps and resumed."""
+    """A run of one process, stopped after 3 steps and resumed."""
     output = training_files / "one-rank"
-    run_on(1, training_files, output, "--stop-after", 5)
+    run_on(1, training_files, output, "--stop-after", 3)
     assert not (output / "model").exists()
     return run_on(1, training_files, output, "--resume", "auto")
 
 
-@pytest.mark.slow
-def test_two_groups_of_two_train_as_one_process_and_resume_bit_for_bit(training_files: Path, one_rank: Path) -> None:
+def test_one_process_learns(one_rank: Path) -> None:
     losses = [row["loss"] for row in rows_of(one_rank) if "loss" in row]
-    assert len(losses) == STEPS and sum(losses[-4:]) < 0.9 * sum(losses[:4])
+    eval_losses = [row["eval_loss"] for row in rows_of(one_rank) if "eval_loss" in row]
+    assert len(losses) == STEPS and losses[-1] < losses[0]
+    assert len(eval_losses) == 2 and eval_losses[1] < eval_losses[0]
 
-    options = ("--sp", 2, "--save-every", 8)
-    output = run_on(4, training_files, training_files / "two-groups", *options)
+
+@pytest.mark.slow
+def test_two_groups_of_two_train_as_one_process(training_files: Path, one_rank: Path) -> None:
+    output = run_on(4, training_files, training_files / "two-groups", "--sp", 2)
     assert_same_trajectory(output, one_rank)
 
     # The trained model has the parameter names of the original one.
     model = MPlugOwl3ForConditionalGeneration.from_pretrained(output / "model")
     MPlugOwl3Processor.from_pretrained(output / "model")
-    weights = load_file(output / "model" / "model.safetensors")
-    assert weights.keys() == load_file(training_files / "model" / "model.safetensors").keys()
+    assert (
+        load_file(output / "model" / "model.safetensors").keys()
+        == load_file(training_files / "model" / "model.safetensors").keys()
+    )
     expected = MPlugOwl3ForConditionalGeneration.from_pretrained(one_rank / "model").state_dict()
     for name, weight in model.state_dict().items():
         torch.testing.assert_close(weight, expected[name], rtol=1e-3, atol=1e-4)
-
-    # A run that was interrupted after its checkpoint of step 8, with later metrics already written
-    resumed = training_files / "resumed"
-    resumed.mkdir()
-    shutil.copytree(output / "checkpoint-00000008", resumed / "checkpoint-00000008")
-    shutil.copy(output / "metrics.jsonl", resumed)
-    run_on(4, training_files, resumed, *options, "--resume", "auto")
-    assert rows_of(resumed) == rows_of(output)
-    for name, weight in load_file(resumed / "model" / "model.safetensors").items():
-        assert torch.equal(weight, weights[name]), name
 
 
 @pytest.mark.slow
@@ -121,13 +103,6 @@ def test_ranks_with_different_options_are_refused(training_files: Path, tmp_path
         assert isinstance(error, AgreementError)
         assert "strategy: rank 0: lv-xattn; rank 1: ring" in str(error)
         assert f"data: rank 0: {training_files}/train.jsonl; rank 1: eval.jsonl" in str(error)
-
-
-@pytest.mark.slow
-def test_a_rank_that_fails_in_a_step_raises_its_error(training_files: Path, tmp_path: Path) -> None:
-    env = launch_environment("configs/fsdp2_cpu_2.yaml")
-    errors = ranks(2, env).errors(fine_tune, arguments(training_files, tmp_path), [], failing_step=1)
-    assert isinstance(errors[1], VideoError) and str(errors[1]) == "clip.mp4: cannot be decoded"
 
 
 def test_a_missing_model_is_an_error_in_one_line(training_files: Path, tmp_path: Path) -> None:
