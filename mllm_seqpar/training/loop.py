@@ -162,7 +162,7 @@ def _open_data(args: TrainArguments, dims: ParallelDims):
             f"--output {output} has checkpoints of another run: continue it with --resume auto, or use another"
         )
     resume = checkpoints.find_checkpoint(args.resume, output)
-    facts = {"training data": loader.digest, "evaluation data": eval_loader and eval_loader.digest}
+    facts: dict[str, Any] = {"training data": loader.digest, "evaluation data": eval_loader and eval_loader.digest}
     facts |= {"checkpoint": resume, "model's weights": model_digest(args.model)}  # a checkpoint has no frozen weights
     try:
         output.mkdir(parents=True, exist_ok=True)
