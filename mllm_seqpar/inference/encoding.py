@@ -82,11 +82,11 @@ def encode_video(
     """
     comm = as_communicator(group)
     if batch < 1:
-        raise ConfigError(f"batch: {batch} frames at once is not possible; give 1 or more")
+        raise ConfigError(f"batch: {batch} is not allowed; give 1 or more")
     family = chat_family(processor)
     family.check(model)
     if len(source) == 0:
-        raise VideoError("encode_video: the source has no frames; give one with at least one")
+        raise VideoError("encode_video: the source has no frames; give a source with at least one frame")
     bounds = frame_bounds(len(source), comm.size)
     start, stop = bounds[comm.rank]
     encoder = _Encoder(model, family, stop - start)
@@ -143,7 +143,7 @@ class _Encoder:
         try:
             pixels = next(batches, None)
             if pixels is None and self.done < self._frames:
-                raise VideoError(f"the video gave {self.done} of {self._frames} frames asked of it")
+                raise VideoError(f"the video ended after {self.done} of {self._frames} frames; check that the file is complete")
             return pixels
         except Exception as error:  # noqa: BLE001 - raised on all ranks in the next round
             self.error = error

@@ -145,7 +145,7 @@ def _check_outputs(args: InferArguments) -> None:
             Path(args.report).parent.mkdir(parents=True, exist_ok=True)
             Path(args.report).touch()
     except OSError as error:
-        raise ConfigError(f"{error.filename}: cannot be written ({error.strerror}); choose another place") from error
+        raise ConfigError(f"{error.filename}: cannot be written ({error.strerror}); choose another path") from error
 
 
 def _video(

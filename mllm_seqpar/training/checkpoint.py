@@ -129,7 +129,7 @@ def read_progress(checkpoint: Path, conditions: dict[str, Any]) -> Progress:
     now = json.loads(json.dumps(conditions))  # converts tuples to lists, as in the file
     names = sorted(progress.conditions.keys() | now.keys())
     differing = [
-        f"{name}: {progress.conditions.get(name)!r} then, {now.get(name)!r} now"
+        f"{name} was {progress.conditions.get(name)!r} and is {now.get(name)!r} now"
         for name in names
         if progress.conditions.get(name) != now.get(name)
     ]
@@ -156,8 +156,8 @@ def load_checkpoint(checkpoint: Path, model: nn.Module, optimizer: torch.optim.O
     missing, extra = sorted(state.keys() - known.keys()), sorted(known.keys() - state.keys())
     if missing or extra:
         raise DataError(
-            f"{checkpoint} does not fit the model: it lacks {missing[:3]} ({len(missing)} in all) and has "
-            f"{extra[:3]} ({len(extra)} in all) too many; is --model or --freeze different?"
+            f"{checkpoint} does not fit the model: missing {missing[:3]} ({len(missing)} in all), unexpected "
+            f"{extra[:3]} ({len(extra)} in all); use the --model and --freeze that it was saved with"
         )
     with _without_single_process_warning():
         dcp.load(state, storage_reader=reader)

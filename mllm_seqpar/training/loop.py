@@ -159,7 +159,7 @@ def _open_data(args: TrainArguments, dims: ParallelDims):
     )
     if args.resume is None and checkpoints.list_checkpoints(output):
         raise ConfigError(
-            f"--output {output} has checkpoints of another run: continue it with --resume auto, or use another"
+            f"--output {output} has checkpoints of another run: continue it with --resume auto, or use another directory"
         )
     resume = checkpoints.find_checkpoint(args.resume, output)
     facts: dict[str, Any] = {"training data": loader.digest, "evaluation data": eval_loader and eval_loader.digest}
@@ -167,7 +167,7 @@ def _open_data(args: TrainArguments, dims: ParallelDims):
     try:
         output.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise ConfigError(f"--output {output}: cannot be made ({first_line(error)})") from error
+        raise ConfigError(f"--output {output}: cannot be created ({first_line(error)})") from error
     return processor, loader, eval_loader, order, resume, facts
 
 

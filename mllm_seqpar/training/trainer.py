@@ -75,7 +75,7 @@ class SeqParTrainer(Trainer):
             raise ConfigError("SeqParTrainer: pass model=...; model_init, which creates models later, is not supported")
         if sequence_parallel_size is not None and type(sequence_parallel_size) is not int:
             raise ConfigError(
-                f"SeqParTrainer: sequence_parallel_size={sequence_parallel_size!r} is no number of ranks; pass an int"
+                f"SeqParTrainer: sequence_parallel_size={sequence_parallel_size!r} is not a number of ranks; pass an int"
             )
         self._patched_degree = _patched_degree(model, seqpar)
         if getattr(kwargs.get("args", args[1] if len(args) > 1 else None), "use_liger_kernel", False):
@@ -171,7 +171,7 @@ class SeqParTrainer(Trainer):
         degree = next(iter(sizes.values()), world)
         if degree < 1 or world % degree:
             raise ConfigError(
-                f"SeqParTrainer: {degree} ranks to a sample do not divide {world} processes; use a divisor of {world}"
+                f"SeqParTrainer: {degree} ranks per sample do not divide {world} processes; use a divisor of {world}"
             )
         return degree
 

@@ -126,9 +126,9 @@ def test_checkpoints_that_do_not_fit_are_refused(tmp_path: Path) -> None:
         find_checkpoint(str(tmp_path), tmp_path)
     saved = checkpoint.save_checkpoint(tmp_path, progress(0, lr=0.1, betas=(1, 2)), model, optimizer, keep=1)
     assert read_progress(saved, {"lr": 0.1, "betas": (1, 2)}).step == 0
-    with pytest.raises(ConfigError, match=r"lr: 0\.1 then, 0\.2 now"):
+    with pytest.raises(ConfigError, match=r"lr was 0\.1 and is 0\.2 now"):
         read_progress(saved, {"lr": 0.2, "betas": (1, 2)})
-    with pytest.raises(DataError, match=r"lacks \['model/more\.bias', 'model/more\.weight'\] \(2 in all\)"):
+    with pytest.raises(DataError, match=r"missing \['model/more\.bias', 'model/more\.weight'\] \(2 in all\)"):
         model.more = nn.Linear(2, 2)
         checkpoint.load_checkpoint(saved, model, optimizer)
     (saved / "progress.json").write_text(json.dumps({"step": 1}))

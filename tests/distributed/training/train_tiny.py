@@ -1,6 +1,6 @@
 """Train a tiny mPLUG-Owl3 with transformers' Trainer or SeqParTrainer, on the ranks of the worker pool or as a script.
 
-train_tiny.py OUTPUT {plain|seqpar} '{"name of a field of TrainingArguments or Options": value, ...}'
+train_tiny.py OUTPUT {plain|seqpar} '{"name of a field of TrainingArguments or one of OPTIONS": value, ...}'
 """
 
 from __future__ import annotations
@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -38,17 +37,8 @@ SETTINGS: dict[str, Any] = {
 }
 
 
-@dataclass(frozen=True, kw_only=True)
-class Options:
-    """The options of a run besides TrainingArguments."""
-
-    lora: bool = False
-    frozen: bool = False  # only the self-attention of hyper layers and what lies between the parts trains
-    patched: bool = False
-    stream: bool = False  # samples come from a stream without a length
-    evaluate: str | None = None  # "before" or "after" training
-    degree: int | None = None
-    resume: str | None = None
+OPTIONS = ("lora", "frozen", "patched", "stream", "evaluate", "degree", "resume")
+"""The options besides TrainingArguments; `evaluate` is "before" or "after" training."""
 
 
 class Samples(torch.utils.data.Dataset):
@@ -109,19 +99,19 @@ class LogWriter(TrainerCallback):
                 file.write(json.dumps({"step": state.global_step} | logs) + "\n")
 
 
-def make_model(options: Options) -> nn.Module:
+def make_model(options: dict[str, Any]) -> nn.Module:
     model = tiny_model("per_head")
-    if options.lora:
+    if options["lora"]:
         from peft import LoraConfig, get_peft_model
 
         torch.manual_seed(3)
         return get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj", "v_kv_proj"], init_lora_weights=False))
-    if options.frozen:
+    if options["frozen"]:
         model.vision_model.requires_grad_(False)
         model.language_model.requires_grad_(False)
         for number in model.config.hyper_layers:
             model.language_model.model.layers[number - 1].self_attn.requires_grad_(True)
-    return patch_model(model) if options.patched else model
+    return patch_model(model) if options["patched"] else model
 
 
 def accuracy(prediction: Any) -> dict[str, float]:
@@ -134,35 +124,33 @@ def accuracy(prediction: Any) -> dict[str, float]:
 
 def train(output: Path, kind: str, given: dict[str, Any]) -> None:
     """Train; write `log.jsonl`, `facts.json` and `model` to `output`."""
-    names = {item.name for item in fields(Options)}
-    options = Options(**{name: value for name, value in given.items() if name in names})
-    settings = {"output_dir": str(output), **SETTINGS}
-    if options.stream and kind == "plain":  # otherwise Trainer would split the list of all frames like a batch
+    options = {name: given.get(name) for name in OPTIONS}
+    settings = {**SETTINGS, **{name: value for name, value in given.items() if name not in OPTIONS}}
+    if options["stream"] and kind == "plain":  # otherwise Trainer would split the list of all frames like a batch
         settings["accelerator_config"] = {"dispatch_batches": False}
-    settings |= {name: value for name, value in given.items() if name not in names}
     samples = Samples(48, seed=1)
     # 10, 7 and 5 samples: a last batch that is full, that is partial, and that one group has no sample of
     evaluated: dict[str, Any] = {str(count): Samples(count, seed=2) for count in (10, 7, 5)}
-    if options.stream and kind == "seqpar":  # plain Trainer needs datasets with a length
+    if options["stream"] and kind == "seqpar":  # plain Trainer needs datasets with a length
         evaluated = {name: Stream(data) for name, data in evaluated.items()}
     common: dict[str, Any] = {
         "model": make_model(options),
-        "args": TrainingArguments(**settings),
+        "args": TrainingArguments(output_dir=str(output), **settings),
         "data_collator": collate,
-        "train_dataset": Stream(samples) if options.stream else samples,
+        "train_dataset": Stream(samples) if options["stream"] else samples,
         "eval_dataset": evaluated,
         "callbacks": [LogWriter(output / "log.jsonl")],
-        "compute_metrics": accuracy if options.evaluate else None,
+        "compute_metrics": accuracy if options["evaluate"] else None,
     }
     output.mkdir(parents=True, exist_ok=True)
     if kind == "plain":
         trainer = Trainer(**common)
     else:
-        trainer = SeqParTrainer(**common, sequence_parallel_size=options.degree, seqpar=SeqParConfig())
-    if options.evaluate == "before":
+        trainer = SeqParTrainer(**common, sequence_parallel_size=options["degree"], seqpar=SeqParConfig())
+    if options["evaluate"] == "before":
         trainer.evaluate()
-    trainer.train(resume_from_checkpoint=options.resume)
-    if options.evaluate == "after":
+    trainer.train(resume_from_checkpoint=options["resume"])
+    if options["evaluate"] == "after":
         trainer.evaluate()
     hooks = sum(len(module._forward_pre_hooks) for name, module in trainer.model.named_modules() if "self_attn" in name)
     sharded = sum(type(p).__name__ == "DTensor" for p in trainer.model.parameters())

@@ -93,9 +93,9 @@ def test_at_most_two_batches_of_pixels_exist() -> None:
 def test_unusable_sources_are_refused() -> None:
     with pytest.raises(VideoError, match="no frames"):
         encode_video(tiny_model(), tiny_processor(), RandomPictures(0))
-    with pytest.raises(ConfigError, match="0 frames at once"):
+    with pytest.raises(ConfigError, match="batch: 0 is not allowed"):
         encode_video(tiny_model(), tiny_processor(), RandomPictures(3), batch=0)
-    with pytest.raises(VideoError, match="gave 3 of 5 frames"):
+    with pytest.raises(VideoError, match="ended after 3 of 5 frames"):
         encode_video(tiny_model(), tiny_processor(), RandomPictures(5, missing=2))
 
 

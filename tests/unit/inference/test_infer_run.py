@@ -5,8 +5,6 @@ import threading
 from pathlib import Path
 from typing import Any
 
-import av
-import numpy as np
 import pytest
 import torch
 
@@ -131,24 +129,10 @@ def test_stored_features_give_the_same_answers(inference_files: Path, tmp_path: 
         assert message in str(errors[0])
 
 
-def write_sound(path: Path) -> None:
-    with av.open(str(path), "w") as out:
-        stream = out.add_stream("pcm_s16le", rate=8000)
-        frame = av.AudioFrame.from_ndarray(np.zeros((1, 8000), np.int16), format="s16", layout="mono")
-        frame.sample_rate = 8000
-        out.mux([*stream.encode(frame), *stream.encode()])
-
-
 def test_bad_files_are_one_sentence_on_every_rank(inference_files: Path, tmp_path: Path) -> None:
-    (tmp_path / "empty.mp4").touch()
-    (tmp_path / "text.mp4").write_text("not a film " * 99)
-    write_sound(tmp_path / "sound.wav")
     model, clip = inference_files / "gated", inference_files / "clip.mp4"
     cases: list[tuple[type, Path, Path, str]] = [
         (VideoError, model, tmp_path / "none.mp4", "no such file"),
-        (VideoError, model, tmp_path / "empty.mp4", "the file is empty"),
-        (VideoError, model, tmp_path / "text.mp4", "not a readable video"),
-        (VideoError, model, tmp_path / "sound.wav", "holds no video stream (found: audio)"),
         (ConfigError, tmp_path, clip, "no config.json there"),
     ]
     for kind, directory, video, message in cases:
