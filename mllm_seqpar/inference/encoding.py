@@ -143,7 +143,9 @@ class _Encoder:
         try:
             pixels = next(batches, None)
             if pixels is None and self.done < self._frames:
-                raise VideoError(f"the video ended after {self.done} of {self._frames} frames; check that the file is complete")
+                raise VideoError(
+                    f"the video ended after {self.done} of {self._frames} frames; check that the file is complete"
+                )
             return pixels
         except Exception as error:  # noqa: BLE001 - raised on all ranks in the next round
             self.error = error

@@ -74,6 +74,7 @@ def test_all_failing_ranks_are_shown_and_the_pool_continues() -> None:
     assert ranks(2).run(fail_on) == [0, 1]
 
 
+@pytest.mark.slow
 def test_a_rank_that_waits_for_a_failed_one_does_not_hide_the_cause(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ranks.GRACE", 0.5)
     with pytest.raises(RankError, match="rank 1 never arrives") as caught:

@@ -21,6 +21,7 @@ from mllm_seqpar.models.mplug_owl3 import MPlugOwl3ForConditionalGeneration, MPl
 from mllm_seqpar.training import loop
 from mllm_seqpar.training.metrics import read_metrics
 from ranks import ranks
+from ranks_worker import reset_global_state
 
 STEPS = 8
 VARYING = {"seconds", "peak_memory_mib"}
@@ -36,8 +37,8 @@ def arguments(files: Path, output: Path, *more: object) -> list[str]:
     return [*map(str, [*argv, "--steps", STEPS, "--global-batch", 4, "--lr", 1e-3, "--eps", 1e-4, *more])]
 
 
-def run_on(world: int, files: Path, output: Path, *more: object) -> Path:
-    ranks(world, launch_environment("configs/fsdp2_cpu_4.yaml")).run(fine_tune, arguments(files, output, *more))
+def run_on_four_ranks(files: Path, output: Path, *more: object) -> Path:
+    ranks(4, launch_environment("configs/fsdp2_cpu_4.yaml")).run(fine_tune, arguments(files, output, *more))
     return output
 
 
@@ -58,11 +59,13 @@ def assert_same_trajectory(output: Path, reference: Path) -> None:
 
 @pytest.fixture(scope="module")
 def one_rank(training_files: Path) -> Path:
-    """A run of one process, stopped after 3 steps and resumed."""
+    """A run of this process alone, stopped after 3 steps and resumed."""
     output = training_files / "one-rank"
-    run_on(1, training_files, output, "--stop-after", 3)
+    loop.fine_tune(arguments(training_files, output, "--stop-after", 3))
     assert not (output / "model").exists()
-    return run_on(1, training_files, output, "--resume", "auto")
+    reset_global_state()
+    loop.fine_tune(arguments(training_files, output, "--resume", "auto"))
+    return output
 
 
 def test_one_process_learns(one_rank: Path) -> None:
@@ -74,7 +77,7 @@ def test_one_process_learns(one_rank: Path) -> None:
 
 @pytest.mark.slow
 def test_two_groups_of_two_train_as_one_process(training_files: Path, one_rank: Path) -> None:
-    output = run_on(4, training_files, training_files / "two-groups", "--sp", 2)
+    output = run_on_four_ranks(training_files, training_files / "two-groups", "--sp", 2)
     assert_same_trajectory(output, one_rank)
 
     # The trained model has the parameter names of the original one.
@@ -92,7 +95,7 @@ def test_two_groups_of_two_train_as_one_process(training_files: Path, one_rank: 
 @pytest.mark.slow
 def test_one_group_of_four_trains_as_one_process(training_files: Path, one_rank: Path) -> None:
     options = ("--sp", 4, "--micro-batch", 4, "--gradient-checkpointing")  # the same numbers, computed differently
-    assert_same_trajectory(run_on(4, training_files, training_files / "four", *options), one_rank)
+    assert_same_trajectory(run_on_four_ranks(training_files, training_files / "four", *options), one_rank)
 
 
 @pytest.mark.slow

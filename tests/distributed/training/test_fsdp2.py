@@ -89,6 +89,7 @@ def dims_of_rank(rank: int, world: int) -> list[tuple]:
     return [(x.dp, x.sp, x.group_index, x.sum_over_dp([rank, 1.0], torch.device("cpu"))) for x in made]
 
 
+@pytest.mark.slow
 def test_consecutive_ranks_share_samples() -> None:
     assert ranks(4).run(dims_of_rank) == [
         [(1, 4, 0, [rank, 1.0]), (4, 1, rank, [6.0, 4.0]), (2, 2, rank // 2, [2 * (rank % 2) + 2.0, 2.0])]
