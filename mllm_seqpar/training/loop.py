@@ -158,9 +158,7 @@ def _open_data(args: TrainArguments, dims: ParallelDims):
         seed=args.seed,
     )
     if args.resume is None and checkpoints.list_checkpoints(output):
-        raise ConfigError(
-            f"--output {output} has checkpoints of another run: continue it with --resume auto, or use another directory"
-        )
+        raise ConfigError(f"--output {output} has checkpoints of another run: use --resume auto, or another directory")
     resume = checkpoints.find_checkpoint(args.resume, output)
     facts: dict[str, Any] = {"training data": loader.digest, "evaluation data": eval_loader and eval_loader.digest}
     facts |= {"checkpoint": resume, "model's weights": model_digest(args.model)}  # a checkpoint has no frozen weights

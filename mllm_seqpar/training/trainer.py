@@ -75,7 +75,7 @@ class SeqParTrainer(Trainer):
             raise ConfigError("SeqParTrainer: pass model=...; model_init, which creates models later, is not supported")
         if sequence_parallel_size is not None and type(sequence_parallel_size) is not int:
             raise ConfigError(
-                f"SeqParTrainer: sequence_parallel_size={sequence_parallel_size!r} is not an int; pass a number of ranks"
+                f"SeqParTrainer: sequence_parallel_size={sequence_parallel_size!r} is not an int; pass an int"
             )
         self._patched_degree = _patched_degree(model, seqpar)
         if getattr(kwargs.get("args", args[1] if len(args) > 1 else None), "use_liger_kernel", False):

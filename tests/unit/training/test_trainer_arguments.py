@@ -26,7 +26,7 @@ def trainer(tmp_path: Path, model: Any = None, **given: Any) -> SeqParTrainer:
     ("given", "message"),
     [
         ({"sequence_parallel_size": 2}, "2 ranks per sample do not divide 1 processes"),
-        ({"sequence_parallel_size": "1"}, "sequence_parallel_size='1' is not an int; pass a number of ranks"),
+        ({"sequence_parallel_size": "1"}, "sequence_parallel_size='1' is not an int"),
         ({"args": {"average_tokens_across_devices": False}}, "average_tokens_across_devices=False divides"),
         ({"args": {"accelerator_config": {"dispatch_batches": True}}}, "dispatch_batches=True lets rank 0 read"),
         ({"args": {"use_liger_kernel": True}}, "use_liger_kernel=True replaces the forward"),
