@@ -23,7 +23,7 @@ from mllm_seqpar.training.metrics import read_metrics
 from ranks import ranks
 from ranks_worker import reset_global_state
 
-STEPS = 8
+STEPS = 6
 VARYING = {"seconds", "peak_memory_mib"}
 
 
@@ -33,7 +33,7 @@ def fine_tune(rank: int, world: int, argv: list[str], rank_1_argv: Sequence[str]
 
 def arguments(files: Path, output: Path, *more: object) -> list[str]:
     argv = ["--model", files / "model", "--data", files / "train.jsonl", "--output", output, "--no-progress"]
-    argv += ["--eval-data", files / "eval.jsonl", "--eval-every", 4]
+    argv += ["--eval-data", files / "eval.jsonl", "--eval-every", 3]
     return [*map(str, [*argv, "--steps", STEPS, "--global-batch", 4, "--lr", 1e-3, "--eps", 1e-4, *more])]
 
 
@@ -59,9 +59,9 @@ def assert_same_trajectory(output: Path, reference: Path) -> None:
 
 @pytest.fixture(scope="module")
 def one_rank(training_files: Path) -> Path:
-    """A run of this process alone, stopped after 3 steps and resumed."""
+    """A run of this process alone, stopped after 2 steps and resumed."""
     output = training_files / "one-rank"
-    loop.fine_tune(arguments(training_files, output, "--stop-after", 3))
+    loop.fine_tune(arguments(training_files, output, "--stop-after", 2))
     assert not (output / "model").exists()
     reset_global_state()
     loop.fine_tune(arguments(training_files, output, "--resume", "auto"))
