@@ -11,8 +11,6 @@ import torch
 from mllm_seqpar.cli.failure import describe
 from mllm_seqpar.cli.launch import collective_timeout, require_rendezvous, use_cuda
 from mllm_seqpar.cli.options import CommandOptions, option, parse_options
-from mllm_seqpar.comm import Communicator, run_loopback
-from mllm_seqpar.comm.collective_check import raise_on_all_ranks
 from mllm_seqpar.data.prefetch import read_ahead
 from mllm_seqpar.errors import ConfigError
 
@@ -33,21 +31,6 @@ def test_known_errors_take_one_line_and_others_have_a_traceback() -> None:
     assert text.startswith("stopped: another rank ended") and status == 1
     text, status = describe(KeyError("x"))
     assert "KeyError: 'x'" in text and status == 1
-
-
-def test_an_error_of_all_ranks_is_printed_by_rank_0_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    def raised(comm: Communicator) -> Exception:
-        try:
-            raise_on_all_ranks(comm, "data", ConfigError("no such file") if comm.rank < 2 else None)
-        except Exception as error:
-            return error
-        raise AssertionError("nothing was raised")
-
-    texts = []
-    for rank, error in enumerate(run_loopback(3, raised)):
-        monkeypatch.setenv("RANK", str(rank))
-        texts.append(describe(error)[0])
-    assert texts == ["error: no such file", "", ""]
 
 
 def test_several_processes_without_a_rendezvous_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
