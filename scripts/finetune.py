@@ -3,7 +3,7 @@
     accelerate launch --config_file configs/fsdp2_cpu_2.yaml scripts/finetune.py \\
         --model DIR --data train.jsonl --output runs/first --strategy lv-xattn
 
---help lists the options. The work is in mllm_seqpar/training/.
+--help lists the options. The code is in mllm_seqpar/training/.
 """
 
 import logging
@@ -19,5 +19,5 @@ if __name__ == "__main__":
     logging.getLogger("mllm_seqpar").addHandler(logging.StreamHandler())
     logging.getLogger("mllm_seqpar").setLevel(logging.INFO)
     if os.environ.get("RANK", "0") != "0":
-        disable_progress_bar()  # one bar while the weights load, not one from each rank
+        disable_progress_bar()  # only rank 0 shows the progress of loading
     run(fine_tune, sys.argv[1:])

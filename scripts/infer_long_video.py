@@ -3,7 +3,7 @@
     accelerate launch --config_file configs/fsdp2_cpu_2.yaml scripts/infer_long_video.py \\
         --model DIR --video movie.mp4 --fps 1 --question "Who opens the door?" --question "When?"
 
-torchrun, or plain python for one process, do as well. --help lists the options. The work is in mllm_seqpar/inference/.
+torchrun, and plain python for one process, work too. --help lists the options. The code is in mllm_seqpar/inference/.
 """
 
 import sys

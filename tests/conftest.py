@@ -1,11 +1,14 @@
 """Shared set-up of all tests."""
 
 import os
+from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
 
 from ranks import close_pool
+from ranks_worker import reset_global_state
 
 # Worker processes and the test process share few cores; more threads than cores only slow both down.
 torch.set_num_threads(1)
@@ -14,25 +17,21 @@ torch.set_num_threads(1)
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
-
 LAYERS = ("pure Python", "one process", "gloo ranks", "real launch", "GPU")
-"""What a test module's docstring begins with, after "Layer: ", from the cheapest on."""
+"""The layers that follow "Layer: " at the start of a test module's docstring, from the cheapest to the slowest."""
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """The cheapest tests come first; within a layer the order stays.
+    """Run the cheapest layer first; a worker of pytest-xdist runs the slowest first, so that both workers end together.
 
-    In a half of the whole suite the longest come first, else one half would end with them while the other has nothing.
+    The order within a layer does not change.
     """
-    items.sort(
-        key=lambda item: _cost((getattr(item, "module", None) and item.module.__doc__) or ""),
-        reverse=hasattr(config, "workerinput"),
-    )
 
+    def cost(item: pytest.Item) -> int:
+        layer = (getattr(getattr(item, "module", None), "__doc__", None) or "").split(".")[0]
+        return max((index for index, name in enumerate(LAYERS) if name in layer), default=0)
 
-def _cost(docstring: str) -> int:
-    layer = docstring.split(".")[0]
-    return max((i for i, name in enumerate(LAYERS) if name in layer), default=0)
+    items.sort(key=cost, reverse=hasattr(config, "workerinput"))
 
 
 def pytest_sessionfinish() -> None:
@@ -40,6 +39,44 @@ def pytest_sessionfinish() -> None:
 
 
 @pytest.fixture(autouse=True)
-def _same_numbers_in_every_order() -> None:
-    """A case's random numbers do not depend on which cases ran before it."""
+def _independent_of_earlier_cases() -> Iterator[None]:
+    """Seed torch before each case, and reset the state that a case may leave in the process."""
     torch.manual_seed(0)
+    yield
+    reset_global_state()
+
+
+@pytest.fixture(scope="session")
+def inference_files(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Tiny models `gated`, `fused` and `other` with processors; `clip.mp4` and `twin.mp4` of 100 frames."""
+    from mllm_seqpar.data.needle import make_needle_videos
+    from mllm_seqpar.models.mplug_owl3 import MPlugOwl3ImageProcessor, MPlugOwl3Processor
+    from tiny import tiny_model, tiny_tokenizer
+
+    folder = tmp_path_factory.mktemp("inference")
+    for name, gate, seed in (("gated", "per_head", 0), ("fused", None, 0), ("other", "per_head", 1)):
+        tiny_model(gate, seed).save_pretrained(folder / name)
+        MPlugOwl3Processor(MPlugOwl3ImageProcessor(image_size=28), tiny_tokenizer()).save_pretrained(folder / name)
+    for video, name in zip(make_needle_videos(folder, 2, frames=(100, 100), rate=25), ("clip", "twin"), strict=True):
+        Path(video.path).rename(folder / f"{name}.mp4")
+    return folder
+
+
+@pytest.fixture(scope="session")
+def training_files(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny `model`, `eval.jsonl`, and `train.jsonl` with 18 videos of 1 to 7 frames and two chats without videos."""
+    import json
+
+    from mllm_seqpar.data.needle import make_needle_videos
+    from mllm_seqpar.models.mplug_owl3 import MPlugOwl3ImageProcessor, MPlugOwl3Processor
+    from tiny import tiny_model, tiny_tokenizer
+
+    folder = tmp_path_factory.mktemp("training")
+    tiny_model(None).save_pretrained(folder / "model")
+    MPlugOwl3Processor(MPlugOwl3ImageProcessor(image_size=28), tiny_tokenizer()).save_pretrained(folder / "model")
+    rows: list = [video.sample(folder) for video in make_needle_videos(folder / "videos", 18, frames=(1, 7))]
+    text = {"messages": [{"role": "user", "content": "Say hello."}, {"role": "assistant", "content": "hello, hello"}]}
+    rows[3:3] = rows[8:8] = [text]
+    (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / "eval.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows[:5]))
+    return folder

@@ -1,19 +1,19 @@
-"""Runs a script the way a user does: under a real launcher, in fresh processes, with its output captured.
+"""Launch a script as a user does: under a real launcher, in new processes, with its output captured.
 
     from launch import launch
 
     done = launch(2, "scripts/finetune.py", "--steps", 3, config="configs/fsdp2_cpu_2.yaml")
     assert done.returncode == 0, done.output
 
-Slower than the pool of `ranks.py` by seconds, so it is for what needs the real thing: entry scripts, checked-in
-configurations, ranks that are killed.
+Each process imports torch and transformers, which takes seconds. Only tests of entry scripts and of killed ranks
+need that. Others use the worker processes of `ranks.py`, to which `launch_environment` gives the variables of a
+checked-in configuration.
 """
 
 import contextlib
 import os
 import subprocess
 import sys
-import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,20 +22,19 @@ import psutil
 
 ROOT = Path(__file__).resolve().parent.parent
 HANG = 400.0
-"""Seconds after which a launch counts as hanging: long, since nothing waits for it and machines may be busy."""
+"""Seconds after which a launch counts as hanging; long, because the machine may be busy."""
 
 
 @dataclass(frozen=True)
 class Launched:
-    """How a launch ended. `output` is what all ranks wrote, standard output and error together."""
+    """The outcome of a launch; `output` has the standard output and error of all ranks."""
 
     returncode: int
     output: str
-    seconds: float
 
 
 class LaunchHang(AssertionError):
-    """A launch that did not end in time; the message ends with what it had written."""
+    """A launch that did not end in time; the message includes its output so far."""
 
 
 def launch(
@@ -45,28 +44,25 @@ def launch(
     config: str | Path | None = None,
     timeout: float = HANG,
     env: Mapping[str, str] | None = None,
-    cwd: str | Path = ROOT,
 ) -> Launched:
-    """Runs `script` in `world` processes and waits for their end.
+    """Run `script` in `world` processes and wait for their end.
 
     Args:
         world: number of processes.
         script: its path, relative to the repository or absolute.
-        arguments: of the script; each becomes a string.
-        config: an accelerate configuration: `accelerate launch` then, `torch.distributed.run` without it.
+        arguments: of the script; each is converted to a string.
+        config: an accelerate configuration for `accelerate launch`; None uses `torch.distributed.run`.
         timeout: seconds after which all processes are killed.
-        env: variables on top of this process's own.
-        cwd: the folder to run in.
+        env: variables in addition to those of this process.
 
     Raises:
-        LaunchHang: the time was up; with the output so far.
+        LaunchHang: if the processes did not end in time.
     """
     command = [*_launcher(world, config), str(ROOT / script), *map(str, arguments)]
     variables = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", **(env or {})}
-    start = time.monotonic()
     process = subprocess.Popen(
         command,
-        cwd=cwd,
+        cwd=ROOT,
         env=variables,
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
@@ -80,10 +76,10 @@ def launch(
         _kill_tree(process.pid)
         output, _ = process.communicate()
         raise LaunchHang(f"{' '.join(command)}\ndid not end within {timeout:g} s; it wrote:\n{output}") from None
-    except BaseException:  # the test session was interrupted
+    except BaseException:  # for example an interrupt of the test session
         _kill_tree(process.pid)
         raise
-    return Launched(process.returncode, output, time.monotonic() - start)
+    return Launched(process.returncode, output)
 
 
 def _launcher(world: int, config: str | Path | None) -> list[str]:
@@ -94,8 +90,7 @@ def _launcher(world: int, config: str | Path | None) -> list[str]:
 
 
 def _kill_tree(pid: int) -> None:
-    """Kills a launcher and its ranks; torch's launcher puts each rank in a session of its own, so no
-    one signal reaches all."""
+    """Kill a launcher and its ranks; they are in several sessions, so no single signal reaches all of them."""
     try:
         launcher = psutil.Process(pid)
         family = [launcher, *launcher.children(recursive=True)]
@@ -104,3 +99,12 @@ def _kill_tree(pid: int) -> None:
     for process in family:
         with contextlib.suppress(psutil.NoSuchProcess):
             process.kill()
+
+
+def launch_environment(config: str) -> dict[str, str]:
+    """Return the variables that `accelerate launch` sets in its processes for a configuration file."""
+    from accelerate.commands.launch import _validate_launch_command, launch_command_parser
+    from accelerate.utils import prepare_multi_gpu_env
+
+    args, *_ = _validate_launch_command(launch_command_parser().parse_args([f"--config_file={ROOT / config}", "-"]))
+    return {name: value for name, value in prepare_multi_gpu_env(args).items() if os.environ.get(name) != value}

@@ -1,6 +1,6 @@
-"""What one worker of the pool does: read a case, join the case's group, run it, send back the result.
+"""A worker of the pool in `ranks.py`: read a case, join its group, run it, and send back the result.
 
-The process of the pool is in `ranks.py`; this module is all that a worker imports at its start.
+This module is all that a worker imports at its start.
 """
 
 import faulthandler
@@ -17,6 +17,7 @@ from datetime import timedelta
 from multiprocessing import parent_process
 from multiprocessing.connection import Connection, wait
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -24,7 +25,7 @@ import torch.distributed as dist
 
 @dataclass
 class Failure:
-    """How a case ended on one rank when it did not return."""
+    """The outcome of a case that did not return on one rank."""
 
     error: BaseException
     details: str
@@ -35,60 +36,60 @@ class Failure:
 
 
 class RemoteError(RuntimeError):
-    """Stands in for an exception that cannot be pickled."""
+    """Replaces an exception that cannot be pickled."""
 
 
 def save(value: Any) -> bytes:
-    """A value as bytes; functions and classes by name, tensors by their contents."""
+    """Serialize a value: functions and classes by name, tensors by their contents."""
     buffer = io.BytesIO()
     torch.save(value, buffer)
     return buffer.getvalue()
 
 
 def load(data: bytes) -> Any:
-    """The inverse of `save`."""
+    """Deserialize what `save` wrote."""
     return torch.load(io.BytesIO(data), weights_only=False)
 
 
 def work(pipe: Connection, stacks: str) -> None:
-    """Serves cases until the other end of the pipe closes."""
+    """Run cases until the other end of the pipe closes."""
     torch.set_num_threads(1)
     with open(stacks, "w") as file:
-        faulthandler.enable(file)  # a crash inside an operator, such as SIGFPE
-        faulthandler.register(signal.SIGUSR1, file, all_threads=True)  # the pool's question where we hang
-        threading.Thread(target=_leave_with_parent, daemon=True).start()
+        faulthandler.enable(file)  # for a crash inside an operator, such as SIGFPE
+        faulthandler.register(signal.SIGUSR1, file, all_threads=True)  # the pool sends it to a hung worker
+        threading.Thread(target=_exit_with_parent, daemon=True).start()
         pipe.send("ready")
         while True:
             try:
-                path, join, payload = pipe.recv()
+                path, env, join, payload = pipe.recv()
             except EOFError:
                 break
-            pipe.send_bytes(_outcome(path, join, payload))
-    os._exit(0)  # no destructors: a group whose other members are gone may wait for them
+            pipe.send_bytes(_outcome(path, env, join, payload))
+    os._exit(0)  # without destructors, because a process group may wait for members that are gone
 
 
-def _leave_with_parent() -> None:
-    """A test session that was killed must not leave workers in a collective."""
+def _exit_with_parent() -> None:
+    """Exit when the test session is killed, even inside a collective."""
     parent = parent_process()
     assert parent is not None
     wait([parent.sentinel])
     os._exit(1)
 
 
-def _outcome(path: list[str], join: tuple[int, int, str] | None, payload: bytes) -> bytes:
+def _outcome(path: list[str], env: dict[str, str], join: tuple[int, int, str] | None, payload: bytes) -> bytes:
     try:
-        sys.path[:] = path  # test modules lie where pytest found them
+        sys.path[:] = path  # for test modules in the folders that pytest found
         if join is not None:
             _join(*join)
-        fn, args, kwargs = load(payload)
-        random.seed(0)
-        torch.manual_seed(0)
-        result = _plain(fn(dist.get_rank(), dist.get_world_size(), *args, **kwargs))
-        return save(result)
-    except BaseException as error:  # SystemExit and KeyboardInterrupt of a case are results too
+        with mock.patch.dict(os.environ, env):  # it also restores what the case itself sets
+            fn, args, kwargs = load(payload)
+            random.seed(0)
+            torch.manual_seed(0)
+            return save(_detached(fn(dist.get_rank(), dist.get_world_size(), *args, **kwargs)))
+    except BaseException as error:  # SystemExit and KeyboardInterrupt are outcomes too
         return _failure(error)
     finally:
-        _forget()
+        reset_global_state()
 
 
 def _failure(error: BaseException) -> bytes:
@@ -106,24 +107,24 @@ def _join(rank: int, world: int, rendezvous: str) -> None:
         dist.destroy_process_group()
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world), LOCAL_WORLD_SIZE=str(world))
     if os.path.exists("/sys/class/net/lo"):
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # a host name that does not resolve is common in containers
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # in containers the host name often does not resolve
     store = dist.FileStore(rendezvous, world)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=timedelta(minutes=5))
 
 
-def _plain(value: Any) -> Any:
-    """Results as the pool sends them: tensors detached and on the CPU, containers rebuilt."""
+def _detached(value: Any) -> Any:
+    """Return a result with its tensors detached and on the CPU, containers included."""
     if isinstance(value, torch.Tensor):
         return value.detach().cpu().clone()
     if isinstance(value, dict):
-        return {key: _plain(item) for key, item in value.items()}
+        return {key: _detached(item) for key, item in value.items()}
     if type(value) in (list, tuple):
-        return type(value)(_plain(item) for item in value)
+        return type(value)(_detached(item) for item in value)
     return value
 
 
-def _forget() -> None:
-    """What a case leaves in process-wide state of others: accelerate shares one state between all Accelerators."""
+def reset_global_state() -> None:
+    """Reset the process-wide state that a case may change; all Accelerators share one state."""
     if "accelerate.state" in sys.modules:
         state = sys.modules["accelerate.state"]
         state.AcceleratorState._reset_state(reset_partial_state=True)

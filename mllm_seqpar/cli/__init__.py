@@ -1,6 +1,1 @@
-"""What the entry scripts share, whether they train or answer.
-
-Options from a dataclass (`options`), the device and its time limit (`devices`), loading (`loading`), steps that all
-ranks take together or not at all (`together`), reading ahead (`prefetch`), peak memory (`memory`), progress bars
-(`progress`), and how a run ends when something goes wrong (`failure`).
-"""
+"""Helpers of the command-line programs: options, launch, progress, and how a run ends after an error."""

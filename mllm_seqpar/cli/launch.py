@@ -1,48 +1,82 @@
-"""From what a launcher exported to a process group and a device. Nothing but RANK and its companions is needed, so
-`torchrun`, `accelerate launch` with any configuration and a plain `python` all do."""
+"""The device, the process group and the time limit of a program, from what its launcher exported.
+
+Only RANK and its companion variables are needed, so `torchrun`, `accelerate launch` with any configuration, and plain
+`python` all work.
+"""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 
-from mllm_seqpar.comm import Communicator, as_communicator
+from mllm_seqpar.comm import Communicator, as_communicator, launched_processes
+from mllm_seqpar.errors import ConfigError
 
-from .devices import on_cuda, require_rendezvous, time_limit
+DEVICES = ("auto", "cpu", "cuda")
 
 
 @contextmanager
 def launched_ranks(device: str = "auto", timeout: float | None = None) -> Iterator[tuple[Communicator, torch.device]]:
-    """Joins the processes that the launcher started: yields (their group, this rank's device).
+    """Join the processes that the launcher started, and yield (their group, this rank's device).
 
-    A process group that exists already is used as it is. One that is made here ends with the block, unless an exception
-    ends that: other ranks may be waiting in a collective, and leaving the group properly would mean to wait for them.
+    An existing process group is used and left in place. A group that is created here is destroyed at the end of the
+    block, but not after an exception: destroying it would wait for ranks that may be waiting in a collective.
 
     Args:
-        device: cpu, cuda, or auto: cuda when this node has a GPU for each of its processes and the launch
-            configuration does not ask for the CPU.
-        timeout: seconds after which a rank that does not answer is given up; None for 600 on GPUs and 300 on CPU.
+        device: cpu, cuda, or auto, as in `use_cuda`.
+        timeout: seconds until a collective fails because a rank did not join; see `collective_timeout`.
 
     Raises:
-        ConfigError: cuda is asked for, and this node has too few GPUs.
+        ConfigError: if cuda is requested and this node has too few GPUs, or no rendezvous is configured.
     """
     require_rendezvous()
-    cuda = on_cuda(device)
-    place = torch.device("cuda", _number("LOCAL_RANK", 0)) if cuda else torch.device("cpu")
+    cuda = use_cuda(device)
+    rank_device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if cuda else torch.device("cpu")
     if cuda:
-        torch.cuda.set_device(place)
-    starts = _number("WORLD_SIZE", 1) > 1 and not dist.is_initialized()
-    if starts:
-        limit = time_limit(timeout, cuda)
-        dist.init_process_group("nccl" if cuda else "gloo", timeout=limit, device_id=place if cuda else None)
-    yield as_communicator(None), place
-    if starts:
+        torch.cuda.set_device(rank_device)
+    creates_group = int(os.environ.get("WORLD_SIZE", "1")) > 1 and not dist.is_initialized()
+    if creates_group:
+        limit, bound_device = collective_timeout(timeout, cuda), rank_device if cuda else None
+        dist.init_process_group("nccl" if cuda else "gloo", timeout=limit, device_id=bound_device)
+    yield as_communicator(None), rank_device
+    if creates_group:
         dist.destroy_process_group()
 
 
-def _number(name: str, default: int) -> int:
-    return int(os.environ.get(name, default))
+def use_cuda(device: str) -> bool:
+    """Return whether this process computes on a GPU.
+
+    Args:
+        device: cpu, cuda, or auto. auto means cuda if this node has one GPU per process and the launch configuration
+            does not request the CPU.
+
+    Raises:
+        ConfigError: if cuda is requested and this node has too few GPUs.
+    """
+    gpus, processes = torch.cuda.device_count(), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    if device == "cuda" and gpus < processes:
+        raise ConfigError(
+            f"--device cuda: this node has {gpus} GPUs for {processes} processes; start fewer, or use --device cpu"
+        )
+    cpu_requested = os.environ.get("ACCELERATE_USE_CPU", "").lower() in ("1", "true")
+    return device == "cuda" or (device == "auto" and gpus >= processes and not cpu_requested)
+
+
+def collective_timeout(seconds: float | None, cuda: bool) -> timedelta:
+    """Return how long a collective waits for a rank: `seconds`, or by default 600 s on GPUs and 300 s on CPU."""
+    return timedelta(seconds=seconds or (600 if cuda else 300))
+
+
+def require_rendezvous() -> None:
+    """Raise ConfigError if a launcher such as srun or mpirun started several processes without a rendezvous address."""
+    processes, variable = launched_processes()
+    if processes > 1 and variable != "WORLD_SIZE" and not dist.is_initialized():
+        raise ConfigError(
+            f"{variable}={processes}: {processes} processes were started, and each would do all of the work alone; "
+            "start the script with torchrun or accelerate launch, once on each node"
+        )

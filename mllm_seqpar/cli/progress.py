@@ -1,15 +1,31 @@
-"""Progress bars on stderr."""
+"""What a running program reports: a progress bar on stderr and the peak memory of this process."""
 
 from __future__ import annotations
 
+import resource
 import sys
 from typing import Any
 
+import torch
 
-def progress_bar(total: int, unit: str, what: str, done: int = 0) -> Any:
-    """A tqdm bar that stands at `done` of `total`."""
+
+def progress_bar(total: int, unit: str, title: str, done: int = 0) -> Any:
+    """Return a tqdm bar that starts at `done` of `total`."""
     from tqdm import tqdm
 
-    # In a log file a bar that moves ten times a second is noise.
-    pause = 0.2 if sys.stderr.isatty() else 10.0
-    return tqdm(total=total, initial=done, unit=unit, desc=what, mininterval=pause)
+    interval = 0.2 if sys.stderr.isatty() else 10.0  # seconds; frequent updates would fill a log file
+    return tqdm(total=total, initial=done, unit=unit, desc=title, mininterval=interval)
+
+
+def reset_peak_memory(device: torch.device) -> None:
+    """Start a new peak on a GPU. The CPU's peak belongs to the whole process and cannot be reset."""
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+
+
+def peak_memory(device: torch.device) -> float:
+    """Return the peak in MiB: allocated on a GPU since the last reset, resident on a CPU since the process started."""
+    if device.type == "cuda":
+        return round(torch.cuda.max_memory_allocated(device) / 2**20, 1)
+    unit = 1 if sys.platform == "darwin" else 1024  # bytes on macOS, KiB on Linux
+    return round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**20, 1)

@@ -1,11 +1,11 @@
-"""Asking about long videos: each rank encodes its share of the frames, and generation looks at all of them.
+"""Questions about long videos: each rank encodes its frame shard, and generation attends to all frames.
 
     with launched_ranks() as (comm, device):
         model = patch_model(load_for_inference(path, "auto", device), group=comm)
         video = encode_video(model, processor, VideoSource.open("movie.mp4", fps=1), group=comm)
         print(answer(model, processor, "What happens?", video).text)
 
-`scripts/infer_long_video.py` is this with a command line, a progress bar and features that are kept on disk.
+`scripts/infer_long_video.py` adds a command line, a progress bar, and features that are stored on disk.
 """
 
 from mllm_seqpar.cli.launch import launched_ranks
@@ -21,10 +21,10 @@ __all__ = [
     "Sampling",
     "answer",
     "encode_video",
+    "launched_ranks",
     "load_for_inference",
     "load_video",
     "open_store",
     "save_video",
     "shard_weights",
-    "launched_ranks",
 ]

@@ -1,4 +1,4 @@
-"""An encoded video on disk: written by the ranks that encoded it, read by any number of others, for the same model."""
+"""Encoded videos on disk: written by the ranks that encoded them, read by any number of ranks, for the same model."""
 
 from __future__ import annotations
 
@@ -18,35 +18,29 @@ from mllm_seqpar.sharding import FrameShard, frame_range
 
 from .encoding import EncodedVideo
 
-SAMPLING = ("fps", "num_frames", "max_frames")
-"""The options that say which frames of a video are used."""
+FRAME_OPTIONS = ("fps", "num_frames", "max_frames")
+"""The options that select the frames of a video."""
 
 
 def save_video(directory: str, video: EncodedVideo, comm: Communicator, meta: Mapping[str, Any]) -> None:
-    """Writes the features of an encoded video; every rank its own. Returns when all are written.
+    """Write the features of an encoded video, each rank its shard. Return when all ranks have written.
 
     Args:
-        directory: made if it does not exist, on a file system that all ranks see.
+        directory: on a file system that all ranks share; created if it does not exist.
         video: the features.
-        comm: the group that encoded it.
-        meta: what they were made of; rank 0's is written.
+        comm: the group that encoded the video.
+        meta: what the features depend on; rank 0's is written.
 
     Raises:
-        DataError: this rank cannot write; AgreementError: another rank cannot.
+        DataError: if this rank cannot write. AgreementError: if another rank cannot.
     """
-    origin = json.loads(comm.gather_texts(json.dumps(dict(meta)))[0])
+    rank_0_meta = json.loads(comm.gather_texts(json.dumps(dict(meta)))[0])
+    shard = video.shard
 
     def write() -> None:
+        placement = {"start": shard.start, "total": shard.total, "rank": comm.rank, "world": comm.size}
         try:
-            save_features(
-                directory,
-                video.features,
-                start=video.shard.start,
-                total=video.shard.total,
-                rank=comm.rank,
-                world=comm.size,
-                meta=origin,
-            )
+            save_features(directory, video.features, **placement, meta=rank_0_meta)
         except OSError as error:
             raise DataError(f"{directory}: the features cannot be written: {error}") from error
 
@@ -56,55 +50,54 @@ def save_video(directory: str, video: EncodedVideo, comm: Communicator, meta: Ma
 def load_video(
     store: FeatureStore, family: ChatFamily, comm: Communicator, device: torch.device, dtype: torch.dtype
 ) -> EncodedVideo:
-    """Reads this rank's frames of a store, and no others.
+    """Read this rank's frames of a store.
 
     Raises:
-        DataError: the features are of another dtype than the model, so that answers would be others.
+        DataError: if the features have another dtype than the model, which would change the answers.
     """
     if store.dtype != dtype:
-        have, need = (str(kind).removeprefix("torch.") for kind in (store.dtype, dtype))
+        found, needed = (str(kind).removeprefix("torch.") for kind in (store.dtype, dtype))
         raise DataError(
-            f"{store.directory}: these features are {have} and the model runs in {need}; use --dtype {have}, or encode "
-            "the video again with --save-features"
+            f"{store.directory}: these features are {found} and the model runs in {needed}; use --dtype {found}, or "
+            "encode the video again with --save-features"
         )
-    own = frame_range(store.total_frames, comm)
-    shard = FrameShard(own.start, own.stop, store.total_frames)
+    local = frame_range(store.total_frames, comm)
+    shard = FrameShard(local.start, local.stop, store.total_frames)
     frames = family.stored_frames(store.total_frames, store.meta)
-    return EncodedVideo(store.read(own.start, own.stop, device), shard, frames)
+    return EncodedVideo(store.read(local.start, local.stop, device), shard, frames)
 
 
-def origin(source: VideoSource, model: str, family: ChatFamily, sampling: Mapping[str, Any]) -> dict[str, Any]:
-    """What features of `source` made by the model in directory `model` depend on; written into their store."""
+def feature_meta(source: VideoSource, model: str, family: ChatFamily, options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what the features of `source` depend on, for the store: video, frame options, and model directory."""
     return {
         **source_meta(source.plan),
-        **{name: sampling[name] for name in SAMPLING},
+        **{name: options[name] for name in FRAME_OPTIONS},
         **family.facts_of_frames(source),
         "model": model_fingerprint(model, family.feature_weights),
     }
 
 
 def open_store(
-    directory: str, model: str, family: ChatFamily, source: VideoSource | None, sampling: Mapping[str, Any]
+    directory: str, model: str, family: ChatFamily, source: VideoSource | None, options: Mapping[str, Any]
 ) -> FeatureStore:
-    """Opens a store after checking that it was made by this model and of these frames.
+    """Open a store after checking that its features belong to this model and these frames.
 
     Args:
         directory: of the store.
         model: directory of the model.
         family: of the model.
-        source: the video that it should be of; None to take the store's word.
-        sampling: the options of `SAMPLING`; those that are None are not compared.
+        source: the video to compare with; None compares with no video.
+        options: the values of `FRAME_OPTIONS`; None values are not compared.
 
     Raises:
-        DataError: no complete store, or one of another model, video or choice of frames.
+        DataError: if the store is incomplete, or belongs to another model, video or selection of frames.
     """
     store = open_features(directory)
-    store.require(**{name: sampling[name] for name in SAMPLING if sampling[name] is not None})
+    store.require(**{name: options[name] for name in FRAME_OPTIONS if options[name] is not None})
     if source is not None:
-        made = source_meta(source.plan)  # not by path and time: a copy on another disk is the same video
-        store.require(**{name: made[name] for name in ("source_size", "frames", "frame_times")})
-    fingerprint = model_fingerprint(model, family.feature_weights)
-    if store.meta.get("model") != fingerprint:
+        found = source_meta(source.plan)  # path and time are not compared: a copy on another disk is the same video
+        store.require(**{name: found[name] for name in ("source_size", "frames", "frame_times")})
+    if store.meta.get("model") != model_fingerprint(model, family.feature_weights):
         raise DataError(
             f"{directory}: these features were made by another model than {model} (its vision tower, projector or "
             "picture size differ); encode the video again with --save-features"

@@ -1,4 +1,4 @@
-"""Asking about an encoded video: the prompt, generation over sharded features, and the text as it comes."""
+"""Generation of an answer to a question about an encoded video: prompt, sampling, and streamed text."""
 
 from __future__ import annotations
 
@@ -17,19 +17,18 @@ from mllm_seqpar.errors import ConfigError
 
 from .encoding import EncodedVideo
 
-_VIDEO = {"type": "video"}
 _log = get_logger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Sampling:
-    """How tokens are chosen.
+    """How the tokens of an answer are chosen.
 
     Attributes:
-        max_new_tokens: at most.
-        temperature: 0 takes the most likely token each time; above, tokens are drawn.
-        top_p: draw among the most likely tokens that have this much probability together.
-        seed: of the draws; every question begins with it.
+        max_new_tokens: maximum length of the answer.
+        temperature: 0 takes the most likely token each time; above 0, tokens are sampled.
+        top_p: sample from the most likely tokens whose probabilities sum to this value.
+        seed: set before each question.
     """
 
     max_new_tokens: int = 256
@@ -43,33 +42,33 @@ class Sampling:
             "temperature": (self.temperature >= 0, "0 or more"),
             "top_p": (0 < self.top_p <= 1, "more than 0 and at most 1"),
         }
-        for name, (good, allowed) in rules.items():
-            if not good:
+        for name, (valid, allowed) in rules.items():
+            if not valid:
                 raise ConfigError(f"{name}: {getattr(self, name)!r} is not allowed; give {allowed}")
 
-    def for_generate(self) -> dict[str, Any]:
-        """Arguments of `generate`; None takes back what a model's own generation config says."""
-        draws = self.temperature > 0
+    def generate_arguments(self) -> dict[str, Any]:
+        """Return the arguments of `generate`; None overrides a value of the model's own generation config."""
+        samples = self.temperature > 0
         return {
             "max_new_tokens": self.max_new_tokens,
-            "do_sample": draws,
-            "temperature": self.temperature if draws else None,
-            "top_p": self.top_p if draws else None,
-            "top_k": 0 if draws else None,
+            "do_sample": samples,
+            "temperature": self.temperature if samples else None,
+            "top_p": self.top_p if samples else None,
+            "top_k": 0 if samples else None,
             "num_beams": 1,
         }
 
 
 @dataclass(frozen=True, kw_only=True)
 class Answer:
-    """What the model said, the same on every rank.
+    """The answer to one question, equal on all ranks except for the times.
 
     Attributes:
         text: without special tokens.
-        tokens: the generated token ids, the end's included.
+        tokens: the generated token ids, including the end token.
         prompt_tokens: length of the prompt.
-        prefill_seconds: until the first token.
-        decode_seconds: for the others.
+        prefill_seconds: time to the first token.
+        decode_seconds: time from the first token to the last.
     """
 
     text: str
@@ -88,26 +87,26 @@ def answer(
     *,
     on_text: Callable[[str], object] | None = None,
 ) -> Answer:
-    """Answers a question about a video. Every rank of the model's group calls it with the same question.
+    """Answer a question about a video. Every rank of the model's group calls this with the same question.
 
     Args:
         model: patched by `patch_model`, over the group that encoded the video.
-        processor: of that model; its family writes the prompt.
-        question: the user's words; the video goes before them, unless they say themselves where, by "<|video|>".
-        video: from `encode_video`, or read from a store. Nothing of it is changed: ask as often as you like.
+        processor: the model's; its family writes the prompt.
+        question: the user's text. The video precedes it, unless the text contains "<|video|>" where the video belongs.
+        video: from `encode_video` or `load_video`; it is not changed and can be used for further questions.
         sampling: the most likely tokens by default.
         on_text: called with each piece of text as it is generated.
 
     Raises:
-        AgreementError: the ranks ask different things.
+        AgreementError: if the ranks have different questions.
     """
     sampling = sampling or Sampling()
     family = chat_family(processor)
-    text = prompt_of(family, question, video)
+    text = _make_prompt(family, question, video)
     prompt = {name: value.to(video.features.device) for name, value in family.arguments(text).items()}
     length = text.input_ids.shape[1]
     _warn_if_long(model, length + sampling.max_new_tokens)
-    streamer = TextPieces(processor.tokenizer, on_text)
+    streamer = AnswerStreamer(processor.tokenizer, on_text)
     torch.manual_seed(sampling.seed)
     output = model.generate(  # type: ignore[operator]
         **prompt,
@@ -115,7 +114,7 @@ def answer(
         use_cache=True,
         streamer=streamer,
         **family.generation(model),
-        **sampling.for_generate(),
+        **sampling.generate_arguments(),
     )
     tokens = output[0, length:].tolist()
     return Answer(
@@ -127,13 +126,15 @@ def answer(
     )
 
 
-def prompt_of(family: ChatFamily, question: str, video: EncodedVideo) -> ChatText:
-    """The prompt of a question about a video."""
-    parts = [part for piece in question.split(VIDEO_MARK) for part in ({"type": "text", "text": piece}, _VIDEO)][:-1]
-    if len(parts) == 1:
-        parts = [_VIDEO, *parts]
+def _make_prompt(family: ChatFamily, question: str, video: EncodedVideo) -> ChatText:
+    content: list[dict[str, str]] = []
+    for piece in question.split(VIDEO_MARK):
+        content += [{"type": "text", "text": piece}, {"type": "video"}]
+    content.pop()
+    if len(content) == 1:
+        content.insert(0, {"type": "video"})
     source = StoredFrames(video.frames, None) if video.source is None else video.source
-    messages = [{"role": "user", "content": [part for part in parts if part.get("text") != ""]}]
+    messages = [{"role": "user", "content": [part for part in content if part.get("text") != ""]}]
     return family.text([messages], [[source]], add_generation_prompt=True)
 
 
@@ -144,39 +145,39 @@ def _warn_if_long(model: Any, length: int) -> None:
         longest = getattr(config.get_text_config(decoder=True), "max_position_embeddings", None)
     if longest is not None and length > longest:
         _log.warning(
-            "prompt and answer may take %d tokens, one per frame among them; the model was made for %d: take fewer "
+            "prompt and answer may take %d tokens, including one per frame; the model was made for %d: take fewer "
             "frames",
             length,
             longest,
         )
 
 
-class TextPieces(BaseStreamer):
-    """Turns tokens into text as they come, and keeps the time.
+class AnswerStreamer(BaseStreamer):
+    """Passes generated text to `on_text` piece by piece, and measures the time.
 
-    Decoding a token needs those before it (whether a space precedes it, say), but not many: tokens are decoded together
-    with the piece before, once with and once without. A piece is held back while its last character is incomplete:
-    byte-level tokens may end inside one.
+    The text of a token can depend on the tokens before it, for example whether a space precedes it. The new tokens are
+    therefore decoded together with the previous piece, whose text is then removed. A piece whose last character is
+    incomplete is held back, because byte-level tokens may end inside a character.
     """
 
     def __init__(self, tokenizer: Any, on_text: Callable[[str], object] | None) -> None:
         self._tokenizer, self._on_text = tokenizer, on_text
-        self._tokens: list[int] = []  # of the piece written last, and of what is not written yet
-        self._written = 0  # how many of them are the former
+        self._tokens: list[int] = []  # the tokens of the previous piece, then those not written yet
+        self._written = 0  # the number of tokens of the previous piece
         self._times = [time.perf_counter()]
 
     @property
     def prefill_seconds(self) -> float:
-        """From the start to the first token."""
+        """The time from the start to the first token."""
         return self._times[1] - self._times[0] if len(self._times) > 1 else 0.0
 
     @property
     def decode_seconds(self) -> float:
-        """From the first token to the last."""
+        """The time from the first token to the last."""
         return self._times[-1] - self._times[1] if len(self._times) > 1 else 0.0
 
     def put(self, value: Tensor) -> None:
-        """Takes the prompt first, then one token at a time."""
+        """Receive the prompt (two dimensions), then one token per call."""
         if value.dim() > 1:
             return
         self._times.append(time.perf_counter())
@@ -184,16 +185,16 @@ class TextPieces(BaseStreamer):
         self._write(complete_only=True)
 
     def end(self) -> None:
-        """Writes what is held back."""
+        """Write the text that was held back."""
         self._write(complete_only=False)
 
     def _write(self, complete_only: bool) -> None:
         if self._on_text is None:
             return
-        before, text = self._decode(self._tokens[: self._written]), self._decode(self._tokens)
-        if len(text) <= len(before) or (complete_only and text.endswith("\N{REPLACEMENT CHARACTER}")):
+        previous, text = self._decode(self._tokens[: self._written]), self._decode(self._tokens)
+        if len(text) <= len(previous) or (complete_only and text.endswith("\N{REPLACEMENT CHARACTER}")):
             return
-        self._on_text(text[len(before) :])
+        self._on_text(text[len(previous) :])
         self._tokens = self._tokens[self._written :]
         self._written = len(self._tokens)
 

@@ -1,7 +1,7 @@
 """An inference run from its command line to the last answer.
 
-What can be wrong on one rank only (arguments, files, its part of the video) is tried, then agreed upon by all ranks,
-and the cheap before the dear: a video that cannot be read ends the run before the model is loaded.
+Steps that can fail on one rank only (arguments, files, its part of the video) run first, and all ranks agree on their
+result. Cheap checks precede expensive steps: a video that cannot be read ends the run before the model is loaded.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from mllm_seqpar.cli.launch import launched_ranks
+from mllm_seqpar.cli.progress import peak_memory
 from mllm_seqpar.comm import Communicator
 from mllm_seqpar.comm.agreement import attempt, check_collectively, raise_on_all_ranks
 from mllm_seqpar.data.chat_families import chat_family
@@ -23,37 +24,37 @@ from mllm_seqpar.data.features import FeatureStore, source_meta
 from mllm_seqpar.data.sources import VideoSource
 from mllm_seqpar.errors import ConfigError
 from mllm_seqpar.models.loading import load_processor
-from mllm_seqpar.patching import patch_of
+from mllm_seqpar.patching import patch_model, patch_of
 
-from .arguments import InferArguments, parse
-from .encoding import EncodedVideo, encode_video
-from .feature_files import load_video, open_store, origin, save_video
+from .arguments import DEFAULT_FPS, InferArguments, parse
+from .encoding import EncodedVideo, encode_video, encoder_of
+from .feature_files import feature_meta, load_video, open_store, save_video
 from .generation import Answer, answer
-from .model import distribute, load_for_inference, model_files
-from .report import ENCODE, Stages, frames_bar, make_report
+from .model import load_for_inference, model_files_digest, shard_weights
+from .report import ENCODE_STAGE, Report, StageTimes, frames_bar
 
 
 @dataclass(frozen=True)
 class RunInputs:
-    """What a run reads: the video, its features, or both; and how text and frames become tensors.
+    """The inputs of a run.
 
     Attributes:
-        model: a digest of the model's files.
-        processor: of that model.
-        source: the video.
-        store: features of it that are on disk.
-        origin: what features that are to be saved were made of; on rank 0.
+        model_digest: hash of the model's files.
+        processor: the model's.
+        source: the video, if it is given.
+        store: features of the video on disk, if they are given.
+        feature_meta: on rank 0, what features that are to be saved depend on.
     """
 
-    model: str
+    model_digest: str
     processor: Any
     source: VideoSource | None
     store: FeatureStore | None
-    origin: dict[str, Any]
+    feature_meta: dict[str, Any]
 
     def facts(self) -> dict[str, Any]:
-        """What all ranks must have in common. Not paths: each node may have its own copy."""
-        facts: dict[str, Any] = {"model": self.model}
+        """Return what all ranks must have in common. Paths may differ, because each node may have its own copy."""
+        facts: dict[str, Any] = {"model": self.model_digest}
         if self.source is not None:
             meta = source_meta(self.source.plan)
             facts |= {"video's size": meta["source_size"], "frames": meta["frames"], "their times": meta["frame_times"]}
@@ -63,47 +64,62 @@ class RunInputs:
 
 
 def infer(argv: Sequence[str]) -> None:
-    """Answers as the command line says; see `InferArguments`. Every rank calls it.
+    """Answer the questions of the command line `argv`; see `InferArguments`. Every rank calls this.
 
     Raises:
-        SeqParError: bad arguments, files, a video that cannot be read; ranks that do not agree.
+        SeqParError: on invalid arguments or files or a video that cannot be read, or if the ranks disagree.
     """
     args, problem = attempt(lambda: parse(argv))
     with launched_ranks(*((args.device, args.timeout) if args else ())) as (comm, device):
         raise_on_all_ranks(comm, "arguments", problem, asdict(args) if args else {})
-        assert args is not None  # or all ranks have raised
-        _run(args, comm, device)
+        assert args is not None  # otherwise all ranks have raised
+        answer_questions(args, comm, device)
 
 
-def _run(args: InferArguments, comm: Communicator, device: torch.device) -> None:
-    stages = Stages(device)
-    with stages("open"):
-        inputs = check_collectively(comm, "inputs", lambda: _open(args, saves=comm.rank == 0), RunInputs.facts)
-    with stages("load"):
+def answer_questions(args: InferArguments, comm: Communicator, device: torch.device) -> None:
+    """Run the steps of `infer` on the ranks of `comm`: open, load, encode, answer, report."""
+    times = StageTimes(device)
+    with times.measure("open"):
+        inputs = check_collectively(comm, "inputs", lambda: _open(args, comm.rank), RunInputs.facts)
+    with times.measure("load"):
         model = check_collectively(comm, "model", lambda: _load(args, inputs, device))
-        model = distribute(model, inputs.processor, comm, device, args.seqpar_config(), shard=args.shard_weights)
-    video = _video(args, inputs, model, comm, device, stages)
+        if args.shard_weights:
+            model = shard_weights(model, comm, device, encode=encoder_of(model, chat_family(inputs.processor)))
+        patch_model(model, group=comm, config=args.seqpar_config())
+    video = _video(args, inputs, model, comm, device, times)
     answers = [(question, _ask(args, inputs, model, video, question, comm.rank)) for question in args.question]
     patch = patch_of(model)
-    report = make_report(comm, device, video, stages.seconds, answers, patch.context.comm.bytes.total if patch else 0)
+    bytes_sent = patch.context.comm.bytes.total if patch else 0
+    rows = comm.gather_ints([round(peak_memory(device) * 1024), bytes_sent])
+    report = Report(
+        frames=video.frames,
+        visual_tokens=video.visual_tokens,
+        ranks=comm.size,
+        seconds={name: round(seconds, 4) for name, seconds in times.seconds.items()},
+        answers=answers,
+        peak_memory_mib=[round(kib / 1024, 1) for kib, _ in rows],
+        bytes_sent=[sent for _, sent in rows],
+        device=device.type,
+    )
     if comm.rank == 0:
-        print(report.line(), file=sys.stderr, flush=True)  # noqa: T201 - standard output has the answers alone
+        print(report.summary(), file=sys.stderr, flush=True)  # noqa: T201 - standard output has only the answers
         if args.report:
             report.write(args.report)
 
 
-def _open(args: InferArguments, saves: bool) -> RunInputs:
+def _open(args: InferArguments, rank: int) -> RunInputs:
     processor = load_processor(args.model)
-    source = None if args.video is None else _open_video(args.video, args.frames_of_video())
+    family = chat_family(processor)
+    source = None if args.video is None else _open_video(args)
     store = None
     if args.features is not None:
-        store = open_store(args.features, args.model, chat_family(processor), source, args.frame_options())
-    if saves:
-        _try_outputs(args)
-    made_of = {}
-    if saves and args.save_features is not None and source is not None:
-        made_of = origin(source, args.model, chat_family(processor), args.frames_of_video())
-    return RunInputs(model_files(args.model), processor, source, store, made_of)
+        store = open_store(args.features, args.model, family, source, args.frame_options())
+    if rank == 0:
+        _check_outputs(args)
+    meta = {}
+    if rank == 0 and args.save_features is not None and source is not None:
+        meta = feature_meta(source, args.model, family, args.frame_options(DEFAULT_FPS))
+    return RunInputs(model_files_digest(args.model), processor, source, store, meta)
 
 
 def _load(args: InferArguments, inputs: RunInputs, device: torch.device) -> nn.Module:
@@ -112,15 +128,16 @@ def _load(args: InferArguments, inputs: RunInputs, device: torch.device) -> nn.M
     return model
 
 
-def _open_video(path: str, frames: dict[str, Any]) -> VideoSource:
+def _open_video(args: InferArguments) -> VideoSource:
+    assert args.video is not None
     try:
-        return VideoSource.open(path, **frames)
+        return VideoSource.open(args.video, **args.frame_options(DEFAULT_FPS))
     except ImportError as error:  # the message says what to install
         raise ConfigError(str(error)) from error
 
 
-def _try_outputs(args: InferArguments) -> None:
-    """What cannot be written is better known before the video is encoded than after."""
+def _check_outputs(args: InferArguments) -> None:
+    """Create the output files and directories now, so that an error does not follow a long encoding."""
     try:
         if args.save_features is not None:
             Path(args.save_features).mkdir(parents=True, exist_ok=True)
@@ -128,34 +145,39 @@ def _try_outputs(args: InferArguments) -> None:
             Path(args.report).parent.mkdir(parents=True, exist_ok=True)
             Path(args.report).touch()
     except OSError as error:
-        raise ConfigError(f"{error.filename}: cannot be written ({error.strerror}); choose another place") from error
+        raise ConfigError(f"{error.filename}: cannot be written ({error.strerror}); choose another path") from error
 
 
 def _video(
-    args: InferArguments, inputs: RunInputs, model: nn.Module, comm: Communicator, device: torch.device, stages: Stages
+    args: InferArguments,
+    inputs: RunInputs,
+    model: nn.Module,
+    comm: Communicator,
+    device: torch.device,
+    times: StageTimes,
 ) -> EncodedVideo:
-    """The encoded video, by the shortest way."""
+    """Return the encoded video, read from the feature store if there is one."""
     if inputs.store is not None:
         store, dtype = inputs.store, next(model.parameters()).dtype
-        with stages("read features"):
+        with times.measure("read features"):
             return check_collectively(
                 comm, "features", lambda: load_video(store, chat_family(inputs.processor), comm, device, dtype)
             )
     source = inputs.source
-    assert source is not None  # the arguments say so
-    shows = args.progress and comm.rank == 0
-    with stages(ENCODE), frames_bar(len(source), "reading and encoding", shows) as progress:
+    assert source is not None  # InferArguments requires --video or --features
+    show = args.progress and comm.rank == 0
+    with times.measure(ENCODE_STAGE), frames_bar(len(source), "reading and encoding", show) as progress:
         video = encode_video(model, inputs.processor, source, group=comm, batch=args.encode_batch, progress=progress)
     if args.save_features is not None:
-        with stages("save"):
-            save_video(args.save_features, video, comm, inputs.origin)
+        with times.measure("save"):
+            save_video(args.save_features, video, comm, inputs.feature_meta)
     return video
 
 
 def _ask(
     args: InferArguments, inputs: RunInputs, model: nn.Module, video: EncodedVideo, question: str, rank: int
 ) -> Answer:
-    """One answer, written to standard output by rank 0 as it comes."""
+    """Return one answer; rank 0 writes it to standard output as it is generated."""
     if rank == 0 and len(args.question) > 1:
         _write(f"> {question}\n")
     result = answer(model, inputs.processor, question, video, args.sampling(), on_text=_write if rank == 0 else None)

@@ -1,18 +1,17 @@
-"""Checkpoints from which training continues bit for bit on the same layout.
+"""Checkpoints from which training continues bit for bit on the same grid of ranks.
 
-OUTPUT/checkpoint-00000010/ holds
-    shards/         parameters that train, buffers and optimizer state, by torch.distributed.checkpoint: each rank
-                    writes its own shards, and another number of ranks can read them
+OUTPUT/checkpoint-00000010/ contains
+    shards/         trained parameters, buffers and optimizer state, written by torch.distributed.checkpoint: each rank
+                    writes its shards, and another number of ranks can read them
     random-R.pt     the random number generators of rank R
-    progress.json   step, epoch, layout, the arguments that decide the trajectory; its presence is the last thing
-                    written before the rename
+    progress.json   step, epoch, grid of ranks, and the arguments that determine the trajectory; written last
 
-Everything goes to a directory with the suffix .tmp, which rank 0 renames once all ranks are done; a crash leaves the
-previous checkpoint as it was. Frozen parameters come from --model again and are not saved.
+All files are written to a directory with the suffix .tmp, which rank 0 renames when all ranks are done. A crash leaves
+the previous checkpoint unchanged. Frozen parameters are not saved: a resumed run loads them from --model.
 
-The optimizer's state is read straight from its tensors and not through torch's get_optimizer_state_dict: that makes a
-state for parameters that never had a gradient (the last layer of a vision tower whose second-to-last hidden states are
-used, say) and then does not find it in the file.
+The optimizer's state is read from its tensors and not through torch's get_optimizer_state_dict, which creates a state
+for parameters that never had a gradient (for example the last layer of a vision tower whose second-to-last hidden
+states are used) and then does not find it in the file.
 """
 
 import json
@@ -42,15 +41,15 @@ _log = get_logger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class Progress:
-    """Where a run stands and under which conditions.
+    """The position of a run and the conditions under which it may continue.
 
     Attributes:
-        step: optimizer steps done.
-        epoch: passes over the data done.
-        batch: steps done in the current epoch.
-        dp: data parallel groups.
-        sp: ranks of each.
-        conditions: what must be equal to continue: arguments of the trajectory, digest of the data.
+        step: completed optimizer steps.
+        epoch: completed passes over the data.
+        batch: completed steps in the current epoch.
+        dp: number of data parallel groups.
+        sp: ranks per group.
+        conditions: values that must be equal to continue: arguments of the trajectory, digest of the data.
     """
 
     step: int
@@ -64,29 +63,25 @@ class Progress:
 def save_checkpoint(
     output: Path, progress: Progress, model: nn.Module, optimizer: torch.optim.Optimizer, keep: int
 ) -> Path:
-    """Writes a checkpoint, then deletes all but the last `keep` up to it. Every rank calls it.
-
-    Returns:
-        The directory of the checkpoint.
-    """
+    """Write a checkpoint and return its directory; delete all but the last `keep` up to it. Every rank calls this."""
     final = output / f"checkpoint-{progress.step:08d}"
     draft = final.with_suffix(".tmp")
     rank = dist.get_rank() if dist.is_initialized() else 0
     if rank == 0:
-        for left_over in output.glob("checkpoint-*.tmp"):
-            shutil.rmtree(left_over)
+        for incomplete in output.glob("checkpoint-*.tmp"):
+            shutil.rmtree(incomplete)
         draft.mkdir(parents=True)
     _barrier()
-    with _quiet_alone():
+    with _without_single_process_warning():
         dcp.save(_state(model, optimizer), checkpoint_id=draft / "shards")
     torch.save(_random_state(), draft / f"random-{rank}.pt")
     _barrier()
     if rank == 0:
         (draft / "progress.json").write_text(json.dumps(asdict(progress), indent=1))
-        if final.exists():  # the same step again, after a resume from an earlier one
+        if final.exists():  # written before a resume from an earlier checkpoint
             shutil.rmtree(final)
         os.replace(draft, final)
-        # not counting later ones, which a run has that went back: by number, they would be newer than this one
+        # A run resumed from an earlier checkpoint may have later ones, which do not count as newer than this one.
         for old in [path for path in list_checkpoints(output) if path <= final][:-keep]:
             shutil.rmtree(old)
     _barrier()
@@ -94,17 +89,17 @@ def save_checkpoint(
 
 
 def list_checkpoints(output: Path) -> list[Path]:
-    """The complete checkpoints of a run, oldest first."""
+    """Return the complete checkpoints of a run, oldest first."""
     if not output.is_dir():
         return []
     return sorted(p for p in output.iterdir() if _NAME.fullmatch(p.name) and (p / "progress.json").is_file())
 
 
 def find_checkpoint(resume: str | None, output: Path) -> Path | None:
-    """The checkpoint that `resume` means: None for None, and for "auto" when there is none yet.
+    """Return the checkpoint to resume from: None for None, and for "auto" if there is no checkpoint yet.
 
     Raises:
-        DataError: `resume` names something that is not a complete checkpoint.
+        DataError: if `resume` is not a complete checkpoint.
     """
     if resume is None:
         return None
@@ -121,50 +116,50 @@ def find_checkpoint(resume: str | None, output: Path) -> Path | None:
 
 
 def read_progress(checkpoint: Path, conditions: dict[str, Any]) -> Progress:
-    """The progress of a checkpoint that may continue under `conditions`.
+    """Return the progress of a checkpoint after checking that it may continue under `conditions`.
 
     Raises:
-        ConfigError: a condition differs from the checkpoint's.
-        DataError: the file is damaged.
+        ConfigError: if a condition differs from the checkpoint's.
+        DataError: if the file is damaged.
     """
     try:
         progress = Progress(**json.loads((checkpoint / "progress.json").read_text()))
     except (json.JSONDecodeError, TypeError) as error:
         raise DataError(f"{checkpoint}/progress.json is damaged: {error}") from error
-    now = json.loads(json.dumps(conditions))  # as it comes back from a file: tuples are lists
+    now = json.loads(json.dumps(conditions))  # converts tuples to lists, as in the file
     names = sorted(progress.conditions.keys() | now.keys())
     differing = [
-        f"{name}: {progress.conditions.get(name)!r} then, {now.get(name)!r} now"
+        f"{name} was {progress.conditions.get(name)!r} and is {now.get(name)!r} now"
         for name in names
         if progress.conditions.get(name) != now.get(name)
     ]
     if differing:
         raise ConfigError(
             f"cannot continue {checkpoint}: {'; '.join(differing)}. "
-            "Use the same options, or start anew without --resume"
+            "Use the same options, or start again without --resume"
         )
     return progress
 
 
 def load_checkpoint(checkpoint: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Puts parameters, buffers, optimizer state and random numbers back in place. Every rank calls it.
+    """Restore parameters, buffers, optimizer state and random number generators. Every rank calls this.
 
-    A rank that the checkpoint's layout did not have keeps its own random numbers.
+    A rank that did not exist when the checkpoint was written keeps its random number generators.
 
     Raises:
-        DataError: the checkpoint holds other parameters than the model.
+        DataError: if the checkpoint has other parameters than the model.
     """
     reader = dcp.FileSystemReader(checkpoint / "shards")
     known = reader.read_metadata().state_dict_metadata
-    _make_optimizer_state(model, optimizer, {name for name in known if name.startswith("optimizer/")})
+    _allocate_optimizer_state(model, optimizer, {name for name in known if name.startswith("optimizer/")})
     state = _state(model, optimizer)
-    missing, surplus = sorted(state.keys() - known.keys()), sorted(known.keys() - state.keys())
-    if missing or surplus:
+    missing, extra = sorted(state.keys() - known.keys()), sorted(known.keys() - state.keys())
+    if missing or extra:
         raise DataError(
-            f"{checkpoint} does not fit the model: it lacks {missing[:3]} ({len(missing)} in all) and has "
-            f"{surplus[:3]} ({len(surplus)} in all) too many; is --model or --freeze another one?"
+            f"{checkpoint} does not fit the model: missing {missing[:3]} ({len(missing)} in all), unexpected "
+            f"{extra[:3]} ({len(extra)} in all); use the --model and --freeze that it was saved with"
         )
-    with _quiet_alone():
+    with _without_single_process_warning():
         dcp.load(state, storage_reader=reader)
     rank = dist.get_rank() if dist.is_initialized() else 0
     random_file = checkpoint / f"random-{rank}.pt"
@@ -173,7 +168,7 @@ def load_checkpoint(checkpoint: Path, model: nn.Module, optimizer: torch.optim.O
 
 
 def _state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """All tensors of a checkpoint by name: the live ones, which dcp writes from and reads into."""
+    """Return all tensors of a checkpoint by name: those in use, which dcp reads from and writes into."""
     names = _names(model)
     state: dict[str, Any] = {f"model/{name}": p.detach() for p, name in names.items() if p.requires_grad}
     persistent = model.state_dict().keys()
@@ -184,14 +179,14 @@ def _state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]
     return state
 
 
-def _make_optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer, saved: set[str]) -> None:
-    """Tensors of the right layout for every saved entry, for dcp to read into."""
+def _allocate_optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer, saved: set[str]) -> None:
+    """Create a tensor for every saved entry, sharded as its parameter, for dcp to read into."""
     for parameter, name in _names(model).items():
         prefix = f"optimizer/{name}/"
         keys = sorted(entry.removeprefix(prefix) for entry in saved if entry.startswith(prefix))
         optimizer.state.pop(parameter, None)
         if keys:
-            # AdamW counts steps in a scalar of its own; everything else has the layout of the parameter.
+            # AdamW counts steps in a scalar; all other state is sharded as the parameter.
             optimizer.state[parameter] = {
                 key: torch.tensor(0.0) if key == "step" else torch.zeros_like(parameter.detach()) for key in keys
             }
@@ -223,8 +218,8 @@ def _set_random_state(state: dict[str, Any]) -> None:
 
 
 @contextmanager
-def _quiet_alone() -> Iterator[None]:
-    """A single process is meant: without this, dcp warns of it at every checkpoint."""
+def _without_single_process_warning() -> Iterator[None]:
+    """Suppress the warning that dcp issues at every checkpoint of a single process."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
         yield

@@ -1,4 +1,4 @@
-"""What the model is fed: micro-batches of a chat file, of whose frames a rank decodes its own and no other."""
+"""Micro-batches of a chat file; each rank decodes only its frame shard."""
 
 import json
 import os
@@ -14,52 +14,37 @@ from mllm_seqpar.comm.agreement import fingerprint
 from mllm_seqpar.data.chat import ChatBatch, ChatDataset, load_local_pictures
 from mllm_seqpar.data.chat_family import chat_family
 from mllm_seqpar.errors import DataError
-from mllm_seqpar.integrations.accelerate.launch import Layout
 from mllm_seqpar.sharding import FrameShard, frame_range
 
 from .arguments import TrainArguments
+from .parallel_dims import ParallelDims
 
 
 @dataclass(frozen=True)
 class ShardedBatch:
-    """One micro-batch of this rank's group: text known, frames still in their files.
+    """One micro-batch of this rank's group: tokenized text, and frames that are not decoded yet.
 
     Attributes:
-        chat: text, and where the frames are.
-        processor: of the model; its family says what forward takes.
-        layout: of the ranks; those of one sequence parallel group share the frames.
+        chat: the text, the locations of the frames, and their numbers over the whole group.
+        processor: the model's; its family defines the arguments of forward.
+        dims: the grid of ranks; the ranks of a sequence parallel group share the frames.
     """
 
     chat: ChatBatch
     processor: Any
-    layout: Layout
-
-    @property
-    def targets(self) -> int:
-        """Tokens that the loss counts."""
-        return self.chat.targets
-
-    @property
-    def tokens(self) -> int:
-        """Tokens of text, placeholders among them."""
-        return self.chat.tokens
-
-    @property
-    def frames(self) -> int:
-        """Frames of the whole group."""
-        return self.chat.frames
+    dims: ParallelDims
 
     def inputs(self, device: torch.device) -> dict[str, Any]:
-        """Arguments of the model's forward; decodes this rank's frames. See `mllm_seqpar.training.step.Batch`."""
+        """Decode this rank's frames and return the arguments of the model's forward, including labels, on `device`."""
         family = chat_family(self.processor)
         arguments: dict[str, Any] = family.arguments(self.chat.text)
         total = len(self.chat.text.slots)
         if total:
-            own = frame_range(total, self.layout.sp_group)
-            pictures = load_local_pictures(self.chat, own, family)
+            local = frame_range(total, self.dims.sp_group)
+            pictures = load_local_pictures(self.chat, local, family)
             arguments |= dict(zip(family.frame_names, pictures, strict=True))
-            if self.layout.sp > 1 or family.always_sharded:
-                arguments["visual_shard"] = FrameShard(own.start, own.stop, total)
+            if self.dims.sp > 1 or family.always_sharded:
+                arguments["visual_shard"] = FrameShard(local.start, local.stop, total)
         moved = {name: x.to(device) if isinstance(x, Tensor) else x for name, x in arguments.items()}
         return moved | {"use_cache": False}
 
@@ -68,13 +53,13 @@ class ShardedDataLoader:
     """The micro-batches of a chat file, for one rank.
 
     Attributes:
-        digest: of the file's content and of the names and sizes of the media it names.
+        digest: a hash of the file and of the names and sizes of its media files.
     """
 
-    def __init__(self, dataset: ChatDataset, processor: Any, layout: Layout) -> None:
+    def __init__(self, dataset: ChatDataset, processor: Any, dims: ParallelDims) -> None:
         self._dataset = dataset
         self._processor = processor
-        self._layout = layout
+        self._dims = dims
         media = (f"{name} {size}" for name, size in media_sizes(dataset.path))
         self.digest = f"{dataset.digest[:16]}-{fingerprint(chr(10).join(media)):016x}"
 
@@ -82,21 +67,21 @@ class ShardedDataLoader:
         return len(self._dataset)
 
     def batch(self, samples: Sequence[int]) -> ShardedBatch:
-        """The samples with these numbers as one micro-batch; decodes nothing.
+        """Return the samples with these numbers as one micro-batch, without decoding frames.
 
         Raises:
-            DataError: a sample that teaches nothing, or that is too long.
-            VideoError: a video that cannot be opened.
+            DataError: if no sample has a target token, or a sample is too long.
+            VideoError: if a video cannot be opened.
         """
         chat = self._dataset.batch(samples)
         if chat.targets == 0:
             lines = ", ".join(map(str, chat.lines))
-            raise DataError(f"{self._dataset.path}, line {lines}: no token to learn; the assistant must say something")
-        return ShardedBatch(chat, self._processor, self._layout)
+            raise DataError(f"{self._dataset.path}, line {lines}: no token to learn; the assistant needs a message")
+        return ShardedBatch(chat, self._processor, self._dims)
 
 
 def media_sizes(path: str | os.PathLike[str]) -> Iterator[tuple[str, int]]:
-    """(name, bytes) of each video and picture that a chat file names, in order; -1 for a missing one."""
+    """Yield (name, bytes) of each video and picture that a chat file names, in order; -1 if the file is missing."""
     folder = Path(path).parent
     for line in Path(path).read_bytes().splitlines():
         messages = json.loads(line).get("messages", ()) if line.strip() else ()
@@ -108,11 +93,11 @@ def media_sizes(path: str | os.PathLike[str]) -> Iterator[tuple[str, int]]:
                     yield name, file.stat().st_size if file.is_file() else -1
 
 
-def open_data_loader(path: str, processor: Any, args: TrainArguments, layout: Layout) -> ShardedDataLoader:
-    """The feed of a chat file under a run's arguments.
+def open_data_loader(path: str, processor: Any, args: TrainArguments, dims: ParallelDims) -> ShardedDataLoader:
+    """Return the data loader of a chat file under a run's arguments.
 
     Raises:
-        DataError: the file is missing or malformed.
+        DataError: if the file is missing or malformed.
     """
     dataset = ChatDataset(path, processor, fps=args.fps, max_frames=args.max_frames, max_length=args.max_length)
-    return ShardedDataLoader(dataset, processor, layout)
+    return ShardedDataLoader(dataset, processor, dims)

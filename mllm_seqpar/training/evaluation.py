@@ -1,7 +1,7 @@
-"""Evaluation with samples that several ranks share: each counts once, in the metrics and in the loss.
+"""Evaluation with samples that several ranks share: each sample counts once, in the metrics and in the loss.
 
-accelerate fills the last batch up with samples that came before, so that all groups compute equally often, and drops
-their rows when it gathers. It knows nothing of the loss, which is one number for a whole batch.
+accelerate repeats earlier samples to complete the last batch, so that all groups run equally many batches, and drops
+the duplicate rows when it gathers. The loss is one number per batch, from which it cannot drop them.
 """
 
 from __future__ import annotations
@@ -17,73 +17,74 @@ from torch.utils.data import IterableDataset
 from mllm_seqpar.errors import ConfigError
 
 
-def without_fillers(accelerator: Any, degree: int, inputs: dict[str, Any]) -> dict[str, Any]:
-    """The batch with labels of -100 for the samples that only fill it up, where it holds others.
+def mask_duplicate_samples(accelerator: Any, degree: int, inputs: dict[str, Any]) -> dict[str, Any]:
+    """Set the labels of duplicate samples to -100 in a batch that also has other samples.
 
     Args:
-        accelerator: which prepared the loader that is being read.
-        degree: ranks that share a sample.
-        inputs: with `labels` (batch, L) or without.
+        accelerator: the one that prepared the data loader being read.
+        degree: number of ranks that share a sample.
+        inputs: the batch, with or without `labels` (batch, L).
     """
     state, labels = accelerator.gradient_state, inputs.get("labels")
     if labels is None or not state.end_of_dataloader or state.remainder <= 0:
         return inputs
     rows = labels.shape[0]
     real = state.remainder - accelerator.process_index // degree * rows
-    if real <= 0 or real >= rows:  # none: the whole batch's loss is dropped
+    if real <= 0 or real >= rows:  # with no real sample, the loss of the whole batch is dropped
         return inputs
-    filler = torch.arange(rows, device=labels.device)[:, None] >= real
-    return {**inputs, "labels": labels.masked_fill(filler, -100)}
+    duplicate = torch.arange(rows, device=labels.device)[:, None] >= real
+    return {**inputs, "labels": labels.masked_fill(duplicate, -100)}
 
 
-def gather_once(accelerator: Any, unpatched: Any, data: Any, use_gather_object: bool = False) -> Any:
-    """`gather_for_metrics` of one rank of every group: the others hold the same samples."""
+def gather_once(accelerator: Any, gather_for_metrics: Any, data: Any, use_gather_object: bool = False) -> Any:
+    """Run `gather_for_metrics` with one rank per group, because the ranks of a group have the same samples."""
     mesh = accelerator.torch_device_mesh
     if mesh is None or "cp" not in (mesh.mesh_dim_names or ()):
-        return unpatched(data, use_gather_object=use_gather_object)
+        return gather_for_metrics(data, use_gather_object=use_gather_object)
     if use_gather_object:
         raise ConfigError("SeqParTrainer: eval_use_gather_object=True is not supported; leave it out")
-    degree, every = mesh["cp"].size(), accelerator.gather
+    degree, gather_all = mesh["cp"].size(), accelerator.gather
 
     def gather(tensors: Any) -> Any:
         from accelerate.utils import recursively_apply
 
-        def of_first_ranks(whole: Tensor) -> Tensor:
-            return whole.unflatten(0, (accelerator.num_processes, -1))[::degree].flatten(0, 1)
+        def first_rank_of_each_group(gathered: Tensor) -> Tensor:
+            return gathered.unflatten(0, (accelerator.num_processes, -1))[::degree].flatten(0, 1)
 
-        return recursively_apply(of_first_ranks, every(tensors))
+        return recursively_apply(first_rank_of_each_group, gather_all(tensors))
 
     accelerator.gather = gather
     try:
-        return unpatched(data, use_gather_object=False)
+        return gather_for_metrics(data, use_gather_object=False)
     finally:
-        accelerator.gather = every
+        accelerator.gather = gather_all
 
 
-class _Counted(IterableDataset):
-    """A stream that tells at its end how many samples it gave, and otherwise is the one it holds."""
+class _CountedStream(IterableDataset):
+    """Yields the samples of a stream and then passes their number to `on_end`."""
 
-    def __init__(self, stream: Any, told: Callable[[int], None]) -> None:
-        self._stream, self._told = stream, told
+    def __init__(self, stream: Any, on_end: Callable[[int], None]) -> None:
+        self._stream, self._on_end = stream, on_end
 
     def __iter__(self) -> Iterator[Any]:
         count = 0
         for sample in self._stream:
             count += 1
             yield sample
-        self._told(count)
+        self._on_end(count)
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._stream, name)  # set_epoch and generator, which accelerate asks for
+        return getattr(self._stream, name)  # accelerate reads set_epoch and generator
 
 
 @contextmanager
-def counting_stream(loader: Any) -> Iterator[None]:
-    """While a stream is evaluated that several groups read in turn: its loader learns how many samples of the last
-    round are no fillers, which accelerate knows of datasets with a length only.
+def count_streamed_samples(loader: Any) -> Iterator[None]:
+    """Tell `loader` how many samples of its last round are not duplicates if it reads a stream.
+
+    accelerate computes this number only for datasets with a length.
 
     Raises:
-        ConfigError: worker processes read the stream, where it cannot be counted.
+        ConfigError: if worker processes read the stream, because the samples cannot be counted there.
     """
     from accelerate.data_loader import IterableDatasetShard
 
@@ -94,15 +95,15 @@ def counting_stream(loader: Any) -> Iterator[None]:
     if loader.num_workers:
         raise ConfigError(
             f"SeqParTrainer: dataloader_num_workers={loader.num_workers} and an evaluation set that is a stream, over "
-            f"{shard.num_processes} groups of ranks: how many samples fill up the last batch would not be known; use 0 "
-            "workers, or a dataset with a length"
+            f"{shard.num_processes} groups of ranks: duplicates in the last batch could not be counted; use 0 workers, "
+            "or a dataset with a length"
         )
     stream, size = shard.dataset, shard.batch_size * (1 if shard.split_batches else shard.num_processes)
 
-    def told(count: int) -> None:
+    def set_remainder(count: int) -> None:
         loader.remainder = count % size
 
-    shard.dataset = _Counted(stream, told)
+    shard.dataset = _CountedStream(stream, set_remainder)
     try:
         yield
     finally:

@@ -17,7 +17,7 @@ from .arguments import SAVE_DTYPES
 
 
 def export_dtype(choice: str, source: str) -> torch.dtype | None:
-    """The dtype to save in: `choice` by name, "source": that of the directory `source`; None: as trained."""
+    """Return the dtype to save in: `choice`, or for "source" that of directory `source` (None if not recorded)."""
     if choice != "source":
         return getattr(torch, choice)
     config = json.loads((Path(source) / "config.json").read_text())
@@ -26,15 +26,16 @@ def export_dtype(choice: str, source: str) -> torch.dtype | None:
 
 
 def export_model(model: nn.Module, processor: Any, directory: Path, dtype: torch.dtype | None = None) -> None:
-    """Writes what `from_pretrained` of the unpatched, unsharded model reads. Every rank calls it, rank 0 writes.
+    """Write a directory that `from_pretrained` of the unpatched, unsharded model reads.
 
-    The whole model is gathered in rank 0's CPU memory. The directory appears at once, under its final name.
+    Every rank calls this; rank 0 gathers the whole model in CPU memory and writes it. The directory is written under
+    another name and then renamed, so an interrupted export leaves no incomplete model.
 
     Args:
-        model: prepared, resharded; parameter names are those of the model before patching and sharding.
-        processor: saved beside it; None for none.
-        directory: replaced when it exists.
-        dtype: what floating-point weights are saved in; None: as they are.
+        model: prepared and resharded. Its parameter names are those of the model before patching and sharding.
+        processor: saved beside the model; None for none.
+        directory: replaced if it exists.
+        dtype: of the saved floating-point weights; None keeps their dtype.
     """
     from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
@@ -43,47 +44,43 @@ def export_model(model: nn.Module, processor: Any, directory: Path, dtype: torch
     )
 
     def write() -> None:
-        # under all names the same tensor again, which save_pretrained then writes once
         weights = {name: x.to(dtype) if dtype and x.is_floating_point() else x for name, x in state.items()}
+        # save_pretrained writes a tied weight once if all its names map to the same tensor
         weights |= {alias: weights[name] for alias, name in _tied(model).items()}
         draft = directory.with_name(directory.name + ".tmp")
         shutil.rmtree(draft, ignore_errors=True)
-        model.save_pretrained(draft, state_dict=weights)  # type: ignore[operator]  # a transformers model
+        model.save_pretrained(draft, state_dict=weights)  # type: ignore[operator]
         if dtype is not None:
-            _tell_dtype(draft / "config.json", dtype)
+            # save_pretrained wrote the dtype of the trained parameters, but loaders expect that of the file
+            config = draft / "config.json"
+            fields = json.loads(config.read_text()) | {"dtype": str(dtype).removeprefix("torch.")}
+            config.write_text(json.dumps(fields, indent=2) + "\n")
         if processor is not None:
             processor.save_pretrained(draft)
         shutil.rmtree(directory, ignore_errors=True)
         os.replace(draft, directory)
 
-    on_rank_0(as_communicator(), write)
+    run_on_rank_0(as_communicator(), write)
 
 
-def on_rank_0(comm: Communicator, work: Callable[[], None], news: float = 5.0) -> None:
-    """Rank 0 does `work`, and the others wait for it, however long it takes.
+def run_on_rank_0(comm: Communicator, work: Callable[[], None], poll_seconds: float = 5.0) -> None:
+    """Run `work` on rank 0 while the other ranks wait, even if it takes longer than the time limit of a collective.
 
-    A large model takes longer to write than a collective waits for a rank. So rank 0 works in a thread, and all meet
-    every `news` seconds until it is done.
+    Rank 0 runs `work` in a thread, and all ranks communicate every `poll_seconds` until it is done.
     """
     with ThreadPoolExecutor(max_workers=1) as pool:
         job = pool.submit(work) if comm.rank == 0 else None
         busy = True
         while busy:
             if job is not None:
-                wait([job], timeout=news)
+                wait([job], timeout=poll_seconds)
             busy = bool(comm.gather_ints([job is not None and not job.done()])[0][0])
         if job is not None:
             job.result()
 
 
-def _tell_dtype(config: Path, dtype: torch.dtype) -> None:
-    """Loaders read the dtype from the config, where save_pretrained has written that of the trained parameters."""
-    fields = json.loads(config.read_text())
-    config.write_text(json.dumps(fields | {"dtype": str(dtype).removeprefix("torch.")}, indent=2) + "\n")
-
-
 def _tied(model: nn.Module) -> dict[str, str]:
-    """Second and later names of parameters that have several, with their first name."""
+    """Return {alias: first name} for parameters that have several names."""
     first: dict[nn.Parameter, str] = {}
     return {
         name: first[parameter]

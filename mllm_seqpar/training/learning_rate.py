@@ -1,4 +1,4 @@
-"""The learning rate as a function of the step: no state, so nothing to save and nothing that drifts on resume."""
+"""The learning rate as a function of the step, without state that a checkpoint would have to save."""
 
 import math
 
@@ -6,18 +6,18 @@ from mllm_seqpar.errors import ConfigError
 
 
 def warmup_steps(warmup: float, steps: int) -> int:
-    """Whole steps of warmup: `warmup` itself, or that part of `steps` when it is below 1."""
+    """Return the number of warmup steps: `warmup`, or this fraction of `steps` if it is below 1."""
     return math.ceil(warmup * steps) if warmup < 1 else round(warmup)
 
 
 def learning_rate(step: int, *, steps: int, peak: float, floor: float, warmup: int, schedule: str) -> float:
-    """The learning rate of optimizer step `step`, counted from 0.
+    """Return the learning rate of optimizer step `step`, counted from 0.
 
-    Linear from ``peak / warmup`` to `peak` over the first `warmup` steps, then by `schedule` towards
+    It rises linearly from ``peak / warmup`` to `peak` over the first `warmup` steps, then follows `schedule` towards
     ``peak * floor`` at step `steps`.
 
     Raises:
-        ConfigError: an unknown schedule.
+        ConfigError: if `schedule` is unknown.
     """
     if step < warmup:
         return peak * (step + 1) / warmup

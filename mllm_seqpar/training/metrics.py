@@ -1,4 +1,4 @@
-"""Metrics as JSON lines: one object a line, written by rank 0, cut back to the resumed step."""
+"""Metrics as JSON lines, written by rank 0 and truncated to the resumed step."""
 
 import json
 import os
@@ -9,13 +9,13 @@ from mllm_seqpar.errors import DataError
 
 
 class MetricsFile:
-    """Appends rows to a file; every row has a "step" and is on disk when `write` returns.
+    """Appends rows to a file. Every row has a "step" and is on disk when `write` returns.
 
     Floats are written with Python's `repr`, which reads back to the same bits.
 
     Args:
-        path: the file; None makes every method do nothing (ranks other than 0).
-        keep: rows of steps up to this one stay, later ones are cut off: the run resumes after it.
+        path: the file; None on ranks other than 0, where nothing is written.
+        keep: the step after which the run resumes; rows of later steps are removed.
     """
 
     def __init__(self, path: Path | None, keep: int) -> None:
@@ -28,17 +28,16 @@ class MetricsFile:
         os.replace(draft, path)
 
     def write(self, row: dict[str, Any]) -> None:
-        """Appends one row."""
         if self._path is not None:
             with self._path.open("a") as file:
                 file.write(json.dumps(row) + "\n")
 
 
 def read_metrics(path: str | Path) -> list[dict[str, Any]]:
-    """The rows of a metrics file. A last line that a crash left half written is dropped.
+    """Return the rows of a metrics file, without a last line that a crash left incomplete.
 
     Raises:
-        DataError: another line is not a JSON object with a step.
+        DataError: if another line is not a JSON object with a step.
     """
     lines = Path(path).read_text().splitlines()
     rows = []
@@ -48,7 +47,7 @@ def read_metrics(path: str | Path) -> list[dict[str, Any]]:
         except json.JSONDecodeError as error:
             if number == len(lines):
                 break
-            raise DataError(f"{path}, line {number} is not JSON: {error}; move the file away to start anew") from error
+            raise DataError(f"{path}, line {number} is not JSON: {error}; move the file away to start again") from error
         if not isinstance(row, dict) or "step" not in row:
             raise DataError(f"{path}, line {number} has no step; is it a metrics file?")
         rows.append(row)

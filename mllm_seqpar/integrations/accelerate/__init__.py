@@ -1,1 +1,1 @@
-"""accelerate: its launch settings, FSDP2 on CPU, and its context parallelism kept out."""
+"""accelerate: FSDP2 on any device, and its device mesh without its own context parallelism."""

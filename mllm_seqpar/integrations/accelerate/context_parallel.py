@@ -1,10 +1,10 @@
-"""The `cp` axis of accelerate's device mesh as the sequence-parallel group, its own context parallelism kept out.
+"""The `cp` axis of accelerate's device mesh as the sequence-parallel group, without accelerate's context parallelism.
 
-accelerate's mesh is what is worth having: dimensions in the order dp_replicate, dp_shard, cp, sp, tp; the ranks of one
-`cp` line get the same batches; FSDP2 shards over dp_shard and cp together. Its context parallelism is not: `prepare`
-puts hooks on every `*self_attn` that drop attention masks, and a step then runs inside a context manager that cuts the
-inputs and replaces torch's attention, for text-only models. Both begin in `Accelerator._prepare_cp`; this module is the
-one place that knows.
+accelerate's mesh has the dimensions dp_replicate, dp_shard, cp, sp and tp. The ranks along `cp` receive the same
+batches, and FSDP2 shards over dp_shard and cp together. accelerate's own context parallelism cannot be used: `prepare`
+registers hooks on every `*self_attn` that drop attention masks, and each step then runs inside a context manager that
+shards the inputs and replaces torch's attention, for text-only models. `Accelerator._prepare_cp` sets up both; only
+this module depends on it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from mllm_seqpar.errors import ConfigError
 
 
 def sequence_parallel_mesh(accelerator: Any) -> DeviceMesh | None:
-    """The one-dimensional mesh to pass to `patch_model` as `group`; turns accelerate's own context parallelism off.
+    """Return the one-dimensional mesh to pass to `patch_model` as `group`; disable accelerate's context parallelism.
 
     Call it before `accelerator.prepare`:
 
@@ -28,14 +28,14 @@ def sequence_parallel_mesh(accelerator: Any) -> DeviceMesh | None:
         model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
 
     Args:
-        accelerator: made with a `ParallelismConfig` whose `cp_size` is the sequence-parallel degree, or launched with
-            the config keys `parallelism_config_cp_size` and so on.
+        accelerator: created with a `ParallelismConfig` whose `cp_size` is the sequence-parallel degree, or launched
+            with the config keys `parallelism_config_cp_size` and so on.
 
     Returns:
-        The `cp` axis, or None in a single process: a group of one.
+        The `cp` axis, or None in a single process, which is a group of one.
 
     Raises:
-        ConfigError: several processes and no `cp` axis, or an accelerate that has changed.
+        ConfigError: if there are several processes and no `cp` axis, or this accelerate version is not supported.
     """
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return None
@@ -46,21 +46,17 @@ def sequence_parallel_mesh(accelerator: Any) -> DeviceMesh | None:
             "Accelerator(parallelism_config=ParallelismConfig(cp_size=..., dp_shard_size=...)), or set "
             "parallelism_config_cp_size in the launch config; cp_size is the number of ranks that share a sample"
         )
-    keep_out_context_parallelism(accelerator)
+    disable_context_parallelism(accelerator)
     return accelerator.torch_device_mesh["cp"]
 
 
-def keep_out_context_parallelism(accelerator: Any) -> None:
-    """Makes `accelerator.prepare` leave the model's attention and masks alone, whatever `cp_size` says."""
+def disable_context_parallelism(accelerator: Any) -> None:
+    """Make `accelerator.prepare` leave the model's attention and masks unchanged for any `cp_size`."""
     if not CP_HOOKS.applies():
         return
     if not hasattr(accelerator, "_prepare_cp"):
         raise ConfigError(
-            "this version of accelerate has no Accelerator._prepare_cp, where its own context parallelism would be "
-            "kept out; mllm_seqpar/integrations/accelerate/context_parallel.py was written for accelerate 1.15"
+            "this version of accelerate has no Accelerator._prepare_cp, which is where its own context parallelism can "
+            "be disabled; mllm_seqpar/integrations/accelerate/context_parallel.py supports accelerate 1.15"
         )
-    accelerator._prepare_cp = _prepare_nothing
-
-
-def _prepare_nothing(*objects: Any) -> Any:
-    return objects
+    accelerator._prepare_cp = lambda *objects: objects

@@ -1,4 +1,4 @@
-"""Layer: one process and gloo ranks. What is saved comes back to the bit; a crash leaves the previous checkpoint."""
+"""Layer: one process and gloo ranks. A checkpoint restores training bit for bit; a crash leaves the previous one."""
 
 import json
 from pathlib import Path
@@ -14,7 +14,7 @@ from ranks import ranks
 
 
 class Tied(nn.Module):
-    """A shared matrix, a frozen layer, a layer that never gets a gradient, a buffer, a scalar."""
+    """A shared matrix, a frozen layer, a layer that never has a gradient, a buffer, a gate."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -25,10 +25,10 @@ class Tied(nn.Module):
         self.head = nn.Linear(5, 7, bias=False)
         self.head.weight = self.embed.weight
         self.gate = nn.Parameter(torch.ones(5))
-        self.register_buffer("seen", torch.zeros(()))
+        self.register_buffer("count", torch.zeros(()))
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        self.seen += 1
+        self.count += 1
         return self.head(self.frozen(torch.tanh(self.inner(self.embed(ids)))) * self.gate)
 
 
@@ -64,35 +64,31 @@ def save_and_resume(rank: int, world: int, folder: str) -> tuple[list[float], li
     torch.manual_seed(5)
     steps(model, optimizer, 3)
     saved = checkpoint.save_checkpoint(Path(folder), progress(3), model, optimizer, keep=2)
-    straight = steps(model, optimizer, 3)
+    uninterrupted = steps(model, optimizer, 3)
     names = [name for name, p in model.named_parameters() if p not in optimizer.state and p.requires_grad]
     model, optimizer = build(world)
     torch.manual_seed(99)
     checkpoint.load_checkpoint(saved, model, optimizer)
-    return straight, steps(model, optimizer, 3), names
+    return uninterrupted, steps(model, optimizer, 3), names
 
 
-@pytest.mark.parametrize("world", [1, 2])
-def test_training_continues_bit_for_bit(world: int, tmp_path: Path) -> None:
-    for straight, resumed, without_state in ranks(world).run(save_and_resume, str(tmp_path)):
-        assert straight == resumed
-        assert without_state == ["unused.weight", "unused.bias"]
-    files = {path.name for path in (tmp_path / "checkpoint-00000003").iterdir()}
-    assert files == {"shards", "progress.json", *(f"random-{rank}.pt" for rank in range(world))}
-
-
-def load_on_another_layout(rank: int, world: int, folder: str) -> list[float]:
+def load_and_continue(rank: int, world: int, folder: str) -> list[float]:
     model, optimizer = build(world)
     checkpoint.load_checkpoint(Path(folder), model, optimizer)
     torch.manual_seed(3)
     return steps(model, optimizer, 3)
 
 
-def test_another_number_of_ranks_can_read_it(tmp_path: Path) -> None:
-    ranks(2).run(save_and_resume, str(tmp_path))
-    folder = str(tmp_path / "checkpoint-00000003")
-    alone, shared = (ranks(world).run(load_on_another_layout, folder)[0] for world in (1, 2))
-    assert alone == pytest.approx(shared, rel=1e-5)
+def test_training_continues_bit_for_bit_and_on_another_number_of_ranks(tmp_path: Path) -> None:
+    for uninterrupted, resumed, without_state in ranks(2).run(save_and_resume, str(tmp_path)):
+        assert uninterrupted == resumed
+        assert without_state == ["unused.weight", "unused.bias"]
+    saved = tmp_path / "checkpoint-00000003"
+    assert {path.name for path in saved.iterdir()} == {"shards", "progress.json", "random-0.pt", "random-1.pt"}
+    two_ranks = ranks(2).run(load_and_continue, str(saved))[0]
+    assert load_and_continue(0, 1, str(saved)) == pytest.approx(two_ranks, rel=1e-5)
+    uninterrupted, resumed, _ = save_and_resume(0, 1, str(tmp_path / "one-rank"))
+    assert uninterrupted == resumed
 
 
 def test_a_crash_while_saving_leaves_the_previous_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -111,15 +107,15 @@ def test_a_crash_while_saving_leaves_the_previous_one(tmp_path: Path, monkeypatc
     assert [path.name for path in list_checkpoints(tmp_path)] == ["checkpoint-00000002", "checkpoint-00000003"]
 
 
-def test_a_run_that_went_back_keeps_what_it_saves(tmp_path: Path) -> None:
+def test_a_run_resumed_from_an_earlier_checkpoint_keeps_its_own(tmp_path: Path) -> None:
     model, optimizer = build(1)
-    for step in (4, 6, 1, 2):  # of which 1 and 2 after a resume from an earlier one
+    for step in (4, 6, 1, 2):  # steps 1 and 2 follow a resume from an earlier checkpoint
         saved = checkpoint.save_checkpoint(tmp_path, progress(step), model, optimizer, keep=1 + (step > 2))
         assert saved.is_dir()
     assert [int(path.name[-1]) for path in list_checkpoints(tmp_path)] == [2, 4, 6]
 
 
-def test_resuming_says_what_does_not_fit(tmp_path: Path) -> None:
+def test_checkpoints_that_do_not_fit_are_refused(tmp_path: Path) -> None:
     model, optimizer = build(1)
     assert find_checkpoint(None, tmp_path) is None
     assert find_checkpoint("auto", tmp_path) is None
@@ -127,9 +123,9 @@ def test_resuming_says_what_does_not_fit(tmp_path: Path) -> None:
         find_checkpoint(str(tmp_path), tmp_path)
     saved = checkpoint.save_checkpoint(tmp_path, progress(0, lr=0.1, betas=(1, 2)), model, optimizer, keep=1)
     assert read_progress(saved, {"lr": 0.1, "betas": (1, 2)}).step == 0
-    with pytest.raises(ConfigError, match=r"lr: 0\.1 then, 0\.2 now"):
+    with pytest.raises(ConfigError, match=r"lr was 0\.1 and is 0\.2 now"):
         read_progress(saved, {"lr": 0.2, "betas": (1, 2)})
-    with pytest.raises(DataError, match=r"lacks \['model/more\.bias', 'model/more\.weight'\] \(2 in all\)"):
+    with pytest.raises(DataError, match=r"missing \['model/more\.bias', 'model/more\.weight'\] \(2 in all\)"):
         model.more = nn.Linear(2, 2)
         checkpoint.load_checkpoint(saved, model, optimizer)
     (saved / "progress.json").write_text(json.dumps({"step": 1}))

@@ -1,6 +1,6 @@
-"""Trains a tiny mPLUG-Owl3 with transformers' Trainer or SeqParTrainer; started by a launcher, one process a rank.
+"""Train a tiny mPLUG-Owl3 with transformers' Trainer or SeqParTrainer, on the ranks of the worker pool or as a script.
 
-train_tiny.py OUTPUT {plain|seqpar} '{"TrainingArguments or our own option": ...}'
+train_tiny.py OUTPUT {plain|seqpar} '{"name of a field of TrainingArguments or one of OPTIONS": value, ...}'
 """
 
 from __future__ import annotations
@@ -15,14 +15,34 @@ import torch
 from torch import Tensor, nn
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
 
 from mllm_seqpar import SeqParConfig, SeqParTrainer, patch_model  # noqa: E402
 from tiny import IMAGE_TOKEN, tiny_frames, tiny_model, tiny_text  # noqa: E402
 
+SETTINGS: dict[str, Any] = {
+    "use_cpu": True,
+    "logging_steps": 1,
+    "learning_rate": 1e-3,
+    "adam_epsilon": 1e-4,
+    "max_grad_norm": 1.0,
+    "save_strategy": "no",
+    "report_to": [],
+    "disable_tqdm": True,
+    "seed": 0,
+    "label_names": ["labels"],
+    "remove_unused_columns": False,
+    "gradient_accumulation_steps": 2,
+    "include_num_input_tokens_seen": "non_padding",
+}
+
+
+OPTIONS = ("lora", "frozen", "patched", "stream", "evaluate", "degree", "resume")
+"""The options besides TrainingArguments; `evaluate` is "before" or "after" training."""
+
 
 class Samples(torch.utils.data.Dataset):
-    """Texts of 8 to 15 tokens with 0 to 4 frames each, and from 2 to all but one of them targets."""
+    """Texts of 8 to 15 tokens with 0 to 4 frames each; from 2 to all but one of the tokens are targets."""
 
     def __init__(self, count: int, seed: int) -> None:
         generator = torch.Generator().manual_seed(seed)
@@ -43,7 +63,7 @@ class Samples(torch.utils.data.Dataset):
 
 
 class Stream(torch.utils.data.IterableDataset):
-    """The same samples, of unknown number, in their order."""
+    """The same samples in order, without a length."""
 
     def __init__(self, samples: Samples) -> None:
         self.samples = samples
@@ -53,7 +73,7 @@ class Stream(torch.utils.data.IterableDataset):
 
 
 def collate(rows: list[dict[str, Tensor]]) -> dict[str, Any]:
-    """A padded batch; the frames of all samples in one list."""
+    """A padded batch, with the frames of all samples in one list."""
     length = max(row["ids"].shape[0] for row in rows)
     batch: dict[str, Any] = {}
     for name, key, fill in (("input_ids", "ids", 0), ("labels", "labels", -100)):
@@ -67,8 +87,8 @@ def collate(rows: list[dict[str, Tensor]]) -> dict[str, Any]:
     return batch
 
 
-class Record(TrainerCallback):
-    """Every log of rank 0, one line each."""
+class LogWriter(TrainerCallback):
+    """Writes every log of rank 0 as a JSON line."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -79,86 +99,74 @@ class Record(TrainerCallback):
                 file.write(json.dumps({"step": state.global_step} | logs) + "\n")
 
 
-def prepared(options: dict[str, Any]) -> nn.Module:
+def make_model(options: dict[str, Any]) -> nn.Module:
     model = tiny_model("per_head")
-    if options.get("lora"):
+    if options["lora"]:
         from peft import LoraConfig, get_peft_model
 
         torch.manual_seed(3)
         return get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj", "v_kv_proj"], init_lora_weights=False))
-    if options.get("frozen"):
-        for part in (model.vision_model, model.language_model):
-            part.requires_grad_(False)
+    if options["frozen"]:
+        model.vision_model.requires_grad_(False)
+        model.language_model.requires_grad_(False)
         for number in model.config.hyper_layers:
             model.language_model.model.layers[number - 1].self_attn.requires_grad_(True)
-    return model
+    return patch_model(model) if options["patched"] else model
 
 
 def accuracy(prediction: Any) -> dict[str, float]:
-    """Share of right tokens, and how many samples were seen: each once."""
+    """The number of correct tokens, of samples and of target tokens."""
     logits, labels = prediction.predictions, prediction.label_ids
     targets = labels[:, 1:] != -100
     right = (logits[:, :-1].argmax(-1) == labels[:, 1:]) & targets
     return {"right": float(right.sum()), "samples": float(len(labels)), "targets": float(targets.sum())}
 
 
-def main() -> None:
-    output, kind, given = Path(sys.argv[1]), sys.argv[2], json.loads(sys.argv[3])
-    own = {
-        name: given.pop(name, None) for name in ("lora", "frozen", "degree", "resume", "evaluate", "patched", "stream")
-    }
-    settings = {
-        "output_dir": str(output),
-        "use_cpu": True,
-        "max_steps": 20,
-        "logging_steps": 1,
-        "learning_rate": 1e-3,
-        "adam_epsilon": 1e-4,
-        "max_grad_norm": 1.0,
-        "save_strategy": "no",
-        "report_to": [],
-        "disable_tqdm": True,
-        "seed": 0,
-        "label_names": ["labels"],
-        "remove_unused_columns": False,
-        "gradient_accumulation_steps": 2,
-        "include_num_input_tokens_seen": "non_padding",
-    }
-    if own["stream"] and kind == "plain":  # Trainer by itself would cut the list of all frames like a batch
+def train(output: Path, kind: str, given: dict[str, Any]) -> None:
+    """Train; write `log.jsonl`, `facts.json` and `model` to `output`."""
+    options = {name: given.get(name) for name in OPTIONS}
+    settings = {**SETTINGS, **{name: value for name, value in given.items() if name not in OPTIONS}}
+    if options["stream"] and kind == "plain":  # otherwise Trainer would split the list of all frames like a batch
         settings["accelerator_config"] = {"dispatch_batches": False}
-    arguments = TrainingArguments(**settings | given)
     samples = Samples(48, seed=1)
+    # 10, 7 and 5 samples: a last batch that is full, that is partial, and that one group has no sample of
     evaluated: dict[str, Any] = {str(count): Samples(count, seed=2) for count in (10, 7, 5)}
-    if own["stream"] and kind == "seqpar":  # against plain Trainer with datasets, of which it knows the length
+    if options["stream"] and kind == "seqpar":  # plain Trainer needs datasets with a length
         evaluated = {name: Stream(data) for name, data in evaluated.items()}
     common: dict[str, Any] = {
-        "model": prepared(own),
-        "args": arguments,
+        "model": make_model(options),
+        "args": TrainingArguments(output_dir=str(output), **settings),
         "data_collator": collate,
-        "train_dataset": Stream(samples) if own["stream"] else samples,
+        "train_dataset": Stream(samples) if options["stream"] else samples,
         "eval_dataset": evaluated,
-        "callbacks": [Record(output / "log.jsonl")],
-        "compute_metrics": accuracy if own["evaluate"] else None,
+        "callbacks": [LogWriter(output / "log.jsonl")],
+        "compute_metrics": accuracy if options["evaluate"] else None,
     }
     output.mkdir(parents=True, exist_ok=True)
-    if own["patched"]:
-        patch_model(common["model"])
     if kind == "plain":
         trainer = Trainer(**common)
     else:
-        trainer = SeqParTrainer(**common, sequence_parallel_size=own["degree"], seqpar=SeqParConfig())
-    if own["evaluate"] == "before":
+        trainer = SeqParTrainer(**common, sequence_parallel_size=options["degree"], seqpar=SeqParConfig())
+    if options["evaluate"] == "before":
         trainer.evaluate()
-    trainer.train(resume_from_checkpoint=own["resume"])
-    if own["evaluate"] == "after":
+    trainer.train(resume_from_checkpoint=options["resume"])
+    if options["evaluate"] == "after":
         trainer.evaluate()
     hooks = sum(len(module._forward_pre_hooks) for name, module in trainer.model.named_modules() if "self_attn" in name)
     sharded = sum(type(p).__name__ == "DTensor" for p in trainer.model.parameters())
     if trainer.is_world_process_zero():
-        facts = {"hooks on self_attn": hooks, "sharded": sharded, "degree": trainer.get_cp_size()}
+        facts = {"self_attn_hooks": hooks, "sharded": sharded, "degree": trainer.get_cp_size()}
         (output / "facts.json").write_text(json.dumps(facts))
     trainer.save_model(str(output / "model"))
 
 
+def train_on_rank(rank: int, world: int, output: Path, kind: str, given: dict[str, Any]) -> None:
+    train(output, kind, given)
+
+
+def log_of(output: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (output / "log.jsonl").read_text().splitlines()]
+
+
 if __name__ == "__main__":
-    main()
+    train(Path(sys.argv[1]), sys.argv[2], json.loads(sys.argv[3]))

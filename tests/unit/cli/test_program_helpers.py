@@ -1,4 +1,4 @@
-"""Layer: pure Python. Reading ahead, command lines, devices, and how errors are told."""
+"""Layer: pure Python. Command lines, devices, how errors are reported, and reading ahead."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from datetime import timedelta
 import pytest
 import torch
 
-from mllm_seqpar.cli.devices import on_cuda, require_rendezvous, time_limit
 from mllm_seqpar.cli.failure import describe
+from mllm_seqpar.cli.launch import collective_timeout, require_rendezvous, use_cuda
 from mllm_seqpar.cli.options import CommandOptions, option, parse_options
 from mllm_seqpar.data.prefetch import read_ahead
 from mllm_seqpar.errors import ConfigError
@@ -18,23 +18,22 @@ from mllm_seqpar.errors import ConfigError
 def test_reading_ahead_keeps_the_order_and_raises_in_place() -> None:
     assert list(read_ahead(range(5), lambda x: x * x)) == [0, 1, 4, 9, 16]
     assert list(read_ahead([], str)) == []
-    got = []
+    results = []
     with pytest.raises(ZeroDivisionError):
         for value in read_ahead([1, 2, 0, 3], lambda x: 2 / x):
-            got.append(value)
-    assert got == [2.0, 1.0]
+            results.append(value)
+    assert results == [2.0, 1.0]
 
 
-def test_an_error_of_ours_is_one_line_and_others_keep_their_traceback() -> None:
+def test_known_errors_take_one_line_and_others_have_a_traceback() -> None:
     assert describe(ConfigError("no")) == ("error: no", 2)
     text, status = describe(RuntimeError("[../gloo/transport/tcp/pair.cc:547] Connection closed by peer [::1]:1"))
-    assert text.startswith("stopped: another rank ended")
-    assert status == 1
+    assert text.startswith("stopped: another rank ended") and status == 1
     text, status = describe(KeyError("x"))
-    assert "KeyError: 'x'" in text
+    assert "KeyError: 'x'" in text and status == 1
 
 
-def test_processes_that_srun_started_alone_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_several_processes_without_a_rendezvous_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     require_rendezvous()
     monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "4")
     monkeypatch.setenv("SLURM_PROCID", "1")
@@ -42,12 +41,12 @@ def test_processes_that_srun_started_alone_are_refused(monkeypatch: pytest.Monke
         require_rendezvous()
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setenv("RANK", "0")
-    require_rendezvous()  # torchrun within srun
+    require_rendezvous()  # torchrun inside srun
 
 
 @dataclass(frozen=True, kw_only=True)
-class Both(CommandOptions):
-    name: str = option("whose")
+class Options(CommandOptions):
+    name: str = option("a name")
     rate: float | None = option("50% of it", None)
     loud: bool = option("or not", True)
     word: tuple[str, ...] = option("one or more", ())
@@ -57,14 +56,14 @@ class Both(CommandOptions):
         self._require("count", self.count > 0, "more than 0")
 
 
-def parse(*argv: str) -> Both:
-    return parse_options(Both, argv, prog="both.py", description="For the test.")
+def parse(*argv: str) -> Options:
+    return parse_options(Options, argv, prog="options.py", description="For the test.")
 
 
 def test_fields_become_options() -> None:
-    assert parse("--name", "a") == Both(name="a")
+    assert parse("--name", "a") == Options(name="a")
     given = parse("--name", "a", "--rate", "0.5", "--no-loud", "--word", "x", "--word", "y z", "--count", "2")
-    assert given == Both(name="a", rate=0.5, loud=False, word=("x", "y z"), count=2)
+    assert given == Options(name="a", rate=0.5, loud=False, word=("x", "y z"), count=2)
 
 
 @pytest.mark.parametrize(
@@ -73,15 +72,15 @@ def test_fields_become_options() -> None:
         ((), "required: --name; --help lists"),
         (("--name", "a", "--rate", "fast"), "argument --rate: invalid float value: 'fast'"),
         (("--name", "a", "--count", "0"), "--count: 0 is not allowed; give more than 0"),
-        (("--name", "a", "--cuont", "1"), "unrecognized arguments: --cuont"),
+        (("--name", "a", "--cou", "1"), "unrecognized arguments: --cou"),
     ],
 )
-def test_bad_options_are_config_errors(argv: tuple[str, ...], message: str) -> None:
+def test_invalid_options_are_config_errors(argv: tuple[str, ...], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         parse(*argv)
 
 
-def test_help_names_defaults_once(capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_shows_each_default_once(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         parse("--help")
     text = " ".join(capsys.readouterr().out.split())
@@ -90,32 +89,27 @@ def test_help_names_defaults_once(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("device", "gpus", "for_cpu", "expected"),
-    [
-        ("auto", 2, "", True),
-        ("auto", 1, "", False),
-        ("auto", 2, "true", False),
-        ("cpu", 2, "", False),
-        ("cuda", 2, "", True),
-    ],
+    ("device", "gpus", "cpu_requested", "expected"),
+    [("auto", 2, "", True), ("auto", 1, "", False), ("auto", 2, "true", False), ("cpu", 2, "", False)],
 )
-def test_a_gpu_for_each_process(
-    monkeypatch: pytest.MonkeyPatch, device: str, gpus: int, for_cpu: str, expected: bool
+def test_auto_needs_a_gpu_per_process(
+    monkeypatch: pytest.MonkeyPatch, device: str, gpus: int, cpu_requested: str, expected: bool
 ) -> None:
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
-    monkeypatch.setenv("ACCELERATE_USE_CPU", for_cpu)
+    monkeypatch.setenv("ACCELERATE_USE_CPU", cpu_requested)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
-    assert on_cuda(device) is expected
+    assert use_cuda(device) is expected
 
 
 def test_cuda_without_enough_gpus_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     with pytest.raises(ConfigError, match="this node has 1 GPUs for 2 processes; start fewer, or use --device cpu"):
-        on_cuda("cuda")
+        use_cuda("cuda")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    assert use_cuda("cuda")
 
 
-def test_the_time_limit_is_what_was_asked_for_or_the_devices_own() -> None:
-    assert [time_limit(None, True), time_limit(None, False), time_limit(7, True)] == [
-        timedelta(seconds=seconds) for seconds in (600, 300, 7)
-    ]
+def test_timeout_defaults_to_the_device() -> None:
+    limits = [collective_timeout(None, True), collective_timeout(None, False), collective_timeout(7, True)]
+    assert limits == [timedelta(seconds=seconds) for seconds in (600, 300, 7)]

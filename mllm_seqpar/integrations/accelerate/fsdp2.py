@@ -1,0 +1,133 @@
+"""FSDP2 through accelerate: units and gradient dtype, and the same on CPU.
+
+accelerate enables FSDP for accelerator devices only. On CPU the same config silently gives DDP: training works, but
+every parameter is whole on every rank, and a CPU test proves nothing about FSDP. This module therefore writes into
+accelerate's state what accelerate would have set on a GPU. `require_sharded` checks the result, so that a release of
+accelerate that changes these names ends in an error and not in an unsharded model.
+"""
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib.metadata import version
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from mllm_seqpar._compat import FSDP_ON_CPU, PARALLELISM_ON_CPU
+from mllm_seqpar.errors import ConfigError
+from mllm_seqpar.models.loading import layer_classes
+
+
+def launched_with_fsdp2() -> bool:
+    """Return whether `accelerate launch` read a config file that asks for FSDP2."""
+    return os.environ.get("ACCELERATE_USE_FSDP", "").lower() == "true" and os.environ.get("FSDP_VERSION") == "2"
+
+
+def enable_fsdp2_on_cpu(accelerator) -> None:
+    """Make `accelerator` (on CPU, over gloo, launched with an FSDP2 config) shard by FSDP2 in `prepare`.
+
+    Call it before `prepare`. It does nothing if this version of accelerate supports FSDP2 on CPU.
+    """
+    if not FSDP_ON_CPU.applies():
+        return
+    from accelerate import PartialState
+    from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
+
+    if accelerator.distributed_type == DistributedType.FSDP:
+        return
+    # Both are needed: `Accelerator` reads the type through AcceleratorState, which restores it from PartialState,
+    # whose attributes all instances share.
+    PartialState().distributed_type = accelerator.state.distributed_type = DistributedType.FSDP
+    # Without arguments the plugin reads the variables that `accelerate launch` sets from the config file.
+    accelerator.state.fsdp_plugin = FullyShardedDataParallelPlugin()
+    if not accelerator.is_fsdp2:
+        raise _unsupported_version("the accelerator does not report FSDP2 after its state was set")
+
+
+@contextmanager
+def without_launched_parallelism(cpu: bool) -> Iterator[None]:
+    """On CPU, hide the launch config's parallelism from the `Accelerator` created inside, which would refuse it."""
+    name, hidden = "ACCELERATE_USE_PARALLELISM_CONFIG", None
+    if cpu and PARALLELISM_ON_CPU.applies():
+        hidden = os.environ.pop(name, None)
+    try:
+        yield
+    finally:
+        if hidden is not None:
+            os.environ[name] = hidden
+
+
+def set_parallelism_on_cpu(accelerator, parallelism) -> None:
+    """Give an `Accelerator` on CPU the device mesh that a `ParallelismConfig` describes, over gloo."""
+    accelerator.state.parallelism_config = parallelism
+    accelerator.state.device_mesh = parallelism.get_device_mesh("cpu")
+    if accelerator.parallelism_config is not parallelism or accelerator.torch_device_mesh is None:
+        raise _unsupported_version("the accelerator does not report the parallelism after its state was set")
+
+
+def shard_model(accelerator, model: nn.Module, optimizer: torch.optim.Optimizer):
+    """Shard every parameter over all ranks by FSDP2; do nothing in a single process.
+
+    Returns:
+        (model, optimizer). The optimizer is torch's own, on the sharded parameters.
+
+    Raises:
+        ConfigError: if a parameter is not sharded after `prepare`.
+    """
+    set_fsdp_units(accelerator, model)
+    model, optimizer = accelerator.prepare(model, optimizer)
+    if dist.is_initialized():
+        require_sharded(model)
+    return model, getattr(optimizer, "optimizer", optimizer)
+
+
+def set_fsdp_units(accelerator, model: nn.Module) -> None:
+    """If accelerate shards by FSDP2, set the layer classes that become units and the dtype of gradient reduction."""
+    if not accelerator.is_fsdp2:
+        return
+    plugin = accelerator.state.fsdp_plugin
+    if accelerator.mixed_precision == "bf16":
+        from torch.distributed.fsdp import MixedPrecisionPolicy
+
+        # accelerate would reduce gradients in bf16 too, with a rounding error that grows with the number of ranks.
+        plugin.mixed_precision_policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    if plugin.transformer_cls_names_to_wrap is None:
+        plugin.transformer_cls_names_to_wrap = layer_classes(model)
+
+
+def require_sharded(model: nn.Module) -> None:
+    """Raise ConfigError unless this rank holds a shard of every parameter, as a DTensor."""
+    from torch.distributed.tensor import DTensor, Shard
+
+    whole = [
+        name
+        for name, parameter in model.named_parameters()
+        if not (isinstance(parameter, DTensor) and any(isinstance(place, Shard) for place in parameter.placements))
+    ]
+    if whole:
+        raise _unsupported_version(
+            f"{len(whole)} parameters are not sharded after prepare, among them {', '.join(whole[:3])}"
+        )
+
+
+def reshard(model: nn.Module) -> None:
+    """Free the parameters that a forward pass without backward left gathered.
+
+    FSDP2 keeps the outermost parameters (embeddings, final norm, head) gathered after forward, because backward would
+    need them at once. After an evaluation nothing frees them, and a checkpoint would find whole parameters.
+    """
+    from torch.distributed.fsdp import FSDPModule
+
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
+def _unsupported_version(found: str) -> ConfigError:
+    return ConfigError(
+        f"FSDP2 through accelerate {version('accelerate')} and torch {torch.__version__}: {found}. "
+        "mllm_seqpar/integrations/accelerate/fsdp2.py supports accelerate 1.15; install that version, or launch with "
+        "one process"
+    )

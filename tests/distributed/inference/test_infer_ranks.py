@@ -1,0 +1,60 @@
+"""Layer: gloo ranks. The inference script without its launch: sampling, sharded weights, ranks that disagree."""
+
+import contextlib
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mllm_seqpar.errors import AgreementError, ConfigError
+from mllm_seqpar.inference.run import infer
+from ranks import ranks
+
+pytestmark = pytest.mark.slow
+
+
+def run(rank: int, world: int, argv: list[str], rank_1_argv: list[str] | None = None) -> str:
+    """Run the script and return what this rank wrote to standard output."""
+    out = io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(io.StringIO()):
+        infer([*argv, *(rank_1_argv or [] if rank == 1 else [])])
+    return out.getvalue()
+
+
+def answer_tokens(world: int, files: Path, *argv: Any) -> list[int]:
+    options = [
+        "--model",
+        files / "gated",
+        "--video",
+        files / "clip.mp4",
+        "--num-frames",
+        5,
+        "--question",
+        "What is it?",
+    ]
+    options += ["--no-progress", "--max-new-tokens", 16, "--report", files / "report.json", *argv]
+    texts = ranks(world).run(run, [*map(str, options)])
+    report = json.loads((files / "report.json").read_text())
+    (answer,) = report["answers"]
+    assert texts == [answer["text"] + "\n", *[""] * (world - 1)]
+    return answer["tokens"]
+
+
+def test_sampled_answers_depend_on_the_seed_only(inference_files: Path) -> None:
+    sampling = ("--temperature", 1.5, "--top-p", 0.9)
+    tokens = answer_tokens(1, inference_files, *sampling, "--seed", 3)
+    assert answer_tokens(3, inference_files, *sampling, "--seed", 3) == tokens
+    assert answer_tokens(3, inference_files, *sampling, "--seed", 4) != tokens
+
+
+def test_sharded_weights_do_not_change_the_answer(inference_files: Path) -> None:
+    assert answer_tokens(3, inference_files, "--shard-weights") == answer_tokens(1, inference_files)
+
+
+def test_an_invalid_option_on_one_rank_stops_all(inference_files: Path) -> None:
+    argv = ["--model", str(inference_files / "gated"), "--video", str(inference_files / "clip.mp4"), "--question", "?"]
+    errors = ranks(2).errors(run, argv, ["--fps", "none"])
+    assert [type(error) for error in errors] == [AgreementError, ConfigError]
+    assert str(errors[0]) == f"arguments: rank 1: {errors[1]}"

@@ -1,0 +1,79 @@
+"""Layer: pure Python. The command line of the inference script, and text that is streamed during generation."""
+
+import re
+
+import pytest
+import torch
+from transformers import PreTrainedTokenizerFast
+
+from mllm_seqpar.errors import ConfigError
+from mllm_seqpar.inference.arguments import parse
+from mllm_seqpar.inference.generation import AnswerStreamer, Sampling
+from tiny import tiny_tokenizer
+
+ASK = ["--model", "m", "--video", "v.mp4", "--question", "Why?"]
+ENCODE = ["--model", "m", "--video", "v.mp4", "--save-features", "f"]
+
+
+def test_defaults_and_repeated_questions() -> None:
+    args = parse([*ASK, "--question", "When?", "--no-progress"])
+    assert args.question == ("Why?", "When?")
+    assert args.frame_options() == {"fps": None, "num_frames": None, "max_frames": None}
+    assert args.frame_options(default_fps=1.0)["fps"] == 1.0
+    assert parse([*ASK, "--num-frames", "9"]).frame_options(default_fps=1.0)["fps"] is None
+    assert args.sampling() == Sampling(max_new_tokens=256, temperature=0.0, top_p=1.0, seed=0)
+    assert not args.progress and not args.shard_weights and args.seqpar_config().strategy == "lv-xattn"
+    assert parse([*ASK, "--self-attention", "star"]).seqpar_config().self_attention == "star"
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["--model", "m", "--question", "Why?"], "no video to ask about: give --video FILE, or --features"),
+        (["--model", "m", "--video", "v.mp4"], "nothing to do: give --question"),
+        ([*ASK, "--question", " "], "--question: the question is empty"),
+        ([*ASK, "--fps", "2", "--num-frames", "5"], "--fps 2 and --num-frames 5: give one"),
+        ([*ASK, "--features", "f", "--save-features", "g"], "not written again"),
+        ([*ASK, "--kernel", "magic"], "--kernel: 'magic' is unknown; choose auto"),
+        ([*ASK, "--dtype", "int8"], "--dtype: 'int8' is not allowed; give one of auto"),
+        ([*ASK, "--top-p", "0"], "top_p: 0.0 is not allowed; give more than 0 and at most 1"),
+        ([*ASK, "--seed", "3"], "--seed 3 would have no effect: without --temperature above 0"),
+        ([*ASK, "--num-frames", "9", "--max-frames", "4"], "--max-frames 4 would have no effect: --num-frames"),
+        ([*ENCODE, "--strategy", "ring"], "--strategy ring would have no effect: there is no question"),
+    ],
+)
+def test_invalid_arguments_are_one_sentence(argv: list[str], message: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(message)) as error:
+        parse(argv)
+    assert "\n" not in str(error.value)
+
+
+def streamed(tokenizer: PreTrainedTokenizerFast, tokens: list[int]) -> list[str]:
+    pieces: list[str] = []
+    streamer = AnswerStreamer(tokenizer, pieces.append)
+    streamer.put(torch.tensor([[5, 6, 7]]))  # the prompt, which is not written
+    for token in tokens:
+        streamer.put(torch.tensor([token]))
+    streamer.end()
+    assert streamer.prefill_seconds > 0 and streamer.decode_seconds >= 0
+    return pieces
+
+
+def test_text_is_streamed_without_prompt_and_special_tokens() -> None:
+    tokenizer = tiny_tokenizer()
+    tokens = tokenizer("ab\nc", add_special_tokens=False)["input_ids"] + [tokenizer.eos_token_id]
+    pieces = streamed(tokenizer, tokens)
+    assert "".join(pieces) == tokenizer.decode(tokens, skip_special_tokens=True) and len(pieces) > 2
+
+
+def test_a_character_of_several_tokens_is_written_at_once() -> None:
+    from tokenizers import Tokenizer, decoders, models
+
+    values = {f"<0x{byte:02X}>": number for number, byte in enumerate("aé\nz€".encode())}
+    backend = Tokenizer(models.WordLevel(values, unk_token="<0x61>"))
+    backend.decoder = decoders.ByteFallback()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend)
+    tokens = list(range(len(values)))
+    assert streamed(tokenizer, tokens) == ["a", "é", "\n", "z", "€"]
+    # the last character stays incomplete
+    assert streamed(tokenizer, tokens[:-1]) == ["a", "é", "\n", "z", "\N{REPLACEMENT CHARACTER}" * 2]

@@ -1,0 +1,154 @@
+"""Layer: one process. Inference runs answer as the unpatched model does; the ranks are threads."""
+
+import json
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from mllm_seqpar import patch_model
+from mllm_seqpar.comm import Communicator, run_loopback
+from mllm_seqpar.comm.collective_check import attempt
+from mllm_seqpar.data import VideoSource, plan_frames, probe, read_frames
+from mllm_seqpar.errors import AgreementError, ConfigError, DataError, VideoError
+from mllm_seqpar.inference import Sampling, answer, encode_video, load_for_inference
+from mllm_seqpar.inference.arguments import parse
+from mllm_seqpar.inference.run import answer_questions
+from mllm_seqpar.models import loading
+from mllm_seqpar.models.mplug_owl3 import MPlugOwl3ForConditionalGeneration, MPlugOwl3Processor
+
+CPU = torch.device("cpu")
+QUESTIONS = ("What is it?", "Which one comes first, <|video|> or this?")
+ASK = ["--no-progress", "--max-new-tokens", "16", "--encode-batch", "3"]
+
+
+@pytest.fixture(autouse=True)
+def load_one_model_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`from_pretrained` changes state of the whole process while it runs, so threads must not call it together."""
+    lock = threading.Lock()
+
+    def load(*args: Any, **kwargs: Any) -> Any:
+        with lock:
+            return loading.load_model(*args, **kwargs)
+
+    monkeypatch.setattr("mllm_seqpar.inference.model.load_model", load)
+
+
+def run(world: int, *argv: Any, rank_argv: dict[int, list[Any]] | None = None) -> list[Exception | None]:
+    """Run the inference script's steps on loopback ranks and return each rank's error."""
+
+    def failed(comm: Communicator) -> Exception | None:
+        args = parse([*map(str, argv), *map(str, (rank_argv or {}).get(comm.rank, []))])
+        return attempt(lambda: answer_questions(args, comm, CPU))[1]
+
+    return run_loopback(world, failed)
+
+
+def ask(world: int, folder: Path, *argv: Any, questions: tuple[str, ...] = QUESTIONS) -> dict[str, Any]:
+    """The report of a run."""
+    options = [part for question in questions for part in ("--question", question)]
+    errors = run(world, *argv, *ASK, *options, "--report", folder / "report.json")
+    assert errors == [None] * world
+    return json.loads((folder / "report.json").read_text())
+
+
+def tokens_of(report: dict[str, Any]) -> list[list[int]]:
+    return [answer["tokens"] for answer in report["answers"]]
+
+
+def unpatched(folder: Path, model: str, **frames: Any) -> list[list[int]]:
+    """The tokens of the unpatched model, which gets all frames as pixels."""
+    processor = MPlugOwl3Processor.from_pretrained(folder / model)
+    owl = MPlugOwl3ForConditionalGeneration.from_pretrained(folder / model).eval()
+    pictures = torch.cat(list(read_frames(plan_frames(probe(folder / "clip.mp4"), **frames))))
+    answers = []
+    for question in QUESTIONS:
+        text = question if "<|video|>" in question else f"<|video|>{question}"
+        prompt = processor.apply_chat_template([{"role": "user", "content": text}], add_generation_prompt=True)
+        inputs = processor(text=prompt, videos=[pictures])
+        output = owl.generate(**inputs, do_sample=False, max_new_tokens=16)
+        answers.append(output[0, inputs["input_ids"].shape[1] :].tolist())
+    return answers
+
+
+@pytest.mark.parametrize(
+    ("world", "model", "frames"),
+    [(2, "gated", {"fps": 25, "max_frames": 10}), (3, "fused", {"fps": 3}), (4, "gated", {"num_frames": 2})],
+)
+def test_answers_equal_the_unpatched_models(
+    inference_files: Path, capsys: pytest.CaptureFixture[str], world: int, model: str, frames: dict[str, int]
+) -> None:
+    options = [part for name, value in frames.items() for part in (f"--{name.replace('_', '-')}", value)]
+    clip = inference_files / "clip.mp4"
+    report = ask(world, inference_files, "--model", inference_files / model, "--video", clip, *options)
+    assert tokens_of(report) == unpatched(inference_files, model, **frames)
+    text = "".join(f"> {answer['question']}\n{answer['text']}\n" for answer in report["answers"])
+    assert capsys.readouterr().out == text
+    assert report["frames"] == len(plan_frames(probe(clip), **frames))
+    assert report["visual_tokens"] == 4 * report["frames"]
+    assert len(report["peak_memory_mib"]) == len(report["bytes_sent"]) == world
+
+
+def test_library_functions_answer_as_the_script_does(inference_files: Path, caplog: pytest.LogCaptureFixture) -> None:
+    model = patch_model(load_for_inference(str(inference_files / "gated"), "auto", CPU))
+    processor = MPlugOwl3Processor.from_pretrained(inference_files / "gated")
+    video = encode_video(model, processor, VideoSource.open(inference_files / "clip.mp4", fps=3))
+    sampling, pieces = Sampling(max_new_tokens=16), []
+    answers = [answer(model, processor, question, video, sampling, on_text=pieces.append) for question in QUESTIONS]
+    expected = unpatched(inference_files, "gated", fps=3)
+    assert [result.tokens for result in answers] == expected
+    assert expected != unpatched(inference_files, "gated", num_frames=2)  # the answers depend on the video
+    assert "".join(pieces) == "".join(result.text for result in answers)
+    assert not caplog.records
+    model.config.max_position_embeddings = 40
+    answer(model, processor, QUESTIONS[0], video, sampling)
+    assert "the model was made for 40: take fewer frames" in caplog.text
+
+
+def test_stored_features_give_the_same_answers(inference_files: Path, tmp_path: Path) -> None:
+    model, clip = ["--model", inference_files / "gated"], ["--video", inference_files / "clip.mp4", "--num-frames", 7]
+    ask(2, tmp_path, *model, *clip, "--save-features", tmp_path / "features", questions=())
+    expected = unpatched(inference_files, "gated", num_frames=7)
+    for world, video in ((1, clip), (3, [])):
+        report = ask(world, tmp_path, *model, "--features", tmp_path / "features", *video)
+        assert tokens_of(report) == expected
+        assert "read and encode" not in report["seconds"] and "read features" in report["seconds"]
+
+    refused = [
+        (["--model", inference_files / "other"], "made by another model"),
+        ([*model, "--num-frames", 8], "made with num_frames = 7, now it is 8"),
+        ([*model, "--video", inference_files / "twin.mp4", "--num-frames", 7], "made with source_size"),
+        ([*model, "--video", inference_files / "clip.mp4"], "made with frames = 7, now it is 4"),
+        ([*model, "--dtype", "bfloat16"], "these features are float32 and the model runs in bfloat16"),
+    ]
+    for argv, message in refused:
+        errors = run(2, *argv, "--features", tmp_path / "features", "--question", "?")
+        assert [type(error) for error in errors] == [DataError] * 2, errors
+        assert message in str(errors[0])
+
+
+def test_bad_files_are_one_sentence_on_every_rank(inference_files: Path, tmp_path: Path) -> None:
+    model, clip = inference_files / "gated", inference_files / "clip.mp4"
+    cases: list[tuple[type, Path, Path, str]] = [
+        (VideoError, model, tmp_path / "none.mp4", "no such file"),
+        (ConfigError, tmp_path, clip, "no config.json there"),
+    ]
+    for kind, directory, video, message in cases:
+        errors = run(2, "--model", directory, "--video", video, "--question", "?")
+        assert [type(error) for error in errors] == [kind] * 2, errors
+        assert message in str(errors[0]) and "\n" not in str(errors[0])
+
+
+@pytest.mark.parametrize(
+    ("video", "message"),
+    [("twin.mp4", "inputs: the ranks differ in video's size: rank 0: "), ("none.mp4", "inputs: rank 1: ")],
+)
+def test_ranks_with_different_videos_are_refused(inference_files: Path, video: str, message: str) -> None:
+    """The nodes of a cluster may have different files under the same name."""
+    clip, other = inference_files / "clip.mp4", inference_files / video
+    rank_argv = {0: ["--video", clip], 1: ["--video", other]}
+    errors = run(2, "--model", inference_files / "gated", "--question", "What?", rank_argv=rank_argv)
+    assert isinstance(errors[0], AgreementError) and str(errors[0]).startswith(message)
+    assert isinstance(errors[1], AgreementError if other.exists() else VideoError)

@@ -1,0 +1,61 @@
+"""Layer: one process. Micro-batches of a chat file, its digest, and samples that are refused."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from mllm_seqpar.data.needle import make_needle_videos
+from mllm_seqpar.errors import DataError
+from mllm_seqpar.models.mplug_owl3 import MPlugOwl3ImageProcessor, MPlugOwl3Processor
+from mllm_seqpar.training.arguments import TrainArguments
+from mllm_seqpar.training.data_loader import ShardedDataLoader, media_sizes, open_data_loader
+from mllm_seqpar.training.parallel_dims import make_parallel_dims
+from tiny import IMAGE_SIZE, IMAGE_TOKEN, tiny_model, tiny_tokenizer
+
+TEXT = {"messages": [{"role": "user", "content": "Say hello."}, {"role": "assistant", "content": "hello"}]}
+
+
+@pytest.fixture
+def chat_file(tmp_path: Path) -> Path:
+    videos = make_needle_videos(tmp_path / "videos", 3, frames=(2, 5))
+    rows = [*(video.sample(tmp_path) for video in videos), TEXT]
+    (tmp_path / "chat.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return tmp_path / "chat.jsonl"
+
+
+def opened(path: Path, **options: int) -> ShardedDataLoader:
+    processor = MPlugOwl3Processor(MPlugOwl3ImageProcessor(image_size=IMAGE_SIZE), tiny_tokenizer())
+    args = TrainArguments(model="m", data="d", output="o", **options)
+    return open_data_loader(str(path), processor, args, make_parallel_dims(None, "cpu"))
+
+
+def test_a_batch_has_what_forward_takes(chat_file: Path) -> None:
+    batch = opened(chat_file).batch([0, 3])
+    inputs = batch.inputs(torch.device("cpu"))
+    assert inputs["pixel_values"].shape == (batch.chat.frames, 3, IMAGE_SIZE, IMAGE_SIZE)
+    assert "visual_shard" not in inputs
+    assert int((inputs["input_ids"] == IMAGE_TOKEN).sum()) == batch.chat.frames
+    assert batch.chat.targets == int((inputs["labels"][:, 1:] != -100).sum()) > 0
+    assert tiny_model()(**inputs).loss.isfinite()
+
+
+def test_digest_covers_text_and_media(chat_file: Path) -> None:
+    digests = [opened(chat_file).digest, opened(chat_file).digest]
+    videos = sorted((chat_file.parent / "videos").iterdir())
+    assert [size for _, size in media_sizes(chat_file)] == [video.stat().st_size for video in videos]
+    with videos[1].open("ab") as video:
+        video.write(b"more")
+    digests.append(opened(chat_file).digest)
+    chat_file.write_text(chat_file.read_text().replace("hello.", "hullo."))
+    digests.append(opened(chat_file).digest)
+    assert digests[0] == digests[1] and len(set(digests)) == 3
+
+
+def test_unusable_samples_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="cannot be read"):
+        opened(tmp_path / "none.jsonl")
+    (tmp_path / "chat.jsonl").write_text(json.dumps(TEXT) + "\n")
+    with pytest.raises(DataError, match="max_length = 5"):
+        opened(tmp_path / "chat.jsonl", max_length=5).batch([0])

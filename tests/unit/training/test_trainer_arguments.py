@@ -1,0 +1,67 @@
+"""Layer: one process. SeqParTrainer refuses arguments that cannot work, and accepts a patched model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from accelerate.data_loader import IterableDatasetShard
+from torch.utils.data import ChainDataset, DataLoader
+from transformers import TrainingArguments
+
+from mllm_seqpar import SeqParConfig, SeqParTrainer, patch_model
+from mllm_seqpar.errors import ConfigError
+from mllm_seqpar.integrations.accelerate.context_parallel import disable_context_parallelism
+from mllm_seqpar.training.evaluation import count_streamed_samples
+from tiny import tiny_model
+
+
+def trainer(tmp_path: Path, model: Any = None, **given: Any) -> SeqParTrainer:
+    arguments = TrainingArguments(output_dir=str(tmp_path), use_cpu=True, report_to=[], **given.pop("args", {}))
+    return SeqParTrainer(model=model or tiny_model("per_head"), args=arguments, **given)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"sequence_parallel_size": 2}, "2 ranks per sample do not divide 1 processes"),
+        ({"sequence_parallel_size": "1"}, "sequence_parallel_size='1' is not an int"),
+        ({"args": {"average_tokens_across_devices": False}}, "average_tokens_across_devices=False divides"),
+        ({"args": {"accelerator_config": {"dispatch_batches": True}}}, "dispatch_batches=True lets rank 0 read"),
+        ({"args": {"use_liger_kernel": True}}, "use_liger_kernel=True replaces the forward"),
+    ],
+)
+def test_arguments_that_cannot_work_are_refused(tmp_path: Path, given: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        trainer(tmp_path, **given)
+
+
+def test_patched_model_decides_degree_and_options(tmp_path: Path) -> None:
+    model = patch_model(tiny_model("per_head"), "ring")
+    assert trainer(tmp_path, model).sequence_parallel_size == 1
+    with pytest.raises(ConfigError, match="sequence_parallel_size is 2, the group that the model is patched for is 1"):
+        trainer(tmp_path, model, sequence_parallel_size=2)
+    with pytest.raises(ConfigError, match="seqpar=.*'mesh'.* would be ignored: the model is patched already"):
+        trainer(tmp_path, model, seqpar=SeqParConfig(strategy="mesh"))
+
+
+def test_missing_model_and_losses_from_logits_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="pass model="):
+        SeqParTrainer(args=TrainingArguments(output_dir=str(tmp_path), use_cpu=True, report_to=[]))
+    smoothing = trainer(tmp_path, args={"label_smoothing_factor": 0.1})
+    with pytest.raises(ConfigError, match="label_smoothing_factor compute the loss from logits"):
+        smoothing.compute_loss(smoothing.model, {})
+
+
+def test_an_accelerate_without_prepare_cp_is_refused() -> None:
+    with pytest.raises(ConfigError, match="no Accelerator._prepare_cp"):
+        disable_context_parallelism(object())
+
+
+def test_a_stream_read_by_workers_is_refused() -> None:
+    shard = IterableDatasetShard(ChainDataset([]), batch_size=2, num_processes=2)
+    loader = DataLoader(shard, batch_size=2, num_workers=3)
+    with pytest.raises(ConfigError, match="dataloader_num_workers=3 and .* over 2 groups"):
+        with count_streamed_samples(loader):
+            pass
