@@ -1,0 +1,120 @@
+"""The interface between the forward pass and the planner, which selects a strategy for `"auto"`.
+
+`patch_model` imports the implementation, `mllm_seqpar.planner.auto`, only if an option asks for a selection; the core
+depends on `StrategySelector` alone. A selection is a pure function of facts that all ranks share: the shape of the
+call, its mask, and the rates of the cluster. All ranks therefore select the same strategy without communication.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple, Protocol
+
+import torch
+
+from mllm_seqpar.attention.distributed import CallSpec
+from mllm_seqpar.attention.parallel_spec import accumulation, plan_for
+from mllm_seqpar.config import SeqParConfig
+from mllm_seqpar.masks import BlockMasks
+from mllm_seqpar.schedules import OverlapRatios
+from mllm_seqpar.schedules.bytes_sent import Problem
+
+
+class CrossAttentionShape(NamedTuple):
+    """A model's cross-attention: query heads, KV heads, head_dim, and the number of layers that have it."""
+
+    heads: int
+    kv_heads: int
+    dim: int
+    layers: int
+
+
+class CandidateStrategies(NamedTuple):
+    """What a selection compares.
+
+    Attributes:
+        option: the option of `patch_model` that asks for the selection; it stands in the log.
+        strategies: the strategies to compare.
+        causal: whether a query sees no later keys.
+    """
+
+    option: str
+    strategies: tuple[str, ...]
+    causal: bool = False
+
+
+# Star Attention is approximate, so it is never a candidate. Text has as many queries as keys: moving Q, O and the
+# log-sum-exp (LV-XAttn) never sends less than moving K and V (Ring Attention).
+CROSS = CandidateStrategies('strategy="auto"', ("lv-xattn", "ring", "mesh", "ulysses", "replicate"))
+SELF = CandidateStrategies('self_attention="auto"', ("ring", "mesh", "ulysses"), causal=True)
+_ALL_MESH_SHAPES = ("lv-xattn", "ring", "mesh")
+CROSS_MESH = CandidateStrategies('strategy="mesh"', _ALL_MESH_SHAPES)
+SELF_MESH = CandidateStrategies('self_attention="mesh"', _ALL_MESH_SHAPES, causal=True)
+
+
+class Selection(Protocol):
+    """The selected strategy and its mesh shape (a, b)."""
+
+    @property
+    def strategy(self) -> str: ...
+
+    @property
+    def mesh_shape(self) -> tuple[int, int]: ...
+
+
+class StrategySelector(Protocol):
+    """Selects strategies for one patched model and remembers what it selected."""
+
+    def select(
+        self,
+        problem: Problem,
+        blocks: BlockMasks,
+        candidates: CandidateStrategies,
+        *,
+        training: bool,
+        mesh_shape: tuple[int, int] | None = None,
+    ) -> Selection:
+        """Return the fastest of `candidates` for one attention call; only those of `mesh_shape`, unless it is None.
+
+        Replication gathers the features before the first layer runs, so it is not a candidate for a single call.
+        """
+
+    def select_for_pass(
+        self, problem: Problem, blocks: BlockMasks, *, training: bool, visual_dim: int, layers: int, recompute: bool
+    ) -> Selection:
+        """Return the fastest strategy, replication included, for all cross-attention layers of a forward pass.
+
+        Args:
+            problem: the call of one layer.
+            blocks: its mask.
+            training: whether a backward pass follows.
+            visual_dim: channels of the visual features.
+            layers: the number of cross-attention layers.
+            recompute: whether backward projects K and V again.
+        """
+
+    def overlap_ratios(
+        self, selection: Selection, problem: Problem, blocks: BlockMasks, *, causal: bool
+    ) -> tuple[OverlapRatios, OverlapRatios] | None:
+        """Return the ratios that a mesh orders its steps by, forward and backward; None for any other strategy."""
+
+
+def selected_spec(
+    selector: StrategySelector,
+    selection: Selection,
+    blocks: BlockMasks,
+    problem: Problem,
+    config: SeqParConfig,
+    dtype: torch.dtype,
+    *,
+    causal: bool,
+) -> CallSpec:
+    """Return the call spec of a selection; a mesh orders its steps by the rates that the selection was made with."""
+    return plan_for(
+        selection.strategy,
+        selection.mesh_shape if selection.strategy in ("mesh", "ulysses") else None,
+        blocks,
+        problem,
+        accumulation(config.accumulate_dtype, dtype),
+        config.overlap,
+        selector.overlap_ratios(selection, problem, blocks, causal=causal),
+    )
