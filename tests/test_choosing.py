@@ -56,14 +56,14 @@ def test_shares_and_counts_are_those_of_the_mask(dense: bool) -> None:
 
 
 def test_lengths_that_are_nearly_alike_are_one_choice() -> None:
-    chooser = StrategySelector(CLUSTER)
-    first = chooser.choose(PROBLEM, full(PROBLEM), training=True, visual=VISUAL)
+    selector = StrategySelector(CLUSTER)
+    first = selector.choose(PROBLEM, full(PROBLEM), training=True, visual=VISUAL)
     for keys in ((399_271,) * 8, (400_000,) * 7 + (399_271,), (380_000,) * 8):
         near = replace(PROBLEM, keys=keys)
-        assert chooser.choose(near, full(near), training=True, visual=VISUAL) is first
+        assert selector.choose(near, full(near), training=True, visual=VISUAL) is first
     far = replace(PROBLEM, keys=(800_000,) * 8)
-    assert chooser.choose(far, full(far), training=True, visual=VISUAL) is not first
-    assert chooser.choose(PROBLEM, full(PROBLEM), training=False, visual=VISUAL) is not first
+    assert selector.choose(far, full(far), training=True, visual=VISUAL) is not first
+    assert selector.choose(PROBLEM, full(PROBLEM), training=False, visual=VISUAL) is not first
 
 
 def test_the_crossover() -> None:

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from mllm_seqpar.planner.activation_memory import kept as kept_by_formula
 from mllm_seqpar.planner.candidates import ParallelSpec
+from mllm_seqpar.planner.memory import saved_for_backward as kept_by_formula
 from mllm_seqpar.planner.workload import Workload
 
 LV = ParallelSpec("lv-xattn", (1, 1))

@@ -17,7 +17,7 @@ from torch import Tensor
 from mllm_seqpar import FrameShard, frame_range, patch_model, unpatch_model
 from mllm_seqpar.comm import Communicator, as_communicator
 from mllm_seqpar.planner.candidates import ParallelSpec
-from mllm_seqpar.planner.memory import from_features
+from mllm_seqpar.planner.memory import memory_behind_features
 from mllm_seqpar.planner.model import read_model
 from mllm_seqpar.planner.workload import Workload
 from mllm_seqpar.runtime import visual_features
@@ -107,7 +107,7 @@ class Bench:
     @contextmanager
     def patched(self, mode: Mode) -> Iterator[None]:
         """The model, patched; text by ring."""
-        tile = {"tile": mode.way(self.comm.size).tile} if mode.strategy == "mesh" else {}
+        tile = {"tile": mode.way(self.comm.size).mesh_shape} if mode.strategy == "mesh" else {}
         before, visual_features.CHUNK_BYTES = (
             visual_features.CHUNK_BYTES,
             self.chunk_bytes,
@@ -152,7 +152,7 @@ class Bench:
             recompute=mode.recompute,
             element=DTYPE.itemsize,
         )
-        return sum(from_features(run, mode.way(self.comm.size)).values())
+        return sum(memory_behind_features(run, mode.way(self.comm.size)).values())
 
     def largest_in(self, mode: Mode, budget: int, small: dict[str, Any], large: dict[str, Any]) -> dict[str, int]:
         """The most frames, in equal numbers on all ranks, whose peak is at most `budget`; and the next one's peak, or

@@ -144,7 +144,7 @@ def rows_of(setting: Setting, found: Measured) -> list[dict[str, Any]]:
             common
             | {
                 "mode": mode.name,
-                "tile": "" if mode.way is None else "{}x{}".format(*mode.way.tile),
+                "tile": "" if mode.way is None else "{}x{}".format(*mode.way.mesh_shape),
                 "overlap": mode.overlap,
                 "repeats": len(times.total),
                 "seconds": seconds,

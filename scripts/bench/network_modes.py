@@ -21,7 +21,7 @@ from mllm_seqpar.attention.kv_sources import GivenKV
 from mllm_seqpar.attention.parallel_spec import accumulation, plan_for, problem_of
 from mllm_seqpar.comm import Communicator
 from mllm_seqpar.masks import FullBlockMasks
-from mllm_seqpar.planner import Cluster, ParallelSpec, blocks_to_hide
+from mllm_seqpar.planner import Cluster, ParallelSpec, overlap_ratios_by_rates
 from mllm_seqpar.schedules import AttentionBlock, Schedule, Step
 from mllm_seqpar.schedules.bytes_sent import Problem, expanded, mesh_bytes, ulysses_bytes
 from mllm_seqpar.schedules.mesh_shapes import tiles_of
@@ -56,9 +56,11 @@ class Mode:
             problem = problem_of(q.shape, k.shape, keys, q.dtype, self.accumulate_dtype)
             overlap_ratios = None
             if where is not None and self.way.strategy == "mesh":
-                forward, backward = (blocks_to_hide(problem, self.way.tile, where, backward=b) for b in (False, True))
+                forward, backward = (
+                    overlap_ratios_by_rates(problem, self.way.mesh_shape, where, backward=b) for b in (False, True)
+                )
                 overlap_ratios = forward, backward
-            tile = self.way.tile if self.way.strategy in ("mesh", "ulysses") else None
+            tile = self.way.mesh_shape if self.way.strategy in ("mesh", "ulysses") else None
             plan = plan_for(self.way.strategy, tile, blocks, problem, dtype, self.overlap, overlap_ratios)
         return attend(q, [GivenKV(plan, k, v)], comm=comm, scale=q.shape[-1] ** -0.5, kernel=kernel)[0]
 
@@ -74,7 +76,7 @@ class Mode:
         formula = ulysses_bytes if self.way.strategy == "ulysses" else mesh_bytes
         problem, total = replace(self.problem(setting), rank=rank), dict[str, int]()
         for backward in (False, True):
-            for label, size in formula(problem, self.way.tile, backward=backward).items():
+            for label, size in formula(problem, self.way.mesh_shape, backward=backward).items():
                 total[label] = total.get(label, 0) + size
         return {label: size for label, size in total.items() if size}
 

@@ -63,7 +63,7 @@ def print_table(head: list[str], rows: list[list[str]]) -> None:
 
 
 def _row(plan: Plan, strategy: str) -> StrategyPlan | None:
-    return next((row for row in plan.rows if row.way.strategy == strategy), None)
+    return next((row for row in plan.rows if row.spec.strategy == strategy), None)
 
 
 def _cell(plan: Plan, strategy: str) -> str:
@@ -73,10 +73,10 @@ def _cell(plan: Plan, strategy: str) -> str:
     part = row.parts["cross-attention"]
     which = ""
     if strategy == "mesh":
-        which = f" {row.way.tile[0]}x{row.way.tile[1]}"
+        which = f" {row.spec.mesh_shape[0]}x{row.spec.mesh_shape[1]}"
     elif strategy == "ulysses":
-        a, b = row.way.tile
-        which = f" {row.way.heads_over}" + (f" x {a}x{b}" if a * b > 1 else "")
+        a, b = row.spec.mesh_shape
+        which = f" {row.spec.head_degree}" + (f" x {a}x{b}" if a * b > 1 else "")
     if not row.fits:
         return "-"
     told = f"{_seconds(part.seconds)} ({part.exposed / part.seconds:.0%}){which}"
@@ -84,13 +84,13 @@ def _cell(plan: Plan, strategy: str) -> str:
 
 
 def _chosen(plan: Plan) -> StrategyPlan | None:
-    """The first, in their order, that is within 2% of the fastest that fits, as in `planner.choose`."""
+    """The first, in their order, that is within 2% of the fastest that fits, as in `planner.select_strategy`."""
     fitting = [row for row in plan.rows if row.fits]
     if not fitting:
         return None
     limit = 1.02 * min(row.parts["cross-attention"].seconds for row in fitting)
     near = [row for row in fitting if row.parts["cross-attention"].seconds <= limit]
-    return min(near, key=lambda row: STRATEGIES.index(row.way.strategy))
+    return min(near, key=lambda row: STRATEGIES.index(row.spec.strategy))
 
 
 def _whole_step(plan: Plan) -> str:
@@ -100,8 +100,8 @@ def _whole_step(plan: Plan) -> str:
     found = {}
     for kind in (name for name in SELF_ATTENTION if name != "auto"):
         with suppress(ConfigError):  # not legal on so many
-            run = replace(plan.run, self_attention=kind)
-            found[kind] = make_plan(run, plan.cluster, (best.way.strategy,)).best
+            run = replace(plan.workload, self_attention=kind)
+            found[kind] = make_plan(run, plan.cluster, (best.spec.strategy,)).best
     fitting = {kind: row.seconds for kind, row in found.items() if row.fits}
     kind = min(fitting, key=fitting.__getitem__)
     return f"{_seconds(fitting[kind])}, self {kind}"
@@ -111,7 +111,7 @@ def _longest(plan: Plan, strategy: str) -> str:
     row = _row(plan, strategy)
     if row is None:
         return "not legal"
-    return _length(row.longest / 60) if row.longest else "none"
+    return _length(row.max_frames / 60) if row.max_frames else "none"
 
 
 def _length(minutes: float) -> str:

@@ -77,9 +77,9 @@ def test_legal_ways() -> None:
         and ParallelSpec("ring", (1, 8)) in found
         and ParallelSpec("mesh", (4, 2)) in found
     )
-    groups = {way.heads_over for way in found if way.strategy == "ulysses"}
+    groups = {way.head_degree for way in found if way.strategy == "ulysses"}
     assert groups == {2, 4}  # 8 does not divide 12 heads
-    assert {way.tile for way in found if way.heads_over == 2} == {(1, 4), (2, 2), (4, 1)}
+    assert {way.tile for way in found if way.head_degree == 2} == {(1, 4), (2, 2), (4, 1)}
     with pytest.raises(ConfigError, match="star cannot be planned; choose of lv-xattn, ring"):
         choose(problem(8, 8), REAL, options=SelectionOptions(strategies=("lv-xattn", "star")))
     with pytest.raises(ConfigError, match="none of ulysses is legal for 7 heads on 8 ranks"):

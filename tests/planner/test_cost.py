@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 from clusters import with_
 
-from mllm_seqpar.planner import ParallelSpec, Visual, blocks_to_hide, call_cost
+from mllm_seqpar.planner import ParallelSpec, Visual, call_cost, overlap_ratios_by_rates
 from mllm_seqpar.planner.candidates import period_of, ways
 from mllm_seqpar.schedules.bytes_sent import Problem, lv_xattn_bytes, mesh_bytes, ring_bytes, ulysses_bytes
 
@@ -152,9 +152,11 @@ def test_blocks_that_hide_a_transfer() -> None:
     """16 ranks in nodes of 4, tile 4 x 4: rows stay inside the node, all four columns' hops share its one link."""
     problem = Problem(rows=100, keys=(1000,) * 16, heads=4, kv_heads=4, dim=100)
     cluster = with_(attention_forward=4 * 100 * 1000 * 4 * 100 / 1e-3)  # 1 ms a block
-    found = blocks_to_hide(problem, (4, 4), cluster, backward=False)
+    found = overlap_ratios_by_rates(problem, (4, 4), cluster, backward=False)
     assert found.q == pytest.approx(100 * 4 * 100 * 2 / 1e9 / 1e-3, rel=0.05)
     assert found.o == pytest.approx(100 * 4 * 104 * 4 / 1e9 / 1e-3, rel=0.1)
     assert found.kv == pytest.approx(2 * 1000 * 4 * 100 * 2 / (1e8 / 4) / 1e-3, rel=0.05)
     assert not found.one_link  # rows inside nodes, columns between them
-    assert blocks_to_hide(problem, (16, 1), cluster, backward=False).q == pytest.approx(0.8, rel=0.05)  # over the net
+    assert overlap_ratios_by_rates(problem, (16, 1), cluster, backward=False).q == pytest.approx(
+        0.8, rel=0.05
+    )  # over the net

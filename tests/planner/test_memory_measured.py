@@ -21,9 +21,8 @@ from torch.utils._pytree import tree_leaves
 from mllm_seqpar import patch_model
 from mllm_seqpar.patches.mllama.adapter import _keys_values
 from mllm_seqpar.planner import ParallelSpec
-from mllm_seqpar.planner.activation_memory import kept, kept_before
 from mllm_seqpar.planner.hf_config import _mplug_owl3
-from mllm_seqpar.planner.memory import memory, tower_at_work
+from mllm_seqpar.planner.memory import kept_before, memory, saved_for_backward, tower_at_work
 from mllm_seqpar.planner.model import CrossAttentionSizes, ModelSizes, ResamplerSizes, TextSizes, VisionSizes
 from mllm_seqpar.planner.workload import Workload
 from tiny import tiny_frames, tiny_model, tiny_text
@@ -127,7 +126,7 @@ def test_what_a_frame_costs_in_a_real_model(dtype: torch.dtype, trained: str) ->
         element = dtype.itemsize
         run = Workload(model=sizes, frames=frames, text=64, gpus=1, element=element, recompute=False, trained=trained)
         features = frames * 4 * 256 * element if dtype == torch.float32 else 0  # in bf16 its norm keeps a copy instead
-        return kept(run, ALONE) + kept_before(run) + features
+        return saved_for_backward(run, ALONE) + kept_before(run) + features
 
     assert planned(32) - planned(16) == pytest.approx(found(32) - found(16), rel=0.04)  # rotary factors of each frame
 
@@ -147,7 +146,7 @@ def test_keys_and_values_of_llama(dtype: torch.dtype) -> None:
 
     cross = CrossAttentionSizes(layers=1, heads=4, kv_heads=2, head_dim=16, visual_dim=64, key_norm="float32")
     run = Workload(model=model_of(cross=cross, keys=8), frames=3, text=1, gpus=1, element=dtype.itemsize)
-    planned = kept(replace(run, recompute=False), ALONE) - kept(run, ALONE)
+    planned = saved_for_backward(replace(run, recompute=False), ALONE) - saved_for_backward(run, ALONE)
     assert planned == pytest.approx(saved(project, features, *attention.parameters()), rel=0.01)
 
 

@@ -29,12 +29,12 @@ LV, RING = ParallelSpec("lv-xattn", (16, 1)), ParallelSpec("ring", (1, 16))
 
 def test_times_add_up_and_lv_xattn_wins_a_long_video() -> None:
     plan = make_plan(RUN, A100)
-    assert plan.best.way.strategy == "lv-xattn" and plan.best.fits
-    assert {row.way.strategy for row in plan.rows} == {"lv-xattn", "ring", "mesh", "ulysses", "replicate"}
+    assert plan.best.spec.strategy == "lv-xattn" and plan.best.fits
+    assert {row.spec.strategy for row in plan.rows} == {"lv-xattn", "ring", "mesh", "ulysses", "replicate"}
     for row in plan.rows:
         assert set(row.parts) == set(PARTS) and set(row.memory) == set(KINDS)
         assert row.seconds == pytest.approx(sum(part.seconds for part in row.parts.values()))
-    ring = next(row for row in plan.rows if row.way.strategy == "ring")
+    ring = next(row for row in plan.rows if row.spec.strategy == "ring")
     lv = plan.best
     assert ring.parts["self-attention"] == lv.parts["self-attention"]
     assert ring.parts["cross-attention"].exposed > 100 * lv.parts["cross-attention"].exposed
@@ -201,8 +201,8 @@ def test_the_longest_video_just_fits() -> None:
 
 def test_strategies_that_are_not_legal_are_named() -> None:
     plan = make_plan(replace(RUN, gpus=5), A100)
-    assert "5 GPUs have no tile" in plan.left_out["mesh"]
-    assert "no group of the 5 GPUs divides 28 heads" in plan.left_out["ulysses"]
+    assert "5 GPUs have no tile" in plan.illegal["mesh"]
+    assert "no group of the 5 GPUs divides 28 heads" in plan.illegal["ulysses"]
     alone = make_plan(replace(RUN, gpus=1), A100)
     assert set(alone.left_out.values()) == {"one GPU has nobody to share with"}
     for name in ("ulysses", "mesh"):
@@ -219,9 +219,9 @@ def test_self_attention_of_its_own_choice_is_the_cheapest() -> None:
 
 def test_the_best_is_lv_xattn_unless_another_is_faster_by_more_than_predictions_are_good_for() -> None:
     plan = make_plan(replace(RUN, gpus=4, frames=64), A100)
-    times = {row.way.strategy: row.seconds for row in plan.rows}
+    times = {row.spec.strategy: row.seconds for row in plan.rows}
     assert plan.rows[0].way.strategy != "lv-xattn" and times["lv-xattn"] < 1.02 * plan.rows[0].seconds
-    assert plan.best.way.strategy == "lv-xattn"
+    assert plan.best.spec.strategy == "lv-xattn"
 
 
 def test_a_tile_that_fits_is_preferred() -> None:
@@ -235,7 +235,7 @@ def test_a_tile_that_fits_is_preferred() -> None:
     assert least < max(fits.values())
     just = with_(apart, memory_bytes=(least + 1e6) / USABLE)
     (row,) = make_plan(run, just, ("mesh",)).rows
-    assert row.fits and fits[row.way.tile] == least
+    assert row.fits and fits[row.spec.mesh_shape] == least
 
 
 def test_how_many_gpus_are_enough() -> None:
