@@ -91,17 +91,17 @@ class ClusterSelector:
         problem = _round_lengths(problem)
         key = problem, training, visual, fraction, pruned, candidates, mesh_shape
         if key not in self._selections:
-            seen: list[list[int]] | None = None
+            visible_rows: list[list[int]] | None = None
             visible: float | Sequence[Sequence[float]] = fraction
             if pruned and isinstance(blocks, FrameBlockMasks):
                 if problem.ranks <= 4 * MAX_RANKS_WITH_BLOCK_FRACTIONS:
-                    seen = blocks.counts()
+                    visible_rows = blocks.counts()
                 if problem.ranks <= MAX_RANKS_WITH_BLOCK_FRACTIONS:
                     visible = blocks.shares()
             options = SelectionOptions(
                 training=training,
                 visible=visible,
-                seen=seen,
+                visible_rows=visible_rows,
                 visual=visual,
                 strategies=[s for s in candidates.strategies if s != "replicate" or visual is not None],
                 causal=candidates.causal,

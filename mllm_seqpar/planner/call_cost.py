@@ -73,7 +73,7 @@ def call_cost(
     *,
     backward: bool,
     visible: VisibleFraction = 1.0,
-    seen: Sequence[Sequence[int]] | None = None,
+    visible_rows: Sequence[Sequence[int]] | None = None,
     visual: VisualProjection | None = None,
     overlap: bool = True,
     record: bool = False,
@@ -86,8 +86,8 @@ def call_cost(
         cluster: rates and links.
         backward: the direction.
         visible: fraction of visible entries, for all blocks or for each (0.5 for balanced causal layouts).
-        seen: the argument of `lv_xattn_bytes`: Q shards are sent point-to-point, and only their rows that see a key.
-            LV-XAttn only.
+        visible_rows: the argument of `lv_xattn_bytes`, for LV-XAttn only: Q shards are sent point-to-point, and of each
+            only the rows that see a key of the receiver.
         visual: the projection of K and V, if they are projected from visual features.
         overlap: False waits for transfers before computing.
         record: whether the timeline keeps its spans.
@@ -111,29 +111,28 @@ def call_cost(
             seconds = block_seconds(inner, cluster, inner.keys[block.column], backward=backward, visible=fraction)
             return Computation(seconds / block.parts, f"{block.row},{block.column}")
 
-        def message(move: Move) -> SentMessage:
-            size = move_bytes(inner, move, backward=backward, sender=group, seen=seen)
-            return SentMessage(
-                move.to * degree + member, size, f"{_LABELS[move.stream, move.axis][backward]}{move.send}"
-            )
+        def message(transfer: Move) -> SentMessage:
+            size = transfer_bytes(inner, transfer, backward=backward, sender=group, visible_rows=visible_rows)
+            label = f"{_LABELS[transfer.stream, transfer.axis][backward]}{transfer.send}"
+            return SentMessage(transfer.to * degree + member, size, label)
 
         schedule = (
             schedule_for((1, 1), 0, backward=backward)
             if spec.strategy == "replicate"
             else schedule_for(
-                spec.mesh_shape, group, backward=backward, straight=seen is not None, overlap_ratios=ratios
+                spec.mesh_shape, group, backward=backward, straight=visible_rows is not None, overlap_ratios=ratios
             )
         )
         return [
             Phase(
-                tuple(message(move) for move in step.moves),
-                tuple(move.source * degree + member for move in step.moves),
+                tuple(message(transfer) for transfer in step.moves),
+                tuple(transfer.source * degree + member for transfer in step.moves),
                 tuple(computation(block) for block in step.blocks),
             )
             for step in schedule
         ]
 
-    even = len(set(problem.keys)) == 1 and isinstance(visible, float | int) and seen is None
+    even = len(set(problem.keys)) == 1 and isinstance(visible, float | int) and visible_rows is None
     period = symmetry_period(spec, problem.ranks, cluster) if even else problem.ranks
     phases = [rank_phases(rank) for rank in range(period)]
     timeline = simulate(phases, problem.ranks, cluster, overlap=overlap, record=record)
@@ -151,7 +150,7 @@ def call_cost(
     )
 
 
-# What a move carries, forward and backward.
+# What a transfer carries, forward and backward.
 _LABELS: dict[tuple[Stream, Axis], tuple[str, str]] = {
     ("ahead", "rows"): ("Q", "Q,dO"),
     ("behind", "rows"): ("O", "dQ"),
@@ -169,25 +168,30 @@ def block_seconds(problem: Problem, cluster: Cluster, keys: int, *, backward: bo
     return flops * entries * problem.heads * problem.dim / rate + cluster.block_overhead_s
 
 
-def move_bytes(
-    problem: Problem, move: Move, *, backward: bool, sender: int, seen: Sequence[Sequence[int]] | None = None
+def transfer_bytes(
+    problem: Problem,
+    transfer: Move,
+    *,
+    backward: bool,
+    sender: int,
+    visible_rows: Sequence[Sequence[int]] | None = None,
 ) -> int:
-    """Return the bytes of one move; their sums over a schedule equal the formulas of `schedules.bytes_sent`.
+    """Return the bytes of one transfer; their sums over a schedule equal the formulas of `schedules.bytes_sent`.
 
     Args:
         problem: the call.
-        move: the move.
+        transfer: the transfer.
         backward: the direction.
-        sender: the rank that sends; with `seen`, it determines which rows are sent.
-        seen: the argument of `lv_xattn_bytes`.
+        sender: the rank that sends; with `visible_rows`, it determines which rows are sent.
+        visible_rows: the argument of `lv_xattn_bytes`.
     """
-    if move.axis == "columns":
-        width = 2 * problem.key_batch * problem.kv_heads * problem.dim * problem.keys[move.send]
-        return width * (problem.element if move.stream == "ahead" else problem.accumulated)
+    if transfer.axis == "columns":
+        width = 2 * problem.key_batch * problem.kv_heads * problem.dim * problem.keys[transfer.send]
+        return width * (problem.element if transfer.stream == "ahead" else problem.accumulated)
     rows = problem.batch * problem.rows
-    if seen is not None:
-        rows = problem.key_batch * seen[move.send][move.to if move.stream == "ahead" else sender]
-    if move.stream == "ahead":
+    if visible_rows is not None:
+        rows = problem.key_batch * visible_rows[transfer.send][transfer.to if transfer.stream == "ahead" else sender]
+    if transfer.stream == "ahead":
         per_row = 3 * problem.dim * problem.element + LSE_BYTES if backward else problem.dim * problem.element
     else:
         per_row = problem.dim * problem.accumulated + (0 if backward else LSE_BYTES)
@@ -216,8 +220,8 @@ def overlap_ratios_by_rates(
         "columns": _slowest_hop(cluster, problem.ranks, distance=a * head_degree, span=a * b * head_degree),
     }
 
-    def blocks(stream: Stream, axis: Axis) -> float:
-        size = move_bytes(inner, Move(stream, axis, 0, 0, 0, 0), backward=backward, sender=0)
+    def blocks(kind: Stream, axis: Axis) -> float:
+        size = transfer_bytes(inner, Move(kind, axis, 0, 0, 0, 0), backward=backward, sender=0)
         seconds = hops[axis].latency + size / hops[axis].rate + cluster.step_overhead_s
         return float(f"{seconds / block:.2g}") if block else 1.0
 

@@ -28,7 +28,7 @@ class SelectionOptions:
         strategies: the candidate strategies.
         visible: fraction of visible entries, for all blocks or for each.
         causal: whether a query sees no later keys, in a balanced layout: half of every block.
-        seen: rows of rank i that see any key of rank j, if the mask reduces what LV-XAttn sends.
+        visible_rows: rows of rank i that see any key of rank j, if the mask reduces what LV-XAttn sends.
         visual: the projection of K and V; None if every layer computes K and V anyway, as for text.
         overlap: whether transfers run under computation.
         hybrid: whether Ulysses on part of the ranks, with a mesh over the groups, is a candidate.
@@ -41,7 +41,7 @@ class SelectionOptions:
     strategies: Sequence[str] = STRATEGIES
     visible: VisibleFraction = 1.0
     causal: bool = False
-    seen: Sequence[Sequence[int]] | None = None
+    visible_rows: Sequence[Sequence[int]] | None = None
     visual: VisualProjection | None = None
     overlap: bool = True
     hybrid: bool = True
@@ -145,7 +145,7 @@ def _candidate(problem: Problem, spec: ParallelSpec, cluster: Cluster, options: 
             cluster,
             backward=backward,
             visible=visible,
-            seen=options.seen if spec.strategy == "lv-xattn" else None,
+            visible_rows=options.visible_rows if spec.strategy == "lv-xattn" else None,
             visual=options.visual,
             overlap=options.overlap,
         )
