@@ -115,11 +115,11 @@ def schedule_panel(
         pruned: whether Q shards are sent point-to-point, and only where they see any key.
     """
 
-    def block(item: AttentionBlock) -> Block:
-        visible = 1.0 if fraction is None else fraction(item.row, item.column)
-        kv = f"KV{item.column}" + (f" {visible:.0%}" if 0 < visible < 1 else "")
-        own, hidden = item.row == item.column, visible == 0
-        return Block(f"Q{item.row}", kv, [item.row], [item.column], item.part, item.parts, own, hidden)
+    def block(b: AttentionBlock) -> Block:
+        visible = 1.0 if fraction is None else fraction(b.row, b.column)
+        kv = f"KV{b.column}" + (f" {visible:.0%}" if 0 < visible < 1 else "")
+        own, hidden = b.row == b.column, visible == 0
+        return Block(f"Q{b.row}", kv, [b.row], [b.column], b.part, b.parts, own, hidden)
 
     def is_sent(transfer: Move, rank: int) -> bool:
         computed_by = transfer.to if transfer.stream == "ahead" else rank
@@ -134,7 +134,7 @@ def schedule_panel(
                 for transfer in step.moves
                 if is_sent(transfer, rank)
             ]
-            cells.append(Cell([block(item) for item in step.blocks], sent))
+            cells.append(Cell([block(b) for b in step.blocks], sent))
         rows.append((f"rank {rank}", cells))
     return Panel(title, [f"step {i + 1}" for i in range(len(rows[0][1]))], rows)
 
