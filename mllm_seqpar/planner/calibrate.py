@@ -138,10 +138,7 @@ def _block(
     scale = shape.dim**-0.5
     o, lse = kernel.forward(q, k, v, scale=scale)
     o = o.to(q.dtype)
-    return (
-        lambda: kernel.forward(q, k, v, scale=scale),
-        lambda: kernel.backward(do, q, k, v, o, lse, scale=scale),
-    )
+    return (lambda: kernel.forward(q, k, v, scale=scale), lambda: kernel.backward(do, q, k, v, o, lse, scale=scale))
 
 
 def _matmul_rate(clock: _Clock, dtype: torch.dtype) -> float:

@@ -22,12 +22,7 @@ from mllm_seqpar import patch_model
 from mllm_seqpar.patches.mllama.adapter import _keys_values
 from mllm_seqpar.patches.mplug_owl3.planner import model_sizes
 from mllm_seqpar.planner import ParallelSpec
-from mllm_seqpar.planner.memory import (
-    frozen_tower_memory,
-    peak_memory,
-    saved_before_features,
-    saved_for_backward,
-)
+from mllm_seqpar.planner.memory import frozen_tower_memory, peak_memory, saved_before_features, saved_for_backward
 from mllm_seqpar.planner.model import CrossAttentionSizes, ModelSizes, ResamplerSizes, TextSizes, VisionSizes
 from mllm_seqpar.planner.workload import Workload
 from tiny import tiny_frames, tiny_model, tiny_text
@@ -95,9 +90,7 @@ def owl(dtype: torch.dtype) -> tuple[Any, ModelSizes]:
 
 
 @pytest.mark.parametrize(
-    ("dtype", "chunk"),
-    [(torch.float32, None), (torch.bfloat16, 64)],
-    ids=["float32", "bfloat16, in chunks"],
+    ("dtype", "chunk"), [(torch.float32, None), (torch.bfloat16, 64)], ids=["float32", "bfloat16, in chunks"]
 )
 def test_text_token_saves_as_many_bytes_as_planned(dtype: torch.dtype, chunk: int | None) -> None:
     """The difference between two lengths of text."""
@@ -118,8 +111,7 @@ def test_text_token_saves_as_many_bytes_as_planned(dtype: torch.dtype, chunk: in
 
 
 @pytest.mark.parametrize(
-    ("dtype", "trained"),
-    [(torch.float32, "connector"), (torch.bfloat16, "no-vision"), (torch.bfloat16, "connector")],
+    ("dtype", "trained"), [(torch.float32, "connector"), (torch.bfloat16, "no-vision"), (torch.bfloat16, "connector")]
 )
 def test_frame_saves_as_many_bytes_as_planned_without_recomputation(dtype: torch.dtype, trained: str) -> None:
     """The difference between two numbers of frames, with K and V saved, and the input of the projector."""

@@ -70,10 +70,7 @@ def test_transfer_speeds_up_when_others_finish() -> None:
 
 def test_transfer_waits_until_both_ends_have_posted_it() -> None:
     """Rank 1 computes for 2 s before it posts; the transfer of 1 GB then takes until 3 s."""
-    phases = [
-        [Phase((SentMessage(1, 1000 * MB),))],
-        [Phase(work=(Computation(2.0),)), Phase((), (0,))],
-    ]
+    phases = [[Phase((SentMessage(1, 1000 * MB),))], [Phase(work=(Computation(2.0),)), Phase((), (0,))]]
     found = simulate(phases, 2, ROUND, record=True)
     assert found.end == pytest.approx((3.0, 3.0))
     assert found.exposed == pytest.approx((3.0, 1.0))
