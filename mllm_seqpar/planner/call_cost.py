@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import ceil
-from typing import NamedTuple
 
 from mllm_seqpar.schedules import AttentionBlock, Axis, Move, OverlapRatios, Stream, schedule_for
 from mllm_seqpar.schedules.bytes_sent import LSE_BYTES, Problem
@@ -222,7 +221,8 @@ def overlap_ratios_by_rates(
 
     def blocks(kind: Stream, axis: Axis) -> float:
         size = transfer_bytes(inner, Move(kind, axis, 0, 0, 0, 0), backward=backward, sender=0)
-        seconds = hops[axis].latency + size / hops[axis].rate + cluster.step_overhead_s
+        rate, latency, _ = hops[axis]
+        seconds = latency + size / rate + cluster.step_overhead_s
         return float(f"{seconds / block:.2g}") if block else 1.0
 
     return OverlapRatios(
@@ -230,26 +230,21 @@ def overlap_ratios_by_rates(
         kv=blocks("ahead", "columns"),
         o=blocks("behind", "rows"),
         dkv=blocks("behind", "columns"),
-        one_link=hops["rows"].network == hops["columns"].network,
+        one_link=hops["rows"][2] == hops["columns"][2],
     )
 
 
-class _Hop(NamedTuple):
-    """The slowest hop of a ring: bytes/s, latency in seconds, and whether it crosses nodes."""
+def _slowest_hop(cluster: Cluster, ranks: int, *, distance: int, span: int) -> tuple[float, float, bool]:
+    """Return the slowest hop of rings of `span` ranks whose neighbours are `distance` ranks apart.
 
-    rate: float
-    latency: float
-    network: bool
-
-
-def _slowest_hop(cluster: Cluster, ranks: int, *, distance: int, span: int) -> _Hop:
-    """Return the slowest hop of rings whose neighbours are `distance` ranks apart and which span `span` ranks."""
+    It is described by its bytes/s, its latency in seconds, and whether it crosses nodes.
+    """
     node = cluster.gpus_per_node
     if ranks <= node or (span <= node and node % span == 0):
-        return _Hop(cluster.node_link, cluster.node_latency_s, False)
+        return cluster.node_link, cluster.node_latency_s, False
     crossing = min(distance, node)  # ranks of one node whose neighbour is on another node
     rate = min(cluster.gpu_network_link, cluster.network_link / crossing)
-    return _Hop(rate, cluster.network_latency_s, True)
+    return rate, cluster.network_latency_s, True
 
 
 def _collectives(

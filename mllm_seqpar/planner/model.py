@@ -69,7 +69,6 @@ class TextSizes(_Sizes):
 
     @property
     def mlp_parameters(self) -> int:
-        """The MLP of one layer."""
         return self.mlp_matrices * self.hidden * self.mlp_inner
 
     @property
@@ -135,7 +134,6 @@ class VisionSizes(_Sizes):
 
     @property
     def parameters(self) -> int:
-        """Parameters of all layers."""
         return self.layers * (4 * self.width**2 + 2 * self.width * self.mlp_inner)
 
 
@@ -190,12 +188,10 @@ class ModelSizes:
 
     @property
     def projector_parameters(self) -> int:
-        """The linear layers of the projector."""
         return sum(a * b for a, b in pairwise(self.projector or ()))
 
     @property
     def connector_parameters(self) -> int:
-        """Resampler and projector."""
         count = self.projector_parameters
         if self.resampler:
             width, r = self.vision.width, self.resampler
@@ -214,13 +210,11 @@ class ModelSizes:
 
     @property
     def language_parameters(self) -> int:
-        """The language model without cross-attention."""
         text = self.text
         return text.layers * (text.attention_parameters + text.mlp_parameters) + text.embedding_parameters
 
     @property
     def parameters(self) -> int:
-        """The whole model."""
         cross = self.cross.layers * self.cross_parameters
         return self.language_parameters + cross + self.vision.parameters + self.connector_parameters
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -14,7 +15,7 @@ from .workload import Workload
 
 MAX_FRAMES = 2**27
 """The longest video to consider: four years at one frame per second."""
-MAX_GPUS = 2**16
+POWERS_OF_TWO = tuple(2**i for i in range(17))
 
 
 @dataclass(frozen=True)
@@ -39,17 +40,14 @@ class StrategyPlan:
 
     @property
     def forward(self) -> float:
-        """Seconds of the forward pass."""
         return sum(part.forward for part in self.parts.values())
 
     @property
     def backward(self) -> float:
-        """Seconds of the backward pass."""
         return sum(part.backward for part in self.parts.values())
 
     @property
     def seconds(self) -> float:
-        """Seconds of the whole step."""
         return self.forward + self.backward
 
 
@@ -122,24 +120,14 @@ def max_frames(workload: Workload, cluster: Cluster, spec: ParallelSpec) -> int:
     def fits(frames: int) -> bool:
         return _fits(peak_memory(replace(workload, frames=frames), spec), cluster)
 
-    if not fits(1):
-        return 0
-    low, high = 1, 2
-    while high <= MAX_FRAMES and fits(high):
-        low, high = high, 2 * high
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if fits(middle) else (low, middle)
-    return low
+    return bisect_left(range(1, MAX_FRAMES + 1), True, key=lambda frames: not fits(frames))
 
 
 def _min_gpus(workload: Workload, cluster: Cluster) -> int | None:
-    gpus = 1
-    while gpus <= MAX_GPUS:
-        if _fits(peak_memory(replace(workload, gpus=gpus), ParallelSpec("lv-xattn", (gpus, 1))), cluster):
-            return gpus
-        gpus *= 2
-    return None
+    def fits(gpus: int) -> bool:
+        return _fits(peak_memory(replace(workload, gpus=gpus), ParallelSpec("lv-xattn", (gpus, 1))), cluster)
+
+    return next((gpus for gpus in POWERS_OF_TWO if fits(gpus)), None)
 
 
 def _why_illegal(strategy: str, workload: Workload) -> str:

@@ -31,7 +31,6 @@ class SelectionOptions:
         visible_rows: rows of rank i that see any key of rank j, if the mask reduces what LV-XAttn sends.
         visual: the projection of K and V; None if every layer computes K and V anyway, as for text.
         overlap: whether transfers run under computation.
-        hybrid: whether Ulysses on part of the ranks, with a mesh over the groups, is a candidate.
         mesh_shape: the only mesh shape to consider; None for any.
         margin: the fraction by which another candidate must be faster than LV-XAttn (or Ring Attention, if LV-XAttn is
             not a candidate) to be selected.
@@ -44,7 +43,6 @@ class SelectionOptions:
     visible_rows: Sequence[Sequence[int]] | None = None
     visual: VisualProjection | None = None
     overlap: bool = True
-    hybrid: bool = True
     mesh_shape: tuple[int, int] | None = None
     margin: float = MARGIN
 
@@ -64,7 +62,6 @@ class Candidate:
 
     @property
     def seconds(self) -> float:
-        """Seconds of all passes."""
         return sum(cost.seconds for cost in self.passes)
 
     @property
@@ -119,7 +116,6 @@ def select_strategy(problem: Problem, cluster: Cluster, *, options: SelectionOpt
         _candidate(problem, spec, cluster, options)
         for spec in candidate_specs(problem, options.strategies)
         if options.mesh_shape in (None, spec.mesh_shape)
-        and (options.hybrid or spec.strategy != "ulysses" or spec.mesh_shape == (1, 1))
     ]
     if not found:
         raise ConfigError(

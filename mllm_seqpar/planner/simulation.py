@@ -84,7 +84,6 @@ class Timeline:
 
     @property
     def seconds(self) -> float:
-        """The end of the last rank."""
         return max(self.end)
 
     @property

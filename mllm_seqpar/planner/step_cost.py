@@ -39,7 +39,6 @@ class Part:
 
     @property
     def seconds(self) -> float:
-        """Forward and backward."""
         return self.forward + self.backward
 
     def __add__(self, other: Part) -> Part:

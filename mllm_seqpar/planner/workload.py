@@ -94,7 +94,6 @@ class Workload:
 
     @property
     def training(self) -> bool:
-        """Whether there is a backward pass."""
         return self.trained != "none"
 
     @property
@@ -144,7 +143,6 @@ class Workload:
 
     @property
     def text_problem(self) -> Problem:
-        """One self-attention call."""
         text = self.model.text
         return Problem(
             rows=self.rows,
@@ -159,7 +157,6 @@ class Workload:
 
     @property
     def visual(self) -> VisualProjection:
-        """The projection of cross-attention's K and V."""
         cross = self.model.cross
         trained = self.trained == "all" or (self.training and self.model.connector_parameters > 0)
         return VisualProjection(dim=cross.visual_dim, layers=cross.layers, recompute=self.recompute, trained=trained)
@@ -171,7 +168,6 @@ class Workload:
 
     @property
     def trained_parameters(self) -> int:
-        """The number of trained parameters."""
         model = self.model
         return {
             "all": model.parameters,

@@ -37,7 +37,7 @@ def test_the_shorter_of_queries_and_keys_is_moved() -> None:
 
 def test_mesh_is_selected_for_intermediate_ratios_of_queries_to_keys() -> None:
     cluster = with_(REAL, gpus_per_node=1, network_link=2e9)
-    options = SelectionOptions(hybrid=False)
+    options = SelectionOptions(strategies=("lv-xattn", "ring", "mesh"))
     found = select_strategy(problem(2048, 4 * 2048, ranks=16), cluster, options=options)
     assert found.strategy == "mesh" and 1 < found.mesh_shape[0] < 16
     assert found.seconds < min(c.seconds for c in found.candidates if c.spec.strategy in ("lv-xattn", "ring"))
@@ -51,10 +51,11 @@ def test_short_visual_input_on_fast_links_is_replicated() -> None:
 
 def test_ulysses_is_selected_for_high_latency_if_it_divides_the_heads() -> None:
     late = with_(ONE_NODE, node_latency_s=1e-3)
-    options = SelectionOptions(strategies=("lv-xattn", "ring", "mesh", "ulysses"), hybrid=False)
-    assert select_strategy(problem(256, 256, heads=32), late, options=options).strategy == "ulysses"
+    options = SelectionOptions(strategies=("lv-xattn", "ring", "mesh", "ulysses"))
+    found = select_strategy(problem(256, 256, heads=32), late, options=options)
+    assert found.spec == ParallelSpec("ulysses", (1, 1), 8)
     found = select_strategy(problem(256, 256, heads=28), late, options=options)  # 8 does not divide 28
-    assert all(candidate.spec.strategy != "ulysses" for candidate in found.candidates)
+    assert all(candidate.spec.head_degree != 8 for candidate in found.candidates)
 
 
 def test_lv_xattn_is_preferred_within_the_margin() -> None:
