@@ -108,7 +108,7 @@ def call_cost(
         def computation(block: AttentionBlock) -> Computation:
             fraction = by_group if isinstance(by_group, float | int) else by_group[block.row][block.column]
             seconds = block_seconds(inner, cluster, inner.keys[block.column], backward=backward, visible=fraction)
-            return Computation(seconds / block.parts, f"{block.row},{block.column}")
+            return Computation(seconds / block.parts, f"Q{block.row} KV{block.column}")
 
         def message(transfer: Move) -> SentMessage:
             size = transfer_bytes(inner, transfer, backward=backward, sender=group, visible_rows=visible_rows)

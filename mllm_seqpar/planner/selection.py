@@ -112,18 +112,18 @@ def select_strategy(problem: Problem, cluster: Cluster, *, options: SelectionOpt
         ConfigError: no candidate is legal.
     """
     options = options or SelectionOptions()
-    found = [
+    candidates = [
         _candidate(problem, spec, cluster, options)
         for spec in candidate_specs(problem, options.strategies)
         if options.mesh_shape in (None, spec.mesh_shape)
     ]
-    if not found:
+    if not candidates:
         raise ConfigError(
             f"strategies: none of {', '.join(options.strategies)} is legal for {problem.heads} heads on "
             f"{problem.ranks} ranks; allow lv-xattn or ring, which are always legal"
         )
-    by_time = sorted(found, key=lambda candidate: candidate.seconds)  # stable: equal ones stay in order
-    best, preferred = by_time[0], found[0]
+    by_time = sorted(candidates, key=lambda candidate: candidate.seconds)  # stable: equal ones stay in order
+    best, preferred = by_time[0], candidates[0]
     if preferred.spec.strategy in ("lv-xattn", "ring") and preferred.seconds <= best.seconds * (1 + options.margin):
         best = preferred
     return Selection(best.spec, best.seconds, _reason(best, by_time, problem), tuple(by_time))

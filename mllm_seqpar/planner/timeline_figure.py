@@ -55,6 +55,7 @@ def timeline_figure(title: str, panels: Sequence[tuple[str, Timeline]]) -> Any:
         from matplotlib.figure import Figure
     except ImportError as error:
         raise ConfigError("--timeline needs matplotlib; install mllm-seqpar[plot]") from error
+    longest = max(timeline.seconds for _, timeline in panels)
     heights = [min(timeline.ranks, MAX_RANKS) for _, timeline in panels]
     figure = Figure(figsize=(11, 1.6 + sum(0.4 * height + 0.9 for height in heights)), layout="constrained")
     figure.suptitle(title, fontsize="medium", fontweight="bold")
@@ -65,7 +66,11 @@ def timeline_figure(title: str, panels: Sequence[tuple[str, Timeline]]) -> Any:
                 spans = [span for span in timeline.spans[rank % timeline.period] if span.kind == kind]
                 bars = [(span.start, span.end - span.start) for span in spans]
                 lane = (rank + 0.45, 0.4) if kind == "transfer" else (rank + 0.05, 0.4)
-                axes.broken_barh(bars, lane, color=color, edgecolor="white", linewidth=0.3, label=NAMES[kind])
+                axes.broken_barh(bars, lane, facecolor=color, edgecolor="white", linewidth=0.3, label=NAMES[kind])
+                for span in spans:
+                    if span.end - span.start > 0.04 * longest:
+                        middle = (span.start + span.end) / 2, lane[0] + lane[1] / 2
+                        axes.text(*middle, span.label, fontsize=7, ha="center", va="center")
         more = timeline.ranks - height
         axes.set_title(name + (f" ({more} more ranks are not drawn)" if more else ""), loc="left", fontsize="small")
         axes.set_yticks([rank + 0.45 for rank in range(height)], [f"rank {rank}" for rank in range(height)])
@@ -73,5 +78,5 @@ def timeline_figure(title: str, panels: Sequence[tuple[str, Timeline]]) -> Any:
         axes.xaxis.set_major_formatter(lambda seconds, _: duration(seconds))
         axes.tick_params(labelbottom=True, labelsize="small")
     handles, labels = all_axes[0].get_legend_handles_labels()
-    figure.legend(handles[: len(NAMES)], labels[: len(NAMES)], loc="outside upper right", ncols=3, fontsize="small")
+    figure.legend(handles[: len(NAMES)], labels[: len(NAMES)], loc="outside lower center", ncols=3, fontsize="small")
     return figure

@@ -47,7 +47,7 @@ def draw(data: FigureData) -> Figure:
     """Return the figure: the panels one above the other, then the legend."""
     layouts = [_widths(panel) for panel in data.panels]
     width = max(NARROWEST, CHARACTER * len(data.title) * 1.25, *(left + sum(steps) for left, steps in layouts))
-    legend = [line for words in data.legend for line in textwrap.wrap(words, int(width / CHARACTER))]
+    legend = [line for words in data.legend for line in textwrap.wrap(words, int(1.15 * width / CHARACTER))]
     heights = [_heights(panel) for panel in data.panels]
     panels = sum(
         (28 if p.title else 6) + 20 + sum(rows) + PADDING for p, rows in zip(data.panels, heights, strict=True)
