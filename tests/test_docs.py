@@ -50,7 +50,7 @@ def test_code_that_is_named_is_there(page: Path) -> None:
 
 def test_what_auto_says_is_what_the_page_shows(capsys: pytest.CaptureFixture[str]) -> None:
     page = (DOCS / "auto.md").read_text()
-    (code,) = [block for block in re.findall(r"```python\n(.*?)```", page, re.DOTALL) if "choose(" in block]
+    (code,) = [block for block in re.findall(r"```python\n(.*?)```", page, re.DOTALL) if "select_strategy(" in block]
     exec(compile(code.replace('"configs/', f'"{ROOT}/configs/'), "auto.md", "exec"), {})
     assert f"```text\n{capsys.readouterr().out}```" in page
 

@@ -120,14 +120,8 @@ def _vision(workload: Workload, cluster: Cluster) -> Part:
 
 
 def _self_attention(workload: Workload, cluster: Cluster, text: Candidate) -> Part:
-    sizes = workload.model.text
-    linear = _linear(
-        workload,
-        cluster,
-        sizes.attention_parameters,
-        trained=workload.language_trained,
-        recomputed=workload.checkpointing,
-    )
+    sizes, trained = workload.model.text, workload.language_trained
+    linear = _linear(workload, cluster, sizes.attention_parameters, trained=trained, recomputed=workload.checkpointing)
     return (linear + _attention_call(workload, text)) * sizes.layers
 
 
