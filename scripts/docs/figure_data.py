@@ -332,18 +332,3 @@ def star() -> FigureData:
     ]
     panel = Panel("", ["context: no transfers", "query, new tokens"], rows)
     return FigureData('Star Attention (self_attention="star"), 4 ranks', [panel], legend)
-
-
-FIGURES: dict[str, Callable[[], FigureData]] = {
-    "lv-xattn": lambda: mesh_figure("LV-XAttn, mesh shape (4, 1): Q shards move, KV shards stay", (4, 1)),
-    "lv-xattn-mask": frame_mask,
-    "ring": lambda: mesh_figure("Ring Attention, mesh shape (1, 4): KV shards move, Q shards stay", (1, 4)),
-    "ring-causal": causal_layouts,
-    "mesh": lambda: mesh_figure(
-        "Mesh-Attention, mesh shape (3, 2), if every transfer takes as long as a block", (3, 2)
-    ),
-    "ulysses": ulysses,
-    "replicate": replicate,
-    "decoding": decoding,
-    "star": star,
-}

@@ -12,11 +12,13 @@ from __future__ import annotations
 import argparse
 import json
 import textwrap
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from figure_data import FIGURES, Block, Cell, FigureData, Panel, Sent, mesh_figure
+import figure_data
+from figure_data import Block, Cell, FigureData, Panel, Sent
 from matplotlib import rc_context
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -26,6 +28,19 @@ FOLDER = Path(__file__).resolve().parents[2] / "docs" / "figures"
 COLORS = ("#f7b27a", "#9cc7ea", "#a8d59a", "#f6da74", "#cfaee6", "#8ed8cd", "#f4a3b5", "#cdc9a5")
 """Colours of the owner ranks, all light, so that dark text is readable on each."""
 DARK, GREY = "#222222", "#666666"
+FIGURES: dict[str, Callable[[], FigureData]] = {
+    "lv-xattn": lambda: figure_data.mesh_figure("LV-XAttn, mesh shape (4, 1): Q shards move, KV shards stay", (4, 1)),
+    "lv-xattn-mask": figure_data.frame_mask,
+    "ring": lambda: figure_data.mesh_figure("Ring Attention, mesh shape (1, 4): KV shards move, Q shards stay", (1, 4)),
+    "ring-causal": figure_data.causal_layouts,
+    "mesh": lambda: figure_data.mesh_figure(
+        "Mesh-Attention, mesh shape (3, 2), if every transfer takes as long as a block", (3, 2)
+    ),
+    "ulysses": figure_data.ulysses,
+    "replicate": figure_data.replicate,
+    "decoding": figure_data.decoding,
+    "star": figure_data.star,
+}
 # Sizes in points, which are the units of the axes.
 CHARACTER, BLOCK, SENT, PADDING, LINE, NARROWEST = 7.4, 26, 23, 8, 20, 560
 SVG = {"svg.fonttype": "none", "svg.hashsalt": "mllm-seqpar", "font.family": "sans-serif"}
@@ -179,7 +194,8 @@ def main() -> None:
     args = parser.parse_args()
     if args.tile:
         a, b = args.tile
-        figures = {args.output or Path("schedule.svg"): mesh_figure(f"mesh shape ({a}, {b})", (a, b), (args.backward,))}
+        data = figure_data.mesh_figure(f"mesh shape ({a}, {b})", (a, b), (args.backward,))
+        figures = {args.output or Path("schedule.svg"): data}
     else:
         folder = args.output or FOLDER
         folder.mkdir(parents=True, exist_ok=True)
