@@ -71,7 +71,7 @@ def test_pruned_mask_reduces_bytes_as_in_the_formula(backward: bool) -> None:
 
 
 @PASSES
-@pytest.mark.parametrize("mesh_shape", [(2, 4), (4, 2), (1, 4), (2, 2), (4, 1)])
+@pytest.mark.parametrize("mesh_shape", [(2, 4), (4, 2), (1, 1), (1, 4), (2, 2), (4, 1)])
 def test_bytes_of_meshes_and_hybrids_match_the_formulas(mesh_shape: tuple[int, int], backward: bool) -> None:
     degree = 8 // (mesh_shape[0] * mesh_shape[1])
     spec = ParallelSpec("ulysses" if degree > 1 else "mesh", mesh_shape, degree)
@@ -79,15 +79,6 @@ def test_bytes_of_meshes_and_hybrids_match_the_formulas(mesh_shape: tuple[int, i
     found = call_cost(EVEN, spec, ONE_NODE, backward=backward)
     assert found.node_bytes == sum(formula(EVEN, mesh_shape, backward=backward).values())
     assert found.network_bytes == 0
-
-
-@PASSES
-def test_ulysses_sends_each_rank_only_the_kv_heads_it_needs(backward: bool) -> None:
-    for degree in (8, 4, 2):
-        problem = replace(EVEN, keys=EVEN.keys[:degree])
-        cost = call_cost(problem, ParallelSpec("ulysses", (1, 1), degree), FAST_KERNEL, backward=backward)
-        assert cost.node_bytes == sum(ulysses_bytes(problem, backward=backward).values())
-        assert cost.seconds == pytest.approx(cost.node_bytes / 1e9, rel=1e-3)
 
 
 def test_ulysses_shards_recomputed_keys_and_values_again() -> None:

@@ -217,6 +217,11 @@ def test_frozen_tower_allocates_as_many_bytes_as_planned() -> None:
         tower.penultimate(frames)
     workload = Workload(model=sizes, frames=8, text=1, gpus=1, trained="none")
     assert peak.bytes == pytest.approx(frozen_tower_memory(workload), rel=0.02)
+    held = peak_memory(
+        replace(workload, frames=800, vision_chunk_size=None), ONE_RANK
+    )  # no text: the tower is the peak
+    tower = frozen_tower_memory(replace(workload, frames=800, vision_chunk_size=None))
+    assert held["features"] + held["activations"] + held["buffers"] == tower
 
 
 def sizes_of(keys: int, cross: CrossAttentionSizes | None = None) -> ModelSizes:

@@ -12,7 +12,7 @@ from clusters import with_
 from mllm_seqpar.errors import ConfigError
 from mllm_seqpar.planner import Cluster, ParallelSpec, read_cluster
 from mllm_seqpar.planner.files import find_file
-from mllm_seqpar.planner.memory import KINDS, USABLE, frozen_tower_memory, peak_memory
+from mllm_seqpar.planner.memory import KINDS, USABLE, peak_memory
 from mllm_seqpar.planner.model import read_model
 from mllm_seqpar.planner.plan import StrategyPlan, make_plan, max_frames
 from mllm_seqpar.planner.step_cost import PARTS
@@ -143,20 +143,6 @@ def test_memory_of_parameters_features_and_activations() -> None:
     smaller = replace(OWL, text=replace(OWL.text, vocabulary=OWL.text.vocabulary - 1000))
     logits = held["activations"] - memory(model=smaller)["activations"]
     assert logits == 512 * 1000 * (2 + 4 + 4)
-
-
-def test_checkpointed_tower_saves_the_input_of_each_layer_and_the_inside_of_one() -> None:
-    trained, frozen = (memory(trained=name, checkpointing=True)["activations"] for name in ("all", "no-vision"))
-    assert trained - frozen == KEYS * (27 * 1152 + 8 * 1152 + 2 * 4304) * 2
-
-
-def test_memory_of_frozen_tower_may_be_the_peak() -> None:
-    """A forward pass with little text: input, attention output, its norm, and two inner activations of a layer."""
-    workload = replace(STEP, trained="none", text=64, vision_chunk_size=None)
-    frame = 729 * (3 * 1152 + 2 * 4304) * 2
-    held = peak_memory(workload, LV)
-    assert sum(held[kind] for kind in ("features", "activations", "buffers")) == 256 * frame
-    assert frozen_tower_memory(replace(workload, vision_chunk_size=16)) == 16 * frame
 
 
 def test_memory_of_chunked_mlps() -> None:
