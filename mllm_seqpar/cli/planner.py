@@ -1,4 +1,4 @@
-"""The command `mllm-seqpar`: `plan` says what a step will take, `calibrate` measures this machine for it.
+"""The command `mllm-seqpar`: `plan` estimates a training step, `calibrate` measures this machine.
 
 mllm-seqpar plan --model mplug-owl3-7b --frames 4096 --text 8192 --gpus 16 --cluster a100-80g-4x4
 torchrun --nproc-per-node 8 -m mllm_seqpar.cli.planner calibrate --output here.yaml
@@ -12,22 +12,19 @@ import os
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 
 from mllm_seqpar.errors import ConfigError, SeqParError
-from mllm_seqpar.planner.call_cost import call_cost
 from mllm_seqpar.planner.candidates import STRATEGIES
 from mllm_seqpar.planner.cluster import read_cluster, write_cluster
 from mllm_seqpar.planner.files import find_file, known_files
 from mllm_seqpar.planner.model import read_model
-from mllm_seqpar.planner.plan import Plan, make_plan
-from mllm_seqpar.planner.report import as_json, table
-from mllm_seqpar.planner.timeline_figure import duration, svg
+from mllm_seqpar.planner.plan import make_plan
+from mllm_seqpar.planner.report import as_json, as_text
 from mllm_seqpar.planner.workload import SELF_ATTENTION, TRAINED, Workload
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the command; 0 if all went well, 2 for bad input, which is told in one line."""
+    """Run the command; return 0, or 2 after printing one line about invalid input."""
     args = _parser().parse_args(arguments)
     try:
         args.run(args)
@@ -39,7 +36,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="mllm-seqpar", description="Plans sequence-parallel steps of MLLMs.", allow_abbrev=False
+        prog="mllm-seqpar", description="Plan sequence-parallel steps of MLLMs.", allow_abbrev=False
     )
     commands = parser.add_subparsers(dest="command", required=True)
     _add_plan(
@@ -55,60 +52,66 @@ def _add_plan(plan: argparse.ArgumentParser) -> None:
     plan.add_argument(
         "--model",
         required=True,
-        help="a model's local directory with its config.json, a model file, or one of " + known_files("model"),
+        help="a model directory with its config.json, a model file, or one of " + known_files("model"),
     )
     plan.add_argument("--cluster", required=True, help="a cluster file, or one of " + known_files("cluster"))
-    plan.add_argument("--frames", type=int, required=True, help="of one video")
-    plan.add_argument("--text", type=int, required=True, help="tokens of one text, placeholders of frames included")
-    plan.add_argument("--gpus", type=int, required=True, help="that share one batch")
+    plan.add_argument("--frames", type=int, required=True, help="frames of one video")
+    plan.add_argument("--text", type=int, required=True, help="tokens of one text, one placeholder per frame included")
+    plan.add_argument("--gpus", type=int, required=True, help="GPUs that share one batch")
     plan.add_argument("--batch", type=int, default=1, help="videos with their texts; default: 1")
     plan.add_argument(
         "--trained",
         choices=TRAINED,
         default="no-vision",
-        help="which parameters: all but the vision tower (default), cross-attention and what makes its features of the "
-        "tower's (connector), all, or none: forward only",
+        help="trained parameters: all but the vision tower (default); connector: cross-attention and what follows the "
+        "tower; all; or none: forward only",
     )
-    plan.add_argument("--strategy", nargs="+", choices=STRATEGIES, default=STRATEGIES, help="default: all")
+    plan.add_argument(
+        "--strategy", nargs="+", choices=STRATEGIES, default=STRATEGIES, help="strategies to compare; default: all"
+    )
     plan.add_argument("--self-attention", choices=SELF_ATTENTION, default="ring", help="default: ring")
-    plan.add_argument("--keep-visual", action="store_true", help="keep K and V of frames instead of recomputing them")
+    plan.add_argument("--keep-visual", action="store_true", help="save K and V of frames instead of recomputing them")
     plan.add_argument(
         "--gradient-checkpointing",
         action="store_true",
-        help="decoder layers, and those of a trained tower, computed again in backward",
+        help="recompute decoder layers, and those of a trained vision tower, in backward",
     )
-    plan.add_argument("--mlp-chunk-size", type=int, metavar="TOKENS", help="that MLPs compute at once; default: all")
+    plan.add_argument("--mlp-chunk-size", type=int, metavar="TOKENS", help="tokens per MLP chunk; default: all")
     plan.add_argument(
         "--vision-chunk-size",
         type=int,
         metavar="FRAMES",
         default=Workload.vision_chunk_size,
-        help=f"that the vision tower encodes at once; default: {Workload.vision_chunk_size}",
+        help=f"frames that the vision tower encodes at once; default: {Workload.vision_chunk_size}",
     )
     plan.add_argument(
         "--content-tiles",
         type=int,
         metavar="TILES",
-        help="of a frame, where the model pads pictures to several (Llama 3.2: 1 at 224 pixels, 2 at 360p and 480p, 4 "
-        "from 720p); the text does not see empty ones; default: all",
+        help="image tiles of a frame with content, if the model pads pictures to several (Llama 3.2: 1 at 224 pixels, "
+        "2 at 360p and 480p, 4 from 720p); text does not attend to empty ones; default: all",
     )
     plan.add_argument("--no-overlap", action="store_true", help="wait for transfers before computing")
-    plan.add_argument("--element", type=int, default=2, help="bytes of an activation's element; default: 2, bf16")
+    plan.add_argument("--element", type=int, default=2, help="bytes per element of an activation; default: 2, bf16")
     plan.add_argument(
         "--parameter",
         type=int,
-        help="bytes of a stored parameter, and of its gradient; default: 4, or as --element where nothing is trained",
+        help="bytes per stored parameter, and per gradient; default: 4, or as --element if nothing is trained",
     )
-    plan.add_argument("--optimizer", type=int, help="bytes of its state for a parameter; default: 8, AdamW")
+    plan.add_argument("--optimizer", type=int, help="bytes of optimizer state per parameter; default: 8, AdamW")
     plan.add_argument("--json", action="store_true", help="print JSON, in seconds and bytes")
-    plan.add_argument("--timeline", metavar="FILE", help="draw one cross-attention layer of the best strategy, as SVG")
+    plan.add_argument(
+        "--timeline",
+        metavar="FILE",
+        help="draw one cross-attention layer of the best strategy with matplotlib; the suffix chooses the format",
+    )
     plan.set_defaults(run=_plan)
 
 
 def _add_calibrate(calibrate: argparse.ArgumentParser) -> None:
     calibrate.add_argument("--output", metavar="FILE", help="cluster file to write; default: print it")
-    calibrate.add_argument("--device", choices=["cpu", "cuda"], help="default: cuda where there is one")
-    calibrate.add_argument("--dtype", choices=["float32", "bfloat16", "float16"], help="default: by device")
+    calibrate.add_argument("--device", choices=["cpu", "cuda"], help="default: cuda if available")
+    calibrate.add_argument("--dtype", choices=["float32", "bfloat16", "float16"], help="default: depends on the device")
     calibrate.add_argument("--heads", type=int, default=16)
     calibrate.add_argument("--kv-heads", type=int, default=4)
     calibrate.add_argument("--dim", type=int, default=128)
@@ -117,8 +120,14 @@ def _add_calibrate(calibrate: argparse.ArgumentParser) -> None:
 
 
 def _plan(args: argparse.Namespace) -> None:
-    _refuse_idle(args)
-    run = Workload(
+    training = args.trained != "none"
+    unused = [name for name in ("optimizer", "gradient_checkpointing", "keep_visual") if getattr(args, name)]
+    if unused and not training:
+        raise ConfigError(
+            f"{unused[0]}: would have no effect, because with --trained none there is no backward pass; leave it out, "
+            "or pass another --trained"
+        )
+    workload = Workload(
         model=read_model(find_file("model", args.model)),
         frames=args.frames,
         text=args.text,
@@ -133,43 +142,15 @@ def _plan(args: argparse.Namespace) -> None:
         mlp_chunk_size=args.mlp_chunk_size,
         vision_chunk_size=args.vision_chunk_size,
         content_tiles=args.content_tiles,
-        parameter=(args.element if args.trained == "none" else 4) if args.parameter is None else args.parameter,
+        parameter=(4 if training else args.element) if args.parameter is None else args.parameter,
         optimizer=Workload.optimizer if args.optimizer is None else args.optimizer,
     )
-    plan = make_plan(run, read_cluster(find_file("cluster", args.cluster)), args.strategy)
+    plan = make_plan(workload, read_cluster(find_file("cluster", args.cluster)), args.strategy)
     if args.timeline:
-        Path(args.timeline).write_text(draw(plan))
-    sys.stdout.write(json.dumps(as_json(plan), indent=2) if args.json else table(plan))
-    sys.stdout.write("\n")
+        from mllm_seqpar.planner.timeline_figure import draw_plan
 
-
-def _refuse_idle(args: argparse.Namespace) -> None:
-    """Raises ConfigError for options that have no effect on a plan without a backward pass."""
-    idle = [name for name in ("optimizer", "gradient_checkpointing", "keep_visual") if getattr(args, name)]
-    if args.trained == "none" and idle:
-        raise ConfigError(
-            f"{idle[0]}: would have no effect: with --trained none there is no backward pass; leave it out, or say "
-            "what is trained"
-        )
-
-
-def draw(plan: Plan) -> str:
-    """One cross-attention layer of the best strategy, as SVG: its schedule, not what is around it."""
-    run, way = plan.run, plan.best.way
-    panels = []
-    for name, backward in (("forward", False), ("backward", True))[: 2 if run.training else 1]:
-        cost = call_cost(
-            run.cross_problem,
-            way,
-            plan.cluster,
-            backward=backward,
-            visual=run.visual,
-            overlap=run.overlap,
-            record=True,
-        )
-        panels.append((f"{way}, {name}: a call takes {duration(cost.seconds)}, its schedule", cost.timeline))
-    title = f"One cross-attention layer of {run.model.name}: {run.frames} frames, {run.text} text tokens, "
-    return svg(title + f"{run.gpus} GPUs of {plan.cluster.name}", panels)
+        draw_plan(plan, args.timeline)
+    sys.stdout.write((json.dumps(as_json(plan), indent=2) if args.json else as_text(plan)) + "\n")
 
 
 def _calibrate(args: argparse.Namespace) -> None:
@@ -177,34 +158,33 @@ def _calibrate(args: argparse.Namespace) -> None:
     import torch.distributed as dist
 
     from mllm_seqpar.comm import as_communicator
-    from mllm_seqpar.planner.calibrate import Shape, calibrate
+    from mllm_seqpar.planner.calibrate import AttentionShape, calibrate
 
     device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
     if device == "cuda" and not torch.cuda.is_available():
-        raise ConfigError("device: cuda was asked for, but torch sees none; use --device cpu")
+        raise ConfigError("device: cuda is not available to torch; use --device cpu")
     for name in ("heads", "kv_heads", "dim"):
         if getattr(args, name) < 1:
-            raise ConfigError(f"{name}: {getattr(args, name)} is not a number of them; give 1 or more")
+            raise ConfigError(f"{name}: {getattr(args, name)} is not a positive number; pass 1 or more")
     if args.heads % args.kv_heads:
         raise ConfigError(f"kv_heads: {args.kv_heads} do not divide {args.heads} heads")
-    started = "RANK" in os.environ and not dist.is_initialized()
-    if started:
+    starts_group = "RANK" in os.environ and not dist.is_initialized()
+    if starts_group:
         if device == "cuda":
             torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
         dist.init_process_group("nccl" if device == "cuda" else "gloo")
     try:
         dtype = getattr(torch, args.dtype or ("bfloat16" if device == "cuda" else "float32"))
-        shape = Shape(heads=args.heads, kv_heads=args.kv_heads, dim=args.dim, dtype=dtype)
+        shape = AttentionShape(heads=args.heads, kv_heads=args.kv_heads, dim=args.dim, dtype=dtype)
         comm = as_communicator(None)
-        found = calibrate(comm, device=device, shape=shape, name=args.name)
+        cluster = calibrate(comm, device=device, shape=shape, name=args.name)
         if comm.rank:
             return
         if comm.size == 1:
-            found = replace(found, source=found.source + "; one rank alone: links are not measured")
-        target = args.output or "/dev/stdout"
-        write_cluster(found, target)
+            cluster = replace(cluster, source=cluster.source + "; one rank alone: links are not measured")
+        write_cluster(cluster, args.output or "/dev/stdout")
     finally:
-        if started:
+        if starts_group:
             dist.destroy_process_group()
 
 

@@ -1,30 +1,28 @@
-"""What a call, or a training step, will take on a described cluster: pure arithmetic on the executor's own schedules.
+"""Cost and memory model: estimates for an attention call or a training step on a described cluster.
 
-`cluster` describes the machines, `simulate` runs schedules on them as events, `cost` says what one attention call
-takes by each strategy, `choose` takes the cheapest. None of these needs torch; `calibrate`, which measures the machine
-at hand, does.
+`cluster` describes the machines, `simulation` runs schedules on them as events, `call_cost` estimates one attention
+call for a parallel spec, `selection` takes the fastest spec, and `plan` estimates a whole step. These modules are plain
+Python. `calibrate`, which measures the machine at hand, and `auto`, which implements `strategy="auto"`, need torch.
 """
 
 from __future__ import annotations
 
-from .block_cost import blocks_to_hide
-from .call_cost import CallCost, call_cost
-from .call_overheads import Visual
+from .call_cost import CallCost, VisualProjection, call_cost, overlap_ratios_by_rates
 from .candidates import ParallelSpec
 from .cluster import Cluster, read_cluster, write_cluster
-from .selection import Candidate, Selection, SelectionOptions, choose
+from .selection import Candidate, Selection, SelectionOptions, select_strategy
 
 __all__ = [
     "CallCost",
     "Candidate",
-    "Selection",
     "Cluster",
-    "SelectionOptions",
-    "Visual",
     "ParallelSpec",
-    "blocks_to_hide",
+    "Selection",
+    "SelectionOptions",
+    "VisualProjection",
     "call_cost",
-    "choose",
+    "overlap_ratios_by_rates",
     "read_cluster",
+    "select_strategy",
     "write_cluster",
 ]

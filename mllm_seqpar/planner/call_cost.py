@@ -1,40 +1,57 @@
-"""What one attention call takes on a cluster: its schedules simulated, with the bytes and FLOPs of the formulas.
+"""The cost of one attention call: its schedule is simulated with the FLOPs and bytes of closed formulas.
 
-Attention counts 4 FLOPs forward and 10 backward (scores are computed again) per query row, visible key, head and
-channel. Where keys are projected from visual features, K and V cost 4 d_vis G D FLOPs a key; backward twice that for
-the gradients, and once more to compute them again.
+Attention counts 4 FLOPs forward and 10 backward (scores are recomputed) per query, visible key, head and channel.
+Projecting K and V from visual features costs 4 d_vis G D FLOPs per key; backward costs twice that for the gradients,
+and once more where K and V are recomputed.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from math import ceil
 
-from mllm_seqpar.schedules import AttentionBlock, OverlapRatios, Schedule, Transfer, schedule_for
-from mllm_seqpar.schedules.bytes_sent import Problem
+from mllm_seqpar.schedules import AttentionBlock, Axis, Move, OverlapRatios, Stream, schedule_for
+from mllm_seqpar.schedules.bytes_sent import LSE_BYTES, Problem
+from mllm_seqpar.schedules.head_sharding import HeadShards
 
-from .block_cost import block_seconds, blocks_to_hide, move_bytes
-from .call_overheads import Visual, call_overheads, projection_seconds
-from .candidates import ParallelSpec, period_of, problem_within_groups
+from .candidates import ParallelSpec, problem_between_groups, symmetry_period
 from .cluster import Cluster
-from .simulate import simulate
-from .timeline import Computed, Phase, Sent, Timeline
+from .collectives import CollectiveCost, all_gather, all_to_all
+from .simulation import Computation, Phase, SentMessage, Timeline, simulate
 
-Entries = float | Sequence[Sequence[float]]
-"""Share of visible entries: of every block, or [i][j] of block (i, j)."""
+VisibleFraction = float | Sequence[Sequence[float]]
+"""Fraction of visible entries: one number for all blocks, or [i][j] for block (i, j)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class VisualProjection:
+    """The projection of visual features to the K and V of a cross-attention call.
+
+    Attributes:
+        dim: channels of the visual features.
+        layers: cross-attention layers of the model; the cost of gathering the features is divided by it.
+        recompute: whether backward projects K and V again.
+        trained: whether the features require gradients (the vision tower or the projector is trained).
+    """
+
+    dim: int
+    layers: int = 1
+    recompute: bool = True
+    trained: bool = True
 
 
 @dataclass(frozen=True, kw_only=True)
 class CallCost:
-    """One call, one direction; seconds of the slowest rank, bytes that the busiest rank sends.
+    """The cost of one direction of one call: seconds of the slowest rank, bytes of the rank that sends most.
 
     Attributes:
-        seconds: from start to the last rank's end, projections included.
-        attention: computing blocks.
-        projection: projecting features to K and V, and its gradients.
-        exposed: neither computing nor done: transfers that nothing hides, and waiting for others.
-        hidden: transfers under computation.
-        node_bytes, network_bytes: sent inside the node and to other nodes.
+        seconds: from the start to the end of the last rank, projections included.
+        attention: seconds of attention blocks.
+        projection: seconds of projecting features to K and V, and of its gradients.
+        exposed: seconds in which a rank waits for transfers or for other ranks.
+        hidden: seconds of transfers that run under computation.
+        node_bytes, network_bytes: bytes sent inside the node and to other nodes.
         timeline: the simulated ranks.
     """
 
@@ -50,127 +67,247 @@ class CallCost:
 
 def call_cost(
     problem: Problem,
-    way: ParallelSpec,
+    spec: ParallelSpec,
     cluster: Cluster,
     *,
     backward: bool,
-    visible: Entries = 1.0,
-    seen: Sequence[Sequence[int]] | None = None,
-    visual: Visual | None = None,
+    visible: VisibleFraction = 1.0,
+    visible_rows: Sequence[Sequence[int]] | None = None,
+    visual: VisualProjection | None = None,
     overlap: bool = True,
     record: bool = False,
 ) -> CallCost:
-    """The cost of one call, one direction.
+    """Return the cost of one direction of one attention call.
 
     Args:
-        problem: rows, keys, heads and so on; `rank` plays no part.
-        way: strategy and tile, see `ways`.
+        problem: the shapes of the call; `rank` is ignored.
+        spec: how the ranks share the call.
         cluster: rates and links.
-        backward: which direction.
-        visible: share of visible entries, of every block or per block (0.5 for balanced causal layouts).
-        seen: as for `lv_xattn_bytes`: rows travel direct, and only where they see something. LV-XAttn only.
-        visual: where the keys come from, if they are projected from visual features.
+        backward: the direction.
+        visible: fraction of visible entries, for all blocks or for each (0.5 for balanced causal layouts).
+        visible_rows: the argument of `lv_xattn_bytes`, for LV-XAttn only: Q shards are sent point-to-point, and of each
+            only the rows that see a key of the receiver.
+        visual: the projection of K and V, if they are projected from visual features.
         overlap: False waits for transfers before computing.
-        record: keep the spans of the timeline.
+        record: whether the timeline keeps its spans.
     """
-    inner = problem_within_groups(problem, way.heads_over)
-    entries = _grouped(visible, way.heads_over)
-    copies = 1
-    if way.strategy == "replicate":  # every rank computes its rows against all keys, which it projects itself
-        copies = problem.ranks
+    degree = spec.head_degree
+    inner = problem_between_groups(problem, degree)
+    if spec.strategy == "replicate":  # every rank attends to all keys, which it projects itself
         inner = replace(inner, keys=(sum(problem.keys),) * problem.ranks)
-    even = len(set(problem.keys)) == 1 and isinstance(visible, float | int) and seen is None
-    period = period_of(way, problem.ranks, cluster) if even else problem.ranks
-    overlap_ratios = blocks_to_hide(
-        problem, way.tile, cluster, backward=backward, heads_over=way.heads_over, visible=_mean(visible)
-    )
-    phases = [
-        _phases(problem, inner, way, rank, cluster, backward, entries, seen, overlap_ratios) for rank in range(period)
-    ]
+    by_group = _group_means(visible, degree)
+    ratios = None
+    if 1 not in spec.mesh_shape:
+        ratios = overlap_ratios_by_rates(
+            problem, spec.mesh_shape, cluster, backward=backward, head_degree=degree, visible=_mean(visible)
+        )
+
+    def rank_phases(rank: int) -> list[Phase]:
+        group, member = divmod(rank, degree)
+
+        def computation(block: AttentionBlock) -> Computation:
+            fraction = by_group if isinstance(by_group, float | int) else by_group[block.row][block.column]
+            seconds = block_seconds(inner, cluster, inner.keys[block.column], backward=backward, visible=fraction)
+            return Computation(seconds / block.parts, f"Q{block.row} KV{block.column}")
+
+        def message(transfer: Move) -> SentMessage:
+            size = transfer_bytes(inner, transfer, backward=backward, sender=group, visible_rows=visible_rows)
+            label = f"{_LABELS[transfer.stream, transfer.axis][backward]}{transfer.send}"
+            return SentMessage(transfer.to * degree + member, size, label)
+
+        schedule = (
+            schedule_for((1, 1), 0, backward=backward)
+            if spec.strategy == "replicate"
+            else schedule_for(
+                spec.mesh_shape, group, backward=backward, straight=visible_rows is not None, overlap_ratios=ratios
+            )
+        )
+        return [
+            Phase(
+                tuple(message(transfer) for transfer in step.moves),
+                tuple(transfer.source * degree + member for transfer in step.moves),
+                tuple(computation(block) for block in step.blocks),
+            )
+            for step in schedule
+        ]
+
+    even = len(set(problem.keys)) == 1 and isinstance(visible, float | int) and visible_rows is None
+    period = symmetry_period(spec, problem.ranks, cluster) if even else problem.ranks
+    phases = [rank_phases(rank) for rank in range(period)]
     timeline = simulate(phases, problem.ranks, cluster, overlap=overlap, record=record)
-    beside = call_overheads(problem, way, cluster, backward, visual)
-    projection = copies * projection_seconds(problem, cluster, visual, backward)
+    collectives = _collectives(problem, spec, cluster, backward, visual)
+    projection = _projection_seconds(problem, spec, cluster, visual, backward)
     return CallCost(
-        seconds=timeline.seconds + beside.seconds + projection,
+        seconds=timeline.seconds + collectives.seconds + projection,
         attention=max(timeline.computing),
         projection=projection,
-        exposed=max(timeline.exposed) + beside.seconds,
+        exposed=max(timeline.exposed) + collectives.seconds,
         hidden=max(timeline.hidden),
-        node_bytes=max(timeline.node_bytes) + beside.node_bytes,
-        network_bytes=max(timeline.network_bytes) + beside.network_bytes,
+        node_bytes=max(timeline.node_bytes) + collectives.node_bytes,
+        network_bytes=max(timeline.network_bytes) + collectives.network_bytes,
         timeline=timeline,
     )
 
 
-def _phases(
-    problem: Problem,
-    inner: Problem,
-    way: ParallelSpec,
-    rank: int,
-    cluster: Cluster,
-    backward: bool,
-    visible: Entries,
-    seen: Sequence[Sequence[int]] | None,
-    overlap_ratios: OverlapRatios,
-) -> list[Phase]:
-    """A rank's schedule as phases: moves with their bytes, between real ranks; blocks with their seconds."""
-    group, member = divmod(rank, way.heads_over)
-    schedule: Schedule
-    if way.strategy == "replicate":
-        schedule = schedule_for((1, 1), 0, backward=backward)
-    else:
-        schedule = schedule_for(
-            way.tile, group, backward=backward, direct=seen is not None, overlap_ratios=overlap_ratios
-        )
-
-    def real(other: int) -> int:
-        return other * way.heads_over + member
-
-    def computed(block: AttentionBlock) -> Computed:
-        share = visible if isinstance(visible, float | int) else visible[block.q_shard][block.kv_shard]
-        seconds = block_seconds(inner, cluster, inner.keys[block.kv_shard], backward=backward, visible=share)
-        return Computed(seconds / block.parts, f"{block.q_shard},{block.kv_shard}")
-
-    def sent(move: Transfer) -> Sent:
-        size = move_bytes(inner, move, backward=backward, owner=group, seen=seen)
-        return Sent(real(move.dst), size, f"{_NAMES[move.kind, move.axis, backward]}{move.send_shard}")
-
-    return [
-        Phase(
-            tuple(sent(move) for move in step.transfers),
-            tuple(real(move.src) for move in step.transfers),
-            tuple(computed(block) for block in step.blocks),
-        )
-        for step in schedule
-    ]
-
-
-_NAMES = {
-    ("input", "q", False): "Q",
-    ("result", "q", False): "O",
-    ("input", "kv", False): "KV",
-    ("input", "q", True): "Q,dO",
-    ("result", "q", True): "dQ",
-    ("input", "kv", True): "KV",
-    ("result", "kv", True): "dKV",
+# What a transfer carries, forward and backward.
+_LABELS: dict[tuple[Stream, Axis], tuple[str, str]] = {
+    ("ahead", "rows"): ("Q", "Q,dO"),
+    ("behind", "rows"): ("O", "dQ"),
+    ("ahead", "columns"): ("KV", "KV"),
+    ("behind", "columns"): ("", "dKV"),
 }
 
 
-def _grouped(visible: Entries, group: int) -> Entries:
-    """Shares of the blocks of groups of ranks: the mean over their members."""
-    if isinstance(visible, float | int) or group == 1:
+def block_seconds(problem: Problem, cluster: Cluster, keys: int, *, backward: bool, visible: float = 1.0) -> float:
+    """Return the seconds of one block, a Q shard with `keys` keys; 0 if no entry is visible."""
+    entries = problem.batch * problem.rows * keys * visible
+    if not entries:
+        return 0.0
+    flops, rate = (10, cluster.attention_backward) if backward else (4, cluster.attention_forward)
+    return flops * entries * problem.heads * problem.dim / rate + cluster.block_overhead_s
+
+
+def transfer_bytes(
+    problem: Problem,
+    transfer: Move,
+    *,
+    backward: bool,
+    sender: int,
+    visible_rows: Sequence[Sequence[int]] | None = None,
+) -> int:
+    """Return the bytes of one transfer; their sums over a schedule equal the formulas of `schedules.bytes_sent`.
+
+    Args:
+        problem: the call.
+        transfer: the transfer.
+        backward: the direction.
+        sender: the rank that sends; with `visible_rows`, it determines which rows are sent.
+        visible_rows: the argument of `lv_xattn_bytes`.
+    """
+    if transfer.axis == "columns":
+        width = 2 * problem.key_batch * problem.kv_heads * problem.dim * problem.keys[transfer.send]
+        return width * (problem.element if transfer.stream == "ahead" else problem.accumulated)
+    rows = problem.batch * problem.rows
+    if visible_rows is not None:
+        rows = problem.key_batch * visible_rows[transfer.send][transfer.to if transfer.stream == "ahead" else sender]
+    if transfer.stream == "ahead":
+        per_row = 3 * problem.dim * problem.element + LSE_BYTES if backward else problem.dim * problem.element
+    else:
+        per_row = problem.dim * problem.accumulated + (0 if backward else LSE_BYTES)
+    return rows * problem.heads * per_row
+
+
+def overlap_ratios_by_rates(
+    problem: Problem,
+    mesh_shape: tuple[int, int],
+    cluster: Cluster,
+    *,
+    backward: bool,
+    head_degree: int = 1,
+    visible: float = 1.0,
+) -> OverlapRatios:
+    """Return how many blocks hide one transfer of each kind; a mesh orders its steps by these ratios.
+
+    The ratios are rounded to two digits, so that similar lengths share one (cached) order.
+    """
+    inner = problem_between_groups(problem, head_degree)
+    keys = ceil(sum(inner.keys) / len(inner.keys))
+    block = block_seconds(inner, cluster, keys, backward=backward, visible=visible)
+    a, b = mesh_shape
+    hops = {
+        "rows": _slowest_hop(cluster, problem.ranks, distance=head_degree, span=a * head_degree),
+        "columns": _slowest_hop(cluster, problem.ranks, distance=a * head_degree, span=a * b * head_degree),
+    }
+
+    def blocks(kind: Stream, axis: Axis) -> float:
+        size = transfer_bytes(inner, Move(kind, axis, 0, 0, 0, 0), backward=backward, sender=0)
+        rate, latency, _ = hops[axis]
+        seconds = latency + size / rate + cluster.step_overhead_s
+        return float(f"{seconds / block:.2g}") if block else 1.0
+
+    return OverlapRatios(
+        q=blocks("ahead", "rows"),
+        kv=blocks("ahead", "columns"),
+        o=blocks("behind", "rows"),
+        dkv=blocks("behind", "columns"),
+        one_link=hops["rows"][2] == hops["columns"][2],
+    )
+
+
+def _slowest_hop(cluster: Cluster, ranks: int, *, distance: int, span: int) -> tuple[float, float, bool]:
+    """Return the slowest hop of rings of `span` ranks whose neighbours are `distance` ranks apart.
+
+    It is described by its bytes/s, its latency in seconds, and whether it crosses nodes.
+    """
+    node = cluster.gpus_per_node
+    if ranks <= node or (span <= node and node % span == 0):
+        return cluster.node_link, cluster.node_latency_s, False
+    crossing = min(distance, node)  # ranks of one node whose neighbour is on another node
+    rate = min(cluster.gpu_network_link, cluster.network_link / crossing)
+    return rate, cluster.network_latency_s, True
+
+
+def _collectives(
+    problem: Problem, spec: ParallelSpec, cluster: Cluster, backward: bool, visual: VisualProjection | None
+) -> CollectiveCost:
+    """Return the cost of the collectives around the schedule; no computation hides them."""
+    if spec.strategy == "replicate" and problem.ranks > 1:
+        return _replication(problem, cluster, backward, visual)
+    if spec.head_degree == 1:
+        return CollectiveCost()
+    shards = HeadShards(problem.heads, problem.kv_heads, spec.head_degree)
+    kv_heads = sum(len(shards.key_heads(member)) for member in range(spec.head_degree))
+    q = problem.batch * problem.rows * problem.heads * problem.dim * problem.element
+    kv = 2 * problem.key_batch * max(problem.keys) * kv_heads * problem.dim * problem.element
+    if backward:  # dO, and K and V if they were recomputed; then dQ, dK, dV
+        partial = kv_heads > problem.kv_heads  # ranks that share a KV head have partial gradients of it
+        kv_gradients = kv // problem.element * problem.accumulated if partial else kv
+        sizes = (q + (kv if visual is not None and visual.recompute else 0), q + kv_gradients)
+    else:  # Q, K, V; then O and the log-sum-exp
+        sizes = (q + kv, q + problem.batch * problem.rows * problem.heads * LSE_BYTES)
+    costs = [all_to_all(cluster, problem.ranks, spec.head_degree, size) for size in sizes]
+    return CollectiveCost(*(sum(values) for values in zip(*costs, strict=True)))
+
+
+def _replication(problem: Problem, cluster: Cluster, backward: bool, visual: VisualProjection | None) -> CollectiveCost:
+    """Return one layer's part of gathering the features once per step, or of summing their gradients.
+
+    Without features, every layer gathers K and V.
+    """
+    keys, layers = problem.key_batch * max(problem.keys), 1
+    size = 2 * keys * problem.kv_heads * problem.dim
+    if visual is not None:
+        if backward and not visual.trained:
+            return CollectiveCost()
+        size, layers = keys * visual.dim, visual.layers
+    cost = all_gather(cluster, problem.ranks, size * (problem.accumulated if backward else problem.element))
+    return CollectiveCost(cost.seconds / layers, cost.node_bytes // layers, cost.network_bytes // layers)
+
+
+def _projection_seconds(
+    problem: Problem, spec: ParallelSpec, cluster: Cluster, visual: VisualProjection | None, backward: bool
+) -> float:
+    """Return the seconds of projecting K and V; backward, those of the gradients and of the recomputation."""
+    if visual is None:
+        return 0.0
+    keys = max(problem.keys) * (problem.ranks if spec.strategy == "replicate" else 1)
+    forward = 4 * problem.key_batch * keys * visual.dim * problem.kv_heads * problem.dim / cluster.matmul
+    if not backward:
+        return forward
+    gradients = 2 if visual.trained else 1  # of the weights, and of the features
+    return forward * (gradients + visual.recompute)
+
+
+def _group_means(visible: VisibleFraction, degree: int) -> VisibleFraction:
+    """Return the visible fractions of the blocks between groups of `degree` ranks."""
+    if isinstance(visible, float | int) or degree == 1:
         return visible
-    size = len(visible) // group
+    groups, members = range(len(visible) // degree), range(degree)
     return [
-        [
-            sum(visible[i * group + x][j * group + y] for x in range(group) for y in range(group)) / group**2
-            for j in range(size)
-        ]
-        for i in range(size)
+        [sum(visible[i * degree + x][j * degree + y] for x in members for y in members) / degree**2 for j in groups]
+        for i in groups
     ]
 
 
-def _mean(visible: Entries) -> float:
-    if isinstance(visible, float | int):
-        return visible
-    return sum(map(sum, visible)) / sum(map(len, visible))
+def _mean(visible: VisibleFraction) -> float:
+    return visible if isinstance(visible, float | int) else sum(map(sum, visible)) / sum(map(len, visible))

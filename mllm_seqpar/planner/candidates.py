@@ -1,4 +1,4 @@
-"""The ways to compute one attention call over n ranks, and which of them are legal for a problem."""
+"""Candidate parallel specs of one attention call, and how a spec changes the problem that its schedule solves."""
 
 from __future__ import annotations
 
@@ -12,91 +12,88 @@ from mllm_seqpar.schedules.head_sharding import HeadShards
 from .cluster import Cluster
 
 STRATEGIES = ("lv-xattn", "ring", "mesh", "ulysses", "replicate")
-"""In the order in which equal costs are decided. Star Attention is approximate: it is never among them."""
-# Rows and keys of text are as many: moving Q, O and the log-sum-exp is never less than moving K and V.
-TEXT_STRATEGIES = ("ring", "mesh", "ulysses")
-"""Those that `self_attention="auto"` chooses among."""
+"""The exact strategies. Of candidates with equal cost, the one that comes first here is selected."""
 
 
 @dataclass(frozen=True)
 class ParallelSpec:
-    """One way to compute a call.
+    """How the ranks share one attention call.
 
     Attributes:
         strategy: one of STRATEGIES.
-        tile: (a, b), over the ranks, or over the groups of `heads_over` ranks.
-        heads_over: ranks that share out heads by all-to-all (Ulysses), consecutive ones; 1: none do.
+        mesh_shape: (a, b), Q shards by KV shards; of the ranks, or of the groups of `head_degree` ranks.
+        head_degree: the number of consecutive ranks that shard the heads by all-to-all (Ulysses); 1 for none.
     """
 
     strategy: str
-    tile: tuple[int, int]
-    heads_over: int = 1
+    mesh_shape: tuple[int, int]
+    head_degree: int = 1
 
     def __str__(self) -> str:
+        a, b = self.mesh_shape
         if self.strategy == "mesh":
-            return f"mesh {self.tile[0]}x{self.tile[1]}"
-        if self.strategy == "ulysses" and self.tile != (1, 1):
-            return f"ulysses {self.heads_over} x tile {self.tile[0]}x{self.tile[1]}"
+            return f"mesh {a}x{b}"
+        if self.strategy == "ulysses" and self.mesh_shape != (1, 1):
+            return f"ulysses {self.head_degree} x tile {a}x{b}"
         return self.strategy
 
 
-def ways(problem: Problem, strategies: Sequence[str] = STRATEGIES) -> Iterator[ParallelSpec]:
-    """All legal ways for a problem, those of `strategies` only, in the order of STRATEGIES.
+def candidate_specs(problem: Problem, strategies: Sequence[str] = STRATEGIES) -> Iterator[ParallelSpec]:
+    """Yield all legal specs of `strategies` for a problem, in the order of STRATEGIES.
 
     Raises:
         ConfigError: an unknown strategy.
     """
     unknown = sorted(set(strategies) - set(STRATEGIES))
     if unknown:
-        raise ConfigError(f"strategies: {', '.join(unknown)} cannot be planned; choose of {', '.join(STRATEGIES)}")
+        raise ConfigError(f"strategies: cannot plan {', '.join(unknown)}; choose from {', '.join(STRATEGIES)}")
     n = problem.ranks
     if "lv-xattn" in strategies:
         yield ParallelSpec("lv-xattn", (n, 1))
     if "ring" in strategies:
         yield ParallelSpec("ring", (1, n))
     if "mesh" in strategies:
-        yield from (ParallelSpec("mesh", (a, n // a)) for a in divisors(n) if 1 < a < n)
+        yield from (ParallelSpec("mesh", (a, n // a)) for a in _divisors(n) if 1 < a < n)
     if "ulysses" in strategies:
-        for group in reversed(divisors(n)):
-            if group > 1 and problem.heads % group == 0:
-                outer = n // group
-                for a in divisors(outer):
-                    yield ParallelSpec("ulysses", (a, outer // a), group)
+        for degree in reversed(_divisors(n)):
+            if degree > 1 and problem.heads % degree == 0:
+                groups = n // degree
+                yield from (ParallelSpec("ulysses", (a, groups // a), degree) for a in _divisors(groups))
     if "replicate" in strategies:
         yield ParallelSpec("replicate", (n, 1))
 
 
-def divisors(n: int) -> list[int]:
-    """The divisors of n, ascending."""
+def _divisors(n: int) -> list[int]:
     return [a for a in range(1, n + 1) if n % a == 0]
 
 
-def problem_within_groups(problem: Problem, group: int) -> Problem:
-    """The problem that groups of `group` ranks solve once heads are shared out: more rows and keys, fewer heads."""
-    if group == 1:
+def problem_between_groups(problem: Problem, head_degree: int) -> Problem:
+    """Return the problem that groups of `head_degree` ranks solve after head sharding: longer shards, fewer heads."""
+    if head_degree == 1:
         return problem
-    keys, shares = problem.keys, HeadShards(problem.heads, problem.kv_heads, group)
+    keys, shards = problem.keys, HeadShards(problem.heads, problem.kv_heads, head_degree)
     return replace(
         problem,
-        rows=problem.rows * group,
-        keys=tuple(sum(keys[i : i + group]) for i in range(0, len(keys), group)),
-        heads=problem.heads // group,
-        kv_heads=max(shares.computed_kv_heads(place) for place in range(group)),
-        rank=problem.rank // group,
+        rows=problem.rows * head_degree,
+        keys=tuple(sum(keys[i : i + head_degree]) for i in range(0, len(keys), head_degree)),
+        heads=problem.heads // head_degree,
+        kv_heads=max(shards.computed_key_heads(member) for member in range(head_degree)),
+        rank=problem.rank // head_degree,
     )
 
 
-def period_of(way: ParallelSpec, ranks: int, cluster: Cluster) -> int:
-    """How many ranks stand for all, where shares are even: the least shift that maps the schedules on themselves.
+def symmetry_period(spec: ParallelSpec, ranks: int, cluster: Cluster) -> int:
+    """Return how many ranks represent all ranks if the shards are even: the smallest shift that preserves the schedule.
 
-    Shifting by whole row groups does, shifting inside every row group does; and nodes must map on nodes.
+    A shift preserves the schedule if it moves by whole Q groups, or within every Q group. It must also map nodes to
+    nodes.
     """
-    a, group, node = way.tile[0], way.heads_over, cluster.gpus_per_node
-    alone = ranks <= node
-    for period in divisors(ranks):
-        if period % group or (not alone and period % node):
+    a, degree, node = spec.mesh_shape[0], spec.head_degree, cluster.gpus_per_node
+    one_node = ranks <= node
+    for period in _divisors(ranks):
+        if period % degree or (not one_node and period % node):
             continue
-        shift = period // group
-        if shift % a == 0 or (a % shift == 0 and (alone or a * group % node == 0)):
+        shift = period // degree
+        if shift % a == 0 or (a % shift == 0 and (one_node or a * degree % node == 0)):
             return period
     return ranks

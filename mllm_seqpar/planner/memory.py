@@ -1,145 +1,267 @@
-"""What a rank holds at the peak of a step, in bytes, by kind. An upper estimate by formula, not a simulation.
+"""The peak memory of one rank in a step, in bytes by kind. An upper estimate by formula, not a simulation.
 
-parameters, gradients, optimizer: shares of FSDP2, over all ranks. features: the one copy of the visual features of a
-rank's frames, and their gradient where it is needed. activations: what is kept for backward (`kept`), and the logits.
-buffers: what comes and goes: a gathered layer; the keys and values of the cross-attention layer at work with their
-gradients in float32, and the pieces of other ranks that its schedule holds at one time, or the inside of the MLP at
-work. Where the vision tower, which runs before all that, needs more, that counts instead.
+parameters, gradients, optimizer: the shards of FSDP2. features: the visual features of the rank's frames, and their
+gradient where it is needed. activations: what autograd saves for backward, and the logits. buffers: temporary memory,
+which is a gathered layer, and the larger of two: K and V of the current cross-attention layer with their gradients in
+float32 and the shards of other ranks that its schedule holds, or the inner activations of the current MLP. If the
+vision tower, which runs earlier, needs more, that counts instead.
+
+Activations are counted as autograd saves them, each tensor once: `tests/unit/planner/test_memory_measured.py` compares
+the formulas with real, patched models. Dropout and position embeddings are left out. Norms are counted as RMS norms
+that compute in float32, which save most; layer norms, as in OpenFlamingo, save less.
 """
 
 from __future__ import annotations
 
 from mllm_seqpar.schedules.bytes_sent import LSE_BYTES, Problem
 
-from .activation_memory import FLOAT32, attention_layer, inner_row, kept, kept_before, keys_values, visual_tokens
 from .candidates import ParallelSpec
+from .model import ResamplerSizes, VisionSizes
 from .workload import Workload
 
+FLOAT32 = 4
+
 USABLE = 0.92
-"""Share of a GPU's memory that a plan may fill: the rest is the driver's, the allocator's and NCCL's, and what
-projecting a chunk of features again takes."""
+"""Fraction of a GPU's memory that a plan may fill. The rest is for the driver, the allocator, NCCL, and the projection
+of recomputed chunks of features."""
 
 KINDS = ("parameters", "gradients", "optimizer", "features", "activations", "buffers")
 
 
-def memory(run: Workload, way: ParallelSpec) -> dict[str, int]:
-    """Bytes of one rank at its peak, by kind (KINDS)."""
-    model, n, behind = run.model, run.gpus, from_features(run, way)
-    behind["activations"] += kept_before(run) if run.training else 0
-    behind["buffers"] += _gathered(run)
-    spare = tower_at_work(run) - behind["features"] - behind["activations"]
-    return (
-        {
-            "parameters": model.parameters * run.parameter // n,
-            "gradients": run.trained_parameters * run.parameter // n,
-            "optimizer": run.trained_parameters * run.optimizer // n,
-        }
-        | behind
-        | {"buffers": max(behind["buffers"], spare)}
-    )
-
-
-def from_features(run: Workload, way: ParallelSpec) -> dict[str, int]:
-    """Features, activations and buffers of what comes behind the features: language model and cross-attention."""
+def peak_memory(workload: Workload, spec: ParallelSpec) -> dict[str, int]:
+    """Return the bytes of one rank at its peak, by kind (KINDS)."""
+    n, trained = workload.gpus, workload.trained_parameters
+    kinds = memory_behind_features(workload, spec)
+    if workload.training:
+        kinds["activations"] += saved_before_features(workload)
+    kinds["buffers"] += _gathered_layers(workload)
+    tower = frozen_tower_memory(workload) - kinds["features"] - kinds["activations"]
     return {
-        "features": _features(run, way),
-        "activations": (kept(run, way) if run.training else _passing(run)) + _logits(run),
-        "buffers": max(_cross_buffers(run, way), _mlp_buffers(run), _features_gathered(run, way)),
+        "parameters": workload.model.parameters * workload.parameter // n,
+        "gradients": trained * workload.parameter // n,
+        "optimizer": trained * workload.optimizer // n,
+        **kinds,
+        "buffers": max(kinds["buffers"], tower),
     }
 
 
-def _features(run: Workload, way: ParallelSpec) -> int:
-    once = run.local_frames * run.model.vision.keys * run.model.cross.visual_dim * run.element
-    copies = run.gpus if way.strategy == "replicate" else 1
-    return once * copies * (2 if run.training and run.visual.trained else 1)
+def memory_behind_features(workload: Workload, spec: ParallelSpec) -> dict[str, int]:
+    """Return features, activations and buffers of the language model and cross-attention."""
+    text, element, tokens = workload.model.text, workload.element, workload.tokens
+    features = _visual_tokens(workload, spec) * workload.model.cross.visual_dim * element
+    if workload.training:
+        activations = saved_for_backward(workload, spec)
+    else:  # one layer at a time
+        activations = 2 * tokens * text.hidden * element + _attention_layer(
+            workload, text.heads, text.kv_heads, text.head_dim
+        )
+        activations += workload.mlp_tokens * _mlp_token(element, text.mlp_inner, text.mlp_matrices)
+    logits = tokens * text.vocabulary * (element + (2 * FLOAT32 if workload.training else 0))
+    return {
+        "features": features * (2 if workload.training and workload.visual.trained else 1),
+        "activations": activations + logits,
+        "buffers": max(
+            _cross_attention_buffers(workload, spec), _mlp_buffers(workload), _gathered_features(workload, spec)
+        ),
+    }
 
 
-def _passing(run: Workload) -> int:
-    """Without backward: one layer's inside."""
-    text = run.model.text
-    stream = run.batch * run.rows * text.hidden * run.element
-    mlp = run.mlp_rows * inner_row(run, text.mlp_inner, text.mlp_matrices)
-    return 2 * stream + attention_layer(run, text.heads, text.kv_heads, text.head_dim) + mlp
+# What autograd saves for backward
 
 
-def _logits(run: Workload) -> int:
-    """Logits of a rank's own tokens, in their dtype and, with their gradient, in float32."""
-    tokens = run.batch * run.rows
-    return tokens * run.model.text.vocabulary * (run.element + (8 if run.training else 0))
+def saved_for_backward(workload: Workload, spec: ParallelSpec) -> int:
+    """Return the bytes that the language model and cross-attention save, without the logits."""
+    text, cross = workload.model.text, workload.model.cross
+    decoder = _attention_layer(workload, text.heads, text.kv_heads, text.head_dim)
+    decoder += _mlp_layer(workload, text.mlp_inner, text.mlp_matrices)
+    crossing = _attention_layer(workload, cross.heads, 0, cross.head_dim)
+    if cross.own_queries:  # the two results that the gates scale, and the norm of Q
+        token = 2 * text.hidden * workload.element + _head_norm(workload, cross.heads)
+        crossing += workload.tokens * token
+    if cross.gate == "per_head":  # the visual and the text part that it weights
+        crossing += workload.tokens * 2 * cross.heads * cross.head_dim * workload.element
+    if cross.mlp_inner:
+        crossing += _mlp_layer(workload, cross.mlp_inner, cross.mlp_matrices)
+    visual = 0 if workload.recompute else _keys_values_and_norms(workload, spec)
+    if workload.checkpointing:  # the input of every layer, and the inside of one
+        layer_input = workload.tokens * text.hidden * workload.element
+        return (text.layers + cross.layers) * layer_input + decoder + crossing + visual
+    return text.layers * decoder + cross.layers * (crossing + visual)
 
 
-def _gathered(run: Workload) -> int:
-    """FSDP2: the layer at work and the next one, whole; in backward the gradient of one, before it is shared out."""
-    if run.gpus == 1:
+def saved_before_features(workload: Workload) -> int:
+    """Return the bytes that the projector, the resampler and a trained vision tower save."""
+    model, element, frame = workload.model, workload.element, 0
+    vision = model.vision
+    if model.projector:  # the input of its layers, and of the activation function between them
+        frame += vision.keys * (model.projector[0] + 2 * sum(model.projector[1:-1])) * element
+    if model.resampler:  # its input, the inside of each layer, and the input of the last norm
+        frame += vision.width * (vision.tokens + vision.keys) * element
+        frame += model.resampler.layers * _resampler_layer(model.resampler, vision, element)
+    if workload.trained == "all":  # each layer's norms, q, k, v, o and inner activations; or its input
+        inside = 8 * vision.width + 2 * vision.mlp_inner
+        tower = vision.layers * vision.width + inside if workload.checkpointing else vision.layers * inside
+        frame += vision.tokens * tower * element
+    return workload.local_frames * frame
+
+
+def _attention_layer(workload: Workload, heads: int, kv_heads: int, dim: int) -> int:
+    """The norm before attention; q, k, v; o, and o as its projection takes it; the log-sum-exp."""
+    elements = 3 * heads * dim + 2 * kv_heads * dim
+    return _norm(workload) + workload.tokens * (workload.element * elements + heads * LSE_BYTES)
+
+
+def _mlp_layer(workload: Workload, inner: int, matrices: int) -> int:
+    """The norm before the MLP, whose output is the MLP's input; the inner activations, unless chunks recompute them."""
+    if workload.chunked:
+        return _norm(workload)
+    return _norm(workload) + workload.tokens * _mlp_token(workload.element, inner, matrices)
+
+
+def _mlp_token(element: int, inner: int, matrices: int) -> int:
+    """Inner activations of one token: 4 for a gated MLP (gate, its activation, up, product), 2 for others."""
+    return element * (4 if matrices == 3 else 2) * inner
+
+
+def _norm(workload: Workload) -> int:
+    """The norm's input in float32, the normalized input, and the output; the input itself too for "mixed" norms."""
+    text = workload.model.text
+    tensors = 3 if text.norm == "mixed" and workload.element < FLOAT32 else 2
+    return workload.tokens * text.hidden * (FLOAT32 + tensors * workload.element)
+
+
+def _head_norm(workload: Workload, heads: int) -> int:
+    """One token of Q or K: its float32 copy, the normalized copy, a factor per head; for "mixed" norms itself too."""
+    cross, element = workload.model.cross, workload.element
+    if cross.key_norm == "none":
         return 0
-    return run.model.largest_layer * run.element * (3 if run.training else 2)
+    copies = 2 * element if cross.key_norm == "mixed" and element < FLOAT32 else element
+    return heads * (cross.head_dim * (FLOAT32 + copies) + FLOAT32)
 
 
-def _cross_buffers(run: Workload, way: ParallelSpec) -> int:
-    """The larger of forward and backward of one cross-attention call."""
-    problem = run.cross_problem
-    both = keys_values(run, way, problem.element)  # or, where they are kept already, their gradients in that dtype
-    forward = both + _pieces(problem, way, backward=False)
-    if not run.training:
-        return forward
-    gradients = both + keys_values(run, way, problem.accumulated)
-    if not run.recompute:  # norms go backward over all frames at once, with three tensors in float32
-        cross = run.model.cross
-        normalised = cross.visual_dim if cross.features_norm else 0
-        normalised += cross.kv_heads * cross.head_dim if cross.key_norm != "none" else 0
-        gradients += 3 * FLOAT32 * visual_tokens(run, way) * normalised
-    return max(forward, gradients + _pieces(problem, way, backward=True))
+def _visual_tokens(workload: Workload, spec: ParallelSpec) -> int:
+    """Visual tokens of all samples from which a rank projects K and V."""
+    copies = workload.gpus if spec.strategy == "replicate" else 1
+    return workload.local_frames * workload.model.vision.keys * copies
 
 
-def _features_gathered(run: Workload, way: ParallelSpec) -> int:
-    """Replication: the parts that the whole is made of; in backward gradients as parts, in float32, and in a row."""
-    if way.strategy != "replicate" or run.gpus == 1:
+def _keys_values(workload: Workload, spec: ParallelSpec, element: int) -> int:
+    """K and V of one layer."""
+    cross = workload.model.cross
+    return 2 * _visual_tokens(workload, spec) * cross.kv_heads * cross.head_dim * element
+
+
+def _keys_values_and_norms(workload: Workload, spec: ParallelSpec) -> int:
+    """K and V of one layer, and what the norms before them save.
+
+    A norm of the features saves their float32 copy (a copy only if they have another dtype), a factor per token, the
+    normalized features if its weight is trained, and its result.
+    """
+    cross, element = workload.model.cross, workload.element
+    token = _head_norm(workload, cross.kv_heads)
+    if cross.features_norm:
+        copies = (FLOAT32 if element < FLOAT32 else 0) + (element if workload.language_trained else 0)
+        token += cross.visual_dim * (copies + element) + FLOAT32
+    return _keys_values(workload, spec, element) + _visual_tokens(workload, spec) * token
+
+
+def _resampler_layer(resampler: ResamplerSizes, vision: VisionSizes, element: int) -> int:
+    """One layer on one frame: latents and patches are normalized and concatenated, and latents attend to both; an MLP.
+
+    IDEFICS concatenates twice, for K and for V, and normalizes Q and K. The ReLU of its MLP saves one inner activation,
+    the GELU of Flamingo's two. A layer norm saves a mean and a factor per normalized row.
+    """
+    latents, both, attended = vision.keys, vision.keys + vision.tokens, resampler.heads * resampler.head_dim
+    idefics = resampler.code == "idefics"
+    elements = both * ((2 if idefics else 1) * vision.width + (3 if idefics else 2) * attended)  # concatenation; k, v
+    elements += latents * (4 * vision.width + (3 if idefics else 2) * attended)  # two norms; q, o
+    elements += 2 * resampler.heads * latents * both  # probabilities, and their copy for the product with V
+    elements += latents * (1 if idefics else 2) * resampler.mlp_inner
+    normalized = vision.tokens + 2 * latents + (resampler.heads * (both + latents) if idefics else 0)
+    return element * elements + 2 * FLOAT32 * normalized
+
+
+# Temporary memory
+
+
+def frozen_tower_memory(workload: Workload) -> int:
+    """Return the bytes of a vision tower without backward at work on one chunk of frames.
+
+    These are the layer outputs that are held, the last attention output and its norm, the inner activations before and
+    after the activation function, and the mask of image tiles.
+    """
+    if workload.trained == "all":
         return 0
-    backward = run.training and run.visual.trained
-    width = run.element + (2 * FLOAT32 if backward else 0)
-    return visual_tokens(run, way) * run.model.cross.visual_dim * width
-
-
-def _mlp_buffers(run: Workload) -> int:
-    """One MLP in backward: gradients of two inner activations; in chunks, all of one chunk, and sums in float32 of the
-    weights' gradients."""
-    if not run.training:
-        return 0
-    text, cross = run.model.text, run.model.cross
-    most = 0
-    for inner, matrices in ((text.mlp_inner, text.mlp_matrices), (cross.mlp_inner, cross.mlp_matrices)):
-        work = run.mlp_rows * 2 * inner * run.element
-        if run.chunked:
-            work += run.mlp_rows * inner_row(run, inner, matrices) + matrices * text.hidden * inner * FLOAT32
-        most = max(most, work)
-    return most
-
-
-def tower_at_work(run: Workload) -> int:
-    """A tower without backward and the frames it encodes at once: outputs that are held, what attention made of the
-    last, that normalised, inner activations before and after the function between them, and the mask of tiles."""
-    if run.trained == "all":
-        return 0
-    vision = run.model.vision
+    vision = workload.model.vision
     elements = (vision.outputs_held + 2) * vision.width + 2 * vision.mlp_inner
     elements += vision.tokens if vision.tiles > 1 else 0
-    frames = min(run.local_frames, run.vision_chunk_size or run.local_frames)
-    return frames * vision.tokens * elements * run.element
+    frames = min(workload.local_frames, workload.vision_chunk_size or workload.local_frames)
+    return frames * vision.tokens * elements * workload.element
 
 
-def _pieces(problem: Problem, way: ParallelSpec, *, backward: bool) -> int:
-    """Pieces of other ranks that are held at one time, with results on their way: two of each kind in a ring, all of
-    the group's others in a mesh; Ulysses holds its share of heads of everything once more."""
+def _gathered_layers(workload: Workload) -> int:
+    """FSDP2: the current layer and the next one, gathered; in backward, one unsharded gradient."""
+    if workload.gpus == 1:
+        return 0
+    return workload.model.largest_layer * workload.element * (3 if workload.training else 2)
+
+
+def _gathered_features(workload: Workload, spec: ParallelSpec) -> int:
+    """Replication: the shards before concatenation; in backward, the gradient's shards, float32 sums and whole."""
+    if spec.strategy != "replicate" or workload.gpus == 1:
+        return 0
+    backward = workload.training and workload.visual.trained
+    width = workload.element + (2 * FLOAT32 if backward else 0)
+    return _visual_tokens(workload, spec) * workload.model.cross.visual_dim * width
+
+
+def _cross_attention_buffers(workload: Workload, spec: ParallelSpec) -> int:
+    """The larger of forward and backward of one cross-attention call."""
+    problem, cross = workload.cross_problem, workload.model.cross
+    keys_values = _keys_values(workload, spec, problem.element)  # if they are saved: their gradients in that dtype
+    forward = keys_values + _schedule_buffers(problem, spec, backward=False)
+    if not workload.training:
+        return forward
+    backward = keys_values + _keys_values(workload, spec, problem.accumulated)
+    if not workload.recompute:  # norms run backward over all frames at once, with three tensors in float32
+        normalized = cross.visual_dim if cross.features_norm else 0
+        normalized += cross.kv_heads * cross.head_dim if cross.key_norm != "none" else 0
+        backward += 3 * FLOAT32 * _visual_tokens(workload, spec) * normalized
+    return max(forward, backward + _schedule_buffers(problem, spec, backward=True))
+
+
+def _schedule_buffers(problem: Problem, spec: ParallelSpec, *, backward: bool) -> int:
+    """Shards of other ranks that a rank holds at one time, and results in flight.
+
+    A ring holds two of each kind, a mesh those of all other ranks of its groups. Ulysses holds its heads of everything
+    once more.
+    """
     rows = problem.batch * problem.rows * problem.heads
     columns = 2 * problem.key_batch * max(problem.keys) * problem.kv_heads * problem.dim
-    row_in = rows * (3 * problem.dim * problem.element + LSE_BYTES if backward else problem.dim * problem.element)
-    row_out = rows * (problem.dim * problem.accumulated + (0 if backward else LSE_BYTES))
-    column_in = columns * problem.element
-    column_out = columns * problem.accumulated if backward else 0
-    a, b = way.tile
-    if way.strategy == "replicate":
-        return row_out
-    held_rows = min(a - 1, 2) if b == 1 else a - 1
-    held_columns = min(b - 1, 2) if a == 1 else b - 1
-    dealt = row_in + row_out + column_in + column_out if way.heads_over > 1 else 0
-    return dealt + held_rows * (row_in + row_out) + held_columns * (column_in + column_out) + row_out
+    q = rows * (3 * problem.dim * problem.element + LSE_BYTES if backward else problem.dim * problem.element)
+    o = rows * (problem.dim * problem.accumulated + (0 if backward else LSE_BYTES))
+    kv = columns * problem.element + (columns * problem.accumulated if backward else 0)
+    if spec.strategy == "replicate":
+        return o
+    a, b = spec.mesh_shape
+    held_q = min(a - 1, 2) if b == 1 else a - 1
+    held_kv = min(b - 1, 2) if a == 1 else b - 1
+    head_shards = q + o + kv if spec.head_degree > 1 else 0
+    return head_shards + held_q * (q + o) + held_kv * kv + o
+
+
+def _mlp_buffers(workload: Workload) -> int:
+    """One MLP in backward: gradients of two inner activations; in chunks, also one chunk's inner activations and the
+    float32 sums of the weight gradients."""
+    if not workload.training:
+        return 0
+    text, cross, element = workload.model.text, workload.model.cross, workload.element
+
+    def buffers(inner: int, matrices: int) -> int:
+        size = workload.mlp_tokens * 2 * inner * element
+        if workload.chunked:
+            size += workload.mlp_tokens * _mlp_token(element, inner, matrices)
+            size += matrices * text.hidden * inner * FLOAT32
+        return size
+
+    return max(buffers(text.mlp_inner, text.mlp_matrices), buffers(cross.mlp_inner, cross.mlp_matrices))

@@ -1,9 +1,9 @@
-"""The sizes of a cross-attention MLLM that its cost depends on, and the parameters they make.
+"""The sizes of a cross-attention MLLM that its cost depends on, and its parameter counts.
 
-A model is a language model, cross-attention in some of its layers or between them, and what makes visual features of
-pictures: a vision tower, perhaps a resampler (a Perceiver) or a linear projector. Norms, biases, gates and position
-embeddings are left out of the parameters: they are a thousandth of them. Norms of visual tokens are named all the same,
-for what they keep for backward is not (`memory`).
+A model is a language model, cross-attention layers inside or between its decoder layers, and a source of visual
+features: a vision tower, with an optional resampler (a Perceiver) or linear projector. Parameter counts leave out
+norms, biases, gates and position embeddings, which are about a thousandth. Norms of visual tokens are described all the
+same, because what they save for backward is not negligible (see `memory`).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from .files import build, read_yaml
 
 
 class _Sizes:
-    """Checks that numbers are whole, above 0 unless they may be 0, and that other fields are what they may be."""
+    """Validates fields by type: integers have a minimum, strings a set of choices."""
 
     may_be_zero: ClassVar[tuple[str, ...]] = ()
     choices: ClassVar[dict[str, tuple[str, ...]]] = {}
@@ -29,21 +29,24 @@ class _Sizes:
             value = getattr(self, field.name)
             if str(field.type) == "bool":
                 if not isinstance(value, bool):
-                    raise ConfigError(f"{field.name} is {value!r}; give true or false")
+                    raise ConfigError(f"{field.name} is {value!r}; expected true or false")
             elif str(field.type) == "str":
                 if value not in self.choices[field.name]:
-                    raise ConfigError(f"{field.name} is {value!r}; give one of {', '.join(self.choices[field.name])}")
+                    raise ConfigError(f"{field.name} is {value!r}; choose one of {', '.join(self.choices[field.name])}")
             else:
                 least = 0 if field.name in self.may_be_zero else 1
                 if not isinstance(value, int) or isinstance(value, bool) or value < least:
-                    raise ConfigError(f"{field.name} is {value!r}; give a whole number, {least} or more")
+                    raise ConfigError(f"{field.name} is {value!r}; expected a whole number, {least} or more")
 
 
 @dataclass(frozen=True, kw_only=True)
 class TextSizes(_Sizes):
-    """The language model: decoder layers with self-attention (those with cross-attention in its place not counted).
+    """The language model.
 
-    `mlp_matrices`: 3 for gated MLPs, 2 for plain ones. `norm`: as `CrossAttentionSizes.key_norm`.
+    Attributes:
+        layers: decoder layers with self-attention; cross-attention layers that replace one are not counted.
+        mlp_matrices: 3 for gated MLPs, 2 for others.
+        norm: what its norms save, see `CrossAttentionSizes.key_norm`.
     """
 
     choices: ClassVar[dict[str, tuple[str, ...]]] = {"norm": ("float32", "mixed")}
@@ -61,33 +64,32 @@ class TextSizes(_Sizes):
 
     @property
     def attention_parameters(self) -> int:
-        """q, k, v and o of one layer."""
+        """The q, k, v and o projections of one layer."""
         return self.hidden * self.head_dim * (2 * self.heads + 2 * self.kv_heads)
 
     @property
     def mlp_parameters(self) -> int:
-        """Of one layer."""
         return self.mlp_matrices * self.hidden * self.mlp_inner
 
     @property
     def embedding_parameters(self) -> int:
-        """Input embeddings, and the head unless it is the same."""
+        """The input embeddings, and the language model head unless it is tied to them."""
         return self.vocabulary * self.hidden * (1 if self.tied_embeddings else 2)
 
 
 @dataclass(frozen=True, kw_only=True)
 class CrossAttentionSizes(_Sizes):
-    """Cross-attention: K and V are projected from features of `visual_dim` channels.
+    """Cross-attention, whose K and V are projected from visual features.
 
     Attributes:
-        layers, heads, kv_heads, head_dim, visual_dim: sizes.
-        own_queries: it has q and o projections of its own (mPLUG-Owl3 shares self-attention's).
-        mlp_inner, mlp_matrices: of an MLP of its own behind it; 0: none.
-        features_norm: each layer normalises the features before it projects them (mPLUG-Owl3).
-        key_norm: how K is normalised, head by head: "none"; "float32": in a float32 copy of it (Llama 3.2); "mixed":
-            as it is, times a factor from a float32 copy (IDEFICS). Both copies are kept for backward.
-        gate: "per_head" if the share of the visual part is a linear layer of each head of the text's attention output
-            (mPLUG-Owl3-7B-240728), or "none"; other gates cost next to nothing.
+        visual_dim: channels of the visual features.
+        own_queries: whether it has its own q and o projections (mPLUG-Owl3 shares those of self-attention).
+        mlp_inner, mlp_matrices: its own MLP; 0 for none.
+        features_norm: whether each layer normalizes the features before it projects them (mPLUG-Owl3).
+        key_norm: how each head of K is normalized: "none"; "float32": in a float32 copy (Llama 3.2); "mixed": in its
+            own dtype, times a factor from a float32 copy (IDEFICS). Both save their copies for backward.
+        gate: "per_head" if a linear layer on each head of the text's attention output gates the visual output
+            (mPLUG-Owl3-7B-240728), or "none"; the cost of other gates is negligible.
     """
 
     may_be_zero: ClassVar[tuple[str, ...]] = ("mlp_inner", "mlp_matrices")
@@ -114,12 +116,11 @@ class VisionSizes(_Sizes):
     """The vision tower.
 
     Attributes:
-        width, layers, heads, mlp_inner: sizes.
-        tokens: patches that it computes for one frame.
-        keys: what a frame has in the end.
-        outputs_held: outputs of its layers that are alive at the same time: the last one, the embeddings as well
-            (IDEFICS), all of them (Llama 3.2).
-        tiles: that `tokens` and `keys` consist of; those of one frame attend to each other, by a mask (Llama 3.2).
+        tokens: tokens per frame that its layers compute.
+        keys: visual tokens per frame that cross-attention receives.
+        outputs_held: layer outputs that are alive at once: 1; 2 with the embeddings (IDEFICS); all (Llama 3.2).
+        tiles: image tiles per frame, which `tokens` and `keys` include; the tiles of a frame attend to each other under
+            a mask (Llama 3.2).
     """
 
     width: int
@@ -133,15 +134,14 @@ class VisionSizes(_Sizes):
 
     @property
     def parameters(self) -> int:
-        """Of its layers."""
         return self.layers * (4 * self.width**2 + 2 * self.width * self.mlp_inner)
 
 
 @dataclass(frozen=True, kw_only=True)
 class ResamplerSizes(_Sizes):
-    """A Perceiver: latents that attend to a frame's patches and to themselves.
+    """A Perceiver: latents attend to a frame's patches and to themselves.
 
-    `code`: "flamingo" or "idefics", whose it is: the same sums, but they keep different things for backward.
+    `code` names the implementation. "flamingo" and "idefics" compute the same, but save different tensors for backward.
     """
 
     may_be_zero: ClassVar[tuple[str, ...]] = ("mlp_inner",)
@@ -158,8 +158,9 @@ class ResamplerSizes(_Sizes):
 class ModelSizes:
     """A cross-attention MLLM.
 
-    `projector`: the channels from layer to layer of the linear layers behind the tower, (in, out) of one layer or (in,
-    inner, out) of two with an activation function between them; or none.
+    Attributes:
+        projector: channels of the linear layers behind the tower: (in, out) for one layer, (in, inner, out) for two
+            with an activation function between them; None for no projector.
     """
 
     name: str
@@ -176,7 +177,7 @@ class ModelSizes:
 
     @property
     def cross_parameters(self) -> int:
-        """Of one cross-attention layer, its own MLP included."""
+        """One cross-attention layer, its own MLP included."""
         hidden, cross = self.text.hidden, self.cross
         return (
             2 * cross.visual_dim * cross.kv_heads * cross.head_dim
@@ -187,88 +188,73 @@ class ModelSizes:
 
     @property
     def projector_parameters(self) -> int:
-        """Return the number of weights of the projector."""
         return sum(a * b for a, b in pairwise(self.projector or ()))
 
     @property
     def connector_parameters(self) -> int:
-        """Of resampler and projector."""
-        found = self.projector_parameters
+        count = self.projector_parameters
         if self.resampler:
             width, r = self.vision.width, self.resampler
-            found += r.layers * (4 * width * r.heads * r.head_dim + 2 * width * r.mlp_inner)
-        return found
+            count += r.layers * (4 * width * r.heads * r.head_dim + 2 * width * r.mlp_inner)
+        return count
 
     @property
     def connector_work(self) -> int:
-        """Parameters of resampler and projector times the tokens of one frame that each of them sees."""
+        """Multiply-adds of resampler and projector for one frame: parameters times tokens."""
         latents, width = self.vision.keys, self.vision.width
-        found = latents * self.projector_parameters
-        if self.resampler:  # its keys are of latents and patches
+        work = latents * self.projector_parameters
+        if self.resampler:  # K and V are projected from latents and patches
             r, tokens = self.resampler, 4 * latents + 2 * self.vision.tokens
-            found += r.layers * width * (tokens * r.heads * r.head_dim + latents * 2 * r.mlp_inner)
-        return found
+            work += r.layers * width * (tokens * r.heads * r.head_dim + latents * 2 * r.mlp_inner)
+        return work
 
     @property
     def language_parameters(self) -> int:
-        """Of the language model, without cross-attention."""
         text = self.text
         return text.layers * (text.attention_parameters + text.mlp_parameters) + text.embedding_parameters
 
     @property
     def parameters(self) -> int:
-        """Of everything."""
-        return (
-            self.language_parameters
-            + self.cross.layers * self.cross_parameters
-            + self.vision.parameters
-            + self.connector_parameters
-        )
+        cross = self.cross.layers * self.cross_parameters
+        return self.language_parameters + cross + self.vision.parameters + self.connector_parameters
 
     @property
     def largest_layer(self) -> int:
-        """Parameters that FSDP2 gathers at once, at most: a decoder layer, or the embeddings."""
+        """The most parameters that FSDP2 gathers at once: those of a layer, or the embeddings."""
         text = self.text
         layer = text.attention_parameters + text.mlp_parameters
         return max(layer, self.cross_parameters, text.vocabulary * text.hidden)
 
 
-def model_from(values: dict[str, Any], origin: str) -> ModelSizes:
-    """A Model from the sections of a model file.
-
-    Raises:
-        ConfigError: sections or fields that are missing, unknown or bad.
-    """
-    sections: dict[str, Any] = dict(values)
-    for name, cls in (
-        ("text", TextSizes),
-        ("cross", CrossAttentionSizes),
-        ("vision", VisionSizes),
-        ("resampler", ResamplerSizes),
-    ):
-        if name not in sections or (name == "resampler" and sections[name] is None):
-            continue
-        if not isinstance(sections[name], dict):
-            raise ConfigError(f"{origin}: {name} is {sections[name]!r}; it must hold fields")
-        sections[name] = build(cls, sections[name], f"{origin}, {name}")
-    projector = sections.get("projector")
-    if projector is not None:
-        whole = isinstance(projector, list) and all(type(x) is int and x > 0 for x in projector)
-        if not whole or len(projector) not in (2, 3):
-            raise ConfigError(f"{origin}: projector is {projector!r}; give [in, out] or [in, inner, out] channels")
-        sections["projector"] = tuple(projector)
-    return build(ModelSizes, sections, origin)
+_SECTIONS = {"text": TextSizes, "cross": CrossAttentionSizes, "vision": VisionSizes, "resampler": ResamplerSizes}
 
 
 def read_model(path: str | Path) -> ModelSizes:
-    """A model file (YAML, the sections of `ModelSizes`), a directory with a `config.json`, or such a file.
+    """Read a model file (YAML, the sections of `ModelSizes`), a Hugging Face model directory, or its `config.json`.
 
     Raises:
-        ConfigError: no such file, or one that says something else.
+        ConfigError: no such file, or invalid contents.
     """
     path = Path(path)
     if path.is_dir() or path.suffix == ".json":
         from .hf_config import read_hf_config
 
         return read_hf_config(path)
-    return model_from(read_yaml(path, "model"), str(path))
+    return _model_from(read_yaml(path, "model"), str(path))
+
+
+def _model_from(values: dict[str, Any], origin: str) -> ModelSizes:
+    sections: dict[str, Any] = dict(values)
+    for name, cls in _SECTIONS.items():
+        if name not in sections or (name == "resampler" and sections[name] is None):
+            continue
+        if not isinstance(sections[name], dict):
+            raise ConfigError(f"{origin}: {name} is {sections[name]!r}; expected fields, `name: value`")
+        sections[name] = build(cls, sections[name], f"{origin}, {name}")
+    projector = sections.get("projector")
+    if projector is not None:
+        valid = isinstance(projector, list) and all(type(x) is int and x > 0 for x in projector)
+        if not valid or len(projector) not in (2, 3):
+            raise ConfigError(f"{origin}: projector is {projector!r}; expected [in, out] or [in, inner, out] channels")
+        sections["projector"] = tuple(projector)
+    return build(ModelSizes, sections, origin)

@@ -1,149 +1,140 @@
-"""A plan: for each strategy a step's time by part, memory by kind, whether it fits, the longest video that does."""
+"""A plan: for each strategy the time of a step by part, the memory by kind, and the longest video that fits."""
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from .candidates import STRATEGIES, ParallelSpec
 from .cluster import Cluster
-from .memory import USABLE, memory
-from .selection import Candidate, SelectionOptions
-from .step_cost import Part, cross_candidates, self_candidate, step_parts
+from .memory import USABLE, peak_memory
+from .selection import MARGIN, Candidate
+from .step_cost import Part, cross_attention_candidates, self_attention_candidate, step_parts
 from .workload import Workload
 
-LONGEST = 2**27
-"""Frames beyond which no video is looked for: four years at one frame per second."""
-MOST_GPUS = 2**16
+MAX_FRAMES = 2**27
+"""The longest video to consider: four years at one frame per second."""
+POWERS_OF_TWO = tuple(2**i for i in range(17))
 
 
 @dataclass(frozen=True)
 class StrategyPlan:
-    """One strategy's step.
+    """The estimate of a step with one strategy.
 
     Attributes:
-        way: strategy, and the best tile of those that fit.
-        parts: times and bytes by part, see `step.PARTS`.
+        spec: the strategy, with the fastest mesh shape that fits.
+        parts: times and bytes by part, see `step_cost.PARTS`.
         memory: bytes of a rank by kind, see `memory.KINDS`.
-        fits: whether that is within the usable share of a GPU's memory.
-        longest: most frames that fit; 0: not even one.
-        cross: one cross-attention call, forward and backward.
+        fits: whether that is within the usable fraction of a GPU's memory.
+        max_frames: the most frames that fit; 0 if not even one does.
+        cross: one cross-attention call.
     """
 
-    way: ParallelSpec
+    spec: ParallelSpec
     parts: Mapping[str, Part]
     memory: Mapping[str, int]
     fits: bool
-    longest: int
+    max_frames: int
     cross: Candidate
 
     @property
     def forward(self) -> float:
-        """Seconds."""
         return sum(part.forward for part in self.parts.values())
 
     @property
     def backward(self) -> float:
-        """Seconds."""
         return sum(part.backward for part in self.parts.values())
 
     @property
     def seconds(self) -> float:
-        """Of the whole step."""
         return self.forward + self.backward
 
 
 @dataclass(frozen=True)
 class Plan:
-    """All strategies for one run on one cluster.
+    """The estimates of all strategies for one workload on one cluster.
 
     Attributes:
-        run, cluster: what was planned, and for what.
-        rows: what fits first, then by time.
-        left_out: strategies that are not legal, and why.
-        text: one call of self-attention, the same for all rows.
-        enough: the least power of two of GPUs on which LV-XAttn, which holds least, fits; None: no number does.
+        rows: one per strategy; those that fit come first, the fastest first.
+        illegal: strategies that are not legal, with the reason.
+        text: one self-attention call, the same in all rows.
+        min_gpus: the smallest power of two of GPUs on which LV-XAttn, which needs least memory, fits; None if there is
+            none.
     """
 
-    run: Workload
+    workload: Workload
     cluster: Cluster
     rows: tuple[StrategyPlan, ...]
-    left_out: Mapping[str, str]
+    illegal: Mapping[str, str]
     text: Candidate
-    enough: int | None
+    min_gpus: int | None
 
     @property
     def best(self) -> StrategyPlan:
-        """The fastest that fits, or if none does, the fastest; LV-XAttn where it is hardly slower, as in `choose`."""
+        """The first row, or LV-XAttn if that is slower by no more than MARGIN, as in `select_strategy`."""
         first = self.rows[0]
-        lv = next((row for row in self.rows if row.way.strategy == "lv-xattn"), first)
-        near = lv.seconds <= first.seconds * (1 + SelectionOptions().margin)
-        return lv if near and lv.fits == first.fits else first
+        lv_xattn = next((row for row in self.rows if row.spec.strategy == "lv-xattn"), first)
+        close = lv_xattn.seconds <= first.seconds * (1 + MARGIN)
+        return lv_xattn if close and lv_xattn.fits == first.fits else first
 
 
-def make_plan(run: Workload, cluster: Cluster, strategies: Sequence[str] = STRATEGIES) -> Plan:
-    """Plans a run.
+def make_plan(workload: Workload, cluster: Cluster, strategies: Sequence[str] = STRATEGIES) -> Plan:
+    """Return the plan of a workload.
 
     Raises:
-        ConfigError: an unknown strategy, none that is legal, or a cluster without the speeds that it takes.
+        ConfigError: an unknown strategy, no legal strategy, or a cluster without the link speeds that are needed.
     """
-    cluster.check_ranks(run.gpus)
-    found, text = cross_candidates(run, cluster, tuple(strategies)), self_candidate(run, cluster)
-    rows = [_row(run, cluster, candidates, text) for candidates in found.values()]
-    rows.sort(key=lambda row: (not row.fits, row.seconds, STRATEGIES.index(row.way.strategy)))
-    left_out = {name: _why_not(name, run) for name in strategies if name not in found}
-    return Plan(run, cluster, tuple(rows), left_out, text, _enough(run, cluster))
+    cluster.check_ranks(workload.gpus)
+    by_strategy = cross_attention_candidates(workload, cluster, tuple(strategies))
+    text = self_attention_candidate(workload, cluster)
+    rows = [_strategy_plan(workload, cluster, candidates, text) for candidates in by_strategy.values()]
+    rows.sort(key=lambda row: (not row.fits, row.seconds, STRATEGIES.index(row.spec.strategy)))
+    illegal = {name: _why_illegal(name, workload) for name in strategies if name not in by_strategy}
+    return Plan(workload, cluster, tuple(rows), illegal, text, _min_gpus(workload, cluster))
 
 
-def _row(run: Workload, cluster: Cluster, candidates: Sequence[Candidate], text: Candidate) -> StrategyPlan:
-    """The fastest of one strategy's ways that fits, or the fastest."""
-    cross = next((c for c in candidates if _fits(memory(run, c.way), cluster)), candidates[0])
-    held = memory(run, cross.way)
+def _strategy_plan(
+    workload: Workload, cluster: Cluster, candidates: Sequence[Candidate], text: Candidate
+) -> StrategyPlan:
+    """Plan the fastest candidate that fits; if none fits, the fastest."""
+    cross = next((c for c in candidates if _fits(peak_memory(workload, c.spec), cluster)), candidates[0])
+    memory = peak_memory(workload, cross.spec)
     return StrategyPlan(
-        way=cross.way,
-        parts=step_parts(run, cluster, cross, text),
-        memory=held,
-        fits=_fits(held, cluster),
-        longest=longest_video(run, cluster, cross.way),
+        spec=cross.spec,
+        parts=step_parts(workload, cluster, cross, text),
+        memory=memory,
+        fits=_fits(memory, cluster),
+        max_frames=max_frames(workload, cluster, cross.spec),
         cross=cross,
     )
 
 
-def _fits(held: Mapping[str, int], cluster: Cluster) -> bool:
-    return sum(held.values()) <= USABLE * cluster.memory_bytes
+def _fits(memory: Mapping[str, int], cluster: Cluster) -> bool:
+    return sum(memory.values()) <= USABLE * cluster.memory_bytes
 
 
-def longest_video(run: Workload, cluster: Cluster, way: ParallelSpec) -> int:
-    """Most frames whose memory fits, with the same text; 0 if one frame does not."""
+def max_frames(workload: Workload, cluster: Cluster, spec: ParallelSpec) -> int:
+    """Return the most frames that fit with the same text; 0 if one frame does not fit."""
 
     def fits(frames: int) -> bool:
-        return _fits(memory(replace(run, frames=frames), way), cluster)
+        return _fits(peak_memory(replace(workload, frames=frames), spec), cluster)
 
-    if not fits(1):
-        return 0
-    low, high = 1, 2
-    while high <= LONGEST and fits(high):
-        low, high = high, 2 * high
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if fits(middle) else (low, middle)
-    return low
+    return bisect_left(range(1, MAX_FRAMES + 1), True, key=lambda frames: not fits(frames))
 
 
-def _enough(run: Workload, cluster: Cluster) -> int | None:
-    gpus = 1
-    while gpus <= MOST_GPUS:
-        if _fits(memory(replace(run, gpus=gpus), ParallelSpec("lv-xattn", (gpus, 1))), cluster):
-            return gpus
-        gpus *= 2
-    return None
+def _min_gpus(workload: Workload, cluster: Cluster) -> int | None:
+    def fits(gpus: int) -> bool:
+        return _fits(peak_memory(replace(workload, gpus=gpus), ParallelSpec("lv-xattn", (gpus, 1))), cluster)
+
+    return next((gpus for gpus in POWERS_OF_TWO if fits(gpus)), None)
 
 
-def _why_not(strategy: str, run: Workload) -> str:
-    if run.gpus == 1:
-        return "one GPU has nobody to share with"
+def _why_illegal(strategy: str, workload: Workload) -> str:
+    if workload.gpus == 1:
+        return "one GPU has no other GPU to share with"
     if strategy == "mesh":
-        return f"{run.gpus} GPUs have no tile (a, b) but (n, 1) and (1, n)"
+        return f"{workload.gpus} GPUs have no tile (a, b) except (n, 1) and (1, n)"
     if strategy == "ulysses":
-        return f"no group of the {run.gpus} GPUs divides {run.model.cross.heads} heads"
-    return "not legal here"
+        return f"no group of the {workload.gpus} GPUs divides {workload.model.cross.heads} heads"
+    return "not legal"

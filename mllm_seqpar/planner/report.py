@@ -1,4 +1,4 @@
-"""A plan as text for people and as a mapping for programs."""
+"""A plan as a text for people and as a mapping for programs."""
 
 from __future__ import annotations
 
@@ -6,29 +6,29 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
-from .call_cost import CallCost
 from .candidates import ParallelSpec
 from .memory import KINDS, USABLE
 from .plan import Plan, StrategyPlan
+from .selection import Candidate
 from .step_cost import PARTS
 from .workload import Workload
 
 
-def table(plan: Plan) -> str:
-    """The plan as text: what is planned, a table of times and transfers, a table of memory, the verdict."""
-    kind, size = "forward + backward" if plan.run.training else "forward", plan.cluster.memory_bytes / 1e9
+def as_text(plan: Plan) -> str:
+    """Return a heading, tables of times, transfers and memory, and the best strategy."""
+    passes, size = "forward + backward" if plan.workload.training else "forward", plan.cluster.memory_bytes / 1e9
     return "\n".join(
         [
-            _heading(plan),
+            *_heading(plan),
             "",
-            f"Seconds of a step, {kind}; parameters: the wait for them",
-            *_columns(_times(plan)),
+            f"Seconds of a step, {passes}; parameters: the wait for them",
+            *_aligned(_times(plan)),
             "",
             "Transfers of attention in seconds; bytes of the GPU that sends most in a step",
-            *_columns(_transfers(plan)),
+            *_aligned(_transfers(plan)),
             "",
             f"GB of a GPU at the peak (of {size:.0f}; {USABLE:.0%} may be filled); longest video with the same text",
-            *_columns(_memory(plan)),
+            *_aligned(_memory(plan)),
             "",
             *_verdict(plan),
         ]
@@ -36,28 +36,28 @@ def table(plan: Plan) -> str:
 
 
 def as_json(plan: Plan) -> dict[str, Any]:
-    """The plan as plain numbers and texts, seconds and bytes."""
-    best = plan.best
+    """Return the plan as plain numbers and strings, in seconds and bytes."""
+    best, text = plan.best.spec, plan.text
     return {
-        "run": asdict(plan.run),
+        "run": asdict(plan.workload),
         "cluster": asdict(plan.cluster),
-        "best": {"strategy": best.way.strategy, "tile": list(best.way.tile), "patch_model": options(plan)},
-        "enough_gpus": plan.enough,
+        "best": {"strategy": best.strategy, "tile": list(best.mesh_shape), "patch_model": patch_options(plan)},
+        "enough_gpus": plan.min_gpus,
         "self_attention": {
-            "tile": list(plan.text.way.tile),
-            "heads_over": plan.text.way.heads_over,
-            "call": _calls(plan.text.forward, plan.text.backward),
+            "tile": list(text.spec.mesh_shape),
+            "heads_over": text.spec.head_degree,
+            "call": _call_json(text),
         },
         "strategies": [_row_json(row) for row in plan.rows],
-        "not legal": dict(plan.left_out),
+        "not legal": dict(plan.illegal),
     }
 
 
 def _row_json(row: StrategyPlan) -> dict[str, Any]:
     return {
-        "strategy": row.way.strategy,
-        "tile": list(row.way.tile),
-        "heads_over": row.way.heads_over,
+        "strategy": row.spec.strategy,
+        "tile": list(row.spec.mesh_shape),
+        "heads_over": row.spec.head_degree,
         "seconds": row.seconds,
         "forward": row.forward,
         "backward": row.backward,
@@ -65,76 +65,70 @@ def _row_json(row: StrategyPlan) -> dict[str, Any]:
         "memory": dict(row.memory),
         "memory_total": sum(row.memory.values()),
         "fits": row.fits,
-        "longest_frames": row.longest,
-        "cross_attention_call": _calls(row.cross.forward, row.cross.backward),
+        "longest_frames": row.max_frames,
+        "cross_attention_call": _call_json(row.cross),
     }
 
 
-def _calls(forward: CallCost, backward: CallCost | None) -> dict[str, dict[str, Any]]:
-    both = {"forward": forward} | ({"backward": backward} if backward else {})
-    return {name: {k: v for k, v in vars(cost).items() if k != "timeline"} for name, cost in both.items()}
+def _call_json(candidate: Candidate) -> dict[str, dict[str, Any]]:
+    passes = zip(("forward", "backward"), candidate.passes, strict=False)
+    return {name: {k: v for k, v in vars(cost).items() if k != "timeline"} for name, cost in passes}
 
 
-def options(plan: Plan) -> dict[str, Any]:
-    """The options of `patch_model` that run the best row, those that are not its defaults."""
-    run, way = plan.run, plan.best.way
-    chosen: dict[str, Any] = {"strategy": way.strategy}
-    if run.gpus > 1 and run.self_attention != "ring":
-        chosen["self_attention"] = run.self_attention
-    if _takes_tile(way):
-        chosen["tile"] = way.tile
-    elif way.strategy not in ("mesh", "ulysses") and run.self_attention != "auto" and _takes_tile(plan.text.way):
-        chosen["tile"] = plan.text.way.tile
-    if not run.recompute:
-        chosen["recompute_visual"] = False
-    if not run.overlap:
-        chosen["overlap"] = False
-    if run.mlp_chunk_size is not None:
-        chosen["mlp_chunk_size"] = run.mlp_chunk_size
-    if run.vision_chunk_size != Workload.vision_chunk_size:
-        chosen["vision_chunk_size"] = run.vision_chunk_size
-    return chosen
+def patch_options(plan: Plan) -> dict[str, Any]:
+    """Return the options of `patch_model` that run the best row, without those that have their default."""
+    workload, spec = plan.workload, plan.best.spec
+    options: dict[str, Any] = {"strategy": spec.strategy}
+    if workload.gpus > 1 and workload.self_attention != "ring":
+        options["self_attention"] = workload.self_attention
+    if _needs_tile(spec):
+        options["tile"] = spec.mesh_shape
+    elif spec.strategy not in ("mesh", "ulysses") and workload.self_attention != "auto" and _needs_tile(plan.text.spec):
+        options["tile"] = plan.text.spec.mesh_shape
+    if not workload.recompute:
+        options["recompute_visual"] = False
+    if not workload.overlap:
+        options["overlap"] = False
+    if workload.mlp_chunk_size is not None:
+        options["mlp_chunk_size"] = workload.mlp_chunk_size
+    if workload.vision_chunk_size != Workload.vision_chunk_size:
+        options["vision_chunk_size"] = workload.vision_chunk_size
+    return options
 
 
-def _takes_tile(way: ParallelSpec) -> bool:
-    """Whether it does not run without being told its tile."""
-    return way.strategy == "mesh" or (way.strategy == "ulysses" and way.tile != (1, 1))
+def _needs_tile(spec: ParallelSpec) -> bool:
+    """Return whether the option `tile` has to be passed to run this spec."""
+    return spec.strategy == "mesh" or (spec.strategy == "ulysses" and spec.mesh_shape != (1, 1))
 
 
-def _heading(plan: Plan) -> str:
-    run, cluster, model = plan.run, plan.cluster, plan.run.model
+def _heading(plan: Plan) -> list[str]:
+    workload, cluster, model = plan.workload, plan.cluster, plan.workload.model
     peak = f" ({cluster.attention_forward / cluster.peak_flops:.0%} of peak)" if cluster.peak_flops else ""
-    return "\n".join(
-        [
-            f"{model.name}: {model.parameters / 1e9:.2f} B parameters, {run.trained_parameters / 1e9:.2f} B trained "
-            f"({run.trained}); {run.frames} frames of {model.vision.keys} tokens, {run.text} text tokens"
-            + (f", batch {run.batch}" if run.batch > 1 else ""),
-            f"{run.gpus} GPUs of {cluster.name}: attention {cluster.attention_forward / 1e12:.4g} TFLOP/s forward{peak}"
-            f", {cluster.gpus_per_node} to a node at {cluster.node_link / 1e9:.4g} GB/s, "
-            f"{cluster.network_link / 1e9:.4g} GB/s between nodes",
-            _assumed(plan),
-        ]
-    )
-
-
-def _assumed(plan: Plan) -> str:
-    run = plan.run
-    told = [f"activations of {run.element} bytes, parameters of {run.parameter}, shared out by FSDP2"]
-    if run.training:
-        told[0] += f", gradients of {run.parameter}, optimizer {run.optimizer} bytes each"
-        told.append("K and V of frames " + ("computed again in backward" if run.recompute else "kept"))
-        told.append(("with" if run.checkpointing else "no") + " gradient checkpointing")
-    if run.mlp_chunk_size is not None:
-        told.append(f"MLPs of {run.mlp_chunk_size} tokens at once")
-    own = "local" if run.self_attention == "local" else str(plan.text.way)
-    return "; ".join([*told, f"self-attention {own}"])
+    batch = f", batch {workload.batch}" if workload.batch > 1 else ""
+    assumptions = [f"activations of {workload.element} bytes, parameters of {workload.parameter}, sharded by FSDP2"]
+    if workload.training:
+        assumptions[0] += f", gradients of {workload.parameter}, optimizer {workload.optimizer} bytes each"
+        assumptions.append("K and V of frames " + ("recomputed in backward" if workload.recompute else "saved"))
+        assumptions.append(("with" if workload.checkpointing else "no") + " gradient checkpointing")
+    if workload.mlp_chunk_size is not None:
+        assumptions.append(f"MLPs of {workload.mlp_chunk_size} tokens at once")
+    self_attention = "local" if workload.self_attention == "local" else str(plan.text.spec)
+    return [
+        f"{model.name}: {model.parameters / 1e9:.2f} B parameters, {workload.trained_parameters / 1e9:.2f} B trained "
+        f"({workload.trained}); {workload.frames} frames of {model.vision.keys} tokens, {workload.text} text tokens"
+        + batch,
+        f"{workload.gpus} GPUs of {cluster.name}: attention {cluster.attention_forward / 1e12:.4g} TFLOP/s forward"
+        f"{peak}, {cluster.gpus_per_node} to a node at {cluster.node_link / 1e9:.4g} GB/s, "
+        f"{cluster.network_link / 1e9:.4g} GB/s between nodes",
+        "; ".join([*assumptions, f"self-attention {self_attention}"]),
+    ]
 
 
 def _times(plan: Plan) -> list[list[str]]:
     rows = [["strategy", "step", "forward", "backward", *PARTS]]
     for row in plan.rows:
-        parts = [_seconds(row.parts[name].seconds) for name in PARTS]
-        rows.append([str(row.way), _seconds(row.seconds), _seconds(row.forward), _seconds(row.backward), *parts])
+        seconds = (row.seconds, row.forward, row.backward, *(row.parts[name].seconds for name in PARTS))
+        rows.append([str(row.spec), *map(_seconds, seconds)])
     return rows
 
 
@@ -142,65 +136,60 @@ def _transfers(plan: Plan) -> list[list[str]]:
     names = ["cross exposed", "hidden", "self exposed", "hidden", "cross GB in node", "network", "network of all parts"]
     rows = [["strategy", *names]]
     for row in plan.rows:
-        cross, own = row.parts["cross-attention"], row.parts["self-attention"]
-        rows.append(
-            [
-                str(row.way),
-                *(_seconds(value) for value in (cross.exposed, cross.hidden, own.exposed, own.hidden)),
-                _giga(cross.node_bytes),
-                _giga(cross.network_bytes),
-                _giga(sum(part.network_bytes for part in row.parts.values())),
-            ]
-        )
+        cross, text = row.parts["cross-attention"], row.parts["self-attention"]
+        network = sum(part.network_bytes for part in row.parts.values())
+        seconds = map(_seconds, (cross.exposed, cross.hidden, text.exposed, text.hidden))
+        rows.append([str(row.spec), *seconds, *map(_gigabytes, (cross.node_bytes, cross.network_bytes, network))])
     return rows
 
 
 def _memory(plan: Plan) -> list[list[str]]:
     rows = [["strategy", "total", *KINDS, "fits", "longest video"]]
     for row in plan.rows:
-        kinds = [_giga(row.memory[kind]) for kind in KINDS]
+        sizes = (sum(row.memory.values()), *(row.memory[kind] for kind in KINDS))
         fits = "yes" if row.fits else "no"
-        rows.append([str(row.way), _giga(sum(row.memory.values())), *kinds, fits, f"{row.longest} frames"])
+        rows.append([str(row.spec), *map(_gigabytes, sizes), fits, f"{row.max_frames} frames"])
     return rows
 
 
 def _verdict(plan: Plan) -> list[str]:
-    best = plan.best
-    lines = [f"{name}: left out, {why}" for name, why in plan.left_out.items()]
+    workload, best = plan.workload, plan.best
+    lines = [f"{name}: left out, {reason}" for name, reason in plan.illegal.items()]
     if best.fits:
-        given = ", ".join(f"{name}={value!r}" for name, value in options(plan).items())
-        lines.append(f"Best: {best.way}, {_seconds(best.seconds)} s a step: patch_model(model, {given})")
-        if plan.enough and plan.enough < plan.run.gpus:
-            lines.append(f"{plan.enough} GPUs are enough to hold it, by LV-XAttn.")
+        options = ", ".join(f"{name}={value!r}" for name, value in patch_options(plan).items())
+        lines.append(f"Best: {best.spec}, {_seconds(best.seconds)} s a step: patch_model(model, {options})")
+        if plan.min_gpus and plan.min_gpus < workload.gpus:
+            lines.append(f"With LV-XAttn, {plan.min_gpus} GPUs are enough.")
     else:
-        longest = max(row.longest for row in plan.rows)
-        need = f"at most {longest} frames do" if longest else "nor does a single frame"
-        more = f"{plan.enough} GPUs hold it" if plan.enough else "no number of GPUs holds it"
-        lines.append(f"Nothing fits with {plan.run.frames} frames; {need}; {more}.")
-    if _takes_tile(best.way) and _takes_tile(plan.text.way) and plan.run.self_attention != "auto":
-        lines.append(f"patch_model takes one tile; planned are {best.way} for frames and {plan.text.way} for text.")
-    if plan.run.frames > plan.run.text:
+        most = max(row.max_frames for row in plan.rows)
+        frames = f"at most {most} frames fit" if most else "not even one frame fits"
+        gpus = f"{plan.min_gpus} GPUs are enough" if plan.min_gpus else "no number of GPUs is enough"
+        lines.append(f"Nothing fits with {workload.frames} frames; {frames}; {gpus}.")
+    if _needs_tile(best.spec) and _needs_tile(plan.text.spec) and workload.self_attention != "auto":
         lines.append(
-            f"{plan.run.frames} frames have as many placeholders in the text, which {plan.run.text} tokens have no "
-            "place for: plan with more."
+            f"patch_model takes one tile, but the plan has {best.spec} for frames and {plan.text.spec} for text."
+        )
+    if workload.frames > workload.text:
+        lines.append(
+            f"{workload.frames} frames need as many placeholders in the text, which has only {workload.text} tokens: "
+            "pass a larger --text."
         )
     return lines
 
 
-def _columns(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Rows of cells, the first column to the left, the others to the right."""
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-
-    def line(row: Sequence[str]) -> str:
-        return "  ".join([row[0].ljust(widths[0]), *(c.rjust(w) for c, w in zip(row[1:], widths[1:], strict=True))])
-
-    return ["  " + line(row) for row in rows]
+def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Align the first column to the left, the others to the right."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return [
+        "  " + "  ".join([row[0].ljust(widths[0]), *(c.rjust(w) for c, w in zip(row[1:], widths[1:], strict=True))])
+        for row in rows
+    ]
 
 
 def _seconds(value: float) -> str:
     return "0" if value == 0 else f"{value:.3g}" if value < 1000 else f"{value:.0f}"
 
 
-def _giga(value: float) -> str:
-    value /= 1e9
-    return "0" if value == 0 else f"{value:.2g}" if value < 1 else f"{value:.1f}" if value < 1000 else f"{value:.0f}"
+def _gigabytes(size: float) -> str:
+    size /= 1e9
+    return "0" if size == 0 else f"{size:.2g}" if size < 1 else f"{size:.1f}" if size < 1000 else f"{size:.0f}"

@@ -1,6 +1,6 @@
-"""The cheapest way to compute an attention call: all legal ones are simulated, the least time wins.
+"""Selection of the fastest spec for an attention call: all legal candidates are simulated.
 
-Pure and deterministic: ranks that are given the same problem and cluster choose the same.
+The result is deterministic: ranks with the same problem and cluster select the same spec.
 """
 
 from __future__ import annotations
@@ -11,159 +11,162 @@ from dataclasses import dataclass, field
 from mllm_seqpar.errors import ConfigError
 from mllm_seqpar.schedules.bytes_sent import Problem
 
-from .call_cost import CallCost, Entries, call_cost
-from .call_overheads import Visual
-from .candidates import STRATEGIES, ParallelSpec, ways
+from .call_cost import CallCost, VisibleFraction, VisualProjection, call_cost
+from .candidates import STRATEGIES, ParallelSpec, candidate_specs
 from .cluster import Cluster
+
+MARGIN = 0.02
+"""The accuracy of the predictions: a smaller difference does not decide."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SelectionOptions:
-    """What a choice is made for.
+    """What a selection takes into account.
 
     Attributes:
-        training: forward and backward; False: forward only.
-        strategies: those that may be chosen.
-        visible: share of visible entries, of every block or per block.
-        causal: rows see no later keys, in a balanced layout: half of every block.
-        seen: rows of rank i that see any key of rank j, where a mask prunes what LV-XAttn sends.
-        visual: where the keys come from; None: the text's own, which every layer computes anyway.
-        overlap: transfers under computation.
-        hybrid: Ulysses also over part of the ranks, with a tile over the rest.
-        tile: only ways with this one; None: any.
-        margin: by what share another way must be cheaper than LV-XAttn, or than Ring Attention where that is not among
-            them: predictions are no better than that.
+        training: forward and backward; False for forward only.
+        strategies: the candidate strategies.
+        visible: fraction of visible entries, for all blocks or for each.
+        causal: whether a query sees no later keys, in a balanced layout: half of every block.
+        visible_rows: rows of rank i that see any key of rank j, if the mask reduces what LV-XAttn sends.
+        visual: the projection of K and V; None if every layer computes K and V anyway, as for text.
+        overlap: whether transfers run under computation.
+        mesh_shape: the only mesh shape to consider; None for any.
+        margin: the fraction by which another candidate must be faster than LV-XAttn (or Ring Attention, if LV-XAttn is
+            not a candidate) to be selected.
     """
 
     training: bool = True
     strategies: Sequence[str] = STRATEGIES
-    visible: Entries = 1.0
+    visible: VisibleFraction = 1.0
     causal: bool = False
-    seen: Sequence[Sequence[int]] | None = None
-    visual: Visual | None = None
+    visible_rows: Sequence[Sequence[int]] | None = None
+    visual: VisualProjection | None = None
     overlap: bool = True
-    hybrid: bool = True
-    tile: tuple[int, int] | None = None
-    margin: float = 0.02
+    mesh_shape: tuple[int, int] | None = None
+    margin: float = MARGIN
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """One way and what it takes."""
+    """A spec and its costs; `backward` is None without training."""
 
-    way: ParallelSpec
+    spec: ParallelSpec
     forward: CallCost
     backward: CallCost | None
 
     @property
+    def passes(self) -> tuple[CallCost, ...]:
+        """The forward pass, and the backward pass if there is one."""
+        return (self.forward,) if self.backward is None else (self.forward, self.backward)
+
+    @property
     def seconds(self) -> float:
-        """Of forward, and backward if there is one."""
-        return self.forward.seconds + (self.backward.seconds if self.backward else 0.0)
+        return sum(cost.seconds for cost in self.passes)
 
     @property
     def exposed(self) -> float:
-        """Seconds of transfers that nothing hides."""
-        return self.forward.exposed + (self.backward.exposed if self.backward else 0.0)
+        """Seconds of transfers that no computation hides."""
+        return sum(cost.exposed for cost in self.passes)
 
     @property
-    def sent(self) -> int:
-        """Bytes that a rank sends."""
-        both = [self.forward] + ([self.backward] if self.backward else [])
-        return sum(cost.node_bytes + cost.network_bytes for cost in both)
+    def bytes_sent(self) -> int:
+        """Bytes of the rank that sends most."""
+        return sum(cost.node_bytes + cost.network_bytes for cost in self.passes)
 
 
 @dataclass(frozen=True)
 class Selection:
-    """What was chosen, and from what.
+    """The selected spec.
 
     Attributes:
-        strategy, tile, heads_over: see `Way`.
-        seconds: what it should take, forward and backward.
-        why: one line.
-        table: all candidates, cheapest first.
+        spec: the spec.
+        seconds: its estimate for all passes.
+        reason: one line for the log.
+        candidates: all candidates, fastest first.
     """
 
-    strategy: str
-    tile: tuple[int, int]
-    heads_over: int
+    spec: ParallelSpec
     seconds: float
-    why: str
-    table: tuple[Candidate, ...] = field(repr=False)
+    reason: str
+    candidates: tuple[Candidate, ...] = field(repr=False)
+
+    @property
+    def strategy(self) -> str:
+        return self.spec.strategy
+
+    @property
+    def mesh_shape(self) -> tuple[int, int]:
+        return self.spec.mesh_shape
 
 
-def choose(problem: Problem, cluster: Cluster, *, options: SelectionOptions | None = None) -> Selection:
-    """The cheapest legal way.
+def select_strategy(problem: Problem, cluster: Cluster, *, options: SelectionOptions | None = None) -> Selection:
+    """Return the fastest legal spec.
 
     Args:
-        problem: the call as ranks see it; `rank` plays no part.
-        cluster: where it runs.
-        options: see `SelectionOptions`.
+        problem: the shapes of the call; `rank` is ignored.
+        cluster: rates and links.
+        options: what to take into account.
 
     Raises:
-        ConfigError: no way is legal.
+        ConfigError: no candidate is legal.
     """
     options = options or SelectionOptions()
-    found = [
-        _candidate(problem, way, cluster, options)
-        for way in ways(problem, options.strategies)
-        if options.tile in (None, way.tile) and (options.hybrid or way.strategy != "ulysses" or way.tile == (1, 1))
+    candidates = [
+        _candidate(problem, spec, cluster, options)
+        for spec in candidate_specs(problem, options.strategies)
+        if options.mesh_shape in (None, spec.mesh_shape)
     ]
-    if not found:
+    if not candidates:
         raise ConfigError(
             f"strategies: none of {', '.join(options.strategies)} is legal for {problem.heads} heads on "
-            f"{problem.ranks} ranks; allow lv-xattn, or ring, which always are"
+            f"{problem.ranks} ranks; allow lv-xattn or ring, which are always legal"
         )
-    first = found[0]  # LV-XAttn, or Ring Attention, where they may be chosen
-    table = sorted(found, key=lambda candidate: candidate.seconds)  # stable: equal ones stay in order
-    best = table[0]
-    if first.way.strategy in ("lv-xattn", "ring") and first.seconds <= best.seconds * (1 + options.margin):
-        best = first
-    way = best.way
-    return Selection(way.strategy, way.tile, way.heads_over, best.seconds, _why(best, table, problem), tuple(table))
+    by_time = sorted(candidates, key=lambda candidate: candidate.seconds)  # stable: equal ones stay in order
+    best, preferred = by_time[0], candidates[0]
+    if preferred.spec.strategy in ("lv-xattn", "ring") and preferred.seconds <= best.seconds * (1 + options.margin):
+        best = preferred
+    return Selection(best.spec, best.seconds, _reason(best, by_time, problem), tuple(by_time))
 
 
-def _candidate(problem: Problem, way: ParallelSpec, cluster: Cluster, options: SelectionOptions) -> Candidate:
-    visible: Entries = options.visible
+def _candidate(problem: Problem, spec: ParallelSpec, cluster: Cluster, options: SelectionOptions) -> Candidate:
+    visible = options.visible
     if options.causal:
         visible = visible / 2 if isinstance(visible, float | int) else [[x / 2 for x in row] for row in visible]
 
     def cost(backward: bool) -> CallCost:
         return call_cost(
             problem,
-            way,
+            spec,
             cluster,
             backward=backward,
             visible=visible,
-            seen=options.seen if way.strategy == "lv-xattn" else None,
+            visible_rows=options.visible_rows if spec.strategy == "lv-xattn" else None,
             visual=options.visual,
             overlap=options.overlap,
         )
 
-    return Candidate(way, cost(False), cost(True) if options.training else None)
+    return Candidate(spec, cost(False), cost(True) if options.training else None)
 
 
-def _why(best: Candidate, table: Sequence[Candidate], problem: Problem) -> str:
-    hidden = "all transfers hidden" if best.exposed < 0.01 * best.seconds else f"{_time(best.exposed)} of it waiting"
-    rest = [candidate for candidate in table if candidate is not best]
-    others = ", ".join(f"{candidate.way} {_time(candidate.seconds)}" for candidate in _one_of_each(rest, best)[:3])
+def _reason(best: Candidate, by_time: Sequence[Candidate], problem: Problem) -> str:
+    exposed = f"{duration(best.exposed)} of it waiting"
+    hidden = "all transfers hidden" if best.exposed < 0.01 * best.seconds else exposed
+    fastest: dict[str, Candidate] = {}
+    for candidate in by_time:
+        if candidate.spec.strategy != best.spec.strategy:
+            fastest.setdefault(candidate.spec.strategy, candidate)
+    others = ", ".join(f"{candidate.spec} {duration(candidate.seconds)}" for candidate in list(fastest.values())[:3])
     return (
-        f"{best.way}: {_time(best.seconds)} a call, {hidden}, {best.sent / 1e6:.3g} MB sent per rank "
+        f"{best.spec}: {duration(best.seconds)} a call, {hidden}, {best.bytes_sent / 1e6:.3g} MB sent per rank "
         f"({problem.batch * problem.rows} rows, {sum(problem.keys)} keys, {problem.ranks} ranks)"
         + (f"; {others}" if others else "")
     )
 
 
-def _one_of_each(table: Sequence[Candidate], best: Candidate) -> list[Candidate]:
-    """The cheapest of each other strategy."""
-    kept: dict[str, Candidate] = {}
-    for candidate in table:
-        if candidate.way.strategy != best.way.strategy:
-            kept.setdefault(candidate.way.strategy, candidate)
-    return list(kept.values())
-
-
-def _time(seconds: float) -> str:
+def duration(seconds: float) -> str:
+    """Return a duration in seconds, milliseconds or microseconds, to three digits."""
     for unit, scale in (("s", 1.0), ("ms", 1e-3)):
         if seconds >= scale:
             return f"{seconds / scale:.3g} {unit}"
-    return f"{seconds / 1e-6:.3g} us"
+    return f"{seconds * 1e6:.3g} us" if seconds else "0"

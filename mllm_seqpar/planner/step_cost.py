@@ -1,20 +1,20 @@
-"""The time of a step by part: attention simulated, linear layers by their FLOPs, parameters' traffic by its bytes.
+"""The time of a step by part: attention is simulated, linear layers count by FLOPs, parameter traffic by bytes.
 
-Linear layers take 2 FLOPs per parameter and token forward, as much again in backward for the gradient of their input,
-and once more for that of their weights where these are trained.
+Linear layers cost 2 FLOPs per parameter and token forward, the same in backward for the gradient of their input, and
+the same again for the gradient of their weights if these are trained.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import astuple, dataclass
 
 from mllm_seqpar.errors import ConfigError
 
-from .candidates import TEXT_STRATEGIES
+from .candidates import STRATEGIES
 from .cluster import Cluster
-from .selection import Candidate, SelectionOptions, choose
-from .transfers import all_gather, all_gather_seconds
+from .collectives import all_gather, all_gather_seconds
+from .selection import Candidate, SelectionOptions, select_strategy
 from .workload import Workload
 
 PARTS = ("vision tower", "self-attention", "cross-attention", "MLP", "vocabulary", "parameters")
@@ -22,9 +22,12 @@ PARTS = ("vision tower", "self-attention", "cross-attention", "MLP", "vocabulary
 
 @dataclass(frozen=True)
 class Part:
-    """Seconds of one part of a step; `exposed` and `hidden` are its transfers', forward and backward together.
+    """The cost of one part of a step.
 
-    `node_bytes`, `network_bytes`: what a rank sends for it, inside its node and to others.
+    Attributes:
+        forward, backward: seconds.
+        exposed, hidden: seconds of its transfers in both directions.
+        node_bytes, network_bytes: bytes that a rank sends for it, inside its node and to other nodes.
     """
 
     forward: float = 0.0
@@ -36,122 +39,110 @@ class Part:
 
     @property
     def seconds(self) -> float:
-        """Forward and backward."""
         return self.forward + self.backward
 
     def __add__(self, other: Part) -> Part:
-        return Part(*(mine + its for mine, its in zip(astuple(self), astuple(other), strict=True)))
+        return Part(*(x + y for x, y in zip(astuple(self), astuple(other), strict=True)))
+
+    def __mul__(self, count: int) -> Part:
+        return Part(*(x * count for x in astuple(self)))
 
 
-def step_parts(run: Workload, cluster: Cluster, cross: Candidate, text: Candidate) -> Mapping[str, Part]:
-    """The parts of a step (PARTS) whose cross-attention goes one way, and whose self-attention goes another."""
-    parts = {
-        "vision tower": _vision(run, cluster),
-        "self-attention": _self_attention(run, cluster, text),
-        "cross-attention": _cross_attention(run, cluster, cross),
-        "MLP": _mlp(run, cluster),
-        "vocabulary": _vocabulary(run, cluster),
-    }
-    return parts | {"parameters": _parameters(run, cluster, parts)}
-
-
-def cross_candidates(run: Workload, cluster: Cluster, strategies: tuple[str, ...]) -> dict[str, list[Candidate]]:
-    """The ways of each strategy for one cross-attention call, cheapest first; strategies that are not legal are left
-    out."""
+def cross_attention_candidates(
+    workload: Workload, cluster: Cluster, strategies: Sequence[str] = STRATEGIES
+) -> dict[str, list[Candidate]]:
+    """Return the candidates of each legal strategy for one cross-attention call, fastest first."""
     options = SelectionOptions(
-        training=run.training, strategies=strategies, visible=run.visible, visual=run.visual, overlap=run.overlap
+        training=workload.training,
+        strategies=strategies,
+        visible=workload.visible,
+        visual=workload.visual,
+        overlap=workload.overlap,
     )
-    found: dict[str, list[Candidate]] = {}
-    for candidate in choose(run.cross_problem, cluster, options=options).table:
-        found.setdefault(candidate.way.strategy, []).append(candidate)
-    return found
+    by_strategy: dict[str, list[Candidate]] = {}
+    for candidate in select_strategy(workload.cross_problem, cluster, options=options).candidates:
+        by_strategy.setdefault(candidate.spec.strategy, []).append(candidate)
+    return by_strategy
 
 
-def self_candidate(run: Workload, cluster: Cluster) -> Candidate:
-    """The cheapest way of the configured self-attention for one call.
+def self_attention_candidate(workload: Workload, cluster: Cluster) -> Candidate:
+    """Return the fastest candidate of the configured self-attention for one call.
 
     Raises:
-        ConfigError: none is legal.
+        ConfigError: no candidate is legal.
     """
-    names: tuple[str, ...] = (run.self_attention,)
-    if run.self_attention == "local" or run.gpus == 1:
-        names = ("ring",)
-    elif run.self_attention == "auto":
-        names = TEXT_STRATEGIES
-    options = SelectionOptions(training=run.training, strategies=names, causal=True, overlap=run.overlap)
+    strategies: tuple[str, ...] = (workload.self_attention,)
+    if workload.self_attention == "local" or workload.gpus == 1:
+        strategies = ("ring",)
+    elif workload.self_attention == "auto":
+        strategies = ("ring", "mesh", "ulysses")
+    options = SelectionOptions(training=workload.training, strategies=strategies, causal=True, overlap=workload.overlap)
     try:
-        return choose(run.text_problem, cluster, options=options).table[0]
+        return select_strategy(workload.text_problem, cluster, options=options).candidates[0]
     except ConfigError as error:
         raise ConfigError(
-            f"self_attention: {run.self_attention} cannot share out {run.model.text.heads} heads over {run.gpus} GPUs; "
-            "choose ring, or another number of GPUs"
+            f"self_attention: {workload.self_attention} cannot shard {workload.model.text.heads} heads over "
+            f"{workload.gpus} GPUs; choose ring, or another number of GPUs"
         ) from error
 
 
-def _linear(run: Workload, cluster: Cluster, parameters: int, tokens: int, *, trained: bool, again: int = 0) -> Part:
-    once = 2 * parameters * tokens / cluster.matmul
-    return Part(once, once * (1 + trained + again) if run.training else 0.0)
+def step_parts(workload: Workload, cluster: Cluster, cross: Candidate, text: Candidate) -> Mapping[str, Part]:
+    """Return the parts of a step (PARTS) with one candidate for cross-attention and one for self-attention."""
+    parts = {
+        "vision tower": _vision(workload, cluster),
+        "self-attention": _self_attention(workload, cluster, text),
+        "cross-attention": _cross_attention(workload, cluster, cross),
+        "MLP": _mlp(workload, cluster),
+        "vocabulary": _vocabulary(workload, cluster),
+    }
+    return parts | {"parameters": _parameters(workload, cluster, parts)}
 
 
-def _vision(run: Workload, cluster: Cluster) -> Part:
-    """Tower, resampler and projector of a rank's own frames; a frozen tower has no backward pass."""
-    vision, model = run.model.vision, run.model
-    tokens = run.local_frames * vision.tokens
-    attention = 4 * tokens * vision.tokens * vision.width * vision.layers / cluster.attention_forward
-    forward = 2 * vision.parameters * tokens / cluster.matmul + attention
+def _linear(workload: Workload, cluster: Cluster, parameters: int, *, trained: bool, recomputed: int = 0) -> Part:
+    """Linear layers on all tokens of a rank, recomputed so many times in backward."""
+    once = 2 * parameters * workload.tokens / cluster.matmul
+    return Part(once, once * (1 + trained + recomputed) if workload.training else 0.0)
+
+
+def _vision(workload: Workload, cluster: Cluster) -> Part:
+    """Tower, resampler and projector on a rank's frames; a frozen tower has no backward pass."""
+    vision, frames = workload.model.vision, workload.local_frames
+    tokens = frames * vision.tokens
+    linear = 2 * vision.parameters * tokens / cluster.matmul
+    entries = tokens * vision.tokens * vision.width * vision.layers
+    forward = linear + 4 * entries / cluster.attention_forward
     backward = 0.0
-    if run.trained == "all":
-        backward = 2 * 2 * vision.parameters * tokens / cluster.matmul
-        backward += 10 * tokens * vision.tokens * vision.width * vision.layers / cluster.attention_backward
-        backward += forward if run.checkpointing else 0.0
-    connector = 2 * model.connector_work * run.local_frames / cluster.matmul
-    return Part(forward + connector, backward + (2 * connector if run.training else 0.0))
+    if workload.trained == "all":
+        backward = 2 * linear + 10 * entries / cluster.attention_backward
+        backward += forward if workload.checkpointing else 0.0
+    connector = 2 * workload.model.connector_work * frames / cluster.matmul
+    return Part(forward + connector, backward + (2 * connector if workload.training else 0.0))
 
 
-def _self_attention(run: Workload, cluster: Cluster, text: Candidate) -> Part:
-    linear = _linear(
-        run,
-        cluster,
-        run.model.text.attention_parameters,
-        run.batch * run.rows,
-        trained=run.language_trained,
-        again=run.checkpointing,
-    )
-    return _times(_plus(linear, text, run), run.model.text.layers)
+def _self_attention(workload: Workload, cluster: Cluster, text: Candidate) -> Part:
+    sizes, trained = workload.model.text, workload.language_trained
+    linear = _linear(workload, cluster, sizes.attention_parameters, trained=trained, recomputed=workload.checkpointing)
+    return (linear + _attention_call(workload, text)) * sizes.layers
 
 
-def _cross_attention(run: Workload, cluster: Cluster, cross: Candidate) -> Part:
-    shape = run.model.cross
-    queries = 2 * run.model.text.hidden * shape.heads * shape.head_dim if shape.own_queries else 0
-    linear = _linear(run, cluster, queries, run.batch * run.rows, trained=True, again=run.checkpointing)
-    layer = _plus(linear, cross, run)
-    if run.self_attention == "local":
-        layer = layer + _rows_gathered(run, cluster)
-    return _times(layer, shape.layers)
+def _cross_attention(workload: Workload, cluster: Cluster, cross: Candidate) -> Part:
+    sizes = workload.model.cross
+    queries = 2 * workload.model.text.hidden * sizes.heads * sizes.head_dim if sizes.own_queries else 0
+    layer = _linear(workload, cluster, queries, trained=True, recomputed=workload.checkpointing)
+    layer += _attention_call(workload, cross)
+    if workload.self_attention == "local":
+        layer += _gathered_rows(workload, cluster)
+    return layer * sizes.layers
 
 
-def _rows_gathered(run: Workload, cluster: Cluster) -> Part:
-    """Where every rank computes all text, it takes the others' rows of O; backward sums their gradients in float32."""
-    problem = run.cross_problem
-    elements = problem.batch * problem.rows * problem.heads * problem.dim
-    trips = [all_gather(cluster, run.gpus, elements * problem.element)]
-    if run.training:
-        trips += [all_gather(cluster, run.gpus, elements * problem.accumulated)] + trips * run.checkpointing
-    seconds = [trip.seconds for trip in trips]
-    node, network = sum(trip.node_bytes for trip in trips), sum(trip.network_bytes for trip in trips)
-    return Part(seconds[0], sum(seconds[1:]), sum(seconds), 0.0, node, network)
-
-
-def _plus(linear: Part, attention: Candidate, run: Workload) -> Part:
-    """Linear layers and one attention call, which checkpointing does again in backward, transfers included."""
-    forward, backward = attention.forward, attention.backward
-    if backward is None:
-        calls = [forward]
-    else:
-        calls = [forward, backward] + ([forward] if run.checkpointing else [])
+def _attention_call(workload: Workload, candidate: Candidate) -> Part:
+    """One attention call; with checkpointing, backward repeats the forward pass, transfers included."""
+    calls = list(candidate.passes)
+    if workload.training and workload.checkpointing:
+        calls.append(candidate.forward)
     return Part(
-        linear.forward + forward.seconds,
-        linear.backward + sum(call.seconds for call in calls[1:]),
+        candidate.forward.seconds,
+        sum(call.seconds for call in calls[1:]),
         sum(call.exposed for call in calls),
         sum(call.hidden for call in calls),
         sum(call.node_bytes for call in calls),
@@ -159,43 +150,61 @@ def _plus(linear: Part, attention: Candidate, run: Workload) -> Part:
     )
 
 
-def _times(part: Part, count: int) -> Part:
-    return Part(*(value * count for value in astuple(part)))
+def _gathered_rows(workload: Workload, cluster: Cluster) -> Part:
+    """Local text: every rank gathers the rows of O of the others; backward sums their gradients in float32."""
+    problem = workload.cross_problem
+    elements = problem.batch * problem.rows * problem.heads * problem.dim
+    costs = [all_gather(cluster, workload.gpus, elements * problem.element)]
+    if workload.training:
+        costs += [all_gather(cluster, workload.gpus, elements * problem.accumulated)] + costs * workload.checkpointing
+    seconds = [cost.seconds for cost in costs]
+    node, network = sum(cost.node_bytes for cost in costs), sum(cost.network_bytes for cost in costs)
+    return Part(seconds[0], sum(seconds[1:]), sum(seconds), 0.0, node, network)
 
 
-def _mlp(run: Workload, cluster: Cluster) -> Part:
-    """Chunks are computed again in backward, whether the layer is or not: its own recomputation stops short of the MLP.
-    But a gated block, as the MLPs behind cross-attention are, keeps its result: there both are done."""
-    text, cross, tokens = run.model.text, run.model.cross, run.batch * run.rows
-    parameters, trained = text.layers * text.mlp_parameters, run.language_trained
-    own = _linear(run, cluster, parameters, tokens, trained=trained, again=run.checkpointing or run.chunked)
-    extra = cross.layers * cross.mlp_matrices * text.hidden * cross.mlp_inner
-    return own + _linear(run, cluster, extra, tokens, trained=True, again=run.checkpointing + run.chunked)
+def _mlp(workload: Workload, cluster: Cluster) -> Part:
+    """The MLPs. Chunks are recomputed in backward, whether or not the layer is checkpointed.
+
+    The recomputation of a decoder layer stops before its MLP, so that chunks are recomputed once. The MLP of a
+    cross-attention layer is followed by a gate that saves its result, so that it is recomputed by both.
+    """
+    text, cross, chunked, layers = workload.model.text, workload.model.cross, workload.chunked, workload.checkpointing
+    decoder = text.layers * text.mlp_parameters
+    crossing = cross.layers * cross.mlp_matrices * text.hidden * cross.mlp_inner
+    trained = workload.language_trained
+    return _linear(workload, cluster, decoder, trained=trained, recomputed=layers or chunked) + _linear(
+        workload, cluster, crossing, trained=True, recomputed=layers + chunked
+    )
 
 
-def _vocabulary(run: Workload, cluster: Cluster) -> Part:
-    text = run.model.text
-    return _linear(run, cluster, text.vocabulary * text.hidden, run.batch * run.rows, trained=run.language_trained)
+def _vocabulary(workload: Workload, cluster: Cluster) -> Part:
+    text = workload.model.text
+    return _linear(workload, cluster, text.vocabulary * text.hidden, trained=workload.language_trained)
 
 
-def _parameters(run: Workload, cluster: Cluster, parts: Mapping[str, Part]) -> Part:
-    """FSDP2: all parameters gathered forward and again in backward, gradients summed; under computation as far as
-    there is any that waits for nothing else."""
-    if run.gpus == 1:
+def _parameters(workload: Workload, cluster: Cluster, parts: Mapping[str, Part]) -> Part:
+    """FSDP2: parameters are gathered forward and again in backward, and gradients are reduced.
+
+    These transfers hide under all computation of the step.
+    """
+    gpus = workload.gpus
+    if gpus == 1:
         return Part()
-    gather = all_gather_seconds(cluster, run.gpus, run.model.parameters * run.element / run.gpus)
-    reduce = all_gather_seconds(cluster, run.gpus, run.trained_parameters * run.parameter / run.gpus)
+    parameters, gradients = (
+        workload.model.parameters * workload.element,
+        workload.trained_parameters * workload.parameter,
+    )
+    gather = all_gather_seconds(cluster, gpus, parameters / gpus)
+    backward_seconds = gather + all_gather_seconds(cluster, gpus, gradients / gpus) if workload.training else 0.0
     forward = max(0.0, gather - sum(part.forward for part in parts.values()))
-    backward = max(0.0, gather + reduce - sum(part.backward for part in parts.values())) if run.training else 0.0
-    moved = gather + (gather + reduce if run.training else 0.0)
-    share = run.model.parameters * run.element + run.trained_parameters * run.parameter
-    share += run.model.parameters * run.element if run.training else 0
-    inside = min(run.gpus, cluster.gpus_per_node) - 1
+    backward = max(0.0, backward_seconds - sum(part.backward for part in parts.values()))
+    size = parameters + gradients + (parameters if workload.training else 0)
+    inside = min(gpus, cluster.gpus_per_node) - 1
     return Part(
         forward,
         backward,
         forward + backward,
-        moved - forward - backward,
-        share * inside // run.gpus,
-        share * (run.gpus - 1 - inside) // run.gpus,
+        gather + backward_seconds - forward - backward,
+        size * inside // gpus,
+        size * (gpus - 1 - inside) // gpus,
     )

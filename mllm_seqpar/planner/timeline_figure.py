@@ -1,82 +1,82 @@
-"""A timeline as a picture: rank by time, above what a rank computes and waits for, below what it sends. Plain SVG.
+"""A simulated timeline as a figure: a lane of computing and waiting above a lane of sending for each rank.
 
-What happens around a schedule (Ulysses' all-to-all, gathering of features, projections) is not in it.
+What runs around a schedule (Ulysses' all-to-all, gathering of features, projections) is not drawn.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
 
-from .svg import document, line, rect, text
-from .timeline import Timeline, TimelineSpan
+from mllm_seqpar.errors import ConfigError
+
+from .call_cost import call_cost
+from .plan import Plan
+from .selection import duration
+from .simulation import Timeline
 
 COLORS = {"compute": "#4c78a8", "wait": "#e45756", "transfer": "#72b7b2"}
 NAMES = {"compute": "computes a block", "wait": "waits", "transfer": "sends"}
-MOST_RANKS = 16
-WIDTH, LEFT, TOP, LANE, GAP = 1100, 70, 64, 13, 9
+MAX_RANKS = 16
 
 
-def svg(title: str, panels: Sequence[tuple[str, Timeline]]) -> str:
-    """A picture of timelines one above the other on one scale of time.
+def draw_plan(plan: Plan, path: str | Path) -> None:
+    """Draw one cross-attention layer of the best strategy to a file; its suffix chooses the format.
 
-    Args:
-        title: stands above.
-        panels: (name, timeline with spans) of each; of more than 16 ranks the first 16 are drawn.
+    Raises:
+        ConfigError: matplotlib is not installed.
     """
-    longest = max(timeline.seconds for _, timeline in panels) or 1.0
-    scale = (WIDTH - LEFT - 30) / longest
-    body: list[str] = []
-    y = TOP
-    for name, timeline in panels:
-        body.append(text(LEFT, y - 6, f"{name}: {duration(timeline.seconds)}", bold=True))
-        for rank in range(min(timeline.ranks, MOST_RANKS)):
-            body += _rank(rank, timeline.spans[rank % timeline.period], y, scale)
-            y += 2 * LANE + GAP
-        if timeline.ranks > MOST_RANKS:
-            body.append(text(LEFT, y + 6, f"and {timeline.ranks - MOST_RANKS} more ranks"))
-            y += 14
-        body += _axis(y, longest, scale)
-        y += 58
-    return document(WIDTH, y, [text(LEFT, 18, title, bold=True), *_legend(), *body])
+    workload, spec = plan.workload, plan.best.spec
+    panels = []
+    for name, backward in (("forward", False), ("backward", True))[: 2 if workload.training else 1]:
+        cost = call_cost(
+            workload.cross_problem,
+            spec,
+            plan.cluster,
+            backward=backward,
+            visual=workload.visual,
+            overlap=workload.overlap,
+            record=True,
+        )
+        call, schedule = duration(cost.seconds), duration(cost.timeline.seconds)
+        panels.append((f"{spec}, {name}: a call takes {call}, its schedule {schedule}", cost.timeline))
+    title = f"One cross-attention layer of {workload.model.name}: {workload.frames} frames, {workload.text} text tokens"
+    figure = timeline_figure(f"{title}, {workload.gpus} GPUs of {plan.cluster.name}", panels)
+    figure.savefig(path, bbox_inches="tight")
 
 
-def _rank(rank: int, spans: Sequence[TimelineSpan], y: float, scale: float) -> list[str]:
-    drawn = [text(6, y + LANE, f"rank {rank}")]
-    for span in spans:
-        lane = y + (LANE if span.kind == "transfer" else 0)
-        width = max((span.end - span.start) * scale, 0.3)
-        tip = f"{NAMES[span.kind]} {span.label}, step {span.step}, {duration(span.end - span.start)}"
-        x, edge = LEFT + span.start * scale, 'stroke="white" stroke-width="0.4"'
-        drawn.append(rect(x, lane, width, LANE - 1, fill=COLORS[span.kind], more=edge, tip=tip))
-    return drawn
+def timeline_figure(title: str, panels: Sequence[tuple[str, Timeline]]) -> Any:
+    """Return a matplotlib Figure with one panel per (name, timeline), on one time scale.
 
-
-def _axis(y: float, longest: float, scale: float) -> list[str]:
-    drawn = [line(LEFT, y, LEFT + longest * scale, y)]
-    for tick in range(6):
-        x = LEFT + longest * scale * tick / 5
-        drawn.append(line(x, y, x, y + 4))
-        drawn.append(text(x - 12, y + 16, duration(longest * tick / 5)))
-    return drawn
-
-
-def _legend() -> list[str]:
-    drawn = []
-    for i, (kind, color) in enumerate(COLORS.items()):
-        x = LEFT + 140 * i
-        drawn.append(rect(x, 28, 12, 10, fill=color))
-        drawn.append(text(x + 17, 37, NAMES[kind]))
-    return drawn
-
-
-def duration(seconds: float) -> str:
-    """As people read it: seconds, milliseconds or microseconds."""
-    if seconds == 0:
-        return "0"
-    return (
-        f"{seconds:.3g} s"
-        if seconds >= 1
-        else f"{seconds * 1e3:.3g} ms"
-        if seconds >= 1e-3
-        else f"{seconds * 1e6:.3g} us"
-    )
+    Of a timeline with more than MAX_RANKS ranks, only the first are drawn.
+    """
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ConfigError("--timeline needs matplotlib; install mllm-seqpar[plot]") from error
+    longest = max(timeline.seconds for _, timeline in panels)
+    heights = [min(timeline.ranks, MAX_RANKS) for _, timeline in panels]
+    figure = Figure(figsize=(11, 1.6 + sum(0.4 * height + 0.9 for height in heights)), layout="constrained")
+    figure.suptitle(title, fontsize="medium", fontweight="bold")
+    all_axes = figure.subplots(len(panels), 1, sharex=True, squeeze=False, height_ratios=heights)[:, 0]
+    for axes, (name, timeline), height in zip(all_axes, panels, heights, strict=True):
+        for rank in range(height):
+            for kind, color in COLORS.items():
+                spans = [span for span in timeline.spans[rank % timeline.period] if span.kind == kind]
+                bars = [(span.start, span.end - span.start) for span in spans]
+                lane = (rank + 0.45, 0.4) if kind == "transfer" else (rank + 0.05, 0.4)
+                axes.broken_barh(bars, lane, facecolor=color, edgecolor="white", linewidth=0.3, label=NAMES[kind])
+                for span in spans:
+                    if span.end - span.start > 0.04 * longest:
+                        middle = (span.start + span.end) / 2, lane[0] + lane[1] / 2
+                        axes.text(*middle, span.label, fontsize=7, ha="center", va="center")
+        more = timeline.ranks - height
+        axes.set_title(name + (f" ({more} more ranks are not drawn)" if more else ""), loc="left", fontsize="small")
+        axes.set_yticks([rank + 0.45 for rank in range(height)], [f"rank {rank}" for rank in range(height)])
+        axes.set_ylim(height, 0)
+        axes.xaxis.set_major_formatter(lambda seconds, _: duration(seconds))
+        axes.tick_params(labelbottom=True, labelsize="small")
+    handles, labels = all_axes[0].get_legend_handles_labels()
+    figure.legend(handles[: len(NAMES)], labels[: len(NAMES)], loc="outside lower center", ncols=3, fontsize="small")
+    return figure

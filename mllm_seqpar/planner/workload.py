@@ -1,4 +1,4 @@
-"""What is planned for: one training step, or one forward pass, of a model on a video and a text."""
+"""What is planned: one training step, or one forward pass, of a model on a video and a text."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from mllm_seqpar.errors import ConfigError
 from mllm_seqpar.schedules.bytes_sent import Problem
 
-from .call_overheads import Visual
+from .call_cost import VisualProjection
 from .model import ModelSizes
 
 TRAINED = ("all", "no-vision", "connector", "none")
@@ -16,30 +16,29 @@ SELF_ATTENTION = ("ring", "mesh", "ulysses", "local", "auto")
 
 @dataclass(frozen=True, kw_only=True)
 class Workload:
-    """A step of `model` over `gpus` ranks that share one batch.
+    """A step of `model` on `gpus` ranks that share one batch.
 
     Attributes:
         model: its sizes.
-        frames, text: frames, and text tokens, of one batch item.
-        gpus: ranks; parameters are sharded over them too (FSDP2).
-        batch: items.
+        frames, text: frames and text tokens of one sample.
+        gpus: the number of ranks; FSDP2 shards the parameters over them too.
+        batch: the number of samples.
         trained: "all"; "no-vision": all but the vision tower; "connector": cross-attention and what follows the tower;
             "none": forward only.
-        self_attention: of the text: "ring", "mesh", "ulysses", "local" (every rank computes all text), or "auto" (the
-            cheapest of the first three).
-        recompute: K and V of frames are projected again in backward.
-        checkpointing: decoder layers, and those of a trained vision tower, are computed again in backward.
-        mlp_chunk_size: tokens that MLPs compute at once, again in backward, where a rank has more; None: all.
-        vision_chunk_size: frames that the vision tower encodes at once; None: all of a rank's.
-        content_tiles: tiles of a frame that have content, where the model has several; the text sees no others, and
-            None means all.
-        overlap: transfers under computation.
-        element: bytes of an activation's element (bf16: 2).
-        parameter: bytes of a stored parameter and of its gradient (float32 masters: 4).
+        self_attention: "ring", "mesh", "ulysses", "local" (every rank computes all text), or "auto" (the fastest of the
+            first three).
+        recompute: whether backward projects K and V of the frames again.
+        checkpointing: whether backward recomputes decoder layers, and those of a trained vision tower.
+        mlp_chunk_size: tokens per MLP chunk, recomputed in backward if a rank has more; None for all tokens.
+        vision_chunk_size: frames that the vision tower encodes at once; None for all of a rank's frames.
+        content_tiles: image tiles of a frame with content, which are the only ones that text attends to; None for all.
+        overlap: whether transfers run under computation.
+        element: bytes of an element of an activation (bf16: 2).
+        parameter: bytes of an element of a stored parameter and of its gradient (float32: 4).
         optimizer: bytes of optimizer state per trained parameter (AdamW in float32: 8).
 
     Raises:
-        ConfigError: numbers that make no step.
+        ConfigError: an invalid value, by name.
     """
 
     model: ModelSizes
@@ -60,27 +59,31 @@ class Workload:
     optimizer: int = 8
 
     def __post_init__(self) -> None:
-        for name in ("frames", "text", "gpus", "batch"):
+        for name, counted, least in (
+            ("frames", "frames", 1),
+            ("text", "text", 1),
+            ("gpus", "gpus", 1),
+            ("batch", "batch", 1),
+            ("element", "bytes", 1),
+            ("parameter", "bytes", 1),
+            ("optimizer", "bytes", 0),
+            ("mlp_chunk_size", "tokens", 1),
+            ("vision_chunk_size", "frames", 1),
+        ):
             value = getattr(self, name)
-            if type(value) is not int or value < 1:
-                raise ConfigError(f"{name}: {value!r} is not a number of {name}; give 1 or more")
-        for name, least in (("element", 1), ("parameter", 1), ("optimizer", 0)):
-            value = getattr(self, name)
+            if value is None and name.endswith("chunk_size"):
+                continue
             if type(value) is not int or value < least:
-                raise ConfigError(f"{name}: {value!r} is not a number of bytes; give {least} or more")
+                raise ConfigError(f"{name}: {value!r} is not a number of {counted}; pass {least} or more")
         if self.element not in (1, 2, 4, 8):
-            raise ConfigError(f"element: no floating-point number has {self.element} bytes; give 1, 2, 4 or 8")
-        for name, counted in (("mlp_chunk_size", "tokens"), ("vision_chunk_size", "frames")):
-            value = getattr(self, name)
-            if value is not None and (type(value) is not int or value < 1):
-                raise ConfigError(f"{name}: {value!r} is not a number of {counted}; give 1 or more")
+            raise ConfigError(f"element: no floating-point number has {self.element} bytes; pass 1, 2, 4 or 8")
         tiles = self.model.vision.tiles
         if self.content_tiles is not None and not (
             type(self.content_tiles) is int and 1 <= self.content_tiles <= tiles
         ):
             raise ConfigError(
                 f"content_tiles: {self.content_tiles!r} is not a number of tiles that a frame of {self.model.name} can "
-                f"have; give 1 to {tiles}"
+                f"have; pass 1 to {tiles}"
             )
         if self.trained not in TRAINED:
             raise ConfigError(f"trained: {self.trained!r} is unknown; choose one of {', '.join(TRAINED)}")
@@ -91,47 +94,45 @@ class Workload:
 
     @property
     def training(self) -> bool:
-        """Whether there is a backward pass."""
         return self.trained != "none"
 
     @property
     def rows(self) -> int:
-        """Text tokens of each rank, padded to equal shares; all of them where text is not dealt."""
+        """Text tokens of one sample on each rank, padding included; all of them if the text is not sharded."""
         return self.text if self.self_attention == "local" else -(-self.text // self.gpus)
 
     @property
-    def mlp_rows(self) -> int:
+    def tokens(self) -> int:
+        """Text tokens of all samples on each rank."""
+        return self.batch * self.rows
+
+    @property
+    def mlp_tokens(self) -> int:
         """Tokens that an MLP computes at once."""
-        tokens = self.batch * self.rows
-        return tokens if self.mlp_chunk_size is None else min(tokens, self.mlp_chunk_size)
+        return self.tokens if self.mlp_chunk_size is None else min(self.tokens, self.mlp_chunk_size)
 
     @property
     def chunked(self) -> bool:
-        """Whether MLPs go in chunks: with no more tokens than a chunk has, they are computed as ever."""
-        return self.mlp_rows < self.batch * self.rows
+        """Whether MLPs run in chunks; a rank with no more tokens than one chunk computes them as usual."""
+        return self.mlp_tokens < self.tokens
 
     @property
     def visible(self) -> float:
-        """Share of the visual keys that the text sees: empty tiles are projected and sent, and masked."""
+        """Fraction of the visual keys that text attends to: empty tiles are projected and sent, but masked."""
         return 1.0 if self.content_tiles is None else self.content_tiles / self.model.vision.tiles
 
     @property
     def local_frames(self) -> int:
-        """Frames of the rank with most, of all batch items."""
+        """Frames of all samples on the rank that has most."""
         return -(-self.frames // self.gpus) * self.batch
 
     @property
-    def keys(self) -> int:
-        """Visual tokens of that rank, of one batch item: all ranks are planned with as many."""
-        return -(-self.frames // self.gpus) * self.model.vision.keys
-
-    @property
     def cross_problem(self) -> Problem:
-        """One cross-attention call."""
-        cross = self.model.cross
+        """One cross-attention call; every rank is given as many keys as the rank that has most."""
+        cross, frames = self.model.cross, -(-self.frames // self.gpus)
         return Problem(
             rows=-(-self.text // self.gpus),
-            keys=(self.keys,) * self.gpus,
+            keys=(frames * self.model.vision.keys,) * self.gpus,
             heads=cross.heads,
             kv_heads=cross.kv_heads,
             dim=cross.head_dim,
@@ -142,12 +143,10 @@ class Workload:
 
     @property
     def text_problem(self) -> Problem:
-        """One self-attention call."""
         text = self.model.text
-        ranks = 1 if self.self_attention == "local" else self.gpus
         return Problem(
             rows=self.rows,
-            keys=(self.rows,) * ranks,
+            keys=(self.rows,) * (1 if self.self_attention == "local" else self.gpus),
             heads=text.heads,
             kv_heads=text.kv_heads,
             dim=text.head_dim,
@@ -157,25 +156,22 @@ class Workload:
         )
 
     @property
-    def visual(self) -> Visual:
-        """Where cross-attention's keys come from."""
+    def visual(self) -> VisualProjection:
         cross = self.model.cross
         trained = self.trained == "all" or (self.training and self.model.connector_parameters > 0)
-        return Visual(dim=cross.visual_dim, layers=cross.layers, recompute=self.recompute, trained=trained)
+        return VisualProjection(dim=cross.visual_dim, layers=cross.layers, recompute=self.recompute, trained=trained)
 
     @property
     def language_trained(self) -> bool:
-        """Whether the language model's own parameters get gradients."""
+        """Whether the language model's own parameters are trained."""
         return self.trained in ("all", "no-vision")
 
     @property
     def trained_parameters(self) -> int:
-        """How many parameters get gradients."""
         model = self.model
-        connector = model.connector_parameters + model.cross.layers * model.cross_parameters
         return {
             "all": model.parameters,
             "no-vision": model.parameters - model.vision.parameters,
-            "connector": connector,
+            "connector": model.connector_parameters + model.cross.layers * model.cross_parameters,
             "none": 0,
         }[self.trained]

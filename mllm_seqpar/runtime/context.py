@@ -23,13 +23,13 @@ class SeqParContext:
     Attributes:
         comm: transfers of this model, with its byte counter.
         config: the user's choices.
-        chooser: what decides for `strategy="auto"`.
+        selector: selects strategies by the rates of a cluster; None unless an option asks for it.
         assumed_alone: the group is one of this process alone because there was no process group.
     """
 
     comm: Communicator
     config: SeqParConfig
-    chooser: StrategySelector | None = None
+    selector: StrategySelector | None = None
     assumed_alone: bool = False
     _reported: list[bool] = field(default_factory=list, repr=False, compare=False)
     _warned: list[bool] = field(default_factory=list, repr=False, compare=False)

@@ -27,12 +27,19 @@ from mllm_seqpar.comm import Communicator
 from mllm_seqpar.comm.autograd import gather_shards
 from mllm_seqpar.errors import ConfigError
 from mllm_seqpar.masks import BlockMasks, FrameBlockMasks, FrameMask
-from mllm_seqpar.planner import Selection
-from mllm_seqpar.planner.call_cost import Visual
 from mllm_seqpar.sharding import frame_bounds
 
 from .context import SeqParContext
-from .selection import CROSS, CROSS_MESH, OWN, OWN_MESH, CandidateStrategies, CrossAttentionShape, selected_spec
+from .selection import (
+    CROSS,
+    CROSS_MESH,
+    SELF,
+    SELF_MESH,
+    CandidateStrategies,
+    CrossAttentionShape,
+    Selection,
+    selected_spec,
+)
 from .text_kv_cache import CachedTextMask
 from .text_shards import TextShards
 from .visual_features import Projection, RecomputedKV, VisualFeatures, VisualKVCache
@@ -115,7 +122,7 @@ def select_for_pass(
     context: SeqParContext, shape: CrossAttentionShape, text: TextShards, shards: FrameState
 ) -> FrameState:
     """With what `strategy="auto"` takes for all cross-attention layers of a pass, replication among its candidates."""
-    assert context.chooser is not None
+    assert context.selector is not None
     features, config = shards.visual.features, context.config
     (probe,) = as_attended(features[:0])
     problem = problem_of(
@@ -125,9 +132,15 @@ def select_for_pass(
         probe.dtype,
         config.accumulate_dtype,
     )
-    training = torch.is_grad_enabled()
-    visual = Visual(dim=features.shape[2], layers=shape.layers, recompute=config.recompute_visual, trained=training)
-    return replace(shards, choice=context.chooser.choose(problem, shards.blocks, training=training, visual=visual))
+    selection = context.selector.select_for_pass(
+        problem,
+        shards.blocks,
+        training=torch.is_grad_enabled(),
+        visual_dim=features.shape[2],
+        layers=shape.layers,
+        recompute=config.recompute_visual,
+    )
+    return replace(shards, choice=selection)
 
 
 @dataclass(frozen=True)
@@ -172,7 +185,7 @@ class ForwardState:
         assert self.text is not None
         blocks, lengths = self.text.blocks(window), (self.text.local,) * self.context.comm.size
         name = self.context.config.self_attention
-        among = {"auto": OWN, "mesh": OWN_MESH}.get(name)
+        among = {"auto": SELF, "mesh": SELF_MESH}.get(name)
         if name in ("local", "auto"):  # local: whole everywhere, but for the rows of an attention shared with frames
             name = "ring"
         q_shape = k.shape[0], heads or k.shape[1], *k.shape[2:]
@@ -310,12 +323,12 @@ class ForwardState:
         choice: Selection | None = None,
     ) -> CallSpec:
         """Of the choice that was or is made `among` several, where there are rates to choose by; else of `strategy`."""
-        config, chooser = self.context.config, self.context.chooser
+        config, selector = self.context.config, self.context.selector
         problem = problem_of(q_shape, k_shape, key_lengths, dtype, config.accumulate_dtype)
-        if among is not None and chooser is not None and problem.ranks > 1:
-            choice = choice or chooser.choose(
-                problem, blocks, training=torch.is_grad_enabled(), among=among, tile=config.tile_for(strategy)
+        if among is not None and selector is not None and problem.ranks > 1:
+            choice = choice or selector.select(
+                problem, blocks, among, training=torch.is_grad_enabled(), mesh_shape=config.tile_for(strategy)
             )
-            return selected_spec(chooser, choice, blocks, problem, config, dtype, causal=among.causal)
+            return selected_spec(selector, choice, blocks, problem, config, dtype, causal=among.causal)
         accumulate = accumulation(config.accumulate_dtype, dtype)
         return plan_for(strategy, config.tile_for(strategy), blocks, problem, accumulate, config.overlap)

@@ -1,180 +1,207 @@
-"""Draws the figures of docs/, from the schedules that the executor runs.
+"""Draw the figures of docs/figures with matplotlib.
 
-    python scripts/docs/figures.py                                               # all of docs/figures
-    python scripts/docs/figures.py --tile 4 2 --backward --output mesh.svg       # a tile of one's own
+    python scripts/docs/figures.py                                               # all figures
+    python scripts/docs/figures.py --tile 4 2 --backward --output mesh.svg       # one mesh shape
 
-Whole figures and nothing random: the same code draws the same bytes. Where a strategy sends without a schedule (one
-gather, one merge), it is run on small tensors and what its ranks sent is drawn.
+An SVG file stores the data that it shows (`figure_data`) as JSON in its description. A test compares it with the data
+of today, so that fonts and the version of matplotlib do not matter.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
+import textwrap
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
-import torch
-from grid import Cell, Chip, Panel, draw
-from panels import Recorder, Tile, causal_share, legend_of, of_heads, of_schedule
+import figure_data
+from figure_data import Block, Cell, FigureData, Panel, Sent
+from matplotlib import rc_context
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.patches import FancyBboxPatch, Rectangle
 
-from mllm_seqpar.attention.decode import SCATTER_ROWS, merge_over_ranks
-from mllm_seqpar.comm import Communicator
-from mllm_seqpar.comm.autograd import gather_shards
-from mllm_seqpar.comm.loopback import run_loopback
-from mllm_seqpar.masks import FrameBlockMasks, FrameMask
-from mllm_seqpar.runtime.star import StarText
-from mllm_seqpar.schedules import schedule_for
-from mllm_seqpar.sharding import LAYOUTS, frame_bounds, sequence_positions
-
-FOLDER = Path(__file__).resolve().parent.parent.parent / "docs" / "figures"
-HOW = "In a cell: the blocks computed (queries of a rank, keys and values of a rank); below, what leaves meanwhile."
-OWN = "Framed: a rank's own queries with its own keys. Half filled: with half of its queries."
-
-
-def tile_figure(title: str, tile: Tile, passes: tuple[bool, ...] = (False, True)) -> str:
-    """A tile's schedule, forward and backward."""
-    drawn = [of_schedule("backward" if back else "forward", tile, backward=back) for back in passes]
-    names = set().union(*(found for _, found in drawn))
-    return draw(title, [panel for panel, _ in drawn], [HOW, OWN, legend_of(sorted(names))])
-
-
-def direct() -> str:
-    """LV-XAttn under a mask: each of 16 rows sees the 6 frames up to its own place among 16."""
-    rows = torch.arange(16)[None]
-    mask = FrameMask.from_intervals((rows - 5).clamp(min=0), rows + 1, 1, 16)
-    places = [torch.arange(4 * rank, 4 * rank + 4) for rank in range(4)]
-    blocks = FrameBlockMasks([mask.take(place) for place in places], frame_bounds(16, 4))
-    assert blocks.prunes
-    seen = blocks.visible_row_counts()
-    panel, names = of_schedule(
-        "forward", (4, 1), backward=False, direct=True, share=lambda i, j: seen[i][j] / 4, spares=True
-    )
-    example = (
-        "Example: 16 queries, 16 frames; each query sees the 6 frames up to its own place. Percent: share of a rank's "
-        "queries that see any of the keys; only these travel, straight there and back. Dashed: none sees any."
-    )
-    title = "LV-XAttn under a mask that hides most frames, 4 ranks"
-    return draw(title, [panel], [HOW, OWN, example, legend_of(sorted(names))])
-
-
-def layouts() -> str:
-    """Ring Attention over causal text, dealt in each layout."""
-    panels = []
-    for layout in LAYOUTS:
-        positions = [sequence_positions(16, rank, 4, layout) for rank in range(4)]
-        dealt = ", ".join(f"{rank}: {' '.join(map(str, p.tolist()))}" for rank, p in enumerate(positions))
-        title = f"{layout} (16 tokens; rank {dealt})"
-        panels.append(of_schedule(title, (1, 4), backward=False, share=causal_share(positions))[0])
-    shares = "Percent: share of a block's scores that causal text sees; dashed: none, nothing is computed."
-    return draw("Ring Attention over causal text, forward, 4 ranks", panels, [HOW, shares])
-
-
-def by_heads() -> str:
-    """Ulysses, and its hybrid."""
-    panels = [
-        of_heads("4 ranks, 8 query heads, 2 key heads: each key head goes to the 2 ranks that use it", 4, 8, 2),
-        of_heads("hybrid: heads dealt to 2 ranks at a time, tile (2, 1) between the 2 groups", 2, 4, 4, (2, 1)),
-    ]
-    legend = ["h0-1: heads 0 and 1. Q0-1: the queries of ranks 0 and 1. O: output and its log-sum-exp."]
-    return draw("DeepSpeed-Ulysses and the hybrid, forward", panels, legend)
-
-
-def replicate() -> str:
-    """Gathering of features, from a run."""
-
-    def one_rank(comm: Communicator) -> tuple[list, list]:
-        recorder = Recorder(comm)
-        features = torch.ones(1, 1, 1, requires_grad=True)
-        sum((part * 2).sum() for part in gather_shards(features, recorder)).backward()
-        return recorder.leaving(0, "y{}", ""), recorder.leaving(1, "", "dy{1}")
-
-    runs = run_loopback(4, one_rank)
-    rows = []
-    for rank, (gathered, reduced) in enumerate(runs):
-        whole = [Chip(f"Q{rank}", f"KV{j}", [rank], [j], own=rank == j) for j in range(len(runs))]
-        rows.append((f"rank {rank}", [Cell((), gathered), Cell(whole), Cell(whole), Cell((), reduced)]))
-    steps = ["once: gather", "each layer, forward", "each layer, backward", "once: reduce-scatter"]
-    legend = ["y: features of a rank's frames; dy: their gradient, to the rank they belong to, which adds them up."]
-    legend += [
-        "K and V are projected from the gathered features by every rank: the blocks of a row are computed as one."
-    ]
-    return draw('Replication (strategy="replicate"), 4 ranks', [Panel("", steps, rows)], legend)
-
-
-def decoding() -> str:
-    """The merge of replicated queries' partial results, from runs with few rows and with many."""
-
-    def one_rank(comm: Communicator, rows: int) -> Recorder:
-        recorder = Recorder(comm)
-        merge_over_ranks(torch.zeros(1, 1, rows, 1), torch.zeros(1, 1, rows), recorder)
-        return recorder
-
-    few = ["compute", "all-gather"], [("O{}", "")]
-    many = ["compute", "exchange of shares", "all-gather"], [("", "O{0} share {1}"), ("merged {}", "")]
-    panels = []
-    for rows, (steps, names) in ((1, few), (SCATTER_ROWS, many)):
-        cells = []
-        for rank, recorder in enumerate(run_loopback(4, one_rank, rows)):
-            assert len(recorder.exchanges) == len(names)
-            sent = [Cell((), recorder.leaving(i, *name)) for i, name in enumerate(names)]
-            cells.append((f"rank {rank}", [Cell([Chip("Q", f"KV{rank}", [], [rank])]), *sent]))
-        what = "a new token" if rows == 1 else f"{rows} rows or more: each rank merges its share of them"
-        panels.append(Panel(what, steps, cells))
-    legend = ["Q is the same on every rank; K and V stay where they are. O: partial output and its log-sum-exp."]
-    return draw("Decoding: replicated queries over dealt keys, 4 ranks", panels, legend)
-
-
-def star() -> str:
-    """What Star Attention computes: in the context each rank the anchor and its own block, and nothing travels."""
-
-    def text_of(comm: Communicator) -> StarText:
-        return StarText(1, 17, comm)
-
-    rows = []
-    for rank, text in enumerate(run_loopback(4, text_of)):
-        (step,) = schedule_for((1, 1), rank, backward=False)
-        assert not step.transfers
-        read = [int(part[0]) // text.block for part in text.positions(rank).split(text.block) if part[0] < text.length]
-        seen = [(row, column) for i, row in enumerate(read) for column in read[: i + 1]]
-        chips = [Chip(f"c{i + 1}", f"c{j + 1}", [i], [j], note="causal" if i == j else "") for i, j in seen]
-        rows.append((f"rank {rank}", [Cell(chips), Cell([Chip("Q", f"KV{rank}", [], [rank])])]))
-    panel = Panel("", ["context: nothing travels", "query, new tokens"], rows)
-    legend = ["c1 to c4: the context's blocks, left as queries, right as keys. c1, the anchor, is read by all ranks."]
-    legend += [
-        "The query and new tokens attend to all K and V that ranks keep; their results are merged as in decoding."
-    ]
-    return draw('Star Attention (self_attention="star"), 4 ranks', [panel], legend)
-
-
-FIGURES: dict[str, Callable[[], str]] = {
-    "lv-xattn": lambda: tile_figure("LV-XAttn, tile (4, 1): queries go round, keys stay", (4, 1)),
-    "lv-xattn-mask": direct,
-    "ring": lambda: tile_figure("Ring Attention, tile (1, 4): keys go round, queries stay", (1, 4)),
-    "ring-causal": layouts,
-    "mesh": lambda: tile_figure("Mesh-Attention, tile (3, 2) of 6 ranks, every transfer as long as a block", (3, 2)),
-    "ulysses": by_heads,
-    "replicate": replicate,
-    "decoding": decoding,
-    "star": star,
+FOLDER = Path(__file__).resolve().parents[2] / "docs" / "figures"
+COLORS = ("#f7b27a", "#9cc7ea", "#a8d59a", "#f6da74", "#cfaee6", "#8ed8cd", "#f4a3b5", "#cdc9a5")
+"""Colours of the owner ranks, all light, so that dark text is readable on each."""
+DARK, GREY = "#222222", "#666666"
+FIGURES: dict[str, Callable[[], FigureData]] = {
+    "lv-xattn": lambda: figure_data.mesh_figure("LV-XAttn, mesh shape (4, 1): Q shards move, KV shards stay", (4, 1)),
+    "lv-xattn-mask": figure_data.frame_mask,
+    "ring": lambda: figure_data.mesh_figure("Ring Attention, mesh shape (1, 4): KV shards move, Q shards stay", (1, 4)),
+    "ring-causal": figure_data.causal_layouts,
+    "mesh": lambda: figure_data.mesh_figure(
+        "Mesh-Attention, mesh shape (3, 2), if every transfer takes as long as a block", (3, 2)
+    ),
+    "ulysses": figure_data.ulysses,
+    "replicate": figure_data.replicate,
+    "decoding": figure_data.decoding,
+    "star": figure_data.star,
 }
+# Sizes in points, which are the units of the axes.
+CHARACTER, BLOCK, SENT, PADDING, LINE, NARROWEST = 7.4, 26, 23, 8, 20, 560
+SVG = {"svg.fonttype": "none", "svg.hashsalt": "mllm-seqpar", "font.family": "sans-serif"}
+"""Text stays text, and equal figures are equal files."""
+
+
+def save(data: FigureData, path: Path) -> None:
+    """Draw a figure to an SVG file."""
+    with rc_context(SVG):
+        draw(data).savefig(path, format="svg", metadata={"Date": None, "Description": as_json(data)})
+
+
+def as_json(data: FigureData) -> str:
+    """Return the description of a figure's file."""
+    return json.dumps(asdict(data), separators=(",", ":"))
+
+
+def draw(data: FigureData) -> Figure:
+    """Return the figure: the panels one above the other, then the legend."""
+    layouts = [_widths(panel) for panel in data.panels]
+    width = max(NARROWEST, CHARACTER * len(data.title) * 1.25, *(left + sum(steps) for left, steps in layouts))
+    legend = [line for words in data.legend for line in textwrap.wrap(words, int(1.15 * width / CHARACTER))]
+    heights = [_heights(panel) for panel in data.panels]
+    panels = sum(
+        (28 if p.title else 6) + 20 + sum(rows) + PADDING for p, rows in zip(data.panels, heights, strict=True)
+    )
+    size = width + 2 * PADDING, 40 + panels + LINE * len(legend) + 2 * PADDING
+    figure = Figure(figsize=(size[0] / 72, size[1] / 72), facecolor="white")
+    axes = figure.add_axes((0, 0, 1, 1))
+    axes.set(xlim=(0, size[0]), ylim=(size[1], 0))
+    axes.set_axis_off()
+    _text(axes, PADDING, 19, data.title, ha="left", fontsize=16, fontweight="bold")
+    y = 40.0
+    for panel, (left, steps), rows in zip(data.panels, layouts, heights, strict=True):
+        y = _draw_panel(axes, panel, y, left, steps, rows)
+    for line in legend:
+        y += LINE
+        _text(axes, PADDING, y - 4, line, ha="left", color=GREY)
+    return figure
+
+
+def _has_blocks(panel: Panel) -> list[bool]:
+    """Return for each step whether any rank computes a block; otherwise its cells show transfers alone."""
+    return [any(cells[i].blocks for _, cells in panel.rows) for i in range(len(panel.steps))]
+
+
+def _widths(panel: Panel) -> tuple[float, list[float]]:
+    """Return the left edge of the first step, and the width of every step."""
+
+    def width(cell: Cell) -> float:
+        return max([sum(_halves(b)) for b in cell.blocks] + [_sent_width(s) for s in cell.sent], default=0)
+
+    columns = zip(*(cells for _, cells in panel.rows), strict=True)
+    steps = [
+        max(CHARACTER * len(name), *map(width, cells)) + 2 * PADDING
+        for name, cells in zip(panel.steps, columns, strict=True)
+    ]
+    return PADDING + CHARACTER * max(len(name) for name, _ in panel.rows) + 12, steps
+
+
+def _heights(panel: Panel) -> list[float]:
+    heights = []
+    for _, cells in panel.rows:
+        blocks = max(len(cell.blocks) for cell in cells)
+        below = max([len(c.sent) for c, has in zip(cells, _has_blocks(panel), strict=True) if has], default=0)
+        alone = max([len(c.sent) for c, has in zip(cells, _has_blocks(panel), strict=True) if not has], default=0)
+        heights.append(max(blocks * BLOCK + below * SENT, alone * SENT) + 3 * PADDING)
+    return heights
+
+
+def _draw_panel(axes: Axes, panel: Panel, y: float, left: float, widths: list[float], heights: list[float]) -> float:
+    """Draw a panel whose upper edge is `y`; return its lower edge."""
+    if panel.title:
+        _text(axes, PADDING, y + 11, panel.title, ha="left", fontweight="bold")
+    y += 28 if panel.title else 6
+    lefts = [left + sum(widths[:i]) for i in range(len(widths))]
+    for x, width, name in zip(lefts, widths, panel.steps, strict=True):
+        _text(axes, x + width / 2, y + 9, name, color=GREY)
+    y += 20
+    for (name, cells), height in zip(panel.rows, heights, strict=True):
+        _text(axes, PADDING, y + PADDING + 12, name, ha="left", fontweight="bold")
+        blocks = max(len(cell.blocks) for cell in cells)
+        for x, width, cell, has_blocks in zip(lefts, widths, cells, _has_blocks(panel), strict=True):
+            _round(axes, x + 2, y + 2, width - 4, height - 4, 5, "#f6f6f4")
+            for i, block in enumerate(cell.blocks):
+                _draw_block(axes, block, x + (width - sum(_halves(block))) / 2, y + PADDING + i * BLOCK)
+            below = y + PADDING + (blocks * BLOCK + 4 if has_blocks else 0)
+            if cell.sent and has_blocks:
+                axes.plot([x + PADDING, x + width - PADDING], [below - 3] * 2, color="#c8c8c4", linewidth=1)
+            for i, sent in enumerate(cell.sent):
+                _draw_sent(axes, sent, x + (width - _sent_width(sent)) / 2, below + i * SENT + 2)
+        y += height
+    return y + PADDING
+
+
+def _halves(block: Block) -> tuple[float, float]:
+    q, kv = (CHARACTER * max(len(label), 3) + 14 for label in (block.q, block.kv))
+    return q, kv
+
+
+def _draw_block(axes: Axes, block: Block, x: float, y: float) -> None:
+    """Draw a block: the left half in the colours of the Q owners, the right half in those of the KV owners."""
+    height, (q, kv) = BLOCK - 5, _halves(block)
+    part = height / block.parts
+    if not block.hidden:
+        for start, width, owners in ((x, q, block.q_owners), (x + q, kv, block.kv_owners)):
+            for i, owner in enumerate(owners):
+                stripe = width / len(owners)
+                corner = start + i * stripe, y + part * block.part
+                axes.add_patch(Rectangle(corner, stripe, part, facecolor=_color(owner), edgecolor="none"))
+    edge = {"edgecolor": DARK, "linewidth": 2} if block.own else {"edgecolor": "#a8a8a4", "linewidth": 1}
+    axes.add_patch(Rectangle((x, y), q + kv, height, fill=False, linestyle="--" if block.hidden else "-", **edge))
+    ink = "#767672" if block.hidden else DARK
+    _text(axes, x + q / 2, y + height / 2, block.q, color=ink)
+    _text(axes, x + q + kv / 2, y + height / 2, block.kv, color=ink)
+
+
+def _sent_width(sent: Sent) -> float:
+    return CHARACTER * (len(sent.label) + len(sent.to) + 4) + 10
+
+
+def _draw_sent(axes: Axes, sent: Sent, x: float, y: float) -> None:
+    """Draw a transfer: a pill in the colour of the shard's owner, and an arrow to the destination."""
+    width = CHARACTER * len(sent.label) + 10
+    _round(axes, x, y, width, SENT - 5, 9, _color(sent.owner))
+    _text(axes, x + width / 2, y + 9, sent.label)
+    _text(axes, x + width + 5, y + 9, f"\N{RIGHTWARDS ARROW} {sent.to}", ha="left")
+
+
+def _color(rank: int) -> str:
+    return COLORS[rank % len(COLORS)]
+
+
+def _round(axes: Axes, x: float, y: float, width: float, height: float, radius: float, color: str) -> None:
+    style = f"round,pad=0,rounding_size={radius}"
+    axes.add_patch(FancyBboxPatch((x, y), width, height, boxstyle=style, facecolor=color, edgecolor="none"))
+
+
+def _text(axes: Axes, x: float, y: float, text: str, **options: Any) -> None:
+    axes.text(x, y, text, **{"ha": "center", "va": "center", "color": DARK, "fontsize": 12, **options})
 
 
 def main() -> None:
-    """Writes the figures."""
+    """Write the figures."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tile", type=int, nargs=2, metavar=("A", "B"), help="draw this tile's schedule only")
-    parser.add_argument("--backward", action="store_true", help="the backward pass of that tile")
-    parser.add_argument("--output", type=Path, help="a file for that tile's figure, or a folder for all")
+    parser.add_argument(
+        "--tile", type=int, nargs=2, metavar=("A", "B"), help="draw only the schedule of this mesh shape"
+    )
+    parser.add_argument("--backward", action="store_true", help="with --tile: the backward pass")
+    parser.add_argument("--output", type=Path, help="a file with --tile, else a folder")
     args = parser.parse_args()
     if args.tile:
         a, b = args.tile
-        drawn = {args.output or Path("schedule.svg"): tile_figure(f"tile ({a}, {b})", (a, b), (args.backward,))}
+        data = figure_data.mesh_figure(f"mesh shape ({a}, {b})", (a, b), (args.backward,))
+        figures = {args.output or Path("schedule.svg"): data}
     else:
         folder = args.output or FOLDER
         folder.mkdir(parents=True, exist_ok=True)
-        drawn = {folder / f"{name}.svg": make() for name, make in FIGURES.items()}
-    for path, picture in drawn.items():
-        path.write_text(picture)
+        figures = {folder / f"{name}.svg": make() for name, make in FIGURES.items()}
+    for path, data in figures.items():
+        save(data, path)
         print(path)
 
 

@@ -94,7 +94,7 @@ class Told(logging.Handler):
 @contextmanager
 def told_of_choices() -> Iterator[list[str]]:
     """The lines that are logged of choices inside the block."""
-    told, log = Told(), logging.getLogger("mllm_seqpar.runtime.selection")
+    told, log = Told(), logging.getLogger("mllm_seqpar.planner.auto")
     log.addHandler(told)
     log.setLevel(logging.INFO)
     try:

@@ -1,6 +1,9 @@
-"""Clusters for the planner's tests: round numbers, so that times can be worked out by hand."""
+"""A cluster with round numbers, for times that can be worked out by hand."""
+
+from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 from mllm_seqpar.planner import Cluster
 
@@ -16,8 +19,8 @@ ROUND = Cluster(
     network_link=1e8,
     network_latency_s=0.0,
 )
-"""Nodes of 4; 1 GB/s inside, 0.1 GB/s between; nothing has a fixed cost."""
+"""Nodes of 4; 1 GB/s inside, 0.1 GB/s between; no fixed costs."""
 
 
-def with_(cluster: Cluster = ROUND, **changes: object) -> Cluster:
-    return replace(cluster, **changes)  # type: ignore[arg-type]
+def with_(cluster: Cluster = ROUND, **changes: Any) -> Cluster:
+    return replace(cluster, **changes)

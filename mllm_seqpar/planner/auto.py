@@ -1,0 +1,157 @@
+"""Strategy selection for `strategy="auto"`, `self_attention="auto"` and a mesh whose `cluster` is given.
+
+`ClusterSelector` implements `runtime.selection.StrategySelector` with the planner's cost model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from math import ceil, log2
+
+import torch
+
+from mllm_seqpar._logging import get_logger
+from mllm_seqpar.comm import Communicator
+from mllm_seqpar.comm.agreement import require_same_text
+from mllm_seqpar.config import SeqParConfig
+from mllm_seqpar.masks import BlockMasks, FrameBlockMasks
+from mllm_seqpar.runtime.selection import CROSS, CandidateStrategies
+from mllm_seqpar.runtime.selection import Selection as SelectedStrategy
+from mllm_seqpar.schedules import OverlapRatios
+from mllm_seqpar.schedules.bytes_sent import Problem
+
+from .calibrate import AttentionShape, calibrate
+from .call_cost import VisualProjection, overlap_ratios_by_rates
+from .cluster import Cluster, read_cluster
+from .selection import Selection, SelectionOptions, select_strategy
+
+_log = get_logger(__name__)
+
+MAX_RANKS_WITH_BLOCK_FRACTIONS = 16
+"""Under a mask that makes (row, rank) pairs empty, every block is simulated with its own visible fraction up to this
+many ranks, and with the rows that are sent up to four times as many. Beyond that, a simulation would take seconds."""
+
+
+@dataclass
+class ClusterSelector:
+    """Selects for one patched model by the rates of `cluster`; logs each selection once, with the reason."""
+
+    cluster: Cluster
+    _selections: dict[object, Selection] = field(default_factory=dict)
+    _logged: set[object] = field(default_factory=set)
+
+    def select(
+        self,
+        problem: Problem,
+        blocks: BlockMasks,
+        candidates: CandidateStrategies,
+        *,
+        training: bool,
+        mesh_shape: tuple[int, int] | None = None,
+    ) -> Selection:
+        return self._select(problem, blocks, candidates, training, mesh_shape, None)
+
+    def select_for_pass(
+        self, problem: Problem, blocks: BlockMasks, *, training: bool, visual_dim: int, layers: int, recompute: bool
+    ) -> Selection:
+        visual = VisualProjection(dim=visual_dim, layers=layers, recompute=recompute, trained=training)
+        return self._select(problem, blocks, CROSS, training, None, visual)
+
+    def overlap_ratios(
+        self, selection: SelectedStrategy, problem: Problem, blocks: BlockMasks, *, causal: bool
+    ) -> tuple[OverlapRatios, OverlapRatios] | None:
+        a, b = selection.mesh_shape
+        if a == 1 or b == 1:
+            return None
+        forward, backward = (
+            overlap_ratios_by_rates(
+                _round_lengths(problem),
+                (a, b),
+                self.cluster,
+                backward=backward,
+                head_degree=problem.ranks // (a * b),
+                visible=_visible_fraction(blocks) * (0.5 if causal else 1.0),
+            )
+            for backward in (False, True)
+        )
+        return forward, backward
+
+    def _select(
+        self,
+        problem: Problem,
+        blocks: BlockMasks,
+        candidates: CandidateStrategies,
+        training: bool,
+        mesh_shape: tuple[int, int] | None,
+        visual: VisualProjection | None,
+    ) -> Selection:
+        fraction = _visible_fraction(blocks)
+        pruned = isinstance(blocks, FrameBlockMasks) and blocks.prunes
+        problem = _round_lengths(problem)
+        key = problem, training, visual, fraction, pruned, candidates, mesh_shape
+        if key not in self._selections:
+            visible_rows: list[list[int]] | None = None
+            visible: float | Sequence[Sequence[float]] = fraction
+            if pruned and isinstance(blocks, FrameBlockMasks):
+                if problem.ranks <= 4 * MAX_RANKS_WITH_BLOCK_FRACTIONS:
+                    visible_rows = blocks.counts()
+                if problem.ranks <= MAX_RANKS_WITH_BLOCK_FRACTIONS:
+                    visible = blocks.shares()
+            options = SelectionOptions(
+                training=training,
+                visible=visible,
+                visible_rows=visible_rows,
+                visual=visual,
+                strategies=[s for s in candidates.strategies if s != "replicate" or visual is not None],
+                causal=candidates.causal,
+                mesh_shape=mesh_shape,
+            )
+            selection = self._selections[key] = select_strategy(problem, self.cluster, options=options)
+            logged = candidates.option, selection.spec
+            if logged not in self._logged:
+                self._logged.add(logged)
+                _log.info("%s on %s: %s", candidates.option, self.cluster.name, selection.reason)
+        return self._selections[key]
+
+
+def selector_for(config: SeqParConfig, comm: Communicator, device: torch.device, dtype: torch.dtype) -> ClusterSelector:
+    """Return the selector of a model that is being patched. Collective.
+
+    The rates come from the file `config.cluster`, whose contents the ranks compare, or are measured if it is None.
+
+    Raises:
+        ConfigError: the cluster file cannot be used.
+        AgreementError: the cluster files of the ranks differ.
+    """
+    path = config.cluster
+    if path is None:
+        dtype = dtype if dtype.is_floating_point else torch.float32
+        return ClusterSelector(calibrate(comm, device=device, shape=AttentionShape(dtype=dtype, kernel=config.kernel)))
+    clusters: list[Cluster] = []
+
+    def describe() -> str:
+        clusters.append(read_cluster(path))
+        return repr(clusters[0])
+
+    require_same_text(comm, "patch_model(cluster=...)", describe)
+    clusters[0].check_ranks(comm.size)
+    return ClusterSelector(clusters[0])
+
+
+def _round_lengths(problem: Problem) -> Problem:
+    """Round the lengths up to quarter powers of two, the same on every rank.
+
+    Training meets videos and texts of every length. Simulating each length anew, rank by rank where the shards are
+    uneven, would cost more time than the best selection saves.
+    """
+    return replace(problem, rows=_round_up(problem.rows), keys=(_round_up(max(problem.keys)),) * problem.ranks)
+
+
+def _round_up(length: int) -> int:
+    return ceil(2 ** (ceil(4 * log2(length)) / 4)) if length > 0 else 0
+
+
+def _visible_fraction(blocks: BlockMasks) -> float:
+    """Return the fraction of entries that a frame mask shows, in percent steps; 1 for any other mask."""
+    return max(round(blocks.share, 2), 0.01) if isinstance(blocks, FrameBlockMasks) else 1.0

@@ -1,0 +1,322 @@
+"""Event simulation of ranks that compute and exchange on shared links. Plain Python, without torch.
+
+A rank's step begins when its previous step has ended. The rank posts the step's transfers together, computes its blocks
+meanwhile, and ends the step when both are done, as the executor does. A transfer starts once both its ends have posted
+it, takes its latency, and then shares links evenly with all other transfers on them: a rank's own link inside its node,
+and a node's one link to the other nodes, each with a speed per direction.
+
+Where the schedules of all ranks are equal up to a shift by `period` ranks, it is enough to simulate that many. Rank r
+then represents all ranks that equal r modulo the period, and what it sends to such a copy arrives at itself.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from heapq import heappop, heappush
+from typing import Literal, NamedTuple
+
+from .cluster import Cluster
+
+
+class SentMessage(NamedTuple):
+    """One transfer that a rank sends: destination rank, bytes, and a label for figures."""
+
+    to: int
+    size: int
+    label: str = ""
+
+
+class Computation(NamedTuple):
+    """One computation of a rank: seconds, and a label for figures."""
+
+    seconds: float
+    label: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Phase:
+    """One step of one rank: transfers that are posted together, and computations.
+
+    Between two ranks, transfers match in the order in which they are posted. `sources` has one entry per incoming
+    transfer.
+    """
+
+    sends: tuple[SentMessage, ...] = ()
+    sources: tuple[int, ...] = ()
+    work: tuple[Computation, ...] = ()
+
+
+class TimelineSpan(NamedTuple):
+    """An activity of a rank from `start` to `end`, in seconds. A transfer belongs to the rank that sends it."""
+
+    kind: Literal["compute", "transfer", "wait"]
+    start: float
+    end: float
+    step: int
+    label: str = ""
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """The result of a simulation. Index r holds the figures of rank r; ranks beyond the period are copies.
+
+    Attributes:
+        ranks: the number of ranks, of which `period` were simulated.
+        end: seconds at which each rank ends.
+        computing: seconds in which it computes.
+        exposed: seconds in which it waits for transfers.
+        hidden: seconds in which it computes while its step's transfers are in flight.
+        node_bytes, network_bytes: bytes that it sends inside its node and to other nodes.
+        spans: activities by rank, ordered by time; empty unless they were recorded.
+    """
+
+    ranks: int
+    period: int
+    end: tuple[float, ...]
+    computing: tuple[float, ...]
+    exposed: tuple[float, ...]
+    hidden: tuple[float, ...]
+    node_bytes: tuple[int, ...]
+    network_bytes: tuple[int, ...]
+    spans: tuple[tuple[TimelineSpan, ...], ...]
+
+    @property
+    def seconds(self) -> float:
+        return max(self.end)
+
+    @property
+    def all_node_bytes(self) -> int:
+        """Bytes that all ranks together send inside nodes."""
+        return sum(self.node_bytes) * self.ranks // self.period
+
+    @property
+    def all_network_bytes(self) -> int:
+        """Bytes that all ranks together send between nodes."""
+        return sum(self.network_bytes) * self.ranks // self.period
+
+
+def simulate(
+    phases: Sequence[Sequence[Phase]], ranks: int, cluster: Cluster, *, overlap: bool = True, record: bool = False
+) -> Timeline:
+    """Return the timeline of each rank's phases on the cluster.
+
+    Args:
+        phases: the phases of each simulated rank; those of all ranks, unless a period of them represents the others.
+        ranks: the size of the whole group; transfers name its ranks.
+        cluster: links, latencies and overheads.
+        overlap: False computes a step's blocks after its transfers.
+        record: whether the timeline keeps its spans.
+
+    Raises:
+        ValueError: the number of simulated ranks does not divide `ranks`, or a transfer is never posted at its other
+            end.
+    """
+    if not phases or ranks % len(phases):
+        raise ValueError(f"simulate: {len(phases)} simulated ranks do not divide {ranks} ranks")
+    return _Simulation(phases, ranks, cluster, overlap, record).run()
+
+
+_Port = tuple[str, int]
+"""One direction of a link: its kind (see `_Simulation.capacity`), and the rank or node that it belongs to."""
+
+
+@dataclass(slots=True)
+class _Transfer:
+    """A transfer between two simulated ranks; `remaining` bytes at time `since`, moving at `rate`."""
+
+    source: int
+    to: int
+    size: int
+    label: str
+    step: int
+    network: bool
+    ports: tuple[_Port, ...]
+    remaining: float = 0.0
+    rate: float = 0.0
+    since: float = 0.0
+    start: float = 0.0
+    version: int = 0
+
+
+@dataclass(slots=True)
+class _Rank:
+    step: int = -1
+    begin: float = 0.0
+    pending: int = 0
+    transfers_done: float = 0.0
+    end: float = 0.0
+    computing: float = 0.0
+    exposed: float = 0.0
+    hidden: float = 0.0
+    node_bytes: int = 0
+    network_bytes: int = 0
+    spans: list[TimelineSpan] = field(default_factory=list)
+
+
+_BEGIN, _ACTIVE, _DONE = range(3)
+
+
+class _Simulation:
+    def __init__(
+        self, phases: Sequence[Sequence[Phase]], ranks: int, cluster: Cluster, overlap: bool, record: bool
+    ) -> None:
+        self.phases, self.ranks, self.cluster, self.record = phases, ranks, cluster, record
+        self.period = len(phases)
+        self.serial = 1.0 - cluster.overlap if overlap else 1.0
+        """Fraction of a step's computation that cannot run while its transfers are in flight."""
+        self.state = [_Rank() for _ in phases]
+        self.events: list[tuple[float, int, int, int | _Transfer, int]] = []
+        self.event_count = 0
+        self.posted: defaultdict[tuple[int, int], deque[tuple[float, _Transfer]]] = defaultdict(deque)
+        self.expected: defaultdict[tuple[int, int], deque[float]] = defaultdict(deque)
+        self.on_port: defaultdict[_Port, dict[int, _Transfer]] = defaultdict(dict)
+        self.capacity = {
+            "out": cluster.node_link,
+            "in": cluster.node_link,
+            "card out": cluster.gpu_network_link,
+            "card in": cluster.gpu_network_link,
+            "node out": cluster.network_link,
+            "node in": cluster.network_link,
+        }
+
+    def run(self) -> Timeline:
+        for rank in range(self.period):
+            self._push(0.0, _BEGIN, rank)
+        while self.events:
+            now = self.events[0][0]
+            changed: set[_Port] = set()
+            while self.events and self.events[0][0] <= now * (1 + 1e-12):
+                _, _, kind, subject, version = heappop(self.events)
+                if isinstance(subject, int):
+                    self._begin_step(subject, now)
+                elif kind == _ACTIVE:
+                    subject.since = now
+                    for port in subject.ports:
+                        self.on_port[port][id(subject)] = subject
+                    changed.update(subject.ports)
+                elif version == subject.version:  # otherwise the rate has changed since this event was pushed
+                    for port in subject.ports:
+                        del self.on_port[port][id(subject)]
+                    changed.update(subject.ports)
+                    self._finish(subject, now)
+            if changed:
+                self._update_rates(changed, now)
+        for rank, state in enumerate(self.state):
+            if state.step < len(self.phases[rank]):
+                raise ValueError(f"simulate: rank {rank} waits forever in step {state.step}")
+        return self._timeline()
+
+    def _push(self, time: float, kind: int, subject: int | _Transfer, version: int = 0) -> None:
+        self.event_count += 1
+        heappush(self.events, (time, self.event_count, kind, subject, version))
+
+    def _begin_step(self, rank: int, now: float) -> None:
+        state = self.state[rank]
+        state.step += 1
+        state.begin = state.end = state.transfers_done = now
+        if state.step == len(self.phases[rank]):
+            return
+        phase = self.phases[rank][state.step]
+        posted = now + (self.cluster.step_overhead_s if phase.sends or phase.sources else 0.0)
+        state.pending = len(phase.sends) + len(phase.sources)
+        for message in phase.sends:
+            self._post(rank, message, posted)
+        for source in phase.sources:
+            self.expected[source % self.period, rank].append(posted)
+            self._match(source % self.period, rank)
+        if not state.pending:
+            self._end_step(rank)
+
+    def _post(self, rank: int, message: SentMessage, now: float) -> None:
+        to, network = message.to % self.period, not self.cluster.same_node(rank, message.to)
+        ports: tuple[_Port, ...] = (("out", rank), ("in", to))
+        if network:
+            nodes = rank // self.cluster.gpus_per_node, to // self.cluster.gpus_per_node
+            ports = (("card out", rank), ("card in", to), ("node out", nodes[0]), ("node in", nodes[1]))
+            self.state[rank].network_bytes += message.size
+        else:
+            self.state[rank].node_bytes += message.size
+        size, step = message.size, self.state[rank].step
+        transfer = _Transfer(rank, to, size, message.label, step, network, ports, remaining=float(size))
+        self.posted[rank, to].append((now, transfer))
+        self._match(rank, to)
+
+    def _match(self, source: int, to: int) -> None:
+        """Start the next transfer between two ranks once both have posted it."""
+        posted, expected = self.posted[source, to], self.expected[source, to]
+        if not posted or not expected:
+            return
+        time, transfer = posted.popleft()
+        transfer.start = max(time, expected.popleft())
+        latency = self.cluster.network_latency_s if transfer.network else self.cluster.node_latency_s
+        if transfer.size:
+            self._push(transfer.start + latency, _ACTIVE, transfer)
+        else:  # empty shards are not sent
+            self._push(transfer.start, _DONE, transfer)
+            transfer.ports = ()
+
+    def _update_rates(self, changed: set[_Port], now: float) -> None:
+        """Give each transfer on the changed ports its new rate: the smallest of its even shares."""
+        transfers = {key: transfer for port in changed for key, transfer in self.on_port[port].items()}
+        for transfer in transfers.values():
+            rate = min(self.capacity[port[0]] / len(self.on_port[port]) for port in transfer.ports)
+            if rate == transfer.rate:
+                continue
+            transfer.remaining = max(0.0, transfer.remaining - transfer.rate * (now - transfer.since))
+            transfer.since, transfer.rate = now, rate
+            transfer.version += 1
+            self._push(now + transfer.remaining / rate, _DONE, transfer, transfer.version)
+
+    def _finish(self, transfer: _Transfer, now: float) -> None:
+        if self.record and transfer.size:
+            span = TimelineSpan("transfer", transfer.start, now, transfer.step, transfer.label)
+            self.state[transfer.source].spans.append(span)
+        for rank in (transfer.source, transfer.to):
+            state = self.state[rank]
+            state.transfers_done = max(state.transfers_done, now)
+            state.pending -= 1
+            if not state.pending:
+                self._end_step(rank)
+
+    def _end_step(self, rank: int) -> None:
+        state = self.state[rank]
+        phase = self.phases[rank][state.step]
+        busy = sum(item.seconds for item in phase.work)
+        moving = state.transfers_done - state.begin
+        if self.serial == 1.0:
+            end = state.begin + moving + busy
+        else:
+            overhead = moving and self.cluster.step_overhead_s
+            end = state.begin + max(overhead + busy * (1.0 - self.serial), moving) + busy * self.serial
+        if self.record:
+            self._record(state, phase, end, busy)
+        state.computing += busy
+        state.exposed += end - state.begin - busy
+        state.hidden += max(0.0, moving + busy - (end - state.begin))
+        self._push(end, _BEGIN, rank)
+
+    def _record(self, state: _Rank, phase: Phase, end: float, busy: float) -> None:
+        at = state.begin if self.serial < 1.0 else end - busy
+        if self.serial == 1.0 and end - busy > state.begin:
+            state.spans.append(TimelineSpan("wait", state.begin, end - busy, state.step))
+        for item in phase.work:
+            if item.seconds:
+                state.spans.append(TimelineSpan("compute", at, at + item.seconds, state.step, item.label))
+            at += item.seconds
+        if self.serial < 1.0 and end > at:
+            state.spans.append(TimelineSpan("wait", at, end, state.step))
+
+    def _timeline(self) -> Timeline:
+        return Timeline(
+            ranks=self.ranks,
+            period=self.period,
+            end=tuple(state.end for state in self.state),
+            computing=tuple(state.computing for state in self.state),
+            exposed=tuple(state.exposed for state in self.state),
+            hidden=tuple(state.hidden for state in self.state),
+            node_bytes=tuple(state.node_bytes for state in self.state),
+            network_bytes=tuple(state.network_bytes for state in self.state),
+            spans=tuple(tuple(sorted(state.spans, key=lambda span: (span.start, span.end))) for state in self.state),
+        )

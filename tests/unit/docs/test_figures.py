@@ -1,0 +1,80 @@
+"""Layer: pure Python, and loopback ranks. The figures and tables of docs/ show what the schedules are today."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import re
+import sys
+import xml.etree.ElementTree
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[3]
+DOCS = ROOT / "docs"
+
+
+@pytest.fixture(scope="module")
+def figures() -> Iterator[ModuleType]:
+    """The module scripts/docs/figures.py; `sent` can be imported beside it."""
+    pytest.importorskip("matplotlib")
+    sys.path.insert(0, str(ROOT / "scripts" / "docs"))
+    try:
+        yield importlib.import_module("figures")
+    finally:
+        sys.path.remove(str(ROOT / "scripts" / "docs"))
+        for name in ("figures", "figure_data", "sent"):
+            sys.modules.pop(name, None)
+
+
+def description(path: Path) -> str:
+    return xml.etree.ElementTree.parse(path).findtext(".//{http://purl.org/dc/elements/1.1/}description") or ""
+
+
+def texts(path: Path) -> list[str]:
+    nodes = xml.etree.ElementTree.parse(path).iter("{http://www.w3.org/2000/svg}text")
+    return ["".join(node.itertext()) for node in nodes]
+
+
+def test_figures_show_the_schedules_of_today(figures: ModuleType) -> None:
+    files = {path.stem: path for path in (DOCS / "figures").glob("*.svg")}
+    assert sorted(files) == sorted(figures.FIGURES)
+    for name, path in files.items():
+        data = json.loads(figures.as_json(figures.FIGURES[name]()))
+        assert json.loads(description(path)) == data, f"docs/figures/{name}.svg: run python scripts/docs/figures.py"
+        shown = texts(path)
+        for panel in data["panels"]:
+            for rank, cells in panel["rows"]:
+                assert rank in shown
+                assert all(sent["label"] in shown for cell in cells for sent in cell["sent"])
+
+
+def test_every_figure_is_shown_on_a_page(figures: ModuleType) -> None:
+    pages = " ".join(path.read_text() for path in DOCS.rglob("*.md"))
+    assert not [name for name in figures.FIGURES if not re.search(rf"\]\([^)\s]*figures/{name}\.svg\)", pages)]
+
+
+@pytest.mark.parametrize("backward", [False, True])
+def test_figure_of_a_given_mesh_shape(
+    figures: ModuleType, backward: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "mesh.svg"
+    options = ["--tile", "2", "4", "--output", str(path), *(["--backward"] if backward else [])]
+    monkeypatch.setattr(sys, "argv", ["figures.py", *options])
+    figures.main()
+    shown = texts(path)
+    (panel,) = json.loads(description(path))["panels"]
+    # Each of 8 ranks computes 2 x 4 blocks; backward computes its own block in two parts.
+    assert sum(len(cell["blocks"]) for _, cells in panel["rows"] for cell in cells) == 8 * (2 * 4 + backward)
+    # A rank sends 1 Q shard and 3 KV shards, and as many results; the forward pass has no results for KV shards.
+    assert sum(text.startswith("\N{RIGHTWARDS ARROW}") for text in shown) == 8 * (1 + 3 + 1 + 3 * backward)
+
+
+def test_tables_of_bytes_sent_are_those_of_the_formulas(figures: ModuleType) -> None:
+    sent = importlib.import_module("sent")
+    pages = " ".join(path.read_text() for path in DOCS.rglob("*.md"))
+    for case in sent.CASES:
+        assert sent.table(case) in pages, f"the table {case} has changed: run python scripts/docs/sent.py"

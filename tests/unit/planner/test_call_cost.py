@@ -1,0 +1,157 @@
+"""Layer: pure Python. Costs of calls against closed formulas, their bytes against the formulas of bytes sent."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from clusters import with_
+
+from mllm_seqpar.planner import ParallelSpec, VisualProjection, call_cost, overlap_ratios_by_rates
+from mllm_seqpar.planner.candidates import candidate_specs, symmetry_period
+from mllm_seqpar.schedules.bytes_sent import Problem, lv_xattn_bytes, mesh_bytes, ring_bytes, ulysses_bytes
+
+EVEN = Problem(rows=64, keys=(4096,) * 8, heads=8, kv_heads=2, dim=64)
+ONE_NODE = with_(gpus_per_node=8)
+SLOW_KERNEL = with_(ONE_NODE, attention_forward=1e8, attention_backward=1e8)
+FAST_KERNEL = with_(ONE_NODE, attention_forward=1e18, attention_backward=1e18)
+LV, RING, REPLICATE = ParallelSpec("lv-xattn", (8, 1)), ParallelSpec("ring", (1, 8)), ParallelSpec("replicate", (8, 1))
+PASSES = pytest.mark.parametrize("backward", [False, True])
+
+
+def flops(problem: Problem, backward: bool) -> float:
+    return (10 if backward else 4) * problem.rows * sum(problem.keys) * problem.heads * problem.dim
+
+
+@PASSES
+@pytest.mark.parametrize("spec", [LV, RING, ParallelSpec("mesh", (2, 4))], ids=str)
+def test_long_computation_hides_all_transfers(spec: ParallelSpec, backward: bool) -> None:
+    cost = call_cost(EVEN, spec, SLOW_KERNEL, backward=backward)
+    assert cost.seconds == pytest.approx(flops(EVEN, backward) / 1e8, rel=1e-6)
+    assert cost.attention == pytest.approx(cost.seconds) and cost.exposed == pytest.approx(0, abs=1e-6)
+    assert cost.hidden > 0
+
+
+@PASSES
+def test_short_computation_exposes_all_bytes(backward: bool) -> None:
+    lv, ring = (call_cost(EVEN, spec, FAST_KERNEL, backward=backward) for spec in (LV, RING))
+    assert lv.seconds == pytest.approx(sum(lv_xattn_bytes(EVEN, backward=backward).values()) / 1e9, rel=1e-3)
+    assert ring.seconds == pytest.approx(sum(ring_bytes(EVEN, backward=backward).values()) / 1e9, rel=1e-3)
+    # on two nodes, the hops between them are ten times slower
+    two_nodes = call_cost(EVEN, LV, with_(FAST_KERNEL, gpus_per_node=4), backward=backward)
+    assert two_nodes.seconds == pytest.approx(10 * lv.seconds, rel=0.15)
+
+
+@PASSES
+@pytest.mark.parametrize("keys", [(4096,) * 6, (300, 300, 200, 200, 0, 100)], ids=["even", "uneven"])
+def test_bytes_of_every_rank_match_the_formulas(keys: tuple[int, ...], backward: bool) -> None:
+    problem = Problem(rows=10, keys=keys, heads=6, kv_heads=3, dim=8, batch=2, key_batch=2)
+    cluster = with_(gpus_per_node=2)
+    for spec, formula in (
+        (ParallelSpec("lv-xattn", (6, 1)), lv_xattn_bytes),
+        (ParallelSpec("ring", (1, 6)), ring_bytes),
+    ):
+        found = call_cost(problem, spec, cluster, backward=backward).timeline
+        for rank in range(6):
+            sent = found.node_bytes[rank % found.period] + found.network_bytes[rank % found.period]
+            assert sent == sum(formula(replace(problem, rank=rank), backward=backward).values())
+        # only the last rank of a node sends to another node
+        assert [bool(sent) for sent in found.network_bytes[:2]] == [False, True]
+
+
+@PASSES
+def test_pruned_mask_reduces_bytes_as_in_the_formula(backward: bool) -> None:
+    visible_rows = [[10, 4, 0], [10, 10, 3], [0, 2, 10]]
+    problem = Problem(rows=10, keys=(100,) * 3, heads=2, kv_heads=1, dim=8)
+    spec = ParallelSpec("lv-xattn", (3, 1))
+    found = call_cost(problem, spec, ONE_NODE, backward=backward, visible_rows=visible_rows).timeline
+    for rank in range(3):
+        formula = lv_xattn_bytes(replace(problem, rank=rank), backward=backward, seen=visible_rows)
+        assert found.node_bytes[rank] == sum(formula.values())
+
+
+@PASSES
+@pytest.mark.parametrize("mesh_shape", [(2, 4), (4, 2), (1, 1), (1, 4), (2, 2), (4, 1)])
+def test_bytes_of_meshes_and_hybrids_match_the_formulas(mesh_shape: tuple[int, int], backward: bool) -> None:
+    degree = 8 // (mesh_shape[0] * mesh_shape[1])
+    spec = ParallelSpec("ulysses" if degree > 1 else "mesh", mesh_shape, degree)
+    formula = ulysses_bytes if degree > 1 else mesh_bytes
+    found = call_cost(EVEN, spec, ONE_NODE, backward=backward)
+    assert found.node_bytes == sum(formula(EVEN, mesh_shape, backward=backward).values())
+    assert found.network_bytes == 0
+
+
+def test_ulysses_shards_recomputed_keys_and_values_again() -> None:
+    visual, spec = VisualProjection(dim=64), ParallelSpec("ulysses", (1, 1), 8)
+    cost = call_cost(EVEN, spec, FAST_KERNEL, backward=True, visual=visual)
+    kv = 2 * 4096 * 8 * 64 * 2 * 7 // 8
+    assert cost.node_bytes == sum(ulysses_bytes(EVEN, backward=True).values()) + kv
+
+
+def test_rank_with_most_keys_determines_the_time() -> None:
+    uneven = replace(EVEN, keys=(4096, 8192, 0, 4096, 4096, 4096, 4096, 4096))
+    cost = call_cost(uneven, LV, SLOW_KERNEL, backward=False)
+    block = 4 * 64 * 8192 * 8 * 64 / 1e8
+    assert cost.attention == pytest.approx(8 * block)  # LV-XAttn: that rank computes all queries with its keys
+    assert cost.seconds >= 8 * block * 0.999
+    # in the ring every rank computes all blocks, and waits for the largest one once
+    ring = call_cost(uneven, RING, SLOW_KERNEL, backward=False)
+    assert ring.attention == pytest.approx(flops(uneven, False) / 1e8)
+    assert ring.attention < ring.seconds <= ring.attention + block
+
+
+def test_visible_fractions_scale_the_computation() -> None:
+    full = call_cost(EVEN, LV, SLOW_KERNEL, backward=False).seconds
+    half = call_cost(EVEN, LV, SLOW_KERNEL, backward=False, visible=0.5)
+    assert half.seconds == pytest.approx(full / 2, rel=1e-6)
+    diagonal = [[float(i == j) for j in range(8)] for i in range(8)]
+    assert call_cost(EVEN, RING, SLOW_KERNEL, backward=False, visible=diagonal).attention == pytest.approx(full / 8)
+
+
+@pytest.mark.parametrize("ranks", [1, 4, 6, 8, 12, pytest.param(24, marks=pytest.mark.slow)])
+def test_one_period_of_ranks_represents_all(ranks: int) -> None:
+    """A matrix of visible fractions, even of ones, makes the planner simulate every rank."""
+    problem = Problem(rows=32, keys=(256,) * ranks, heads=12, kv_heads=3, dim=16)
+    ones = [[1.0] * ranks for _ in range(ranks)]
+    cluster = with_(attention_forward=4e9, attention_backward=4e9, node_latency_s=1e-5, network_latency_s=1e-4)
+    for spec in candidate_specs(problem):
+        for backward in (False, True):
+            period = call_cost(problem, spec, cluster, backward=backward)
+            every = call_cost(problem, spec, cluster, backward=backward, visible=ones)
+            assert period.timeline.period == symmetry_period(spec, ranks, cluster)
+            assert every.timeline.period == ranks
+            assert period.seconds == pytest.approx(every.seconds, rel=1e-9), (str(spec), backward)
+            assert period.timeline.all_network_bytes == every.timeline.all_network_bytes, str(spec)
+    expected = 1 if ranks <= 4 else 4 if ranks % 4 == 0 else ranks
+    assert symmetry_period(ParallelSpec("lv-xattn", (ranks, 1)), ranks, cluster) == expected
+
+
+def test_replication_gathers_features_once_and_projects_them_on_every_rank() -> None:
+    visual = VisualProjection(dim=512, layers=4)
+    cost = call_cost(EVEN, REPLICATE, ONE_NODE, backward=False, visual=visual)
+    shard = 4 * 4096 * 512 * 2 * 64 / 1e12
+    assert cost.projection == pytest.approx(8 * shard)
+    assert cost.attention == pytest.approx(flops(EVEN, False) / 1e12)
+    assert cost.exposed == pytest.approx(7 * 4096 * 512 * 2 / 1e9 / 4)
+    frozen = replace(visual, trained=False, recompute=False)
+    assert call_cost(EVEN, REPLICATE, ONE_NODE, backward=True, visual=frozen).exposed == 0
+
+
+def test_backward_projects_again_and_computes_the_gradients_of_trained_tensors() -> None:
+    visual, shard = VisualProjection(dim=512, layers=4), 4 * 4096 * 512 * 2 * 64 / 1e12
+    frozen = replace(visual, trained=False, recompute=False)
+    assert call_cost(EVEN, LV, ONE_NODE, backward=True, visual=visual).projection == pytest.approx(3 * shard)
+    assert call_cost(EVEN, LV, ONE_NODE, backward=True, visual=frozen).projection == pytest.approx(shard)
+
+
+def test_overlap_ratios_are_transfer_times_over_block_times() -> None:
+    """16 ranks on nodes of 4, mesh shape (4, 4): Q groups within a node, KV groups share the network links."""
+    problem = Problem(rows=100, keys=(1000,) * 16, heads=4, kv_heads=4, dim=100)
+    cluster = with_(attention_forward=4 * 100 * 1000 * 4 * 100 / 1e-3)  # 1 ms per block
+    found = overlap_ratios_by_rates(problem, (4, 4), cluster, backward=False)
+    assert found.q == pytest.approx(100 * 4 * 100 * 2 / 1e9 / 1e-3, rel=0.05)
+    assert found.o == pytest.approx(100 * 4 * 104 * 4 / 1e9 / 1e-3, rel=0.1)
+    assert found.kv == pytest.approx(2 * 1000 * 4 * 100 * 2 / (1e8 / 4) / 1e-3, rel=0.05)
+    assert not found.one_link
+    over_network = overlap_ratios_by_rates(problem, (16, 1), cluster, backward=False)
+    assert over_network.q == pytest.approx(0.8, rel=0.05)

@@ -1,0 +1,175 @@
+"""Layer: one process. Model sizes: the files of the package, model directories, and errors for invalid ones."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from mllm_seqpar.errors import ConfigError
+from mllm_seqpar.planner import read_cluster
+from mllm_seqpar.planner.files import CONFIGS, find_file
+from mllm_seqpar.planner.model import read_model
+from mllm_seqpar.planner.step_cost import cross_attention_candidates
+from mllm_seqpar.planner.workload import Workload
+
+PUBLISHED = {
+    "mplug-owl3-7b": 8.07,
+    "idefics-9b": 8.93,
+    "idefics-80b": 80.0,
+    "llama-3.2-11b-vision": 10.7,
+    "llama-3.2-90b-vision": 88.6,
+}
+"""Billions of parameters, sums over the tensors of the published checkpoints."""
+CLIP = {
+    "hidden_size": 1024,
+    "num_hidden_layers": 24,
+    "num_attention_heads": 16,
+    "intermediate_size": 4096,
+    "patch_size": 14,
+}
+OWL = {
+    "model_type": "mplugowl3",
+    "hidden_size": 3584,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 28,
+    "num_key_value_heads": 4,
+    "intermediate_size": 18944,
+    "vocab_size": 151851,
+    "hyper_layers": [1, 9, 17, 25],
+}
+HF_CONFIGS = {
+    "mplug-owl3-7b": OWL,
+    "idefics-9b": {
+        "model_type": "idefics",
+        "cross_layer_interval": 4,
+        "use_resampler": True,
+        "qk_layer_norms": True,
+        "vision_config": {"embed_dim": 1280},
+    },
+    "llama-3.2-11b-vision": {"model_type": "mllama", "vision_config": {"image_size": 560}},
+    "open-flamingo-3b": {
+        "model_type": "open_flamingo",
+        "text_config": {"model_type": "mpt", "d_model": 2048, "n_layers": 24, "n_heads": 16, "vocab_size": 50280},
+        "vision_config": CLIP,
+    },
+    "open-flamingo-4b": {
+        "model_type": "open_flamingo",
+        "cross_attn_every_n_layers": 2,
+        "text_config": {
+            "model_type": "gpt_neox",
+            "hidden_size": 2560,
+            "num_hidden_layers": 32,
+            "num_attention_heads": 32,
+            "intermediate_size": 10240,
+            "vocab_size": 50280,
+        },
+        "vision_config": CLIP,
+    },
+}
+
+
+def test_model_files_of_the_package_are_valid() -> None:
+    names = sorted(path.stem for path in (CONFIGS / "models").glob("*.yaml"))
+    models = {name: read_model(find_file("model", name)) for name in names}
+    assert [model.name for model in models.values()] == names
+    for name, billions in PUBLISHED.items():  # Llama's tower has many position embeddings
+        assert models[name].parameters / 1e9 == pytest.approx(billions, rel=0.012)
+    with pytest.raises(
+        ConfigError, match="model: 'gpt' is neither a file nor a known name; known names: .*idefics-80b"
+    ):
+        find_file("model", "gpt")
+
+
+@pytest.mark.parametrize("name", HF_CONFIGS)
+def test_model_directory_equals_the_model_file(name: str, tmp_path: Path) -> None:
+    folder = tmp_path / name
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(HF_CONFIGS[name]))
+    assert read_model(folder) == read_model(folder / "config.json") == read_model(find_file("model", name))
+
+
+def test_default_configurations_of_transformers_are_read(tmp_path: Path) -> None:
+    from transformers import IdeficsConfig, MllamaConfig
+
+    MllamaConfig().save_pretrained(tmp_path / "mllama")
+    mllama = read_model(tmp_path / "mllama")
+    assert mllama.text.layers == 32 and mllama.cross.layers == 8
+    IdeficsConfig().save_pretrained(tmp_path / "idefics")
+    idefics = read_model(tmp_path / "idefics")
+    assert idefics.cross.layers == 32 and idefics.resampler is None
+
+
+def test_tokens_and_keys_of_mllama_include_padding_tiles(tmp_path: Path) -> None:
+    """Counted in a tiny tower of transformers: the tokens that its layers compute, and the keys that it returns."""
+    from transformers import MllamaConfig
+    from transformers.models.mllama.configuration_mllama import MllamaVisionConfig
+    from transformers.models.mllama.modeling_mllama import MllamaVisionModel
+
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_global_layers": 1}
+    picture = {"image_size": 28, "patch_size": 14, "vision_output_dim": 32, "intermediate_layers_indices": [0]}
+    tower = MllamaVisionModel(MllamaVisionConfig(**sizes, **picture, attention_heads=2))
+    tokens: list[int] = []
+    tower.transformer.layers[0].register_forward_pre_hook(
+        lambda _, args, kwargs: tokens.append((args or tuple(kwargs.values()))[0].shape[1]), with_kwargs=True
+    )
+    one_tile = torch.tensor([[[1, 0, 0, 0]]])
+    out = tower(torch.zeros(1, 1, 4, 3, 28, 28), aspect_ratio_ids=torch.ones(1, 1).long(), aspect_ratio_mask=one_tile)
+    MllamaConfig(vision_config=tower.config).save_pretrained(tmp_path)
+    found = read_model(tmp_path).vision
+    assert found.keys == out.last_hidden_state.shape[2:4].numel() and [found.tokens] == tokens and found.tiles == 4
+
+
+def test_empty_tiles_are_sent_but_not_attended_to() -> None:
+    model = read_model(find_file("model", "llama-3.2-11b-vision"))
+    cluster = read_cluster(find_file("cluster", "a100-80g-8xN"))
+    seconds = {}
+    for tiles in (None, 4, 1):
+        workload = Workload(model=model, frames=600, text=8192, gpus=8, content_tiles=tiles)
+        assert workload.cross_problem.keys[0] == 75 * 6404
+        seconds[tiles] = cross_attention_candidates(workload, cluster, ("lv-xattn",))["lv-xattn"][0].seconds
+    assert seconds[None] == seconds[4] and 0.25 < seconds[1] / seconds[4] < 0.5
+    with pytest.raises(ConfigError, match="content_tiles: 5 is not a number of tiles that a frame of llama-3.2-11b"):
+        Workload(model=model, frames=600, text=8192, gpus=8, content_tiles=5)
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (None, "there is no .*config.json"),
+        ("{", "config.json is not JSON"),
+        ('{"model_type": "bert"}', "model_type 'bert'; known model types: idefics, mllama, mplugowl3, open_flamingo"),
+        ('{"model_type": "mplugowl3"}', "lacks 'hidden_size', which a mplugowl3 model needs"),
+        (json.dumps(OWL | {"num_attention_heads": None}), "has values that a mplugowl3 model cannot have"),
+        (json.dumps(OWL | {"num_key_value_heads": 3}), "cannot have: text: 3 kv_heads do not divide 28 heads"),
+    ],
+)
+def test_invalid_model_directory_is_rejected(config: str | None, message: str, tmp_path: Path) -> None:
+    if config is not None:
+        (tmp_path / "config.json").write_text(config)
+    with pytest.raises(ConfigError, match=message):
+        read_model(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ("layers: 28", "layers: 0", "text: layers is 0; expected a whole number, 1 or more"),
+        ("layers: 28, ", "", "text: layers missing"),
+        ("hidden:", "hiden:", "text: unknown field hiden; allowed fields"),
+        ("kv_heads: 4", "kv_heads: 3", "text: 3 kv_heads do not divide 28 heads"),
+        ("projector: [1152, 3584]", "projector: 5", r"projector is 5; expected \[in, out\]"),
+        ("cross: {", "crossing: {", "unknown field crossing"),
+        ("vision: {", "vision: 5 #", "vision is 5; expected fields"),
+        ("own_queries: false", "own_queries: 0", "own_queries is 0; expected true or false"),
+        ("features_norm: true", "key_norm: bfloat16", "key_norm is 'bfloat16'; choose one of none, float32, mixed"),
+    ],
+)
+def test_invalid_field_of_a_model_file_is_named(tmp_path: Path, old: str, new: str, message: str) -> None:
+    text = (CONFIGS / "models" / "mplug-owl3-7b.yaml").read_text()
+    assert old in text
+    (tmp_path / "m.yaml").write_text(text.replace(old, new))
+    with pytest.raises(ConfigError, match=message):
+        read_model(tmp_path / "m.yaml")

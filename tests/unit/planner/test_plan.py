@@ -1,0 +1,243 @@
+"""Layer: pure Python. Plans: times worked out by hand, memory by formula, and what fits."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from clusters import with_
+
+from mllm_seqpar.errors import ConfigError
+from mllm_seqpar.planner import Cluster, ParallelSpec, read_cluster
+from mllm_seqpar.planner.files import find_file
+from mllm_seqpar.planner.memory import KINDS, USABLE, peak_memory
+from mllm_seqpar.planner.model import read_model
+from mllm_seqpar.planner.plan import StrategyPlan, make_plan, max_frames
+from mllm_seqpar.planner.step_cost import PARTS
+from mllm_seqpar.planner.workload import Workload
+
+OWL = read_model(find_file("model", "mplug-owl3-7b"))
+A100 = read_cluster(find_file("cluster", "a100-80g-4x4"))
+STEP = Workload(model=OWL, frames=4096, text=8192, gpus=16)
+LV, RING = ParallelSpec("lv-xattn", (16, 1)), ParallelSpec("ring", (1, 16))
+MESH, REPLICATE = ParallelSpec("mesh", (4, 4)), ParallelSpec("replicate", (16, 1))
+ONE_GPU = ParallelSpec("lv-xattn", (1, 1))
+KEYS = 256 * 729
+"""Visual tokens of each rank."""
+
+
+def lv_plan(cluster: Cluster = A100, **changes: Any) -> StrategyPlan:
+    return make_plan(replace(STEP, **changes), cluster, ("lv-xattn",)).rows[0]
+
+
+def memory(spec: ParallelSpec = LV, **changes: Any) -> Mapping[str, int]:
+    return peak_memory(replace(STEP, **changes), spec)
+
+
+# Times
+
+
+def test_parts_add_up_and_lv_xattn_is_best_for_a_long_video() -> None:
+    plan = make_plan(STEP, A100)
+    rows = {row.spec.strategy: row for row in plan.rows}
+    assert rows.keys() == {"lv-xattn", "ring", "mesh", "ulysses", "replicate"}
+    for row in plan.rows:
+        assert set(row.parts) == set(PARTS) and set(row.memory) == set(KINDS)
+        assert row.seconds == pytest.approx(sum(part.seconds for part in row.parts.values()))
+    lv, ring = rows["lv-xattn"], rows["ring"]
+    assert plan.best is lv and lv.fits
+    assert ring.parts["self-attention"] == lv.parts["self-attention"]
+    assert ring.parts["cross-attention"].exposed > 100 * lv.parts["cross-attention"].exposed
+
+
+def test_parts_on_one_gpu_are_flops_over_rates() -> None:
+    parts = lv_plan(with_(A100, block_overhead_s=0.0), gpus=1, frames=100, text=1000).parts
+    text, vision = OWL.text, OWL.vision
+    mlp = 2 * 28 * 3 * 3584 * 18944 * 1000 / A100.matmul
+    assert parts["MLP"].forward == pytest.approx(mlp) and parts["MLP"].backward == pytest.approx(2 * mlp)
+    calls = 4 * 4 * 1000 * 72900 * 28 * 128
+    kv = 4 * 4 * 72900 * 3584 * 4 * 128
+    assert parts["cross-attention"].forward == pytest.approx(calls / A100.attention_forward + kv / A100.matmul)
+    backward = 2.5 * calls / A100.attention_backward + 3 * kv / A100.matmul
+    assert parts["cross-attention"].backward == pytest.approx(backward)
+    self_attention = 28 * (4 * 1000 * 1000 / 2 * 28 * 128 / A100.attention_forward)
+    self_attention += 2 * 28 * text.attention_parameters * 1000 / A100.matmul
+    assert parts["self-attention"].forward == pytest.approx(self_attention)
+    tower = 2 * vision.parameters * 72900 / A100.matmul + 4 * 72900 * 729 * 1152 * 27 / A100.attention_forward
+    tower += 2 * 1152 * 3584 * 72900 / A100.matmul
+    assert parts["vision tower"].forward == pytest.approx(tower)
+    assert parts["parameters"].seconds == 0 and all(part.exposed == 0 for part in parts.values())
+
+
+def test_backward_depends_on_what_is_trained_and_recomputed() -> None:
+    def backward(part: str, **changes: Any) -> float:
+        return lv_plan(**changes).parts[part].backward
+
+    assert backward("MLP", trained="connector") == pytest.approx(backward("MLP") / 2)
+    assert backward("MLP", checkpointing=True) == pytest.approx(backward("MLP") * 1.5)
+    assert backward("vision tower", trained="all") > 3 * backward("vision tower")
+    assert backward("cross-attention", recompute=False) < backward("cross-attention")
+    assert backward("cross-attention", checkpointing=True) > 1.2 * backward("cross-attention")
+    assert lv_plan(trained="none").backward == 0
+
+
+def test_parameter_traffic_hides_under_computation() -> None:
+    """One rank per node at 0.1 GB/s: 15 of 16 shards of 16 GB forward and backward, and of 30.5 GB of gradients."""
+    slow = with_(A100, gpus_per_node=1, network_link=1e8, network_latency_s=0.0, step_overhead_s=0.0)
+    parts = lv_plan(slow).parts
+    gather, reduce = (size * 15 / 16 / 1e8 for size in (OWL.parameters * 2, STEP.trained_parameters * 4))
+    traffic, others = parts["parameters"], [part for name, part in parts.items() if name != "parameters"]
+    assert traffic.forward == pytest.approx(gather - sum(part.forward for part in others))
+    assert traffic.backward == pytest.approx(gather + reduce - sum(part.backward for part in others))
+    assert traffic.exposed + traffic.hidden == pytest.approx(2 * gather + reduce)
+    assert traffic.network_bytes == pytest.approx((2 * gather + reduce) * 1e8, rel=1e-6)
+
+
+def test_local_text_is_computed_by_every_rank() -> None:
+    local, sharded = lv_plan(self_attention="local"), lv_plan()
+    assert local.parts["MLP"].seconds == pytest.approx(16 * sharded.parts["MLP"].seconds)
+    assert local.parts["self-attention"].exposed == 0
+    # every rank gathers the rows of O: 512 per rank forward in bf16, their gradients in float32
+    rows = 4 * 15 * 512 * 28 * 128 * (2 + 4)
+    sent = [
+        row.parts["cross-attention"].node_bytes + row.parts["cross-attention"].network_bytes for row in (local, sharded)
+    ]
+    assert sent[0] - sent[1] == rows
+    assert local.memory["activations"] > 8 * sharded.memory["activations"]
+
+
+def test_auto_self_attention_is_the_fastest() -> None:
+    seconds = {
+        name: lv_plan(self_attention=name).parts["self-attention"].seconds
+        for name in ("auto", "ring", "mesh", "ulysses")
+    }
+    assert seconds["auto"] == min(seconds.values()) < seconds["ring"]
+
+
+def test_chunked_mlps_are_recomputed_once() -> None:
+    chunked, plain = lv_plan(mlp_chunk_size=128).parts["MLP"], lv_plan().parts["MLP"]
+    assert chunked.forward == plain.forward and chunked.backward == pytest.approx(1.5 * plain.backward)
+    both = lv_plan(mlp_chunk_size=128, checkpointing=True).parts["MLP"]
+    assert both.backward == pytest.approx(chunked.backward)  # the recomputation of a layer stops before its MLP
+
+
+# Memory
+
+
+def test_memory_of_parameters_features_and_activations() -> None:
+    held = memory()
+    assert held["parameters"] == OWL.parameters * 4 // 16
+    trained = OWL.parameters - OWL.vision.parameters
+    assert held["gradients"] == trained * 4 // 16 and held["optimizer"] == trained * 8 // 16
+    features = KEYS * 3584 * 2
+    assert held["features"] == 2 * features  # and their gradient: the projector is trained
+    assert memory(REPLICATE)["features"] == 2 * 16 * features
+    assert memory(checkpointing=True)["activations"] < held["activations"] / 2
+    inference = memory(trained="none")
+    assert inference["gradients"] == inference["optimizer"] == 0 and inference["features"] == features
+    # without recomputation, 4 layers save K and V, the normalized features, their float32 copy, a factor per token
+    kept = memory(recompute=False)["activations"] - held["activations"]
+    assert kept == 4 * KEYS * (2 * 4 * 128 * 2 + 3584 * (2 + 2 + 4) + 4)
+    smaller = replace(OWL, text=replace(OWL.text, vocabulary=OWL.text.vocabulary - 1000))
+    logits = held["activations"] - memory(model=smaller)["activations"]
+    assert logits == 512 * 1000 * (2 + 4 + 4)
+
+
+def test_memory_of_chunked_mlps() -> None:
+    assert memory()["activations"] - memory(mlp_chunk_size=128)["activations"] == 28 * 512 * 4 * 18944 * 2
+    assert memory(mlp_chunk_size=512) == memory()  # a rank has 512 tokens
+    # with two frames the MLP needs the largest buffers: 2048 tokens, or one chunk and three weight gradients
+    short: dict[str, Any] = {"frames": 2, "text": 2048, "gpus": 1}
+    assert memory(ONE_GPU, **short)["buffers"] == 2048 * 2 * 18944 * 2
+    chunked = memory(ONE_GPU, **short, mlp_chunk_size=128)["buffers"]
+    assert chunked == 128 * 6 * 18944 * 2 + 3 * 3584 * 18944 * 4
+
+
+def test_buffers_of_each_strategy() -> None:
+    """In addition to one GPU with the same shards: gathered layers, and the shards of other ranks."""
+    one_gpu = memory(ONE_GPU, gpus=1, frames=256, text=512)["buffers"]
+    gathered = 151851 * 3584 * 2 * 3  # the embeddings, the largest layer: two, and a gradient
+    q, kv = 512 * 28 * (3 * 128 * 2 + 4 + 128 * 4), 2 * KEYS * 4 * 128 * (2 + 4)
+    assert memory(LV)["buffers"] == one_gpu + gathered + 2 * q
+    assert memory(RING)["buffers"] == one_gpu + gathered + 2 * kv
+    assert memory(MESH)["buffers"] == one_gpu + gathered + 3 * (q + kv)
+    # the gradient of all features: as shards, in float32, and concatenated
+    assert memory(REPLICATE)["buffers"] == gathered + 16 * KEYS * 3584 * (2 + 4 + 4)
+    # the backward pass of the norms: three tensors in float32 of all frames at once
+    assert memory(recompute=False)["buffers"] - memory()["buffers"] == 3 * 4 * KEYS * 3584
+
+
+# What fits
+
+
+def test_strategy_that_does_not_fit_comes_last() -> None:
+    """With fast links and little computation, replication is fastest, but holds all features."""
+    fast = with_(A100, gpus_per_node=16, node_link=1e15, node_latency_s=1.0)
+    plan = make_plan(replace(STEP, text=64, frames=8192), fast, ("lv-xattn", "replicate"))
+    assert [row.fits for row in plan.rows] == [True, False]
+    assert plan.rows[1].seconds < plan.rows[0].seconds
+
+
+def test_mesh_shape_that_fits_is_preferred() -> None:
+    workload = replace(STEP, gpus=8, frames=4 * 3600)
+    sizes = {shape: sum(peak_memory(workload, ParallelSpec("mesh", shape)).values()) for shape in ((4, 2), (2, 4))}
+    smallest = min(sizes.values())
+    assert smallest < max(sizes.values())
+    cluster = with_(A100, gpus_per_node=8, memory_bytes=(smallest + 1e6) / USABLE)
+    (row,) = make_plan(workload, cluster, ("mesh",)).rows
+    assert row.fits and sizes[row.spec.mesh_shape] == smallest
+
+
+def test_lv_xattn_is_best_within_the_margin() -> None:
+    plan = make_plan(replace(STEP, gpus=4, frames=64), A100)
+    seconds = {row.spec.strategy: row.seconds for row in plan.rows}
+    assert plan.rows[0].spec.strategy != "lv-xattn" and seconds["lv-xattn"] < 1.02 * plan.rows[0].seconds
+    assert plan.best.spec.strategy == "lv-xattn"
+
+
+def test_longest_video_just_fits() -> None:
+    longest = max_frames(STEP, A100, LV)
+    for frames, fits in ((longest, True), (longest + 16, False)):
+        assert (sum(memory(frames=frames).values()) <= USABLE * A100.memory_bytes) == fits
+    assert longest > max_frames(replace(STEP, recompute=False), A100, LV)
+    assert max_frames(STEP, replace(A100, memory_bytes=1e9), LV) == 0
+
+
+def test_minimum_number_of_gpus_just_fits() -> None:
+    gpus = make_plan(replace(STEP, gpus=2), A100, ("lv-xattn",)).min_gpus
+    assert gpus is not None
+    for count, fits in ((gpus, True), (gpus // 2, False)):
+        held = memory(ParallelSpec("lv-xattn", (count, 1)), gpus=count)
+        assert (sum(held.values()) <= USABLE * A100.memory_bytes) == fits
+    assert make_plan(STEP, replace(A100, memory_bytes=1e6), ("lv-xattn",)).min_gpus is None
+
+
+def test_illegal_strategies_are_named_with_the_reason() -> None:
+    plan = make_plan(replace(STEP, gpus=5), A100)
+    assert "5 GPUs have no tile" in plan.illegal["mesh"]
+    assert "no group of the 5 GPUs divides 28 heads" in plan.illegal["ulysses"]
+    one_gpu = make_plan(replace(STEP, gpus=1), A100)
+    assert set(one_gpu.illegal.values()) == {"one GPU has no other GPU to share with"}
+    for name in ("ulysses", "mesh"):
+        with pytest.raises(ConfigError, match=f"self_attention: {name} cannot shard 28 heads over 5 GPUs"):
+            make_plan(replace(STEP, gpus=5, self_attention=name), A100)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"frames": 0}, "frames: 0 is not a number of frames"),
+        ({"gpus": True}, "gpus: True"),
+        ({"trained": "half"}, "trained: 'half' is unknown; choose one of all, no-vision"),
+        ({"self_attention": "star"}, "self_attention: 'star' cannot be planned"),
+        ({"element": 0}, "element: 0 is not a number of bytes; pass 1 or more"),
+        ({"element": 3}, "no floating-point number has 3 bytes"),
+        ({"optimizer": -1}, "optimizer: -1 is not a number of bytes; pass 0 or more"),
+        ({"mlp_chunk_size": 0}, "mlp_chunk_size: 0 is not a number of tokens"),
+    ],
+)
+def test_invalid_workload_is_rejected(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        replace(STEP, **changes)

@@ -1,0 +1,110 @@
+"""Layer: one process. The command `mllm-seqpar`: its tables, JSON, figure, cluster file and errors."""
+
+from __future__ import annotations
+
+import json
+import tomllib
+import xml.etree.ElementTree
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mllm_seqpar.cli.planner import main
+from mllm_seqpar.planner import read_cluster
+from mllm_seqpar.planner.files import CONFIGS
+
+PLAN = ["plan", "--model", "mplug-owl3-7b", "--frames", "4096", "--text", "8192", "--gpus", "16"]
+PLAN += ["--cluster", "a100-80g-4x4"]
+
+
+def plan_json(capsys: pytest.CaptureFixture[str], *options: str) -> dict[str, Any]:
+    assert main([*PLAN, "--json", *options]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def test_command_is_installed_under_its_name() -> None:
+    project = tomllib.loads((CONFIGS.parent / "pyproject.toml").read_text())["project"]
+    assert project["scripts"] == {"mllm-seqpar": f"{main.__module__}:{main.__name__}"}
+
+
+def test_plan_prints_tables(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(PLAN) == 0
+    printed = capsys.readouterr().out
+    for words in (
+        "8.04 B parameters",
+        "replicate",
+        "vision tower",
+        "optimizer",
+        "longest video",
+        "K and V of frames recomputed",
+        "Best: lv",
+        "patch_model(model, strategy='lv-xattn')",
+        "4 GPUs are enough",
+    ):
+        assert words in printed
+
+
+def test_plan_draws_a_timeline(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    figure = tmp_path / "timeline.svg"
+    assert main([*PLAN, "--gpus", "3", "--timeline", str(figure)]) == 0
+    paths = list(xml.etree.ElementTree.parse(figure).iter("{http://www.w3.org/2000/svg}path"))
+    # 3 ranks, forward and backward, each with 4 blocks and 2 transfers of either kind
+    assert len(paths) > 2 * 3 * (4 + 2 + 2)
+
+
+def test_plan_prints_json(capsys: pytest.CaptureFixture[str]) -> None:
+    plan = plan_json(capsys, "--strategy", "ring", "lv-xattn")
+    assert [row["strategy"] for row in plan["strategies"]] == ["lv-xattn", "ring"]
+    first = plan["strategies"][0]
+    assert first["seconds"] == pytest.approx(sum(p["forward"] + p["backward"] for p in first["parts"].values()))
+    assert first["memory_total"] == sum(first["memory"].values())
+    assert plan["best"] == {"strategy": "lv-xattn", "tile": [16, 1], "patch_model": {"strategy": "lv-xattn"}}
+    assert plan["self_attention"]["tile"] == [1, 16] and plan["enough_gpus"] == 4
+
+
+def test_plan_prints_the_options_of_patch_model(capsys: pytest.CaptureFixture[str]) -> None:
+    options = ["--keep-visual", "--mlp-chunk-size", "256", "--no-overlap", "--self-attention", "local"]
+    best = plan_json(capsys, "--strategy", "mesh", *options)["best"]
+    expected = {"strategy": "mesh", "self_attention": "local", "tile": best["tile"], "recompute_visual": False}
+    assert best["patch_model"] == expected | {"overlap": False, "mlp_chunk_size": 256}
+
+
+def test_plan_without_training_has_no_optimizer(capsys: pytest.CaptureFixture[str]) -> None:
+    plan = plan_json(capsys, "--trained", "none")
+    assert plan["run"]["parameter"] == 2 and plan["strategies"][0]["memory"]["optimizer"] == 0
+
+
+def test_plan_of_too_long_a_video_says_what_would_fit(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*PLAN, "--frames", "86400", "--self-attention", "ulysses"]) == 0
+    printed = capsys.readouterr().out
+    assert "Nothing fits with 86400 frames; at most" in printed and "32 GPUs are enough." in printed
+    assert "86400 frames need as many placeholders" in printed and "self-attention ulysses 4 x" in printed
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--cluster", "nowhere"], "cluster: 'nowhere' is neither a file nor a known name"),
+        (["--frames", "0"], "frames: 0 is not a number of frames"),
+        (["--trained", "none", "--keep-visual"], "would have no effect, because with --trained none"),
+        (["--trained", "none", "--gradient-checkpointing"], "would have no effect"),
+        (["--trained", "none", "--optimizer", "4"], "would have no effect"),
+    ],
+)
+def test_invalid_options_end_in_one_line(options: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*PLAN, *options]) == 2
+    error = capsys.readouterr().err
+    assert message in error and error.count("\n") == 1
+
+
+def test_calibrate_writes_a_cluster_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "here.yaml"
+    assert main(["calibrate", "--device", "cpu", "--heads", "4", "--dim", "32", "--output", str(file)]) == 0
+    cluster = read_cluster(file)
+    assert cluster.gpus_per_node == 1 and "links are not measured" in cluster.source
+    assert main([*PLAN, "--cluster", str(file)]) == 2
+    assert "16 ranks need gpus_per_node, node_link and network_link, which one process" in capsys.readouterr().err
+    assert main(["calibrate", "--heads", "3", "--kv-heads", "2", "--output", str(file)]) == 2
+    assert main(["calibrate", "--kv-heads", "0", "--output", str(file)]) == 2

@@ -1,0 +1,104 @@
+"""Layer: pure Python. The simulator against cases worked out by hand: links, sharing, latency, waiting."""
+
+from __future__ import annotations
+
+import pytest
+from clusters import ROUND, with_
+
+from mllm_seqpar.planner.simulation import Computation, Phase, SentMessage, TimelineSpan, simulate
+
+MB = 1_000_000
+
+
+def ring(ranks: int, size: int, seconds: float, steps: int = 1) -> list[list[Phase]]:
+    return [
+        [Phase((SentMessage((r + 1) % ranks, size),), ((r - 1) % ranks,), (Computation(seconds),))] * steps
+        for r in range(ranks)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("seconds", "overlap", "end", "exposed", "hidden"),
+    [
+        (0.5, True, 1.0, 0.5, 0.5),  # bound by transfers: 1 GB at 1 GB/s
+        (3.0, True, 3.0, 0.0, 1.0),  # bound by computation
+        (3.0, False, 4.0, 1.0, 0.0),  # one after the other
+    ],
+)
+def test_step_takes_the_longer_of_transfer_and_computation(
+    seconds: float, overlap: bool, end: float, exposed: float, hidden: float
+) -> None:
+    found = simulate(ring(4, 1000 * MB, seconds), 4, ROUND, overlap=overlap)
+    assert found.end == pytest.approx((end,) * 4)
+    assert found.exposed == pytest.approx((exposed,) * 4)
+    assert found.hidden == pytest.approx((hidden,) * 4)
+    assert found.node_bytes == (1000 * MB,) * 4 and found.network_bytes == (0,) * 4
+
+
+def test_partial_overlap_adds_the_serial_fraction_of_computation() -> None:
+    """Half of the 3 s can run beside the transfer of 1 s or 2 s."""
+    half = with_(overlap=0.5)
+    assert simulate(ring(4, 1000 * MB, 3.0), 4, half).end == pytest.approx((1.5 + 1.5,) * 4)
+    assert simulate(ring(4, 2000 * MB, 3.0), 4, half).end == pytest.approx((2.0 + 1.5,) * 4)
+
+
+def test_ring_over_nodes_runs_at_the_speed_of_its_slowest_hop() -> None:
+    """8 ranks on 2 nodes: the hops 3 -> 4 and 7 -> 0 take 1 s, the others 0.1 s."""
+    found = simulate(ring(8, 100 * MB, 0.0, steps=7), 8, ROUND)
+    assert found.seconds == pytest.approx(7.0)
+    assert found.network_bytes == (0, 0, 0, 700 * MB) * 2
+    assert found.all_network_bytes == 1400 * MB and found.all_node_bytes == 6 * 700 * MB
+
+
+def test_transfers_share_the_network_link_of_their_node() -> None:
+    """4 ranks send 100 MB each to the other node at 0.1 GB/s: 4 s together, 1 s for a rank alone."""
+    phases = [[Phase((SentMessage((r + 4) % 8, 100 * MB),), ((r + 4) % 8,))] for r in range(8)]
+    assert simulate(phases, 8, ROUND).end == pytest.approx((4.0,) * 8)
+    alone = [phases[0], [], [], [], phases[4], [], [], []]
+    assert simulate(alone, 8, ROUND).end == pytest.approx((1.0, 0, 0, 0, 1.0, 0, 0, 0))
+    cards = with_(network_link_per_gpu=0.5e8)
+    assert simulate(phases, 8, cards).end == pytest.approx((4.0,) * 8)
+    assert simulate(alone, 8, cards).end[0] == pytest.approx(2.0)  # its network card has half the speed
+
+
+def test_transfer_speeds_up_when_others_finish() -> None:
+    """50 MB and 150 MB leave one node: both at half speed for 1 s, then 100 MB at full speed for 1 s."""
+    phases = [[Phase((SentMessage(4, 50 * MB),))], [Phase((SentMessage(5, 150 * MB),))], [], []]
+    phases += [[Phase((), (0,))], [Phase((), (1,))], [], []]
+    assert simulate(phases, 8, ROUND).end == pytest.approx((1.0, 2.0, 0, 0, 1.0, 2.0, 0, 0))
+
+
+def test_transfer_waits_until_both_ends_have_posted_it() -> None:
+    """Rank 1 computes for 2 s before it posts; the transfer of 1 GB then takes until 3 s."""
+    phases = [[Phase((SentMessage(1, 1000 * MB),))], [Phase(work=(Computation(2.0),)), Phase((), (0,))]]
+    found = simulate(phases, 2, ROUND, record=True)
+    assert found.end == pytest.approx((3.0, 3.0))
+    assert found.exposed == pytest.approx((3.0, 1.0))
+    assert found.spans[0] == (TimelineSpan("wait", 0.0, 3.0, 0), TimelineSpan("transfer", 2.0, 3.0, 0))
+    assert found.spans[1] == (TimelineSpan("compute", 0.0, 2.0, 0), TimelineSpan("wait", 2.0, 3.0, 1))
+    late_sender = [[Phase(work=(Computation(2.0),)), Phase((SentMessage(1, 1000 * MB),))], [Phase((), (0,))]]
+    assert simulate(late_sender, 2, ROUND).end == pytest.approx((3.0, 3.0))
+
+
+def test_latency_and_overhead_precede_the_first_byte() -> None:
+    slow = with_(node_latency_s=0.25, step_overhead_s=0.5)
+    assert simulate(ring(4, 1000 * MB, 1.0), 4, slow).end == pytest.approx((1.75,) * 4)
+    assert simulate(ring(4, 1000 * MB, 9.0), 4, slow).end == pytest.approx((9.5,) * 4)
+
+
+def test_empty_transfers_take_no_time() -> None:
+    assert simulate(ring(4, 0, 1.0), 4, with_(node_latency_s=5.0)).end == pytest.approx((1.0,) * 4)
+
+
+def test_one_period_of_ranks_represents_all() -> None:
+    phases = ring(8, 100 * MB, 0.01, 7)
+    every, period = simulate(phases, 8, ROUND), simulate(phases[:4], 8, ROUND)
+    assert period.end * 2 == pytest.approx(every.end)
+    assert period.all_network_bytes == every.all_network_bytes and period.all_node_bytes == every.all_node_bytes
+
+
+def test_invalid_phases_are_rejected() -> None:
+    with pytest.raises(ValueError, match="3 simulated ranks do not divide 8 ranks"):
+        simulate(ring(8, 1, 0.0)[:3], 8, ROUND)
+    with pytest.raises(ValueError, match="rank 0 waits forever in step 0"):
+        simulate([[Phase((SentMessage(1, 1),))], []], 2, ROUND)
