@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from attention.dense import dense_attention
 from comm.strict import StrictLoopback
-from mllm_seqpar.attention.distributed import CallSpec
+from mllm_seqpar.attention.call_spec import CallSpec
 from mllm_seqpar.attention.joint import attend
 from mllm_seqpar.attention.kv_sources import GivenKV
 from mllm_seqpar.comm import Communicator, as_communicator, run_loopback

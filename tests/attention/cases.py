@@ -19,9 +19,9 @@ from torch import Tensor
 from attention.dense import dense_attention, squared_terms
 from comm.strict import StrictLoopback
 from mllm_seqpar.attention import lv_xattn, mesh_attention, ring_attention, ulysses_attention
+from mllm_seqpar.attention.call_spec import accumulation, call_spec_for, problem_of
 from mllm_seqpar.attention.joint import attend
 from mllm_seqpar.attention.kv_sources import GivenKV
-from mllm_seqpar.attention.parallel_spec import accumulation, plan_for, problem_of
 from mllm_seqpar.comm import Communicator, LoopbackCommunicator, as_communicator
 from mllm_seqpar.masks import BlockMasks, CausalBlockMasks, FrameMask, FullBlockMasks
 from mllm_seqpar.sharding import frame_bounds, frame_range, padded_length, sequence_positions
@@ -258,7 +258,7 @@ def _call(
     def source(strategy: str, blocks: BlockMasks, lengths: tuple[int, ...], k: Tensor, v: Tensor) -> GivenKV:
         problem = problem_of(x["q"].shape, k.shape, lengths, case.dtype, case.accumulate)
         tile = case.tile if strategy in TILED else None
-        return GivenKV(plan_for(strategy, tile, blocks, problem, dtype, case.overlap), k, v)
+        return GivenKV(call_spec_for(strategy, tile, blocks, problem, dtype, case.overlap), k, v)
 
     sources = [source(case.by, text, (total // n,) * n, x["text_k"], x["text_v"])]
     if case.op == "joint":

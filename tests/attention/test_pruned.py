@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any
 
 import pytest
@@ -11,7 +11,7 @@ import torch
 
 from attention.cases import Case, assert_exact, frame_mask, over_gloo, run_case, same_bits, visible_frames
 from mllm_seqpar.attention.block_math import BlockMath
-from mllm_seqpar.attention.distributed import CallSpec
+from mllm_seqpar.attention.call_spec import CallSpec
 from mllm_seqpar.comm import run_loopback
 from mllm_seqpar.masks import FrameBlockMasks, FullBlockMasks
 from mllm_seqpar.sharding import frame_bounds, sequence_positions
@@ -122,14 +122,14 @@ def blocks_of(case: Case, n: int) -> FrameBlockMasks:
 def test_rows_go_round_the_ring_unless_one_can_be_spared_a_trip(n: int) -> None:
     def straight(mask: str, shared: bool = True, tile: tuple[int, int] = (n, 1)) -> bool:
         blocks = blocks_of(Case(op="lv", rows=10 * n, batch=2, frames=10, mask=mask), n)
-        return CallSpec(tile, blocks.folded() if shared else blocks, (30 // n,) * n, torch.float32).straight
+        return CallSpec(tile, blocks.folded() if shared else blocks, (30 // n,) * n, torch.float32).direct
 
     assert not straight("all") and not straight("all", shared=False) and not straight("all but one")
     assert straight("one frame") == straight("nothing") == straight("own sample") == (n > 1)
     assert not straight("one frame", tile=(1, n)), "where keys move, rows stay"
     if n == 2:  # each sample's frames are one rank's: only where samples are told apart is a row spared
         assert not straight("own sample", shared=False)
-    assert not CallSpec((n, 1), FullBlockMasks(2, 4, (0,) * n), (0,) * n, torch.float32).straight
+    assert not CallSpec((n, 1), FullBlockMasks(2, 4, (0,) * n), (0,) * n, torch.float32).direct
 
 
 def test_the_rows_that_travel_are_those_that_see_something() -> None:
@@ -151,15 +151,16 @@ def test_the_rows_that_travel_are_those_that_see_something() -> None:
 def computed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Score entries per head of every kernel call, on all ranks."""
     entries: list[int] = []
-    parts = BlockMath._parts
+    part_of = BlockMath._part
 
-    def counting(self: BlockMath, *args: Any) -> Iterator[Any]:
-        for part in parts(self, *args):
-            (batch, _, rows, _), keys = part.qkv[0].shape, part.qkv[1].shape[2]
-            entries.append(batch * (rows * (rows + 1) // 2 if part.how["causal"] else rows * keys))
-            yield part
+    def counting(self: BlockMath, *args: Any) -> Any:
+        part = part_of(self, *args)
+        *_, (q, k, _), options = part
+        rows, keys = q.shape[2], k.shape[2]
+        entries.append(q.shape[0] * (rows * (rows + 1) // 2 if options["causal"] else rows * keys))
+        return part
 
-    monkeypatch.setattr(BlockMath, "_parts", counting)
+    monkeypatch.setattr(BlockMath, "_part", counting)
     return entries
 
 
