@@ -20,7 +20,7 @@ from mllm_seqpar.errors import AdapterError, ConfigError
 from mllm_seqpar.kernels.registry import kernel_by_name
 from mllm_seqpar.runtime.context import SeqParContext
 from mllm_seqpar.runtime.forward_state import ForwardState
-from mllm_seqpar.runtime.selection import StrategySelector, selector_for
+from mllm_seqpar.runtime.selection import StrategySelector
 
 from .registry import Adapter, find_adapter
 
@@ -187,7 +187,7 @@ def patch_model(
 
     require_same_text(comm, "patch_model", describe)
     adapter, inner, context = found[0]
-    context = replace(context, chooser=_chooser(context, inner))
+    context = replace(context, selector=_selector(context, inner))
     patch = Patch(adapter.name, context)
     try:
         adapter.install(inner, context, patch)
@@ -208,10 +208,15 @@ def patch_model(
     return model
 
 
-def _chooser(context: SeqParContext, model: nn.Module) -> StrategySelector | None:
+def _selector(context: SeqParContext, model: nn.Module) -> StrategySelector | None:
+    config = context.config
+    if config.cluster is None and "auto" not in (config.strategy, config.self_attention):
+        return None
+    from mllm_seqpar.planner.auto import selector_for  # only here: the core does not depend on the planner
+
     parameter = next(model.parameters(), None)
     device, dtype = (torch.device("cpu"), torch.float32) if parameter is None else (parameter.device, parameter.dtype)
-    return selector_for(context.config, context.comm, device, dtype)
+    return selector_for(config, context.comm, device, dtype)
 
 
 def _chosen(strategy: str | None, config: SeqParConfig | None, options: dict[str, Any]) -> SeqParConfig:

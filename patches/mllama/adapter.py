@@ -229,7 +229,7 @@ class MllamaFamily(Family):
             inputs_embeds=embeds,
             attention_mask=mask,
             position_ids=positions,
-            cross_attention_states=call if call.frames is not None or call.kept is not None else None,
+            cross_attention_states=call if call.frames is not None or call.visual_cache is not None else None,
             full_text_row_masked_out_mask=None if sees is None else sees[:, None, :, None].to(self.model.dtype),
             past_key_values=cache,
             use_cache=cache is not None,

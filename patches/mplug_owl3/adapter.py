@@ -135,7 +135,7 @@ def _sharded(self: Any, q: Tensor, k: Tensor, v: Tensor, visual_norm: Any, seqpa
         else:
             text_out = _channels(seqpar.attend(q, [text], self.scaling))
             visual_out = _channels(seqpar.attend(q, [visual], self.scaling))
-            o = self.mix(text_out, visual_out, seqpar.frames.sees.to(q.device))
+            o = self.mix(text_out, visual_out, seqpar.frames.any_frame_visible.to(q.device))
     return o if seqpar.shards_text else seqpar.text.unshard(o, 1)
 
 
@@ -144,20 +144,20 @@ def _replicated(
 ) -> Tensor:
     """(B, L, C) before `o_proj`, the same on every rank; the frames' K and V stay where they are."""
     hf_attention.refuse_dropout(self._dropout)
-    if seqpar.kept is None and seqpar.cached is None:
+    if seqpar.visual_cache is None and seqpar.cached_text is None:
         return self._attend_text(q, k, v, attention_mask)[0]
     q, k, v = as_attended(q, k, v)
     text: tuple[Tensor, Tensor] | None = None
-    if seqpar.cached is not None:
+    if seqpar.cached_text is not None:
         text = seqpar.attend_cached_text(q, k, v, self.scaling, self.sliding_window)
-    if seqpar.kept is None:
+    if seqpar.visual_cache is None:
         assert text is not None
         return _channels(text[0].to(q.dtype))
-    keys = seqpar.kept.keys_values(self.layer_idx, _projection(self, visual_norm), q.dtype)
-    if self.fused and seqpar.wants_grad(q, k, v, *keys):
+    keys = seqpar.visual_cache.keys_values(self.layer_idx, _projection(self, visual_norm), q.dtype)
+    if self.fused and seqpar.requires_backward(q, k, v, *keys):
         k, v = k[:, :, : seqpar.tokens], v[:, :, : seqpar.tokens]
-        source = seqpar.own_keys(q, k, v, GivenBlockMask(tuple(causal_rectangles(attention_mask, q, k))))
-        return _channels(seqpar.attend(q, [source, seqpar.kept_keys(q, *keys)], self.scaling))
+        source = seqpar.local_source(q, k, v, GivenBlockMask(tuple(causal_rectangles(attention_mask, q, k))))
+        return _channels(seqpar.attend(q, [source, seqpar.cached_visual_source(q, *keys)], self.scaling))
     o_visual, lse_visual = seqpar.attend_replicated(q, *keys, self.scaling)
     if not self.fused:
         text_out = self._attend_text(q, k, v, attention_mask)[0] if text is None else _channels(text[0].to(q.dtype))

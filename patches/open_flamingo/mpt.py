@@ -99,7 +99,7 @@ class DealtBias:
             for dims, x in zip(self._dims, (q, k), strict=True)
         )
         wide = F.pad(v, (BIAS_DIMS, 0))
-        if self.call.cached is not None:
+        if self.call.cached_text is not None:
             o = self.call.attend_cached_text(q, k, wide, scale)[0]
         else:
             o = self.call.attend(q, [self.call.text_keys(k, wide)], scale)
@@ -187,7 +187,7 @@ class MptLM:
             total = call.text.length
             row_positions = key_positions = call.text.positions(call.context.comm.rank)
             blind = self._blind(call, row_positions)
-        elif call.cached is not None:
+        elif call.cached_text is not None:
             beside = cache_state(cache)
             assert beside is not None and beside.text is not None
             kept = beside.text

@@ -15,10 +15,10 @@ import torch
 from network_settings import Setting
 from torch import Tensor
 
-from mllm_seqpar.attention.distributed import CallSpec
+from mllm_seqpar.attention.call_spec import CallSpec
 from mllm_seqpar.attention.joint import attend
 from mllm_seqpar.attention.kv_sources import GivenKV
-from mllm_seqpar.attention.parallel_spec import accumulation, plan_for, problem_of
+from mllm_seqpar.attention.call_spec import accumulation, call_spec_for, problem_of
 from mllm_seqpar.comm import Communicator
 from mllm_seqpar.masks import FullBlockMasks
 from mllm_seqpar.planner import Cluster, ParallelSpec, blocks_to_hide
@@ -59,7 +59,7 @@ class Mode:
                 forward, backward = (blocks_to_hide(problem, self.way.tile, where, backward=b) for b in (False, True))
                 overlap_ratios = forward, backward
             tile = self.way.tile if self.way.strategy in ("mesh", "ulysses") else None
-            plan = plan_for(self.way.strategy, tile, blocks, problem, dtype, self.overlap, overlap_ratios)
+            plan = call_spec_for(self.way.strategy, tile, blocks, problem, dtype, self.overlap, overlap_ratios)
         return attend(q, [GivenKV(plan, k, v)], comm=comm, scale=q.shape[-1] ** -0.5, kernel=kernel)[0]
 
     def problem(self, setting: Setting) -> Problem:

@@ -39,7 +39,7 @@ def seqpar_attention(
     """
     if seqpar is not None:
         refuse_dropout(dropout)  # in a replicated pass, too: each rank would drop other weights
-    if seqpar is not None and seqpar.cached is not None:
+    if seqpar is not None and seqpar.cached_text is not None:
         given = query.dtype
         query, key, value = as_attended(query, key, value)
         scale = query.shape[-1] ** -0.5 if scaling is None else scaling

@@ -174,8 +174,8 @@ def _replicated_rows(
         own = view.mask.take(torch.arange(start, start + length)) if start else view.mask
         rows = {name: x[:, start:] for name, x in view.rows.items()}
         per_frame = kept.units // max(1, kept.total_frames)
-        seen = {"frame_mask": own, "units_per_frame": per_frame, "rows": rows, "kept": kept}
-    call = ForwardState(family.context, cached=cached, tokens=int(cache.get_seq_length()) + length, **seen)
+        seen = {"frame_mask": own, "units_per_frame": per_frame, "rows": rows, "visual_cache": kept}
+    call = ForwardState(family.context, cached_text=cached, tokens=int(cache.get_seq_length()) + length, **seen)
     return family.decode(embeds, positions[:, start:], mask, cache, call, **kwargs)
 
 

@@ -77,7 +77,7 @@ def frames_of(
     rows = view.rows
     if family.context.config.self_attention != "local":
         rows = {name: text.shard(x, 1) for name, x in rows.items()}
-    return {"frames": shards, "rows": rows, "kept": kept}
+    return {"frames": shards, "rows": rows, "visual_cache": kept}
 
 
 def _as_chosen(family: Family, inputs: ForwardInputs, text: TextShards, shards: FrameState) -> FrameState:
@@ -87,7 +87,7 @@ def _as_chosen(family: Family, inputs: ForwardInputs, text: TextShards, shards: 
         return shards
     if context.config.strategy == "auto" and shape is not None:
         shards = select_for_pass(context, shape, text, shards)
-    if context.config.strategy == "replicate" or (shards.choice and shards.choice.strategy == "replicate"):
+    if context.config.strategy == "replicate" or (shards.selection and shards.selection.strategy == "replicate"):
         shards = shards.gathered(context.comm, family.index(inputs, shards.visual.total_frames))
     return shards
 
