@@ -106,7 +106,7 @@ def test_there_and_back_over_gloo(n: int) -> None:
 
 
 def test_bad_use() -> None:
-    with pytest.raises(ShapeError, match="10 tokens cannot be dealt to 3 ranks in the zigzag layout.* 6, .* 12"):
+    with pytest.raises(ShapeError, match="10 tokens cannot be sharded over 3 ranks in the zigzag layout.* 6, .* 12"):
         sequence_positions(10, 0, 3, "zigzag")
     with pytest.raises(ConfigError, match="'spiral' is unknown; choose one of zigzag, striped, contiguous"):
         shard_multiple(2, "spiral")

@@ -142,7 +142,8 @@ class BlockMath:
         self, rectangle: Rectangle, q: Tensor, k: Tensor, v: Tensor
     ) -> tuple[BlockKernel, slice, slice, RowIndex, tuple[Tensor, Tensor, Tensor], dict[str, Any]]:
         """Return (kernel, batch, rows, keys, (q, k, v), options): a rectangle cut out of its block, and its kernel."""
-        batch, rows, keys = slice(*rectangle.batch), slice(*rectangle.rows), rectangle.places(q.device)
+        batch, rows = slice(*rectangle.batch), slice(*rectangle.rows)
+        keys = slice(*rectangle.keys) if rectangle.picked is None else rectangle.places(q.device)
         qkv = q[batch, :, rows], k[batch, :, keys], v[batch, :, keys]
         kind = rectangle.kind
         key = self.kernel, qkv[0].shape, qkv[1].shape, q.dtype, q.device, kind

@@ -14,7 +14,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from mllm_seqpar.comm import Communicator, Recv, Send
+from mllm_seqpar.comm import Communicator, Pending, Recv, Send
 from mllm_seqpar.schedules import Axis
 
 from .block_math import BlockMath, GradientAccumulator, PartialResult, fold, unfold
@@ -22,6 +22,8 @@ from .call_spec import CallSpec, PlannedBlock, PlannedStep, PlannedTransfer
 
 Bundle = dict[str, Tensor]
 """Named contiguous tensors that are sent together."""
+Held = dict[tuple[Axis, int], Bundle]
+"""The shards on this rank, by axis and owner."""
 
 
 class _Direction(Protocol):
@@ -142,26 +144,13 @@ def distributed_backward(
 
 def _run(steps: Sequence[PlannedStep], comm: Communicator, direction: _Direction, overlap: bool) -> None:
     """Run the steps of this rank. `overlap=False` waits for the transfers before computing, only to measure."""
-    held: dict[tuple[Axis, int], Bundle] = {(axis, comm.rank): bundle for axis, bundle in direction.local.items()}
+    local, rank = direction.local, comm.rank
+    held: Held = {("rows", rank): local["rows"], ("columns", rank): local["columns"]}
     pool = _BufferPool()
     for step in steps:
-        incoming: list[tuple[PlannedTransfer, Bundle]] = []
-        pending = None
-        if step.transfers:
-            sends: list[Send] = []
-            recvs: list[Recv] = []
-            for transfer in step.transfers:
-                buffers: Bundle = {}
-                for name, tensor in _outgoing(transfer, held, direction).items():
-                    buffer = buffers[name] = pool.take(tensor, transfer.recv_length)
-                    if tensor.numel():
-                        sends.append(Send(transfer.dst, tensor, name))
-                    if buffer.numel():
-                        recvs.append(Recv(transfer.src, buffer))
-                incoming.append((transfer, buffers))
-            pending = comm.exchange(sends, recvs)
-            if not overlap:
-                pending.wait()
+        pending, incoming = _post(step, comm, direction, held, pool) if step.transfers else (None, ())
+        if pending is not None and not overlap:
+            pending.wait()
         for block in step.blocks:
             direction.compute(block, held["rows", block.q_shard], held["columns", block.kv_shard])
         if pending is not None and overlap:
@@ -176,15 +165,33 @@ def _run(steps: Sequence[PlannedStep], comm: Communicator, direction: _Direction
             pool.give(held.pop(shard))
 
 
-def _outgoing(transfer: PlannedTransfer, held: dict[tuple[Axis, int], Bundle], direction: _Direction) -> Bundle:
-    if not transfer.is_input:
-        return direction.result(transfer.axis, transfer.send_shard)
-    bundle, rows = held[transfer.axis, transfer.send_shard], transfer.send_rows
-    if rows is None:
-        return bundle
-    if isinstance(rows, slice):
-        return {name: x[:, :, rows].contiguous() for name, x in bundle.items()}
-    return {name: x.index_select(2, rows) for name, x in bundle.items()}
+def _post(
+    step: PlannedStep,
+    comm: Communicator,
+    direction: _Direction,
+    held: dict[tuple[Axis, int], Bundle],
+    pool: _BufferPool,
+) -> tuple[Pending, Sequence[tuple[PlannedTransfer, Bundle]]]:
+    """Post the transfers of a step; return the exchange, and the receive buffers of each transfer."""
+    sends: list[Send] = []
+    recvs: list[Recv] = []
+    incoming: list[tuple[PlannedTransfer, Bundle]] = []
+    for transfer in step.transfers:
+        axis, owner, rows = transfer.axis, transfer.send_shard, transfer.send_rows
+        outgoing = held[axis, owner] if transfer.is_input else direction.result(axis, owner)
+        buffers: Bundle = {}
+        for name, tensor in outgoing.items():
+            if isinstance(rows, slice):
+                tensor = tensor[:, :, rows].contiguous()
+            elif rows is not None:
+                tensor = tensor.index_select(2, rows)
+            buffer = buffers[name] = pool.take(tensor, transfer.recv_length)
+            if tensor.numel():
+                sends.append(Send(transfer.dst, tensor, name))
+            if buffer.numel():
+                recvs.append(Recv(transfer.src, buffer))
+        incoming.append((transfer, buffers))
+    return comm.exchange(sends, recvs), incoming
 
 
 class _BufferPool:

@@ -14,9 +14,9 @@ the text, in which their mask is few and large rectangles.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -30,7 +30,11 @@ from .call_spec import CallSpec
 from .executor import distributed_backward, distributed_forward
 from .kv_sources import GivenKV, KVSource
 
-Attend = Callable[[Tensor, Sequence[KVSource], Communicator], tuple[Tensor, Tensor]]
+
+class Attend(Protocol):
+    """Attention of row-sharded queries over row-sharded sources, `joint.attend` with its options bound."""
+
+    def __call__(self, q: Tensor, sources: Sequence[KVSource], *, comm: Communicator) -> tuple[Tensor, Tensor]: ...
 
 
 class HeadTensor(NamedTuple):
@@ -264,7 +268,7 @@ def attend_head_sharded(
         q: (B, H, s, D), this rank's rows.
         sources: row-sharded.
         comm: the group.
-        attend: (q, sources, comm) -> (o, lse), the attention among ranks with the same heads.
+        attend: the attention among ranks with the same heads.
     """
     size = sources[0].spec.head_degree
     orders = next((found for s in sources if (found := s.spec.masks.orders(size, q.device)) is not None), None)
@@ -272,7 +276,7 @@ def attend_head_sharded(
     first = layouts[0]
     sharded_q = _Reshard.apply(first.inside, first.rows("q"), False, q)
     inner = [HeadShardedKV(source, layout, q.dtype) for source, layout in zip(sources, layouts, strict=True)]
-    o, lse = attend(sharded_q, inner, first.across)
+    o, lse = attend(sharded_q, inner, comm=first.across)
     o = _Reshard.apply(first.inside, first.rows("o"), True, o)
     (row_lse,) = gather_heads([lse.unsqueeze(-1)], [first.rows("lse")], first.inside)
     return o, row_lse.squeeze(-1)

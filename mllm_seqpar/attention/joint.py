@@ -137,18 +137,12 @@ def attend(
     """
     degree = sources[0].spec.head_degree
     if degree > 1 and all(source.spec.head_degree == degree for source in sources):
-        return attend_head_sharded(q, sources, comm, functools.partial(_attend_row_sharded, scale=scale, kernel=kernel))
-    return _attend_row_sharded(q, sources, comm, scale=scale, kernel=kernel)
-
-
-def _attend_row_sharded(
-    q: Tensor, sources: Sequence[KVSource], comm: Communicator, *, scale: float, kernel: str
-) -> tuple[Tensor, Tensor]:
+        return attend_head_sharded(q, sources, comm, functools.partial(attend, scale=scale, kernel=kernel))
     inputs: list[Tensor] = []
     counts = []
     for source in sources:
-        own_inputs = source.inputs()
-        inputs.extend(own_inputs)
-        counts.append(len(own_inputs))
+        source_inputs = source.inputs()
+        inputs.extend(source_inputs)
+        counts.append(len(source_inputs))
     block_math = BlockMath(kernel, scale, sources[0].spec.kernels)
     return _JointAttention.apply(comm, block_math, tuple(sources), counts, q, *inputs)

@@ -83,7 +83,7 @@ WRONG_EVERYWHERE: dict[str, tuple[Call, type[SeqParError], str]] = {
     "odd rows": (
         lambda g: ring_attention(*qkv(3, 3), group=g, causal=True),
         ShapeError,
-        "cannot be dealt to 2 ranks in the zigzag layout",
+        "cannot be sharded over 2 ranks in the zigzag layout",
     ),
     "causal keys": (lambda g: ring_attention(*qkv(4, 6), group=g, causal=True), ShapeError, "as many keys as queries"),
     "causal and mask": (
