@@ -122,32 +122,40 @@ class CallSpec:
         for index, step in enumerate(schedule):
             for block in step.blocks:
                 last_use["rows", block.row] = last_use["columns", block.column] = index
-            for move in step.moves:
-                if move.stream == "ahead":
-                    last_use[move.axis, move.send] = index
+            for transfer in step.moves:
+                if transfer.stream == "ahead":
+                    last_use[transfer.axis, transfer.send] = index
         return tuple(
             PlannedStep(
-                tuple(self._transfer(move, rank, rows, device) for move in step.moves),
+                tuple(self._plan_transfer(transfer, rank, rows, device) for transfer in step.moves),
                 tuple(PlannedBlock(b.row, b.column, self._rectangles(b, rows)) for b in step.blocks),
                 tuple(key for key, last in last_use.items() if last == index and key[1] != rank),
             )
             for index, step in enumerate(schedule)
         )
 
-    def _transfer(self, move: Move, rank: int, rows: int, device: torch.device) -> PlannedTransfer:
+    def _plan_transfer(self, transfer: Move, rank: int, rows: int, device: torch.device) -> PlannedTransfer:
         """Both ends of a transfer know all masks, so both select the same rows."""
-        is_input, length = move.stream == "ahead", rows
+        is_input, length = transfer.stream == "ahead", rows
         send_rows = recv_rows = None
-        if move.axis == "columns":
-            length = self.key_lengths[move.recv]
+        if transfer.axis == "columns":
+            length = self.key_lengths[transfer.recv]
         elif self.direct:
-            received = self.masks.rows(move.recv, rank if is_input else move.source)
-            sent = self.masks.rows(move.send, move.to) if is_input else None
+            received = self.masks.rows(transfer.recv, rank if is_input else transfer.source)
+            sent = self.masks.rows(transfer.send, transfer.to) if is_input else None
             length = rows if received is None else received.count
             send_rows = None if sent is None else sent.on(device)
             recv_rows = None if received is None or is_input else received.on(device)
         return PlannedTransfer(
-            is_input, move.axis, move.send, move.to, move.recv, move.source, send_rows, recv_rows, length
+            is_input,
+            transfer.axis,
+            transfer.send,
+            transfer.to,
+            transfer.recv,
+            transfer.source,
+            send_rows,
+            recv_rows,
+            length,
         )
 
     def _rectangles(self, block: AttentionBlock, rows: int) -> Sequence[Rectangle]:
