@@ -56,7 +56,9 @@ def frame_chunks(features: Tensor) -> list[slice]:
     """Return chunks of the frames of features (frames, tokens, width): at least one, each at most `CHUNK_BYTES`."""
     frames = features.shape[0]
     step = max(1, CHUNK_BYTES // max(1, features.shape[1] * features.shape[2] * features.element_size()))
-    return [slice(start, min(start + step, frames)) for start in range(0, frames, step)] or [slice(0, 0)]
+    if frames <= step:
+        return [slice(0, frames)]
+    return [slice(start, min(start + step, frames)) for start in range(0, frames, step)]
 
 
 def sampled_bits(frames: Tensor) -> Tensor:
