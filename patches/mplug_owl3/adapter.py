@@ -120,9 +120,11 @@ def _hyper_forward(attention: Any) -> Any:
 
 def _sharded(self: Any, q: Tensor, k: Tensor, v: Tensor, visual_norm: Any, seqpar: ForwardState) -> Tensor:
     """(B, s, C) before `o_proj`; text keys go by the self-attention's schedule, visual ones by the strategy."""
-    hf_attention.refuse_dropout(self._dropout)
+    if self._dropout:
+        hf_attention.refuse_dropout(self._dropout)
     assert seqpar.text is not None
-    if not seqpar.shards_text:  # the text lives whole on every rank: its rows are shared out for this attention only
+    shards_text = seqpar.shards_text
+    if not shards_text:  # the text lives whole on every rank: its rows are shared out for this attention only
         q, k, v = (seqpar.text.shard(x, 2) for x in (q, k, v))
     text = seqpar.text_keys(k, v, self.sliding_window, q.shape[1])
     if seqpar.frames is None:
@@ -136,7 +138,7 @@ def _sharded(self: Any, q: Tensor, k: Tensor, v: Tensor, visual_norm: Any, seqpa
             text_out = _channels(seqpar.attend(q, [text], self.scaling))
             visual_out = _channels(seqpar.attend(q, [visual], self.scaling))
             o = self.mix(text_out, visual_out, seqpar.frames.any_frame_visible.to(q.device))
-    return o if seqpar.shards_text else seqpar.text.unshard(o, 1)
+    return o if shards_text else seqpar.text.unshard(o, 1)
 
 
 def _replicated(
