@@ -8,7 +8,7 @@ import pytest
 import torch
 from kernel_cases import CPU_KERNELS, block
 
-from attention.cases import Case, assert_exact, run_case
+from attention_cases import Case, assert_exact, run_case
 from mllm_seqpar.comm import run_loopback
 from mllm_seqpar.errors import ConfigError, ShapeError
 from mllm_seqpar.kernels import BlockKernel, available_kernels, choose_kernel, kernel_names, registry

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from attention.dense import dense_attention
+from dense_attention import dense_attention
 from mllm_seqpar.kernels.merge import merge
 from tolerances import relative_error
 

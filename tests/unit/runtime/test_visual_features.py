@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from attention.dense import dense_attention
 from comm.strict import StrictLoopback
+from dense_attention import dense_attention
 from mllm_seqpar.attention.call_spec import CallSpec
 from mllm_seqpar.attention.joint import attend
 from mllm_seqpar.attention.kv_sources import GivenKV

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from attention.cases import Case, errors, exact, inputs, run_case
+from attention_cases import Case, errors, exact, inputs, run_case
 from mllm_seqpar.comm import run_loopback
 from mllm_seqpar.kernels import registry
 from mllm_seqpar.kernels.blocked_matmul import BlockedMatmulKernel

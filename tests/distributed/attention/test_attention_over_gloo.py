@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from attention.cases import Case, assert_exact, over_gloo, same_bits
+from attention_cases import Case, assert_exact, over_gloo, same_bits
 from ranks import ranks
 
 pytestmark = pytest.mark.rounding

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from attention.dense import dense_attention
+from dense_attention import dense_attention
 from mllm_seqpar.attention import decode_attention
 from mllm_seqpar.attention.decode import SCATTER_ROWS
 from mllm_seqpar.comm import Communicator, as_communicator, run_loopback
