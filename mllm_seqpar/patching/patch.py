@@ -116,7 +116,7 @@ def _guarded(context: SeqParContext, model: str, name: str, module: nn.Module) -
     @functools.wraps(inner)
     def forward(*args: Any, **kwargs: Any) -> Any:
         context.require_same_world()
-        if context.comm.size > 1 and not any(isinstance(x, ForwardState) for x in (*args, *kwargs.values())):
+        if context.comm.size > 1 and ForwardState not in map(type, (*args, *kwargs.values())):
             raise AdapterError(
                 f"{name} ({type(module).__name__}) was called outside of the patched forward of its {model}; on "
                 f"{context.comm.size} ranks it would compute with this rank's inputs alone, unsharded. Call the model "
