@@ -8,7 +8,7 @@ block kernels.
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -88,10 +88,16 @@ class CallSpec:
     overlap: bool = True
     head_degree: int = 1
     overlap_ratios: tuple[OverlapRatios, OverlapRatios] = (OverlapRatios(), OverlapRatios())
-    kernels: dict[Hashable, BlockKernel] = field(default_factory=dict, init=False, repr=False, compare=False)
-    """The block kernels chosen so far, filled by `BlockMath`."""
-    derived: dict[Hashable, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
-    """What was worked out from this spec, by what it depends on: steps, and layouts of head sharding."""
+
+    @cached_property
+    def kernels(self) -> dict[Hashable, BlockKernel]:
+        """The block kernels chosen so far, filled by `BlockMath`."""
+        return {}
+
+    @cached_property
+    def derived(self) -> dict[Hashable, Any]:
+        """What was worked out from this spec, by what it depends on: steps, and layouts of head sharding."""
+        return {}
 
     @property
     def direct(self) -> bool:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 import torch
 from torch import Tensor, nn
@@ -167,7 +168,11 @@ class ForwardState:
     visual_cache: VisualKVCache | None = None
     cached_text: CachedTextMask | None = None
     tokens: int | None = None
-    _specs: dict[Hashable, CallSpec] = field(default_factory=dict, init=False, repr=False, compare=False)
+
+    @cached_property
+    def _specs(self) -> dict[Hashable, CallSpec]:
+        """The call specs of this pass; not a field, because FSDP copies dataclasses field by field."""
+        return {}
 
     @property
     def shards_text(self) -> bool:
