@@ -1,11 +1,11 @@
-"""What an adapter for a model of one's own is written with, in one place; the README has a worked example.
+"""The public toolkit for model adapters.
 
 An adapter (`Adapter`) replaces forwards through `Patch.set`. The model's forward encodes the frames of this rank
-(`frame_range`), says which text row sees which frames (`FrameMask`), and asks `sharded_call` for the pass; layers then
-attend through it: ``call.attend(q, [call.text_keys(k, v)], scale)`` is the language model's causal attention, and
-``call.cross_attend(q, layer, project, modules, scale)`` that to the frames of all ranks. Model classes of transformers
-have more to them (caches, generation, batches with padding):
-`mllm_seqpar.integrations.transformers.family.Family` does that, and `mllm_seqpar.patches.idefics.adapter` shows how.
+(`frame_range`), states which text rows attend to which frames (`FrameMask`), and gets the state of the pass from
+`sharded_call`. Layers then attend through it: ``state.attend(q, [state.text_keys(k, v)], scale)`` is the language
+model's causal attention, and ``state.cross_attend(q, layer, project, modules, scale)`` is the attention to the frames
+of all ranks. Models of transformers need more (caches, generation, padded batches), which
+`mllm_seqpar.integrations.transformers.family.Family` provides; `mllm_seqpar.patches.idefics.adapter` is an example.
 """
 
 from __future__ import annotations
@@ -55,21 +55,21 @@ __all__ = [
 def sharded_call(
     context: SeqParContext, features: Tensor, mask: FrameMask, *, valid: Tensor | None = None, units_per_frame: int = 1
 ) -> ForwardState:
-    """The call of one forward pass whose text and frames are dealt to the ranks; `call.text` deals tensors like it.
+    """Return the state of a forward pass with sharded text and frames; `state.text` shards other tensors alike.
 
     Args:
-        context: what `Adapter.install` was given.
-        features: (f, tokens, width), of the frames of this rank, `frame_range(total, context.comm)`; they carry the
-            gradient to what encoded them. A rank may have none: (0, tokens, width).
-        mask: what ALL text rows (B, L) see of the frames of all ranks; the same on every rank.
+        context: the argument of `Adapter.install`.
+        features: (f, tokens, width), the features of this rank's frames, `frame_range(total, context.comm)`. Their
+            gradient flows back to the encoder. A rank without frames passes (0, tokens, width).
+        mask: the frames of all ranks that ALL text rows (B, L) attend to; the same on every rank.
         valid: (B, L) bool, text keys that may be attended to (the attention mask); None: all.
-        units_per_frame: when the mask speaks of parts of frames that one rank holds whole, such as the tiles of a
-            picture: how many there are to each; f, above, then counts those parts.
+        units_per_frame: if the mask's units are parts of frames that one rank holds whole, such as image tiles: how
+            many make one frame. f, above, then counts units.
 
     Raises:
-        ConfigError: `self_attention="star"`, which is not made for this.
-        ShapeError: features or `valid` that do not fit the mask.
-        AgreementError: ranks that disagree about the text's or the frames' shape; on every rank.
+        ConfigError: `self_attention="star"`, which needs a cache.
+        ShapeError: the features or `valid` do not match the mask.
+        AgreementError: on every rank if the ranks pass text or frames of different shapes.
     """
     comm, config = context.comm, context.config
     batch, length = mask.shape
@@ -77,15 +77,15 @@ def sharded_call(
     def describe() -> dict[str, int]:
         if config.self_attention == "star":
             raise ConfigError(
-                'self_attention="star" reads the prompts of models of transformers into their caches; a model with an '
-                'adapter of its own takes "ring", "mesh" or "ulysses"'
+                'self_attention="star" needs the cache of a transformers model; with this adapter choose "ring", '
+                '"mesh" or "ulysses"'
             )
         if mask.total_frames % units_per_frame:
             raise ShapeError(
-                f"sharded_call: the mask speaks of {mask.total_frames} units, which are no whole frames of "
-                f"{units_per_frame} (units_per_frame)"
+                f"sharded_call: the mask has {mask.total_frames} units, which is not a multiple of units_per_frame="
+                f"{units_per_frame}"
             )
-        start, stop = _own(context, mask, units_per_frame)
+        start, stop = _local_units(context, mask, units_per_frame)
         if features.dim() != 3 or features.shape[:2] != (stop - start, mask.tokens_per_frame):
             raise ShapeError(
                 f"sharded_call: features are {tuple(features.shape)}; rank {comm.rank} of {comm.size} holds "
@@ -104,18 +104,17 @@ def sharded_call(
 
     names = ("samples", "text tokens", "frames", "tokens per frame", "gradients wanted")
     require_agreement(comm, "forward pass", names, describe)
-    start, stop = _own(context, mask, units_per_frame)
+    start, stop = _local_units(context, mask, units_per_frame)
     text = TextShards(batch, length, comm, config.text_layout, valid)
     visual = VisualFeatures(features, torch.arange(start, stop, device=features.device), mask.total_frames)
     context.report_shares((text.local, length), (stop - start, mask.total_frames))
-    shards = FrameState.of(visual, mask, text, units_per_frame)
+    frames = FrameState.of(visual, mask, text, units_per_frame)
     if config.strategy == "replicate" and comm.size > 1:
-        shards = shards.gathered(comm, torch.arange(mask.total_frames))
-    return ForwardState(context, text=text, frames=shards)
+        frames = frames.gathered(comm, torch.arange(mask.total_frames))
+    return ForwardState(context, text=text, frames=frames)
 
 
-def _own(context: SeqParContext, mask: FrameMask, units_per_frame: int) -> tuple[int, int]:
-    """(start, stop) of this rank's units."""
+def _local_units(context: SeqParContext, mask: FrameMask, units_per_frame: int) -> tuple[int, int]:
     bounds = frame_bounds(mask.total_frames // units_per_frame, context.comm.size)
     start, stop = bounds[context.comm.rank]
     return start * units_per_frame, stop * units_per_frame

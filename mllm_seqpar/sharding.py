@@ -1,9 +1,8 @@
-"""Who holds what: frames by contiguous ranges, text tokens by one of three layouts.
+"""Which rank owns which frames and text tokens: frames in contiguous ranges, tokens in one of three layouts.
 
-All functions here are the same pure index arithmetic on every rank; `shard_sequence` and `unshard_sequence` apply it
-to tensors. Gradients: the objective is the sum of all ranks' losses, so the adjoint of a slice pads with zeros and the
-adjoint of an all-gather sums over ranks; averaging parameter gradients over the group then gives the gradient of one
-loss (contract, point 3).
+The functions are pure index arithmetic, the same on every rank; `shard_sequence` and `unshard_sequence` apply it to
+tensors. The objective is the sum of all ranks' losses: the adjoint of a slice pads with zeros, and the adjoint of an
+all-gather sums over ranks. The average of parameter gradients over the group is then the gradient of one loss.
 """
 
 from __future__ import annotations
@@ -23,9 +22,9 @@ LAYOUTS = ("zigzag", "striped", "contiguous")
 
 @dataclass(frozen=True)
 class FrameShard:
-    """The frames ``start <= f < stop`` of `total`: what a caller who does not hold all frames passes.
+    """The frames ``start <= f < stop`` of `total`, for a caller that passes only this rank's shard.
 
-    `start` and `stop` must be this rank's `frame_range(total, group)`.
+    `start` and `stop` must be those of `frame_range(total, group)`.
     """
 
     start: int
@@ -35,8 +34,7 @@ class FrameShard:
     def __post_init__(self) -> None:
         if not all(map(_is_count, (self.start, self.stop, self.total))):
             raise ShapeError(
-                f"FrameShard: start={self.start!r}, stop={self.stop!r}, total={self.total!r} are no numbers of frames; "
-                "pass three ints"
+                f"FrameShard: start={self.start!r}, stop={self.stop!r}, total={self.total!r}; expected three ints"
             )
         if not 0 <= self.start <= self.stop <= self.total:
             raise ShapeError(
@@ -50,43 +48,43 @@ def _is_count(value: object) -> bool:
 
 
 def frame_bounds(total: int, size: int) -> list[tuple[int, int]]:
-    """(start, stop) of every rank's frames: contiguous, and the first ``total % size`` ranks take one more."""
+    """Return (start, stop) of every rank's frames: contiguous; the first ``total % size`` ranks hold one more."""
     base, extra = divmod(total, size)
     starts = [rank * base + min(rank, extra) for rank in range(size + 1)]
     return list(zip(starts[:-1], starts[1:], strict=True))
 
 
 def frame_range(total: int, group: Group = None) -> range:
-    """The global frame numbers that this rank of `group` holds out of `total`; may be empty."""
+    """Return the global numbers of this rank's frames out of `total`; the range may be empty."""
     if not _is_count(total) or total < 0:
-        raise ShapeError(f"frame_range: total={total!r}; needs a number of frames, an int of 0 or more")
+        raise ShapeError(f"frame_range: total={total!r}; expected the number of frames, an int of 0 or more")
     comm = as_communicator(group)
     return range(*frame_bounds(total, comm.size)[comm.rank])
 
 
 def shard_multiple(size: int, layout: str) -> int:
-    """What the length of a sequence must be a multiple of to be dealt to `size` ranks in `layout`."""
+    """Return the number that the length of a sequence must be a multiple of, to be sharded over `size` ranks."""
     if layout not in LAYOUTS:
         raise ConfigError(f"text_layout: {layout!r} is unknown; choose one of {', '.join(LAYOUTS)}")
     return size if size == 1 or layout != "zigzag" else 2 * size
 
 
 def padded_length(total: int, size: int, layout: str) -> int:
-    """The smallest length that is at least `total`, at least one step, and can be dealt to `size` ranks."""
+    """Return the smallest positive length from `total` on that can be sharded over `size` ranks."""
     step = shard_multiple(size, layout)
     return max(step, (total + step - 1) // step * step)
 
 
 def sequence_positions(total: int, rank: int, size: int, layout: str) -> Tensor:
-    """The global positions of the tokens of `rank`, ascending, (total / size,) int64 on the CPU.
+    """Return the global positions of the tokens of `rank`, ascending, (total / size,) int64 on the CPU.
 
     zigzag: chunks `rank` and ``2 * size - 1 - rank`` of ``2 * size`` equal chunks; striped: every size-th token from
-    `rank` on; contiguous: the rank-th of `size` equal chunks. Zigzag and striped share causal work out evenly.
+    `rank` on; contiguous: the rank-th of `size` equal chunks. Zigzag and striped balance causal attention.
     """
     step = shard_multiple(size, layout)
     if total % step:
         raise ShapeError(
-            f"a sequence of {total} tokens cannot be dealt to {size} ranks in the {layout} layout; pad it to a "
+            f"a sequence of {total} tokens cannot be sharded over {size} ranks in the {layout} layout; pad it to a "
             f"multiple of {step}, for example to {padded_length(total, size, layout)}"
         )
     if layout == "striped":
@@ -100,10 +98,10 @@ def sequence_positions(total: int, rank: int, size: int, layout: str) -> Tensor:
 
 
 def shard_sequence(x: Tensor, dim: int, group: Group = None, layout: str = "zigzag") -> Tensor:
-    """(..., S, ...) the same on every rank -> this rank's (..., S / n, ...) along `dim`. No communication.
+    """(..., S, ...), the same on every rank -> this rank's (..., S / n, ...) along `dim`. No communication.
 
     Raises:
-        ShapeError: when S is not a multiple of `shard_multiple(n, layout)`.
+        ShapeError: S is not a multiple of `shard_multiple(n, layout)`.
     """
     comm = as_communicator(group)
     index = sequence_positions(x.shape[dim], comm.rank, comm.size, layout)
@@ -111,9 +109,9 @@ def shard_sequence(x: Tensor, dim: int, group: Group = None, layout: str = "zigz
 
 
 def unshard_sequence(x: Tensor, dim: int, group: Group = None, layout: str = "zigzag") -> Tensor:
-    """This rank's (..., s, ...) -> the whole (..., n * s, ...) on every rank, in the original order; one all-gather.
+    """This rank's (..., s, ...) -> (..., n * s, ...) on every rank, in the original order, by one all-gather.
 
-    The inverse of `shard_sequence`. Differentiable: the backward pass sums the ranks' gradients of each token.
+    The inverse of `shard_sequence`. Differentiable: backward sums the ranks' gradients of each token.
     """
     comm = as_communicator(group)
     if comm.size == 1:

@@ -1,9 +1,8 @@
-"""Exact distributed attention. The functional layer (`api`, `decode`) is what is exported here.
+"""Exact distributed attention; the functional layer is exported here.
 
-From the bottom up: `executor` (runs any schedule of `mllm_seqpar.schedules`), `block` (tiles of one block through a
-kernel), `distributed` (one set of keys, forward and backward), `sources` and `joint` (one softmax over several sets of
-keys, as an autograd function), `all_to_all` and `heads` (dealt by heads), `planning` (from a strategy to its plan),
-`one_call`, `api` and `decode`. Partial results merge by `kernels.partials`.
+From the bottom up: `call_spec` (what is resolved once per forward pass), `block_math` (one block, by a block kernel),
+`executor` (one KV source, any schedule), `head_sharding` (all-to-all), `joint` (one softmax over several `kv_sources`,
+as an autograd function), and on top of them `functional` and `decode`.
 """
 
 from .decode import decode_attention

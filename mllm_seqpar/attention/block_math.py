@@ -1,14 +1,14 @@
-"""Computing one block, tile by tile, and holding what was computed for a row or a column.
+"""Computation of one attention block, one mask rectangle at a time, and the accumulation of partial results.
 
-Shapes: q, o, do (B, H, S, D); k, v (B, G, T, D), G dividing H; lse (B, H, S) float32. Batch items that share their keys
-are rows of one batch item here: `fold` and `unfold`.
+Shapes: q, o, do (B, H, S, D); k, v (B, G, T, D), G dividing H; lse (B, H, S) float32. If the items of a batch share
+their keys, `fold` makes them rows of one item.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from collections.abc import Hashable, Iterable
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,12 +17,13 @@ from mllm_seqpar.kernels import BlockKernel, choose_kernel
 from mllm_seqpar.kernels.merge import merge_
 from mllm_seqpar.masks import Rectangle
 
-Places = slice | Tensor
-"""Which rows or keys of a tensor: a span, or indices in ascending order, each once."""
+from .call_spec import RowIndex
+
+ALL = slice(None)
 
 
 def fold(x: Tensor) -> Tensor:
-    """(B, H, S, ...) -> (1, H, B * S, ...), contiguous, item after item: batch items that share their keys."""
+    """(B, H, S, ...) -> (1, H, B * S, ...), contiguous, item after item."""
     return x.transpose(0, 1).reshape(1, x.shape[1], x.shape[0] * x.shape[2], *x.shape[3:]).contiguous()
 
 
@@ -32,7 +33,12 @@ def unfold(x: Tensor, batch: int) -> Tensor:
 
 
 class PartialResult:
-    """The attention of some rows over the keys seen so far: o in `dtype` and lse; rows that saw nothing are 0, -inf."""
+    """The attention of some query rows over the keys added so far.
+
+    Args:
+        q: the query rows, for shape and device.
+        dtype: dtype in which o is accumulated.
+    """
 
     def __init__(self, q: Tensor, dtype: torch.dtype) -> None:
         self._like, self._dtype = q, dtype
@@ -40,30 +46,37 @@ class PartialResult:
 
     @property
     def value(self) -> tuple[Tensor, Tensor]:
-        """(o, lse), contiguous; made of zeros and -inf when nothing was added yet."""
+        """(o, lse), contiguous. A row without keys so far has o = 0 and lse = -inf."""
         if self._value is None:
             o = torch.zeros(self._like.shape, dtype=self._dtype, device=self._like.device)
-            wide = torch.promote_types(torch.float32, self._like.dtype)  # as kernels give it, whatever o is summed in
+            wide = torch.promote_types(torch.float32, self._like.dtype)  # lse is wide, as kernels return it
             self._value = o, torch.full(o.shape[:-1], float("-inf"), dtype=wide, device=o.device)
         return self._value
 
-    def add(self, o: Tensor, lse: Tensor, batch: slice = slice(None), rows: Places = slice(None)) -> None:
-        """Merges the result of some rows over further keys."""
-        if self._value is None and o.shape == self._like.shape:
+    def add(
+        self, o: Tensor, lse: Tensor, batch: slice = ALL, rows: RowIndex | None = ALL, *, borrowed: bool = False
+    ) -> None:
+        """Merge the result of some batch items and rows (None: all rows) over further keys.
+
+        `borrowed` tensors are copied, because the caller reuses their memory; others may become part of this object.
+        """
+        if self._value is None and not borrowed and o.shape == self._like.shape:
             self._value = o.to(self._dtype).contiguous(), lse.contiguous()
             return
-        mine = [x[batch] for x in self.value]
-        if isinstance(rows, slice):
-            merge_(mine[0][:, :, rows], mine[1][:, :, rows], o, lse)
-            return
-        some = [x.index_select(2, rows) for x in mine]
-        merge_(some[0], some[1], o, lse)
-        for whole, part in zip(mine, some, strict=True):
-            whole.index_copy_(2, rows, part)
+        whole_o, whole_lse = self._value or self.value
+        whole_o, whole_lse = whole_o[batch], whole_lse[batch]
+        if isinstance(rows, Tensor):
+            some_o, some_lse = whole_o.index_select(2, rows), whole_lse.index_select(2, rows)
+            merge_(some_o, some_lse, o, lse)
+            whole_o.index_copy_(2, rows, some_o)
+            whole_lse.index_copy_(2, rows, some_lse)
+        else:
+            rows = rows or ALL
+            merge_(whole_o[:, :, rows], whole_lse[:, :, rows], o, lse)
 
 
 class GradientAccumulator:
-    """A gradient that adds up over blocks, in `dtype`."""
+    """The sum in `dtype` of the gradients of a tensor like `like`, block by block."""
 
     def __init__(self, like: Tensor, dtype: torch.dtype) -> None:
         self._shape, self._device, self._dtype = like.shape, like.device, dtype
@@ -71,44 +84,38 @@ class GradientAccumulator:
 
     @property
     def value(self) -> Tensor:
-        """The sum so far, contiguous; zeros when nothing was added yet."""
+        """The sum so far, contiguous; zeros before the first addition."""
         if self._value is None:
             self._value = torch.zeros(self._shape, dtype=self._dtype, device=self._device)
         return self._value
 
-    def add(self, x: Tensor, batch: slice = slice(None), rows: Places = slice(None)) -> None:
-        """Adds x to the batch items and rows (or keys) given."""
-        if self._value is None and x.shape == self._shape and x.dtype == self._dtype:
+    def add(self, x: Tensor, batch: slice = ALL, rows: RowIndex | None = ALL, *, borrowed: bool = False) -> None:
+        """Add x to the given batch items and rows or keys (None: all); `borrowed` as in `PartialResult.add`."""
+        if self._value is None and not borrowed and x.shape == self._shape and x.dtype == self._dtype:
             self._value = x.contiguous()
-        elif isinstance(rows, slice):
-            self.value[batch, :, rows].add_(x)
-        else:  # every index once: one addend to each row, so the sum has no order to depend on
+        elif isinstance(rows, Tensor):  # indices are distinct, so no order of additions can change the result
             self.value[batch].index_add_(2, rows, x.to(self._dtype))
-
-
-class _Part(NamedTuple):
-    """A tile cut out of a block: where it lies, its q, k, v, and how its kernel is called."""
-
-    kernel: BlockKernel
-    batch: slice
-    rows: slice
-    keys: Places
-    qkv: tuple[Tensor, Tensor, Tensor]
-    how: dict[str, Any]
+        else:
+            self.value[batch, :, rows or ALL].add_(x)
 
 
 @dataclass(frozen=True)
 class BlockMath:
-    """How blocks are computed: which kernel, with which scale."""
+    """Attention of one block by the block kernel `kernel` (a name, or "auto") with the factor `scale` of q k^T.
+
+    `kernels` keeps the chosen kernel of each dtype, device and shape; the calls of a forward pass share it.
+    """
 
     kernel: str
     scale: float
+    kernels: dict[Hashable, BlockKernel] = field(default_factory=dict, repr=False, compare=False)
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, tiles: Iterable[Rectangle], out: PartialResult) -> None:
-        """Merges the attention of q over the visible keys into `out`."""
-        for part in self._parts(q, k, v, tiles):
-            o, lse = part.kernel.forward(*part.qkv, **part.how)
-            out.add(o, lse, part.batch, part.rows)
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, rectangles: Iterable[Rectangle], out: PartialResult) -> None:
+        """Merge the attention of q over the visible keys into `out`."""
+        for rectangle in rectangles:
+            kernel, batch, rows, _, qkv, options = self._part(rectangle, q, k, v)
+            o, lse = kernel.forward(*qkv, **options)
+            out.add(o, lse, batch, rows)
 
     def backward(
         self,
@@ -119,23 +126,31 @@ class BlockMath:
         v: Tensor,
         o: Tensor,
         lse: Tensor,
-        tiles: Iterable[Rectangle],
+        rectangles: Iterable[Rectangle],
     ) -> None:
-        """Adds the block's dq, dk, dv to `grads`; o and lse are final, merged over all keys of those rows."""
+        """Add the block's dq, dk and dv to `grads`; o and lse are final, merged over all keys of their rows."""
         dq, dk, dv = grads
-        for part in self._parts(q, k, v, tiles):
-            do_t, o_t, lse_t = (x[part.batch, :, part.rows] for x in (do, o, lse))
-            dq_t, dk_t, dv_t = part.kernel.backward(do_t, *part.qkv, o_t, lse_t, **part.how)
-            dq.add(dq_t, part.batch, part.rows)
-            dk.add(dk_t, part.batch, part.keys)
-            dv.add(dv_t, part.batch, part.keys)
+        for rectangle in rectangles:
+            kernel, batch, rows, keys, qkv, options = self._part(rectangle, q, k, v)
+            do_part, o_part, lse_part = (x[batch, :, rows] for x in (do, o, lse))
+            dq_part, dk_part, dv_part = kernel.backward(do_part, *qkv, o_part, lse_part, **options)
+            dq.add(dq_part, batch, rows)
+            dk.add(dk_part, batch, keys)
+            dv.add(dv_part, batch, keys)
 
-    def _parts(self, q: Tensor, k: Tensor, v: Tensor, tiles: Iterable[Rectangle]) -> Iterator[_Part]:
-        """Cuts the tiles out of a block, and finds each the kernel that can compute it."""
-        for tile in tiles:
-            batch, rows, keys = slice(*tile.batch), slice(*tile.rows), tile.key_index(q.device)
-            q_t, k_t, v_t = q[batch, :, rows], k[batch, :, keys], v[batch, :, keys]
-            causal, mask = tile.kind == "causal", tile.mask(q.device)
-            kernel, _ = choose_kernel(self.kernel, q_t, k_t, causal=causal, masked=mask is not None)
-            how = {"scale": self.scale, "causal": causal, "mask": mask}
-            yield _Part(kernel, batch, rows, keys, (q_t, k_t, v_t), how)
+    def _part(
+        self, rectangle: Rectangle, q: Tensor, k: Tensor, v: Tensor
+    ) -> tuple[BlockKernel, slice, slice, RowIndex, tuple[Tensor, Tensor, Tensor], dict[str, Any]]:
+        """Return (kernel, batch, rows, keys, (q, k, v), options): a rectangle cut out of its block, and its kernel."""
+        batch, rows = slice(*rectangle.batch), slice(*rectangle.rows)
+        keys = slice(*rectangle.keys) if rectangle.picked is None else rectangle.places(q.device)
+        qkv = q[batch, :, rows], k[batch, :, keys], v[batch, :, keys]
+        kind = rectangle.kind
+        key = self.kernel, qkv[0].shape, qkv[1].shape, q.dtype, q.device, kind
+        kernel = self.kernels.get(key)
+        if kernel is None:
+            causal, masked = kind == "causal", kind == "masked"
+            kernel, _ = choose_kernel(self.kernel, *qkv[:2], causal=causal, masked=masked)
+            self.kernels[key] = kernel
+        mask = rectangle.mask(q.device) if kind == "masked" else None
+        return kernel, batch, rows, keys, qkv, {"scale": self.scale, "causal": kind == "causal", "mask": mask}

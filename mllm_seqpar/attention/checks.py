@@ -1,4 +1,4 @@
-"""Checks of what a caller passes to the functional layer, before anything is sent."""
+"""Checks of the functional layer's arguments, on this rank and between ranks, before anything is sent."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from mllm_seqpar.masks import FrameMask
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
-_OF_TENSORS = ("q batch", "q heads", "q rows", "head dim", "k batch", "k heads", "dtype")
-_OF_CALL = (
+_TENSOR_FACTS = ("q batch", "q heads", "q rows", "head dim", "k batch", "k heads", "dtype")
+_CALL_FACTS = (
     *("strategy", "tile rows", "tile columns", "layout", "scale", "accumulate_dtype"),
     *("mask form", "mask frames", "mask tokens per frame"),
 )
 
 
 def check_qkv(q: Tensor, k: Tensor, v: Tensor) -> None:
-    """Raises ShapeError unless q (B, H, s_q, D) and k, v (B or 1, G, s_kv, D) fit: G divides H; one dtype, device."""
+    """Raise ShapeError unless q is (B, H, s_q, D), k and v (B or 1, G, s_kv, D), of one dtype and device."""
     shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
     if q.dim() != 4 or k.dim() != 4 or k.shape != v.shape:
         raise ShapeError(f"expected q (B, H, s_q, D) and k, v of one shape (B, G, s_kv, D); got {shapes}")
@@ -44,35 +44,32 @@ def check_qkv(q: Tensor, k: Tensor, v: Tensor) -> None:
 
 
 def check_accumulation(dtype: torch.dtype | None) -> None:
-    """Raises ConfigError for anything but a floating dtype or None."""
     if dtype is not None and dtype not in _DTYPES:
         raise ConfigError(f"accumulate_dtype: {dtype!r} cannot be used; choose torch.float32, or None for q's dtype")
 
 
 def check_scale(scale: float | None) -> None:
-    """Raises ConfigError for a scale that is no finite number; a tensor would lose its gradient."""
+    """Raise ConfigError unless the scale is None or a finite number; a tensor would lose its gradient."""
     if scale is not None and (isinstance(scale, bool) or not isinstance(scale, Real) or not math.isfinite(scale)):
         raise ConfigError(f"scale: {scale!r:.80} is not a finite number; pass a float, or None for head dim ** -0.5")
 
 
 def check_flags(**flags: bool) -> None:
-    """Raises ConfigError for the first of the options that is no bool."""
     for name, value in flags.items():
         if not isinstance(value, bool):
             raise ConfigError(f"{name}: {value!r:.80} is not a bool; pass True or False")
 
 
 def check_mask_type(mask: FrameMask | None) -> None:
-    """Raises MaskError for a mask that is no FrameMask, a tensor say."""
     if mask is not None and not isinstance(mask, FrameMask):
         raise MaskError(
-            f"mask: expected a FrameMask or None, got {type(mask).__name__}; FrameMask.from_dense makes one of a table "
-            "of rows and frames, FrameMask.from_intervals of the first frame and the end of what each row sees"
+            f"mask: expected a FrameMask or None, got {type(mask).__name__}; build one with FrameMask.from_dense (a "
+            "table of rows and frames) or FrameMask.from_intervals (the first and the end frame of each row)"
         )
 
 
 def check_mask(mask: FrameMask, q: Tensor, k: Tensor, frames: tuple[int, int]) -> None:
-    """Raises MaskError unless the mask has q's rows and k holds the keys of the frames start <= f < stop."""
+    """Raise MaskError unless the mask has q's rows and k holds the keys of the frames start <= f < stop."""
     if mask.shape != (q.shape[0], q.shape[2]):
         raise MaskError(f"mask: has (batch, rows) {mask.shape}; this rank's q has {(q.shape[0], q.shape[2])}")
     keys = (frames[1] - frames[0]) * mask.tokens_per_frame
@@ -84,94 +81,91 @@ def check_mask(mask: FrameMask, q: Tensor, k: Tensor, frames: tuple[int, int]) -
 
 
 def scale_bits(scale: float) -> int:
-    """A float as an integer that is equal only for the same float."""
+    """Return an integer that is equal only for equal floats."""
     return struct.unpack("<q", struct.pack("<d", scale))[0]
 
 
-def require_same_keys(
+def dtype_code(dtype: torch.dtype | None) -> int:
+    return 0 if dtype is None else 1 + _DTYPES.index(dtype)
+
+
+def require_same_call(
     q: Tensor,
     k: Tensor,
     comm: Communicator,
     check: Callable[[], Mapping[str, int]],
-    own: Callable[[], int],
+    own_number: Callable[[], int],
 ) -> tuple[tuple[int, ...], list[int]]:
-    """The number of keys of every rank, and every rank's `own` number; one small gather.
+    """Return every rank's number of keys and its `own_number()`, after one small gather.
 
     Args:
         q, k: this rank's tensors.
         comm: the group.
-        check: raises what is wrong with this rank's arguments, q and k among them, and returns what else must be the
-            same on every rank: numbers under names of `_OF_CALL`.
-        own: another number, which may differ by rank.
+        check: raises if this rank's arguments are invalid; returns further facts that must be the same on every rank,
+            by their names in `_CALL_FACTS`.
+        own_number: a number that may differ by rank.
 
     Raises:
-        AgreementError: on every rank, when ranks disagree in anything but the number of keys; and on the ranks whose
-            arguments are in order, when `check` raises on another.
+        AgreementError: on every rank if ranks disagree in anything but the number of keys; on the ranks with valid
+            arguments if `check` raises on another rank.
     """
     error: SeqParError | None = None
-    facts = [0] * len(_OF_TENSORS + _OF_CALL)
-    keys = also = 0
+    facts = [0] * len(_TENSOR_FACTS + _CALL_FACTS)
+    keys = own = 0
     try:
-        of_call = check()
-        of_tensors = (*q.shape, k.shape[0], k.shape[1], _DTYPES.index(q.dtype))
-        facts = [*of_tensors, *(of_call.get(name, 0) for name in _OF_CALL)]
-        keys, also = k.shape[2], own()
+        call_facts = check()
+        tensor_facts = (*q.shape, k.shape[0], k.shape[1], _DTYPES.index(q.dtype))
+        facts = [*tensor_facts, *(call_facts.get(name, 0) for name in _CALL_FACTS)]
+        keys, own = k.shape[2], own_number()
     except SeqParError as caught:
         error = caught
-    everyone = comm.gather_ints([int(error is not None), *facts, keys, also])
+    by_rank = comm.gather_ints([int(error is not None), *facts, keys, own])
     if error is not None:
         raise error
-    _compare([row[:-2] for row in everyone], comm.rank)
-    return tuple(row[-2] for row in everyone), [row[-1] for row in everyone]
+    _compare([row[:-2] for row in by_rank], comm.rank)
+    return tuple(row[-2] for row in by_rank), [row[-1] for row in by_rank]
 
 
 GRADIENT_STATES = 3
 
 
 def gradient_state(*tensors: Tensor) -> int:
-    """0: this rank computes no gradients; 1: it would, but nothing of its own wants one; 2: something does."""
+    """Return 0 without grad mode, 2 if any of the tensors requires a gradient, else 1."""
     if not torch.is_grad_enabled():
         return 0
     return 2 if any(t.requires_grad for t in tensors) else 1
 
 
-def wants_gradients(states: Sequence[int]) -> bool:
-    """Whether there will be a backward pass, from every rank's `gradient_state`.
+def has_backward(states: Sequence[int]) -> bool:
+    """Return whether there will be a backward pass, given every rank's `gradient_state`.
 
     Raises:
-        AgreementError: some ranks want gradients and others compute none: their backward pass would wait for ever.
+        AgreementError: some ranks require gradients and others run without grad mode; backward would hang.
     """
-    wanted = 2 in states
-    if wanted and 0 in states:
+    required = 2 in states
+    if required and 0 in states:
         without = ", ".join(str(rank) for rank, state in enumerate(states) if state == 0)
         raise AgreementError(
-            f"rank {without} of the group runs without gradients (torch.no_grad) where other ranks want them; the "
+            f"rank {without} of the group runs without gradients (torch.no_grad) where other ranks require them; the "
             "backward pass needs all ranks"
         )
-    return wanted
+    return required
 
 
-def _compare(everyone: list[list[int]], rank: int) -> None:
-    failed = [r for r, row in enumerate(everyone) if row[0]]
+def _compare(by_rank: list[list[int]], rank: int) -> None:
+    failed = [r for r, row in enumerate(by_rank) if row[0]]
     if failed:
         raise AgreementError(
-            f"rank {', '.join(map(str, failed))} of the group refused its arguments; its own message says why. Those "
-            f"of this rank, {rank}, are in order"
+            f"rank {', '.join(map(str, failed))} of the group refused its arguments; its own message says why. The "
+            f"arguments of this rank, {rank}, are valid"
         )
     differing = [
-        f"{name}: " + ", ".join(f"rank {r} has {_show(name, row[i])}" for r, row in enumerate(everyone))
-        for i, name in enumerate(_OF_TENSORS + _OF_CALL, start=1)
-        if len({row[i] for row in everyone}) > 1
+        f"{name}: " + ", ".join(f"rank {r} has {_show(name, row[i])}" for r, row in enumerate(by_rank))
+        for i, name in enumerate(_TENSOR_FACTS + _CALL_FACTS, start=1)
+        if len({row[i] for row in by_rank}) > 1
     ]
     if differing:
-        raise AgreementError(
-            f"the ranks of the group pass arguments that do not fit each other. {'; '.join(differing)}"
-        )
-
-
-def dtype_code(dtype: torch.dtype | None) -> int:
-    """A number for a dtype, as `require_same_keys` wants it; 0 for None."""
-    return 0 if dtype is None else 1 + _DTYPES.index(dtype)
+        raise AgreementError(f"the ranks of the group pass incompatible arguments. {'; '.join(differing)}")
 
 
 def _show(name: str, value: int) -> str:

@@ -1,9 +1,10 @@
-"""Attention of replicated queries over sharded keys: what decoding does, and prefilling with replicated text.
+"""Attention of replicated queries over sharded keys: decoding, and prefilling with replicated text.
 
-Every rank has the same q and its own keys. It computes (o, lse) over its own keys; the ranks' partial results are then
-merged (Star Attention, arXiv 2411.17116, phase 2; flash decoding across devices). Few rows: one all-gather. Many rows:
-each rank merges its share of them and the merged rows are gathered: 2 (n - 1)/n of a result sent instead of n - 1. All
-ranks merge the same numbers in the same order, so they hold the same bits: sampling stays in step.
+Every rank has the same q and its own keys. Each computes (o, lse) over its own keys; then the partial results of all
+ranks are merged (Star Attention, arXiv 2411.17116, phase 2; flash decoding across devices). With few rows this is one
+all-gather. With many rows each rank merges a part of them and the merged rows are gathered, which sends 2 (n - 1)/n of
+a result instead of n - 1. All ranks merge the same numbers in the same order and therefore hold the same bits, which
+keeps sampling in step.
 """
 
 from __future__ import annotations
@@ -11,18 +12,18 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from mllm_seqpar._eager import eager
 from mllm_seqpar.comm import Communicator, Group, Recv, Send, as_communicator
 from mllm_seqpar.errors import ConfigError, MaskError
 from mllm_seqpar.masks import FrameMask, Rectangle, full_rectangle
 from mllm_seqpar.sharding import frame_range
 
 from .block_math import BlockMath, PartialResult, fold, unfold
+from .call_spec import accumulation
 from .checks import check_flags, check_mask, check_mask_type, check_qkv, check_scale
-from .parallel_spec import accumulation
+from .joint import eager
 
 SCATTER_ROWS = 64
-"""From this many rows on, merging is shared out over the ranks."""
+"""From this number of rows on, each rank merges a part of them."""
 
 
 @eager
@@ -38,24 +39,25 @@ def decode_attention(
     return_lse: bool = False,
     units_per_frame: int = 1,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Queries that every rank holds, over keys of which every rank holds a part. For inference: no gradients.
+    """Return the attention of queries that every rank has over keys that are sharded. For inference: no gradients.
 
     Args:
         q: (B, H, s_q, D), the same on every rank.
         k, v: (B or 1, G, s_kv, D), this rank's keys; s_kv may differ by rank and be 0.
         group: as for `lv_xattn`.
-        mask: which frames each row sees, the same on every rank; this rank holds `frame_range` of its frames.
+        mask: the frames that each row attends to, the same on every rank; this rank holds `frame_range` of them.
         scale: factor of q k^T; None: D ** -0.5.
-        kernel: block kernel by name, or "auto".
+        kernel: name of a block kernel, or "auto".
         return_lse: also return lse (B, H, s_q) float32.
-        units_per_frame: the mask's "frames" are parts of frames (tiles of a picture), that many to each; `frame_range`
-            deals whole ones.
+        units_per_frame: how many of the mask's "frames" (image tiles, for example) make one frame that `frame_range`
+            keeps on one rank.
 
     Returns:
         o (B, H, s_q, D) in q.dtype, the same bits on every rank.
 
     Raises:
-        ConfigError: when gradients are asked for; ShapeError, MaskError: shapes that do not fit.
+        ConfigError: gradients are required.
+        ShapeError, MaskError: the shapes do not match.
     """
     if torch.is_grad_enabled() and any(t.requires_grad for t in (q, k, v)):
         raise ConfigError("decode_attention has no backward pass; call it under torch.no_grad(), or use lv_xattn")
@@ -67,16 +69,16 @@ def decode_attention(
     comm = as_communicator(group)
     batch = q.shape[0]
     rows = fold(q) if k.shape[0] < batch else q
-    tiles: tuple[Rectangle, ...]
+    rectangles: tuple[Rectangle, ...]
     if mask is None:
-        tiles = full_rectangle(rows.shape[0], rows.shape[2], k.shape[2])
+        rectangles = full_rectangle(rows.shape[0], rows.shape[2], k.shape[2])
     else:
         frames = frame_range(mask.total_frames // units_per_frame, comm)
         start, stop = frames.start * units_per_frame, frames.stop * units_per_frame
         check_mask(mask, q, k, (start, stop))
-        tiles = (mask if rows is q else mask.folded()).rectangles(start, stop)
+        rectangles = (mask if rows is q else mask.folded()).tiles(start, stop)
     partial = PartialResult(rows, accumulation(torch.float32, q.dtype))
-    BlockMath(kernel, q.shape[-1] ** -0.5 if scale is None else scale).forward(rows, k, v, tiles, partial)
+    BlockMath(kernel, q.shape[-1] ** -0.5 if scale is None else scale).forward(rows, k, v, rectangles, partial)
     o, lse = (x if rows is q else unfold(x, batch).contiguous() for x in partial.value)
     o, lse = merge_over_ranks(o, lse, comm)
     return (o.to(q.dtype), lse) if return_lse else o.to(q.dtype)
@@ -93,31 +95,31 @@ def _check_units(units: int, mask: FrameMask | None) -> None:
 
 @eager
 def merge_over_ranks(o: Tensor, lse: Tensor, comm: Communicator) -> tuple[Tensor, Tensor]:
-    """Each rank's partial (o (B, H, s, D), lse (B, H, s)) of the same rows -> their merge, the same on every rank."""
+    """Return the merge of all ranks' partial (o (B, H, s, D), lse (B, H, s)) of the same rows, on every rank."""
     if comm.size == 1:
         return o, lse
     both = torch.cat([o, lse.to(o.dtype).unsqueeze(-1)], dim=-1)  # one message instead of two
     rows = both.shape[2]
     if rows < max(SCATTER_ROWS, comm.size):
         return _merge_all(comm.all_gather(both, "o"))
-    share = -(-rows // comm.size)
-    missing = share * comm.size - rows
-    padded = torch.nn.functional.pad(both, (0, 0, 0, missing)) if missing else both  # no padding would be a copy too
-    parts = [part.contiguous() for part in padded.split(share, dim=2)]
-    arrived = [parts[comm.rank] if peer == comm.rank else torch.empty_like(parts[0]) for peer in range(comm.size)]
+    length = -(-rows // comm.size)
+    missing = length * comm.size - rows
+    padded = torch.nn.functional.pad(both, (0, 0, 0, missing)) if missing else both  # pad always copies
+    parts = [part.contiguous() for part in padded.split(length, dim=2)]
+    received = [parts[comm.rank] if peer == comm.rank else torch.empty_like(parts[0]) for peer in range(comm.size)]
     others = [peer for peer in range(comm.size) if peer != comm.rank]
-    comm.exchange([Send(p, parts[p], "o") for p in others], [Recv(p, arrived[p]) for p in others]).wait()
-    o_share, lse_share = _merge_all(arrived)
-    shares = comm.all_gather(torch.cat([o_share, lse_share.to(o.dtype).unsqueeze(-1)], dim=-1), "o")
-    whole = torch.cat(shares, dim=2)[:, :, :rows]
+    comm.exchange([Send(p, parts[p], "o") for p in others], [Recv(p, received[p]) for p in others]).wait()
+    o_part, lse_part = _merge_all(received)
+    merged = comm.all_gather(torch.cat([o_part, lse_part.to(o.dtype).unsqueeze(-1)], dim=-1), "o")
+    whole = torch.cat(merged, dim=2)[:, :, :rows]
     return whole[..., :-1].contiguous(), whole[..., -1].contiguous()
 
 
 def _merge_all(parts: list[Tensor]) -> tuple[Tensor, Tensor]:
-    """Merges the ranks' (o | lse) in a few operations, however many ranks there are: a token has many layers."""
+    """Merge the ranks' (o | lse) in the same few operations for any number of ranks: decoding is bound by launches."""
     both = torch.stack(parts)
     o, lse = both[..., :-1], both[..., -1]
     total = torch.logsumexp(lse, dim=0)
-    # Rows that no rank sees anything of: -inf - (-inf) would be NaN.
+    # A row without visible keys on any rank: -inf - (-inf) would be NaN.
     weight = torch.exp(lse - total.masked_fill(total == -torch.inf, 0.0))
     return o.mul_(weight.unsqueeze(-1)).sum(0), total

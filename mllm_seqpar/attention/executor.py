@@ -1,131 +1,230 @@
-"""The one executor: runs any schedule over one-hop transfers, forward and backward.
+"""Distributed attention to one KV source: the one executor of all schedules, forward and backward.
 
-It knows nothing of masks, kernels or softmax: pieces are bundles of named tensors, a `Work` computes a block and holds
-the results. Per step: post the step's moves as one grouped exchange, compute its blocks while they travel, wait, take
-in what arrived. Buffers of pieces that are done with are used again, so a call allocates two of each kind.
+Each step posts its transfers as one grouped exchange, computes its blocks meanwhile, waits, and then stores the shards
+and adds the results that it received. Receive buffers are reused, so a call allocates two of each kind.
 """
 
 from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Sequence
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from mllm_seqpar.comm import Communicator, Recv, Send
-from mllm_seqpar.schedules import AttentionBlock, Axis, Schedule, Transfer
+from mllm_seqpar.comm import Communicator, Pending, Recv, Send
+from mllm_seqpar.schedules import Axis
+
+from .block_math import BlockMath, GradientAccumulator, PartialResult, fold, unfold
+from .call_spec import CallSpec, PlannedBlock, PlannedStep, PlannedTransfer
 
 Bundle = dict[str, Tensor]
+"""Named contiguous tensors that are sent together."""
+Held = dict[tuple[Axis, int], Bundle]
+"""The shards on this rank, by axis and owner."""
 
 
-class Work(Protocol):
-    """What a schedule is run for: the inputs at home, the computation of a block, and the results."""
+class _Direction(Protocol):
+    """What the forward and the backward pass do at each step."""
 
-    home: Mapping[Axis, Bundle]
-    """This rank's own pieces, contiguous."""
+    local: dict[Axis, Bundle]
+    """This rank's Q shard and KV shard."""
 
-    def leaving(self, move: Transfer, piece: Bundle) -> Bundle:
-        """What of a piece in hand goes ahead to the rank that `move` goes to; contiguous."""
-
-    def shape(self, move: Transfer, like: Tensor) -> tuple[int, ...]:
-        """The shape of a tensor that `move` brings, given the one of the same name that it takes away."""
-
-    def compute(self, block: AttentionBlock, rows: Bundle, columns: Bundle) -> None:
-        """Computes one block and adds it to the results for its row and its column."""
+    def compute(self, block: PlannedBlock, rows: Bundle, columns: Bundle) -> None:
+        """Compute a block and add it to the results for its Q shard and its KV shard."""
 
     def result(self, axis: Axis, owner: int) -> Bundle:
-        """This rank's result so far for that piece, which is about to leave; contiguous. Forgotten afterwards."""
+        """Return, and drop, this rank's result for the shard of `owner`."""
 
-    def arrived(self, move: Transfer, bundle: Bundle) -> None:
-        """Adds what other ranks computed for the piece of `move.recv_shard`, and `move` brought, to this rank's own."""
+    def receive(self, transfer: PlannedTransfer, bundle: Bundle) -> None:
+        """Add results from another rank to this rank's; the buffers of `bundle` are reused afterwards."""
 
 
-def run_schedule(schedule: Schedule, comm: Communicator, work: Work, *, overlap: bool = True) -> None:
-    """Runs `schedule` for this rank; the results are in `work` afterwards.
+class _Forward:
+    """Q shards are sent with q and return (o, lse); KV shards are sent with k and v and return nothing."""
+
+    def __init__(self, spec: CallSpec, block_math: BlockMath, q: Tensor, k: Tensor, v: Tensor) -> None:
+        self.local: dict[Axis, Bundle] = {"rows": {"q": q}, "columns": {"k": k, "v": v}}
+        self._dtype, self._math = spec.accumulate_dtype, block_math
+        self.partials: dict[int, PartialResult] = {}
+
+    def compute(self, block: PlannedBlock, rows: Bundle, columns: Bundle) -> None:
+        q = rows["q"]
+        partial = self.partials.get(block.q_shard)
+        if partial is None:
+            partial = self.partials[block.q_shard] = PartialResult(q, self._dtype)
+        self._math.forward(q, columns["k"], columns["v"], block.rectangles, partial)
+
+    def result(self, axis: Axis, owner: int) -> Bundle:
+        o, lse = self.partials.pop(owner).value
+        return {"o": o, "lse": lse}
+
+    def receive(self, transfer: PlannedTransfer, bundle: Bundle) -> None:
+        self.partials[transfer.recv_shard].add(bundle["o"], bundle["lse"], rows=transfer.recv_rows, borrowed=True)
+
+
+class _Backward:
+    """Q shards are sent with q, o, lse and do and return dq; KV shards are sent with k and v and return dk and dv."""
+
+    def __init__(
+        self, spec: CallSpec, block_math: BlockMath, rows: tuple[Tensor, Tensor, Tensor, Tensor], k: Tensor, v: Tensor
+    ) -> None:
+        names = ("q", "o", "lse", "do")
+        self.local: dict[Axis, Bundle] = {"rows": dict(zip(names, rows, strict=True)), "columns": {"k": k, "v": v}}
+        self._dtype, self._math = spec.accumulate_dtype, block_math
+        self._grads: dict[tuple[str, int], GradientAccumulator] = {}
+
+    def grad(self, name: str, owner: int, like: Tensor) -> GradientAccumulator:
+        if (name, owner) not in self._grads:
+            self._grads[name, owner] = GradientAccumulator(like, self._dtype)
+        return self._grads[name, owner]
+
+    def compute(self, block: PlannedBlock, rows: Bundle, columns: Bundle) -> None:
+        q, k, v = rows["q"], columns["k"], columns["v"]
+        dq, dk, dv = (
+            self.grad("dq", block.q_shard, q),
+            self.grad("dk", block.kv_shard, k),
+            self.grad("dv", block.kv_shard, v),
+        )
+        self._math.backward((dq, dk, dv), rows["do"], q, k, v, rows["o"], rows["lse"], block.rectangles)
+
+    def result(self, axis: Axis, owner: int) -> Bundle:
+        names = ("dq",) if axis == "rows" else ("dk", "dv")
+        return {name: self._grads.pop((name, owner)).value for name in names}
+
+    def receive(self, transfer: PlannedTransfer, bundle: Bundle) -> None:
+        for name, tensor in bundle.items():
+            self._grads[name, transfer.recv_shard].add(tensor, rows=transfer.recv_rows, borrowed=True)
+
+
+def distributed_forward(
+    comm: Communicator, spec: CallSpec, block_math: BlockMath, q: Tensor, k: Tensor, v: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Return (o, lse) of this rank's query rows over all ranks' keys, o in `spec.accumulate_dtype`.
 
     Args:
-        schedule: this rank's steps; the other ranks run theirs.
-        comm: the transport.
-        work: inputs, computation, results.
-        overlap: False waits for each step's transfers before computing its blocks; only to measure.
+        q, k, v: this rank's shards, contiguous. If k and v have a batch of 1 and q has not, the batch of q is folded
+            into its rows during the call.
     """
-    held: dict[tuple[Axis, int], Bundle] = {(axis, comm.rank): bundle for axis, bundle in work.home.items()}
-    last_use = _last_uses(schedule)
-    pool = _Pool()
-    for index, step in enumerate(schedule):
-        sends: list[Send] = []
-        recvs: list[Recv] = []
-        incoming: list[tuple[Transfer, Bundle]] = []
-        for move in step.transfers:
-            if move.kind == "input":
-                leaving = work.leaving(move, held[move.axis, move.send_shard])
-            else:
-                leaving = work.result(move.axis, move.send_shard)
-            buffers = pool.take({n: work.shape(move, t) for n, t in leaving.items()}, leaving)
-            sends += [Send(move.dst, tensor, name) for name, tensor in leaving.items() if tensor.numel()]
-            recvs += [Recv(move.src, buffer) for buffer in buffers.values() if buffer.numel()]
-            incoming.append((move, buffers))
-        pending = comm.exchange(sends, recvs)
-        if not overlap:
+    if k.shape[0] < q.shape[0]:
+        o, lse = distributed_forward(comm, spec.folded, block_math, fold(q), k, v)
+        return unfold(o, q.shape[0]), unfold(lse, q.shape[0])
+    forward = _Forward(spec, block_math, q, k, v)
+    _run(spec.steps(comm.rank, q.shape[2], q.device, backward=False), comm, forward, spec.overlap)
+    return forward.partials[comm.rank].value
+
+
+def distributed_backward(
+    comm: Communicator,
+    spec: CallSpec,
+    block_math: BlockMath,
+    rows: tuple[Tensor, Tensor, Tensor, Tensor],
+    k: Tensor,
+    v: Tensor,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return this rank's dq, dk and dv in `spec.accumulate_dtype`.
+
+    Args:
+        rows: q, o, lse and do of this rank's query rows, where o and lse are final: merged over all keys.
+        k, v: this rank's KV shard.
+    """
+    q = rows[0]
+    if k.shape[0] < q.shape[0]:
+        q_folded, o_folded, lse_folded, do_folded = map(fold, rows)
+        folded = q_folded, o_folded, lse_folded, do_folded
+        dq, dk, dv = distributed_backward(comm, spec.folded, block_math, folded, k, v)
+        return unfold(dq, q.shape[0]), dk, dv
+    backward = _Backward(spec, block_math, rows, k, v)
+    _run(spec.steps(comm.rank, q.shape[2], q.device, backward=True), comm, backward, spec.overlap)
+    dq, dk, dv = (backward.grad(name, comm.rank, like).value for name, like in (("dq", q), ("dk", k), ("dv", v)))
+    return dq, dk, dv
+
+
+def _run(steps: Sequence[PlannedStep], comm: Communicator, direction: _Direction, overlap: bool) -> None:
+    """Run the steps of this rank. `overlap=False` waits for the transfers before computing, only to measure."""
+    local, rank = direction.local, comm.rank
+    held: Held = {("rows", rank): local["rows"], ("columns", rank): local["columns"]}
+    pool = _BufferPool()
+    for step in steps:
+        pending, incoming = _post(step, comm, direction, held, pool) if step.transfers else (None, ())
+        if pending is not None and not overlap:
             pending.wait()
         for block in step.blocks:
-            work.compute(block, held["q", block.q_shard], held["kv", block.kv_shard])
-        if overlap:
+            direction.compute(block, held["rows", block.q_shard], held["columns", block.kv_shard])
+        if pending is not None and overlap:
             pending.wait()
-        for move, buffers in incoming:
-            if move.kind == "input":
-                held[move.axis, move.recv_shard] = buffers
+        for transfer, buffers in incoming:
+            if transfer.is_input:
+                held[transfer.axis, transfer.recv_shard] = buffers
             else:
-                work.arrived(move, buffers)
+                direction.receive(transfer, buffers)
                 pool.give(buffers)
-        for key in [key for key, last in last_use.items() if last == index and key[1] != comm.rank]:
-            pool.give(held.pop(key))
+        for shard in step.released:
+            pool.give(held.pop(shard))
 
 
-def _last_uses(schedule: Schedule) -> dict[tuple[Axis, int], int]:
-    """The index of the last step that computes with, or passes on, each piece."""
-    last: dict[tuple[Axis, int], int] = {}
-    for index, step in enumerate(schedule):
-        for block in step.blocks:
-            last["q", block.q_shard] = last["kv", block.kv_shard] = index
-        for move in step.transfers:
-            if move.kind == "input":
-                last[move.axis, move.send_shard] = index
-    return last
+def _post(
+    step: PlannedStep,
+    comm: Communicator,
+    direction: _Direction,
+    held: dict[tuple[Axis, int], Bundle],
+    pool: _BufferPool,
+) -> tuple[Pending, Sequence[tuple[PlannedTransfer, Bundle]]]:
+    """Post the transfers of a step; return the exchange, and the receive buffers of each transfer."""
+    sends: list[Send] = []
+    recvs: list[Recv] = []
+    incoming: list[tuple[PlannedTransfer, Bundle]] = []
+    for transfer in step.transfers:
+        axis, owner, rows = transfer.axis, transfer.send_shard, transfer.send_rows
+        outgoing = held[axis, owner] if transfer.is_input else direction.result(axis, owner)
+        buffers: Bundle = {}
+        for name, tensor in outgoing.items():
+            if isinstance(rows, slice):
+                tensor = tensor[:, :, rows].contiguous()
+            elif rows is not None:
+                tensor = tensor.index_select(2, rows)
+            buffer = buffers[name] = pool.take(tensor, transfer.recv_length)
+            if tensor.numel():
+                sends.append(Send(transfer.dst, tensor, name))
+            if buffer.numel():
+                recvs.append(Recv(transfer.src, buffer))
+        incoming.append((transfer, buffers))
+    return comm.exchange(sends, recvs), incoming
 
 
-class _Pool:
-    """Receive buffers by kind, that is by everything but length; a ring that allocates anew each hop pays page faults.
+class _BufferPool:
+    """Receive buffers for reuse: fresh memory for each hop of a ring would cost page faults.
 
-    A piece takes the shortest free buffer that is long enough, and uses the front of it. Where all are too short the
-    longest makes way for a longer one, so there are never more of a kind than are in use at one time.
+    A tensor takes the shortest free buffer of its kind that is long enough. If all are too short, a longer one replaces
+    the longest, so there are never more buffers of a kind than are in use at one time.
     """
 
     def __init__(self) -> None:
         self._free: defaultdict[Hashable, list[Tensor]] = defaultdict(list)  # flat, shortest first
-        self._lent: dict[int, tuple[Hashable, Tensor]] = {}
+        self._used: dict[int, tuple[Hashable, Tensor]] = {}
 
-    def take(self, shapes: Mapping[str, tuple[int, ...]], like: Mapping[str, Tensor]) -> Bundle:
-        bundle = {}
-        for name, shape in shapes.items():
-            dtype, device = like[name].dtype, like[name].device
-            kind, size = (shape[:2], shape[3:], dtype, device), math.prod(shape)
-            free = self._free[kind]
-            fits = [i for i, flat in enumerate(free) if flat.numel() >= size]
-            if free and not fits:
+    def take(self, like: Tensor, length: int) -> Tensor:
+        """Return a buffer like `like` (B, H, S, ...), with `length` in the place of S."""
+        shape = (*like.shape[:2], length, *like.shape[3:])
+        kind, size = (shape[:2], shape[3:], like.dtype, like.device), math.prod(shape)
+        free = self._free[kind]
+        for index, flat in enumerate(free):
+            if flat.numel() >= size:
+                del free[index]
+                break
+        else:
+            if free:
                 free.pop()
-            flat = free.pop(fits[0]) if fits else torch.empty(size, dtype=dtype, device=device)
-            bundle[name] = flat[:size].view(shape)
-            if size:
-                self._lent[flat.data_ptr()] = kind, flat
-        return bundle
+            flat = torch.empty(size, dtype=like.dtype, device=like.device)
+        if size:
+            self._used[flat.data_ptr()] = kind, flat
+        return flat[:size].view(shape)
 
     def give(self, bundle: Bundle) -> None:
         for tensor in bundle.values():
             if tensor.numel():
-                kind, flat = self._lent.pop(tensor.data_ptr())
+                kind, flat = self._used.pop(tensor.data_ptr())
                 self._free[kind].append(flat)
                 self._free[kind].sort(key=Tensor.numel)

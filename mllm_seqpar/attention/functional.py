@@ -1,8 +1,8 @@
-"""The functional layer: distributed attention for those who bring their own model.
+"""The functional layer: distributed attention for callers with a model of their own.
 
-Shapes: q (B, H, s_q, D), k and v (B, G, s_kv, D) with G dividing H (GQA, never expanded) are this rank's shards; s_q is
-the same on every rank, s_kv may differ. k and v may have a batch of 1 that all batch items of q share. Results are
-exact: what one softmax over all ranks' keys gives.
+Shapes: q (B, H, s_q, D), k and v (B, G, s_kv, D) are this rank's shards, with G dividing H (GQA, never expanded). s_q
+is the same on every rank, s_kv may differ. k and v may have a batch of 1, shared by all batch items of q. Results are
+exact: those of one softmax over all ranks' keys.
 """
 
 from __future__ import annotations
@@ -12,14 +12,24 @@ from typing import Literal, TypedDict, Unpack, overload
 import torch
 from torch import Tensor
 
-from mllm_seqpar.comm import Group
-from mllm_seqpar.masks import FrameMask
+from mllm_seqpar.comm import Group, as_communicator
+from mllm_seqpar.errors import ConfigError, MaskError, ShapeError
+from mllm_seqpar.kernels import choose_kernel
+from mllm_seqpar.masks import BlockMasks, CausalBlockMasks, FrameMask, FullBlockMasks
+from mllm_seqpar.schedules.head_sharding import HeadShards
+from mllm_seqpar.schedules.mesh_shapes import check_tile, tile_and_heads
+from mllm_seqpar.sharding import LAYOUTS, frame_bounds, sequence_positions
 
-from .functional_call import CallOptions, attend_once
+from . import checks
+from .call_spec import accumulation, call_spec_for, problem_of
+from .joint import attend, eager
+from .kv_sources import GivenKV
+
+STRATEGIES = ("lv-xattn", "ring", "mesh", "ulysses")
 
 
-class Shared(TypedDict, total=False):
-    """The options that all functions here have; `lv_xattn` says what they mean."""
+class SharedOptions(TypedDict, total=False):
+    """The options of all functions; see `lv_xattn`."""
 
     group: Group
     mask: FrameMask | None
@@ -29,26 +39,26 @@ class Shared(TypedDict, total=False):
     accumulate_dtype: torch.dtype | None
 
 
-class TextOptions(Shared, total=False):
-    """Those of the functions that text can attend to itself by."""
+class TextOptions(SharedOptions, total=False):
+    """The options of functions that can also compute self-attention of text; see `ring_attention`."""
 
     causal: bool
     layout: str
 
 
-class Tiled(TextOptions, total=False):
-    """Those of the functions that take a tile."""
+class TileOptions(TextOptions, total=False):
+    """The options of functions with a choice of mesh shape; see `mesh_attention`."""
 
     tile: tuple[int, int] | None
 
 
 @overload
 def lv_xattn(
-    q: Tensor, k: Tensor, v: Tensor, *, return_lse: Literal[False] = ..., **options: Unpack[Shared]
+    q: Tensor, k: Tensor, v: Tensor, *, return_lse: Literal[False] = ..., **options: Unpack[SharedOptions]
 ) -> Tensor: ...
 @overload
 def lv_xattn(
-    q: Tensor, k: Tensor, v: Tensor, *, return_lse: Literal[True], **options: Unpack[Shared]
+    q: Tensor, k: Tensor, v: Tensor, *, return_lse: Literal[True], **options: Unpack[SharedOptions]
 ) -> tuple[Tensor, Tensor]: ...
 def lv_xattn(
     q: Tensor,
@@ -63,39 +73,33 @@ def lv_xattn(
     accumulate_dtype: torch.dtype | None = torch.float32,
     return_lse: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """LV-XAttn (arXiv 2502.02406): K and V stay where they are, Q and (O, lse) go round.
+    """LV-XAttn (arXiv 2502.02406): K and V stay on their ranks; Q and (O, lse) are sent around the ring.
 
-    Under a mask by which some rows see nothing of some ranks they do not go round: each rank gets the rows that see
-    something of it, straight from where they are at home.
+    If the mask makes some (row, rank) pairs empty, Q is sent point to point instead: each rank receives only the rows
+    that attend to any of its keys, directly from their owner.
 
     Args:
         q, k, v: this rank's shards, see above; k and v hold the frames of `frame_range(total, group)`.
         group: ProcessGroup, one-dimensional DeviceMesh, or None for the whole world (one process: a group of one).
-        mask: which frames this rank's rows see; None: all keys.
+        mask: the frames that this rank's rows attend to; None: all keys.
         scale: factor of q k^T; None: D ** -0.5.
-        kernel: block kernel by name, or "auto"; blocks that need a mask go to "auto" where the named one takes none.
-        overlap: transfers under computation; False only to measure.
-        accumulate_dtype: what O travels in; None: q.dtype.
-        return_lse: also return lse (B, H, s_q), natural logarithm, float32 (float64 where q is); no gradient flows
-            through it.
+        kernel: name of a block kernel, or "auto"; a block that needs a mask falls back to "auto" if the named kernel
+            takes none.
+        overlap: whether transfers run during computation; False only to measure.
+        accumulate_dtype: dtype that O is merged and sent in; None: q.dtype.
+        return_lse: also return lse (B, H, s_q), natural logarithm, float32 (float64 for float64 inputs). It carries no
+            gradient.
 
     Returns:
-        o (B, H, s_q, D) in q.dtype. A row that sees nothing has o = 0 and lse = -inf. Differentiable in q, k, v.
+        o (B, H, s_q, D) in q.dtype, differentiable in q, k and v. A row without visible keys has o = 0, lse = -inf.
 
     Raises:
-        ShapeError, MaskError, ConfigError: arguments that do not fit, on the rank that has them; AgreementError: ranks
-            that disagree, on every rank, and arguments that another rank refused.
+        ShapeError, MaskError, ConfigError: invalid arguments, on the rank that passes them.
+        AgreementError: on every rank if the ranks disagree; on the other ranks if one passes invalid arguments.
     """
-    options = CallOptions(
-        group=group,
-        mask=mask,
-        scale=scale,
-        kernel=kernel,
-        overlap=overlap,
-        accumulate_dtype=accumulate_dtype,
-        return_lse=return_lse,
+    return _attend_once(
+        "lv-xattn", None, q, k, v, group, False, "zigzag", mask, scale, kernel, overlap, accumulate_dtype, return_lse
     )
-    return attend_once(q, k, v, "lv-xattn", None, options)
 
 
 @overload
@@ -121,36 +125,29 @@ def ring_attention(
     accumulate_dtype: torch.dtype | None = torch.float32,
     return_lse: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Ring Attention (arXiv 2310.01889): Q and O stay where they are, K and V go round; GQA stays unexpanded.
+    """Ring Attention (arXiv 2310.01889): Q and O stay on their ranks, K and V are sent around the ring; GQA stays
+    unexpanded.
 
     Args:
-        causal: row p sees keys up to p of the sequence that `shard_sequence` dealt in `layout`; then s_kv = s_q.
-        layout: "zigzag", "striped" or "contiguous"; matters with `causal` only.
-        mask: which frames this rank's rows see, for cross-attention; not together with `causal`.
+        causal: token p attends to tokens up to p of the sequence that `shard_sequence` sharded in `layout`; requires
+            s_kv = s_q.
+        layout: "zigzag", "striped" or "contiguous"; only used with `causal`.
+        mask: the frames that this rank's rows attend to, for cross-attention; not together with `causal`.
 
     The other arguments, the result and the errors are those of `lv_xattn`.
     """
-    options = CallOptions(
-        group=group,
-        mask=mask,
-        scale=scale,
-        kernel=kernel,
-        overlap=overlap,
-        accumulate_dtype=accumulate_dtype,
-        return_lse=return_lse,
-        causal=causal,
-        layout=layout,
+    return _attend_once(
+        "ring", None, q, k, v, group, causal, layout, mask, scale, kernel, overlap, accumulate_dtype, return_lse
     )
-    return attend_once(q, k, v, "ring", None, options)
 
 
 @overload
 def mesh_attention(
-    q: Tensor, k: Tensor, v: Tensor, *, return_lse: Literal[False] = ..., **options: Unpack[Tiled]
+    q: Tensor, k: Tensor, v: Tensor, *, return_lse: Literal[False] = ..., **options: Unpack[TileOptions]
 ) -> Tensor: ...
 @overload
 def mesh_attention(
-    q: Tensor, k: Tensor, v: Tensor, *, return_lse: Literal[True], **options: Unpack[Tiled]
+    q: Tensor, k: Tensor, v: Tensor, *, return_lse: Literal[True], **options: Unpack[TileOptions]
 ) -> tuple[Tensor, Tensor]: ...
 def mesh_attention(
     q: Tensor,
@@ -168,35 +165,26 @@ def mesh_attention(
     accumulate_dtype: torch.dtype | None = torch.float32,
     return_lse: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Mesh-Attention: a rank computes the a x b blocks of its Q group and its KV group; see `schedules.mesh`.
+    """Mesh-Attention: each rank computes the a x b blocks of its Q group and its KV group (`schedules.mesh`).
 
     Args:
-        tile: (a, b) with a * b = n: Q and O travel among a ranks, K and V among b. (n, 1) is LV-XAttn, (1, n) is Ring
-            Attention. None: the tile that sends the fewest bytes, forward and backward.
+        tile: the mesh shape (a, b) with a * b = n: Q and O are sent among a ranks, K and V among b. (n, 1) is LV-XAttn,
+            (1, n) is Ring Attention. None: the shape that sends the fewest bytes, forward and backward together.
 
     The other arguments, the result and the errors are those of `ring_attention`.
     """
-    options = CallOptions(
-        group=group,
-        mask=mask,
-        scale=scale,
-        kernel=kernel,
-        overlap=overlap,
-        accumulate_dtype=accumulate_dtype,
-        return_lse=return_lse,
-        causal=causal,
-        layout=layout,
+    return _attend_once(
+        "mesh", tile, q, k, v, group, causal, layout, mask, scale, kernel, overlap, accumulate_dtype, return_lse
     )
-    return attend_once(q, k, v, "mesh", tile, options)
 
 
 @overload
 def ulysses_attention(
-    q: Tensor, k: Tensor, v: Tensor, *, return_lse: Literal[False] = ..., **options: Unpack[Tiled]
+    q: Tensor, k: Tensor, v: Tensor, *, return_lse: Literal[False] = ..., **options: Unpack[TileOptions]
 ) -> Tensor: ...
 @overload
 def ulysses_attention(
-    q: Tensor, k: Tensor, v: Tensor, *, return_lse: Literal[True], **options: Unpack[Tiled]
+    q: Tensor, k: Tensor, v: Tensor, *, return_lse: Literal[True], **options: Unpack[TileOptions]
 ) -> tuple[Tensor, Tensor]: ...
 def ulysses_attention(
     q: Tensor,
@@ -214,25 +202,90 @@ def ulysses_attention(
     accumulate_dtype: torch.dtype | None = torch.float32,
     return_lse: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """DeepSpeed-Ulysses (arXiv 2309.14509): all-to-all to heads, attention over everything, all-to-all back.
+    """DeepSpeed-Ulysses (arXiv 2309.14509): all-to-all to shard the heads, attention, all-to-all back.
 
     Args:
-        tile: None: all n ranks deal heads. (a, b), with a * b dividing n: every n / (a b) consecutive ranks deal heads,
-            and among ranks with the same heads Q and O travel as in LV-XAttn (n', 1), K and V as in Ring Attention
-            (1, n'), or both: the hybrid of USP (arXiv 2405.07719).
+        tile: None: all n ranks shard the heads. (a, b), with a * b dividing n: every n / (a b) consecutive ranks shard
+            the heads, and the ranks with the same heads run this mesh shape, as in `mesh_attention`. This is the hybrid
+            of USP (arXiv 2405.07719).
 
-    The other arguments, the result and the errors are those of `ring_attention`; a ConfigError names the largest group
-    that the query heads can be dealt to. Key heads are repeated only as far as that group needs it.
+    The other arguments, the result and the errors are those of `ring_attention`. A ConfigError names the largest group
+    that the query heads can be sharded over. KV heads are repeated only as far as that group needs it.
     """
-    options = CallOptions(
-        group=group,
-        mask=mask,
-        scale=scale,
-        kernel=kernel,
-        overlap=overlap,
-        accumulate_dtype=accumulate_dtype,
-        return_lse=return_lse,
-        causal=causal,
-        layout=layout,
+    return _attend_once(
+        "ulysses", tile, q, k, v, group, causal, layout, mask, scale, kernel, overlap, accumulate_dtype, return_lse
     )
-    return attend_once(q, k, v, "ulysses", tile, options)
+
+
+@eager
+def _attend_once(
+    strategy: str,
+    tile: tuple[int, int] | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    group: Group,
+    causal: bool,
+    layout: str,
+    mask: FrameMask | None,
+    scale: float | None,
+    kernel: str,
+    overlap: bool,
+    accumulate_dtype: torch.dtype | None,
+    return_lse: bool,
+) -> Tensor | tuple[Tensor, Tensor]:
+    comm = as_communicator(group)
+    mesh_shape = tuple(tile) if isinstance(tile, list) else tile
+    factor = q.shape[-1] ** -0.5 if scale is None else scale
+    frames = frame_bounds(mask.total_frames, comm.size) if isinstance(mask, FrameMask) else []
+
+    def check() -> dict[str, int]:
+        checks.check_qkv(q, k, v)
+        checks.check_accumulation(accumulate_dtype)
+        checks.check_scale(scale)
+        checks.check_flags(overlap=overlap, return_lse=return_lse, causal=causal)
+        if layout not in LAYOUTS:
+            raise ConfigError(f"layout: {layout!r} is unknown; choose one of {', '.join(LAYOUTS)}")
+        checks.check_mask_type(mask)
+        choose_kernel(kernel, q, k, causal=causal, masked=mask is not None)
+        shape, head_degree = tile_and_heads(strategy, None if tile is None else check_tile(tile), comm.size)
+        HeadShards(q.shape[1], k.shape[1], head_degree)
+        facts = {
+            "strategy": STRATEGIES.index(strategy),
+            "scale": checks.scale_bits(float(factor)),
+            "accumulate_dtype": checks.dtype_code(accumulate_dtype),
+        }
+        facts |= {"tile rows": 0 if shape is None else shape[0], "tile columns": 0 if shape is None else shape[1]}
+        if causal:
+            if mask is not None:
+                raise MaskError(f"{strategy}: causal=True and a FrameMask exclude each other; pass one of them")
+            if q.shape[2] != k.shape[2]:
+                raise ShapeError(f"causal attention needs as many keys as queries; got {q.shape[2]} and {k.shape[2]}")
+            sequence_positions(q.shape[2] * comm.size, comm.rank, comm.size, layout)
+            facts["layout"] = 1 + LAYOUTS.index(layout)
+        if mask is not None:
+            checks.check_mask(mask, q, k, frames[comm.rank])
+            facts |= {"mask form": 1 if mask.bounds is not None else 2, "mask frames": mask.total_frames}
+            facts["mask tokens per frame"] = mask.tokens_per_frame
+        return facts
+
+    def own_number() -> int:
+        known = 0 if mask is None else mask.known_as(comm, frames)
+        return checks.gradient_state(q, k, v) + checks.GRADIENT_STATES * known
+
+    key_lengths, numbers = checks.require_same_call(q, k, comm, check, own_number)
+    known = {number // checks.GRADIENT_STATES for number in numbers}
+    backward = checks.has_backward([number % checks.GRADIENT_STATES for number in numbers])
+    # Every rank must take part in the backward pass. With head sharding, resharding q already requires its gradient.
+    if backward and not (q.requires_grad or (strategy != "ulysses" and (k.requires_grad or v.requires_grad))):
+        q = q.detach().requires_grad_()
+    masks: BlockMasks = FullBlockMasks(q.shape[0], q.shape[2], key_lengths)
+    if causal:
+        masks = CausalBlockMasks(q.shape[0], q.shape[2] * comm.size, comm.size, layout)
+    elif mask is not None:
+        masks = mask.blocks(comm, frames, anew=0 in known or len(known) > 1)
+    problem = problem_of(q.shape, k.shape[:2], key_lengths, q.dtype, accumulate_dtype)
+    dtype = accumulation(accumulate_dtype, q.dtype)
+    spec = call_spec_for(strategy, mesh_shape, masks, problem, dtype, overlap)
+    o, lse = attend(q, [GivenKV(spec, k, v)], comm=comm, scale=float(factor), kernel=kernel)
+    return (o, lse) if return_lse else o

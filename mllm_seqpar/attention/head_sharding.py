@@ -1,88 +1,317 @@
-"""Attention dealt by heads: DeepSpeed-Ulysses (arXiv 2309.14509), and its hybrid with every other schedule.
+"""Head sharding by all-to-all: DeepSpeed-Ulysses (arXiv 2309.14509), and its hybrid with every other schedule.
 
-    by rows (B, H, s, D), (B, G, t, D)   -- all-to-all -->   by heads (B, H/u, u s, D), (B, g, sum of t, D)   and back
+    row-sharded (B, H, s, D), (B, G, t, D)  -- all-to-all -->  head-sharded (B, H/u, u s, D), (B, g, sum of t, D)
 
-u consecutive ranks deal heads among themselves: each then has all their rows and keys, of its own heads. Over the n / u
-ranks with the same heads any tile (a, b) runs, as it does over whole ranks: (1, 1) where u = n, which is plain Ulysses.
-Key heads go only where query heads use them (`schedules.heads`).
+u consecutive ranks (the head-sharding degree) exchange shards, after which each holds all their rows and keys, for some
+of the heads. The n / u ranks with the same heads then run any mesh shape (a, b), as whole ranks would; u = n and (1, 1)
+is plain Ulysses. A KV head is sent only to the ranks whose query heads use it (`schedules.head_sharding`).
 
-Forward sends Q, K, V and O, backward dO, dQ, dK, dV, complete and therefore in the inputs' dtype; only where ranks
-share a key head are dK and dV partial sums, and travel as wide as they are summed in. What is kept for the backward
-pass is dealt by heads too, and as large as it was. Rows are put in an order in which causal blocks are few and large.
+Forward sends Q, K, V and O, backward dO, dQ, dK and dV. These are complete and therefore sent in the inputs' dtype,
+except dK and dV of a KV head that several ranks use: those are partial sums, sent in the accumulation dtype. The
+tensors saved for backward are head-sharded too, and as large as row-sharded ones. Causal rows are put in the order of
+the text, in which their mask is few and large rectangles.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple, Protocol
 
+import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
-from mllm_seqpar.comm import Communicator
+from mllm_seqpar.comm import Communicator, Recv, Send, Subgroup
+from mllm_seqpar.schedules.head_sharding import HeadShards
 
-from .all_to_all import gather_heads, gather_heads_autograd, shard_heads, shard_heads_autograd
 from .block_math import BlockMath
-from .distributed import CallSpec, distributed_backward, distributed_forward
-from .head_layout import HeadLayout
-from .head_sharded_sources import HeadShardedKV
-from .kv_sources import KVSource
-
-Attend = Callable[[Tensor, Sequence[KVSource], Communicator], tuple[Tensor, Tensor]]
+from .call_spec import CallSpec
+from .executor import distributed_backward, distributed_forward
+from .kv_sources import GivenKV, KVSource
 
 
-def attend_by_heads(
+class Attend(Protocol):
+    """Attention of row-sharded queries over row-sharded sources, `joint.attend` with its options bound."""
+
+    def __call__(self, q: Tensor, sources: Sequence[KVSource], *, comm: Communicator) -> tuple[Tensor, Tensor]: ...
+
+
+class HeadTensor(NamedTuple):
+    """How one tensor is resharded.
+
+    Attributes:
+        label: the name that its bytes are counted under.
+        heads: the heads that each rank holds when the tensor is head-sharded.
+        lengths: the rows or keys that each rank holds when it is row-sharded.
+        order: sorts the concatenated rows of all ranks; None: they stay in rank order.
+    """
+
+    label: str
+    heads: Sequence[range]
+    lengths: Sequence[int]
+    order: Tensor | None
+
+
+def shard_heads(xs: Sequence[Tensor], items: Sequence[HeadTensor], comm: Communicator) -> list[Tensor]:
+    """(B, all heads, this rank's length, D) -> (B, this rank's heads, sum of lengths, D), for each tensor."""
+    sends, recvs, received = [], [], []
+    for x, item in zip(xs, items, strict=True):
+        parts = []
+        for peer, heads in enumerate(item.heads):
+            part = x[:, heads.start : heads.stop].contiguous()
+            if peer == comm.rank:
+                parts.append(part)
+                continue
+            parts.append(x.new_empty((x.shape[0], len(item.heads[comm.rank]), item.lengths[peer], x.shape[3])))
+            sends += [Send(peer, part, item.label)] if part.numel() else []
+            recvs += [Recv(peer, parts[-1])] if parts[-1].numel() else []
+        received.append(parts)
+    comm.exchange(sends, recvs).wait()
+    whole = [torch.cat(parts, dim=2) for parts in received]
+    return [
+        x if i.order is None else x.index_select(2, i.order.to(x.device)) for x, i in zip(whole, items, strict=True)
+    ]
+
+
+def gather_heads(xs: Sequence[Tensor], items: Sequence[HeadTensor], comm: Communicator) -> list[Tensor]:
+    """(B, this rank's heads, sum of lengths, D) -> (B, all heads, this rank's length, D), for each tensor.
+
+    The adjoint of `shard_heads`: a head that several ranks hold is summed over them.
+    """
+    sends, recvs, received = [], [], []
+    for x, item in zip(xs, items, strict=True):
+        if item.order is not None:
+            x = torch.empty_like(x).index_copy_(2, item.order.to(x.device), x)
+        parts = []
+        for peer, part in enumerate(x.split(list(item.lengths), dim=2)):
+            if peer == comm.rank:
+                parts.append(part)
+                continue
+            part = part.contiguous()
+            length = item.lengths[comm.rank]
+            parts.append(x.new_empty((x.shape[0], len(item.heads[peer]), length, x.shape[3])))
+            sends += [Send(peer, part, item.label)] if part.numel() else []
+            recvs += [Recv(peer, parts[-1])] if parts[-1].numel() else []
+        received.append(parts)
+    comm.exchange(sends, recvs).wait()
+    return [_sum_heads(parts, item.heads) for parts, item in zip(received, items, strict=True)]
+
+
+def _sum_heads(parts: Sequence[Tensor], heads: Sequence[range]) -> Tensor:
+    if sum(map(len, heads)) == heads[-1].stop:  # each head once
+        return torch.cat(list(parts), dim=1)
+    first = parts[0]
+    wide = torch.promote_types(first.dtype, torch.float32)
+    total = first.new_zeros((first.shape[0], heads[-1].stop, *first.shape[2:]), dtype=wide)
+    for part, some in zip(parts, heads, strict=True):
+        total[:, some.start : some.stop] += part
+    return total.to(first.dtype)
+
+
+class _Reshard(torch.autograd.Function):
+    """Forward: `shard_heads` or, with `gather`, `gather_heads` of one tensor. Backward: the other, of its gradient.
+
+    The bytes of the gradient are counted under "d" and the label of the tensor.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, comm: Communicator, item: HeadTensor, gather: bool, x: Tensor) -> Tensor:
+        ctx.comm, ctx.item, ctx.gather = comm, item, gather
+        return (gather_heads if gather else shard_heads)([x], [item], comm)[0]
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        item = ctx.item._replace(label=f"d{ctx.item.label}")
+        return None, None, None, (shard_heads if ctx.gather else gather_heads)([grad], [item], ctx.comm)[0]
+
+
+class HeadLayout:
+    """Who holds which heads, rows and keys in one call with head sharding.
+
+    Attributes:
+        inside: the ranks that shard the heads among themselves.
+        across: the ranks with the same heads.
+        spec: what the ranks in `across` run.
+    """
+
+    def __init__(self, comm: Communicator, spec: CallSpec, q: Tensor, orders: Sequence[Tensor] | None) -> None:
+        size = spec.head_degree
+        group, place = divmod(comm.rank, size)
+        self.inside = Subgroup(comm, range(group * size, (group + 1) * size))
+        self.across = Subgroup(comm, range(place, comm.size, size))
+        lengths = [spec.key_lengths[i : i + size] for i in range(0, comm.size, size)]
+        self.spec = replace(
+            spec, head_degree=1, masks=spec.masks.merged(size, orders), key_lengths=tuple(map(sum, lengths))
+        )
+        self._heads = q.shape[1]
+        self._row_lengths, self._key_lengths = (q.shape[2],) * size, lengths[group]
+        self._order = None if orders is None else orders[group]
+        self._key_order = self._order if spec.masks.keys_are_rows else None
+
+    @classmethod
+    def of(cls, comm: Communicator, spec: CallSpec, q: Tensor, orders: Sequence[Tensor] | None) -> HeadLayout:
+        """Return the layout for the row-sharded queries q, made once for each shape."""
+        key = HeadLayout, comm.rank, q.shape[1:3], q.device, orders is None
+        found: HeadLayout | None = spec.derived.get(key)
+        if found is None:
+            found = spec.derived[key] = cls(comm, spec, q, orders)
+        return found
+
+    def rows(self, label: str) -> HeadTensor:
+        """Return how a tensor with query heads and query rows is resharded."""
+        shards = HeadShards(self._heads, self._heads, self.inside.size)
+        heads = [shards.query_heads(rank) for rank in range(self.inside.size)]
+        return HeadTensor(label, heads, self._row_lengths, self._order)
+
+    def _keys(self, labels: tuple[str, str], shards: HeadShards) -> list[HeadTensor]:
+        heads = [shards.key_heads(rank) for rank in range(self.inside.size)]
+        return [HeadTensor(label, heads, self._key_lengths, self._key_order) for label in labels]
+
+    def shard_kv(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Return head-sharded k and v, in which each KV head serves equally many query heads."""
+        shards = HeadShards(self._heads, k.shape[1], self.inside.size)
+        both = shard_heads([k, v], self._keys(("k", "v"), shards), self.inside)
+        places = shards.uniform(self.inside.rank)
+        if places is not None:
+            both = [torch.stack([x[:, place] for place in places], dim=1) for x in both]
+        k, v = (x.contiguous() for x in both)
+        return k, v
+
+    def gather_kv_grads(
+        self, dk: Tensor, dv: Tensor, kv_heads: int, dtype: torch.dtype | None
+    ) -> tuple[Tensor, Tensor]:
+        """Return row-sharded dk and dv with `kv_heads` heads: the adjoint of `shard_kv`.
+
+        They are sent in `dtype`, or in the accumulation dtype if it is None or several ranks hold a KV head.
+        """
+        shards = HeadShards(self._heads, kv_heads, self.inside.size)
+        several = sum(len(shards.key_heads(rank)) for rank in range(self.inside.size)) > kv_heads
+        if several or dtype is None:
+            dtype = self.spec.accumulate_dtype
+        places = shards.uniform(self.inside.rank)
+        grads = [(x if places is None else _add_heads(x, places)).to(dtype) for x in (dk, dv)]
+        dk, dv = gather_heads(grads, self._keys(("dk", "dv"), shards), self.inside)
+        return dk, dv
+
+
+def _add_heads(x: Tensor, places: Sequence[int]) -> Tensor:
+    total = x.new_zeros((x.shape[0], max(places) + 1, *x.shape[2:]))
+    for place, part in zip(places, x.unbind(1), strict=True):  # one by one: index_add_ on CUDA has no fixed order
+        total[:, place] += part
+    return total
+
+
+@dataclass(frozen=True)
+class HeadShardedKV:
+    """A source whose k and v are head-sharded when they are needed.
+
+    Given k and v are saved head-sharded, so backward does not send them again; recomputed ones are sent again.
+
+    Attributes:
+        source: the row-sharded source.
+        layout: how its k and v are resharded.
+        dtype: the dtype of the queries.
+        kv_heads: the number of KV heads before sharding; set by `keys_values`.
+        resharded: whether the inputs are head-sharded k and v already, which is so in backward.
+    """
+
+    source: KVSource
+    layout: HeadLayout
+    dtype: torch.dtype
+    kv_heads: list[int] = field(default_factory=list)
+    resharded: bool = False
+    _sharded: list[Tensor] = field(default_factory=list)
+
+    @property
+    def spec(self) -> CallSpec:
+        return self.layout.spec
+
+    def inputs(self) -> Sequence[Tensor]:
+        return self.source.inputs()
+
+    def keys_values(self, inputs: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+        """Return head-sharded k and v; collective over the group."""
+        if self.resharded:
+            return inputs[0], inputs[1]
+        k, v = self.source.keys_values(inputs)
+        self.kv_heads[:] = [k.shape[1]]
+        k, v = self.layout.shard_kv(k, v)
+        if isinstance(self.source, GivenKV):
+            self._sharded[:] = k, v
+        return k, v
+
+    def input_grads(
+        self, inputs: Sequence[Tensor], needed: Sequence[bool], dk: Tensor, dv: Tensor
+    ) -> Sequence[Tensor | None]:
+        """Return the gradients of the source's inputs, from the gradients of its k and v on all ranks."""
+        grads = self.layout.gather_kv_grads(dk, dv, self.kv_heads[0], self.dtype)
+        return self.source.input_grads(inputs, needed, *grads)
+
+    def saved(self, inputs: Sequence[Tensor]) -> Sequence[Tensor]:
+        return self._sharded or self.source.saved(inputs)
+
+    def restored(self, saved: Sequence[Tensor]) -> Sequence[Tensor]:
+        return saved if self.resharded else self.source.restored(saved)
+
+    def without_inputs(self) -> KVSource:
+        return replace(self, source=self.source.without_inputs(), resharded=bool(self._sharded), _sharded=[])
+
+
+def attend_head_sharded(
     q: Tensor, sources: Sequence[KVSource], comm: Communicator, attend: Attend
 ) -> tuple[Tensor, Tensor]:
-    """One softmax over sources that are all dealt by heads, to as many ranks each.
+    """Return o (B, H, s, D) and lse (B, H, s) of one softmax over sources that all have the same head-sharding degree.
 
     Args:
         q: (B, H, s, D), this rank's rows.
-        sources: their plans say `heads` > 1, all the same.
+        sources: row-sharded.
         comm: the group.
-        attend: (q, sources, comm) -> (o, lse) for what is left to do among ranks with the same heads.
-
-    Returns:
-        o (B, H, s, D), lse (B, H, s).
+        attend: the attention among ranks with the same heads.
     """
-    size = sources[0].plan.heads
-    orders = next((found for s in sources if (found := s.plan.blocks.orders(size, q.device)) is not None), None)
-    by = [HeadLayout(comm, source.plan, q, orders) for source in sources]
-    q_dealt = shard_heads_autograd(q, by[0].rows("q"), by[0].inside)
-    inner = [HeadShardedKV(source, its, q.dtype) for source, its in zip(sources, by, strict=True)]
-    o, lse = attend(q_dealt, inner, by[0].between)
-    o = gather_heads_autograd(o, by[0].rows("o"), by[0].inside)
-    (lse_rows,) = gather_heads([lse.unsqueeze(-1)], [by[0].rows("lse")], by[0].inside)
-    return o, lse_rows.squeeze(-1)
+    size = sources[0].spec.head_degree
+    orders = next((found for s in sources if (found := s.spec.masks.orders(size, q.device)) is not None), None)
+    layouts = [HeadLayout.of(comm, source.spec, q, orders) for source in sources]
+    first = layouts[0]
+    sharded_q = _Reshard.apply(first.inside, first.rows("q"), False, q)
+    inner = [HeadShardedKV(source, layout, q.dtype) for source, layout in zip(sources, layouts, strict=True)]
+    o, lse = attend(sharded_q, inner, comm=first.across)
+    o = _Reshard.apply(first.inside, first.rows("o"), True, o)
+    (row_lse,) = gather_heads([lse.unsqueeze(-1)], [first.rows("lse")], first.inside)
+    return o, row_lse.squeeze(-1)
 
 
-def forward_by_heads(
-    comm: Communicator, plan: CallSpec, math: BlockMath, q: Tensor, k: Tensor, v: Tensor
+def forward_head_sharded(
+    comm: Communicator, spec: CallSpec, block_math: BlockMath, q: Tensor, k: Tensor, v: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """`distributed_forward` for a plan that deals heads, beside sources of one softmax that do not.
+    """Do what `distributed_forward` does, for a source with head sharding beside sources of one softmax without.
 
-    Then only the rows' home has the final (o, lse), and the backward pass deals everything again.
+    The final (o, lse) are row-sharded in that case, so backward reshards everything again.
     """
-    by = HeadLayout(comm, plan, q, plan.blocks.orders(plan.heads, q.device))
-    (q,) = shard_heads([q], [by.rows("q")], by.inside)
-    k, v = by.deal_keys(k, v)
-    o, lse = distributed_forward(by.between, by.plan, math, q, k, v)
-    o, lse = gather_heads([o, lse.unsqueeze(-1)], [by.rows("o"), by.rows("lse")], by.inside)
+    layout = HeadLayout.of(comm, spec, q, spec.masks.orders(spec.head_degree, q.device))
+    (q,) = shard_heads([q], [layout.rows("q")], layout.inside)
+    k, v = layout.shard_kv(k, v)
+    o, lse = distributed_forward(layout.across, layout.spec, block_math, q, k, v)
+    o, lse = gather_heads([o, lse.unsqueeze(-1)], [layout.rows("o"), layout.rows("lse")], layout.inside)
     return o, lse.squeeze(-1)
 
 
-def backward_by_heads(
+def backward_head_sharded(
     comm: Communicator,
-    plan: CallSpec,
-    math: BlockMath,
-    saved: tuple[Tensor, Tensor, Tensor, Tensor],
+    spec: CallSpec,
+    block_math: BlockMath,
+    rows: tuple[Tensor, Tensor, Tensor, Tensor],
     k: Tensor,
     v: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """`distributed_backward` for such a plan."""
-    q, o, lse, do = saved
-    by = HeadLayout(comm, plan, q, plan.blocks.orders(plan.heads, q.device))
-    rows = shard_heads([q, o, lse.unsqueeze(-1), do], [by.rows(name) for name in ("q", "o", "lse", "do")], by.inside)
-    q, o, lse, do = (x.contiguous() for x in rows)
-    k, v = by.deal_keys(k, v)
-    dq, dk, dv = distributed_backward(by.between, by.plan, math, (q, o, lse.squeeze(-1), do), k, v)
-    (dq,) = gather_heads([dq], [by.rows("dq")], by.inside)
-    return dq, *by.collect_keys(dk, dv, None)
+    """Do what `distributed_backward` does, for such a source."""
+    q, o, lse, do = rows
+    layout = HeadLayout.of(comm, spec, q, spec.masks.orders(spec.head_degree, q.device))
+    items = [layout.rows(name) for name in ("q", "o", "lse", "do")]
+    q, o, lse, do = (x.contiguous() for x in shard_heads([q, o, lse.unsqueeze(-1), do], items, layout.inside))
+    kv_heads = k.shape[1]
+    k, v = layout.shard_kv(k, v)
+    dq, dk, dv = distributed_backward(layout.across, layout.spec, block_math, (q, o, lse.squeeze(-1), do), k, v)
+    (dq,) = gather_heads([dq], [layout.rows("dq")], layout.inside)
+    return dq, *layout.gather_kv_grads(dk, dv, kv_heads, None)

@@ -1,128 +1,148 @@
-"""One softmax over several distributed sets of keys, in one autograd function.
+"""One softmax over several distributed KV sources, in one autograd function.
 
     o, lse = attend(q, [source, ...])        q (B, H, s_q, D): this rank's rows; each source: this rank's keys
 
-Forward: for every source s, (o_s, l_s) = the distributed attention of q over all ranks' keys of s; then one merge.
-Backward, with the merged o and lse and their do: the distributed backward of every source by itself; dq is the sum.
-That is exact because a block's backward needs nothing of other blocks but the row's final (o, lse), and do.
+Forward: (o_s, lse_s) = distributed attention of q over all ranks' keys of source s, for every s, and one merge.
+Backward: the distributed backward of each source, given the merged o and lse and their do; dq is the sum. This is exact
+because the backward of a block needs only the final (o, lse) and do of its rows, and nothing of other blocks.
 
-Travels: per source what its plan says (`mllm_seqpar.schedules`). Saved for backward: q, o, lse and what each
-source keeps; a recomputed source keeps only the features that all layers share, so nothing here grows with the number
-of visual keys (arXiv 2502.02406, section 3.2).
+Saved for backward are q, o, lse, and what each source saves. A recomputed source saves only the features that all
+layers share, so nothing here grows with the number of visual keys (arXiv 2502.02406, section 3.2).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from functools import partial
-from typing import Any
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from mllm_seqpar._eager import eager
 from mllm_seqpar.comm import Communicator
+from mllm_seqpar.kernels.merge import merge_
 
-from .block_math import BlockMath, PartialResult
-from .distributed import distributed_backward, distributed_forward
-from .head_sharding import attend_by_heads, backward_by_heads, forward_by_heads
+from .block_math import BlockMath
+from .executor import distributed_backward, distributed_forward
+from .head_sharding import attend_head_sharded, backward_head_sharded, forward_head_sharded
 from .kv_sources import KVSource
 
+P = ParamSpec("P")
+T = TypeVar("T")
 
-@dataclass(frozen=True)
-class _Call:
-    comm: Communicator
-    sources: tuple[KVSource, ...]
-    math: BlockMath
+
+def eager(function: Callable[P, T]) -> Callable[P, T]:
+    """Return `function` such that torch.compile runs it eagerly, in a graph break.
+
+    Traced, host-side planning would be compiled anew for every shape and mask, and collectives would be replaced. This
+    is torch.compiler.disable without its cost for callers that do not compile: its import takes as long as the whole
+    rest of this package.
+    """
+    disabled: list[Callable[P, T]] = []
+
+    @functools.wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> T:
+        if not torch.compiler.is_compiling():
+            return function(*args, **kwargs)
+        if not disabled:
+            disabled.append(torch.compiler.disable(function))
+        return disabled[0](*args, **kwargs)
+
+    return call
 
 
 class _JointAttention(torch.autograd.Function):
-    """Local shapes: q, o, do (B, H, s_q, D), lse (B, H, s_q) float32; globally s_q becomes n s_q, dealt to the ranks.
+    """Local shapes: q, o, do (B, H, s_q, D), lse (B, H, s_q) float32; globally s_q becomes n s_q, sharded by rows.
 
     Forward: o = softmax(scale q [K_1; ...; K_m]^T) [V_1; ...; V_m] over all sources' keys on all ranks.
     Backward: P = exp(scale q K^T - lse), dV = P^T do, dS = P (do V^T - rowsum(do o)), dq = scale dS K,
     dK = scale dS^T q.
+
+    `counts` is the number of inputs of each source.
     """
 
     @staticmethod
-    def forward(ctx: Any, call: _Call, q: Tensor, *inputs: Tensor) -> tuple[Tensor, Tensor]:
-        q_home = q.contiguous()
-        total = PartialResult(q_home, call.sources[0].plan.accumulate_dtype)
+    def forward(
+        ctx: Any,
+        comm: Communicator,
+        block_math: BlockMath,
+        sources: Sequence[KVSource],
+        counts: Sequence[int],
+        q: Tensor,
+        *inputs: Tensor,
+    ) -> tuple[Tensor, Tensor]:
+        local_q = q.contiguous()
+        total: tuple[Tensor, Tensor] | None = None
         saved: list[Tensor] = []
-        ctx.counts = []
-        for source, its_inputs in _split(call.sources, inputs):
-            k, v = source.keys_values(its_inputs)
-            forward = distributed_forward if source.plan.heads == 1 else forward_by_heads
-            total.add(*forward(call.comm, source.plan, call.math, q_home, k, v))
-            kept = source.saved(its_inputs)
+        ctx.counts, ctx.sources = [], []
+        for source, count in zip(sources, counts, strict=True):
+            own_inputs, inputs = inputs[:count], inputs[count:]
+            k, v = source.keys_values(own_inputs)
+            forward = distributed_forward if source.spec.head_degree == 1 else forward_head_sharded
+            result = forward(comm, source.spec, block_math, local_q, k, v)
+            if total is None:
+                total = result[0].contiguous(), result[1].contiguous()
+            else:
+                merge_(*total, *result)
+            kept = source.saved(own_inputs)
             saved.extend(kept)
-            ctx.counts.append((len(its_inputs), len(kept)))
-        o, lse = total.value
-        o = o.to(q.dtype)
-        ctx.call = replace(call, sources=tuple(source.without_inputs() for source in call.sources))
-        ctx.save_for_backward(q_home, o, lse, *saved)
+            ctx.counts.append((count, len(kept)))
+            ctx.sources.append(source.without_inputs())
+        assert total is not None
+        o, lse = total[0].to(q.dtype), total[1]
+        ctx.comm, ctx.block_math = comm, block_math
+        ctx.save_for_backward(local_q, o, lse, *saved)
         ctx.mark_non_differentiable(lse)
         return o, lse
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, do: Tensor, _: Tensor | None) -> tuple[Tensor | None, ...]:
-        call: _Call = ctx.call
         q, o, lse, *saved = ctx.saved_tensors
         rows = (q, o, lse, do.contiguous())
         dq: Tensor | None = None
         grads: list[Tensor | None] = []
-        needed = list(ctx.needs_input_grad[2:])
-        for source, (count, kept) in zip(call.sources, ctx.counts, strict=True):
-            its_saved, saved = saved[:kept], saved[kept:]
-            its_needed, needed = needed[:count], needed[count:]
-            its_inputs = source.restored(its_saved)
-            k, v = source.keys_values(its_inputs)
-            backward = distributed_backward if source.plan.heads == 1 else backward_by_heads
-            part, dk, dv = backward(call.comm, source.plan, call.math, rows, k, v)
+        needed = list(ctx.needs_input_grad[5:])
+        for source, (count, kept) in zip(ctx.sources, ctx.counts, strict=True):
+            own_saved, saved = saved[:kept], saved[kept:]
+            own_needed, needed = needed[:count], needed[count:]
+            inputs = source.restored(own_saved)
+            k, v = source.keys_values(inputs)
+            backward = distributed_backward if source.spec.head_degree == 1 else backward_head_sharded
+            part, dk, dv = backward(ctx.comm, source.spec, ctx.block_math, rows, k, v)
             del k, v
             dq = part if dq is None else dq.add_(part)
-            grads.extend(source.input_grads(its_inputs, its_needed, dk, dv))
+            grads.extend(source.input_grads(inputs, own_needed, dk, dv))
         assert dq is not None
-        return None, dq.to(q.dtype), *grads
-
-
-def _split(sources: Sequence[KVSource], inputs: Sequence[Tensor]) -> list[tuple[KVSource, Sequence[Tensor]]]:
-    pairs, start = [], 0
-    for source in sources:
-        count = len(source.inputs())
-        pairs.append((source, inputs[start : start + count]))
-        start += count
-    return pairs
+        return None, None, None, None, dq.to(q.dtype), *grads
 
 
 @eager
 def attend(
     q: Tensor, sources: Sequence[KVSource], *, comm: Communicator, scale: float, kernel: str = "auto"
 ) -> tuple[Tensor, Tensor]:
-    """The attention of this rank's rows over every source's keys on all ranks, as one softmax.
+    """Return the attention of this rank's rows over every source's keys on all ranks, as one softmax.
 
     Args:
         q: (B, H, s_q, D), this rank's rows.
-        sources: at least one; their order is the order of work and must be the same on every rank.
+        sources: at least one; the order of computation, the same on every rank.
         comm: the group.
         scale: factor of q k^T.
         kernel: name of a block kernel, or "auto".
 
     Returns:
-        o (B, H, s_q, D) in q.dtype, and lse (B, H, s_q) float32, which carries no gradient. A row that sees nothing
-        has o = 0, lse = -inf. Differentiable in q and in what the sources are made of.
+        o (B, H, s_q, D) in q.dtype, and lse (B, H, s_q) float32, which carries no gradient. A row without visible keys
+        has o = 0, lse = -inf. Differentiable in q and in the inputs of the sources.
     """
-    if sources[0].plan.heads > 1 and len({source.plan.heads for source in sources}) == 1:
-        return attend_by_heads(q, sources, comm, partial(attend_by_rows, scale=scale, kernel=kernel))
-    return attend_by_rows(q, sources, comm, scale=scale, kernel=kernel)
-
-
-def attend_by_rows(
-    q: Tensor, sources: Sequence[KVSource], comm: Communicator, *, scale: float, kernel: str
-) -> tuple[Tensor, Tensor]:
-    """The same where the ranks have all heads of the rows that they have."""
-    inputs = [tensor for source in sources for tensor in source.inputs()]
-    return _JointAttention.apply(_Call(comm, tuple(sources), BlockMath(kernel, scale)), q, *inputs)
+    degree = sources[0].spec.head_degree
+    if degree > 1 and all(source.spec.head_degree == degree for source in sources):
+        return attend_head_sharded(q, sources, comm, functools.partial(attend, scale=scale, kernel=kernel))
+    inputs: list[Tensor] = []
+    counts = []
+    for source in sources:
+        source_inputs = source.inputs()
+        inputs.extend(source_inputs)
+        counts.append(len(source_inputs))
+    block_math = BlockMath(kernel, scale, sources[0].spec.kernels)
+    return _JointAttention.apply(comm, block_math, tuple(sources), counts, q, *inputs)

@@ -1,4 +1,4 @@
-"""What a patched model knows for as long as it is patched. No module-level state: two models never share a context."""
+"""The state of a patched model between passes. Nothing is at module level, so two models never share a context."""
 
 from __future__ import annotations
 
@@ -18,25 +18,24 @@ _log = get_logger(__name__)
 
 @dataclass(frozen=True)
 class SeqParContext:
-    """The group a model is parallel over, and how.
+    """The group and the options of one patched model.
 
     Attributes:
-        comm: transfers of this model, with its byte counter.
-        config: the user's choices.
+        comm: transfers of this model, with their byte counter.
+        config: the user's options.
         selector: selects strategies by the rates of a cluster; None unless an option asks for it.
-        assumed_alone: the group is one of this process alone because there was no process group.
+        assumed_alone: whether the group is this process alone because there was no process group.
     """
 
     comm: Communicator
     config: SeqParConfig
     selector: StrategySelector | None = None
     assumed_alone: bool = False
-    _reported: list[bool] = field(default_factory=list, repr=False, compare=False)
-    _warned: list[bool] = field(default_factory=list, repr=False, compare=False)
+    _reported: set[str] = field(default_factory=set, repr=False, compare=False)
     _passes: list[int] = field(default_factory=lambda: [0], repr=False, compare=False)
 
     def require_same_world(self) -> None:
-        """Raise ConfigError if a process group of several ranks came into being after patching for a single one."""
+        """Raise ConfigError if a process group of several ranks was created after patching for a single process."""
         if self.assumed_alone and dist.is_initialized() and dist.get_world_size() > 1:
             raise ConfigError(
                 f"this model was patched for one process, before the process group of {dist.get_world_size()} ranks "
@@ -45,42 +44,41 @@ class SeqParContext:
             )
 
     def compares_weights(self) -> bool:
-        """Whether this pass compares the ranks' weights: the 1st, 2nd, 4th, 8th ... do.
+        """Return whether this pass compares the weights of the ranks: the 1st, 2nd, 4th, 8th ... pass do.
 
-        Ranks whose weights differ compute something that no model computes, and nothing else would show it. They differ
-        from the start (another checkpoint, adapters made without a seed), or drift apart in training when nobody
-        averages the gradients.
+        Ranks with different weights compute a result that belongs to no model, and nothing else would reveal it.
+        Weights differ from the start (another checkpoint, adapters initialised without a seed), or drift apart in
+        training when gradients are not averaged.
         """
         self._passes[0] += 1
         return self.comm.size > 1 and self._passes[0].bit_count() == 1
 
     def report_shares(self, tokens: tuple[int, int], frames: tuple[int, int]) -> None:
-        """Logs once what a rank holds of the first pass: a degree that shards nothing would show here.
+        """Log once how much of the first pass this rank holds.
 
         Args:
             tokens: (of this rank, of the text).
             frames: (of this rank, of the group).
         """
-        if not self._reported:
-            self._reported.append(True)
+        if "shards" not in self._reported:
+            self._reported.add("shards")
             _log.info(
                 "rank %d of %d holds %d of %d text tokens (padding included) and %d of %d frames",
                 *(self.comm.rank, self.comm.size, *tokens, *frames),
             )
 
     def report_approximation(self, block: int, query: int) -> None:
-        """Warns once, on one rank, that a prompt is read by Star Attention, which is no exact attention.
+        """Warn once, on rank 0, that a prompt is prefilled by Star Attention, which is approximate.
 
         Args:
             block: tokens of each rank's block of the prompt.
             query: tokens after the blocks.
         """
-        if not self._warned:
-            self._warned.append(True)
-            if self.comm.rank == 0:
-                _log.warning(
-                    'self_attention="star" is approximate: of this prompt, each token attends to the first %d tokens '
-                    "and to its own block of as many, one of %d blocks; only the last %d tokens, and what is "
-                    'generated, attend to everything. self_attention="ring" is exact',
-                    *(block, self.comm.size, query),
-                )
+        if self.comm.rank == 0 and "approximation" not in self._reported:
+            self._reported.add("approximation")
+            _log.warning(
+                'self_attention="star" is approximate: of this prompt, each token attends to the first %d tokens '
+                "and to its own block of as many, one of %d blocks; only the last %d tokens, and what is "
+                'generated, attend to everything. self_attention="ring" is exact',
+                *(block, self.comm.size, query),
+            )

@@ -1,7 +1,7 @@
-"""The language-modelling loss of a text whose tokens are dealt to ranks.
+"""The language-modelling loss of sharded text.
 
-Labels are shifted before they are sharded, so no token is lost at a border; the sum is taken over the group and divided
-by the number of targets of the whole text, so a rank without targets is nothing special.
+Labels are shifted before they are sharded, so no target is lost between two shards. The loss is the sum over the group,
+divided by the number of targets of the whole text; a rank without targets needs no special case.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ IGNORE = -100
 
 
 def shifted(labels: Tensor, ignore_index: int | None = None) -> Tensor:
-    """(B, L) labels -> (B, L): each token's target is the label of the next; the last has none."""
+    """Return labels (B, L) shifted to the tokens that predict them; the last token has no target."""
     return F.pad(labels[:, 1:], (0, 1), value=IGNORE if ignore_index is None else ignore_index)
 
 
@@ -29,21 +29,21 @@ def sharded_causal_lm_loss(
     num_items_in_batch: Tensor | int | None = None,
     ignore_index: int | None = None,
 ) -> Tensor:
-    """The unpatched model's loss, the same number on every rank.
+    """Return the unpatched model's loss, the same number on every rank.
 
     Args:
         logits: (B, s, V), of this rank's tokens.
         shift_labels: (B, L), shifted, of all tokens, the same on every rank.
-        text: how tokens were dealt.
-        num_items_in_batch: what to divide the sum by; None: the number of targets here (their mean).
-        ignore_index: the label that is no target; None: -100.
+        text: the sharding of the tokens.
+        num_items_in_batch: the divisor of the sum; None: the number of targets (a mean).
+        ignore_index: the label of tokens without a target; None: -100.
 
     Returns:
-        float32 scalar. Its gradient, averaged over the group, is that of the unpatched loss.
+        float32 scalar. Its gradient, averaged over the group, is the gradient of the unpatched model's loss.
     """
     if shift_labels.shape != (text.batch, text.length):
         raise ShapeError(
-            f"labels are {tuple(shift_labels.shape)}; expected those of the text, {(text.batch, text.length)}"
+            f"labels are {tuple(shift_labels.shape)}; expected the shape of the text, {(text.batch, text.length)}"
         )
     ignore = IGNORE if ignore_index is None else ignore_index
     local = text.shard(shift_labels, 1, ignore).to(logits.device)

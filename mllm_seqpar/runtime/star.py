@@ -1,17 +1,17 @@
-"""Star Attention (arXiv 2411.17116): how a long prompt is cut, who reads what of it, and what its rows see.
+"""Star Attention (arXiv 2411.17116): how a long prompt is split into blocks, and which keys its tokens attend to.
 
-    prompt  =  c_1 | c_2 | ... | c_n | query          n blocks of b tokens for n ranks, and what remains
+    prompt  =  c_1 | c_2 | ... | c_n | query          n blocks of b tokens for n ranks, and the rest
 
-Phase 1 (section 2.1): rank i reads (c_1, c_i), each token at its own position, and attends to nothing else: c_1, the
-anchor, takes the attention that every text gives to its beginning, which the blocks' own beginnings would get without
-it. No K or V travels. The rank keeps the K and V of c_i alone. The first rank reads c_1 and as many rows of padding,
-which see nothing and are kept nowhere, so that all ranks have equally many rows for the cross-attention.
+Phase 1 (section 2.1): rank i reads (c_1, c_i), each token at its own position, and attends to nothing else. c_1 is the
+anchor: it takes the attention that every text gives to its beginning, which the beginning of each block would get
+otherwise. No K or V is sent. The rank keeps the K and V of c_i alone. The first rank reads c_1 and equally many rows of
+padding, which attend to nothing and are not kept, so that all ranks have the same number of rows in cross-attention.
 
-Phase 2 (section 2.2): the query, and every token that is generated, is on all ranks and attends to everything before
-it; the ranks' partial results are merged exactly (`cached_text`). K and V of those tokens are kept by the last rank.
+Phase 2 (section 2.2): the query and every generated token are on all ranks and attend to everything before them; the
+partial results of the ranks are merged exactly (`text_kv_cache`). The last rank keeps the K and V of these tokens.
 
-So a context token misses what lies between the anchor and its own block: this is the one approximate thing in this
-library. Where nothing lies between, with one or two ranks, it is exact.
+A token of the context misses the keys between the anchor and its own block, which makes this the only approximate
+algorithm of the library. With one or two ranks there are no such keys, and it is exact.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ from mllm_seqpar.sharding import unshard_sequence
 from .text_shards import TextShards
 
 QUERY_TOKENS = 256
-"""A question and what may follow it; long prompts leave at least so many to phase 2."""
+"""The number of tokens that a long prompt leaves to phase 2 at least: a question and what may follow it."""
 QUERY_SHARE = 16
-"""Of shorter prompts this part: phase 2 is computed on every rank, and should stay small beside a block."""
+"""A shorter prompt leaves one in so many tokens: every rank computes phase 2, so it must be small beside a block."""
 
 
 def block_length(length: int, size: int) -> int:
-    """b, tokens of each of `size` blocks of a prompt; 0 where there are too few to cut it.
+    """Return b, the number of tokens of each of `size` blocks of a prompt; 0 if the prompt is too short to be split.
 
-    The query is what the blocks leave: the last 256 tokens, or a sixteenth of a prompt below 4096 (one at least), and
+    The query is what the blocks leave: the last 256 tokens, or a sixteenth of a prompt below 4096 (at least one), and
     up to `size` - 1 more, so that the blocks are equal.
     """
     query = min(QUERY_TOKENS, max(1, length // QUERY_SHARE))
@@ -44,10 +44,10 @@ def block_length(length: int, size: int) -> int:
 
 
 class StarText(TextShards):
-    """The context of a prompt as phase 1 reads it: 2 b rows on every rank, the anchor's first.
+    """The context of a prompt as phase 1 reads it: 2 b rows on every rank, the anchor first.
 
-    `pad` and `shard` take the whole prompt (..., L, ...) and leave the query out; `length` and what `unshard` gives are
-    of the context, n b tokens.
+    `pad` and `shard` take the whole prompt (..., L, ...) and leave out the query; `length` and the result of `unshard`
+    are those of the context, n b tokens.
 
     Args:
         batch, length: B and L, of the whole prompt.
@@ -63,15 +63,14 @@ class StarText(TextShards):
         valid, first = (None if x is None else x[:, :context] for x in (valid, first))
         super().__init__(batch, context, comm, "contiguous", valid, first)
         self.keeper = comm.size - 1  # the paper's query host
-        self.padded = context + comm.size  # the first column of padding is what the first rank's second half is made of
+        self.padded = context + comm.size  # the first column of padding fills the second half of the first rank's rows
 
     @property
     def local(self) -> int:
-        """2 b."""
         return 2 * self.block
 
     def positions(self, rank: int) -> Tensor:
-        """(2 b,) int64: the anchor, then the rank's own block, or the first place after the context, b times."""
+        """(2 b,) int64: the anchor, then the rank's own block; on the first rank, b times the first padding column."""
         own = torch.arange(rank * self.block, (rank + 1) * self.block)
         return torch.cat([torch.arange(self.block), own if rank else torch.full_like(own, self.length)])
 
@@ -94,10 +93,10 @@ class StarText(TextShards):
 
 
 class StarBlockMasks(CausalBlockMasks):
-    """Each rank's rows and its own keys, causally: the blocks (i, i), and there are no others (tile (1, 1))."""
+    """Causal masks of each rank's rows over its own keys: the blocks (i, i) of the mesh shape (1, 1)."""
 
     def __init__(self, text: StarText, first: Tensor | None, valid: Tensor | None) -> None:
-        nothing = torch.full((1, text.padded), text.padded)  # where padding begins to see: after everything
+        nothing = torch.full((1, text.padded), text.padded)  # a first key beyond the end: no key is visible
         first = torch.zeros_like(nothing) if first is None else first.clone()
         first[:, text.length :] = nothing[:, text.length :]
         super().__init__(text.batch, text.padded, text.comm.size, text.layout, first, valid)

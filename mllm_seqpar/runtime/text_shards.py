@@ -1,4 +1,4 @@
-"""The text of one forward pass, dealt to the ranks: padding, sharding, undoing both, and the causal blocks.
+"""The sharding of the text of one forward pass: padding, sharding, the inverse of both, and the causal masks.
 
 Shape legend: B samples, L tokens of the caller, P tokens after padding to what the layout needs, s = P / n per rank.
 """
@@ -17,16 +17,16 @@ from mllm_seqpar.sharding import padded_length, sequence_positions, unshard_sequ
 
 
 class TextShards:
-    """How the (B, L) tokens of one forward pass are dealt to the ranks of a group.
+    """How the (B, L) tokens of one forward pass are sharded over a group.
 
     Args:
         batch, length: B and L.
-        comm, layout: the group and how tokens are dealt to it.
+        comm, layout: the group, and how token positions map to its ranks.
         valid: (B, L) bool or None: keys that may be attended to (the attention mask).
-        first: (B or 1, L) int64 or None: the first key each row may see (packed sequences).
+        first: (B or 1, L) int64 or None: the first key each row may attend to (packed sequences).
 
     Attributes:
-        keeper: the rank that keeps K and V of all tokens that come after this text; None: the ranks do in turn.
+        keeper: the rank that keeps K and V of all tokens after this text; None: the ranks take turns.
     """
 
     keeper: int | None = None
@@ -48,26 +48,26 @@ class TextShards:
 
     @property
     def local(self) -> int:
-        """s, tokens of each rank, padding included."""
+        """s, the number of tokens on each rank, padding included."""
         return self.padded // self.comm.size
 
     def positions(self, rank: int) -> Tensor:
-        """(s,) int64 on the CPU: where the tokens of `rank` stand in the padded text; real ones are below L."""
+        """Return the positions of the tokens of `rank` in the padded text, (s,) int64 on the CPU."""
         return sequence_positions(self.padded, rank, self.comm.size, self.layout)
 
     @cached_property
-    def _mine(self) -> Tensor:
+    def _local_positions(self) -> Tensor:
         return self.positions(self.comm.rank)
 
     @cached_property
     def own(self) -> Tensor:
-        """Of this rank's s rows, those that are its own tokens: all but padding, (k,) int64 on the CPU."""
-        return (self._mine < self.length).nonzero().flatten()
+        """(k,) int64 on the CPU: this rank's rows that are tokens of its shard and not padding."""
+        return (self._local_positions < self.length).nonzero().flatten()
 
     def shard(self, x: Tensor, dim: int, fill: float = 0) -> Tensor:
-        """(..., L, ...) the same on every rank -> this rank's (..., s, ...); padding is `fill`. Differentiable."""
+        """(..., L, ...), the same on every rank -> this rank's (..., s, ...), padded with `fill`. Differentiable."""
         x = self.pad(x, dim, fill)
-        return x if self.comm.size == 1 else x.index_select(dim, self._mine.to(x.device))
+        return x if self.comm.size == 1 else x.index_select(dim, self._local_positions.to(x.device))
 
     def pad(self, x: Tensor, dim: int, fill: float = 0) -> Tensor:
         """(..., L, ...) -> (..., P, ...)."""
@@ -76,21 +76,21 @@ class TextShards:
         return F.pad(x, (0, 0) * after + (0, missing), value=fill) if missing else x
 
     def unshard(self, x: Tensor, dim: int) -> Tensor:
-        """This rank's (..., s, ...) -> the caller's (..., L, ...) on every rank, without padding. Differentiable."""
+        """This rank's (..., s, ...) -> (..., L, ...) on every rank, without padding. Differentiable."""
         return unshard_sequence(x, dim, self.comm, self.layout).narrow(dim, 0, self.length)
 
     def gather_rows(self, x: Tensor, rows: Tensor) -> Tensor:
-        """This rank's (B, s, C) -> the caller's rows with these indices, (B, r, C) everywhere. Not differentiable."""
+        """This rank's (B, s, C) -> the rows with these positions, (B, r, C) on every rank. Not differentiable."""
         place = torch.full((self.padded,), -1)
-        place[self._mine[self.own]] = self.own
-        mine = place[rows.cpu()]
+        place[self._local_positions[self.own]] = self.own
+        local = place[rows.cpu()]
         out = x.new_zeros((x.shape[0], rows.numel(), *x.shape[2:]))
-        here = (mine >= 0).nonzero().flatten()
-        out[:, here.to(x.device)] = x[:, mine[here].to(x.device)].detach()
+        here = (local >= 0).nonzero().flatten()
+        out[:, here.to(x.device)] = x[:, local[here].to(x.device)].detach()
         return out if self.comm.size == 1 else self.comm.all_reduce(out, "hidden")
 
     def blocks(self, window: int | None = None) -> CausalBlockMasks:
-        """The causal blocks; with `window`, a row sees that many keys at most, itself included."""
+        """Return the causal masks; `window` is the number of keys a row attends to at most, itself included."""
         if window not in self._blocks:
             first = self._first
             if window is not None:
@@ -98,7 +98,7 @@ class TextShards:
                 first = edge if first is None else torch.maximum(first, edge)
             if first is not None:
                 first = self.pad(first, 1)
-            # padding added here stands at the end, where no real row sees it: it needs no mask of its own
+            # Padding added here is at the end, where no token attends to it, so it needs no mask.
             valid = None if self._valid is None else self.pad(self._valid, 1)
             self._blocks[window] = self._blocks_of(first, valid)
         return self._blocks[window]
@@ -108,12 +108,12 @@ class TextShards:
 
 
 def rows_kept(x: Tensor, wanted: int | Tensor) -> Tensor:
-    """The rows that a `logits_to_keep` asks for, as transformers 5.23 takes them.
+    """Return the rows that `logits_to_keep` selects, as transformers 5.23 reads it.
 
     Args:
         x: (B, L, C).
-        wanted: that many last rows (0: all); (r,) indices or (L,) bool, the same rows of each sample; (B, r) indices of
-            each sample's own; or (B, L) bool.
+        wanted: a number of last rows (0: all); (r,) indices or (L,) bool for all samples; (B, r) indices of each
+            sample; or (B, L) bool.
 
     Returns:
         (B, r, C); for (B, L) bool (r, C), the rows of all samples one after another.
@@ -127,14 +127,13 @@ def rows_kept(x: Tensor, wanted: int | Tensor) -> Tensor:
 
 
 def packed_starts(position_ids: Tensor) -> Tensor | None:
-    """(B or 1, L) positions -> (B or 1, L) the index where each token's sequence begins, or None for one sequence.
+    """(B or 1, L) positions -> (B or 1, L) the index at which each token's sequence starts, or None for one sequence.
 
-    Sequences that were packed into one row are told apart by positions that do not go on by one, as transformers does
-    when no attention mask is given.
+    A new sequence starts where position_ids are not consecutive, as in transformers without an attention mask.
     """
     positions = position_ids.long().cpu()
     if positions.shape[-1] < 2:
         return None
-    begins = torch.zeros_like(positions)
-    begins[:, 1:] = torch.where(positions.diff(dim=-1) != 1, torch.arange(1, positions.shape[-1]), 0)
-    return begins.cummax(dim=-1).values if bool(begins.any()) else None
+    starts = torch.zeros_like(positions)
+    starts[:, 1:] = torch.where(positions.diff(dim=-1) != 1, torch.arange(1, positions.shape[-1]), 0)
+    return starts.cummax(dim=-1).values if bool(starts.any()) else None

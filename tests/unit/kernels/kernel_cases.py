@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from attention.dense import squared_terms
+from dense_attention import squared_terms
 from mllm_seqpar.kernels import available_kernels, kernel_by_name
 from mllm_seqpar.kernels.base import BlockKernel
 

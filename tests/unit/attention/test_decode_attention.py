@@ -1,4 +1,4 @@
-"""Layer: one process, then gloo ranks. Replicated queries over sharded keys, as in decoding."""
+"""Layer: one process. Replicated queries over sharded keys, as in decoding."""
 
 from __future__ import annotations
 
@@ -8,14 +8,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from attention.dense import dense_attention
+from dense_attention import dense_attention
 from mllm_seqpar.attention import decode_attention
 from mllm_seqpar.attention.decode import SCATTER_ROWS
-from mllm_seqpar.comm import Communicator, as_communicator, run_loopback
+from mllm_seqpar.comm import Communicator, run_loopback
 from mllm_seqpar.errors import ConfigError, MaskError, ShapeError
 from mllm_seqpar.masks import FrameMask
 from mllm_seqpar.sharding import frame_range
-from ranks import ranks
 from tolerances import EXACT, relative_error
 
 
@@ -43,7 +42,7 @@ def table(case: Decoding) -> Tensor | None:
     match case.mask:
         case None:
             return None
-        case "own sample":  # frames of all samples in one list; each batch item sees its own
+        case "own sample":  # frames of all samples in one list; each attends to its own
             mine = torch.arange(case.frames) * case.batch // case.frames == torch.arange(case.batch)[:, None]
             return mine[:, None].expand(-1, case.rows, -1)
         case "growing":
@@ -63,21 +62,17 @@ def run_decoding(comm: Communicator, case: Decoding) -> tuple[Tensor, Tensor]:
         return decode_attention(q, k[:, :, keys], v[:, :, keys], group=comm, mask=mask, return_lse=True)
 
 
-def over_gloo(rank: int, world: int, cases: list[Decoding]) -> list[tuple[Tensor, Tensor]]:
-    return [run_decoding(as_communicator(None), case) for case in cases]
-
-
 def assert_right(case: Decoding, results: list[tuple[Tensor, Tensor]]) -> None:
     visible = table(case)
     q, k, v = tensors(case)
     o, lse = dense_attention(q, k, v, None if visible is None else visible.repeat_interleave(case.tokens, -1), 8**-0.5)
-    blind = lse == float("-inf")
+    empty = lse == float("-inf")
     for found_o, found_lse in results:
         assert torch.equal(found_o, results[0][0]) and torch.equal(found_lse, results[0][1]), "the same bits everywhere"
-        assert torch.equal(found_lse == float("-inf"), blind) and not found_o[blind].any()
+        assert torch.equal(found_lse == float("-inf"), empty) and not found_o[empty].any()
         assert found_o.dtype is case.dtype and found_lse.dtype is torch.promote_types(case.dtype, torch.float32)
         assert relative_error(found_o, o) <= EXACT[case.dtype]
-        assert relative_error(found_lse[~blind], lse[~blind]) <= EXACT[case.dtype]
+        assert relative_error(found_lse[~empty], lse[~empty]) <= EXACT[case.dtype]
 
 
 MANY = SCATTER_ROWS + 3
@@ -95,7 +90,7 @@ CASES = [
 ] + [Decoding(rows=5, dtype=dtype) for dtype in (torch.bfloat16, torch.float64)]
 
 
-@pytest.mark.parametrize("n", [1, 2, 3, 4, 8])
+@pytest.mark.parametrize("n", [1, 2, 3, 5])
 @pytest.mark.parametrize("case", CASES)
 def test_decoding_equals_dense_attention_on_every_rank(case: Decoding, n: int) -> None:
     assert_right(case, run_loopback(n, run_decoding, case))
@@ -126,19 +121,12 @@ def attempt(comm: Communicator, what: str) -> str:
         ("mask type", "MaskError: mask: expected a FrameMask or None, got Tensor"),
     ],
 )
-def test_bad_use(what: str, message: str) -> None:
+def test_invalid_arguments_are_named(what: str, message: str) -> None:
     for found in run_loopback(2, attempt, what):
         assert found.startswith(message), found
 
 
-def test_inputs_that_require_gradients_are_fine_without_grad_mode() -> None:
+def test_inputs_may_require_gradients_without_grad_mode() -> None:
     q, k, v = (x.requires_grad_() for x in tensors(Decoding()))
     with torch.no_grad():
         assert not decode_attention(q, k, v).requires_grad
-
-
-@pytest.mark.parametrize("n", [1, 2, 3, 4])
-def test_decoding_over_gloo(n: int) -> None:
-    by_rank = ranks(n).run(over_gloo, CASES)
-    for i, case in enumerate(CASES):
-        assert_right(case, [results[i] for results in by_rank])

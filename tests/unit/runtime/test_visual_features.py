@@ -1,4 +1,4 @@
-"""Layer: one process. Keys projected from the shared features, dropped after forward, projected again in backward."""
+"""Layer: one process. Keys projected from the shared features, dropped after forward, recomputed in backward."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from attention.dense import dense_attention
-from mllm_seqpar.attention.distributed import CallSpec
+from comm.strict import StrictLoopback
+from dense_attention import dense_attention
+from mllm_seqpar.attention.call_spec import CallSpec
 from mllm_seqpar.attention.joint import attend
 from mllm_seqpar.attention.kv_sources import GivenKV
 from mllm_seqpar.comm import Communicator, as_communicator, run_loopback
@@ -20,7 +21,6 @@ from mllm_seqpar.masks import FullBlockMasks
 from mllm_seqpar.runtime import visual_features as visual
 from mllm_seqpar.runtime.visual_features import RecomputedKV, VisualFeatures, frame_chunks
 from mllm_seqpar.sharding import frame_bounds
-from strict_loopback import StrictLoopback
 from tolerances import EXACT, assert_as_near_as_unpatched, relative_error
 
 pytestmark = pytest.mark.rounding
@@ -29,7 +29,7 @@ HEADS, GROUPS, DIM, WIDTH, TOKENS = 4, 2, 8, 12, 3
 
 
 class Projector(nn.Module):
-    """A layer's own way from features to K and V: norm, projection, an adapter with dropout, a frame's position."""
+    """A layer's projection of features to K and V: norm, linear, an adapter with dropout, the position of a frame."""
 
     def __init__(self, dropout: float = 0.0, seed: int = 0) -> None:
         super().__init__()
@@ -77,7 +77,7 @@ def modules(setting: Setting) -> list[Projector]:
 
 
 def run(comm: Communicator, setting: Setting) -> dict[str, Any]:
-    """o of this rank's rows, gradients of its features and of the layers' parameters."""
+    """o of this rank's rows, and the gradients of its features and of all parameters."""
     comm = StrictLoopback(comm)
     features, rows = whole(setting)
     bounds = frame_bounds(setting.frames, comm.size)
@@ -87,15 +87,15 @@ def run(comm: Communicator, setting: Setting) -> dict[str, Any]:
     shared = VisualFeatures(y, torch.arange(setting.frames)[mine], setting.frames)
     lengths = tuple((stop - start) * TOKENS for start, stop in bounds)
     tile = (comm.size, 1) if setting.tile == "lv" else (1, comm.size)
-    plan = CallSpec(tile, FullBlockMasks(2, q.shape[2], lengths), lengths, torch.float32)
+    spec = CallSpec(tile, FullBlockMasks(2, q.shape[2], lengths), lengths, torch.float32)
     made = modules(setting)
     o = q
     with torch.autocast("cpu", torch.bfloat16, enabled=setting.autocast):
         for module in made:
             if setting.recompute:
-                source = RecomputedKV(plan, shared, module, [module], torch.float32)
+                source = RecomputedKV(spec, shared, module, [module], torch.float32)
             else:
-                source = GivenKV(plan, *(x.float() for x in module(shared.features, shared.index)))
+                source = GivenKV(spec, *(x.float() for x in module(shared.features, shared.index)))
             o = o + attend(o, [source], comm=comm, scale=DIM**-0.5)[0]
     o.square().sum().backward()
     grads = {f"{i}.{n}": p.grad for i, m in enumerate(made) for n, p in m.named_parameters()}
@@ -132,9 +132,9 @@ def assert_exact(setting: Setting, results: list[dict[str, Any]]) -> None:
             assert relative_error(sum(of_ranks), grad) <= EXACT[torch.float32], name
 
 
-@pytest.mark.parametrize("n", [1, 2, 3, 4])
+@pytest.mark.parametrize("n", [1, 2, 3])
 @pytest.mark.parametrize("tile", ["lv", "ring"])
-def test_gradients_reach_features_projections_and_adapters_summed_over_layers(tile: str, n: int) -> None:
+def test_gradients_of_features_projections_and_adapters_are_summed_over_layers(tile: str, n: int) -> None:
     for frames in (7, 2, 1):
         assert_exact(Setting(frames=frames, tile=tile), run_loopback(n, run, Setting(frames=frames, tile=tile)))
 
@@ -149,11 +149,11 @@ def test_gradients_reach_features_projections_and_adapters_summed_over_layers(ti
         Setting(recompute=False),
     ],
 )
-def test_whatever_is_frozen(setting: Setting) -> None:
+def test_frozen_parameters_get_no_gradient(setting: Setting) -> None:
     assert_exact(setting, run_loopback(3, run, setting))
 
 
-def test_chunks_of_frames_give_what_one_piece_gives(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_chunks_of_frames_give_the_same_result(monkeypatch: pytest.MonkeyPatch) -> None:
     setting = Setting()
     monkeypatch.setattr(visual, "CHUNK_BYTES", 2 * TOKENS * WIDTH * 4)
     source = RecomputedKV(
@@ -164,16 +164,16 @@ def test_chunks_of_frames_give_what_one_piece_gives(monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.parametrize("frames_at_once", [1, 3, 100])
-def test_dropout_draws_the_same_numbers_again(frames_at_once: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_dropout_is_replayed_in_recomputation(frames_at_once: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """The chain rule holds for one function only: what is differentiated must be what gave v in the forward pass."""
     monkeypatch.setattr(visual, "CHUNK_BYTES", frames_at_once * TOKENS * WIDTH * 4)
     module = Projector(dropout=0.5)
     features = torch.randn(5, TOKENS, WIDTH)
     shared = VisualFeatures(features, torch.arange(5), 5)
-    plan = CallSpec((1, 1), FullBlockMasks(1, 2, (15,)), (15,), torch.float32)
-    source = RecomputedKV(plan, shared, module, [module], torch.float32)
+    spec = CallSpec((1, 1), FullBlockMasks(1, 2, (15,)), (15,), torch.float32)
+    source = RecomputedKV(spec, shared, module, [module], torch.float32)
     first = source.keys_values(source.inputs())
-    torch.rand(100)  # others draw numbers meanwhile
+    torch.rand(100)  # other layers use random numbers meanwhile
     second = source.keys_values(source.inputs())
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
     # v is linear in lora_b: <dv, v> with everything else fixed is <d lora_b, lora_b> plus what kv contributes
@@ -191,11 +191,11 @@ def test_dropout_draws_the_same_numbers_again(frames_at_once: int, monkeypatch: 
     )
     terms = dv * first[1]
     assert relative_error(found, terms.sum(), terms.norm()) <= EXACT[torch.float32]
-    other = RecomputedKV(plan, shared, module, [module], torch.float32)
-    assert not torch.equal(other.keys_values(other.inputs())[0], first[0]), "the next layer draws other numbers"
+    other = RecomputedKV(spec, shared, module, [module], torch.float32)
+    assert not torch.equal(other.keys_values(other.inputs())[0], first[0]), "each layer uses its own random numbers"
 
 
-def test_autocast_is_in_force_again_in_the_backward_pass() -> None:
+def test_autocast_mode_is_restored_in_backward() -> None:
     """Recomputed K and V are those of the forward pass, so gradients are as near to float64 as without it."""
     plain, again = (run_loopback(2, run, Setting(autocast=True, recompute=r)) for r in (False, True))
     assert all(torch.equal(a["o"], b["o"]) and torch.equal(a["dq"], b["dq"]) for a, b in zip(plain, again, strict=True))
@@ -205,8 +205,8 @@ def test_autocast_is_in_force_again_in_the_backward_pass() -> None:
     assert not torch.equal(plain[0]["o"], run_loopback(2, run, Setting())[0]["o"]), "autocast changed nothing"
 
 
-def bytes_kept(call: Callable[[], Tensor], known: list[Tensor]) -> int:
-    """Bytes of all storages that autograd keeps, other than those of the tensors given."""
+def saved_bytes(call: Callable[[], Tensor], known: list[Tensor]) -> int:
+    """Bytes of all storages that autograd saves, without those of the known tensors."""
     storages: dict[int, int] = {}
 
     def keep(x: Tensor) -> Tensor:
@@ -221,33 +221,33 @@ def bytes_kept(call: Callable[[], Tensor], known: list[Tensor]) -> int:
     return sum(storages.values())
 
 
-def kept_per_layer(frames: int, recompute: bool) -> int:
+def saved_per_layer(frames: int, recompute: bool) -> int:
     module = Projector()
     y = torch.randn(frames, TOKENS, WIDTH, requires_grad=True)
     shared = VisualFeatures(y, torch.zeros(frames, dtype=torch.int64), frames)
     q = torch.randn(1, HEADS, 6, DIM, requires_grad=True)
     length = (frames * TOKENS,)
-    plan = CallSpec((1, 1), FullBlockMasks(1, 6, length), length, torch.float32)
+    spec = CallSpec((1, 1), FullBlockMasks(1, 6, length), length, torch.float32)
 
     def layer() -> Tensor:
         if recompute:
-            source = RecomputedKV(plan, shared, module, [module], torch.float32)
+            source = RecomputedKV(spec, shared, module, [module], torch.float32)
         else:
-            source = GivenKV(plan, *module(shared.features, shared.index))
+            source = GivenKV(spec, *module(shared.features, shared.index))
         return attend(q, [source], comm=as_communicator(None), scale=1.0)[0]
 
-    return bytes_kept(layer, [y, *module.parameters()])
+    return saved_bytes(layer, [y, *module.parameters()])
 
 
-def test_what_a_layer_keeps_does_not_grow_with_the_video() -> None:
+def test_saved_bytes_do_not_grow_with_the_video() -> None:
     row = HEADS * 6 * 4
     expected = row * DIM + row * DIM + row  # q, o, log-sum-exp in float32
-    assert [kept_per_layer(frames, recompute=True) for frames in (8, 16, 64)] == [expected] * 3
-    few, many = (kept_per_layer(frames, recompute=False) for frames in (8, 16))
+    assert [saved_per_layer(frames, recompute=True) for frames in (8, 16, 64)] == [expected] * 3
+    few, many = (saved_per_layer(frames, recompute=False) for frames in (8, 16))
     assert many - few >= 8 * TOKENS * 2 * GROUPS * DIM * 4, "K and V at least"
 
 
-def test_features_of_other_shapes_are_refused() -> None:
+def test_features_of_wrong_shape_raise() -> None:
     with pytest.raises(ShapeError, match=r"features are \(4, 12\)"):
         VisualFeatures(torch.zeros(4, 12), torch.zeros(4), 4)
     with pytest.raises(ShapeError, match=r"index is \(3,\)"):

@@ -1,4 +1,4 @@
-"""One distributed attention call as a case: every rank makes its own inputs from the seed, runs, and reports.
+"""One distributed attention call as a case: every rank makes its inputs from the seed, runs the call, and reports.
 
     results = run_loopback(n, run_case, case)           # all ranks in this process
     results = ranks(n).run(over_gloo, [case, ...])      # real processes
@@ -16,15 +16,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attention.dense import dense_attention, squared_terms
+from comm.strict import StrictLoopback
+from dense_attention import dense_attention, squared_terms
 from mllm_seqpar.attention import lv_xattn, mesh_attention, ring_attention, ulysses_attention
+from mllm_seqpar.attention.call_spec import accumulation, call_spec_for, problem_of
 from mllm_seqpar.attention.joint import attend
 from mllm_seqpar.attention.kv_sources import GivenKV
-from mllm_seqpar.attention.parallel_spec import accumulation, plan_for, problem_of
 from mllm_seqpar.comm import Communicator, LoopbackCommunicator, as_communicator
 from mllm_seqpar.masks import BlockMasks, CausalBlockMasks, FrameMask, FullBlockMasks
+from mllm_seqpar.schedules.bytes_sent import Problem, lv_xattn_bytes, mesh_bytes, ring_bytes, ulysses_bytes
 from mllm_seqpar.sharding import frame_bounds, frame_range, padded_length, sequence_positions
-from strict_loopback import StrictLoopback
 from tolerances import EXACT, relative_error
 
 GRADS = ("dq", "dk", "dv")
@@ -36,18 +37,18 @@ class Case:
     """What is computed.
 
     Attributes:
-        op: "lv", "ring", "mesh" or "ulysses", cross-attention; "causal", text over itself; "joint", text and frames in
-            one softmax.
-        by: for "causal" and "joint", how the text goes: "ring", "mesh" or "ulysses".
-        frames_by: for "joint", how the frames go.
-        tile: for what takes one.
-        rows: query rows of all ranks, before padding to what the layout needs.
+        op: "lv", "ring", "mesh" or "ulysses" for cross-attention, "causal" for text, "joint" for text and frames in one
+            softmax.
+        by: the strategy of the text, for "causal" and "joint".
+        frames_by: the strategy of the frames, for "joint".
+        tile: for strategies with a mesh shape.
+        rows: query rows of all ranks, before padding.
         frames, tokens: visual keys of all ranks.
-        mask: a name of `frame_table`, or None; with `table`, as FrameMask.from_dense instead of intervals.
+        mask: a name of `frame_table`, or None; with `table`, by FrameMask.from_dense instead of intervals.
         text: a name of `text_limits`; for "causal" and "joint".
-        shared_keys: k and v of the frames have a batch of 1; of the text, where there is nothing else.
-        size: factor of q, and with it of the logits.
-        offset: what is added to all logits of every even row, and taken from those of every odd row.
+        shared_keys: k and v of the frames (for "causal": of the text) have a batch of 1.
+        size: factor of q, and so of the logits.
+        offset: added to all logits of even rows, subtracted from those of odd rows.
     """
 
     op: str
@@ -86,41 +87,41 @@ def frame_table(case: Case, rows: int) -> tuple[Tensor, Tensor] | Tensor:
     row = torch.arange(rows).expand(shape)
     zero = torch.zeros(shape, dtype=torch.int64)
     match case.mask:
-        case "random":  # about a third of the rows see nothing anywhere
+        case "random":  # about a third of the rows attend to nothing
             return (
                 torch.randint(0, frames + 1, shape, generator=generator),
                 torch.randint(0, frames + 1, shape, generator=generator),
             )
         case "growing":
             return zero, row * (frames + 1) // rows
-        case "one frame":  # hidden from a row on every rank but one
+        case "one frame":  # visible on one rank only
             return row % frames, row % frames + 1
-        case "first frame":  # all ranks but the first have nothing for anybody
+        case "first frame":  # all ranks but the first have no visible key
             return zero, zero + 1
         case "last frame":
             return zero + frames - 1, zero + frames
         case "all":
             return zero, zero + frames
-        case "own sample":  # frames of all samples in one list, each sample's its own
+        case "own sample":  # each sample attends to its own frames, in one list of all
             item = torch.arange(case.batch)[:, None]
             return zero + item * frames // case.batch, zero + (item + 1) * frames // case.batch
-        case "same place":  # early rows see early frames
+        case "same place":  # early rows attend to early frames
             return row * frames // rows, row * frames // rows + 1
         case "nothing":
             return zero, zero
-        case "some rows":  # rows of one rank see, rows of the others do not
+        case "some rows":  # only rows of one rank attend to anything
             return zero, torch.where(row < rows // 3, frames, 0)
         case "holes":
             return torch.rand(*shape, frames, generator=generator) < 0.5
-        case "all but one":  # something of every rank that holds two frames: no row is spared a trip
+        case "all but one":  # a key of every rank with two frames: no pair is empty
             return torch.arange(frames) != (row % frames)[..., None]
-        case "every third frame":  # nearly: with many frames, scattered ones that neighbouring rows see alike
+        case "every third frame":  # scattered frames, almost the same for neighbouring rows
             third = torch.arange(frames) % 3 == torch.arange(case.batch)[:, None, None] % 3
             return third & (torch.rand(*shape, frames, generator=generator) < 0.95)
-        case "far frame":  # rows see one frame of the other half; every fifth row sees nothing anywhere
+        case "far frame":  # one frame of the other half; every fifth row attends to nothing
             first = (row + 2 * rows // 3) % rows * frames // rows
             return first, torch.where(row % 5 == 0, 0, first + 1)
-        case "one sample in one place":  # the first sample sees the first frames, the others what is left
+        case "one sample in one place":  # the first sample attends to the first frames, others to the rest
             item = torch.arange(case.batch)[:, None]
             few = max(1, frames // 8)
             return zero + (item > 0) * few, torch.where(item == 0, few, zero + frames)
@@ -128,7 +129,7 @@ def frame_table(case: Case, rows: int) -> tuple[Tensor, Tensor] | Tensor:
 
 
 def frame_mask(case: Case, total: int, rows: Tensor) -> FrameMask | None:
-    """The mask of the rows given; rows beyond `case.rows` are padding that sees nothing."""
+    """The mask of the given rows; rows from `case.rows` on are padding that attends to nothing."""
     if case.mask is None:
         return None
     table = frame_table(case, total)
@@ -156,7 +157,7 @@ def visible_frames(case: Case, total: int) -> Tensor | None:
 
 
 def text_limits(case: Case, total: int) -> tuple[Tensor | None, Tensor | None]:
-    """(first, valid) of CausalBlockMasks by the name in `case.text`; what was added to fill the layout is not valid."""
+    """(first, valid) of CausalBlockMasks by the name in `case.text`; padding is not valid."""
     position = torch.arange(total)
     real = position < case.rows
     valid = None if bool(real.all()) else real[None]
@@ -167,10 +168,10 @@ def text_limits(case: Case, total: int) -> tuple[Tensor | None, Tensor | None]:
             return (position - 2).clamp(min=0)[None], valid
         case "packed":
             return torch.where(position < total // 3, 0, total // 3)[None], valid
-        case "padded":  # on the right, each batch item elsewhere; the last has a single token
+        case "padded":  # on the right, by a different length per sample; the last has one token
             lengths = torch.linspace(case.rows, 1, case.batch + 1).long()[1:]
             return None, position < lengths[:, None]
-        case "padded left":  # the first rows see nothing at all
+        case "padded left":  # the first rows attend to nothing
             starts = torch.arange(1, case.batch + 1) * case.rows // (case.batch + 2)
             return None, (position >= starts[:, None]) & real
     raise ValueError(case.text)
@@ -258,7 +259,7 @@ def _call(
     def source(strategy: str, blocks: BlockMasks, lengths: tuple[int, ...], k: Tensor, v: Tensor) -> GivenKV:
         problem = problem_of(x["q"].shape, k.shape, lengths, case.dtype, case.accumulate)
         tile = case.tile if strategy in TILED else None
-        return GivenKV(plan_for(strategy, tile, blocks, problem, dtype, case.overlap), k, v)
+        return GivenKV(call_spec_for(strategy, tile, blocks, problem, dtype, case.overlap), k, v)
 
     sources = [source(case.by, text, (total // n,) * n, x["text_k"], x["text_v"])]
     if case.op == "joint":
@@ -278,7 +279,7 @@ def over_gloo(rank: int, world: int, cases: list[Case], again: int = 1) -> list[
 
 @cache
 def exact(case: Case, n: int) -> dict[str, Tensor]:
-    """What one dense float64 attention gives for everything; "terms o" and so on: the size of the terms of each."""
+    """The results of one dense float64 attention; "terms o" and so on: the size of the terms that each sums."""
     total = case.total(n)
     x = {name: t.double().requires_grad_() for name, t in inputs(case, total).items()}
     seen = visible_frames(case, total)
@@ -319,19 +320,19 @@ def assemble(case: Case, results: list[dict[str, Any]]) -> dict[str, Tensor]:
 
 
 def errors(case: Case, results: list[dict[str, Any]]) -> dict[str, float]:
-    """Relative error to float64 of o, lse, and every gradient by itself; what must be zero or -inf must be exactly."""
+    """Relative error to float64 of o, lse and every gradient; exact zeros and -inf in rows without visible keys."""
     reference, found = exact(case, len(results)), assemble(case, results)
     wanted = {name for name in reference if not name.startswith("terms ")}
     assert wanted == set(found), (wanted, set(found))
     for name, x in found.items():
         assert not x.isnan().any(), f"{name} has NaN: {case}"
         assert x.shape == reference[name].shape, name
-    blind = reference["lse"] == float("-inf")
-    assert torch.equal(found["lse"] == float("-inf"), blind), f"rows that see nothing: {case}"
+    empty = reference["lse"] == float("-inf")
+    assert torch.equal(found["lse"] == float("-inf"), empty), f"rows without visible keys: {case}"
     for name in ("o", "dq"):
-        assert not found[name][blind].any(), f"{name} of a row that sees nothing must be 0: {case}"
+        assert not found[name][empty].any(), f"{name} of a row without visible keys must be 0: {case}"
     return {
-        name: relative_error(*((x[~blind] if name == "lse" else x) for x in pair), reference[f"terms {name}"])
+        name: relative_error(*((x[~empty] if name == "lse" else x) for x in pair), reference[f"terms {name}"])
         for name, pair in ((name, (found[name], reference[name])) for name in wanted)
     }
 
@@ -350,3 +351,126 @@ def same_bits(first: list[dict[str, Any]], second: list[dict[str, Any]]) -> bool
         for name in a
         if isinstance(a[name], Tensor)
     )
+
+
+CONTROL = ("agreement", "mask")
+"""Labels of the few numbers by which ranks check that they agree and learn each other's masks."""
+
+
+def problem(case: Case, n: int, rank: int) -> Problem:
+    """The sizes of a case for the byte formulas."""
+    total = case.total(n)
+    keys = [(stop - start) * case.tokens for start, stop in frame_bounds(case.frames, n)]
+    if case.op == "causal":
+        keys = [total // n] * n
+    return Problem(
+        rows=total // n,
+        keys=tuple(keys),
+        heads=case.heads,
+        kv_heads=case.groups,
+        dim=case.dim,
+        batch=case.batch,
+        key_batch=1 if case.shared_keys else case.batch,
+        rank=rank,
+        element=case.dtype.itemsize,
+        accumulated=torch.promote_types(case.accumulate or case.dtype, case.dtype).itemsize,
+    )
+
+
+def visible_row_counts(case: Case, n: int) -> list[list[int]] | None:
+    """How many rows of rank i attend to any key of rank j, counted in the dense mask."""
+    total = case.total(n)
+    visible = visible_frames(case, total)
+    if visible is None:
+        return None
+    bounds = [(start * case.tokens, stop * case.tokens) for start, stop in frame_bounds(case.frames, n)]
+    by_rank = torch.stack([visible[..., start:stop].any(-1) for start, stop in bounds], dim=-1)
+    if not case.shared_keys:
+        by_rank = by_rank.any(0, keepdim=True)
+    rows = [sequence_positions(total, rank, n, case.layout) for rank in range(n)]
+    return [by_rank[:, index].sum((0, 1)).tolist() for index in rows]
+
+
+def expected_bytes(case: Case, n: int, rank: int, *, backward: bool) -> dict[str, int]:
+    """Bytes that the formulas say a rank sends, by label."""
+    by = case.by if case.op == "causal" else case.op
+    if by == "lv" or (by == "mesh" and case.tile == (n, 1) and case.mask is not None):
+        sent = lv_xattn_bytes(problem(case, n, rank), backward=backward, seen=visible_row_counts(case, n))
+    elif by == "mesh":
+        sent = mesh_bytes(problem(case, n, rank), case.tile or (n, 1), backward=backward)
+    elif by == "ulysses":
+        sent = ulysses_bytes(problem(case, n, rank), case.tile or (1, 1), backward=backward)
+    else:
+        sent = ring_bytes(problem(case, n, rank), backward=backward)
+    if case.dtype is torch.float64 and "lse" in sent:
+        sent["lse"] *= 2  # float64 log-sum-exp
+    return {label: size for label, size in sent.items() if size}
+
+
+def assert_counted(case: Case, n: int, results: list[dict[str, Any]]) -> None:
+    """Hold the counted bytes of every rank against the formulas."""
+    for rank, result in enumerate(results):
+        for backward in (False, True):
+            sent = dict(result["backward" if backward else "forward"])
+            control = sum(sent.pop(label, 0) for label in CONTROL)
+            assert control == 0 if backward else control < 4096 * n
+            expected = expected_bytes(case, n, rank, backward=backward)
+            assert {label: size for label, size in sent.items() if size} == expected, (rank, backward)
+
+
+def qkv(rows: int = 4, keys: int = 6, heads: int = 4, groups: int = 2, batch: int = 2) -> tuple[Tensor, Tensor, Tensor]:
+    k = torch.randn(batch, groups, keys, 8)
+    return torch.randn(batch, heads, rows, 8), k, k.clone()
+
+
+def everything(rows: int, frames: int) -> FrameMask:
+    return FrameMask.from_dense(torch.ones(2, rows, frames, dtype=torch.bool), 3)
+
+
+def odd_one_out(comm: Communicator, what: str) -> Any:
+    """All ranks but the last agree."""
+    odd = comm.rank == comm.size - 1
+    x = qkv(keys=3 if "mask" in what else 6)
+    mask = everything(4, comm.size)
+    options: dict[str, dict[str, Any]] = {
+        "scale": {"scale": 0.5 if odd else None},
+        "accumulate_dtype": {"accumulate_dtype": None if odd else torch.float32},
+        "mask missing": {"mask": None if odd else mask},
+        "mask form": {"mask": FrameMask.from_intervals(*torch.zeros(2, 2, 4).long(), 3, comm.size) if odd else mask},
+        "mask frames": {"mask": everything(4, comm.size * 3) if odd else mask},
+        "kernel": {"kernel": "none" if odd else "auto"},
+    }
+    match what:
+        case "rows" if odd:
+            x = qkv(rows=5)
+        case "heads" if odd:
+            x = qkv(heads=8)
+        case "batch" if odd:
+            x = qkv(batch=3)
+        case "dtype" if odd:
+            x = tuple(t.bfloat16() for t in x)
+        case "bad shape" if odd:
+            x = (x[0], x[1], x[2][:, :, :2])
+        case "strategy" if odd:
+            return ring_attention(*x, group=comm)
+        case "tile":
+            return mesh_attention(*x, group=comm, tile=(3, 1) if odd else (1, 3))
+        case "tile of other ranks" if odd:
+            return mesh_attention(*x, group=comm, tile=(2, 2))
+        case "heads that cannot be dealt" if odd:
+            return ulysses_attention(*x, group=comm)
+        case "layout":
+            return ring_attention(*qkv(4, 4), group=comm, causal=True, layout="striped" if odd else "zigzag")
+        case "causal" if odd:
+            return ring_attention(*qkv(6, 6), group=comm, causal=True)
+        case "causal":
+            return ring_attention(*qkv(6, 6), group=comm)
+    return lv_xattn(*x, group=comm, **options.get(what, {}))
+
+
+def caught(comm: Communicator, what: str) -> Exception:
+    try:
+        odd_one_out(comm, what)
+    except Exception as error:  # noqa: BLE001 - the test looks at what it is
+        return error
+    return AssertionError("nothing was raised")

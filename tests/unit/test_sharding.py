@@ -1,4 +1,4 @@
-"""Layer: pure Python, one process, then gloo ranks. Who holds which frames and tokens, and the way there and back."""
+"""Layer: pure Python, then one process. Which rank owns which frames and tokens, and sharding tensors accordingly."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from mllm_seqpar.comm import Communicator, as_communicator, run_loopback
+from mllm_seqpar.comm import Communicator, run_loopback
 from mllm_seqpar.errors import ConfigError, ShapeError
 from mllm_seqpar.sharding import (
     LAYOUTS,
@@ -19,11 +19,10 @@ from mllm_seqpar.sharding import (
     shard_sequence,
     unshard_sequence,
 )
-from ranks import ranks
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 5, 8])
-def test_frames_are_dealt_in_order_and_the_first_ranks_take_one_more(size: int) -> None:
+def test_frames_are_sharded_in_order_and_first_ranks_hold_one_more(size: int) -> None:
     for total in range(20):
         bounds = frame_bounds(total, size)
         assert [f for start, stop in bounds for f in range(start, stop)] == list(range(total))
@@ -31,7 +30,7 @@ def test_frames_are_dealt_in_order_and_the_first_ranks_take_one_more(size: int) 
         assert lengths == [total // size + (rank < total % size) for rank in range(size)]
 
 
-def test_each_rank_knows_its_range() -> None:
+def test_frame_range_of_each_rank() -> None:
     assert frame_range(7) == range(0, 7)
     assert run_loopback(3, lambda comm: frame_range(7, comm)) == [range(0, 3), range(3, 5), range(5, 7)]
     assert run_loopback(3, lambda comm: len(frame_range(1, comm))) == [1, 0, 0]
@@ -57,7 +56,7 @@ def test_every_token_has_one_home_and_positions_ascend(size: int, layout: str) -
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_padding_is_the_least_that_the_layout_needs(layout: str) -> None:
+def test_padded_length_is_minimal(layout: str) -> None:
     for size in (1, 2, 3, 4, 8):
         for total in range(0, 40):
             padded = padded_length(total, size, layout)
@@ -66,8 +65,8 @@ def test_padding_is_the_least_that_the_layout_needs(layout: str) -> None:
             sequence_positions(padded, size - 1, size, layout)
 
 
-def there_and_back(comm: Communicator, layout: str, dim: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Whole tensor, its gradient through shard and unshard with a loss of each rank's own, and the shard."""
+def shard_and_unshard(comm: Communicator, layout: str, dim: int) -> tuple[Tensor, Tensor, Tensor]:
+    """The unsharded tensor, its gradient under a different loss on each rank, and the shard."""
     x = torch.arange(48.0).view(2, 24).movedim(1, dim % 2).clone().requires_grad_()
     shard = shard_sequence(x, dim, comm, layout)
     whole = unshard_sequence(shard, dim, comm, layout)
@@ -82,31 +81,20 @@ def assert_inverse(results: list[tuple[Tensor, Tensor, Tensor]], layout: str, di
         assert torch.equal(whole, expected)
         mine = sequence_positions(24, rank, n, layout)
         assert torch.equal(shard, expected.index_select(dim, mine))
-        # each token's gradient is the sum over the ranks' losses, and lies with the rank that holds it
+        # a token's gradient is the sum over the ranks' losses, on its owner rank
         wanted = torch.zeros_like(grad).index_fill(dim, mine, n * (n + 1) / 2)
         assert torch.equal(grad, wanted)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("dim", [0, 1, -1, -2])
-def test_unsharding_is_the_inverse_of_sharding(dim: int, layout: str) -> None:
+def test_unshard_inverts_shard(dim: int, layout: str) -> None:
     for n in (1, 2, 3, 4):
-        assert_inverse(run_loopback(n, there_and_back, layout, dim), layout, dim)
+        assert_inverse(run_loopback(n, shard_and_unshard, layout, dim), layout, dim)
 
 
-def over_gloo(rank: int, world: int) -> list[tuple[Tensor, Tensor, Tensor]]:
-    return [there_and_back(as_communicator(None), layout, 1) for layout in LAYOUTS]
-
-
-@pytest.mark.parametrize("n", [2, 3])
-def test_there_and_back_over_gloo(n: int) -> None:
-    by_rank = ranks(n).run(over_gloo)
-    for i, layout in enumerate(LAYOUTS):
-        assert_inverse([results[i] for results in by_rank], layout, 1)
-
-
-def test_bad_use() -> None:
-    with pytest.raises(ShapeError, match="10 tokens cannot be dealt to 3 ranks in the zigzag layout.* 6, .* 12"):
+def test_invalid_sizes_and_layouts_raise() -> None:
+    with pytest.raises(ShapeError, match="10 tokens cannot be sharded over 3 ranks in the zigzag layout.* 6, .* 12"):
         sequence_positions(10, 0, 3, "zigzag")
     with pytest.raises(ConfigError, match="'spiral' is unknown; choose one of zigzag, striped, contiguous"):
         shard_multiple(2, "spiral")

@@ -1,0 +1,230 @@
+"""The spec of an attention call: what all ranks know before the tensors exist, and the steps that follow from it.
+
+A `CallSpec` is made once per forward pass and shape. All layers with that shape share it, and with it everything that
+is derived from it on first use: the schedule, the mask rectangles of each block, the rows of each transfer, and the
+block kernels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from mllm_seqpar.kernels import BlockKernel
+from mllm_seqpar.masks import BlockMasks, Rectangle, clip_rows
+from mllm_seqpar.schedules import AttentionBlock, Axis, Move, OverlapRatios, Schedule, schedule_for
+from mllm_seqpar.schedules.bytes_sent import Problem, overlap_ratios_by_bytes
+from mllm_seqpar.schedules.mesh_shapes import least_bytes_tile, tile_and_heads
+
+RowIndex = slice | Tensor
+"""Rows (or keys) of a tensor: a range, or distinct indices in ascending order."""
+
+
+class PlannedTransfer(NamedTuple):
+    """One transfer of a schedule (`schedules.steps`), with the rows that are sent.
+
+    Attributes:
+        is_input: whether a shard is sent for later blocks; otherwise results return to the owner of the shard.
+        axis: the axis of the shard, Q or KV.
+        send_shard, dst: the owner of the shard that this rank sends, and the receiving rank.
+        recv_shard, src: the owner of the shard that this rank receives, and the sending rank.
+        send_rows: the rows of the input shard to send; None: all.
+        recv_rows: the rows of this rank's shard that received results belong to; None: all.
+        recv_length: the number of rows or keys received.
+    """
+
+    is_input: bool
+    axis: Axis
+    send_shard: int
+    dst: int
+    recv_shard: int
+    src: int
+    send_rows: RowIndex | None
+    recv_rows: RowIndex | None
+    recv_length: int
+
+
+class PlannedBlock(NamedTuple):
+    """The attention block of the Q shard of rank `q_shard` and the KV shard of rank `kv_shard`."""
+
+    q_shard: int
+    kv_shard: int
+    rectangles: Sequence[Rectangle]
+
+
+class PlannedStep(NamedTuple):
+    """Transfers to post, blocks to compute meanwhile, and received shards that no later step uses."""
+
+    transfers: tuple[PlannedTransfer, ...]
+    blocks: tuple[PlannedBlock, ...]
+    released: tuple[tuple[Axis, int], ...]
+
+
+@dataclass(frozen=True)
+class CallSpec:
+    """Everything about the attention to one KV source that is known before its tensors; the same on every rank.
+
+    Attributes:
+        mesh_shape: (a, b), the number of Q shards and of KV shards that one rank computes with. (n, 1) sends Q shards,
+            (1, n) sends KV shards, other shapes send both. With (1, 1) each rank computes its own block only.
+        masks: the mask rectangles of every block.
+        key_lengths: the number of keys on each rank.
+        accumulate_dtype: dtype in which O, dQ, dK and dV are accumulated and sent.
+        overlap: whether transfers run during computation.
+        head_degree: the number of consecutive ranks that shard the heads among themselves first (Ulysses);
+            `mesh_shape` then describes the n / head_degree ranks that hold the same heads.
+        overlap_ratios: the ratios that a mesh orders its steps by, forward and backward.
+    """
+
+    mesh_shape: tuple[int, int]
+    masks: BlockMasks
+    key_lengths: tuple[int, ...]
+    accumulate_dtype: torch.dtype
+    overlap: bool = True
+    head_degree: int = 1
+    overlap_ratios: tuple[OverlapRatios, OverlapRatios] = (OverlapRatios(), OverlapRatios())
+
+    @cached_property
+    def kernels(self) -> dict[Hashable, BlockKernel]:
+        """The block kernels chosen so far, filled by `BlockMath`."""
+        return {}
+
+    @cached_property
+    def derived(self) -> dict[Hashable, Any]:
+        """What was worked out from this spec, by what it depends on: steps, and layouts of head sharding."""
+        return {}
+
+    @property
+    def direct(self) -> bool:
+        """True if Q shards are sent point to point, which is when the mask makes some (row, rank) pairs empty."""
+        return self.mesh_shape[0] > 1 and self.mesh_shape[1] == 1 and self.masks.prunes
+
+    @cached_property
+    def folded(self) -> CallSpec:
+        """The spec for queries whose batch is folded into their rows (`block_math.fold`)."""
+        return replace(self, masks=self.masks.folded())
+
+    def schedule(self, rank: int, *, backward: bool) -> Schedule:
+        return schedule_for(
+            self.mesh_shape, rank, backward=backward, straight=self.direct, overlap_ratios=self.overlap_ratios[backward]
+        )
+
+    def steps(self, rank: int, rows: int, device: torch.device, *, backward: bool) -> tuple[PlannedStep, ...]:
+        """Return the steps of `rank`, planned on first use, for Q shards of `rows` rows on `device`."""
+        key = rank, rows, device, backward
+        found: tuple[PlannedStep, ...] | None = self.derived.get(key)
+        if found is None:
+            found = self.derived[key] = self._plan_steps(rank, rows, device, backward)
+        return found
+
+    def _plan_steps(self, rank: int, rows: int, device: torch.device, backward: bool) -> tuple[PlannedStep, ...]:
+        schedule = self.schedule(rank, backward=backward)
+        last_use: dict[tuple[Axis, int], int] = {}
+        for index, step in enumerate(schedule):
+            for block in step.blocks:
+                last_use["rows", block.row] = last_use["columns", block.column] = index
+            for transfer in step.moves:
+                if transfer.stream == "ahead":
+                    last_use[transfer.axis, transfer.send] = index
+        return tuple(
+            PlannedStep(
+                tuple(self._plan_transfer(transfer, rank, rows, device) for transfer in step.moves),
+                tuple(PlannedBlock(b.row, b.column, self._rectangles(b, rows)) for b in step.blocks),
+                tuple(key for key, last in last_use.items() if last == index and key[1] != rank),
+            )
+            for index, step in enumerate(schedule)
+        )
+
+    def _plan_transfer(self, transfer: Move, rank: int, rows: int, device: torch.device) -> PlannedTransfer:
+        """Both ends of a transfer know all masks, so both select the same rows."""
+        is_input, length = transfer.stream == "ahead", rows
+        send_rows = recv_rows = None
+        if transfer.axis == "columns":
+            length = self.key_lengths[transfer.recv]
+        elif self.direct:
+            received = self.masks.rows(transfer.recv, rank if is_input else transfer.source)
+            sent = self.masks.rows(transfer.send, transfer.to) if is_input else None
+            length = rows if received is None else received.count
+            send_rows = None if sent is None else sent.on(device)
+            recv_rows = None if received is None or is_input else received.on(device)
+        return PlannedTransfer(
+            is_input,
+            transfer.axis,
+            transfer.send,
+            transfer.to,
+            transfer.recv,
+            transfer.source,
+            send_rows,
+            recv_rows,
+            length,
+        )
+
+    def _rectangles(self, block: AttentionBlock, rows: int) -> Sequence[Rectangle]:
+        """Return the rectangles of a block, clipped to the part of its query rows that the schedule asks for."""
+        if self.direct and block.row != block.column:
+            return self.masks.packed(block.row, block.column)
+        rectangles = self.masks.tiles(block.row, block.column)
+        if block.parts == 1:
+            return rectangles
+        start, stop = rows * block.part // block.parts, rows * (block.part + 1) // block.parts
+        return tuple(part for rectangle in rectangles for part in clip_rows(rectangle, start, stop))
+
+
+def accumulation(dtype: torch.dtype | None, input_dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype of partial results: the wider of the two; None: `input_dtype`."""
+    return input_dtype if dtype is None else torch.promote_types(dtype, input_dtype)
+
+
+def problem_of(
+    q_shape: Sequence[int],
+    k_shape: Sequence[int],
+    key_lengths: tuple[int, ...],
+    dtype: torch.dtype,
+    accumulate_dtype: torch.dtype | None,
+) -> Problem:
+    """Return the sizes of a call with q (B, H, s, D) and k (B or 1, G, ...) that the byte formulas need."""
+    batch, heads, rows, dim = q_shape
+    return Problem(
+        rows=rows,
+        keys=key_lengths,
+        heads=heads,
+        kv_heads=k_shape[1],
+        dim=dim,
+        batch=batch,
+        key_batch=k_shape[0],
+        element=dtype.itemsize,
+        accumulated=accumulation(accumulate_dtype, dtype).itemsize,
+    )
+
+
+def call_spec_for(
+    strategy: str,
+    mesh_shape: tuple[int, int] | None,
+    masks: BlockMasks,
+    problem: Problem,
+    accumulate_dtype: torch.dtype,
+    overlap: bool = True,
+    overlap_ratios: tuple[OverlapRatios, OverlapRatios] | None = None,
+) -> CallSpec:
+    """Return the call spec of a strategy.
+
+    Args:
+        mesh_shape: for "mesh" and "ulysses"; a mesh without one takes the shape that sends the fewest bytes.
+        overlap_ratios: forward and backward, for the order of a mesh's steps; None: by the bytes of its transfers.
+
+    Raises:
+        ConfigError: the mesh shape does not fit the number of ranks.
+    """
+    shape, head_degree = tile_and_heads(strategy, mesh_shape, problem.ranks)
+    if shape is None:
+        shape = least_bytes_tile(problem)
+    if overlap_ratios is None and 1 not in shape:
+        forward, backward = (overlap_ratios_by_bytes(problem, backward=b) for b in (False, True))
+        overlap_ratios = forward, backward
+    ratios = overlap_ratios or (OverlapRatios(), OverlapRatios())
+    return CallSpec(shape, masks, problem.keys, accumulate_dtype, overlap, head_degree, ratios)

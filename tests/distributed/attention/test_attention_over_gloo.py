@@ -1,0 +1,95 @@
+"""Layer: gloo ranks. Distributed attention over real processes; tests/unit/attention sweeps everything else."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from attention_cases import Case, assert_counted, assert_exact, caught, over_gloo, same_bits
+from mllm_seqpar.attention import lv_xattn, ulysses_attention
+from mllm_seqpar.comm import as_communicator
+from mllm_seqpar.errors import AgreementError
+from ranks import ranks
+
+CASES = [
+    Case(op="lv", rows=24, mask="growing", batch=2, shared_keys=True, groups=1, layout="contiguous"),
+    Case(op="lv", rows=24, mask="far frame", batch=2, shared_keys=True, frames=9, layout="contiguous"),
+    Case(op="lv", rows=24, mask="some rows", frames=2, layout="contiguous"),  # ranks without frames
+    Case(op="ring", rows=24, mask="holes", batch=2, shared_keys=True, layout="contiguous"),
+    Case(op="ulysses", rows=24, heads=12, mask="random", batch=2, layout="contiguous"),
+    Case(op="causal", text="padded", rows=17, batch=2),
+    Case(op="causal", rows=1),  # text shorter than the group
+    Case(op="causal", by="mesh", layout="striped", rows=24, batch=2),
+    Case(op="joint", mask="growing", rows=19, batch=2, shared_keys=True),
+    Case(op="joint", by="ulysses", heads=12, frames_by="lv-xattn", mask="holes", text="padded left", rows=19, batch=2),
+]
+
+
+@pytest.mark.rounding
+@pytest.mark.parametrize("n", [3, pytest.param(4, marks=pytest.mark.slow)])
+def test_attention_over_gloo_is_exact_and_bit_identical(n: int) -> None:
+    first, second = ranks(n).run(over_gloo, CASES), ranks(n).run(over_gloo, CASES, again=2)
+    serial = ranks(n).run(over_gloo, [Case(**{**vars(case), "overlap": False}) for case in CASES])
+    for i, case in enumerate(CASES):
+        results = [rank[i] for rank in first]
+        assert_exact(case, results)
+        assert same_bits(results, [rank[i] for rank in second])
+        assert same_bits(results, [rank[i] for rank in serial])
+
+
+def test_counted_bytes_over_gloo() -> None:
+    cases = [case for case in CASES[:5] if case.op != "ulysses"]
+    by_rank = ranks(3).run(over_gloo, cases)
+    for i, case in enumerate(cases):
+        assert_counted(case, 3, [results[i] for results in by_rank])
+
+
+def disagree(rank: int, world: int) -> list[str]:
+    """What each of three bad calls raises, and that the group works afterwards."""
+    found = []
+    for what in ("rows", "kernel", "scale"):
+        error = caught(as_communicator(None), what)
+        found.append(type(error).__name__)
+    q = torch.ones(1, 2, 3, 8)
+    assert torch.allclose(lv_xattn(q, q, q), q)
+    return found
+
+
+def test_group_works_after_disagreements() -> None:
+    *others, odd = ranks(3).run(disagree, timeout=60)
+    assert others == [["AgreementError"] * 3] * 2 and odd == ["AgreementError", "ConfigError", "AgreementError"]
+
+
+def keys_on_one_rank(rank: int, world: int) -> list[Tensor]:
+    """Gradients of keys that rank 0 trains; rank 1 has no keys, and a query without a gradient."""
+    found = []
+    for attention in (lv_xattn, ulysses_attention):
+        torch.manual_seed(0)
+        q = torch.randn(1, 2, 3, 8, generator=torch.Generator().manual_seed(rank))
+        k = torch.randn(1, 2, 4 if rank == 0 else 0, 8, requires_grad=rank == 0)
+        attention(q, k, k * 1.0).sum().backward()
+        found.append(torch.zeros(()) if k.grad is None else k.grad)
+    return found
+
+
+def test_rank_without_trained_tensors_takes_part_in_backward() -> None:
+    grads, _ = ranks(2).run(keys_on_one_rank, timeout=60)
+    torch.manual_seed(0)
+    k = torch.randn(1, 2, 4, 8).double().requires_grad_()
+    q = torch.cat([torch.randn(1, 2, 3, 8, generator=torch.Generator().manual_seed(r)) for r in range(2)], 2).double()
+    torch.nn.functional.scaled_dot_product_attention(q, k, k).sum().backward()
+    for grad in grads:
+        assert k.grad is not None and torch.allclose(grad.double(), k.grad, rtol=1e-4, atol=1e-5)
+
+
+def one_rank_without_gradients(rank: int, world: int) -> None:
+    q = torch.randn(1, 2, 3, 8, requires_grad=True)
+    with torch.set_grad_enabled(rank == 0):
+        lv_xattn(q, q, q)
+
+
+def test_rank_without_grad_mode_is_named() -> None:
+    for error in ranks(2).errors(one_rank_without_gradients, timeout=60):
+        assert isinstance(error, AgreementError)
+        assert "rank 1 of the group runs without gradients (torch.no_grad)" in str(error)

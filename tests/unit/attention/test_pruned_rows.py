@@ -1,0 +1,159 @@
+"""Layer: one process. Masks that make (row, rank) pairs empty: which rows are sent and computed, and exactness."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable
+from typing import Any
+
+import pytest
+import torch
+
+from attention_cases import Case, assert_exact, frame_mask, run_case, same_bits, visible_frames
+from mllm_seqpar.attention.block_math import BlockMath
+from mllm_seqpar.attention.call_spec import CallSpec
+from mllm_seqpar.comm import run_loopback
+from mllm_seqpar.masks import FrameBlockMasks, FullBlockMasks
+from mllm_seqpar.sharding import frame_bounds, sequence_positions
+
+WASTE = 1.3
+"""The limit of entries computed on all ranks together, per visible entry."""
+
+MASKS = (
+    ("one frame", False),
+    ("one frame", True),
+    ("far frame", False),
+    ("far frame", True),
+    ("same place", False),
+    ("own sample", False),
+    ("one sample in one place", False),
+    ("one sample in one place", True),
+    ("random", True),
+    ("holes", False),
+    ("all but one", False),
+)
+BATCHES = ((1, False), (2, False), (2, True), (3, True))
+
+
+def cases(mask: str, table: bool, n: int) -> Iterable[Case]:
+    for (batch, shared), (groups, frames) in zip(BATCHES, itertools.cycle([(4, 11), (1, 3)])):
+        yield Case(
+            **{"op": "lv", "rows": 6 * n, "layout": "contiguous", "batch": batch, "shared_keys": shared},
+            **{"groups": groups, "frames": frames, "mask": mask, "table": table},
+        )
+
+
+@pytest.mark.parametrize("n", [2, 3, pytest.param(8, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("mask,table", MASKS)
+def test_pruned_attention_is_exact(mask: str, table: bool, n: int) -> None:
+    for case in cases(mask, table, n):
+        assert_exact(case, run_loopback(n, run_case, case))
+
+
+@pytest.mark.parametrize("n", [1, 2, 4])
+def test_one_row_on_each_rank(n: int) -> None:
+    for mask, (batch, shared) in itertools.product(("one frame", "far frame"), BATCHES):
+        case = Case(op="lv", rows=n, layout="contiguous", batch=batch, shared_keys=shared, mask=mask, frames=2 * n)
+        assert_exact(case, run_loopback(n, run_case, case))
+
+
+@pytest.mark.parametrize("n", [1, 3])
+@pytest.mark.parametrize("op", ["lv", "ring"])
+def test_keys_of_scattered_frames_are_gathered(op: str, n: int) -> None:
+    for batch, shared in BATCHES[1:3]:
+        case = Case(op=op, rows=4 * n, batch=batch, shared_keys=shared, mask="every third frame", frames=80 * n)
+        assert_exact(case, run_loopback(n, run_case, case))
+
+
+@pytest.mark.parametrize("n", [2, 3])
+@pytest.mark.parametrize("mask", ["far frame", "one sample in one place", "own sample"])
+def test_folded_and_pruned_frames_merge_with_batched_text(mask: str, n: int) -> None:
+    for layout, text in (("zigzag", "padded left"), ("striped", "window")):
+        case = Case(op="joint", rows=19, batch=2, layout=layout, text=text, shared_keys=True, mask=mask)
+        assert_exact(case, run_loopback(n, run_case, case))
+
+
+def test_results_are_bit_identical_run_to_run_and_without_overlap() -> None:
+    for mask in ("far frame", "holes"):
+        case = Case(op="lv", rows=24, batch=2, shared_keys=True, mask=mask, frames=9)
+        first = run_loopback(3, run_case, case)
+        assert same_bits(first, run_loopback(3, run_case, case))
+        assert same_bits(first, run_loopback(3, run_case, Case(**{**vars(case), "overlap": False})))
+
+
+def masks_of(case: Case, n: int) -> FrameBlockMasks:
+    total = case.total(n)
+    masks = [frame_mask(case, total, sequence_positions(total, rank, n, case.layout)) for rank in range(n)]
+    assert all(masks)
+    return FrameBlockMasks(masks, frame_bounds(case.frames, n))
+
+
+@pytest.mark.parametrize("n", [1, 2, 5])
+def test_rows_are_sent_point_to_point_only_if_some_pair_is_empty(n: int) -> None:
+    def direct(mask: str, shared: bool = True, mesh_shape: tuple[int, int] = (n, 1)) -> bool:
+        masks = masks_of(Case(op="lv", rows=10 * n, batch=2, frames=10, mask=mask), n)
+        return CallSpec(mesh_shape, masks.folded() if shared else masks, (30 // n,) * n, torch.float32).direct
+
+    assert not direct("all") and not direct("all", shared=False) and not direct("all but one")
+    assert direct("one frame") == direct("nothing") == direct("own sample") == (n > 1)
+    assert not direct("one frame", mesh_shape=(1, n)), "KV shards are sent, rows are not"
+    if n == 2:  # each sample's frames are on one rank: a pair is empty only if the samples are told apart
+        assert not direct("own sample", shared=False)
+    assert not CallSpec((n, 1), FullBlockMasks(2, 4, (0,) * n), (0,) * n, torch.float32).direct
+
+
+def test_rows_that_are_sent_attend_to_some_key() -> None:
+    case = Case(op="lv", rows=30, batch=2, frames=7, mask="far frame", layout="striped")
+    n, total = 3, case.total(3)
+    visible, masks = visible_frames(case, total), masks_of(case, n)
+    for i, j in itertools.product(range(n), range(n)):
+        start, stop = frame_bounds(case.frames, n)[j]
+        rows = sequence_positions(total, i, n, case.layout)
+        expected = visible[:, rows, start * case.tokens : stop * case.tokens].any(-1)
+        for found, of_rank in ((masks, expected.any(0)), (masks.folded(), expected.flatten())):
+            subset = found.rows(i, j)
+            index = torch.arange(of_rank.numel()) if subset is None else subset.index
+            assert torch.equal(index, of_rank.nonzero().flatten()) and (subset is None) == bool(of_rank.all())
+
+
+@pytest.fixture
+def computed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Score entries per head of every kernel call, on all ranks."""
+    entries: list[int] = []
+    part_of = BlockMath._part
+
+    def counting(self: BlockMath, *args: Any) -> Any:
+        part = part_of(self, *args)
+        *_, (q, k, _), options = part
+        rows, keys = q.shape[2], k.shape[2]
+        entries.append(q.shape[0] * (rows * (rows + 1) // 2 if options["causal"] else rows * keys))
+        return part
+
+    monkeypatch.setattr(BlockMath, "_part", counting)
+    return entries
+
+
+@pytest.mark.parametrize("op,n", [("lv", 1), ("lv", 3), ("ring", 4)])
+@pytest.mark.parametrize(
+    "mask,frames",
+    [
+        *((mask, 9) for mask in ("random", "far frame", "growing", "own sample", "some rows", "holes")),
+        pytest.param("holes", 150, marks=pytest.mark.slow),
+        ("every third frame", 90 * 8),
+        ("random", 80),
+    ],
+)
+def test_few_invisible_entries_are_computed(mask: str, frames: int, op: str, n: int, computed: list[int]) -> None:
+    for batch, shared in ((2, False), (3, True)):
+        for table in (False, True) if mask not in ("holes", "every third frame") else (True,):
+            case = Case(op=op, rows=24, batch=batch, shared_keys=shared, mask=mask, frames=frames, table=table, dim=2)
+            computed.clear()
+            run_loopback(n, run_case, case)
+            visible = int(visible_frames(case, case.total(n)).sum())
+            assert 2 * visible <= sum(computed) <= WASTE * 2 * visible, (case, sum(computed) / (2 * visible))
+
+
+def test_folded_batch_is_one_kernel_call(computed: list[int]) -> None:
+    case = Case(op="lv", rows=8, batch=3, shared_keys=True)
+    run_loopback(1, run_case, case)
+    assert computed == [3 * 8 * 7 * 3] * 2
