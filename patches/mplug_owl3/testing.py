@@ -1,6 +1,7 @@
-"""A tiny mPLUG-Owl3 for tests: the real classes, random weights, and nothing left at a value that hides a mistake."""
+"""A tiny mPLUG-Owl3 for tests: the real classes with random weights. See `patches/testing.py`."""
 
 import json
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,8 @@ from transformers import PreTrainedTokenizerFast, SiglipVisionConfig
 
 from mllm_seqpar.models.mplug_owl3 import MPlugOwl3Config, MPlugOwl3ForConditionalGeneration
 
+from ..testing import TinyCase, frame_shard
+
 GATES = ("per_head", "vector", None)
 IMAGE_TOKEN = 255
 IMAGE_SIZE = 28
@@ -18,7 +21,7 @@ TOKENS_PER_FRAME = 4
 
 
 def tiny_config(gate: str | None = "per_head", **overrides: Any) -> MPlugOwl3Config:
-    """4 layers of width 64, hyper layers 1 and 3, 4 heads over 2 KV heads of 16; 4 tokens a frame."""
+    """Return a config of 4 layers of width 64, hyper layers 1 and 3, 4 heads, 2 KV heads of 16, 4 tokens a frame."""
     vision: dict[str, Any] = {
         "hidden_size": 32,
         "intermediate_size": 48,
@@ -47,7 +50,7 @@ def tiny_config(gate: str | None = "per_head", **overrides: Any) -> MPlugOwl3Con
 
 
 def tiny_model(gate: str | None = "per_head", seed: int = 0, **overrides: Any) -> MPlugOwl3ForConditionalGeneration:
-    """A model in eval mode. Norms are not ones, biases and gates not zeros, and attention is not uniform."""
+    """Return a model in eval mode whose norms are not ones, whose biases and gates are not zeros."""
     generator = torch.Generator().manual_seed(seed)
     model = MPlugOwl3ForConditionalGeneration(tiny_config(gate, **overrides)).eval()
 
@@ -65,18 +68,18 @@ def tiny_model(gate: str | None = "per_head", seed: int = 0, **overrides: Any) -
             elif "embed" in name or "probe" in name:
                 weight.copy_(normal(weight, 0.5))
             else:
-                # Sharper attention than this and float32 rounding reaches 1e-5 in the gradients.
+                # With sharper attention, float32 rounding reaches 1e-5 in the gradients.
                 weight.copy_(normal(weight, weight[0].numel() ** -0.5))
     return model
 
 
 def tiny_frames(count: int, seed: int = 0) -> Tensor:
-    """(count, 3, 28, 28) random frames."""
+    """Return random frames, (count, 3, 28, 28)."""
     return torch.randn(count, 3, IMAGE_SIZE, IMAGE_SIZE, generator=torch.Generator().manual_seed(seed))
 
 
 def tiny_text(*frames: int, length: int = 12, seed: int = 0) -> Tensor:
-    """(B, length) tokens with as many placeholders per sample as `frames` says, never at an end."""
+    """Return (B, length) token ids; sample i has `frames[i]` placeholders, none of them first or last."""
     generator = torch.Generator().manual_seed(seed)
     ids = torch.randint(3, IMAGE_TOKEN, (len(frames), length), generator=generator)
     for sample, count in enumerate(frames):
@@ -84,8 +87,78 @@ def tiny_text(*frames: int, length: int = 12, seed: int = 0) -> Tensor:
     return ids
 
 
+LORA_TARGETS = ["q_proj", "v_kv_proj", "k_proj"]
+
+
+@dataclass(frozen=True)
+class Case(TinyCase):
+    """A batch of mPLUG-Owl3.
+
+    Attributes:
+        packed: the lengths of the sequences that are packed into each row, separated by `position_ids`.
+        offsets: whether `media_offset` is passed.
+    """
+
+    frames: tuple[int, ...] = (5,)
+    length: int = 13
+    packed: tuple[int, ...] = ()
+    offsets: bool = False
+
+
+def inputs_of(case: Case, model: Any) -> dict[str, Any]:
+    """Return the arguments of the unpatched model's forward."""
+    ids, real = tiny_text(*case.frames, length=case.length), case.real()
+    inputs: dict[str, Any] = dict(case.arguments)
+    if real is not None:
+        for sample in range(1, len(ids)):
+            # All placeholders stay: they precede the text, which loses as many tokens as padding adds.
+            is_frame = ids[sample] == IMAGE_TOKEN
+            tokens = torch.cat([ids[sample][is_frame], ids[sample][~is_frame]])
+            ids[sample] = torch.cat([tokens.new_zeros(2 * sample), tokens[: case.length - 2 * sample]])
+        if case.padding == "right":
+            ids = ids.flip(1)
+        inputs["attention_mask"] = real.long()
+    inputs["input_ids"] = ids
+    if case.packed:
+        positions = torch.cat([torch.arange(part) for part in case.packed])
+        inputs |= {"position_ids": positions[None].expand(len(ids), -1), "use_cache": False}
+    inputs |= case.targets(ids)
+    total = sum(case.frames)
+    if total and case.features:
+        generator = torch.Generator().manual_seed(3)
+        inputs["image_embeds"] = torch.randn(total, TOKENS_PER_FRAME, model.config.hidden_size, generator=generator)
+    elif total:
+        inputs["pixel_values"] = tiny_frames(total)
+    if case.offsets or case.embeds:
+        inputs["media_offset"] = media_offset(model.config.gate, ids)
+    return case.prepared(inputs, model)
+
+
+def media_offset(gate: str | None, ids: Tensor) -> Any:
+    """Return `media_offset` in the form that the published checkpoints take."""
+    placeholders = ids == IMAGE_TOKEN
+    if gate is None:
+        return [row.nonzero().flatten() for row in placeholders]
+    counts = placeholders.sum(1)
+    first = (counts.cumsum(0) - counts)[:, None].expand_as(ids)
+    before = placeholders.long().cumsum(1) - placeholders.long()
+    stop = torch.where(counts[:, None] > 0, first + before, -1000000)
+    return torch.stack([first, stop], dim=-1)
+
+
+def local_frames(inputs: dict[str, Any], group: Any = None) -> dict[str, Any]:
+    """Return the same inputs for a rank that passes only its frame shard."""
+    name = "pixel_values" if "pixel_values" in inputs else "image_embeds"
+    return frame_shard(inputs, {name: inputs[name]}, group)
+
+
+def shard_units(model: Any) -> list[Any]:
+    """Return the decoder layers and the layers of the vision tower."""
+    return [*model.language_model.model.layers, *model.vision_model.encoder.layers]
+
+
 def tiny_tokenizer(*, placeholder: bool = True, end_of_document: bool = True) -> PreTrainedTokenizerFast:
-    """Bytes as characters and ChatML's marks, 255 tokens or fewer; `placeholder` is the token of the tiny model."""
+    """Return a tokenizer of characters and ChatML's marks, with the tiny model's placeholder if `placeholder`."""
     marks = ["<pad>", "<unk>", "<|im_start|>", "<|im_end|>"] + ["<|endoftext|>"] * end_of_document
     characters = [chr(code) for code in range(32, 127)] + ["\n"]
     vocabulary = {token: number for number, token in enumerate(marks + characters)}
@@ -100,9 +173,9 @@ def tiny_tokenizer(*, placeholder: bool = True, end_of_document: bool = True) ->
 
 
 def write_published_tokenizer(folder: Path) -> None:
-    """Write a small tokenizer in the form of the published ones: Qwen2's byte pairs, no token for `<|image|>`.
+    """Write a small tokenizer in the published form: Qwen2's byte pairs, no token for `<|image|>`.
 
-    As with Qwen2's own merges, `>` merges with a line break after it and `<` with a space before it.
+    As in Qwen2's merges, `>` merges with a line break after it and `<` with a space before it.
     """
     plain = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
     others = [byte for byte in range(256) if byte not in plain]
