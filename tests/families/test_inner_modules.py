@@ -5,12 +5,12 @@ from typing import Any
 
 import pytest
 import torch
+from tiny import tiny_frames, tiny_model, tiny_text
 from torch import nn
 
 from mllm_seqpar import patch_model, unpatch_model
 from mllm_seqpar.comm import run_loopback
 from mllm_seqpar.errors import AdapterError
-from tiny import tiny_frames, tiny_model, tiny_text
 
 REFUSED = {
     "mplug_owl3": ("language_model", "language_model.model", "language_model.model.layers.0.self_attn"),

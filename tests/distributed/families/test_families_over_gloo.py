@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -25,9 +28,10 @@ from family_harness import (
     tokens,
 )
 from mllm_seqpar import patch_model, unpatch_model
-from mllm_seqpar.errors import ConfigError
+from mllm_seqpar.errors import AgreementError, ConfigError
 from mllm_seqpar.patches.mplug_owl3.testing import Case, tiny_model
 from mllm_seqpar.patching import patch_of
+from mllm_seqpar.planner import Cluster, write_cluster
 from outcomes import Outcome
 from ranks import ranks
 
@@ -35,10 +39,8 @@ CASE = Case(frames=(3, 2))
 
 
 def exact_and_sampled(rank: int, world: int, family: str) -> tuple[Outcome, dict[str, torch.Tensor]]:
-    found = {}
-    for name, (case, given) in SAMPLING[family].items():
-        torch.manual_seed(17 if rank == 0 else 1000 + rank)  # only rank 0's generator decides
-        found[name] = tokens(family, case, given, None)
+    seed = 17 if rank == 0 else 1000 + rank  # only rank 0's random numbers count
+    found = {name: tokens(family, case, given, None, seed) for name, (case, given) in SAMPLING[family].items()}
     return outcome(family, PADDED[family], None), found
 
 
@@ -153,3 +155,28 @@ def attention_dropout(rank: int, world: int) -> None:
 
 def test_attention_dropout_is_refused_in_training() -> None:
     ranks(2).run(attention_dropout)
+
+
+def cpu_cluster() -> Cluster:
+    links = {"node_link": 1e15, "network_link": 1e15, "node_latency_s": 1e-6, "network_latency_s": 1e-6}
+    rates = {"attention_forward": 1e12, "attention_backward": 1e12, "matmul": 1e12, "memory_bytes": 1e9}
+    return Cluster(name="cpu", gpus_per_node=4, **links, **rates)
+
+
+def patch_with_local_cluster_file(rank: int, world: int, folder: str) -> str:
+    """Patch in a folder of this rank, as on nodes with disks of their own."""
+    local, before = Path(folder) / str(rank), os.getcwd()
+    local.mkdir()
+    write_cluster(replace(cpu_cluster(), name=f"cluster {rank}"), local / "rates.yaml")
+    os.chdir(local)
+    try:
+        with pytest.raises(AgreementError) as caught:
+            patch_model(tiny_model(), strategy="auto", cluster="rates.yaml")
+    finally:
+        os.chdir(before)
+    return str(caught.value)
+
+
+def test_cluster_files_of_one_name_with_different_rates_are_refused(tmp_path: Path) -> None:
+    for text in ranks(2).run(patch_with_local_cluster_file, str(tmp_path)):
+        assert "cluster 0" in text and "cluster 1" in text
