@@ -27,7 +27,7 @@ LORA_TARGETS = r"model\.language_model\.layers\.\d+\.(self|cross)_attn\.(q|k|v|o
 
 
 def tiny_config(**text: Any) -> MllamaConfig:
-    """Return a config: 5 layers of width 64 (1 and 3 are cross-attention), 4 heads, 2 KV heads, 3 tiles of 5 patches."""
+    """Return a config: 5 layers of width 64 (1 and 3 cross-attention), 4 heads, 2 KV heads, 3 tiles of 5 patches."""
     fields: dict[str, Any] = {
         "vocab_size": VOCABULARY,
         "hidden_size": 64,

@@ -1,4 +1,4 @@
-"""Layer: one process, loopback ranks. What each strategy sends; what "auto" and a cluster file select, log and agree on.
+"""Layer: one process, loopback ranks. What each strategy sends; what "auto" and cluster files select, log and agree on.
 
 That results equal the unpatched model's with every strategy is in `test_exactness`.
 """

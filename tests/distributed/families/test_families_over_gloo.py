@@ -144,19 +144,6 @@ def test_replicated_text_uses_same_dropout_mask_on_all_ranks() -> None:
     compare_gradients([each for _, each in found], grads)
 
 
-def attention_dropout(rank: int, world: int) -> None:
-    model = patch_model(tiny_model(attention_dropout=0.1).train())
-    inputs = inputs_of("mplug_owl3", CASE, model)
-    for arguments in ({}, {"use_cache": True}):
-        with pytest.raises(ConfigError, match="attention_dropout=0.1: dropout on attention weights is not supported"):
-            model(**inputs, **arguments)
-    model.eval()(**inputs)  # evaluation has no dropout
-
-
-def test_attention_dropout_is_refused_in_training() -> None:
-    ranks(2).run(attention_dropout)
-
-
 def cpu_cluster() -> Cluster:
     links = {"node_link": 1e15, "network_link": 1e15, "node_latency_s": 1e-6, "network_latency_s": 1e-6}
     rates = {"attention_forward": 1e12, "attention_backward": 1e12, "matmul": 1e12, "memory_bytes": 1e9}
