@@ -10,7 +10,7 @@ from pathlib import Path
 
 from mllm_seqpar import patch_model
 from mllm_seqpar.comm.gloo_shutdown import release_gloo_at_exit, wait_for_gloo_threads
-from tiny import tiny_model
+from mllm_seqpar.patches.mplug_owl3.testing import tiny_model
 
 SCRIPT = Path(__file__).with_name("ending_cases.py")
 

@@ -4,7 +4,7 @@ import pytest
 
 from mllm_seqpar.data.needle import make_needle_videos
 from mllm_seqpar.models.mplug_owl3 import MPlugOwl3ImageProcessor, MPlugOwl3Processor
-from tiny import tiny_model, tiny_tokenizer
+from mllm_seqpar.patches.mplug_owl3.testing import tiny_model, tiny_tokenizer
 
 
 @pytest.fixture(scope="session")

@@ -20,13 +20,13 @@ from torch.utils._pytree import tree_leaves
 
 from mllm_seqpar import patch_model
 from mllm_seqpar.patches.mllama.adapter import _keys_values
+from mllm_seqpar.patches.mplug_owl3.testing import tiny_frames, tiny_model, tiny_text
 from mllm_seqpar.planner import ParallelSpec
 from mllm_seqpar.planner.activation_memory import kept, kept_before
 from mllm_seqpar.planner.hf_config import _mplug_owl3
 from mllm_seqpar.planner.memory import memory, tower_at_work
 from mllm_seqpar.planner.model import CrossAttentionSizes, ModelSizes, ResamplerSizes, TextSizes, VisionSizes
 from mllm_seqpar.planner.workload import Workload
-from tiny import tiny_frames, tiny_model, tiny_text
 
 pytestmark = pytest.mark.rounding
 

@@ -20,7 +20,7 @@ from torch import nn
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from mllm_seqpar import patch_model  # noqa: E402
-from tiny import tiny_model  # noqa: E402
+from mllm_seqpar.patches.mplug_owl3.testing import tiny_model  # noqa: E402
 
 HELD: list[object] = []  # until the interpreter ends
 

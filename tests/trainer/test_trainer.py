@@ -21,8 +21,8 @@ from mllm_seqpar import SeqParConfig, SeqParTrainer, patch_model
 from mllm_seqpar.errors import ConfigError
 from mllm_seqpar.integrations.accelerate.context_parallel import keep_out_context_parallelism
 from mllm_seqpar.models.mplug_owl3 import MPlugOwl3ForConditionalGeneration
+from mllm_seqpar.patches.mplug_owl3.testing import tiny_model
 from mllm_seqpar.training.evaluation import counting_stream
-from tiny import tiny_model
 
 pytestmark = pytest.mark.launch
 

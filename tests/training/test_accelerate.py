@@ -9,9 +9,9 @@ from torch import nn
 from mllm_seqpar.errors import ConfigError
 from mllm_seqpar.integrations.accelerate import launch as accelerate_glue
 from mllm_seqpar.integrations.accelerate.cpu import require_sharded
+from mllm_seqpar.patches.mplug_owl3.testing import tiny_frames, tiny_model, tiny_text
 from mllm_seqpar.training.step import clip_gradients
 from ranks import ranks
-from tiny import tiny_frames, tiny_model, tiny_text
 
 LAUNCHED = {
     "ACCELERATE_USE_FSDP": "true",

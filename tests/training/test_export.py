@@ -12,9 +12,9 @@ from safetensors.torch import load_file
 from mllm_seqpar.comm import as_communicator
 from mllm_seqpar.models.digest import model_digest
 from mllm_seqpar.models.mplug_owl3 import MPlugOwl3ForConditionalGeneration
+from mllm_seqpar.patches.mplug_owl3.testing import tiny_model
 from mllm_seqpar.training.export import export_dtype, export_model, on_rank_0
 from ranks import ranks
-from tiny import tiny_model
 
 
 @pytest.mark.parametrize(

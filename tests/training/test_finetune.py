@@ -17,8 +17,8 @@ from safetensors.torch import load_file
 from launch import ROOT, Launched, launch
 from mllm_seqpar.data.needle import make_needle_videos
 from mllm_seqpar.models.mplug_owl3 import MPlugOwl3ForConditionalGeneration, MPlugOwl3ImageProcessor, MPlugOwl3Processor
+from mllm_seqpar.patches.mplug_owl3.testing import tiny_model, tiny_tokenizer
 from mllm_seqpar.training.metrics import read_metrics
-from tiny import tiny_model, tiny_tokenizer
 
 pytestmark = pytest.mark.launch
 
