@@ -36,7 +36,7 @@ def test_attention_dropout_is_refused_in_training_only(family: str) -> None:
 
     def run(comm: Any) -> None:
         model = patch_model(models[comm.rank], group=comm)
-        for arguments in ({}, {"use_cache": True}):
+        for arguments in ({}, {"use_cache": True}) if family == "mplug_owl3" else ({},):
             with pytest.raises(ValueError, match=REFUSED):
                 model(**inputs, **arguments)
         if family == "open_flamingo":

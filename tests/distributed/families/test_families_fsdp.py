@@ -156,10 +156,8 @@ RUNS: dict[str, Run] = {
         sharded_first=False,
         options={"strategy": "auto", "self_attention": "mesh", "tile": (2, 2), "vision_chunk_size": 1},
     ),
-    "fused, replicate": Run("mplug_owl3", 3, [[VIDEO, ONE_FRAME]], model=FUSED, options={"strategy": "replicate"}),
     "idefics, checkpointing": Run("idefics", 2, [[BATCHES["idefics"], ONE_PICTURE]], checkpointing=True),
     "mllama, checkpointing, chunks": Run("mllama", 2, [[IMAGES, WORDS, ONE_IMAGE]], checkpointing=True, options=CHUNKS),
-    "mllama, chunks": Run("mllama", 2, [[IMAGES, ONE_IMAGE]], options=CHUNKS),
     # FSDP gathers a module's weights when it runs: a group that skipped the tower or a layer would hang the others.
     "two groups, one with text only": Run(
         "mplug_owl3",
@@ -219,21 +217,21 @@ def test_ddp_without_find_unused_parameters_equals_unpatched(gate: str | None) -
         assert worst_gradient(found["grads"], expected["grads"])[0] < 10 * TOLERANCE
 
 
-TWENTY = (VIDEO, ONE_FRAME, TEXT, VIDEO) * 5
+STEPS = (VIDEO, ONE_FRAME, TEXT, VIDEO) * 3
 
 
-def twenty_steps(rank: int, world: int) -> dict[str, Any]:
+def twelve_steps(rank: int, world: int) -> dict[str, Any]:
     model = tiny_model().train()
     shard(model, "mplug_owl3")
     patch_model(model)
-    return train(model, [inputs_of("mplug_owl3", case, model) for case in TWENTY])
+    return train(model, [inputs_of("mplug_owl3", case, model) for case in STEPS])
 
 
 @pytest.mark.slow
-def test_twenty_steps_on_four_ranks_follow_the_unpatched_trajectory() -> None:
+def test_twelve_steps_on_four_ranks_follow_the_unpatched_trajectory() -> None:
     model = tiny_model().train()
-    expected = train(model, [inputs_of("mplug_owl3", case, model) for case in TWENTY])
-    found = ranks(4).run(twenty_steps)[0]
+    expected = train(model, [inputs_of("mplug_owl3", case, model) for case in STEPS])
+    found = ranks(4).run(twelve_steps)[0]
     assert found["losses"] == pytest.approx(expected["losses"], rel=1e-4)
     assert found["norms"] == pytest.approx(expected["norms"], rel=1e-4)
     assert found["losses"][-1] < found["losses"][0] / 2
