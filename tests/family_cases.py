@@ -203,7 +203,7 @@ if LANGUAGE_MODELS:
         }.items()
     }
 
-QUICK = ("two samples", "left padding", "one sample", "local frames", "local text", "gradients of pixels", "text only")
+QUICK = ("two samples", "left padding", "one sample", "local frames", "local text")
 """What the quick suite keeps of `EXACT`, for every family."""
 
 ON_FOUR_RANKS: dict[str, dict[str, Any]] = {
@@ -250,13 +250,13 @@ def strategy_cases() -> Iterator[Any]:
 
 
 def exact_cases() -> Iterator[Any]:
-    """Yield each case with one number of ranks, and the quick ones of a padded batch with 1 to 4."""
+    """Yield each case with one number of ranks, and the padded batch and the single sample with 1 to 4."""
     for family, cases in EXACT.items():
         for index, (name, case) in enumerate(cases.items()):
             short = name.split(": ")[-1]
             sizes = (1, 2, 3, 4) if short in ("left padding", "one sample") else (2 + index % 3,)
             for size in sizes:
-                quick = short in QUICK and size in (3, sizes[0]) and "fused: left" not in name
+                quick = short in QUICK and (size == 3 or len(sizes) == 1) and "fused: left" not in name
                 marks = () if quick else pytest.mark.slow
                 yield pytest.param(family, size, case, id=f"{family}-{name}-{size}", marks=marks)
 

@@ -11,7 +11,7 @@ import copy
 import functools
 import importlib
 import pkgutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -183,6 +183,12 @@ def check_tokens(family: str, size: int, case: Any, given: dict[str, Any]) -> No
     expected = expected_tokens(family, case, given)
     for found in run_loopback(size, lambda comm: tokens(family, case, given, comm)):
         assert torch.equal(found, expected), (found, expected)
+
+
+def slow_unless(quick: Callable[[Any], bool], values: Iterable[Any]) -> list[Any]:
+    """Return the values as parameters of a test, slow ones unless `quick(value)`; a tuple is a row of parameters."""
+    rows = [(value, value if isinstance(value, tuple) else (value,)) for value in values]
+    return [pytest.param(*row, marks=() if quick(value) else pytest.mark.slow) for value, row in rows]
 
 
 def traces(model: Any) -> dict[str, Any]:

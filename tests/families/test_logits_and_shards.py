@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from family_cases import FUSED, SHARDED
-from family_harness import TOLERANCE, inputs_of, model_of, on_ranks
+from family_harness import TOLERANCE, inputs_of, model_of, on_ranks, slow_unless
 from mllm_seqpar import patch_model, unpatch_model
 from mllm_seqpar.comm import run_loopback
 from mllm_seqpar.patches.mplug_owl3.testing import Case
@@ -21,7 +21,7 @@ from tolerances import assert_as_near_as_unpatched
 
 CASES = {"gated": Case(frames=(2, 1)), "fused": Case(frames=(2, 1), model=FUSED)}
 LENGTH = 13
-KINDS = pytest.mark.parametrize("kind", CASES)
+KINDS = pytest.mark.parametrize("kind", slow_unless(lambda kind: kind == "fused", CASES))
 INDICES = torch.tensor([0, 5, 12])
 EACH = torch.tensor([[0, 5, 12], [3, 3, 11]])
 MARKED = (torch.arange(13) == 5) | torch.tensor([[False], [True]]) & (torch.arange(13) > 10)

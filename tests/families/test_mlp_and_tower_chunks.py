@@ -15,7 +15,7 @@ from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 
 from family_cases import BATCHES
-from family_harness import TOLERANCE, check, check_exact, inputs_of, model_of, reference, traces
+from family_harness import TOLERANCE, check, check_exact, inputs_of, model_of, reference, slow_unless, traces
 from mllm_seqpar import patch_model, unpatch_model
 from mllm_seqpar.patches.mplug_owl3.testing import tiny_model
 from outcomes import error, run_case, worst_gradient
@@ -59,7 +59,7 @@ def most_tokens(model: Any, inner: int, run: Callable[[], object]) -> dict[str, 
     return found
 
 
-@pytest.mark.parametrize("name", MLPS)
+@pytest.mark.parametrize("name", slow_unless(lambda name: name in ("mplug_owl3", "idefics", "mllama", "opt"), MLPS))
 def test_every_mlp_of_the_language_model_is_computed_in_chunks(name: str) -> None:
     family, decoder, inner, linears = MLPS[name]
     if family not in BATCHES:

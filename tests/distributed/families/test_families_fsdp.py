@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from family_cases import BATCHES, FUSED
-from family_harness import TOLERANCE, family_module, inputs_of, model_of, settings
+from family_harness import TOLERANCE, family_module, inputs_of, model_of, settings, slow_unless
 from mllm_seqpar import patch_model
 from mllm_seqpar.errors import ConfigError
 from mllm_seqpar.patches.idefics.testing import Case as Idefics
@@ -181,10 +181,9 @@ if "open_flamingo" in BATCHES:
     _ONE_MEDIUM = type(_MEDIA)(frames=((2, 6),), media=1)
     RUNS["open_flamingo"] = Run("open_flamingo", 3, [[_MEDIA, _ONE_MEDIUM, _MEDIA]])
     RUNS["two groups of open_flamingo"] = Run("open_flamingo", 4, [[_MEDIA, _ONE_MEDIUM], [_ONE_MEDIUM, _MEDIA]])
-QUICK = ("gated", "mllama, checkpointing, chunks")
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in RUNS])
+@pytest.mark.parametrize("name", slow_unless(lambda name: name == "gated", RUNS))
 def test_fsdp2_equals_unpatched(name: str) -> None:
     check_fsdp(RUNS[name])
 

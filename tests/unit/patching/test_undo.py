@@ -14,7 +14,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from family_cases import BATCHES, FUSED, LANGUAGE_MODELS
-from family_harness import inputs_of, model_of, settings, traces
+from family_harness import inputs_of, model_of, settings, slow_unless, traces
 from mllm_seqpar import patch_model, unpatch_model
 from mllm_seqpar.errors import AdapterError
 from mllm_seqpar.models.mplug_owl3 import MPlugOwl3ForConditionalGeneration
@@ -31,7 +31,7 @@ MODELS: list[tuple[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize(("family", "case"), MODELS)
+@pytest.mark.parametrize(("family", "case"), slow_unless(lambda row: row in MODELS[:5], MODELS))
 def test_unpatching_leaves_no_trace(family: str, case: Any) -> None:
     model = model_of(family, case)
     inputs = inputs_of(family, case, model)
