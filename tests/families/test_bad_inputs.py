@@ -38,6 +38,7 @@ class Bad:
 
     Attributes:
         change: the new values of arguments (None removes one), or a function from the valid arguments to these.
+        base: makes the valid arguments of a rank.
     """
 
     change: Inputs | Callable[[Inputs], Inputs]
@@ -54,198 +55,155 @@ class Bad:
         return {name: x for name, x in (valid | changed).items() if x is not None}
 
 
-FEATURES = torch.zeros(3, 4, 64)
+def bad(kind: type[Exception], others: str, changes: dict[str, Any], **base: Any) -> list[Bad]:
+    """Return bad inputs that raise the same kind of error, from a dictionary of messages and changes."""
+    return [Bad(change, kind, message, others, **base) for message, change in changes.items()]
+
+
 OWL = Owl(frames=(3,), length=12)
+FEATURES = torch.zeros(3, 4, 64)
 LONGER = {"input_ids": tiny_text(3, length=14), "labels": tiny_text(3, length=14)}
-OWL_ERRORS: dict[str, Bad] = {
-    "other text": Bad(
-        lambda x: {"input_ids": x["input_ids"].flip(1), "labels": x["labels"].flip(1)},
+OFFSETS = torch.zeros(1, 12, 2, dtype=torch.long)
+OWL_ERRORS = [
+    *bad(
         AgreementError,
-        "checksum of token ids: rank 0 has",
         DIFFERENT,
+        {
+            "checksum of token ids: rank 0 has": lambda x: {name: x[name].flip(1) for name in ("input_ids", "labels")},
+            "text tokens: rank 0 has 12, rank 1 has 14": LONGER,
+            "checksum of labels": lambda x: {"labels": x["labels"] + 1},
+            "labels given: rank 0 has 1, rank 1 has 0": {"labels": None},
+            "checksum of pixels": {"pixel_values": tiny_frames(3, seed=8)},
+            "frames: rank 0 has 3, rank 1 has 2, rank 2 has 3": {"pixel_values": tiny_frames(2)},
+            "checksum of position ids": {"position_ids": torch.arange(1, 13)[None]},
+            "checksum of what says where the frames belong": {"media_offset": OFFSETS},
+            "kind of frames": {"pixel_values": None, "image_embeds": FEATURES},
+            "cache asked for: rank 0 has 0, rank 1 has 1": {"use_cache": True},
+            "frames given by visual_shard: rank 0 has 0, rank 1 has 1": {
+                "pixel_values": tiny_frames(3)[1:2],
+                "visual_shard": FrameShard(1, 2, 3),
+            },
+        },
     ),
-    "longer text": Bad(LONGER, AgreementError, "text tokens: rank 0 has 12, rank 1 has 14", DIFFERENT),
-    "other labels": Bad(lambda x: {"labels": x["labels"] + 1}, AgreementError, "checksum of labels", DIFFERENT),
-    "no labels": Bad({"labels": None}, AgreementError, "labels given: rank 0 has 1, rank 1 has 0", DIFFERENT),
-    "other video": Bad({"pixel_values": tiny_frames(3, seed=8)}, AgreementError, "checksum of pixels", DIFFERENT),
-    "fewer frames": Bad(
-        {"pixel_values": tiny_frames(2)}, AgreementError, "frames: rank 0 has 3, rank 1 has 2, rank 2 has 3", DIFFERENT
-    ),
-    "other positions": Bad(
-        {"position_ids": torch.arange(1, 13)[None]}, AgreementError, "checksum of position ids", DIFFERENT
-    ),
-    "other offsets": Bad(
-        {"media_offset": torch.zeros(1, 12, 2, dtype=torch.long)},
-        AgreementError,
-        "checksum of what says where the frames belong",
-        DIFFERENT,
-    ),
-    "features instead of pixels": Bad(
-        {"pixel_values": None, "image_embeds": FEATURES}, AgreementError, "kind of frames", DIFFERENT
-    ),
-    "cache": Bad({"use_cache": True}, AgreementError, "cache asked for: rank 0 has 0, rank 1 has 1", DIFFERENT),
-    "shard instead of all frames": Bad(
-        {"pixel_values": tiny_frames(3)[1:2], "visual_shard": FrameShard(1, 2, 3)},
-        AgreementError,
-        "frames given by visual_shard: rank 0 has 0, rank 1 has 1",
-        DIFFERENT,
-    ),
-    "pixels and features": Bad(
-        {"image_embeds": FEATURES}, ShapeError, "pass either pixel_values or image_embeds, not both", ELSEWHERE
-    ),
-    "no text": Bad({"input_ids": None}, ShapeError, "pass either input_ids or inputs_embeds", ELSEWHERE),
-    "shard of another rank": Bad(
-        {"visual_shard": FrameShard(0, 1, 3)},
+    *bad(
         ShapeError,
-        r"rank 1 of 3 holds frames 1 to 2 of 3 .*FrameShard\(start=0",
         ELSEWHERE,
-        local_frames,
+        {
+            "pass either pixel_values or image_embeds, not both": {"image_embeds": FEATURES},
+            "pass either input_ids or inputs_embeds": {"input_ids": None},
+            r"expected \(frames, tokens, 64\)": {"pixel_values": None, "image_embeds": FEATURES[..., :32]},
+        },
     ),
-    "shard of another length": Bad(
-        {"pixel_values": tiny_frames(3)}, ShapeError, "means 1 frames, 3 were passed", ELSEWHERE, local_frames
-    ),
-    "shard without frames": Bad(
-        {"pixel_values": None}, ShapeError, "a rank without frames passes an empty tensor", ELSEWHERE, local_frames
-    ),
-    "shard as a tuple": Bad(
-        {"visual_shard": (1, 2, 3)},
+    *bad(
         ShapeError,
-        r"expected a FrameShard\(start, stop, total\), got tuple",
         ELSEWHERE,
-        local_frames,
+        {
+            r"rank 1 of 3 holds frames 1 to 2 of 3 .*FrameShard\(start=0": {"visual_shard": FrameShard(0, 1, 3)},
+            "means 1 frames, 3 were passed": {"pixel_values": tiny_frames(3)},
+            "a rank without frames passes an empty tensor": {"pixel_values": None},
+            r"expected a FrameShard\(start, stop, total\), got tuple": {"visual_shard": (1, 2, 3)},
+        },
+        base=local_frames,
     ),
-    "narrow features": Bad(
-        {"pixel_values": None, "image_embeds": FEATURES[..., :32]},
-        ShapeError,
-        r"expected \(frames, tokens, 64\)",
-        ELSEWHERE,
-    ),
-    "attentions": Bad(
-        {"output_attentions": True}, ConfigError, "output_attentions=True: attention weights do not exist", ELSEWHERE
-    ),
-    "not causal": Bad(
-        {"is_causal": False},
+    *bad(
         ConfigError,
-        "is_causal=False: the text of a patched model is causal in every layer",
         ELSEWHERE,
+        {
+            "output_attentions=True: attention weights do not exist": {"output_attentions": True},
+            "is_causal=False: the text of a patched model is causal in every layer": {"is_causal": False},
+        },
     ),
-    "no frames": Bad({"pixel_values": None}, ShapeError, "neither pixel_values nor image_embeds was passed"),
-    "one frame too many": Bad(
-        {"pixel_values": tiny_frames(4)}, ShapeError, "placeholders for 3 frames .* and 4 were passed"
-    ),
-    "frames of another size": Bad(
-        {"pixel_values": torch.zeros(3, 3, 42, 42)},
+    *bad(
         ShapeError,
-        r"pixel_values has shape .*expected \(frames, 3, 28, 28\)",
+        "",
+        {
+            "neither pixel_values nor image_embeds was passed": {"pixel_values": None},
+            "placeholders for 3 frames .* and 4 were passed": {"pixel_values": tiny_frames(4)},
+            r"pixel_values has shape .*expected \(frames, 3, 28, 28\)": {"pixel_values": torch.zeros(3, 3, 42, 42)},
+        },
     ),
-    "four-dimensional mask": Bad(
-        {"attention_mask": torch.ones(1, 1, 12, 12)},
-        MaskError,
-        r"takes a padding mask of shape \(1, 12\), got \(1, 1, 12, 12\)",
-    ),
-    "attentions on all ranks": Bad({"output_attentions": True}, ConfigError, "output_attentions=True"),
-    "cache with gradients": Bad(
-        {"use_cache": True}, ConfigError, "use_cache: a pass with a cache has no backward pass"
-    ),
-}
+    Bad({"attention_mask": torch.ones(1, 1, 12, 12)}, MaskError, r"a padding mask of shape \(1, 12\), got \(1, 1, 12,"),
+    Bad({"output_attentions": True}, ConfigError, "output_attentions=True"),
+    Bad({"use_cache": True}, ConfigError, "use_cache: a pass with a cache has no backward pass"),
+]
 
 IDEFICS = Idefics(frames=(4,), mask="before", labels=None, model=INSTRUCT)
-IDEFICS_ERRORS = {
-    "no mask": Bad(
-        {"image_attention_mask": None},
-        ShapeError,
-        r"image_attention_mask: expected \(samples, text tokens, .* got nothing",
+LATENTS = {"pixel_values": None, "perceiver_embeddings": torch.zeros(1, 4, 3, 24)}
+IDEFICS_ERRORS = [
+    *bad(
+        ValueError,
+        "",
+        {
+            r"image_attention_mask: expected \(samples, text tokens, .* got nothing": {"image_attention_mask": None},
+            r"got \(1, 4, 4\)": {"image_attention_mask": torch.ones(1, 4, 4)},
+            "whose mask speaks of 3 each": {"image_attention_mask": torch.ones(1, 11, 3)},
+            "IDEFICS needs images: pass one of pixel_values": {"pixel_values": None},
+            "pass interpolate_pos_encoding=True": {"pixel_values": torch.zeros(1, 4, 3, 24, 24)},
+            "perceiver_embeddings were passed to a model without resampler": LATENTS,
+            "output_attentions=True: attention weights do not exist": {"output_attentions": True},
+        },
     ),
-    "mask of another text": Bad({"image_attention_mask": torch.ones(1, 4, 4)}, ShapeError, r"got \(1, 4, 4\)"),
-    "mask of other images": Bad(
-        {"image_attention_mask": torch.ones(1, 11, 3)}, ShapeError, "whose mask speaks of 3 each"
-    ),
-    "no images": Bad({"pixel_values": None}, ShapeError, "IDEFICS needs images: pass one of pixel_values"),
-    "another size": Bad(
-        {"pixel_values": torch.zeros(1, 4, 3, 24, 24)}, ShapeError, "pass interpolate_pos_encoding=True"
-    ),
-    "latents without a resampler": Bad(
-        {"pixel_values": None, "perceiver_embeddings": torch.zeros(1, 4, 3, 24)},
-        SeqParError,
-        "perceiver_embeddings were passed to a model without resampler",
-    ),
-    "attentions": Bad(
-        {"output_attentions": True}, ConfigError, "output_attentions=True: attention weights do not exist"
-    ),
-    "local frames in a cache with gradients": Bad(
-        {"use_cache": True},
+    *bad(
         ConfigError,
-        "use_cache: a pass with a cache has no backward",
-        base=lambda x, comm: family_module("idefics").local_frames(x, comm),
+        "",
+        {"use_cache: a pass with a cache has no backward": {"use_cache": True}},
+        base=lambda inputs, comm: family_module("idefics").local_frames(inputs, comm),
     ),
-}
+]
 
 MLLAMA = Mllama(frames=((3, 1, 2, 3),), labels=None)
-MLLAMA_ERRORS = {
-    name: Bad(change, SeqParError, message, ELSEWHERE)
-    for name, change, message in (
-        (
-            "mask of another text",
-            {"cross_attention_mask": torch.ones(1, 4, 4, TILES)},
-            r"cross_attention_mask has shape \(1, 4, 4, 3\); expected \(batch, tokens, images, tiles\): 1 samples, 11",
-        ),
-        (
-            "mask of other images",
-            {"cross_attention_mask": torch.ones(1, 11, 3, TILES)},
-            "12 tiles in all images of a sam",
-        ),
-        ("mask without tiles", {"cross_attention_mask": torch.ones(1, 11, 4)}, r"has shape \(1, 11, 4\); expected"),
-        ("mask of other samples", {"cross_attention_mask": torch.ones(2, 11, 4, TILES)}, r"has shape \(2, 11, 4, 3\)"),
-        (
-            "no aspect ratios",
-            {"aspect_ratio_ids": None, "aspect_ratio_mask": None},
-            "given without aspect_ratio_ids, aspect_ratio_mask; pass what the processor returns",
-        ),
-        (
-            "aspect ratios of another number of images",
-            {"aspect_ratio_ids": torch.ones(1, 1, dtype=torch.long)},
-            r"\[\(4, 3, 3, 28, 28\), \(1,\), \(4, 3\)\] by images",
-        ),
-        (
-            "other tiles",
-            {"pixel_values": torch.zeros(1, 4, 2, 3, 28, 28)},
-            r"expected \(batch, images, 3 tiles, channels",
-        ),
-        (
-            "no dimension of images",
-            {"pixel_values": torch.zeros(4, 3, 3, 28, 28)},
-            r"\[\(12, 3, 28, 28\), \(4,\), ",
-        ),
-        (
-            "pixels and features",
-            {"cross_attention_states": torch.zeros(12, PATCHES, 64)},
-            "pass either pixel_values or cross_attention_states, not both",
-        ),
-        (
-            "features of another width",
-            {"pixel_values": None, "cross_attention_states": torch.zeros(12, PATCHES, 96)},
-            r"cross_attention_states has shape \(12, 5, 96\); expected \(batch x images x tiles, patches, 64\) with 5",
-        ),
-        (
-            "features of part of a tile",
-            {"pixel_values": None, "cross_attention_states": torch.zeros(1, 12 * PATCHES - 1, 64)},
-            "with 5 patches a tile, as cross_attention_mask has it",
-        ),
-        ("attentions", {"output_attentions": True}, "output_attentions=True: attention weights do not exist"),
-    )
-}
 
 
-def check_errors(family: str, ranks: int, case: Any, errors: dict[str, Bad]) -> None:
+def _mask(*shape: int) -> Inputs:
+    return {"cross_attention_mask": torch.ones(*shape)}
+
+
+def _pixels(*shape: int) -> Inputs:
+    return {"pixel_values": torch.zeros(*shape)}
+
+
+def _states(*shape: int) -> Inputs:
+    return {"cross_attention_states": torch.zeros(*shape)}
+
+
+NO_PIXELS = {"pixel_values": None}
+MLLAMA_ERRORS = bad(
+    SeqParError,
+    ELSEWHERE,
+    {
+        r"mask has shape \(1, 4, 4, 3\); expected \(batch, tokens, images, tiles\): 1 samples, 11": _mask(
+            1, 4, 4, TILES
+        ),
+        "12 tiles in all images of a sam": _mask(1, 11, 3, TILES),
+        r"has shape \(1, 11, 4\); expected": _mask(1, 11, 4),
+        r"has shape \(2, 11, 4, 3\)": _mask(2, 11, 4, TILES),
+        "given without aspect_ratio_ids, aspect_ratio_mask; pass what the processor returns": {
+            "aspect_ratio_ids": None,
+            "aspect_ratio_mask": None,
+        },
+        r"\[\(4, 3, 3, 28, 28\), \(1,\), \(4, 3\)\] by images": {
+            "aspect_ratio_ids": torch.ones(1, 1, dtype=torch.long)
+        },
+        r"expected \(batch, images, 3 tiles, channels": _pixels(1, 4, 2, 3, 28, 28),
+        r"\[\(12, 3, 28, 28\), \(4,\), ": _pixels(4, 3, 3, 28, 28),
+        "pass either pixel_values or cross_attention_states, not both": _states(12, PATCHES, 64),
+        r"\(12, 5, 96\); expected \(batch x images x tiles, patches, 64\) with 5": NO_PIXELS | _states(12, PATCHES, 96),
+        "with 5 patches a tile, as cross_attention_mask has it": NO_PIXELS | _states(1, 12 * PATCHES - 1, 64),
+        "output_attentions=True: attention weights do not exist": {"output_attentions": True},
+    },
+)
+
+
+def check_errors(family: str, ranks: int, case: Any, errors: list[Bad]) -> None:
     def run(model: Any, inputs: Inputs, comm: Any) -> None:
-        for name, bad in errors.items():
-            own = not bad.others or comm.rank == 1
+        for each in errors:
+            own = not each.others or comm.rank == 1
             # A rank whose own inputs are valid reports a disagreement, whatever the error elsewhere.
-            kind, message = (bad.kind, bad.message) if own else (AgreementError, bad.others)
+            kind, message = (each.kind, each.message) if own else (AgreementError, each.others)
             with pytest.raises(kind) as caught:
-                model(**bad.inputs(inputs, comm))
-                pytest.fail(f"{name}: no error")
-            assert re.search(message, str(caught.value)), (name, comm.rank, str(caught.value))
+                model(**each.inputs(inputs, comm))
+                pytest.fail(f"no error: {message}")
+            assert re.search(message, str(caught.value)), (message, comm.rank, str(caught.value))
             if family == "open_flamingo":
                 model.lang_encoder.clear_conditioned_layers()
         out = model(**inputs)  # the group is still usable
@@ -263,29 +221,29 @@ def check_errors(family: str, ranks: int, case: Any, errors: dict[str, Bad]) -> 
     ],
     ids=["mplug_owl3", "idefics", "mllama"],
 )
-def test_bad_inputs_are_refused_on_every_rank(family: str, ranks: int, case: Any, errors: dict[str, Bad]) -> None:
+def test_bad_inputs_are_refused_on_every_rank(family: str, ranks: int, case: Any, errors: list[Bad]) -> None:
     check_errors(family, ranks, case, errors)
 
 
 def test_bad_media_of_open_flamingo_are_refused_on_every_rank() -> None:
     flamingo = family_module("open_flamingo")
-    three, local = flamingo.pixels(1, 3), flamingo.local_frames
-    errors = {
-        "several frames": ({"vision_x": torch.zeros(2, 2, 3, 3, 12, 12)}, "expected .*one frame to a medium"),
-        "no frames dimension": ({"vision_x": torch.zeros(2, 2, 3, 12, 12)}, r"expected \(B, media, 1, C, H, W\)"),
-        "no media": ({"vision_x": torch.zeros(2, 0, 1, 3, 12, 12)}, "0 media for 2 samples"),
-        "media of other samples": ({"vision_x": flamingo.pixels(3, 2)}, "2 rows of text, but media for 3 samples"),
-        "other media": ({"vision_x": flamingo.pixels(2, 2, seed=9)}, DIFFERENT),
-    }
-    bad = {
-        name: Bad(change, ValueError, message, "of the group|" + DIFFERENT)
-        for name, (change, message) in errors.items()
-    }
-    bad["media that samples cannot share"] = Bad(
-        lambda x: x, ShapeError, "3 media for 2 samples", base=lambda x, comm: local(x | {"vision_x": three}, comm)
+    errors = bad(
+        ValueError,
+        f"of the group|{DIFFERENT}",
+        {
+            "expected .*one frame to a medium": {"vision_x": torch.zeros(2, 2, 3, 3, 12, 12)},
+            r"expected \(B, media, 1, C, H, W\)": {"vision_x": torch.zeros(2, 2, 3, 12, 12)},
+            "0 media for 2 samples": {"vision_x": torch.zeros(2, 0, 1, 3, 12, 12)},
+            "2 rows of text, but media for 3 samples": {"vision_x": flamingo.pixels(3, 2)},
+            DIFFERENT: {"vision_x": flamingo.pixels(2, 2, seed=9)},
+        },
+    )
+    three = {"vision_x": flamingo.pixels(1, 3)}  # two samples cannot share them equally
+    shared = bad(
+        ShapeError, "", {"3 media for 2 samples": {}}, base=lambda x, comm: flamingo.local_frames(x | three, comm)
     )
     case = BATCHES["open_flamingo"].with_model(language_model="opt")
-    check_errors("open_flamingo", 2, case, bad)
+    check_errors("open_flamingo", 2, case, errors + shared)
 
 
 def test_local_images_that_samples_cannot_share_are_refused() -> None:

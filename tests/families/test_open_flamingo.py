@@ -40,6 +40,14 @@ def test_hidden_states_on_one_rank_equal_those_of_the_language_model(decoder: st
         assert error(ours, theirs) < TOLERANCE
 
 
+def test_forward_and_generate_leave_no_media_behind() -> None:
+    model = patch_model(new_model("opt"))
+    model(**INPUTS)
+    assert not model.lang_encoder.is_conditioned()
+    model.generate(INPUTS["vision_x"], INPUTS["lang_x"], max_new_tokens=2, pad_token_id=flamingo.PAD)
+    assert not model.lang_encoder.is_conditioned() and not model.lang_encoder._use_cached_vision_x
+
+
 def test_family_is_registered() -> None:
     assert "OpenFlamingo" in adapters.adapters()
 
