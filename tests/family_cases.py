@@ -203,7 +203,7 @@ if LANGUAGE_MODELS:
         }.items()
     }
 
-QUICK = ("two samples", "left padding", "one sample", "local frames", "local text")
+QUICK = ("two samples", "left padding", "local frames")
 """What the quick suite keeps of `EXACT`, for every family."""
 
 ON_FOUR_RANKS: dict[str, dict[str, Any]] = {
@@ -451,6 +451,6 @@ def generated_cases() -> Iterator[Any]:
     for family, cases in GENERATED.items():
         for index, (name, (case, given)) in enumerate(cases.items()):
             size = (3, 2, 4, 1)[index % 4] if name.split(": ")[-1] != "greedy" else 3
-            quick = name.split(": ")[-1] in ("greedy", "beams, padded batch", "sharded prompt") and ": " not in name
+            quick = name.split(": ")[-1] in ("beams, padded batch", "sharded prompt") and ": " not in name
             marks = () if quick or name == "opt: sharded prompt" else pytest.mark.slow
             yield pytest.param(family, size, case, given, id=f"{family}-{name}-{size}", marks=marks)

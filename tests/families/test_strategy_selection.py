@@ -102,6 +102,7 @@ def test_auto_selects_the_cheapest_strategy_and_logs_why(rates: Cluster, strateg
     assert "a call" in line and "rows" in line and "keys" in line
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("rates", "options", "selected"),
     [
