@@ -1,77 +1,80 @@
-"""What one pass of a model gave, and how far two such outcomes are apart."""
+"""The result of one forward and backward pass of a model, and how far two such results are apart."""
 
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
+
+Grads = dict[str, Tensor | None]
 
 
 @dataclass
 class Outcome:
-    """What one pass gave: numbers of this rank, gradients averaged over all ranks (rank 0 has them)."""
+    """The loss, logits, hidden states and gradients of parameters and inputs of one pass."""
 
     loss: float | None
     logits: Tensor
     hidden_states: list[Tensor]
-    grads: dict[str, Tensor | None]
-    input_grads: dict[str, Tensor | None]
+    grads: Grads
+    input_grads: Grads
 
 
-def run_case(model: Any, inputs: dict[str, Any]) -> Outcome:
-    """Forward with and, when there are labels, backward."""
-    out = model(**inputs, output_hidden_states=True)
+def run_case(model: Any, inputs: dict[str, Any], out: Any = None) -> Outcome:
+    """Run the forward pass (unless `out` is its output) and, if there is a loss, the backward pass."""
+    out = model(**inputs, output_hidden_states=True) if out is None else out
     if out.loss is not None:
         out.loss.backward()
     return Outcome(
         None if out.loss is None else out.loss.item(),
         out.logits.detach(),
-        [state.detach() for state in out.hidden_states],
+        [state.detach() for state in out.hidden_states or ()],
         {name: weight.grad for name, weight in model.named_parameters()},
         {name: x.grad for name, x in inputs.items() if isinstance(x, Tensor) and x.requires_grad},
     )
 
 
-def average(grads: dict[str, Tensor | None], world: int) -> None:
-    """In place, as DDP does; ranks that have no gradient count as zero."""
-    for name in sorted(grads):
-        grad = grads[name]
-        missing = torch.tensor([grad is None], dtype=torch.long)
-        dist.all_reduce(missing)
-        if missing.item() == world:
-            continue
-        assert missing.item() == 0, f"{name}: some ranks have a gradient and some have none, which stalls FSDP"
-        assert grad is not None
-        dist.all_reduce(grad)
-        grad /= world
+def average(ranks: list[Grads]) -> Grads:
+    """Return the mean of all ranks' gradients, as DDP and FSDP compute it.
+
+    Raises:
+        AssertionError: a parameter has a gradient on some ranks only, which would stall FSDP.
+    """
+    found: Grads = {}
+    for name in ranks[0]:
+        grads = [grads[name] for grads in ranks]
+        given = [grad for grad in grads if grad is not None]
+        assert len(given) in (0, len(grads)), f"{name}: some ranks have a gradient and some have none"
+        found[name] = torch.stack(given).mean(0) if given else None
+    return found
 
 
 def error(found: Tensor, expected: Tensor) -> float:
-    """Relative, in the Euclidean norm."""
+    """Return the relative error in the Euclidean norm."""
     assert found.shape == expected.shape, (found.shape, expected.shape)
     return ((found.double() - expected.double()).norm() / expected.double().norm().clamp(min=1e-12)).item()
 
 
-def worst_gradient(found: dict[str, Tensor | None], expected: dict[str, Tensor | None]) -> tuple[float, str]:
-    """The largest relative error of any gradient, and whose. A key bias has next to none: its weight's is the scale.
+def worst_gradient(found: Grads, expected: Grads) -> tuple[float, str]:
+    """Return the largest relative error of any gradient and the parameter's name.
 
-    A gate of one number is a sum over all tokens and channels that may cancel; all gates' gradients are their scale.
+    The error of a key bias, whose gradient is near zero, is relative to its weight's gradient. A gate of one number is
+    a sum over all tokens and channels that may cancel, so its error is relative to all gates' gradients.
     """
     assert found.keys() == expected.keys()
     worst = (0.0, "")
     largest = max((x.double().norm().item() for x in expected.values() if x is not None), default=0.0)
     gates = sum(x.double().item() ** 2 for x in expected.values() if x is not None and x.numel() == 1) ** 0.5
-    for name, reference_ in expected.items():
-        mine = found[name]
-        if reference_ is None or mine is None:
-            # a tower that saw only an empty frame has zeros where the unpatched model has nothing
-            assert reference_ is None and (mine is None or not mine.any()), name
+    for name, theirs in expected.items():
+        ours = found[name]
+        if theirs is None or ours is None:
+            # A tower that ran on an empty frame shard has zeros where the unpatched model has no gradient.
+            assert theirs is None and (ours is None or not ours.any()), name
             continue
-        scale = expected[name.replace("bias", "weight")] if name.endswith("k_proj.bias") else reference_
+        scale = expected[name.replace("bias", "weight")] if name.endswith("k_proj.bias") else theirs
         assert scale is not None
-        size = gates if reference_.numel() == 1 else scale.double().norm().item()
-        if size < 1e-6 * largest:  # zero but for rounding (one visible key: nothing to choose): no scale of its own
+        size = gates if theirs.numel() == 1 else scale.double().norm().item()
+        if size < 1e-6 * largest:  # zero but for rounding, for instance with one visible key
             size = largest
-        worst = max(worst, ((mine.double() - reference_.double()).norm().item() / size, name))
+        worst = max(worst, ((ours.double() - theirs.double()).norm().item() / size, name))
     return worst

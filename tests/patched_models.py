@@ -1,7 +1,6 @@
-"""A pytest plugin for other projects' tests: every model of a patched family is patched as soon as it is made.
+"""A pytest plugin for other projects' tests: every new model of a supported family is patched.
 
-transformers' own model tests, on one process, with the models patched; from a clone of transformers in the version that
-is installed:
+It runs transformers' own model tests on one process with patched models, from a clone of the installed version:
 
     PYTHONPATH=/path/to/mllm-seqpar/tests python -m pytest -p patched_models \
         tests/models/idefics/test_modeling_idefics.py tests/models/mllama/test_modeling_mllama.py
@@ -22,21 +21,21 @@ FAMILIES = ("IdeficsForVisionText2Text", "MllamaForConditionalGeneration")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Before any test module is imported."""
+    """Replace the constructors before any test module is imported."""
     for name in FAMILIES:
-        _patch_when_made(getattr(transformers, name))
+        _patch_new_instances(getattr(transformers, name))
 
 
-def _patch_when_made(kind: Any) -> None:
-    make = kind.__init__
+def _patch_new_instances(kind: Any) -> None:
+    construct = kind.__init__
 
-    @functools.wraps(make)
-    def made(self: Any, *args: Any, **kwargs: Any) -> None:
-        make(self, *args, **kwargs)
+    @functools.wraps(construct)
+    def constructed(self: Any, *args: Any, **kwargs: Any) -> None:
+        construct(self, *args, **kwargs)
         patch_model(self)
 
     def copied(self: Any, memo: dict[int, Any]) -> Any:
-        """The tests copy models, which a patched one refuses: it is copied unpatched, and the copy patched anew."""
+        """Copy the unpatched model and patch the copy: the tests copy models, which a patched model refuses."""
         unpatch_model(self)
         twin = self.__class__.__new__(self.__class__)
         memo[id(self)] = twin
@@ -44,5 +43,5 @@ def _patch_when_made(kind: Any) -> None:
         patch_model(self)
         return patch_model(twin)
 
-    kind.__init__ = made
+    kind.__init__ = constructed
     kind.__deepcopy__ = copied

@@ -1,9 +1,9 @@
-"""What Star Attention computes, from unpatched models: they are given its mask, and read everything every time.
+"""The reference for Star Attention: unpatched models that apply its mask and read the whole text in every pass.
 
-    prompt = c_1 ... c_n query: a token of block c_i sees c_1 and, up to itself, c_i; later tokens all before them
+    prompt = c_1 ... c_n query: a token of block c_i sees c_1 and, up to itself, c_i; a later token sees all before it
 
-The anchor's K and V are those of c_1 itself, whose tokens see nothing else, so one forward pass over the whole text
-with this mask is phase 1 and phase 2 together, and one such pass for each new token is generation.
+The anchor's K and V are those of c_1 itself, whose tokens see nothing else. One forward pass over the whole text with
+this mask is therefore phase 1 and phase 2 together, and one such pass for each new token is generation.
 """
 
 import functools
@@ -16,30 +16,30 @@ from torch import Tensor
 
 
 def visible(prompt: int, length: int, block: int, ranks: int, real: Tensor, window: int | None = None) -> Tensor:
-    """(B, length, length) bool: row sees key. `real` (B, length) says what is no padding."""
-    place = torch.arange(length)
-    row, key = place[:, None], place[None]
-    part = place // block
+    """Return (B, length, length) bool: which row sees which key; `real` (B, length) is False for padding."""
+    position = torch.arange(length)
+    row, key = position[:, None], position[None]
+    part = position // block
     context = row < block * ranks
     assert block * ranks < prompt <= length
-    seen = (key <= row) & (~context | (part[None] == 0) | (part[None] == part[:, None]))
+    visible_keys = (key <= row) & (~context | (part[None] == 0) | (part[None] == part[:, None]))
     if window is not None:
-        seen &= row - key < window
-    return seen & real[:, None]
+        visible_keys &= row - key < window
+    return visible_keys & real[:, None]
 
 
-def additive(seen: Tensor) -> Tensor:
-    """(B, L, L) -> (B, 1, L, L) float32, as attention adds it to its scores."""
-    return torch.zeros(seen.shape).masked_fill(~seen, torch.finfo(torch.float32).min)[:, None]
+def additive(visible_keys: Tensor) -> Tensor:
+    """Return the (B, L, L) mask as (B, 1, L, L) float32, which attention adds to its scores."""
+    return torch.zeros(visible_keys.shape).masked_fill(~visible_keys, torch.finfo(torch.float32).min)[:, None]
 
 
 def counted(mask: Tensor) -> Tensor:
-    """Positions that count real tokens only: what some models make of their attention mask."""
+    """Return positions that count real tokens only, as some models compute them from their attention mask."""
     return (mask.cumsum(1) - 1).masked_fill(mask == 0, 1)
 
 
 def opt_positions(mask: Tensor) -> Tensor:
-    """The same as OPT does it."""
+    """Return positions as OPT computes them."""
     return mask.cumsum(1) * mask - 1
 
 
@@ -53,16 +53,16 @@ def under_star_mask(
     window: int | None = None,
     form: Callable[[Tensor], Any] = additive,
 ) -> Iterator[None]:
-    """Every pass of this unpatched model, over a text that begins with the prompt, gets Star Attention's mask.
+    """Apply Star Attention's mask in every pass of an unpatched model over a text that begins with the prompt.
 
     Args:
         owner: the module whose `forward` takes `attention_mask`.
-        prompt: tokens of the prompt.
-        block: tokens of each rank's block.
-        ranks: how many.
-        positions: what the model makes of the mask when no positions are given, as it cannot of this one.
-        window: of sliding layers; they and the others then get a mask each.
-        form: of the mask, when it is not additive.
+        prompt: number of tokens of the prompt.
+        block: number of tokens of each rank's block.
+        ranks: number of ranks.
+        positions: how the model computes positions from a padding mask, which it cannot from this mask.
+        window: of sliding layers, which then have a mask of their own.
+        form: converts the mask to the form that the model takes.
     """
     unpatched = owner.forward
 
@@ -70,12 +70,12 @@ def under_star_mask(
     def forward(input_ids: Tensor, attention_mask: Tensor | None = None, **kwargs: Any) -> Any:
         mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
         assert mask.shape == input_ids.shape and not kwargs.get("past_key_values"), "a pass over the whole text"
-        seen = functools.partial(visible, prompt, mask.shape[1], block, ranks, mask.bool())
+        visible_keys = functools.partial(visible, prompt, mask.shape[1], block, ranks, mask.bool())
         if positions is not None and kwargs.get("position_ids") is None:
             kwargs["position_ids"] = positions(mask)
-        whole: Any = form(seen())
+        whole: Any = form(visible_keys())
         if window is not None:
-            whole = {"full_attention": whole, "sliding_attention": form(seen(window))}
+            whole = {"full_attention": whole, "sliding_attention": form(visible_keys(window))}
         return unpatched(input_ids=input_ids, attention_mask=whole, **kwargs)
 
     owner.forward = forward

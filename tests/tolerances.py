@@ -1,7 +1,7 @@
-"""How far from float64 a result may be, in one place, with the reason for each size.
+"""How far from float64 a result may be, with the reason for each size.
 
-Errors are relative in the Frobenius norm: |x - exact| / |exact|. Attention outputs average many keys, so single entries
-can be near zero while the tensor is right; a norm over the tensor neither hides a wrong block nor trips over those.
+Errors are relative in the Frobenius norm: |x - exact| / |exact|. Attention outputs average many keys, so a single entry
+may be near zero in a correct tensor; a norm over the tensor hides no wrong block and does not fail on such entries.
 """
 
 from __future__ import annotations
@@ -13,38 +13,38 @@ import torch
 from torch import Tensor
 
 EXACT = {
-    # Sums of some thousand products of 24-bit numbers: 1e-6 to 3e-6 in practice. The project's promise is 1e-5, and a
-    # dropped key, a wrong mask bit or a phantom key shows at 1e-3 and above for the lengths the tests use.
+    # Sums of some thousand products of 24-bit numbers have errors of 1e-6 to 3e-6. The project promises 1e-5. For the
+    # lengths of the tests, a dropped key, a wrong mask bit or an extra key shows at 1e-3 and above.
     torch.float32: 1e-5,
-    # The inputs are exact in float64 and nothing is rounded to less on the way.
+    # The inputs are exact in float64, and nothing is rounded to fewer bits.
     torch.float64: 1e-12,
     # One rounding of o to 8 bits is 2e-3, of the probabilities inside the kernel 2e-3 more; gradients add a third
-    # (ds). Only a backstop: how good 16-bit kernels must be is relative to one device's own kernel, below.
+    # (ds). This is a backstop: 16-bit kernels are compared with one device's own kernel, below.
     torch.bfloat16: 2e-2,
-    # As bf16, with 11 bits.
+    # As bfloat16, with 11 bits.
     torch.float16: 2.5e-3,
 }
-"""Largest relative error to float64 by dtype of the inputs."""
+"""Largest relative error to float64, by dtype of the inputs."""
 
 AGAINST_ONE_DEVICE = 1.5
-"""Times the error of one device's own attention in the same 16-bit dtype: blocks that are rounded one by one."""
+"""Largest error relative to that of one device's attention in the same 16-bit dtype, for blocks that are rounded."""
 
 AGAINST_ONE_DEVICE_FLOAT32_PARTIALS = 1.1
-"""The same for kernels whose partial results are float32: nothing is rounded that one device does not round too."""
+"""The same for kernels with float32 partial results, which round nothing that one device does not round too."""
 
 AGAINST_UNPATCHED = 2.0
-"""Times the error of the unpatched model in the same 16-bit arithmetic, on the same machine. Both errors are rounding,
-drawn by the processor: few of the rounded numbers matter much, so one may be 1.4 times the other. A value that is
-rounded once more in every layer, or computed in 16 bits where the unpatched model keeps float32, adds more."""
+"""Largest error relative to that of the unpatched model in the same 16-bit arithmetic on the same machine. Both errors
+are rounding and depend on the processor; few of the rounded numbers matter much, so their ratio reaches 1.4. A value
+that is rounded once more in every layer, or computed in 16 bits instead of float32, adds more."""
 
 DRIFT = 0.1
-"""Largest mean error over mean absolute error: rounding has no direction, a lost or a phantom key has one."""
+"""Largest mean error over mean absolute error: rounding has no direction, but a dropped or an extra key has one."""
 
 
 def relative_error(x: Tensor, exact: Tensor, terms: Tensor | float = 0.0) -> float:
-    """|x - exact| / |exact| in float64; |x| where exact is zero, so that anything there counts.
+    """Return |x - exact| / |exact| in float64, or |x| where exact is zero.
 
-    `terms` is the size of the terms whose sum x is. If the sum is smaller, because terms cancel, it is the scale.
+    `terms` is the size of the terms whose sum x is. If terms cancel, it is larger than the sum, and it is the scale.
     """
     x, exact = x.detach().double(), exact.detach().double()
     assert x.shape == exact.shape, (x.shape, exact.shape)
@@ -55,11 +55,11 @@ def relative_error(x: Tensor, exact: Tensor, terms: Tensor | float = 0.0) -> flo
 def assert_as_near_as_unpatched(
     found: Mapping[str, Tensor], unpatched: Mapping[str, Tensor], exact: Mapping[str, Tensor]
 ) -> None:
-    """Hold 16-bit results against the unpatched model's: how far each is from `exact`, by groups of parameters.
+    """Compare the errors of 16-bit results with those of the unpatched model, by groups of parameters.
 
-    The parameters of one kind of block in all layers are a group: q_proj, k_proj and the others of `self_attn`. A few
-    numbers are too few: the gradient of a gate is a sum that may cancel, and then its relative error is luck. So all
-    gates of a tower are in one group with what the tower has outside its layers, such as its embeddings.
+    The parameters of one kind of block in all layers form a group: q_proj, k_proj and the others of `self_attn`. The
+    gradient of a gate is a sum that may cancel, so its own relative error is chance: all gates of a tower are in one
+    group with the parameters that the tower has outside its layers, such as its embeddings.
     """
     assert found.keys() == unpatched.keys() == exact.keys()
     groups: dict[str, list[str]] = defaultdict(list)
@@ -76,6 +76,6 @@ def assert_as_near_as_unpatched(
 
 
 def drift(x: Tensor, exact: Tensor) -> float:
-    """|mean error| over mean |error|: near 0 for rounding, near 1 for an error with a direction."""
+    """Return |mean error| over mean |error|: near 0 for rounding, near 1 for an error with a direction."""
     error = x.detach().double() - exact.detach().double()
     return float(error.mean().abs() / error.abs().mean().clamp_min(1e-300))

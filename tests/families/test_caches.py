@@ -1,23 +1,102 @@
-"""Layer: gloo ranks. What is kept beside a cache follows its rows, its copies and its end."""
+"""Layer: one process, loopback ranks. K and V stored beside a cache follow its rows, its copies and its end."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import pytest
 import torch
-from cache_cases import FAMILIES, GATE_OF, MOVES, NEW, OTHER, Talk, moved_rows
-from harness import PATIENCE, TOLERANCE, settings
+from torch import Tensor
 from transformers import StaticCache
 
+from family_cases import FUSED, SHARDED
+from family_harness import TOLERANCE, inputs_of, model_of, settings, slow_unless
 from mllm_seqpar import patch_model, unpatch_model
+from mllm_seqpar.comm import run_loopback
 from mllm_seqpar.errors import ConfigError, ShapeError
+from mllm_seqpar.patches.idefics.testing import Case as Idefics
+from mllm_seqpar.patches.mllama.testing import Case as Mllama
+from mllm_seqpar.patches.mplug_owl3.testing import Case as Owl
+from mllm_seqpar.patches.mplug_owl3.testing import tiny_frames, tiny_model, tiny_text
 from outcomes import error, worst_gradient
-from ranks import ranks
-from tiny import tiny_frames, tiny_model, tiny_text
+
+NEW = torch.tensor([[7, 8, 9], [10, 11, 12]])
+OTHER = torch.tensor([[13, 14, 15], [16, 17, 18]])
+PROMPTS: dict[str, tuple[str, Any]] = {
+    "mllama": ("mllama", Mllama(frames=((2, 3, 1), (1,)), labels=None)),
+    "idefics": ("idefics", Idefics(frames=(3, 2), mask="before", labels=None)),
+    "gated": ("mplug_owl3", Owl(frames=(3, 2), length=12, labels=None)),
+    "fused": ("mplug_owl3", Owl(frames=(3, 2), length=12, labels=None, model=FUSED)),
+}
+"""A prompt of two samples for each family; the two kinds of mPLUG-Owl3 differ in what their placeholders see."""
+NATIVE = ("gated", "fused")
+
+MOVES: dict[str, tuple[Callable[[Any], None], list[int]]] = {
+    "reorder": (lambda cache: cache.reorder_cache(torch.tensor([1, 0])), [1, 0]),
+    "select": (lambda cache: cache.batch_select_indices(torch.tensor([1])), [1]),
+    "repeat": (lambda cache: cache.batch_repeat_interleave(2), [0, 0, 1, 1]),
+}
+"""Operations on the rows of a cache, and which of two rows the cache holds afterwards."""
+
+
+class Conversation:
+    """A prompt of two samples with frames, and passes that continue it."""
+
+    def __init__(self, name: str) -> None:
+        self.family, self.case = PROMPTS[name]
+        self.model = model_of(self.family, self.case)
+        self.prompt = inputs_of(self.family, self.case, self.model)
+
+    def masks(self, rows: list[int], start: int, stop: int) -> dict[str, Tensor]:
+        """Return the frame masks of new tokens, which see what the last one sees; mllama's has all tokens."""
+        found = {}
+        for name in ("cross_attention_mask", "image_attention_mask"):
+            if name in self.prompt:
+                prompt = self.prompt[name][rows]
+                whole = torch.cat([prompt, prompt[:, -1:].expand(-1, stop, *prompt.shape[2:])], dim=1)
+                found[name] = whole if name == "cross_attention_mask" else whole[:, start - stop :]
+        return found
+
+    def prompt_and(self, ids: Tensor) -> dict[str, Any]:
+        """Return the inputs of the prompt followed by these tokens."""
+        given = self.prompt | {"input_ids": torch.cat([self.prompt["input_ids"], ids], dim=1)}
+        return given | self.masks([0, 1], -self.prompt["input_ids"].shape[1], ids.shape[1])
+
+    def fill(self, cache: Any = None) -> Any:
+        """Return a cache that holds the prompt."""
+        return self.model(**self.prompt, past_key_values=cache, use_cache=True).past_key_values
+
+    def resume(self, cache: Any, ids: Tensor, rows: list[int], **more: Any) -> Tensor:
+        """Return the logits of two tokens, then of one, of these rows of the prompt."""
+        parts = []
+        for start, stop in ((0, 2), (2, 3)):
+            given = {"input_ids": ids[rows, start:stop], **self.masks(rows, start, stop), **more}
+            parts.append(self.model(**given, past_key_values=cache).logits)
+        return torch.cat(parts, dim=1)
+
+    def uncached(self, ids: Tensor, rows: list[int]) -> Tensor:
+        """Return the same logits from one pass over the whole text."""
+        return self.model(**self.prompt_and(ids), use_cache=False).logits[rows, -ids.shape[1] :]
+
+    def unpatched(self, move: str) -> Tensor:
+        """Return the reference: over transformers' cache if that holds the images, otherwise without a cache."""
+        apply, rows = MOVES[move]
+        if self.family != "mllama":
+            return self.uncached(NEW, rows)
+        cache = self.fill()
+        apply(cache)
+        return self.resume(cache, NEW, rows)
+
+    def moved(self, move: str) -> tuple[Tensor, Tensor]:
+        """Return the logits over a copy of the cache after a move, then over the original with another text."""
+        apply, rows = MOVES[move]
+        cache = self.fill()
+        copied = copy.deepcopy(cache)
+        apply(copied)
+        return self.resume(copied, NEW, rows), self.resume(cache, OTHER, [0, 1])
 
 
 @contextmanager
@@ -30,205 +109,211 @@ def patched(model: Any, **options: Any) -> Iterator[None]:
 
 
 @torch.no_grad()
-def check_moves(found: dict[Any, Any]) -> None:
-    for (family, move), (logits, original) in found.items():
-        talk = Talk(family)
-        assert error(logits, talk.unpatched(move)) < TOLERANCE, (family, move)
-        assert error(original, talk.whole(OTHER, [0, 1])) < TOLERANCE, (family, move, "the original")
+def check_move(name: str, move: str, found: tuple[Tensor, Tensor]) -> None:
+    conversation = Conversation(name)
+    assert error(found[0], conversation.unpatched(move)) < TOLERANCE, move
+    assert error(found[1], conversation.uncached(OTHER, [0, 1])) < TOLERANCE, (move, "the original")
 
 
-def test_rows_of_a_cache_move_with_what_is_kept_beside_it() -> None:
-    """And a copy is independent of the original: each continues with a text of its own."""
-    check_moves(moved_rows(0, 1, FAMILIES, {}))
+@pytest.mark.parametrize(
+    ("ranks", "options", "name"),
+    slow_unless(
+        lambda row: row[1:] in ((SHARDED, "idefics"), ({}, "gated")) and row[0] == 3,
+        [(ranks, options, name) for ranks, options in ((1, {}), (3, {}), (3, SHARDED)) for name in PROMPTS],
+    ),
+)
+def test_stored_frames_follow_rows_of_the_cache(ranks: int, options: dict[str, Any], name: str) -> None:
+    """A copy of a cache is independent of the original: each continues with a text of its own."""
+    conversations = [Conversation(name) for _ in range(ranks)]
 
+    @torch.no_grad()
+    def run(comm: Any) -> dict[str, tuple[Tensor, Tensor]]:
+        patch_model(conversations[comm.rank].model, group=comm, **options)
+        return {move: conversations[comm.rank].moved(move) for move in MOVES}
 
-@pytest.mark.parametrize("options", [{}, {"shard_prompt_from": 2}], ids=["whole text", "sharded text"])
-def test_rows_of_a_cache_move_on_several_ranks(options: dict[str, Any]) -> None:
-    for found in ranks(3).run(moved_rows, FAMILIES, options, timeout=PATIENCE):
-        check_moves(found)
+    for found in run_loopback(ranks, run):
+        for move in MOVES:
+            check_move(name, move, found[move])
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("native", ["per_head", "fused"])
-def test_rows_of_the_native_models_cache_move(native: str) -> None:
-    check_moves({(native, move): Talk(native).moved(move) for move in MOVES})
+@pytest.mark.parametrize("native", NATIVE)
+def test_stored_frames_of_the_native_model_follow_rows_of_the_cache(native: str) -> None:
+    for move in MOVES:
+        check_move(native, move, Conversation(native).moved(move))
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("family", FAMILIES)
-def test_a_static_cache_is_reordered_and_copied(family: str) -> None:
-    talk = Talk(family)
-    expected = talk.whole(NEW, [1, 0])
-    with patched(talk.model):
-        cache = copy.deepcopy(talk.fill(StaticCache(config=talk.model.config, max_cache_len=40)))
+@pytest.mark.parametrize("name", PROMPTS)
+def test_static_cache_is_reordered_and_copied(name: str) -> None:
+    conversation = Conversation(name)
+    expected = conversation.uncached(NEW, [1, 0])
+    with patched(conversation.model):
+        cache = copy.deepcopy(conversation.fill(StaticCache(config=conversation.model.config, max_cache_len=40)))
         cache.reorder_cache(torch.tensor([1, 0]))
-        assert error(talk.go_on(cache, NEW, [1, 0]), expected) < TOLERANCE
+        assert error(conversation.resume(cache, NEW, [1, 0]), expected) < TOLERANCE
 
 
 @torch.no_grad()
-def test_idefics_sees_the_images_that_are_passed_with_a_moved_cache() -> None:
-    """As the unpatched model, which projects them in every pass."""
-    talk = Talk("idefics")
-    pixels = talk.prompt["pixel_values"]
+def test_idefics_uses_images_passed_with_a_reordered_cache() -> None:
+    """The unpatched model projects the images in every pass."""
+    conversation = Conversation("idefics")
+    pixels = conversation.prompt["pixel_values"]
     for given in (pixels[[1, 0]], pixels, pixels + 1):
-        cache = talk.fill()
+        cache = conversation.fill()
         cache.reorder_cache(torch.tensor([1, 0]))
-        expected = talk.go_on(cache, NEW, [1, 0], pixel_values=given)
-        with patched(talk.model):
-            cache = talk.fill()
+        expected = conversation.resume(cache, NEW, [1, 0], pixel_values=given)
+        with patched(conversation.model):
+            cache = conversation.fill()
             cache.reorder_cache(torch.tensor([1, 0]))
-            assert error(talk.go_on(cache, NEW, [1, 0], pixel_values=given), expected) < TOLERANCE
+            assert error(conversation.resume(cache, NEW, [1, 0], pixel_values=given), expected) < TOLERANCE
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("native", ["per_head", "fused"])
-@pytest.mark.parametrize("left", [2, 5, 9])
-def test_cropping_a_prompt_takes_its_frames_away(native: str, left: int) -> None:
-    """What remains is what the model computes of the shorter prompt with the frames that it still has."""
-    model, ids, frames = tiny_model(GATE_OF[native]), tiny_text(5), tiny_frames(5)
-    short = torch.cat([ids[:, :left], NEW[:1]], dim=1)
-    count = int((ids[:, :left] == model.config.image_token_id).sum())
+@pytest.mark.parametrize("native", NATIVE)
+@pytest.mark.parametrize("length", [2, 5, 9])
+def test_cropping_a_prompt_removes_its_frames(native: str, length: int) -> None:
+    """The result is that of the shorter prompt with the frames whose placeholders it still has."""
+    model, ids, frames = tiny_model(PROMPTS[native][1].model.get("gate", "per_head")), tiny_text(5), tiny_frames(5)
+    short = torch.cat([ids[:, :length], NEW[:1]], dim=1)
+    count = int((ids[:, :length] == model.config.image_token_id).sum())
     expected = model(short, frames[:count] if count else None, use_cache=False).logits[:, -3:]
     for is_patched in (False, True):
         with patched(model) if is_patched else torch.no_grad():
             cache = model(ids, frames, use_cache=True).past_key_values
-            cache.crop(left - ids.shape[1])
+            cache.crop(length - ids.shape[1])
             found = [model(part, past_key_values=cache).logits for part in (NEW[:1, :2], NEW[:1, 2:])]
         assert error(torch.cat(found, dim=1), expected) < TOLERANCE, is_patched
 
 
-def two_passes(talk: Talk, frames: dict[str, Any], prompt_too: bool) -> dict[str, Any]:
-    """Gradients of the losses of a prompt and of a text over its cache, or of the text's alone."""
-    talk.model.zero_grad(set_to_none=True)
-    labels = talk.prompt["input_ids"].clone()
-    labels[labels >= talk.model.get_output_embeddings().weight.shape[0]] = -100  # Llama's image token
+def two_passes(conversation: Conversation, frames: dict[str, Any], prompt_too: bool) -> dict[str, Any]:
+    """Return the gradients of the losses of a prompt and of a text over its cache, or of the text's loss alone."""
+    conversation.model.zero_grad(set_to_none=True)
+    labels = conversation.prompt["input_ids"].clone()
+    labels[labels >= conversation.model.get_output_embeddings().weight.shape[0]] = -100  # Llama's image token
     with torch.set_grad_enabled(prompt_too):
-        first = talk.model(**talk.prompt, labels=labels, use_cache=True)
-    masks = talk.masks([0, 1], 0, 3)
-    second = talk.model(input_ids=NEW, labels=NEW, past_key_values=first.past_key_values, **masks, **frames)
+        first = conversation.model(**conversation.prompt, labels=labels, use_cache=True)
+    masks = conversation.masks([0, 1], 0, 3)
+    second = conversation.model(input_ids=NEW, labels=NEW, past_key_values=first.past_key_values, **masks, **frames)
     (2 * second.loss + first.loss * prompt_too).backward()
-    grads = {name: None if p.grad is None else p.grad.clone() for name, p in talk.model.named_parameters()}
-    talk.model.zero_grad(set_to_none=True)
+    grads = {name: None if p.grad is None else p.grad.clone() for name, p in conversation.model.named_parameters()}
+    conversation.model.zero_grad(set_to_none=True)
     return grads
 
 
 @pytest.mark.parametrize("prompt_too", [True, False])
-@pytest.mark.parametrize("family", FAMILIES)
-def test_one_process_trains_through_a_cache(family: str, prompt_too: bool) -> None:
-    talk = Talk(family)
-    frames = {name: talk.prompt[name] for name in ("pixel_values",) if family == "idefics"}
-    expected = two_passes(talk, frames, prompt_too)
-    with patched(talk.model):
-        found = two_passes(talk, frames, prompt_too)
+@pytest.mark.parametrize("name", PROMPTS)
+def test_one_rank_trains_through_a_cache(name: str, prompt_too: bool) -> None:
+    conversation = Conversation(name)
+    frames = {"pixel_values": conversation.prompt["pixel_values"]} if name == "idefics" else {}
+    expected = two_passes(conversation, frames, prompt_too)
+    with patched(conversation.model):
+        found = two_passes(conversation, frames, prompt_too)
     value, where = worst_gradient(found, expected)
     assert value < TOLERANCE, (value, where)
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("native", ["per_head", "fused"])
-def test_native_and_patched_continue_each_others_caches_on_one_process(native: str) -> None:
-    talk = Talk(native)
-    expected = talk.whole(NEW, [1, 0])
-    native = talk.fill()
-    with patched(talk.model):
-        of_patched = talk.fill()
+@pytest.mark.parametrize("native", NATIVE)
+def test_native_and_patched_model_share_caches_on_one_rank(native: str) -> None:
+    conversation = Conversation(native)
+    expected = conversation.uncached(NEW, [1, 0])
+    native = conversation.fill()
+    with patched(conversation.model):
+        of_patched = conversation.fill()
         native.reorder_cache(torch.tensor([1, 0]))
-        assert error(talk.go_on(native, NEW, [1, 0]), expected) < TOLERANCE
+        assert error(conversation.resume(native, NEW, [1, 0]), expected) < TOLERANCE
     of_patched.reorder_cache(torch.tensor([1, 0]))
-    assert error(talk.go_on(of_patched, NEW, [1, 0]), expected) < TOLERANCE
+    assert error(conversation.resume(of_patched, NEW, [1, 0]), expected) < TOLERANCE
 
 
 @torch.no_grad()
-def test_caches_of_images_do_not_change_between_patched_and_unpatched_mllama() -> None:
-    talk = Talk("mllama")
-    unpatched = talk.fill()
-    with patched(talk.model):
-        of_patched = talk.fill()
+def test_mllama_cache_with_images_is_refused_across_patching() -> None:
+    conversation = Conversation("mllama")
+    unpatched = conversation.fill()
+    with patched(conversation.model):
+        of_patched = conversation.fill()
         with pytest.raises(
             ConfigError, match=r"past_key_values holds K and V of images that an unpatched model comput"
         ):
-            talk.go_on(unpatched, NEW, [0, 1])
+            conversation.resume(unpatched, NEW, [0, 1])
     with pytest.raises(ConfigError, match="in the form of the patched model that filled it, the frames' K and V among"):
-        talk.go_on(of_patched, NEW, [0, 1])
+        conversation.resume(of_patched, NEW, [0, 1])
     of_patched.reset()
     if of_patched.get_seq_length():
         return  # older versions of transformers only fill a dynamic cache with zeros
-    assert torch.equal(talk.go_on(talk.fill(of_patched), NEW, [0, 1]), talk.go_on(unpatched, NEW, [0, 1]))
+    assert torch.equal(
+        conversation.resume(conversation.fill(of_patched), NEW, [0, 1]), conversation.resume(unpatched, NEW, [0, 1])
+    )
 
 
-@torch.no_grad()
-def foreign_caches(rank: int, world: int) -> dict[str, str]:
-    """What continuing a cache says that another kind of model, or another group, filled."""
-    alone = [torch.distributed.new_group([member]) for member in range(world)][rank]
-    found = {}
-    for family, options in (("per_head", {}), ("idefics", {"shard_prompt_from": 2})):
-        talk = Talk(family)
-        native = talk.fill()
-        with patched(talk.model, **options):
-            cache = talk.fill()
-            if family == "per_head":
-                found["native, continued by patched"] = _message(talk, native)
-        found[f"{family}, continued by unpatched"] = _message(talk, cache)
-        with patched(talk.model, group=alone):
-            found[f"{family}, continued by another group"] = _message(talk, cache)
-    return found
-
-
-def _message(talk: Talk, cache: Any) -> str:
-    frames = {"pixel_values": talk.prompt["pixel_values"]} if talk.family == "idefics" else {}
+def refusal(conversation: Conversation, cache: Any) -> str:
+    frames = {"pixel_values": conversation.prompt["pixel_values"]} if conversation.family == "idefics" else {}
     with pytest.raises(ConfigError) as caught:
-        talk.go_on(cache, NEW, [0, 1], **frames)
+        conversation.resume(cache, NEW, [0, 1], **frames)
     return str(caught.value)
 
 
-def test_caches_of_several_ranks_are_refused_elsewhere() -> None:
-    for rank, found in enumerate(ranks(2).run(foreign_caches, timeout=PATIENCE)):
-        assert "unpatched model computed, all of them on this rank" in found.pop("native, continued by patched")
-        assert "holds K and V of the frames of one rank only" in found.pop("per_head, continued by unpatched")
-        assert "each rank its own tokens' only" in found.pop("idefics, continued by unpatched")
-        for message in found.values():
-            assert f"rank {rank} of 2 ranks then, rank 0 of 1 now" in message
+@pytest.mark.parametrize(("name", "options"), [("gated", {}), ("idefics", SHARDED)])
+def test_cache_of_several_ranks_is_refused_elsewhere(name: str, options: dict[str, Any]) -> None:
+    conversations = [Conversation(name) for _ in range(2)]
+
+    @torch.no_grad()
+    def run(comm: Any) -> None:
+        conversation = conversations[comm.rank]
+        native = conversation.fill()
+        with patched(conversation.model, group=comm, **options):
+            cache = conversation.fill()
+            if name == "gated":
+                assert "unpatched model computed, all of them on this rank" in refusal(conversation, native)
+        local = "holds K and V of the frames of one rank only" if name == "gated" else "each rank its own tokens' only"
+        assert local in refusal(conversation, cache)
+        with patched(conversation.model, group="self"):
+            assert f"rank {comm.rank} of 2 ranks then, rank 0 of 1 now" in refusal(conversation, cache)
+
+    run_loopback(2, run)
 
 
-@pytest.mark.parametrize("family", ["mllama", "per_head"])
-def test_generate_takes_a_prefix_cache_with_the_whole_prompt(family: str) -> None:
-    """As transformers documents it: the prompt's frames are passed again, and are those of the cache."""
-    talk = Talk(family)
-    given = talk.prompt_and(NEW)
-    expected = talk.model.generate(**given, **settings())
-    with patched(talk.model):
+@pytest.mark.parametrize("name", ["mllama", "gated"])
+def test_generate_accepts_a_prefix_cache_with_the_whole_prompt(name: str) -> None:
+    """As transformers documents it, the prompt's frames are passed again and equal those of the cache."""
+    conversation = Conversation(name)
+    given = conversation.prompt_and(NEW)
+    expected = conversation.model.generate(**given, **settings())
+    with patched(conversation.model):
         with torch.no_grad():
-            prefix = talk.fill()
-        found = talk.model.generate(**given, past_key_values=copy.deepcopy(prefix), **settings())
+            prefix = conversation.fill()
+        found = conversation.model.generate(**given, past_key_values=copy.deepcopy(prefix), **settings())
         assert torch.equal(found, expected)
         with pytest.raises(ShapeError, match="other frames were passed|others already"):
             others = given | {"pixel_values": given["pixel_values"] + 1}
-            talk.model.generate(**others, past_key_values=prefix, **settings())
+            conversation.model.generate(**others, past_key_values=prefix, **settings())
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_several_sampled_sequences_of_a_prompt_are_the_unpatched_models(family: str) -> None:
-    talk, given = Talk(family), settings(do_sample=True, temperature=1.3, top_k=20, num_return_sequences=3)
+@pytest.mark.parametrize("name", PROMPTS)
+def test_several_sampled_sequences_equal_unpatched(name: str) -> None:
+    conversation = Conversation(name)
+    given = settings(do_sample=True, temperature=1.3, top_k=20, num_return_sequences=3)
     torch.manual_seed(3)
-    expected = talk.model.generate(**talk.prompt, **given)
-    with patched(talk.model):
+    expected = conversation.model.generate(**conversation.prompt, **given)
+    with patched(conversation.model):
         torch.manual_seed(3)
-        assert torch.equal(talk.model.generate(**talk.prompt, **given), expected)
+        assert torch.equal(conversation.model.generate(**conversation.prompt, **given), expected)
 
 
 @torch.no_grad()
-def test_a_call_with_other_rows_than_the_cache_is_refused() -> None:
-    for family in FAMILIES:
-        talk = Talk(family)
-        with patched(talk.model):
-            cache = talk.fill()
+def test_call_with_other_rows_than_the_cache_is_refused() -> None:
+    for name in PROMPTS:
+        conversation = Conversation(name)
+        with patched(conversation.model):
+            cache = conversation.fill()
             with pytest.raises(ShapeError, match="past_key_values has 2 rows and the call has 1"):
-                talk.go_on(cache, NEW, [1])
+                conversation.resume(cache, NEW, [1])
 
 
-def test_configs_stay_the_models_own_and_are_saved_as_before() -> None:
-    for family in FAMILIES:
-        model = Talk(family).model
+def test_configs_keep_their_identity_and_are_saved_unchanged() -> None:
+    for name in PROMPTS:
+        model = Conversation(name).model
         before = {name: vars(m).get("config") for name, m in model.named_modules()}
         saved = model.config.to_json_string()
         with patched(model):

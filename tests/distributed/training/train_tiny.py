@@ -18,7 +18,7 @@ from transformers import Trainer, TrainerCallback, TrainingArguments
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
 
 from mllm_seqpar import SeqParConfig, SeqParTrainer, patch_model  # noqa: E402
-from tiny import IMAGE_TOKEN, tiny_frames, tiny_model, tiny_text  # noqa: E402
+from mllm_seqpar.patches.mplug_owl3.testing import IMAGE_TOKEN, tiny_frames, tiny_model, tiny_text  # noqa: E402
 
 SETTINGS: dict[str, Any] = {
     "use_cpu": True,

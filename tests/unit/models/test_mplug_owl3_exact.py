@@ -5,8 +5,8 @@ import torch
 from torch import Tensor
 
 from mllm_seqpar.models.mplug_owl3 import visual_inputs
+from mllm_seqpar.patches.mplug_owl3.testing import GATES, IMAGE_TOKEN, tiny_frames, tiny_model, tiny_text
 from mplug_owl3_reference import Numbers, reference_logits, reference_loss
-from tiny import GATES, IMAGE_TOKEN, tiny_frames, tiny_model, tiny_text
 from tolerances import AGAINST_UNPATCHED
 
 pytestmark = pytest.mark.rounding

@@ -14,7 +14,7 @@ from mllm_seqpar import patch_model
 from mllm_seqpar.comm import Communicator, run_loopback
 from mllm_seqpar.errors import ShapeError
 from mllm_seqpar.models.mplug_owl3.visual_inputs import visual_cache
-from tiny import GATES, IMAGE_TOKEN, tiny_frames, tiny_model, tiny_text
+from mllm_seqpar.patches.mplug_owl3.testing import GATES, IMAGE_TOKEN, tiny_frames, tiny_model, tiny_text
 
 NEW = 5
 

@@ -7,7 +7,7 @@ from torch import Tensor
 from mllm_seqpar.errors import ConfigError, ShapeError
 from mllm_seqpar.models.mplug_owl3 import MediaLayout, media_layout
 from mllm_seqpar.models.mplug_owl3.visual_inputs import row_blocks
-from tiny import GATES, IMAGE_TOKEN, tiny_text
+from mllm_seqpar.patches.mplug_owl3.testing import GATES, IMAGE_TOKEN, tiny_text
 
 NOTHING = -1000000  # the published value for a row of a sample without images
 

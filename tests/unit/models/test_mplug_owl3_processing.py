@@ -11,7 +11,7 @@ from transformers import AutoProcessor
 
 from mllm_seqpar.errors import DataError, ShapeError
 from mllm_seqpar.models.mplug_owl3 import MPlugOwl3ImageProcessor, MPlugOwl3Processor, image_processing
-from tiny import GATES, IMAGE_TOKEN, tiny_model, tiny_tokenizer
+from mllm_seqpar.patches.mplug_owl3.testing import GATES, IMAGE_TOKEN, tiny_model, tiny_tokenizer
 
 
 def picture(seed: int, height: int = 40, width: int = 50) -> np.ndarray:

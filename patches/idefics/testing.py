@@ -1,0 +1,149 @@
+"""A tiny IDEFICS for tests: the real class with random weights. See `patches/testing.py`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import IdeficsConfig, IdeficsForVisionText2Text
+
+from ..testing import TinyCase, frame_shard
+
+VOCABULARY = 128
+LORA_TARGETS = r"model\.(layers\.\d+\.self_attn|gated_cross_attn_layers\.\d+\.cross_attn)\.(q|k|v|o)_proj"
+FRAME_INPUTS = ("pixel_values", "image_encoder_embeddings", "perceiver_embeddings")
+
+
+@dataclass(frozen=True)
+class Case(TinyCase):
+    """A batch of IDEFICS; `frames` are images, `features` is None, "encoder" or "perceiver".
+
+    Attributes:
+        mask: what a token sees: the "last" image, all "before" it, some of them ("holes") or "nothing".
+    """
+
+    mask: str = "last"
+
+
+def tiny_model(**overrides: Any) -> Any:
+    """Return a model in eval mode of 4 layers of width 32, with a cross-attention block before every second one."""
+    fields: dict[str, Any] = {
+        "vocab_size": VOCABULARY,
+        "additional_vocab_size": 0,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "cross_layer_interval": 2,
+        "qk_layer_norms": True,
+        "use_resampler": False,
+        "alpha_type": "vector",
+        "alpha_initializer": "ones",
+        "dropout": 0.0,
+        "freeze_text_layers": False,
+        "freeze_vision_layers": False,
+        "freeze_lm_head": False,
+        "tie_word_embeddings": False,
+        "max_position_embeddings": 512,
+        "pad_token_id": 0,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "vision_config": {
+            "embed_dim": 24,
+            "image_size": 16,
+            "patch_size": 8,
+            "intermediate_size": 32,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 2,
+        },
+        "perceiver_config": {
+            "resampler_depth": 2,
+            "resampler_n_heads": 2,
+            "resampler_head_dim": 8,
+            "resampler_n_latents": 3,
+            "qk_layer_norms_perceiver": True,
+        },
+    }
+    model = IdeficsForVisionText2Text(IdeficsConfig(**fields | overrides)).eval()
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            drawn = torch.randn(weight.shape, generator=generator)
+            if "alpha" in name:
+                weight.copy_(drawn)
+            elif "norm" in name and name.endswith("weight"):
+                weight.copy_(1 + 0.2 * drawn)
+            elif name.endswith("bias"):
+                weight.copy_(0.3 * drawn)
+            elif "embed" in name or "latents" in name:
+                weight.copy_(0.5 * drawn)
+            else:
+                weight.copy_(drawn * weight[0].numel() ** -0.5)
+    return model
+
+
+def image_mask(case: Case) -> Tensor:
+    """Return (B, L, I) of 0 and 1: which token sees which image of its sample; the first tokens see none."""
+    batch, images = len(case.frames), max(case.frames)
+    generator = torch.Generator().manual_seed(5)
+    mask = torch.zeros(batch, case.length, images, dtype=torch.long)
+    for sample, count in enumerate(case.frames):
+        starts = sorted(torch.randperm(case.length - 2, generator=generator)[:count].add(1).tolist())
+        for image, start in enumerate(starts):
+            stop = case.length
+            if case.mask == "last" and image + 1 < count:
+                stop = starts[image + 1]
+            mask[sample, start:stop, image] = 1
+    if case.mask == "holes":
+        mask &= torch.rand(mask.shape, generator=generator) < 0.6
+    elif case.mask == "nothing":
+        mask.zero_()
+    return mask
+
+
+def inputs_of(case: Case, model: nn.Module) -> dict[str, Any]:
+    """Return the arguments of the unpatched model's forward."""
+    generator = torch.Generator().manual_seed(1)
+    batch, images = len(case.frames), max(case.frames)
+    additional = case.model.get("additional_vocab_size", 0)
+    ids = torch.randint(3, VOCABULARY, (batch, case.length), generator=generator)
+    ids[:, -additional - 1 : -1] = torch.arange(VOCABULARY, VOCABULARY + additional)
+    inputs: dict[str, Any] = {"input_ids": ids, "image_attention_mask": image_mask(case), **case.arguments}
+    real = case.real()
+    if real is not None:
+        ids.masked_fill_(~real, 0)
+        inputs["attention_mask"] = real.long()
+    inputs |= case.targets(ids)
+    size = 24 if case.arguments.get("interpolate_pos_encoding") else 16
+    pixels = torch.randn(batch, images, 3, size, size, generator=generator)
+    if case.features == "encoder":
+        inputs["image_encoder_embeddings"] = torch.randn(batch, images, 5, 24, generator=generator)
+    elif case.features == "perceiver":
+        inputs["perceiver_embeddings"] = torch.randn(batch, images, 3, 24, generator=generator)
+    else:
+        inputs["pixel_values"] = pixels
+    return case.prepared(inputs, model)
+
+
+def local_frames(inputs: dict[str, Any], group: Any = None) -> dict[str, Any]:
+    """Return the same inputs for a rank that passes only its frame shard."""
+    return frame_shard(inputs, {n: inputs[n].flatten(0, 1) for n in FRAME_INPUTS if n in inputs}, group)
+
+
+def shard_units(model: Any) -> list[nn.Module]:
+    """Return decoder layers, cross-attention blocks and the layers of the vision tower."""
+    inner = model.model
+    return [*inner.layers, *inner.gated_cross_attn_layers, *inner.vision_model.encoder.layers]
+
+
+def unpatched_forward(model: Any, inputs: dict[str, Any]) -> Any:
+    """Return the unpatched model's output. With additional tokens, transformers fails and the loss is computed here."""
+    labels = inputs.get("labels")
+    if labels is None or not model.config.additional_vocab_size:
+        return model(**inputs, output_hidden_states=True)
+    out = model(**inputs | {"labels": None}, output_hidden_states=True)
+    rows = out.logits[:, :-1].double()
+    out.loss = nn.functional.cross_entropy(rows.flatten(0, 1), labels[:, 1:].flatten())
+    return out

@@ -1,0 +1,197 @@
+"""A tiny mPLUG-Owl3 for tests: the real classes with random weights. See `patches/testing.py`."""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from tokenizers import Regex, Tokenizer, models, pre_tokenizers
+from torch import Tensor
+from transformers import PreTrainedTokenizerFast, SiglipVisionConfig
+
+from mllm_seqpar.models.mplug_owl3 import MPlugOwl3Config, MPlugOwl3ForConditionalGeneration
+
+from ..testing import TinyCase, frame_shard
+
+GATES = ("per_head", "vector", None)
+IMAGE_TOKEN = 255
+IMAGE_SIZE = 28
+TOKENS_PER_FRAME = 4
+
+
+def tiny_config(gate: str | None = "per_head", **overrides: Any) -> MPlugOwl3Config:
+    """Return a config of 4 layers of width 64, hyper layers 1 and 3, 4 heads, 2 KV heads of 16, 4 tokens a frame."""
+    vision: dict[str, Any] = {
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 2,
+        "image_size": IMAGE_SIZE,
+        "patch_size": 14,
+    }
+    fields: dict[str, Any] = {
+        "gate": gate,
+        "hyper_layers": [1, 3],
+        "image_token_id": IMAGE_TOKEN,
+        "vocab_size": 256,
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 4096,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "pad_token_id": 0,
+    }
+    vision |= overrides.pop("vision", {})
+    return MPlugOwl3Config(**(fields | {"vision_config": SiglipVisionConfig(**vision)} | overrides))
+
+
+def tiny_model(gate: str | None = "per_head", seed: int = 0, **overrides: Any) -> MPlugOwl3ForConditionalGeneration:
+    """Return a model in eval mode whose norms are not ones, whose biases and gates are not zeros."""
+    generator = torch.Generator().manual_seed(seed)
+    model = MPlugOwl3ForConditionalGeneration(tiny_config(gate, **overrides)).eval()
+
+    def normal(like: Tensor, scale: float) -> Tensor:
+        return torch.randn(like.shape, generator=generator).to(like.dtype) * scale
+
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if name.endswith(".gate"):
+                weight.copy_(normal(weight, 1.0))
+            elif "norm" in name and name.endswith("weight"):
+                weight.copy_(1 + normal(weight, 0.2))
+            elif name.endswith("bias"):
+                weight.copy_(normal(weight, 0.3))
+            elif "embed" in name or "probe" in name:
+                weight.copy_(normal(weight, 0.5))
+            else:
+                # With sharper attention, float32 rounding reaches 1e-5 in the gradients.
+                weight.copy_(normal(weight, weight[0].numel() ** -0.5))
+    return model
+
+
+def tiny_frames(count: int, seed: int = 0) -> Tensor:
+    """Return random frames, (count, 3, 28, 28)."""
+    return torch.randn(count, 3, IMAGE_SIZE, IMAGE_SIZE, generator=torch.Generator().manual_seed(seed))
+
+
+def tiny_text(*frames: int, length: int = 12, seed: int = 0) -> Tensor:
+    """Return (B, length) token ids; sample i has `frames[i]` placeholders, none of them first or last."""
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(3, IMAGE_TOKEN, (len(frames), length), generator=generator)
+    for sample, count in enumerate(frames):
+        ids[sample, torch.randperm(length - 2, generator=generator)[:count] + 1] = IMAGE_TOKEN
+    return ids
+
+
+LORA_TARGETS = ["q_proj", "v_kv_proj", "k_proj"]
+
+
+@dataclass(frozen=True)
+class Case(TinyCase):
+    """A batch of mPLUG-Owl3.
+
+    Attributes:
+        packed: the lengths of the sequences that are packed into each row, separated by `position_ids`.
+        offsets: whether `media_offset` is passed.
+    """
+
+    frames: tuple[int, ...] = (5,)
+    length: int = 13
+    packed: tuple[int, ...] = ()
+    offsets: bool = False
+
+
+def inputs_of(case: Case, model: Any) -> dict[str, Any]:
+    """Return the arguments of the unpatched model's forward."""
+    ids, real = tiny_text(*case.frames, length=case.length), case.real()
+    inputs: dict[str, Any] = dict(case.arguments)
+    if real is not None:
+        for sample in range(1, len(ids)):
+            # All placeholders stay: they precede the text, which loses as many tokens as padding adds.
+            is_frame = ids[sample] == IMAGE_TOKEN
+            tokens = torch.cat([ids[sample][is_frame], ids[sample][~is_frame]])
+            ids[sample] = torch.cat([tokens.new_zeros(2 * sample), tokens[: case.length - 2 * sample]])
+        if case.padding == "right":
+            ids = ids.flip(1)
+        inputs["attention_mask"] = real.long()
+    inputs["input_ids"] = ids
+    if case.packed:
+        positions = torch.cat([torch.arange(part) for part in case.packed])
+        inputs |= {"position_ids": positions[None].expand(len(ids), -1), "use_cache": False}
+    inputs |= case.targets(ids)
+    total = sum(case.frames)
+    if total and case.features:
+        generator = torch.Generator().manual_seed(3)
+        inputs["image_embeds"] = torch.randn(total, TOKENS_PER_FRAME, model.config.hidden_size, generator=generator)
+    elif total:
+        inputs["pixel_values"] = tiny_frames(total)
+    if case.offsets or case.embeds:
+        inputs["media_offset"] = media_offset(model.config.gate, ids)
+    return case.prepared(inputs, model)
+
+
+def media_offset(gate: str | None, ids: Tensor) -> Any:
+    """Return `media_offset` in the form that the published checkpoints take."""
+    placeholders = ids == IMAGE_TOKEN
+    if gate is None:
+        return [row.nonzero().flatten() for row in placeholders]
+    counts = placeholders.sum(1)
+    first = (counts.cumsum(0) - counts)[:, None].expand_as(ids)
+    before = placeholders.long().cumsum(1) - placeholders.long()
+    stop = torch.where(counts[:, None] > 0, first + before, -1000000)
+    return torch.stack([first, stop], dim=-1)
+
+
+def local_frames(inputs: dict[str, Any], group: Any = None) -> dict[str, Any]:
+    """Return the same inputs for a rank that passes only its frame shard."""
+    name = "pixel_values" if "pixel_values" in inputs else "image_embeds"
+    return frame_shard(inputs, {name: inputs[name]}, group)
+
+
+def shard_units(model: Any) -> list[Any]:
+    """Return the decoder layers and the layers of the vision tower."""
+    return [*model.language_model.model.layers, *model.vision_model.encoder.layers]
+
+
+def tiny_tokenizer(*, placeholder: bool = True, end_of_document: bool = True) -> PreTrainedTokenizerFast:
+    """Return a tokenizer of characters and ChatML's marks, with the tiny model's placeholder if `placeholder`."""
+    marks = ["<pad>", "<unk>", "<|im_start|>", "<|im_end|>"] + ["<|endoftext|>"] * end_of_document
+    characters = [chr(code) for code in range(32, 127)] + ["\n"]
+    vocabulary = {token: number for number, token in enumerate(marks + characters)}
+    if placeholder:
+        vocabulary["<|image|>"] = IMAGE_TOKEN
+    backend = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    backend.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
+    backend.add_special_tokens([*marks, *(["<|image|>"] if placeholder else [])])
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend, pad_token="<pad>", unk_token="<unk>", eos_token="<|im_end|>", padding_side="left"
+    )
+
+
+def write_published_tokenizer(folder: Path) -> None:
+    """Write a small tokenizer in the published form: Qwen2's byte pairs, no token for `<|image|>`.
+
+    As in Qwen2's merges, `>` merges with a line break after it and `<` with a space before it.
+    """
+    plain = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+    others = [byte for byte in range(256) if byte not in plain]
+    characters = [chr(byte) for byte in plain] + [chr(256 + number) for number in range(len(others))]
+    merges = ["> Ċ", "Ġ <", "i m", "im a", "ima g", "imag e", "Ċ Ċ"]
+    words = characters + [merge.replace(" ", "") for merge in merges]
+    marks = {number: mark for number, mark in enumerate(("<|endoftext|>", "<|im_start|>", "<|im_end|>"), len(words))}
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "vocab.json").write_text(json.dumps({word: number for number, word in enumerate(words)}))
+    (folder / "merges.txt").write_text("\n".join(["#version: 0.2", *merges]) + "\n")
+    token = {"lstrip": False, "normalized": False, "rstrip": False, "single_word": False, "special": True}
+    settings = {
+        "added_tokens_decoder": {str(number): token | {"content": mark} for number, mark in marks.items()},
+        "additional_special_tokens": ["<|im_start|>", "<|im_end|>"],
+        "eos_token": "<|endoftext|>",
+        "pad_token": "<|endoftext|>",
+        "tokenizer_class": "Qwen2Tokenizer",
+    }
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))

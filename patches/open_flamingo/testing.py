@@ -1,0 +1,205 @@
+"""Tiny OpenFlamingo models for tests: the real class over the supported language models, with random weights.
+
+See `patches/testing.py`. Importing this module raises ImportError without the package open_flamingo. That package
+imports open_clip, which needs torchvision; the class `Flamingo` needs neither, so an empty module replaces open_clip.
+"""
+
+import sys
+import types
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import (
+    GPTNeoXConfig,
+    GPTNeoXForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MptConfig,
+    MptForCausalLM,
+    OPTConfig,
+    OPTForCausalLM,
+)
+
+from mllm_seqpar.models.open_flamingo.language import QKNormMptForCausalLM
+
+from ..testing import TinyCase, frame_shard
+
+sys.modules.setdefault("open_clip", types.ModuleType("open_clip"))
+from open_flamingo import Flamingo  # noqa: E402
+from open_flamingo.src.flamingo_lm import FlamingoLMMixin  # noqa: E402
+from open_flamingo.src.utils import extend_instance  # noqa: E402
+
+LANGUAGE_MODELS = ("opt", "llama", "mpt", "gpt_neox")
+MPT_1B = "mpt with QK norm"
+"""The language model of OpenFlamingo-3B: MPT with norms of queries and keys."""
+LORA_TARGETS = ["to_q", "to_kv", "Wqkv"]
+VOCABULARY = 64
+MEDIA, END_OF_CHUNK, PAD = 60, 61, 1
+IMAGE_SIZE = 12
+WIDTH = 24  # of the vision tower and the perceiver
+LAYERS = {
+    "opt": "model.decoder.layers",
+    "llama": "model.layers",
+    "mpt": "transformer.blocks",
+    MPT_1B: "transformer.blocks",
+    "gpt_neox": "gpt_neox.layers",
+}
+
+
+class Tower(nn.Module):
+    """Map pixels (n, 3, 12, 12) to pooled (n, 24) and tokens (n, 9, 24), as open_clip's towers do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.patches = nn.Conv2d(3, WIDTH, 4, stride=4)
+        self.mix = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, pixels: Tensor) -> tuple[Tensor, Tensor]:  # noqa: D102
+        tokens = self.patches(pixels).flatten(2).transpose(1, 2)
+        tokens = tokens + torch.tanh(self.mix(tokens))
+        return tokens.mean(1), tokens
+
+
+def _language_model(name: str) -> nn.Module:
+    common: dict[str, Any] = {"vocab_size": VOCABULARY, "pad_token_id": PAD, "bos_token_id": 2, "eos_token_id": 3}
+    if name == "opt":
+        shape = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "ffn_dim": 48}
+        return OPTForCausalLM(
+            OPTConfig(**common, **shape, word_embed_proj_dim=24, max_position_embeddings=96, dropout=0.0)
+        )
+    if name == "llama":
+        shape = {"hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2}
+        return LlamaForCausalLM(LlamaConfig(**common, **shape, intermediate_size=48, max_position_embeddings=96))
+    if name == MPT_1B:
+        return QKNormMptForCausalLM(
+            MptConfig(**common, d_model=36, n_heads=4, n_layers=2, max_seq_len=96, attn_config={"qk_ln": True})
+        )
+    if name == "mpt":  # head_dim is no square, so ALiBi biases divided by the scale are no powers of two
+        return MptForCausalLM(MptConfig(**common, d_model=36, n_heads=3, n_layers=2, max_seq_len=96))
+    assert name == "gpt_neox"
+    shape = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48}
+    return GPTNeoXForCausalLM(GPTNeoXConfig(**common, **shape, max_position_embeddings=96))
+
+
+def tiny_model(language_model: str = "mpt", *, every: int = 1, immediate: bool = True, seed: int = 0) -> Any:
+    """Return a `Flamingo` in eval mode.
+
+    Args:
+        language_model: one of `LANGUAGE_MODELS`, or `MPT_1B`.
+        every: a gated cross-attention block precedes every `every`-th layer.
+        immediate: `only_attend_immediate_media`.
+        seed: of the weights.
+    """
+    name = language_model
+    torch.manual_seed(seed)
+    decoder: Any = _language_model(name)
+    extend_instance(decoder, FlamingoLMMixin)
+    decoder.set_decoder_layers_attr_name(LAYERS[name])
+    tower = types.SimpleNamespace(visual=Tower())
+    model = Flamingo(tower, decoder, END_OF_CHUNK, MEDIA, WIDTH, cross_attn_every_n_layers=every).eval()
+    del model.perceiver.layers[2:]  # six would dominate the float32 rounding error
+    generator, tied = torch.Generator().manual_seed(seed), ("decoder.embed_tokens.weight", "wte.weight")
+    with torch.no_grad():
+        for path, weight in model.named_parameters():
+            noise = torch.randn(weight.shape, generator=generator)
+            if path.endswith("_gate"):
+                weight.copy_(0.5 + 0.3 * noise)
+            elif weight.dim() == 1 and path.endswith("weight"):  # norms
+                weight.copy_(1 + 0.2 * noise)
+            elif weight.dim() == 1:
+                weight.copy_(0.2 * noise)
+            elif path.endswith(tied):  # larger tied weights repeat the last token
+                weight.copy_(noise * 0.15)
+            elif "lang_encoder" in path and "gated" not in path:
+                weight.copy_(noise * weight.shape[-1] ** -0.5)
+            elif "to_q" in path or "to_kv" in path:  # attention is far from uniform
+                weight.copy_(noise * 1.5 * weight.shape[-1] ** -0.5)
+    for block in decoder.gated_cross_attn_layers:
+        if block is not None:
+            block.attn.only_attend_immediate_media = immediate
+    return model
+
+
+def pixels(samples: int, media: int, seed: int = 1) -> Tensor:
+    """Return random media, (B, T, 1, 3, 12, 12)."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(samples, media, 1, 3, IMAGE_SIZE, IMAGE_SIZE, generator=generator)
+
+
+def text(*media: tuple[int, ...], length: int = 13, seed: int = 2) -> Tensor:
+    """Return (B, length) token ids; `media` gives the positions of each sample's media tokens."""
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(4, MEDIA, (len(media), length), generator=generator)
+    for sample, places in enumerate(media):
+        ids[sample, list(places)] = MEDIA
+    return ids
+
+
+@dataclass(frozen=True)
+class Case(TinyCase):
+    """A batch of OpenFlamingo.
+
+    Attributes:
+        frames: the positions of each sample's media tokens.
+        media: the number of media of each sample.
+    """
+
+    frames: tuple[tuple[int, ...], ...] = ((1, 4, 7),)
+    length: int = 13
+    media: int = 3
+
+
+def inputs_of(case: Case, model: Any = None) -> dict[str, Any]:
+    """Return the arguments of `Flamingo.forward`."""
+    ids, real = text(*case.frames, length=case.length), case.real()
+    if real is not None:
+        ids.masked_fill_(~real, PAD)
+    mask = torch.ones_like(ids) if real is None else real.long()
+    inputs = {"vision_x": pixels(len(case.frames), case.media), "lang_x": ids, "attention_mask": mask}
+    return inputs | case.targets(ids, ids == MEDIA)
+
+
+def local_frames(inputs: dict[str, Any], group: Any = None) -> dict[str, Any]:
+    """Return the same inputs for a rank that passes only its own media."""
+    return frame_shard(inputs, {"vision_x": inputs["vision_x"].flatten(0, 1)}, group)
+
+
+def shard_units(model: Any) -> list[nn.Module]:
+    """Return the blocks, decoder layers and towers, each of which has one place in the module tree."""
+    decoder = model.lang_encoder
+    return [
+        *(block for block in decoder.gated_cross_attn_layers if block is not None),
+        *decoder.old_decoder_blocks,
+        model.perceiver,
+        model.vision_encoder,
+    ]
+
+
+def unpatched_generate(model: Any, **inputs: Any) -> Tensor:
+    """Return the tokens of the unpatched model, which needs `attention_mask_restored` on transformers 5."""
+    with attention_mask_restored(model):
+        return model.generate(**inputs)
+
+
+@contextmanager
+def attention_mask_restored(model: Any) -> Iterator[None]:
+    """Pass a mask of ones to the unpatched language model where transformers 5 omits it."""
+    decoder = model.lang_encoder
+    unpatched = decoder.forward
+
+    def forward(input_ids: Tensor, attention_mask: Tensor | None = None, **kwargs: Any) -> Any:
+        if attention_mask is None:
+            cache = kwargs.get("past_key_values")
+            past = 0 if cache is None else cache.get_seq_length()
+            attention_mask = torch.ones(input_ids.shape[0], past + input_ids.shape[1], dtype=torch.long)
+        return unpatched(input_ids, attention_mask, **kwargs)
+
+    decoder.forward = forward
+    try:
+        yield
+    finally:
+        del decoder.forward

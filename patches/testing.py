@@ -1,0 +1,112 @@
+"""What a family's `testing` module provides to the tests: a tiny random model of the real class, and batches for it.
+
+Each family folder has a module `testing` with these names:
+
+- `Case`: a `TinyCase` with the fields that only this family has.
+- `tiny_model(**overrides)`: a model in eval mode. No weight has a value that could hide a mistake, such as a gate of 0.
+- `inputs_of(case, model)`: the arguments of the unpatched model's forward.
+- `local_frames(inputs, group)`: the same arguments for a rank that passes only its frame shard.
+- `shard_units(model)`: the modules that FSDP2 shards as units.
+- `LORA_TARGETS`: the projections that LoRA adapts, as PEFT's `target_modules`.
+
+Optional: `unpatched_forward(model, inputs)` and `unpatched_generate(model, **inputs)`, where the unpatched model fails
+and its result can be computed in another way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+
+from mllm_seqpar import FrameShard, frame_range
+
+
+@dataclass(frozen=True)
+class TinyCase:
+    """One batch of a tiny model, and how the model is built and patched.
+
+    Attributes:
+        frames: the number of frames of each sample; a family may give each entry more structure.
+        length: the number of tokens of each row, padding included.
+        padding: "left", "right" or None. Sample i has 2 * i padding tokens.
+        labels: "usual", "shifted" (`shift_labels`), "few" (the last two tokens), "every row" or None.
+        features: which encoded form replaces the pixels, or None.
+        embeds: whether `inputs_embeds` replaces `input_ids`.
+        local_frames: whether each rank passes only its frame shard, with `visual_shard`.
+        wants_grad: the inputs whose gradients are compared.
+        arguments: further arguments of forward.
+        model: arguments of `tiny_model`.
+        options: options of `patch_model`.
+        train: whether the model is in training mode.
+        double: whether model and inputs are float64, for a gradient whose terms cancel.
+    """
+
+    frames: tuple[Any, ...] = (3,)
+    length: int = 11
+    padding: str | None = None
+    labels: str | None = "usual"
+    features: str | None = None
+    embeds: bool = False
+    local_frames: bool = False
+    wants_grad: tuple[str, ...] = ()
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+    model: Mapping[str, Any] = field(default_factory=dict)
+    options: Mapping[str, Any] = field(default_factory=dict)
+    train: bool = False
+    double: bool = False
+
+    def with_options(self, **options: Any) -> Self:
+        """Return the same case with these options of `patch_model` added."""
+        return replace(self, options={**self.options, **options})
+
+    def with_model(self, **overrides: Any) -> Self:
+        """Return the same case with these arguments of `tiny_model` added."""
+        return replace(self, model={**self.model, **overrides})
+
+    def model_overrides(self) -> dict[str, Any]:
+        """Return the arguments of `tiny_model`."""
+        return dict(self.model)
+
+    def real(self) -> Tensor | None:
+        """Return which tokens are not padding, (B, L) bool, or None without padding."""
+        if self.padding is None:
+            return None
+        real = torch.ones(len(self.frames), self.length, dtype=torch.bool)
+        for sample in range(1, len(self.frames)):
+            real[sample, : 2 * sample] = False
+        return real if self.padding == "left" else real.flip(1)
+
+    def targets(self, ids: Tensor, ignored: Tensor | None = None) -> dict[str, Tensor]:
+        """Return `labels` or `shift_labels` for these token ids; `ignored` (B, L) bool marks further non-targets."""
+        if self.labels is None:
+            return {}
+        if self.labels == "every row":
+            return {"shift_labels": ids.clone()}
+        labels, real = ids.clone(), self.real()
+        labels[:, : -2 if self.labels == "few" else min(2, self.length - 2)] = -100
+        for mask in (ignored, None if real is None else ~real):
+            if mask is not None:
+                labels.masked_fill_(mask, -100)
+        if self.labels == "shifted":
+            return {"shift_labels": torch.nn.functional.pad(labels, (0, 1), value=-100)[:, 1:].contiguous()}
+        return {"labels": labels}
+
+    def prepared(self, inputs: dict[str, Any], model: Any) -> dict[str, Any]:
+        """Apply `embeds` and `wants_grad` to the inputs."""
+        if self.embeds:
+            inputs["inputs_embeds"] = model.get_input_embeddings()(inputs.pop("input_ids")).detach()
+        for name in self.wants_grad:
+            inputs[name].requires_grad_()
+        return inputs
+
+
+def frame_shard(inputs: dict[str, Any], frames: Mapping[str, Tensor], group: Any) -> dict[str, Any]:
+    """Return `inputs` with this rank's rows of `frames`, tensors with one row a frame, and their `visual_shard`."""
+    total = next(iter(frames.values())).shape[0]
+    local = frame_range(total, group)
+    shards = {name: x[local.start : local.stop] for name, x in frames.items()}
+    return inputs | shards | {"visual_shard": FrameShard(local.start, local.stop, total)}

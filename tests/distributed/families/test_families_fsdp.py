@@ -1,0 +1,294 @@
+"""Layer: gloo ranks. Patched models under FSDP2 and DDP train and generate as the unpatched ones in one process."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+
+from family_cases import BATCHES, FUSED
+from family_harness import TOLERANCE, family_module, inputs_of, model_of, settings, slow_unless
+from mllm_seqpar import patch_model
+from mllm_seqpar.errors import ConfigError
+from mllm_seqpar.patches.idefics.testing import Case as Idefics
+from mllm_seqpar.patches.mllama.testing import Case as Mllama
+from mllm_seqpar.patches.mllama.testing import tiny_model as tiny_mllama
+from mllm_seqpar.patches.mplug_owl3.testing import Case as Owl
+from mllm_seqpar.patches.mplug_owl3.testing import tiny_model
+from outcomes import error, worst_gradient
+from ranks import ranks
+from tolerances import assert_as_near_as_unpatched
+
+VIDEO, ONE_FRAME, TEXT = Owl(frames=(3, 2)), Owl(frames=(1,)), Owl(frames=(0, 0), length=11)
+FEATURES = Owl(frames=(2,), features="projected")
+NO_FEATURES = Owl(frames=(0,), arguments={"image_embeds": torch.zeros(0, 4, 64)})
+IMAGES, ONE_IMAGE, WORDS = BATCHES["mllama"], Mllama(frames=((2,),), length=9), Mllama(frames=((), ()))
+SHORT, ONE_PICTURE = Mllama(frames=((2,),), length=5), Idefics(frames=(1,), length=9)
+CHUNKS = {"mlp_chunk_size": 5, "vision_chunk_size": 1}
+
+
+def shard(model: Any, family: str, mesh: Any = None, **options: Any) -> None:
+    """Apply FSDP2 as a user does: one unit for each of the family's layers, and one for the rest."""
+    for unit in family_module(family).shard_units(model):
+        fully_shard(unit, mesh=mesh, **options)
+    fully_shard(model, mesh=mesh, **options)
+
+
+def unsharded(x: Any) -> Any:
+    return x.full_tensor() if isinstance(x, DTensor) else x
+
+
+def adamw(model: nn.Module) -> torch.optim.AdamW:
+    # Epsilon is far above rounding, which otherwise becomes whole steps where a gradient is zero.
+    return torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2, eps=1e-3)
+
+
+def train(model: Any, batches: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return losses, gradient norms, and the last step's gradients and weights."""
+    optimizer, found = adamw(model), {"losses": [], "norms": []}
+    for inputs in batches:
+        optimizer.zero_grad(set_to_none=True)
+        loss = model(**inputs).loss
+        loss.backward()
+        grads = {name: unsharded(weight.grad) for name, weight in model.named_parameters()}
+        found["losses"].append(loss.item())
+        found["norms"].append(sum(g.norm().item() ** 2 for g in grads.values() if g is not None) ** 0.5)
+        optimizer.step()
+    return found | {"grads": grads, "weights": {name: unsharded(p) for name, p in model.named_parameters()}}
+
+
+@dataclass(frozen=True)
+class Run:
+    """A training run: `groups` has the batches of each data-parallel group, one for each step."""
+
+    family: str
+    world: int
+    groups: list[list[Any]]
+    checkpointing: bool = False
+    sharded_first: bool = True
+    local_frames: bool = False
+    model: Mapping[str, Any] = field(default_factory=dict)
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    def new_model(self) -> Any:
+        return model_of(self.family, self.groups[0][0].with_model(**self.model)).train()
+
+    def inputs(self, case: Any, model: Any) -> dict[str, Any]:
+        return inputs_of(self.family, case, model)
+
+
+def fsdp_rank(rank: int, world: int, run: Run) -> dict[str, Any]:
+    mesh = init_device_mesh("cpu", (len(run.groups), world // len(run.groups)), mesh_dim_names=("dp", "sp"))
+    model, group = run.new_model(), mesh["sp"]
+    if run.checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    if not run.sharded_first:
+        patch_model(model, group=group, **run.options)
+    shard(model, run.family, mesh["dp", "sp"]._flatten("all"))
+    if run.sharded_first:
+        patch_model(model, group=group, **run.options)
+    number = mesh["dp"].get_local_rank()
+    cases, batches = run.groups[number], []
+    for case in cases:
+        inputs = run.inputs(case, model)
+        local = run.local_frames and sum(case.frames)
+        batches.append(family_module(run.family).local_frames(inputs, group) if local else inputs)
+    found = train(model, batches)
+    assert all(isinstance(weight, DTensor) for weight in model.parameters())
+    if run.family == "mplug_owl3":
+        model.eval()
+        inputs = {name: x for name, x in run.inputs(cases[0], model).items() if name != "labels"}
+        # With two groups, one continues when the other has finished, and still needs its shards of the weights.
+        found["tokens"] = model.generate(**inputs, **settings(max_new_tokens=3 + 2 * number))
+    return found if rank == 0 else {name: found[name] for name in ("losses", "tokens") if name in found}
+
+
+def check_fsdp(run: Run) -> None:
+    """Compare each group's losses and tokens, and the last gradients and weights, with one unpatched process."""
+    family_module(run.family)
+    outcomes = ranks(run.world).run(fsdp_rank, run)
+    model, losses = run.new_model(), []
+    optimizer = adamw(model)
+    for batch in zip(*run.groups, strict=True):
+        optimizer.zero_grad(set_to_none=True)
+        each = [model(**run.inputs(case, model)).loss for case in batch]
+        torch.stack(each).mean().backward()
+        losses.append([loss.item() for loss in each])
+        grads = {name: weight.grad for name, weight in model.named_parameters()}
+        optimizer.step()
+    for rank, found in enumerate(outcomes):
+        number = rank // (run.world // len(run.groups))
+        assert found["losses"] == pytest.approx([step[number] for step in losses], rel=TOLERANCE), rank
+        if "tokens" in found:
+            case = run.groups[number][0]
+            inputs = {name: x for name, x in run.inputs(case, model).items() if name != "labels"}
+            expected = model.eval().generate(**inputs, **settings(max_new_tokens=3 + 2 * number))
+            assert torch.equal(found["tokens"], expected)
+    value, name = worst_gradient(outcomes[0]["grads"], grads)
+    assert value < 10 * TOLERANCE, (value, name)  # the weights differ in their last bits after an update
+    for name, weight in model.named_parameters():
+        assert error(outcomes[0]["weights"][name], weight) < TOLERANCE, name
+
+
+RUNS: dict[str, Run] = {
+    "gated": Run("mplug_owl3", 2, [[VIDEO, TEXT, ONE_FRAME]], sharded_first=False),
+    "fused, checkpointing, ulysses": Run(
+        "mplug_owl3",
+        4,
+        [[VIDEO, TEXT, ONE_FRAME]],
+        checkpointing=True,
+        model=FUSED,
+        options={"strategy": "ulysses", "self_attention": "ulysses"},
+    ),
+    "gated, checkpointing, auto and mesh": Run(
+        "mplug_owl3",
+        4,
+        [[VIDEO, TEXT, ONE_FRAME]],
+        checkpointing=True,
+        sharded_first=False,
+        options={"strategy": "auto", "self_attention": "mesh", "tile": (2, 2), "vision_chunk_size": 1},
+    ),
+    "idefics, checkpointing": Run("idefics", 2, [[BATCHES["idefics"], ONE_PICTURE]], checkpointing=True),
+    "mllama, checkpointing, chunks": Run("mllama", 2, [[IMAGES, WORDS, ONE_IMAGE]], checkpointing=True, options=CHUNKS),
+    # FSDP gathers a module's weights when it runs: a group that skipped the tower or a layer would hang the others.
+    "two groups, one with text only": Run(
+        "mplug_owl3",
+        4,
+        [[VIDEO, TEXT, VIDEO], [TEXT, ONE_FRAME, TEXT]],
+        local_frames=True,
+        model=FUSED,
+        options={"vision_chunk_size": 1},
+    ),
+    "two groups, one without features": Run("mplug_owl3", 4, [[NO_FEATURES, FEATURES], [FEATURES, NO_FEATURES]]),
+    "two groups of mllama, one with text only": Run("mllama", 4, [[IMAGES, WORDS], [WORDS, ONE_IMAGE]]),
+    "two groups of mllama, one without whole chunks": Run(
+        "mllama", 4, [[IMAGES, SHORT], [SHORT, IMAGES]], options=CHUNKS
+    ),
+    "two groups of idefics": Run(
+        "idefics", 4, [[BATCHES["idefics"], BATCHES["idefics"]], [BATCHES["idefics"], BATCHES["idefics"]]]
+    ),
+}
+if "open_flamingo" in BATCHES:
+    _MEDIA = BATCHES["open_flamingo"]
+    _ONE_MEDIUM = type(_MEDIA)(frames=((2, 6),), media=1)
+    RUNS["open_flamingo"] = Run("open_flamingo", 3, [[_MEDIA, _ONE_MEDIUM, _MEDIA]])
+    RUNS["two groups of open_flamingo"] = Run("open_flamingo", 4, [[_MEDIA, _ONE_MEDIUM], [_ONE_MEDIUM, _MEDIA]])
+
+
+@pytest.mark.parametrize("name", slow_unless(lambda name: name == "gated", RUNS))
+def test_fsdp2_equals_unpatched(name: str) -> None:
+    check_fsdp(RUNS[name])
+
+
+def freeze_unused(model: nn.Module) -> None:
+    """Freeze the tower's last layer and head, which no model of this family uses: DDP needs a gradient for the rest."""
+    last = len(model.vision_model.encoder.layers) - 1
+    for name, weight in model.vision_model.named_parameters():
+        if name.startswith((f"encoder.layers.{last}.", "post_layernorm", "head")):
+            weight.requires_grad_(False)
+
+
+def ddp_rank(rank: int, world: int, gate: str | None) -> dict[str, Any]:
+    model = tiny_model(gate).train()
+    freeze_unused(model)
+    wrapped = patch_model(DistributedDataParallel(model))
+    found = train(wrapped, [inputs_of("mplug_owl3", case, model) for case in (VIDEO, ONE_FRAME)])
+    return found | {"grads": {name.removeprefix("module."): x for name, x in found["grads"].items()}}
+
+
+@pytest.mark.parametrize("gate", ["per_head", pytest.param(None, marks=pytest.mark.slow)])
+def test_ddp_without_find_unused_parameters_equals_unpatched(gate: str | None) -> None:
+    """A rank without frames has gradients for the tower too."""
+    model = tiny_model(gate).train()
+    freeze_unused(model)
+    expected = train(model, [inputs_of("mplug_owl3", case, model) for case in (VIDEO, ONE_FRAME)])
+    for found in ranks(2).run(ddp_rank, gate):
+        assert found["losses"] == pytest.approx(expected["losses"], rel=TOLERANCE)
+        assert found["norms"] == pytest.approx(expected["norms"], rel=TOLERANCE)
+        assert worst_gradient(found["grads"], expected["grads"])[0] < 10 * TOLERANCE
+
+
+STEPS = (VIDEO, ONE_FRAME, TEXT, VIDEO) * 3
+
+
+def twelve_steps(rank: int, world: int) -> dict[str, Any]:
+    model = tiny_model().train()
+    shard(model, "mplug_owl3")
+    patch_model(model)
+    return train(model, [inputs_of("mplug_owl3", case, model) for case in STEPS])
+
+
+@pytest.mark.slow
+def test_twelve_steps_on_four_ranks_follow_the_unpatched_trajectory() -> None:
+    model = tiny_model().train()
+    expected = train(model, [inputs_of("mplug_owl3", case, model) for case in STEPS])
+    found = ranks(4).run(twelve_steps)[0]
+    assert found["losses"] == pytest.approx(expected["losses"], rel=1e-4)
+    assert found["norms"] == pytest.approx(expected["norms"], rel=1e-4)
+    assert found["losses"][-1] < found["losses"][0] / 2
+
+
+def narrow(model: Any, patched: bool) -> tuple[float, dict[str, Any]]:
+    """Return the loss and gradients in bfloat16: by FSDP2's policy if patched, otherwise by bfloat16 weights."""
+    inputs = inputs_of("mplug_owl3", VIDEO, model)
+    if patched:
+        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+        shard(model, "mplug_owl3", mp_policy=policy)
+        patch_model(model)
+    else:
+        model, inputs = model.bfloat16(), inputs | {"pixel_values": inputs["pixel_values"].bfloat16()}
+    loss = model(**inputs).loss
+    loss.backward()
+    return loss.item(), {n: unsharded(p.grad) for n, p in model.named_parameters() if p.grad is not None}
+
+
+def narrow_rank(rank: int, world: int, gate: str | None) -> tuple[float, dict[str, Any]]:
+    return narrow(tiny_model(gate).train(), True)
+
+
+@pytest.mark.rounding
+@pytest.mark.slow
+@pytest.mark.parametrize("gate", ["per_head", None])
+def test_bf16_policy_is_as_near_to_float32_as_unpatched(gate: str | None) -> None:
+    exact = tiny_model(gate).train()
+    loss = exact(**inputs_of("mplug_owl3", VIDEO, exact)).loss
+    loss.backward()
+    found = ranks(2).run(narrow_rank, gate)
+    assert found[0][0] == found[1][0] and abs(found[0][0] - loss.item()) < 0.02 * loss.item()
+    expected = {name: p.grad for name, p in exact.named_parameters() if p.grad is not None}
+    assert_as_near_as_unpatched(found[0][1], narrow(tiny_model(gate).train(), False)[1], expected)
+
+
+def units_within_mlps(rank: int, world: int) -> list[str]:
+    """Return the errors of a model whose FSDP units are parts of MLPs, and of one whose units are whole MLPs."""
+    found = []
+    for name in ("down_proj", "mlp"):
+        model = tiny_mllama().train()
+        for path, module in model.model.language_model.named_modules():
+            if path.endswith(name):
+                fully_shard(module)
+        fully_shard(model)
+        patch_model(model, **CHUNKS)
+        try:
+            model(**inputs_of("mllama", IMAGES, model)).loss.backward()
+            found.append("")
+        except ConfigError as caught:
+            found.append(str(caught))
+    return found
+
+
+@pytest.mark.slow
+def test_fsdp_units_within_a_chunked_mlp_are_refused() -> None:
+    """They would be gathered for each chunk, and the ranks of two groups may have different numbers of chunks."""
+    for inner, whole in ranks(2).run(units_within_mlps):
+        assert "down_proj within FSDPMllamaTextMLP" in inner or "down_proj within MllamaTextMLP" in inner
+        assert "call fully_shard on the decoder layer" in inner
+        assert whole == ""

@@ -1,0 +1,170 @@
+"""Layer: one process, loopback ranks. Which logits a caller receives; what a rank holds and sends."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from family_cases import FUSED, SHARDED
+from family_harness import TOLERANCE, inputs_of, model_of, on_ranks, slow_unless
+from mllm_seqpar import patch_model, unpatch_model
+from mllm_seqpar.comm import run_loopback
+from mllm_seqpar.patches.mplug_owl3.testing import Case
+from mllm_seqpar.schedules.bytes_sent import Problem, lv_xattn_bytes, ring_bytes
+from mllm_seqpar.sharding import padded_length, sequence_positions
+from outcomes import error
+from tolerances import assert_as_near_as_unpatched
+
+CASES = {"gated": Case(frames=(2, 1)), "fused": Case(frames=(2, 1), model=FUSED)}
+LENGTH = 13
+KINDS = pytest.mark.parametrize("kind", slow_unless(lambda kind: kind == "fused", CASES))
+INDICES = torch.tensor([0, 5, 12])
+EACH = torch.tensor([[0, 5, 12], [3, 3, 11]])
+MARKED = (torch.arange(13) == 5) | torch.tensor([[False], [True]]) & (torch.arange(13) > 10)
+KEPT: dict[str, Any] = {"last": 1, "some": INDICES, "each": EACH, "marked": MARKED}
+"""Values of `logits_to_keep`: a number, tokens of all samples, tokens of each sample, and a mask."""
+
+
+@torch.no_grad()
+def logits_of_every_mode(model: Any, labelled: dict[str, Any], group: Any) -> dict[str, torch.Tensor]:
+    plain = {name: x for name, x in labelled.items() if name != "labels"}
+    found = {}
+    for mode in ("auto", "full", "local"):
+        patch_model(model, group=group, logits=mode)
+        found[f"{mode} labels"] = model(**labelled).logits
+        found[f"{mode} plain"] = model(**plain).logits
+        found[f"{mode} cached"] = model(**plain, use_cache=True, logits_to_keep=2).logits
+        found[f"{mode} tuple"] = model(**plain, return_dict=False)[0]
+        found |= {f"{mode} {name}": model(**plain, logits_to_keep=rows).logits for name, rows in KEPT.items()}
+        unpatch_model(model)
+    patch_model(model, group=group, **SHARDED)
+    for name in ("some", "each", "marked"):
+        found[f"sharded prompt {name}"] = model(**plain, use_cache=True, logits_to_keep=KEPT[name]).logits
+    return found
+
+
+@KINDS
+def test_logits_modes_return_all_logits_or_the_local_shard(kind: str) -> None:
+    world, case = 3, CASES[kind]
+    model = model_of("mplug_owl3", case)
+    inputs = inputs_of("mplug_owl3", case, model)
+    with torch.no_grad():
+        whole = model(**inputs).logits
+        assert error(model(**inputs | {"labels": None}, logits_to_keep=MARKED).logits, whole[MARKED]) < TOLERANCE
+    padded = torch.nn.functional.pad(whole, (0, 0, 0, padded_length(LENGTH, world, "zigzag") - LENGTH))
+    models = [model_of("mplug_owl3", case) for _ in range(world)]
+    each_rank = run_loopback(world, lambda comm: logits_of_every_mode(models[comm.rank], inputs, comm))
+    expected_of = {
+        "last": whole[:, -1:],
+        "some": whole[:, INDICES],
+        "each": torch.stack([whole[0, EACH[0]], whole[1, EACH[1]]]),
+        "marked": whole[MARKED],
+        "cached": whole[:, -2:],
+    }
+    for rank, found in enumerate(each_rank):
+        positions = sequence_positions(padded.shape[1], rank, world, "zigzag")
+        real = positions < LENGTH
+        for name, logits in found.items():
+            expected = expected_of.get(name.split()[-1], whole)
+            if name in ("auto labels", "local labels", "local plain", "local tuple"):
+                logits, expected = logits[:, real], padded[:, positions][:, real]
+            assert error(logits, expected) < TOLERANCE, name
+
+
+def sizes(model: Any, inputs: dict[str, Any], _: Any) -> dict[str, list[int]]:
+    """Return the tokens of each decoder layer's input, and the frames of each tower call and of the shared features."""
+    found: dict[str, list[int]] = {"tokens": [], "tower": [], "features": []}
+    layers = model.language_model.model.layers
+    for layer in layers:
+        layer.register_forward_pre_hook(lambda _, args: found["tokens"].append(args[0].shape[1]))
+    model.vision_model.embeddings.register_forward_pre_hook(lambda _, args: found["tower"].append(len(args[0])))
+    layers[0].register_forward_pre_hook(
+        lambda _, args, kwargs: found["features"].append(len(kwargs["seqpar"].frames.visual.features)), with_kwargs=True
+    )
+    model(**inputs)
+    return found
+
+
+def test_rank_holds_only_its_text_and_frame_shards() -> None:
+    case = Case(frames=(3, 2), length=16)
+    for rank, found in enumerate(on_ranks(4, "mplug_owl3", case, sizes)):
+        frames = (2, 1, 1, 1)[rank]
+        assert found == {"tokens": [4] * 4, "tower": [frames], "features": [frames]}
+    one_frame = on_ranks(4, "mplug_owl3", Case(frames=(1,), length=16), sizes)
+    assert [found["features"] for found in one_frame] == [[1], [0], [0], [0]]
+    # Ranks without frames run the tower on an empty frame, so that its parameters have gradients.
+    assert all(found["tower"] == [1] for found in one_frame)
+
+
+def visible_rows(case: Any, world: int) -> list[list[int]]:
+    """Return [i][j]: the rows of rank i, of all samples, that see a frame of rank j in the unpatched model's layout."""
+    model = model_of("mplug_owl3", case)
+    inputs = inputs_of("mplug_owl3", case, model)
+    layout = model.media_layout(3, input_ids=inputs["input_ids"], position_ids=torch.arange(LENGTH)[None])
+    first, stop = (bound[..., None] for bound in layout.rows(0, LENGTH))
+    visible = (first <= torch.arange(3)) & (torch.arange(3) < stop)  # each of 3 ranks has one frame
+    total = padded_length(LENGTH, world, "zigzag")
+    counts = []
+    for rank in range(world):
+        rows = sequence_positions(total, rank, world, "zigzag")
+        counts.append(visible[:, rows[rows < LENGTH]].sum((0, 1)).tolist())
+    return counts
+
+
+@pytest.mark.parametrize("strategy", ["lv-xattn", "ring"])
+@KINDS
+def test_training_step_sends_the_documented_bytes(kind: str, strategy: str) -> None:
+    """The model has four layers, of which two also see frames."""
+    world, batch, heads, groups, dim, per_frame = 3, 2, 4, 2, 16, 4
+    rows = padded_length(LENGTH, world, "zigzag") // world
+    visible = visible_rows(CASES[kind], world)
+
+    def run(model: Any, inputs: dict[str, Any], comm: Any) -> dict[str, int]:
+        comm.bytes.reset()
+        model(**inputs).loss.backward()
+        return dict(comm.bytes.sent)
+
+    case = CASES[kind].with_options(strategy=strategy)
+    for rank, sent in enumerate(on_ranks(world, "mplug_owl3", case, run)):
+        shape = {"heads": heads, "kv_heads": groups, "dim": dim, "batch": batch, "rank": rank, "element": 4}
+        text = Problem(rows=rows, keys=(rows,) * world, key_batch=batch, **shape)
+        visual = Problem(rows=rows, keys=(per_frame,) * world, **shape)
+        expected: Counter[str] = Counter()
+        for backward in (False, True):
+            for _ in range(4):
+                expected.update(ring_bytes(text, backward=backward))
+            for _ in range(2):
+                if strategy == "lv-xattn":
+                    expected.update(lv_xattn_bytes(visual, backward=backward, seen=visible))
+                else:
+                    expected.update(ring_bytes(visual, backward=backward))
+        expected = +expected  # labels without bytes are not counted
+        assert {name: sent[name] for name in expected} == dict(expected)
+        rest = {name: n for name, n in sent.items() if name not in expected}
+        # The rest is one number of the loss, and the comparison of inputs.
+        assert set(rest) == {"loss", "agreement"} and sum(rest.values()) < 1024
+
+
+@torch.no_grad()
+def two_passes(model: torch.nn.Module, inputs: dict[str, Any], autocast: bool) -> dict[str, torch.Tensor]:
+    """Return the logits of a prompt with a cache, and of one more token for each sample."""
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        first = model(**inputs, use_cache=True)
+        second = model(input_ids=inputs["input_ids"][:, :1], past_key_values=first.past_key_values)
+    return {"first": first.logits, "second": second.logits}
+
+
+@pytest.mark.rounding
+@KINDS
+def test_cache_under_autocast_is_as_near_to_float32_as_unpatched(kind: str) -> None:
+    case = replace(CASES[kind], labels=None)
+    model = model_of("mplug_owl3", case)
+    inputs = inputs_of("mplug_owl3", case, model)
+    exact, unpatched = two_passes(model, inputs, False), two_passes(model, inputs, True)
+    found = on_ranks(2, "mplug_owl3", case, lambda m, x, _: two_passes(m, x, True))
+    assert all(torch.equal(found[0][name], found[1][name]) for name in exact)
+    assert_as_near_as_unpatched(found[0], unpatched, exact)

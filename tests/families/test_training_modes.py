@@ -1,0 +1,358 @@
+"""Layer: one process, loopback ranks. Checkpointing, frozen parts, LoRA, 16-bit; what a layer stores for backward."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
+    CheckpointImpl,
+    apply_activation_checkpointing,
+    checkpoint_wrapper,
+)
+
+from family_cases import BATCHES, EXACT, FUSED
+from family_harness import (
+    FAMILIES,
+    TOLERANCE,
+    compare_gradients,
+    family_module,
+    inputs_of,
+    model_of,
+    on_ranks,
+    outcome,
+    reference,
+    slow_unless,
+)
+from mllm_seqpar import patch_model
+from mllm_seqpar.comm import run_loopback
+from mllm_seqpar.patches.mplug_owl3.testing import Case, tiny_frames, tiny_model, tiny_text
+from outcomes import Outcome, average, error, run_case
+from tolerances import assert_as_near_as_unpatched
+
+BATCH, ONE_FRAME = Case(frames=(3, 2)), Case(frames=(1,), length=9)  # with one frame, one rank of two has none
+GATES = ("per_head", None)
+
+
+def lora(model: Any, targets: Any, **more: Any) -> Any:
+    torch.manual_seed(5)
+    config = LoraConfig(**{"r": 4, "target_modules": targets, "init_lora_weights": False} | more)
+    return get_peft_model(model, config).train()
+
+
+def freeze(model: Any, frozen: Callable[[str], bool]) -> Any:
+    for name, weight in model.named_parameters():
+        weight.requires_grad_(not frozen(name))
+    return model
+
+
+def checkpointed(model: Any) -> Any:
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    return model
+
+
+OWL_TARGETS = ["q_proj", "v_kv_proj", "k_proj"]
+PREPARED: dict[str, Callable[[Any], Any]] = {
+    "gradient checkpointing": checkpointed,
+    "frozen tower": lambda model: freeze(model, lambda name: "vision_model" in name),
+    "frozen language model": lambda model: freeze(model, lambda name: "language_model" in name),
+    "only v_kv_proj trains": lambda model: freeze(model, lambda name: "v_kv_proj" not in name),
+    "only the projector trains": lambda model: freeze(model, lambda name: "vision2text_model" not in name),
+    "only one layer norm trains": lambda model: freeze(model, lambda name: "layers.2.input_layernorm" not in name),
+    "LoRA": lambda model: lora(model, OWL_TARGETS),
+    "attention trained whole by PEFT": lambda model: lora(model, ["up_proj"], modules_to_save=["self_attn"]),
+    "LoRA with checkpointing": lambda model: lora(checkpointed(model), OWL_TARGETS),
+}
+
+
+def step(model: Any, inputs: dict[str, Any], group: Any = None, **options: Any) -> Outcome:
+    """Return the result of one training step, patched if there is a group."""
+    return run_case(model if group is None else patch_model(model, group=group, **options), inputs)
+
+
+@pytest.mark.parametrize("how", slow_unless(lambda how: how in ("gradient checkpointing", "LoRA"), PREPARED))
+def test_prepared_model_equals_unpatched(how: str) -> None:
+    for gate, case, options in (
+        ("per_head", BATCH, {}),
+        (None, ONE_FRAME, {}),
+        (None, BATCH, {"recompute_visual": False, "strategy": "ring"}),
+    ):
+        models = [PREPARED[how](tiny_model(gate).train()) for _ in range(3)]
+        inputs = inputs_of("mplug_owl3", case, tiny_model(gate))
+        expected = step(models.pop(), inputs)
+        found = run_loopback(2, lambda comm, ms=models, x=inputs, o=options: step(ms[comm.rank], x, comm, **o))
+        assert all(each.loss == pytest.approx(expected.loss, rel=TOLERANCE) for each in found)
+        compare_gradients([each.grads for each in found], expected.grads)
+
+
+OTHERS = [(family, checkpointing) for family in FAMILIES if family != "mplug_owl3" for checkpointing in (False, True)]
+
+
+@pytest.mark.parametrize(("family", "checkpointing"), slow_unless(lambda row: row == ("mllama", True), OTHERS))
+def test_lora_on_a_frozen_model_equals_unpatched(family: str, checkpointing: bool) -> None:
+    module, case = family_module(family), BATCHES.get(family)
+    if family == "open_flamingo":  # OpenFlamingo has no gradient checkpointing of its own
+        checkpointing = False
+    inputs = inputs_of(family, case, model_of(family, case))
+    models = [lora(model_of(family, case).train(), module.LORA_TARGETS) for _ in range(4)]
+    if checkpointing:
+        for model in models[:3]:
+            checkpointed(model)
+    options = {"mlp_chunk_size": 5} if checkpointing else {}
+
+    def train(model: Any, group: Any = None) -> tuple[float, Any]:
+        if group is not None:
+            patch_model(model, group=group, **options)
+        loss = model(**inputs).loss
+        loss.backward()
+        return loss.item(), {name: p.grad for name, p in model.named_parameters()}
+
+    expected, grads = train(models[3])
+    trained = {name for name, grad in grads.items() if grad is not None}
+    assert trained and all("lora_" in name for name in trained)
+    found = run_loopback(3, lambda comm: train(models[comm.rank], comm))
+    assert all(loss == pytest.approx(expected, rel=TOLERANCE) for loss, _ in found)
+    compare_gradients([each for _, each in found], grads)
+
+
+def test_mllama_attention_trained_whole_by_peft_has_gradients() -> None:
+    case = BATCHES["mllama"]
+    inputs = inputs_of("mllama", case, model_of("mllama", case))
+
+    expected = reference("mllama", case).loss  # a new adapter changes nothing
+    targets = r".*cross_attn\.q_proj"
+    models = [
+        lora(model_of("mllama", case), targets, modules_to_save=["self_attn"], init_lora_weights=True) for _ in range(2)
+    ]
+
+    def train(comm: Any) -> tuple[float, list[float]]:
+        model = patch_model(models[comm.rank], group=comm)
+        loss = model(**inputs).loss
+        loss.backward()
+        copies = [p for name, p in model.named_parameters() if "self_attn.modules_to_save" in name]
+        return loss.item(), [p.grad.norm().item() for p in copies]
+
+    for loss, norms in run_loopback(2, train):
+        assert loss == pytest.approx(expected, rel=TOLERANCE)
+        assert norms and all(norm > 0 for norm in norms)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("decoder", "patched_first"), [("llama", True), ("mpt", False)])
+def test_checkpoint_wrappers_of_open_flamingo_equal_unpatched(decoder: str, patched_first: bool) -> None:
+    """OpenFlamingo's own training wraps cross-attention, decoder layers and perceiver."""
+    flamingo = family_module("open_flamingo")
+    case = BATCHES["open_flamingo"].with_model(language_model=decoder)
+    expected = reference("open_flamingo", case)
+
+    def train(comm: Any) -> tuple[float, Any]:
+        model = model_of("open_flamingo", case)
+        units = {model.perceiver, *model.lang_encoder.gated_cross_attn_layers, *model.lang_encoder.old_decoder_blocks}
+        wrap = functools.partial(
+            apply_activation_checkpointing,
+            checkpoint_wrapper_fn=functools.partial(checkpoint_wrapper, checkpoint_impl=CheckpointImpl.NO_REENTRANT),
+            check_fn=units.__contains__,
+        )
+        steps = [functools.partial(patch_model, group=comm), wrap]
+        for each in steps if patched_first else reversed(steps):
+            each(model)
+        loss = model(**flamingo.inputs_of(case)).loss
+        loss.backward()
+        grads = {name.replace("_checkpoint_wrapped_module.", ""): p.grad for name, p in model.named_parameters()}
+        return loss.item(), grads
+
+    found = run_loopback(2, train)
+    assert all(loss == pytest.approx(expected.loss, rel=TOLERANCE) for loss, _ in found)
+    compare_gradients([grads for _, grads in found], expected.grads)
+
+
+def test_reentrant_checkpointing_is_refused() -> None:
+    model = model_of("idefics", BATCHES["idefics"]).train()
+    model.gradient_checkpointing_enable({"use_reentrant": True})
+    patch_model(model)
+    with pytest.raises(ValueError, match="use_reentrant=True cannot share the visual features"):
+        model(**inputs_of("idefics", BATCHES["idefics"], model))
+
+
+def narrow(model: Any, inputs: dict[str, Any], how: str) -> tuple[float, torch.Tensor, Any]:
+    """Return loss, logits and gradients of one step in another dtype."""
+    floats = {"pixel_values", "vision_x"} & inputs.keys() if how != "autocast" else set()
+    dtype = {"weights": torch.bfloat16, "float64": torch.float64}.get(how, torch.float32)
+    model, inputs = model.to(dtype), inputs | {name: inputs[name].to(dtype) for name in floats}
+    if how == "checkpointed autocast":
+        checkpointed(model)
+    with torch.autocast("cpu", torch.bfloat16, enabled="autocast" in how):
+        out = model(**inputs)
+    out.loss.backward()
+    return out.loss.item(), out.logits.detach(), {name: p.grad for name, p in model.named_parameters()}
+
+
+NARROW = [
+    ("mplug_owl3", BATCH, "autocast"),
+    ("mplug_owl3", BATCH.with_model(**FUSED), "checkpointed autocast"),
+    ("mplug_owl3", BATCH, "weights"),
+    ("mplug_owl3", BATCH.with_model(**FUSED), "weights"),
+    ("mllama", EXACT["mllama"]["any tiles"], "autocast"),
+    ("mllama", EXACT["mllama"]["any tiles"], "weights"),
+    ("open_flamingo", "mpt", "weights"),
+    ("open_flamingo", "mpt", "autocast"),
+    ("open_flamingo", "opt", "weights"),
+]
+
+
+@pytest.mark.rounding
+@pytest.mark.parametrize(("family", "case", "how"), slow_unless(lambda row: row in (NARROW[0], NARROW[5]), NARROW))
+def test_bf16_is_as_near_to_float32_as_unpatched(family: str, case: Any, how: str) -> None:
+    """Logits and gradients are no worse than the unpatched model's in bf16, up to chance."""
+    family_module(family)
+    if isinstance(case, str):
+        case = BATCHES["open_flamingo"].with_model(language_model=case)
+    inputs = inputs_of(family, case, model_of(family, case))
+    exact = reference(family, case)
+    _, logits, grads = narrow(model_of(family, case), inputs, how)
+
+    def rank(comm: Any) -> tuple[float, torch.Tensor, Any]:
+        return narrow(patch_model(model_of(family, case), group=comm, logits="full"), inputs, how)
+
+    found = run_loopback(2, rank)
+    assert found[0][0] == found[1][0] and abs(found[0][0] - exact.loss) < 0.02 * exact.loss
+    for _, ours, _ in found:
+        assert_as_near_as_unpatched({"": ours}, {"": logits}, {"": exact.logits})
+    if family != "open_flamingo":  # its few gates and norms are too few numbers to compare
+        known = {name for name, grad in exact.grads.items() if grad is not None}
+        mean = average([each for *_, each in found])
+        assert_as_near_as_unpatched(*({name: x[name] for name in known} for x in (mean, grads, exact.grads)))
+
+
+FLOAT64 = [
+    ("mllama", "any tiles"),
+    *(("open_flamingo", f"{name}: two samples") for name in ("opt", "llama", "gpt_neox")),
+]
+
+
+@pytest.mark.parametrize(("family", "name"), slow_unless(lambda row: row == FLOAT64[0], FLOAT64))
+def test_float64_gradients_equal_unpatched_one_by_one(family: str, name: str) -> None:
+    """Each gate is compared alone. Mllama's norms compute in float32; MPT, which is left out, its softmax."""
+    family_module(family)
+    case = EXACT[family][name]
+    model = model_of(family, case).double()
+    inputs = inputs_of(family, case, model)
+    inputs = {key: x.double() if x.is_floating_point() else x for key, x in inputs.items()}
+    model(**inputs).loss.backward()
+
+    def rank(comm: Any) -> Any:
+        ours = patch_model(model_of(family, case).double(), group=comm)
+        ours(**inputs).loss.backward()
+        return {key: p.grad for key, p in ours.named_parameters()}
+
+    mean, tolerance = average(run_loopback(2, rank)), TOLERANCE if family == "mllama" else 1e-10
+    for key, p in model.named_parameters():
+        if p.grad is None:
+            assert mean[key] is None or not mean[key].any(), key
+        elif not key.endswith("k_proj.bias") and "query_key_value.bias" not in key:  # zero but for rounding
+            assert error(mean[key], p.grad) < tolerance, key
+
+
+def stored_bytes(model: Any, frames: int, comm: Any, recompute: bool) -> list[int]:
+    """Return the bytes that each hyper layer stores for backward, beyond what all layers share."""
+    freeze(model, lambda name: "vision_model" in name)  # the tower stores activations of every frame
+    patch_model(model, group=comm, recompute_visual=recompute)
+    ids = tiny_text(frames, length=40)
+    stored: list[int] = []
+    shared: set[int] = set()
+
+    def pack(x: torch.Tensor) -> torch.Tensor:
+        if stored and x.untyped_storage().data_ptr() not in shared:
+            stored[-1] += x.numel() * x.element_size()
+        return x
+
+    def enter(_: Any, args: Any, kwargs: dict[str, Any]) -> None:
+        shared.add(kwargs["seqpar"].frames.visual.features.untyped_storage().data_ptr())
+        shared.update(weight.untyped_storage().data_ptr() for weight in model.parameters())
+        stored.append(0)
+
+    for number in model.config.hyper_layers:
+        model.language_model.model.layers[number - 1].register_forward_pre_hook(enter, with_kwargs=True)
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+        loss = model(ids, tiny_frames(frames), labels=ids).loss
+    sizes = list(stored)
+    stored.clear()
+    loss.backward()
+    return sizes
+
+
+@pytest.mark.parametrize(
+    ("gate", "checkpointing", "recompute"),
+    slow_unless(
+        lambda row: not row[1] and row[0] == "per_head",
+        [("per_head", False, True), ("per_head", True, True), (None, False, True), (None, True, True)]
+        + [("per_head", False, False)],
+    ),
+)
+def test_stored_activations_grow_with_frames_only_without_recomputation(
+    gate: str | None, checkpointing: bool, recompute: bool
+) -> None:
+    def run(frames: int) -> list[list[int]]:
+        models = [tiny_model(gate).train() for _ in range(2)]
+        if checkpointing:
+            models = [checkpointed(model) for model in models]
+        return run_loopback(2, lambda comm: stored_bytes(models[comm.rank], frames, comm, recompute))
+
+    few, many = run(8), run(32)
+    if recompute:
+        assert few == many and all(sizes[0] > 0 for sizes in few)
+    else:
+        assert all(b > a for pair in zip(few, many, strict=True) for a, b in zip(*pair, strict=True))
+
+
+def test_repeated_training_step_is_bit_identical() -> None:
+    """The same inputs and configuration give bit-identical gradients."""
+    case = BATCHES["mplug_owl3"]
+    runs = [run_loopback(3, lambda comm: outcome("mplug_owl3", case, comm)) for _ in range(2)]
+    for first, second in zip(*runs, strict=True):
+        assert all(torch.equal(grad, second.grads[name]) for name, grad in first.grads.items() if grad is not None)
+
+
+def test_own_loss_function_is_refused_where_text_is_sharded() -> None:
+    def own_loss(family: str, model: Any, function: Callable[..., Any]) -> Any:
+        target = model.lang_encoder if family == "open_flamingo" else model
+        target.loss_function = function
+        return model
+
+    for family, case in BATCHES.items():
+        if family not in ("mplug_owl3", "open_flamingo"):
+            continue
+        inputs = inputs_of(family, case, model_of(family, case))
+
+        def rank(comm: Any, family: str = family, case: Any = case, inputs: dict[str, Any] = inputs) -> None:
+            model = own_loss(family, model_of(family, case), lambda **_: torch.zeros(()))
+            with pytest.raises(ValueError, match='Patch with self_attention="local"'):
+                patch_model(model, group=comm)(**inputs)
+
+        run_loopback(2, rank)
+    # On one rank it applies. It receives labels that are not shifted, like a loss that shifts them itself.
+    model = own_loss(
+        "", tiny_model(), lambda logits, labels, **_: logits[:, :-1].gather(2, labels[:, 1:, None] % 7).mean()
+    )
+    inputs = inputs_of("mplug_owl3", BATCH, model)
+    expected = model(**inputs).loss.item()
+    assert patch_model(model)(**inputs).loss.item() == pytest.approx(expected, rel=TOLERANCE)
+
+
+@pytest.mark.parametrize("changed_step", [0, 1])
+def test_ranks_with_different_weights_are_refused(changed_step: int) -> None:
+    """Weights may differ from the start or diverge later; the second pass after the change finds it at the latest."""
+
+    def rank(model: Any, inputs: dict[str, Any], comm: Any) -> None:
+        with pytest.raises(ValueError, match="checksum of weights: rank 0 has"):
+            for number in range(3):
+                if comm.rank == 1 and number == changed_step:
+                    with torch.no_grad():
+                        model.language_model.lm_head.weight[0] += 1.0
+                model(**inputs)
+
+    on_ranks(2, "mplug_owl3", BATCH, rank)

@@ -1,0 +1,456 @@
+"""The batches on which every family is compared with its unpatched model, by family and name, with a number of ranks.
+
+`EXACT` and `STRATEGIES` compare a training step or a forward pass, `GENERATED` the tokens of `generate`. A case fails
+for its own reason and not for its number of ranks, so 1 to 4 ranks are spread over the cases.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from mllm_seqpar import config
+from mllm_seqpar.patches.idefics.testing import Case as Idefics
+from mllm_seqpar.patches.mllama.testing import Case as Mllama
+from mllm_seqpar.patches.mplug_owl3.testing import Case as Owl
+
+try:
+    from mllm_seqpar.patches.open_flamingo.testing import LANGUAGE_MODELS, MPT_1B
+    from mllm_seqpar.patches.open_flamingo.testing import Case as Flamingo
+except ImportError:  # scripts/test.sh installs it without its dependencies, because it pins an old torch
+    LANGUAGE_MODELS = ()
+
+FUSED = {"gate": None}
+"""mPLUG-Owl3 with one softmax over text and frames; the default is a gate per head."""
+SLIDING = {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1}
+LONG_WINDOW = SLIDING | {"sliding_window": 6}
+RESAMPLER = {"use_resampler": True}
+BASE, INSTRUCT = {"additional_vocab_size": 2}, {"additional_vocab_size": 3}
+"""The published base and instruct models have more columns of logits than `vocab_size`."""
+COUNTED = {"num_items_in_batch": 37}
+
+# The batch that most cases of a family use: two samples with different numbers of frames.
+OWL = Owl(frames=(4, 1))
+IDEFICS = Idefics(frames=(4, 1), mask="holes")
+MLLAMA = Mllama(frames=((2, 3, 1), (1,)))
+BATCHES: dict[str, Any] = {"mplug_owl3": OWL, "idefics": IDEFICS, "mllama": MLLAMA}
+PADDED: dict[str, Any] = {
+    "mplug_owl3": Owl(frames=(2, 3, 1), padding="left"),
+    "idefics": Idefics(frames=(2, 3, 1), padding="left", mask="before"),
+    "mllama": Mllama(frames=((2, 3), (1,), (3,)), padding="left"),
+}
+if LANGUAGE_MODELS:
+    # The first sample has more media tokens than media, the second fewer; both have tokens before any medium.
+    FLAMINGO = Flamingo(frames=((1, 4, 7), (3,)), media=2)
+    BATCHES["open_flamingo"] = FLAMINGO
+    PADDED["open_flamingo"] = Flamingo(frames=((0, 5), (4, 9), (8,)), media=2, padding="left")
+
+
+def shared(family: str) -> dict[str, Any]:
+    """Return the cases that all families have."""
+    batch, padded = BATCHES[family], PADDED[family]
+    stored = {"recompute_visual": False}
+    return {
+        "two samples": batch,
+        "left padding": padded,
+        "right padding": replace(batch, padding="right"),
+        "no labels": replace(batch, labels=None),
+        "few targets": replace(batch, labels="few"),
+        "local frames": replace(batch, local_frames=True),
+        "ring": batch.with_options(strategy="ring"),
+        "ring, K and V stored": batch.with_options(strategy="ring", **stored),
+        "contiguous text, K and V stored": batch.with_options(text_layout="contiguous", **stored),
+        "striped text": padded.with_options(text_layout="striped"),
+        "local text": padded.with_options(self_attention="local"),
+        "local text, ring": batch.with_options(self_attention="local", strategy="ring", **stored),
+        "all logits in training": batch.with_options(logits="full"),
+        "MLPs and towers in chunks": batch.with_options(mlp_chunk_size=5, vision_chunk_size=1),
+    }
+
+
+GATED_ONLY = (
+    "all logits in training",
+    "few targets",
+    "shifted labels",
+    "items counted by the caller",
+    "ignore_index",
+    "gradients of features",
+    "local text only",
+    "text only",
+    "text shorter than the group",
+    "no overlap",
+    "right padding",
+    "contiguous text, K and V stored",
+)
+"""Cases of mPLUG-Owl3 that do not depend on the kind of hyper layer."""
+
+
+def _owl(gate: dict[str, Any]) -> dict[str, Any]:
+    """Return the cases of one kind of hyper layer."""
+    positions = torch.cat([torch.arange(5), torch.arange(8)])[None]
+    cases = {
+        "one sample": Owl(),
+        "a sample without frames": Owl(frames=(0, 3), length=10),
+        "one frame": Owl(frames=(1,), length=9),
+        "text shorter than the group": Owl(frames=(1,), length=3),
+        "text only": Owl(frames=(0, 0), length=11),
+        "two tokens, no frames": Owl(frames=(0,), length=2, labels="every row"),  # one key: q has no gradient
+        "packed sequences": Owl(frames=(3,), packed=(5, 8)),
+        "positions that look packed, with a cache": Owl(frames=(3, 1), arguments={"position_ids": positions}),
+        "sliding window": Owl(frames=(3, 2), model=SLIDING),
+        "sliding window, packed": Owl(frames=(3,), packed=(7, 6), model=SLIDING),
+        "sliding window, striped text": Owl(frames=(3,), model=SLIDING).with_options(text_layout="striped"),
+        "local text, packed": Owl(frames=(3,), packed=(5, 8)).with_options(self_attention="local"),
+        "local text, sliding window": Owl(frames=(3,), model=SLIDING).with_options(self_attention="local"),
+        "local text only": Owl(frames=(0,)).with_options(self_attention="local"),
+        "shifted labels": replace(OWL, labels="shifted"),
+        "items counted by the caller": replace(OWL, arguments=COUNTED),
+        "ignore_index": Owl(frames=(2, 1), labels="every row", arguments={"ignore_index": 7}),
+        "media_offset": Owl(frames=(2, 0, 1), offsets=True, model={"image_token_id": None}),
+        "gradients of pixels": Owl(frames=(2, 1), wants_grad=("pixel_values",)),
+        "gradients of features": Owl(frames=(2, 1), features="projected", wants_grad=("image_embeds",)),
+        "gradients of embeddings": Owl(frames=(2, 1), embeds=True, offsets=True, wants_grad=("inputs_embeds",)),
+        "local features": Owl(frames=(2, 3), local_frames=True, features="projected"),
+        "no overlap": Owl().with_options(overlap=False, accumulate_dtype=None),
+    }
+    cases = shared("mplug_owl3") | cases
+    return {name: case.with_model(**gate) for name, case in cases.items() if not (gate and name in GATED_ONLY)}
+
+
+EXACT: dict[str, dict[str, Any]] = {
+    "mplug_owl3": _owl({})
+    | {f"fused: {name}": case for name, case in _owl(FUSED).items()}
+    | {"vector gate": Owl(frames=(2, 0, 3), padding="left", offsets=True, model={"gate": "vector"})},
+    "idefics": shared("idefics")
+    | {
+        "one sample": Idefics(model=INSTRUCT),
+        "additional tokens, local logits": Idefics(frames=(4, 1), model=BASE).with_options(logits="local"),
+        "additional tokens, all logits": Idefics(frames=(2, 1), model=INSTRUCT).with_options(logits="full"),
+        "resampler": Idefics(frames=(2, 3), mask="before", model=RESAMPLER),
+        "one image, short text": Idefics(frames=(1,), length=4),
+        "no visible image": Idefics(frames=(2,), mask="nothing"),
+        "no QK norm": Idefics(model={"qk_layer_norms": False}),
+        "scalar gate": Idefics(model={"alpha_type": "float"}, double=True),
+        "a block before every layer": Idefics(model={"cross_layer_interval": 1}),
+        "gradients of pixels": Idefics(frames=(2, 1), wants_grad=("pixel_values",)),
+        "gradients of features": Idefics(frames=(2, 1), features="encoder", wants_grad=("image_encoder_embeddings",)),
+        "features, resampled": Idefics(frames=(2, 1), features="encoder", model=RESAMPLER),
+        "gradients of latents": Idefics(
+            frames=(2, 1), features="perceiver", model=RESAMPLER, wants_grad=("perceiver_embeddings",)
+        ),
+        "gradients of embeddings": Idefics(frames=(2, 1), embeds=True, wants_grad=("inputs_embeds",)),
+        "another picture size": Idefics(arguments={"interpolate_pos_encoding": True}),
+        "local features": Idefics(frames=(3, 2), local_frames=True, features="perceiver", model=RESAMPLER),
+        "items counted by the caller": replace(IDEFICS, arguments=COUNTED),
+    },
+    "mllama": shared("mllama")
+    | {
+        "one sample": Mllama(),
+        "a sample without images": Mllama(frames=((), (3, 1)), mask="scattered"),
+        "one image, short text": Mllama(frames=((2,),), length=4),
+        "text shorter than the group": Mllama(frames=((2,), (1,)), length=3),
+        "text only": Mllama(frames=((), ())),
+        "local text only": Mllama(frames=((), ())).with_options(self_attention="local"),
+        "no mask": Mllama(frames=((2, 1),), mask="none"),
+        "no mask, two samples": replace(MLLAMA, mask="none"),
+        "no mask, right padding": replace(MLLAMA, mask="none", padding="right"),
+        "any tiles": Mllama(frames=((3, 2, 3), (1, 3)), mask="scattered", length=17),
+        "any tiles, local text, ring": replace(MLLAMA, mask="scattered").with_options(
+            self_attention="local", strategy="ring"
+        ),
+        "shifted labels": replace(MLLAMA, labels="shifted"),
+        "items counted by the caller": replace(MLLAMA, arguments=COUNTED),
+        "cross-attention last": Mllama(model={"cross_attention_layers": (2, 4)}),
+        "gradients of pixels": replace(MLLAMA, wants_grad=("pixel_values",)),
+        "gradients of features": replace(MLLAMA, features="tiles", wants_grad=("cross_attention_states",)),
+        "features by sample": replace(MLLAMA, features="sample", wants_grad=("cross_attention_states",)),
+        "features without a mask": replace(MLLAMA, features="sample", mask="none"),
+        "gradients of embeddings": replace(MLLAMA, embeds=True, wants_grad=("inputs_embeds",)),
+        "local frames, one image, no mask": Mllama(frames=((3,),), mask="none", local_frames=True),
+        "local features": replace(MLLAMA, features="tiles", local_frames=True),
+        "training mode": replace(MLLAMA, train=True),
+    },
+}
+if LANGUAGE_MODELS:
+    EXACT["open_flamingo"] = {
+        f"{LANGUAGE_MODELS[index % 4]}: {name}": case.with_model(language_model=LANGUAGE_MODELS[index % 4])
+        for index, (name, case) in enumerate(
+            (
+                shared("open_flamingo")
+                | {
+                    "all earlier media, two samples": FLAMINGO.with_model(immediate=False),
+                    "a sample without media tokens": Flamingo(frames=((), (2, 3)), media=2),
+                    "no media tokens": Flamingo(frames=((), ()), media=2),
+                    "uneven media": Flamingo(frames=((0, 1, 5, 6, 9),), media=5, length=17),
+                    "text shorter than the group": Flamingo(frames=((0,),), media=2, length=3),
+                    "every second layer": Flamingo(model={"every": 2}),
+                    "local media, fewer than ranks": Flamingo(frames=((1, 4),), media=1, local_frames=True),
+                }
+            ).items()
+        )
+    } | {
+        f"{decoder}: {name}": case.with_model(language_model=decoder)
+        for decoder in (*LANGUAGE_MODELS, MPT_1B)
+        for name, case in {
+            "two samples": FLAMINGO,
+            "left padding": PADDED["open_flamingo"],
+            "all earlier media, one medium": Flamingo(frames=((2, 6),), media=1, model={"immediate": False}),
+            "MLPs in chunks": FLAMINGO.with_options(mlp_chunk_size=5),
+        }.items()
+    }
+
+QUICK = ("two samples", "left padding", "local frames")
+"""What the quick suite keeps of `EXACT`, for every family."""
+
+ON_FOUR_RANKS: dict[str, dict[str, Any]] = {
+    "mesh 2x2": {"strategy": "mesh", "self_attention": "mesh", "tile": (2, 2), "text_layout": "striped"},
+    "mesh, any shape": {"strategy": "mesh", "self_attention": "mesh"},
+    "mesh for frames": {"strategy": "mesh", "tile": (2, 2), "recompute_visual": False},
+    "ulysses": {"strategy": "ulysses", "self_attention": "ulysses"},
+    "ulysses for frames": {"strategy": "ulysses", "recompute_visual": False},
+    "ulysses for text": {"self_attention": "ulysses", "text_layout": "contiguous"},
+    "ulysses for frames, mesh for text": {"strategy": "ulysses", "self_attention": "mesh", "tile": (2, 2)},
+    "hybrid": {"strategy": "ulysses", "self_attention": "ulysses", "tile": (1, 2), "text_layout": "striped"},
+    "hybrid with LV-XAttn, local text": {"strategy": "ulysses", "tile": (2, 1), "self_attention": "local"},
+    "replicate": {"strategy": "replicate"},
+    "replicate, K and V stored": {"strategy": "replicate", "recompute_visual": False, "self_attention": "ulysses"},
+    "auto": {"strategy": "auto"},
+}
+assert {x.get("strategy", "lv-xattn") for x in ON_FOUR_RANKS.values()} == set(config.CHOICES["strategy"]) - {"ring"}
+
+
+def strategy_cases() -> Iterator[Any]:
+    """Yield every family with every strategy; in the quick suite, each strategy with one family."""
+    batches: list[tuple[str, Any]] = [
+        ("mplug_owl3", replace(OWL, padding="left")),
+        ("mplug_owl3", replace(OWL, padding="left", model=FUSED)),
+        ("idefics", IDEFICS),
+        ("mllama", MLLAMA),
+    ]
+    if LANGUAGE_MODELS:
+        batches.append(("open_flamingo", FLAMINGO.with_model(language_model="opt")))
+        four_heads = [name for name in LANGUAGE_MODELS if name != "mpt"]
+    for index, (name, options) in enumerate(ON_FOUR_RANKS.items()):
+        for place, (family, batch) in enumerate(batches):
+            if family == "open_flamingo":
+                batch = batch.with_model(language_model=four_heads[index % 3])
+            fused = "-fused" if batch.model == FUSED else ""
+            marks = () if index % len(batches) == place else pytest.mark.slow
+            yield pytest.param(family, 4, batch.with_options(**options), id=f"{family}{fused}-{name}", marks=marks)
+    if LANGUAGE_MODELS:  # ALiBi differs by head, and MPT has three heads
+        mpt = PADDED["open_flamingo"].with_model(language_model="mpt")
+        by_heads = mpt.with_options(self_attention="ulysses", strategy="replicate")
+        yield pytest.param("open_flamingo", 3, by_heads, id="mpt-head sharding")
+        mesh = mpt.with_options(self_attention="mesh", strategy="mesh")
+        yield pytest.param("open_flamingo", 3, mesh, id="mpt-mesh", marks=pytest.mark.slow)
+
+
+def exact_cases() -> Iterator[Any]:
+    """Yield each case with one number of ranks, and the padded batch and the single sample with 1 to 4."""
+    for family, cases in EXACT.items():
+        for index, (name, case) in enumerate(cases.items()):
+            short = name.split(": ")[-1]
+            sizes = (1, 2, 3, 4) if short in ("left padding", "one sample") else (2 + index % 3,)
+            for size in sizes:
+                quick = short in QUICK and (size == 3 or len(sizes) == 1) and "fused: left" not in name
+                marks = () if quick else pytest.mark.slow
+                yield pytest.param(family, size, case, id=f"{family}-{name}-{size}", marks=marks)
+
+
+GREEDY: dict[str, Any] = {}
+BEAMS = {"num_beams": 2, "num_return_sequences": 2}
+SAMPLED = {"do_sample": True, "temperature": 1.3, "top_k": 50}
+NO_CACHE = {"use_cache": False}
+STATIC = {"cache_implementation": "static"}
+LOOKUP = {"prompt_lookup_num_tokens": 3, "max_new_tokens": 12}
+SHARDED = {"shard_prompt_from": 2}
+"""The prompt is read with its text sharded, and the text's K and V stay on the rank that computed them."""
+
+_OWL_ONE, _OWL_TWO = Owl(labels=None), Owl(frames=(4, 1), padding="left", labels=None)
+_OWL_TEXT, _OWL_WINDOW = Owl(frames=(0, 0), labels=None), Owl(frames=(3,), labels=None, model=LONG_WINDOW)
+_OWL_FEATURES = Owl(frames=(2, 3), features="projected", labels=None)
+_IDEFICS_ONE = Idefics(frames=(4,), mask="before", labels=None, model=INSTRUCT)
+_IDEFICS_TWO = Idefics(frames=(3, 1), padding="left", labels=None)
+LATENTS = Idefics(frames=(2, 3), mask="holes", model=RESAMPLER, labels=None)
+_MLLAMA_ONE, _MLLAMA_TWO = Mllama(labels=None), replace(MLLAMA, padding="left", labels=None)
+_MLLAMA_ANY, _MLLAMA_TEXT = replace(MLLAMA, mask="scattered", labels=None), Mllama(frames=((), ()), labels=None)
+_MLLAMA_NO_MASK = replace(MLLAMA, mask="none", labels=None)
+_MLLAMA_STATES = replace(MLLAMA, features="sample", labels=None)
+
+
+def _local(case: Any) -> Any:
+    return replace(case, local_frames=True)
+
+
+_OWL_GENERATED: dict[str, tuple[Any, dict[str, Any]]] = {
+    "greedy": (_OWL_ONE, GREEDY),
+    "padded batch": (_OWL_TWO, GREEDY),
+    "padded batch, local frames": (_local(_OWL_TWO), GREEDY),
+    "beams": (_OWL_ONE, {"num_beams": 3}),
+    "beams, padded batch": (_OWL_TWO, BEAMS),
+    "no cache": (_OWL_TWO, NO_CACHE),
+    "no cache, local logits": (_OWL_ONE.with_options(logits="local"), NO_CACHE),
+    "no cache, text only": (_OWL_TEXT, NO_CACHE),
+    "no cache, local text": (_OWL_TWO.with_options(self_attention="local"), NO_CACHE),
+    "features": (_OWL_FEATURES, GREEDY),
+    "local features": (_local(_OWL_FEATURES), GREEDY),
+    "one frame": (Owl(frames=(1,), length=6, labels=None), GREEDY),
+    "text only": (_OWL_TEXT, GREEDY),
+    "sliding window": (_OWL_WINDOW, GREEDY),
+    "media_offset": (Owl(frames=(2, 1), offsets=True, labels=None), GREEDY),
+    "ring, local text": (_OWL_ONE.with_options(strategy="ring", self_attention="local"), GREEDY),
+    "static cache": (_OWL_TWO, STATIC),
+    "static cache, text only": (_OWL_TEXT, STATIC),
+    "lookup in repetitions, local frames": (
+        _local(replace(_OWL_ONE, length=40)),
+        {"prompt_lookup_num_tokens": 2, "max_new_tokens": 30},
+    ),
+    "lookup": (_OWL_ONE, LOOKUP),
+    "sharded prompt, local frames": (_local(_OWL_ONE).with_options(**SHARDED), GREEDY),
+    "sharded prompt, striped, padded batch": (_OWL_TWO.with_options(**SHARDED, text_layout="striped"), GREEDY),
+    "sharded prompt, contiguous, beams": (
+        _OWL_ONE.with_options(**SHARDED, text_layout="contiguous"),
+        {"num_beams": 3},
+    ),
+    "sharded prompt, beams, padded batch": (_OWL_TWO.with_options(**SHARDED), BEAMS),
+    "sharded prompt, text only": (_OWL_TEXT.with_options(**SHARDED), GREEDY),
+    "sharded prompt, sliding window": (_OWL_WINDOW.with_options(**SHARDED), GREEDY),
+    "sharded prompt, lookup": (_OWL_ONE.with_options(**SHARDED), LOOKUP),
+}
+GENERATED: dict[str, dict[str, tuple[Any, dict[str, Any]]]] = {
+    "mplug_owl3": _OWL_GENERATED
+    | {
+        f"fused: {name}": (case.with_model(**FUSED), given)
+        for index, (name, (case, given)) in enumerate(_OWL_GENERATED.items())
+        if index % 2 or "sharded" in name
+    },
+    "idefics": {
+        "greedy": (_IDEFICS_ONE, GREEDY),
+        "padded batch": (_IDEFICS_TWO, GREEDY),
+        "resampler": (LATENTS, GREEDY),
+        "beams": (_IDEFICS_ONE, {"num_beams": 3}),
+        "beams, padded batch": (_IDEFICS_TWO, BEAMS),
+        "no cache": (_IDEFICS_TWO, NO_CACHE),
+        "no cache, beams": (LATENTS, {"use_cache": False, "num_beams": 2}),
+        "local text": (_IDEFICS_TWO.with_options(self_attention="local"), GREEDY),
+        "ring": (LATENTS.with_options(strategy="ring"), GREEDY),
+        "sharded prompt": (_IDEFICS_TWO.with_options(**SHARDED), GREEDY),
+        "sharded prompt, beams": (LATENTS.with_options(**SHARDED), {"num_beams": 3}),
+        "sharded prompt, lookup": (_IDEFICS_ONE.with_options(**SHARDED), LOOKUP),
+        "sharded prompt, chunks": (
+            Idefics(frames=(3, 1), labels=None).with_options(mlp_chunk_size=5, vision_chunk_size=1, **SHARDED),
+            {"num_beams": 2},
+        ),
+        "padded batch, chunks": (_IDEFICS_TWO.with_options(mlp_chunk_size=5, vision_chunk_size=1), GREEDY),
+        "lookup": (_IDEFICS_ONE, LOOKUP),
+        "local frames": (Idefics(frames=(3, 2), labels=None, local_frames=True), GREEDY),
+        "local frames, beams": (Idefics(frames=(3, 2), labels=None, local_frames=True), {"num_beams": 2}),
+    },
+    "mllama": {
+        "greedy": (_MLLAMA_ONE, GREEDY),
+        "padded batch": (_MLLAMA_TWO, GREEDY),
+        "any tiles": (_MLLAMA_ANY, GREEDY),
+        "no mask": (_MLLAMA_NO_MASK, GREEDY),
+        "beams": (_MLLAMA_ONE, {"num_beams": 3}),
+        "beams, padded batch": (_MLLAMA_TWO, BEAMS),
+        "beams, no mask": (_MLLAMA_NO_MASK, BEAMS),
+        "no cache": (_MLLAMA_TWO, NO_CACHE),
+        "no cache, beams": (_MLLAMA_ANY, {"use_cache": False, "num_beams": 2}),
+        "no cache, text only": (_MLLAMA_TEXT, NO_CACHE),
+        "static cache": (_MLLAMA_TWO, STATIC),
+        "static cache, beams": (_MLLAMA_ANY, STATIC | BEAMS),
+        "static cache, text only": (_MLLAMA_TEXT, STATIC),
+        "text only": (_MLLAMA_TEXT, GREEDY),
+        "embeddings": (replace(MLLAMA, embeds=True, labels=None), GREEDY),
+        "features": (_MLLAMA_STATES, GREEDY),
+        "features, beams": (_MLLAMA_STATES, {"num_beams": 3}),
+        "features, beams, no cache": (_MLLAMA_STATES, BEAMS | NO_CACHE),
+        "local features, beams": (_local(_MLLAMA_STATES), BEAMS),
+        "local text": (_MLLAMA_TWO.with_options(self_attention="local"), GREEDY),
+        "ring": (_MLLAMA_ANY.with_options(strategy="ring"), GREEDY),
+        "sharded prompt": (_MLLAMA_TWO.with_options(**SHARDED), GREEDY),
+        "sharded prompt, beams": (_MLLAMA_ANY.with_options(**SHARDED), {"num_beams": 3}),
+        "sharded prompt, text only": (_MLLAMA_TEXT.with_options(**SHARDED), GREEDY),
+        "local frames": (replace(MLLAMA, labels=None, local_frames=True), GREEDY),
+        "local frames, beams": (replace(MLLAMA, labels=None, local_frames=True), BEAMS),
+        "local frames, beams, no mask": (
+            Mllama(frames=((3, 1), (1, 2)), labels=None, local_frames=True, mask="none"),
+            BEAMS,
+        ),
+        "local frames, embeddings": (replace(MLLAMA, embeds=True, labels=None, local_frames=True), BEAMS),
+        "local frames, no cache": (replace(MLLAMA, labels=None, local_frames=True), BEAMS | NO_CACHE),
+        "lookup": (_MLLAMA_ONE, LOOKUP),
+        "lookup, any tiles": (Mllama(mask="scattered", labels=None), LOOKUP),
+        "lookup, text only": (Mllama(frames=((),), labels=None), LOOKUP),
+        "sharded prompt, lookup": (_MLLAMA_ONE.with_options(**SHARDED), LOOKUP),
+    },
+}
+if LANGUAGE_MODELS:
+    from mllm_seqpar.patches.open_flamingo.testing import PAD
+
+    CACHED: dict[str, Any] = {"use_cache": True, "pad_token_id": PAD}
+    # One media token beyond the media, one sample with fewer.
+    FLAMINGO_TWO = Flamingo(frames=((1, 4, 7), (5,)), media=2, padding="left", labels=None)
+    _FEW = Flamingo(frames=((0, 3),), media=1, labels=None, model={"immediate": False})
+    FLAMINGO_EARLY = Flamingo(frames=((), (2,)), media=3, length=9, labels=None, model={"immediate": False})
+    GENERATED["open_flamingo"] = {
+        f"{decoder}: {name}": (case.with_model(language_model=decoder), CACHED | given)
+        for number, decoder in enumerate(LANGUAGE_MODELS)
+        for index, (name, (case, given)) in enumerate(
+            {
+                "greedy": (FLAMINGO_TWO, GREEDY),
+                "sharded prompt": (FLAMINGO_TWO.with_options(**SHARDED), GREEDY),
+                "beams": (FLAMINGO_TWO, {"num_beams": 3}),
+                "beams, local frames": (_local(FLAMINGO_TWO), {"num_beams": 3}),
+                "beams, all earlier media": (_FEW, BEAMS),
+                "no media token before a token": (FLAMINGO_EARLY, GREEDY),
+                "no cache": (FLAMINGO_TWO, NO_CACHE),
+                "ring, local text": (FLAMINGO_TWO.with_options(strategy="ring", self_attention="local"), GREEDY),
+                "sharded prompt, striped, beams": (
+                    FLAMINGO_TWO.with_options(**SHARDED, text_layout="striped"),
+                    {"num_beams": 2},
+                ),
+                "sharded prompt, local frames": (_local(FLAMINGO_TWO).with_options(**SHARDED), GREEDY),
+                "lookup": (_FEW, {"prompt_lookup_num_tokens": 3, "max_new_tokens": 10}),
+            }.items()
+        )
+        if index < 2 or index % 4 == number or index % 3 == number
+    }
+
+SAMPLING: dict[str, dict[str, tuple[Any, dict[str, Any]]]] = {
+    "mplug_owl3": {
+        "sampled": (_OWL_TWO, SAMPLED),
+        "sharded prompt": (_OWL_TWO.with_options(**SHARDED).with_model(**FUSED), SAMPLED),
+    },
+    "idefics": {"sampled": (_IDEFICS_TWO, SAMPLED)},
+    "mllama": {"sampled": (_MLLAMA_TWO, SAMPLED)},
+}
+"""Cases whose ranks need a random generator each, and so a process each."""
+if LANGUAGE_MODELS:
+    from mllm_seqpar.patches.open_flamingo.testing import MEDIA, VOCABULARY
+
+    _ONLY_MEDIA = [token for token in range(VOCABULARY) if token not in (MEDIA, 7, 8, 9)]
+    WIDE = {"do_sample": True, "temperature": 1.5, "top_k": 50} | CACHED
+    SAMPLING["open_flamingo"] = {
+        "sampled": (FLAMINGO_TWO.with_model(language_model="opt"), WIDE),
+        "new media tokens": (FLAMINGO_TWO.with_model(language_model="llama"), WIDE | {"suppress_tokens": _ONLY_MEDIA}),
+        "sharded prompt, all earlier media": (
+            FLAMINGO_EARLY.with_options(**SHARDED).with_model(language_model="gpt_neox"),
+            CACHED | {"do_sample": True},
+        ),
+        "QK norm, sharded prompt": (FLAMINGO_TWO.with_options(**SHARDED).with_model(language_model=MPT_1B), WIDE),
+    }
+
+
+def generated_cases() -> Iterator[Any]:
+    """Yield each case with one number of ranks, 1 to 4."""
+    for family, cases in GENERATED.items():
+        for index, (name, (case, given)) in enumerate(cases.items()):
+            size = (3, 2, 4, 1)[index % 4] if name.split(": ")[-1] != "greedy" else 3
+            quick = name.split(": ")[-1] in ("beams, padded batch", "sharded prompt") and ": " not in name
+            marks = () if quick or name == "opt: sharded prompt" else pytest.mark.slow
+            yield pytest.param(family, size, case, given, id=f"{family}-{name}-{size}", marks=marks)

@@ -1,0 +1,93 @@
+"""Layer: one process, loopback ranks. Inner modules of a patched model run only inside its forward pass."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from family_cases import BATCHES
+from family_harness import model_of, slow_unless, traces
+from mllm_seqpar import patch_model, unpatch_model
+from mllm_seqpar.comm import run_loopback
+from mllm_seqpar.errors import AdapterError
+from mllm_seqpar.patches.mplug_owl3.testing import tiny_frames, tiny_model, tiny_text
+
+REFUSED = {
+    "mplug_owl3": ("language_model", "language_model.model", "language_model.model.layers.0.self_attn"),
+    "mllama": (
+        "model",
+        "model.language_model",
+        "model.language_model.layers.1",
+        "model.language_model.layers.1.cross_attn",
+    ),
+    "idefics": ("model", "model.layers.0", "model.layers.0.self_attn", "model.gated_cross_attn_layers.1.cross_attn"),
+    "opt": ("lang_encoder.model.decoder", "lang_encoder.model.decoder.layers.0.decoder_layer.self_attn"),
+    "llama": (
+        "lang_encoder.model",
+        "lang_encoder.model.layers.0",
+        "lang_encoder.model.layers.1.gated_cross_attn_layer.attn",
+    ),
+    "mpt": ("lang_encoder.transformer", "lang_encoder.transformer.blocks.0.decoder_layer"),
+    "gpt_neox": ("lang_encoder.gpt_neox", "lang_encoder.gpt_neox.layers.1.decoder_layer.attention"),
+}
+
+
+def new_model(name: str) -> Any:
+    if name in BATCHES:
+        return model_of(name, BATCHES[name])
+    if "open_flamingo" not in BATCHES:
+        pytest.skip("open_flamingo is not installed")
+    return model_of("open_flamingo", BATCHES["open_flamingo"].with_model(language_model=name))
+
+
+def call_allowed_modules(name: str, model: Any) -> None:
+    """Call modules that read no tokens of other ranks: towers, projectors, embeddings, MLPs."""
+    if name == "mplug_owl3":
+        model.encode_frames(tiny_frames(2))
+        model.language_model.model.layers[0].mlp(torch.zeros(1, 2, 64))
+        model.get_output_embeddings()(model.get_input_embeddings()(tiny_text(1)))
+    elif name == "mllama":
+        vision = model.config.vision_config
+        pictures = torch.zeros(1, 1, vision.max_num_tiles, 3, vision.image_size, vision.image_size)
+        tiles = torch.ones(1, 1, vision.max_num_tiles, dtype=torch.long)
+        model.model.vision_model(pictures, tiles[..., 0], tiles)
+    elif name == "idefics":
+        model.model.vision_model(torch.zeros(1, 3, 16, 16))
+    else:
+        model.perceiver(model.vision_encoder(torch.zeros(1, 3, 12, 12))[1][:, None, None])
+
+
+@pytest.mark.parametrize("name", slow_unless(lambda name: name in ("mplug_owl3", "idefics", "mllama", "opt"), REFUSED))
+def test_inner_modules_refuse_calls_outside_of_the_forward_pass(name: str) -> None:
+    models = [new_model(name) for _ in range(2)]
+    model, before = models[0], traces(models[0])
+    run_loopback(2, lambda comm: patch_model(models[comm.rank], group=comm))
+    for path in REFUSED[name]:
+        with pytest.raises(
+            AdapterError, match=r"was called outside of the patched forward.* on 2 ranks.*unpatch_model"
+        ):
+            model.get_submodule(path)()
+    call_allowed_modules(name, model)
+    unpatch_model(model)
+    assert traces(model) == before
+    patch_model(model)  # one rank computes what the unpatched model computes
+    with pytest.raises(TypeError):
+        model.get_submodule(REFUSED[name][-1])()
+
+
+def test_forward_replaced_after_patching_cannot_run_unsharded() -> None:
+    """Liger and TRL install a forward of their own, which calls the decoder and fuses the head with the loss."""
+    models = [tiny_model() for _ in range(2)]
+    run_loopback(2, lambda comm: patch_model(models[comm.rank], group=comm))
+    models[0].forward = lambda ids: models[0].language_model.model(input_ids=ids)  # type: ignore[method-assign]
+    with pytest.raises(AdapterError, match=r"language_model.model \(HyperQwen2Model\) was called outside"):
+        models[0](tiny_text(1))
+
+
+def test_forward_replaced_before_patching_is_not_dropped() -> None:
+    model = tiny_model()
+    model.forward = lambda *args: args  # type: ignore[method-assign]
+    with pytest.raises(AdapterError, match="was replaced by something else already.*Patch first, then prepare"):
+        patch_model(model)

@@ -1,0 +1,140 @@
+"""Layer: one process, loopback ranks. The documented adapter for one's own model, and adapters that are refused."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from captioner_cases import CASES, compare
+from mllm_seqpar import adapting, patch_model, register_adapter
+from mllm_seqpar.comm import as_communicator, run_loopback
+from mllm_seqpar.errors import AdapterError, AgreementError, ConfigError, ShapeError
+from mllm_seqpar.patching import registry as adapters
+
+ROOT = Path(__file__).resolve().parents[3]
+EXAMPLE = ROOT / "tests" / "example_adapter"
+
+
+@pytest.fixture
+def example(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Make the example importable, and forget all adapters that the test registers."""
+    monkeypatch.syspath_prepend(str(EXAMPLE))
+    monkeypatch.setattr(adapters, "_registered", {})
+    yield
+
+
+@pytest.fixture
+def registered(example: None) -> None:
+    from captioner_adapter import CaptionerAdapter
+
+    register_adapter(CaptionerAdapter())
+
+
+@pytest.mark.usefixtures("registered")
+@pytest.mark.parametrize(
+    ("ranks", "options"),
+    [(1, {}), (2, {}), (3, {"strategy": "ring", "recompute_visual": False, "text_layout": "striped"})],
+)
+@pytest.mark.parametrize("name", CASES)
+def test_registered_adapter_equals_unpatched(name: str, ranks: int, options: dict[str, Any]) -> None:
+    run_loopback(ranks, lambda comm: compare(*CASES[name], group=comm, **options))
+
+
+def test_documentation_shows_the_tested_example() -> None:
+    pages = [page.read_text() for page in (ROOT / "README.md", *(ROOT / "docs").rglob("*.md"))]
+    adapter, project = (EXAMPLE / "captioner_adapter.py").read_text(), (EXAMPLE / "pyproject.toml").read_text()
+    (page,) = (page for page in pages if f"```python\n{adapter}```\n" in page)
+    blocks = re.findall(r"```toml\n(.*?)```\n", page, re.DOTALL)
+    assert any(block in project for block in blocks)
+    assert len(adapter.splitlines()) < 62
+
+
+def test_example_imports_only_the_public_toolkit() -> None:
+    imported = re.findall(r"^from (mllm_seqpar\S*) import (.*)$", (EXAMPLE / "captioner_adapter.py").read_text(), re.M)
+    assert [module for module, _ in imported] == ["mllm_seqpar.adapting"]
+    assert set(imported[0][1].split(", ")) <= set(adapting.__all__)
+    assert all(hasattr(adapting, name) for name in adapting.__all__)
+
+
+@pytest.mark.usefixtures("example")
+def test_model_without_an_adapter_is_refused_with_advice() -> None:
+    from captioner import Captioner
+
+    with pytest.raises(AdapterError, match=r"no adapter knows captioner\.Captioner.*mllm_seqpar\.register_adapter"):
+        patch_model(Captioner())
+
+
+@pytest.mark.usefixtures("registered")
+def test_options_that_the_adapter_does_not_support_are_refused() -> None:
+    from captioner import Captioner
+
+    model = Captioner()
+    with pytest.raises(ConfigError, match="always sharded"):
+        patch_model(model, self_attention="local")
+    assert "forward" not in vars(model)
+    patch_model(model, self_attention="star")
+    with pytest.raises(ConfigError, match='self_attention="star" reads the prompts of models of transformers'):
+        model(torch.zeros(1, 5, dtype=torch.long), torch.zeros(1, 4, 5, 12))
+
+
+@pytest.mark.usefixtures("registered")
+def test_ranks_with_different_texts_are_refused() -> None:
+    from captioner import Captioner
+
+    def run(comm: Any) -> None:
+        model = patch_model(Captioner(), group=comm)
+        with pytest.raises(AgreementError, match="text tokens: rank 0 has 5, rank 1 has 6"):
+            model(torch.zeros(1, 5 + comm.rank, dtype=torch.long), torch.zeros(1, 4, 5, 12))
+
+    run_loopback(2, run)
+
+
+def test_features_that_do_not_fit_the_mask_are_refused() -> None:
+    context = adapting.SeqParContext(as_communicator(), adapting.SeqParConfig())
+    row = torch.zeros(1, 4, dtype=torch.long)
+    mask = adapting.FrameMask.from_intervals(row, row + 3, 5, 3)
+    with pytest.raises(ShapeError, match=r"features are \(2, 5, 8\); rank 0 of 1 holds 3 of 3 frames"):
+        adapting.sharded_call(context, torch.zeros(2, 5, 8), mask)
+    with pytest.raises(ShapeError, match=r"valid is \(1, 3\), the mask is for \(1, 4\) tokens"):
+        adapting.sharded_call(context, torch.zeros(3, 5, 8), mask, valid=torch.ones(1, 3, dtype=torch.bool))
+    with pytest.raises(ShapeError, match="no whole frames of 2"):
+        adapting.sharded_call(context, torch.zeros(3, 5, 8), mask, units_per_frame=2)
+
+
+@pytest.mark.parametrize(
+    ("value", "code", "message"),
+    [
+        ("no_such_module:Adapter", "", r"cannot be loaded \(ModuleNotFoundError: .*uninstall the package"),
+        ("broken_adapter:make", "def make(): raise RuntimeError('half done')", r"\(RuntimeError: half done\)"),
+        ("broken_adapter:Half", "class Half:\n    name = 'half'", r"no adapter: Half lacks matches, check, install"),
+    ],
+)
+def test_broken_entry_point_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, value: str, code: str, message: str
+) -> None:
+    info = tmp_path / "broken-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: broken\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text(f"[mllm_seqpar.adapters]\nbroken = {value}\n")
+    (tmp_path / "broken_adapter.py").write_text(code)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "broken_adapter", raising=False)
+    with pytest.raises(AdapterError, match=rf"entry point broken = {value} of the group .*{message}"):
+        patch_model(nn.Linear(2, 2))
+
+
+@pytest.mark.usefixtures("example")
+def test_object_that_is_no_adapter_cannot_be_registered() -> None:
+    from captioner_adapter import CaptionerAdapter
+
+    with pytest.raises(AdapterError, match="object lacks name, matches, check, install"):
+        register_adapter(object())  # type: ignore[arg-type]
+    with pytest.raises(AdapterError, match="the class CaptionerAdapter was given where an instance"):
+        register_adapter(CaptionerAdapter)  # type: ignore[arg-type]

@@ -1,0 +1,148 @@
+"""Layer: one process. `patch_model` refuses unknown models and options, and launched processes without a group."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from family_harness import traces
+from mllm_seqpar import SeqParConfig, frame_range, patch_model, register_adapter, unpatch_model
+from mllm_seqpar.errors import AdapterError, ConfigError
+from mllm_seqpar.patches.mplug_owl3.testing import tiny_frames, tiny_model, tiny_text
+from mllm_seqpar.patching import patch_of
+from mllm_seqpar.patching import registry as adapters
+
+
+@pytest.mark.parametrize(
+    ("arguments", "options", "message"),
+    [
+        ((), {"strategie": "ring"}, "unknown option strategie; the options are strategy, self_attention"),
+        (("rings",), {}, "strategy: 'rings' is unknown; choose one of lv-xattn, ring"),
+        (("ring",), {"tile": (2, 1)}, "neither strategy='ring' nor self_attention='ring' takes one"),
+        ((), {"config": {"strategy": "ring"}}, "config: expected a SeqParConfig, got dict"),
+        ((), {"group": "world"}, "group: expected a ProcessGroup"),
+    ],
+)
+def test_bad_options_are_refused_before_anything_changes(arguments: tuple, options: dict, message: str) -> None:
+    model = tiny_model()
+    before = traces(model)
+    with pytest.raises(ConfigError, match=message):
+        patch_model(model, *arguments, **options)
+    assert traces(model) == before
+
+
+def test_options_override_the_config() -> None:
+    config = SeqParConfig(strategy="ring", text_layout="striped")
+    patch = patch_of(patch_model(tiny_model(), config=config, text_layout="contiguous"))
+    assert patch is not None
+    assert patch.context.config == SeqParConfig(strategy="ring", text_layout="contiguous")
+
+
+def test_unknown_model_is_refused_with_the_known_families() -> None:
+    with pytest.raises(AdapterError, match=r"no adapter knows torch.*Linear\. Known families: IDEFICS, .*register_ad"):
+        patch_model(nn.Linear(2, 2))
+
+
+def test_model_that_differs_from_its_config_is_refused_before_anything_changes() -> None:
+    model = tiny_model()
+    model.language_model.model.layers[0].self_attn = model.language_model.model.layers[1].self_attn
+    before = traces(model)
+    with pytest.raises(AdapterError, match=r"layer 0 has Qwen2Attention, but config.hyper_layers is \[1, 3\]"):
+        patch_model(model)
+    assert traces(model) == before
+
+
+class Bilinears:
+    """An adapter from outside this package, whose installation may fail half-way."""
+
+    name = "bilinears"
+
+    def __init__(self, fails: bool = False) -> None:
+        self.fails = fails
+
+    def matches(self, model: nn.Module) -> bool:
+        return isinstance(model, nn.Bilinear)
+
+    def check(self, model: nn.Module, context: Any) -> None:
+        pass
+
+    def install(self, model: nn.Module, context: Any, patch: Any) -> None:
+        patch.set(model, "forward", lambda *_: context.comm.size)
+        if self.fails:
+            raise RuntimeError("half-way")
+
+
+@pytest.fixture
+def no_adapters_left(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(adapters, "_registered", {})
+    yield
+
+
+@pytest.mark.usefixtures("no_adapters_left")
+def test_installation_that_fails_half_way_is_undone() -> None:
+    register_adapter(Bilinears())
+    inner = nn.Bilinear(2, 2, 2)
+    wrapper = nn.Sequential(inner)
+    before = traces(wrapper)
+    patch_model(wrapper)
+    assert inner(None) == 1
+    unpatch_model(wrapper)
+    assert traces(wrapper) == before
+    register_adapter(Bilinears(fails=True))  # an adapter of the same name replaces the earlier one
+    with pytest.raises(RuntimeError, match="half-way"):
+        patch_model(wrapper)
+    assert traces(wrapper) == before
+
+
+NO_GROUP = r"=4, so a launcher started 4 processes, but .*init_process_group.*PartialState.*group=\"self\""
+
+
+@pytest.mark.parametrize(
+    "variables",
+    [
+        {"WORLD_SIZE": "4", "RANK": "0"},
+        {"OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_RANK": "1"},
+        {"PMI_SIZE": "4", "PMI_RANK": "1"},
+        {"SLURM_STEP_NUM_TASKS": "4", "SLURM_PROCID": "3"},
+    ],
+    ids=lambda variables: next(iter(variables)),
+)
+def test_launched_processes_without_a_process_group_are_refused(
+    variables: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = tiny_model()
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    for attempt in (lambda: patch_model(model), lambda: frame_range(8)):
+        with pytest.raises(ConfigError, match=NO_GROUP):
+            attempt()
+    assert patch_of(patch_model(model, group="self")) and frame_range(8, "self") == range(8)
+
+
+@pytest.mark.parametrize(
+    "variables",
+    [
+        {"WORLD_SIZE": "1", "RANK": "0", "SLURM_STEP_NUM_TASKS": "4", "SLURM_PROCID": "2"},  # torchrun inside of srun
+        {"SLURM_NTASKS": "4", "SLURM_PROCID": "0"},  # the script of sbatch, which runs once
+        {"WORLD_SIZE": "4"},  # no process has a rank
+    ],
+)
+def test_single_processes_need_no_process_group(variables: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    assert frame_range(8) == range(8)
+
+
+def test_process_group_created_after_patching_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Processes of torch.multiprocessing have no environment variables before they join a group."""
+    models = patch_model(tiny_model()), patch_model(tiny_model(), group="self")
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
+    ids, frames = tiny_text(2), tiny_frames(2)
+    with pytest.raises(ConfigError, match="patched for one process, before the process group of 2 ranks existed"):
+        models[0](ids, frames)
+    models[1](ids, frames)

@@ -1,0 +1,166 @@
+"""Layer: one process. Patching changes one instance and nothing else, and `unpatch_model` restores it bit for bit."""
+
+from __future__ import annotations
+
+import copy
+import io
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from family_cases import BATCHES, FUSED, LANGUAGE_MODELS
+from family_harness import inputs_of, model_of, settings, slow_unless, traces
+from mllm_seqpar import patch_model, unpatch_model
+from mllm_seqpar.errors import AdapterError
+from mllm_seqpar.models.mplug_owl3 import MPlugOwl3ForConditionalGeneration
+from mllm_seqpar.patches.mplug_owl3.testing import tiny_config, tiny_frames, tiny_model, tiny_text
+from mllm_seqpar.patching import patch_of
+from outcomes import error
+
+MODELS: list[tuple[str, Any]] = [
+    ("mplug_owl3", BATCHES["mplug_owl3"]),
+    ("mplug_owl3", BATCHES["mplug_owl3"].with_model(**FUSED)),
+    ("idefics", BATCHES["idefics"]),
+    ("mllama", BATCHES["mllama"]),
+    *(("open_flamingo", BATCHES["open_flamingo"].with_model(language_model=name)) for name in LANGUAGE_MODELS),
+]
+
+
+@pytest.mark.parametrize(("family", "case"), slow_unless(lambda row: row in MODELS[:5], MODELS))
+def test_unpatching_leaves_no_trace(family: str, case: Any) -> None:
+    model = model_of(family, case)
+    inputs = inputs_of(family, case, model)
+    plain = {name: x for name, x in inputs.items() if name != "labels"}
+    logits, before, keys = model(**plain).logits, traces(model), list(model.state_dict())
+    registered = {name: ALL_ATTENTION_FUNCTIONS[name] for name in ALL_ATTENTION_FUNCTIONS.valid_keys()}
+    assert patch_model(model, "ring", text_layout="striped") is model
+    assert patch_of(model) is not None and list(model.state_dict()) == keys
+    model(**inputs).loss.backward()
+    model.generate(**plain, **settings(max_new_tokens=2))
+    if family == "open_flamingo":
+        model.cache_media(inputs["lang_x"], inputs["vision_x"])
+        model.uncache_media()
+    model.zero_grad()
+    assert unpatch_model(model) is model
+    assert patch_of(model) is None
+    assert traces(model) == before
+    assert torch.equal(model(**plain).logits, logits)
+    now = {name: ALL_ATTENTION_FUNCTIONS[name] for name in ALL_ATTENTION_FUNCTIONS.valid_keys()}
+    assert {name: now[name] for name in registered} == registered  # sdpa among them
+    assert set(now) - {"mllm_seqpar"} == set(registered) - {"mllm_seqpar"}
+
+
+def test_attention_function_is_registered_under_its_own_name() -> None:
+    patch_model(tiny_model())
+    assert AttentionInterface()["mllm_seqpar"].__module__.startswith("mllm_seqpar.")
+    assert "mllm_seqpar" in AttentionMaskInterface().valid_keys()  # otherwise transformers passes no mask
+
+
+def test_another_model_of_the_same_config_is_unchanged() -> None:
+    config = tiny_config("per_head")
+    torch.manual_seed(1)
+    patched, other = (MPlugOwl3ForConditionalGeneration(config).eval() for _ in range(2))
+    ids, frames = tiny_text(2), tiny_frames(2)
+    logits, before = other(ids, frames).logits, traces(other)
+    patch_model(patched)
+    assert traces(other) == before and torch.equal(other(ids, frames).logits, logits)
+    third = MPlugOwl3ForConditionalGeneration(config)
+    assert third.language_model.model.config._attn_implementation == "sdpa"
+    assert patched.vision_model.config._attn_implementation == "sdpa"  # the tower is unchanged
+    assert copy.deepcopy(other)(ids, frames).logits.equal(logits)
+
+
+@pytest.mark.parametrize(("family", "case"), [MODELS[0], MODELS[1], MODELS[3]])
+def test_patched_model_saves_the_same_files_and_loads_unpatched(family: str, case: Any, tmp_path: Path) -> None:
+    model = model_of(family, case)
+    inputs = {name: x for name, x in inputs_of(family, case, model).items() if name != "labels"}
+    logits, keys = model(**inputs).logits, list(model.state_dict())
+    model.save_pretrained(tmp_path / "before")
+    patch_model(model)
+    assert list(model.state_dict()) == keys
+    model.load_state_dict(model.state_dict())
+    model.save_pretrained(tmp_path / "patched")
+    for file in (tmp_path / "before").iterdir():
+        assert (tmp_path / "patched" / file.name).read_bytes() == file.read_bytes(), file.name
+    loaded = type(model).from_pretrained(tmp_path / "patched")
+    assert torch.equal(loaded(**inputs).logits, logits)
+    patch_model(loaded)
+    assert error(loaded(**inputs).logits, logits) < 1e-6
+
+
+def test_patched_model_refuses_to_be_copied_or_pickled() -> None:
+    model = patch_model(tiny_model())
+    part = model.language_model.model.layers[0].self_attn  # which PEFT's modules_to_save copies
+    for attempt in (lambda: copy.deepcopy(model), lambda: copy.deepcopy(part), lambda: torch.save(model, io.BytesIO())):
+        with pytest.raises(AdapterError, match=r"cannot be copied or pickled: .*Call unpatch_model"):
+            attempt()
+    copied = copy.deepcopy(unpatch_model(model))
+    torch.save(copied, io.BytesIO())
+    assert patch_of(patch_model(copied)) is not None and patch_of(model) is None
+
+
+def test_patching_twice_and_unpatching_twice_are_refused() -> None:
+    model = patch_model(tiny_model(), "ring")
+    with pytest.raises(AdapterError, match=r"patched already \(SeqParConfig\(strategy='ring'.*unpatch_model first"):
+        patch_model(model)
+    unpatch_model(model)
+    with pytest.raises(AdapterError, match="is not patched"):
+        unpatch_model(model)
+
+
+def test_unpatching_is_refused_after_something_else_replaced_the_forward() -> None:
+    model = patch_model(tiny_model())
+    ours = model.forward
+    model.forward = lambda *args, **kwargs: ours(*args, **kwargs)
+    before = traces(model)
+    with pytest.raises(AdapterError, match=r"forward was replaced by something else after patch_model"):
+        unpatch_model(model)
+    assert traces(model) == before
+    model.forward = ours
+    unpatch_model(model)
+
+
+def test_one_process_without_torch_distributed_is_a_group_of_one() -> None:
+    assert not dist.is_initialized()
+    model = patch_model(tiny_model())
+    patch = patch_of(model)
+    assert patch is not None and patch.context.comm.size == 1
+    model.config.output_hidden_states = True  # the decoder layers have an earlier copy of the config
+    with torch.no_grad():
+        out = model(tiny_text(2), tiny_frames(2))
+    assert out.past_key_values is not None and len(out.hidden_states) == 5  # as unpatched
+
+
+def test_torch_compile_does_not_trace_the_patched_forward() -> None:
+    """Compiling a schedule takes minutes, and again for each mask."""
+    graphs: list[Any] = []
+
+    def backend(graph: Any, _: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    model, ids, frames = tiny_model(), tiny_text(2), tiny_frames(2)
+    expected = model(ids, frames).logits
+    compiled = torch.compile(patch_model(model), backend=backend)
+    assert error(compiled(ids, frames).logits, expected) < 1e-5
+    compiled(ids, frames, labels=ids).loss.backward()
+    assert not graphs
+    torch._dynamo.reset()
+
+
+def test_first_pass_logs_what_a_rank_holds(caplog: pytest.LogCaptureFixture) -> None:
+    model = tiny_model()
+    with caplog.at_level("INFO", logger="mllm_seqpar"):
+        patch_model(model)
+        model(tiny_text(2), tiny_frames(2), use_cache=False)
+        model(tiny_text(2), tiny_frames(2), use_cache=False)
+    assert [record.getMessage() for record in caplog.records] == [
+        "MPlugOwl3ForConditionalGeneration is sequence-parallel over 1 rank(s): cross-attention by lv-xattn, "
+        "self-attention by ring (zigzag text)",
+        "rank 0 of 1 holds 12 of 12 text tokens (padding included) and 2 of 2 frames",
+    ]
