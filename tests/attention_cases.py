@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from comm.strict import StrictLoopback
+from strict_loopback import StrictLoopback
 from dense_attention import dense_attention, squared_terms
 from mllm_seqpar.attention import lv_xattn, mesh_attention, ring_attention, ulysses_attention
 from mllm_seqpar.attention.call_spec import accumulation, call_spec_for, problem_of
@@ -395,7 +395,7 @@ def expected_bytes(case: Case, n: int, rank: int, *, backward: bool) -> dict[str
     """Bytes that the formulas say a rank sends, by label."""
     by = case.by if case.op == "causal" else case.op
     if by == "lv" or (by == "mesh" and case.tile == (n, 1) and case.mask is not None):
-        sent = lv_xattn_bytes(problem(case, n, rank), backward=backward, seen=visible_row_counts(case, n))
+        sent = lv_xattn_bytes(problem(case, n, rank), backward=backward, visible_rows=visible_row_counts(case, n))
     elif by == "mesh":
         sent = mesh_bytes(problem(case, n, rank), case.tile or (n, 1), backward=backward)
     elif by == "ulysses":

@@ -17,9 +17,9 @@ from torch import Tensor
 
 from mllm_seqpar.kernels import BlockKernel
 from mllm_seqpar.masks import BlockMasks, Rectangle, clip_rows
-from mllm_seqpar.schedules import AttentionBlock, Axis, Move, OverlapRatios, Schedule, schedule_for
+from mllm_seqpar.schedules import AttentionBlock, Axis, Transfer, OverlapRatios, Schedule, schedule_for
 from mllm_seqpar.schedules.bytes_sent import Problem, overlap_ratios_by_bytes
-from mllm_seqpar.schedules.mesh_shapes import least_bytes_tile, tile_and_heads
+from mllm_seqpar.schedules.mesh_shapes import least_bytes_mesh_shape, resolve_tile
 
 RowIndex = slice | Tensor
 """Rows (or keys) of a tensor: a range, or distinct indices in ascending order."""
@@ -111,7 +111,7 @@ class CallSpec:
 
     def schedule(self, rank: int, *, backward: bool) -> Schedule:
         return schedule_for(
-            self.mesh_shape, rank, backward=backward, straight=self.direct, overlap_ratios=self.overlap_ratios[backward]
+            self.mesh_shape, rank, backward=backward, direct=self.direct, overlap_ratios=self.overlap_ratios[backward]
         )
 
     def steps(self, rank: int, rows: int, device: torch.device, *, backward: bool) -> tuple[PlannedStep, ...]:
@@ -127,38 +127,38 @@ class CallSpec:
         last_use: dict[tuple[Axis, int], int] = {}
         for index, step in enumerate(schedule):
             for block in step.blocks:
-                last_use["rows", block.row] = last_use["columns", block.column] = index
-            for transfer in step.moves:
-                if transfer.stream == "ahead":
-                    last_use[transfer.axis, transfer.send] = index
+                last_use["q", block.q_shard] = last_use["kv", block.kv_shard] = index
+            for transfer in step.transfers:
+                if transfer.kind == "input":
+                    last_use[transfer.axis, transfer.send_shard] = index
         return tuple(
             PlannedStep(
-                tuple(self._plan_transfer(transfer, rank, rows, device) for transfer in step.moves),
-                tuple(PlannedBlock(b.row, b.column, self._rectangles(b, rows)) for b in step.blocks),
+                tuple(self._plan_transfer(transfer, rank, rows, device) for transfer in step.transfers),
+                tuple(PlannedBlock(b.q_shard, b.kv_shard, self._rectangles(b, rows)) for b in step.blocks),
                 tuple(key for key, last in last_use.items() if last == index and key[1] != rank),
             )
             for index, step in enumerate(schedule)
         )
 
-    def _plan_transfer(self, transfer: Move, rank: int, rows: int, device: torch.device) -> PlannedTransfer:
+    def _plan_transfer(self, transfer: Transfer, rank: int, rows: int, device: torch.device) -> PlannedTransfer:
         """Both ends of a transfer know all masks, so both select the same rows."""
-        is_input, length = transfer.stream == "ahead", rows
+        is_input, length = transfer.kind == "input", rows
         send_rows = recv_rows = None
-        if transfer.axis == "columns":
-            length = self.key_lengths[transfer.recv]
+        if transfer.axis == "kv":
+            length = self.key_lengths[transfer.recv_shard]
         elif self.direct:
-            received = self.masks.rows(transfer.recv, rank if is_input else transfer.source)
-            sent = self.masks.rows(transfer.send, transfer.to) if is_input else None
+            received = self.masks.visible_rows(transfer.recv_shard, rank if is_input else transfer.src)
+            sent = self.masks.visible_rows(transfer.send_shard, transfer.dst) if is_input else None
             length = rows if received is None else received.count
-            send_rows = None if sent is None else sent.on(device)
-            recv_rows = None if received is None or is_input else received.on(device)
+            send_rows = None if sent is None else sent.index_on(device)
+            recv_rows = None if received is None or is_input else received.index_on(device)
         return PlannedTransfer(
             is_input,
             transfer.axis,
-            transfer.send,
-            transfer.to,
-            transfer.recv,
-            transfer.source,
+            transfer.send_shard,
+            transfer.dst,
+            transfer.recv_shard,
+            transfer.src,
             send_rows,
             recv_rows,
             length,
@@ -166,9 +166,9 @@ class CallSpec:
 
     def _rectangles(self, block: AttentionBlock, rows: int) -> Sequence[Rectangle]:
         """Return the rectangles of a block, clipped to the part of its query rows that the schedule asks for."""
-        if self.direct and block.row != block.column:
-            return self.masks.packed(block.row, block.column)
-        rectangles = self.masks.tiles(block.row, block.column)
+        if self.direct and block.q_shard != block.kv_shard:
+            return self.masks.pruned_rectangles(block.q_shard, block.kv_shard)
+        rectangles = self.masks.rectangles(block.q_shard, block.kv_shard)
         if block.parts == 1:
             return rectangles
         start, stop = rows * block.part // block.parts, rows * (block.part + 1) // block.parts
@@ -220,9 +220,9 @@ def call_spec_for(
     Raises:
         ConfigError: the mesh shape does not fit the number of ranks.
     """
-    shape, head_degree = tile_and_heads(strategy, mesh_shape, problem.ranks)
+    shape, head_degree = resolve_tile(strategy, mesh_shape, problem.ranks)
     if shape is None:
-        shape = least_bytes_tile(problem)
+        shape = least_bytes_mesh_shape(problem)
     if overlap_ratios is None and 1 not in shape:
         forward, backward = (overlap_ratios_by_bytes(problem, backward=b) for b in (False, True))
         overlap_ratios = forward, backward

@@ -76,7 +76,7 @@ def decode_attention(
         frames = frame_range(mask.total_frames // units_per_frame, comm)
         start, stop = frames.start * units_per_frame, frames.stop * units_per_frame
         check_mask(mask, q, k, (start, stop))
-        rectangles = (mask if rows is q else mask.folded()).tiles(start, stop)
+        rectangles = (mask if rows is q else mask.folded()).rectangles(start, stop)
     partial = PartialResult(rows, accumulation(torch.float32, q.dtype))
     BlockMath(kernel, q.shape[-1] ** -0.5 if scale is None else scale).forward(rows, k, v, rectangles, partial)
     o, lse = (x if rows is q else unfold(x, batch).contiguous() for x in partial.value)

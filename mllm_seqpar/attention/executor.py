@@ -46,7 +46,7 @@ class _Forward:
     """Q shards are sent with q and return (o, lse); KV shards are sent with k and v and return nothing."""
 
     def __init__(self, spec: CallSpec, block_math: BlockMath, q: Tensor, k: Tensor, v: Tensor) -> None:
-        self.local: dict[Axis, Bundle] = {"rows": {"q": q}, "columns": {"k": k, "v": v}}
+        self.local: dict[Axis, Bundle] = {"q": {"q": q}, "kv": {"k": k, "v": v}}
         self._dtype, self._math = spec.accumulate_dtype, block_math
         self.partials: dict[int, PartialResult] = {}
 
@@ -72,7 +72,7 @@ class _Backward:
         self, spec: CallSpec, block_math: BlockMath, rows: tuple[Tensor, Tensor, Tensor, Tensor], k: Tensor, v: Tensor
     ) -> None:
         names = ("q", "o", "lse", "do")
-        self.local: dict[Axis, Bundle] = {"rows": dict(zip(names, rows, strict=True)), "columns": {"k": k, "v": v}}
+        self.local: dict[Axis, Bundle] = {"q": dict(zip(names, rows, strict=True)), "kv": {"k": k, "v": v}}
         self._dtype, self._math = spec.accumulate_dtype, block_math
         self._grads: dict[tuple[str, int], GradientAccumulator] = {}
 
@@ -91,7 +91,7 @@ class _Backward:
         self._math.backward((dq, dk, dv), rows["do"], q, k, v, rows["o"], rows["lse"], block.rectangles)
 
     def result(self, axis: Axis, owner: int) -> Bundle:
-        names = ("dq",) if axis == "rows" else ("dk", "dv")
+        names = ("dq",) if axis == "q" else ("dk", "dv")
         return {name: self._grads.pop((name, owner)).value for name in names}
 
     def receive(self, transfer: PlannedTransfer, bundle: Bundle) -> None:
@@ -145,14 +145,14 @@ def distributed_backward(
 def _run(steps: Sequence[PlannedStep], comm: Communicator, direction: _Direction, overlap: bool) -> None:
     """Run the steps of this rank. `overlap=False` waits for the transfers before computing, only to measure."""
     local, rank = direction.local, comm.rank
-    held: Held = {("rows", rank): local["rows"], ("columns", rank): local["columns"]}
+    held: Held = {("q", rank): local["q"], ("kv", rank): local["kv"]}
     pool = _BufferPool()
     for step in steps:
         pending, incoming = _post(step, comm, direction, held, pool) if step.transfers else (None, ())
         if pending is not None and not overlap:
             pending.wait()
         for block in step.blocks:
-            direction.compute(block, held["rows", block.q_shard], held["columns", block.kv_shard])
+            direction.compute(block, held["q", block.q_shard], held["kv", block.kv_shard])
         if pending is not None and overlap:
             pending.wait()
         for transfer, buffers in incoming:

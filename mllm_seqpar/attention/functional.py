@@ -17,7 +17,7 @@ from mllm_seqpar.errors import ConfigError, MaskError, ShapeError
 from mllm_seqpar.kernels import choose_kernel
 from mllm_seqpar.masks import BlockMasks, CausalBlockMasks, FrameMask, FullBlockMasks
 from mllm_seqpar.schedules.head_sharding import HeadShards
-from mllm_seqpar.schedules.mesh_shapes import check_tile, tile_and_heads
+from mllm_seqpar.schedules.mesh_shapes import check_tile, resolve_tile
 from mllm_seqpar.sharding import LAYOUTS, frame_bounds, sequence_positions
 
 from . import checks
@@ -248,7 +248,7 @@ def _attend_once(
             raise ConfigError(f"layout: {layout!r} is unknown; choose one of {', '.join(LAYOUTS)}")
         checks.check_mask_type(mask)
         choose_kernel(kernel, q, k, causal=causal, masked=mask is not None)
-        shape, head_degree = tile_and_heads(strategy, None if tile is None else check_tile(tile), comm.size)
+        shape, head_degree = resolve_tile(strategy, None if tile is None else check_tile(tile), comm.size)
         HeadShards(q.shape[1], k.shape[1], head_degree)
         facts = {
             "strategy": STRATEGIES.index(strategy),
@@ -270,7 +270,7 @@ def _attend_once(
         return facts
 
     def own_number() -> int:
-        known = 0 if mask is None else mask.known_as(comm, frames)
+        known = 0 if mask is None else mask.gathered_digest(comm, frames)
         return checks.gradient_state(q, k, v) + checks.GRADIENT_STATES * known
 
     key_lengths, numbers = checks.require_same_call(q, k, comm, check, own_number)
@@ -283,7 +283,7 @@ def _attend_once(
     if causal:
         masks = CausalBlockMasks(q.shape[0], q.shape[2] * comm.size, comm.size, layout)
     elif mask is not None:
-        masks = mask.blocks(comm, frames, anew=0 in known or len(known) > 1)
+        masks = mask.blocks(comm, frames, refresh=0 in known or len(known) > 1)
     problem = problem_of(q.shape, k.shape[:2], key_lengths, q.dtype, accumulate_dtype)
     dtype = accumulation(accumulate_dtype, q.dtype)
     spec = call_spec_for(strategy, mesh_shape, masks, problem, dtype, overlap)

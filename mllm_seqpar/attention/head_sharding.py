@@ -162,18 +162,18 @@ class HeadLayout:
     def rows(self, label: str) -> HeadTensor:
         """Return how a tensor with query heads and query rows is resharded."""
         shards = HeadShards(self._heads, self._heads, self.inside.size)
-        heads = [shards.query_heads(rank) for rank in range(self.inside.size)]
+        heads = [shards.query_heads_of(rank) for rank in range(self.inside.size)]
         return HeadTensor(label, heads, self._row_lengths, self._order)
 
     def _keys(self, labels: tuple[str, str], shards: HeadShards) -> list[HeadTensor]:
-        heads = [shards.key_heads(rank) for rank in range(self.inside.size)]
+        heads = [shards.kv_heads_of(rank) for rank in range(self.inside.size)]
         return [HeadTensor(label, heads, self._key_lengths, self._key_order) for label in labels]
 
     def shard_kv(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Return head-sharded k and v, in which each KV head serves equally many query heads."""
         shards = HeadShards(self._heads, k.shape[1], self.inside.size)
         both = shard_heads([k, v], self._keys(("k", "v"), shards), self.inside)
-        places = shards.uniform(self.inside.rank)
+        places = shards.kv_head_index(self.inside.rank)
         if places is not None:
             both = [torch.stack([x[:, place] for place in places], dim=1) for x in both]
         k, v = (x.contiguous() for x in both)
@@ -187,10 +187,10 @@ class HeadLayout:
         They are sent in `dtype`, or in the accumulation dtype if it is None or several ranks hold a KV head.
         """
         shards = HeadShards(self._heads, kv_heads, self.inside.size)
-        several = sum(len(shards.key_heads(rank)) for rank in range(self.inside.size)) > kv_heads
+        several = sum(len(shards.kv_heads_of(rank)) for rank in range(self.inside.size)) > kv_heads
         if several or dtype is None:
             dtype = self.spec.accumulate_dtype
-        places = shards.uniform(self.inside.rank)
+        places = shards.kv_head_index(self.inside.rank)
         grads = [(x if places is None else _add_heads(x, places)).to(dtype) for x in (dk, dv)]
         dk, dv = gather_heads(grads, self._keys(("dk", "dv"), shards), self.inside)
         return dk, dv

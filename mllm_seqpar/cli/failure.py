@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 
 import torch.distributed as dist
 
-from mllm_seqpar.comm.collective_check import is_reported_by_rank_0
+from mllm_seqpar.comm.agreement import is_reported_by_rank_0
 from mllm_seqpar.comm.gloo_shutdown import release_gloo_at_exit
 from mllm_seqpar.errors import AgreementError, SeqParError, TransferError
 

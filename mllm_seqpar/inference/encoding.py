@@ -21,7 +21,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from mllm_seqpar.comm import Communicator, Group, as_communicator
 from mllm_seqpar.comm.agreement import raise_on_all_ranks
-from mllm_seqpar.data.chat_families import ChatFamily, chat_family
+from mllm_seqpar.data.chat_family import ChatFamily, chat_family
 from mllm_seqpar.data.prefetch import read_ahead
 from mllm_seqpar.data.sources import FrameSource
 from mllm_seqpar.errors import ConfigError, VideoError

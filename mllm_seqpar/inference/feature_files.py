@@ -10,7 +10,7 @@ import torch
 
 from mllm_seqpar.comm import Communicator
 from mllm_seqpar.comm.agreement import check_collectively
-from mllm_seqpar.data.chat_families import ChatFamily
+from mllm_seqpar.data.chat_family import ChatFamily
 from mllm_seqpar.data.features import FeatureStore, model_fingerprint, open_features, save_features, source_meta
 from mllm_seqpar.data.sources import VideoSource
 from mllm_seqpar.errors import DataError
@@ -72,7 +72,7 @@ def feature_meta(source: VideoSource, model: str, family: ChatFamily, options: M
     return {
         **source_meta(source.plan),
         **{name: options[name] for name in FRAME_OPTIONS},
-        **family.facts_of_frames(source),
+        **family.frame_metadata(source),
         "model": model_fingerprint(model, family.feature_weights),
     }
 

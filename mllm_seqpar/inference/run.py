@@ -19,7 +19,7 @@ from mllm_seqpar.cli.launch import launched_ranks
 from mllm_seqpar.cli.progress import peak_memory
 from mllm_seqpar.comm import Communicator
 from mllm_seqpar.comm.agreement import attempt, check_collectively, raise_on_all_ranks
-from mllm_seqpar.data.chat_families import chat_family
+from mllm_seqpar.data.chat_family import chat_family
 from mllm_seqpar.data.features import FeatureStore, source_meta
 from mllm_seqpar.data.sources import VideoSource
 from mllm_seqpar.errors import ConfigError

@@ -18,7 +18,7 @@ from mllm_seqpar.config import SeqParConfig
 from mllm_seqpar.errors import AdapterError, ConfigError
 from mllm_seqpar.kernels.registry import kernel_by_name
 from mllm_seqpar.runtime.context import SeqParContext
-from mllm_seqpar.runtime.selection import StrategySelector, selector_for
+from mllm_seqpar.runtime.selection import StrategySelector
 
 from .changes import Patch
 from .registry import Adapter, find_adapter
@@ -96,7 +96,7 @@ def patch_model(
 
     require_same_text(comm, "patch_model", check_and_describe)
     adapter, inner, context = checked[0]
-    context = replace(context, chooser=_selector(context, inner))
+    context = replace(context, selector=_selector(context, inner))
     patch = Patch(adapter.name, context)
     try:
         adapter.install(inner, context, patch)
@@ -162,6 +162,8 @@ def _selector(context: SeqParContext, model: nn.Module) -> StrategySelector | No
     config = context.config
     if config.cluster is None and "auto" not in (config.strategy, config.self_attention):
         return None
+    from mllm_seqpar.planner.auto import selector_for  # not at the top: the core does not depend on the planner
+
     parameter = next(model.parameters(), torch.empty(0))
     return selector_for(config, context.comm, parameter.device, parameter.dtype)
 

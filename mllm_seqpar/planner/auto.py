@@ -95,9 +95,9 @@ class ClusterSelector:
             visible: float | Sequence[Sequence[float]] = fraction
             if pruned and isinstance(blocks, FrameBlockMasks):
                 if problem.ranks <= 4 * MAX_RANKS_WITH_BLOCK_FRACTIONS:
-                    visible_rows = blocks.counts()
+                    visible_rows = blocks.visible_row_counts()
                 if problem.ranks <= MAX_RANKS_WITH_BLOCK_FRACTIONS:
-                    visible = blocks.shares()
+                    visible = blocks.visible_fractions()
             options = SelectionOptions(
                 training=training,
                 visible=visible,
@@ -154,4 +154,4 @@ def _round_up(length: int) -> int:
 
 def _visible_fraction(blocks: BlockMasks) -> float:
     """Return the fraction of entries that a frame mask shows, in percent steps; 1 for any other mask."""
-    return max(round(blocks.share, 2), 0.01) if isinstance(blocks, FrameBlockMasks) else 1.0
+    return max(round(blocks.visible_fraction, 2), 0.01) if isinstance(blocks, FrameBlockMasks) else 1.0

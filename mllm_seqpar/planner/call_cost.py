@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import ceil
 
-from mllm_seqpar.schedules import AttentionBlock, Axis, Move, OverlapRatios, Stream, schedule_for
+from mllm_seqpar.schedules import AttentionBlock, Axis, Transfer, OverlapRatios, TransferKind, schedule_for
 from mllm_seqpar.schedules.bytes_sent import LSE_BYTES, Problem
 from mllm_seqpar.schedules.head_sharding import HeadShards
 
@@ -106,26 +106,26 @@ def call_cost(
         group, member = divmod(rank, degree)
 
         def computation(block: AttentionBlock) -> Computation:
-            fraction = by_group if isinstance(by_group, float | int) else by_group[block.row][block.column]
-            seconds = block_seconds(inner, cluster, inner.keys[block.column], backward=backward, visible=fraction)
-            return Computation(seconds / block.parts, f"Q{block.row} KV{block.column}")
+            fraction = by_group if isinstance(by_group, float | int) else by_group[block.q_shard][block.kv_shard]
+            seconds = block_seconds(inner, cluster, inner.keys[block.kv_shard], backward=backward, visible=fraction)
+            return Computation(seconds / block.parts, f"Q{block.q_shard} KV{block.kv_shard}")
 
-        def message(transfer: Move) -> SentMessage:
+        def message(transfer: Transfer) -> SentMessage:
             size = transfer_bytes(inner, transfer, backward=backward, sender=group, visible_rows=visible_rows)
-            label = f"{_LABELS[transfer.stream, transfer.axis][backward]}{transfer.send}"
-            return SentMessage(transfer.to * degree + member, size, label)
+            label = f"{_LABELS[transfer.kind, transfer.axis][backward]}{transfer.send_shard}"
+            return SentMessage(transfer.dst * degree + member, size, label)
 
         schedule = (
             schedule_for((1, 1), 0, backward=backward)
             if spec.strategy == "replicate"
             else schedule_for(
-                spec.mesh_shape, group, backward=backward, straight=visible_rows is not None, overlap_ratios=ratios
+                spec.mesh_shape, group, backward=backward, direct=visible_rows is not None, overlap_ratios=ratios
             )
         )
         return [
             Phase(
-                tuple(message(transfer) for transfer in step.moves),
-                tuple(transfer.source * degree + member for transfer in step.moves),
+                tuple(message(transfer) for transfer in step.transfers),
+                tuple(transfer.src * degree + member for transfer in step.transfers),
                 tuple(computation(block) for block in step.blocks),
             )
             for step in schedule
@@ -150,11 +150,11 @@ def call_cost(
 
 
 # What a transfer carries, forward and backward.
-_LABELS: dict[tuple[Stream, Axis], tuple[str, str]] = {
-    ("ahead", "rows"): ("Q", "Q,dO"),
-    ("behind", "rows"): ("O", "dQ"),
-    ("ahead", "columns"): ("KV", "KV"),
-    ("behind", "columns"): ("", "dKV"),
+_LABELS: dict[tuple[TransferKind, Axis], tuple[str, str]] = {
+    ("input", "q"): ("Q", "Q,dO"),
+    ("result", "q"): ("O", "dQ"),
+    ("input", "kv"): ("KV", "KV"),
+    ("result", "kv"): ("", "dKV"),
 }
 
 
@@ -169,7 +169,7 @@ def block_seconds(problem: Problem, cluster: Cluster, keys: int, *, backward: bo
 
 def transfer_bytes(
     problem: Problem,
-    transfer: Move,
+    transfer: Transfer,
     *,
     backward: bool,
     sender: int,
@@ -184,13 +184,13 @@ def transfer_bytes(
         sender: the rank that sends; with `visible_rows`, it determines which rows are sent.
         visible_rows: the argument of `lv_xattn_bytes`.
     """
-    if transfer.axis == "columns":
-        width = 2 * problem.key_batch * problem.kv_heads * problem.dim * problem.keys[transfer.send]
-        return width * (problem.element if transfer.stream == "ahead" else problem.accumulated)
+    if transfer.axis == "kv":
+        width = 2 * problem.key_batch * problem.kv_heads * problem.dim * problem.keys[transfer.send_shard]
+        return width * (problem.element if transfer.kind == "input" else problem.accumulated)
     rows = problem.batch * problem.rows
     if visible_rows is not None:
-        rows = problem.key_batch * visible_rows[transfer.send][transfer.to if transfer.stream == "ahead" else sender]
-    if transfer.stream == "ahead":
+        rows = problem.key_batch * visible_rows[transfer.send_shard][transfer.dst if transfer.kind == "input" else sender]
+    if transfer.kind == "input":
         per_row = 3 * problem.dim * problem.element + LSE_BYTES if backward else problem.dim * problem.element
     else:
         per_row = problem.dim * problem.accumulated + (0 if backward else LSE_BYTES)
@@ -215,22 +215,22 @@ def overlap_ratios_by_rates(
     block = block_seconds(inner, cluster, keys, backward=backward, visible=visible)
     a, b = mesh_shape
     hops = {
-        "rows": _slowest_hop(cluster, problem.ranks, distance=head_degree, span=a * head_degree),
-        "columns": _slowest_hop(cluster, problem.ranks, distance=a * head_degree, span=a * b * head_degree),
+        "q": _slowest_hop(cluster, problem.ranks, distance=head_degree, span=a * head_degree),
+        "kv": _slowest_hop(cluster, problem.ranks, distance=a * head_degree, span=a * b * head_degree),
     }
 
-    def blocks(kind: Stream, axis: Axis) -> float:
-        size = transfer_bytes(inner, Move(kind, axis, 0, 0, 0, 0), backward=backward, sender=0)
+    def blocks(kind: TransferKind, axis: Axis) -> float:
+        size = transfer_bytes(inner, Transfer(kind, axis, 0, 0, 0, 0), backward=backward, sender=0)
         rate, latency, _ = hops[axis]
         seconds = latency + size / rate + cluster.step_overhead_s
         return float(f"{seconds / block:.2g}") if block else 1.0
 
     return OverlapRatios(
-        q=blocks("ahead", "rows"),
-        kv=blocks("ahead", "columns"),
-        o=blocks("behind", "rows"),
-        dkv=blocks("behind", "columns"),
-        one_link=hops["rows"][2] == hops["columns"][2],
+        q=blocks("input", "q"),
+        kv=blocks("input", "kv"),
+        o=blocks("result", "q"),
+        dkv=blocks("result", "kv"),
+        one_link=hops["q"][2] == hops["kv"][2],
     )
 
 
@@ -256,7 +256,7 @@ def _collectives(
     if spec.head_degree == 1:
         return CollectiveCost()
     shards = HeadShards(problem.heads, problem.kv_heads, spec.head_degree)
-    kv_heads = sum(len(shards.key_heads(member)) for member in range(spec.head_degree))
+    kv_heads = sum(len(shards.kv_heads_of(member)) for member in range(spec.head_degree))
     q = problem.batch * problem.rows * problem.heads * problem.dim * problem.element
     kv = 2 * problem.key_batch * max(problem.keys) * kv_heads * problem.dim * problem.element
     if backward:  # dO, and K and V if they were recomputed; then dQ, dK, dV

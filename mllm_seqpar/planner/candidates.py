@@ -77,7 +77,7 @@ def problem_between_groups(problem: Problem, head_degree: int) -> Problem:
         rows=problem.rows * head_degree,
         keys=tuple(sum(keys[i : i + head_degree]) for i in range(0, len(keys), head_degree)),
         heads=problem.heads // head_degree,
-        kv_heads=max(shards.computed_key_heads(member) for member in range(head_degree)),
+        kv_heads=max(shards.computed_kv_heads(member) for member in range(head_degree)),
         rank=problem.rank // head_degree,
     )
 

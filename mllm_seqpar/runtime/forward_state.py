@@ -98,7 +98,7 @@ class FrameState:
         units = [(start * units_per_frame, stop * units_per_frame) for start, stop in bounds]
         by_rank = [padded.take(text.positions(rank)) for rank in range(text.comm.size)]
         key_lengths = tuple((stop - start) * mask.tokens_per_frame for start, stop in units)
-        return cls(visual, FrameBlockMasks(by_rank, units), key_lengths, by_rank[text.comm.rank].sees_any())
+        return cls(visual, FrameBlockMasks(by_rank, units), key_lengths, by_rank[text.comm.rank].any_frame_visible())
 
     def gathered(self, comm: Communicator, index: Tensor) -> FrameState:
         """Return the state with all ranks' features on every rank ("replicate").

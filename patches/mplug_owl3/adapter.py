@@ -233,7 +233,7 @@ class MPlugOwl3Family(MediaLayoutCache):
         return self._with_rows(super().empty_visibility(inputs, units, tokens).mask)
 
     def _with_rows(self, mask: FrameMask) -> Visibility:
-        return Visibility(mask, {"attends_to_frames": mask.sees_any().to(self.embedding_weight().device)})
+        return Visibility(mask, {"attends_to_frames": mask.any_frame_visible().to(self.embedding_weight().device)})
 
     def text_mask(self, embeds: Tensor, mask: Any, positions: Tensor, cache: Any) -> Any:
         """Return a causal mask for each kind of layer."""

@@ -57,7 +57,7 @@ class MediaLayoutCache(Family):
             )
         visual = VisualKVCache.given(native.states, native.layout.total_frames, native.tokens_per_frame)
         cache_state.store_frames(visual, FramePlacement(native.layout, native.row_offset, native.inclusive), 0)
-        cache_state.rows, cache_state.frame_fingerprints = native.rows, native.seen
+        cache_state.rows, cache_state.frame_fingerprints = native.rows, native.frame_fingerprints
 
 
 def run_with_native_cache(family: Family, inputs: ForwardInputs, logits_to_keep: Any, kwargs: Mapping[str, Any]) -> Any:
@@ -83,7 +83,7 @@ def run_with_native_cache(family: Family, inputs: ForwardInputs, logits_to_keep:
                 inclusive=placement.inclusive,
             )
             attach(cache, native, family.text_config.num_hidden_layers)
-            native.states, native.seen = state.visual.states, state.frame_fingerprints
-            native.whole = family.context.comm.size == 1
+            native.states, native.frame_fingerprints = state.visual.states, state.frame_fingerprints
+            native.is_complete = family.context.comm.size == 1
         native.layout = placement.layout
     return out

@@ -23,7 +23,7 @@ from torch import Tensor
 from mllm_seqpar import FrameShard, frame_range, patch_model, unpatch_model
 from mllm_seqpar.comm import Communicator, as_communicator
 from mllm_seqpar.planner.candidates import ParallelSpec
-from mllm_seqpar.planner.memory import from_features
+from mllm_seqpar.planner.memory import memory_behind_features
 from mllm_seqpar.planner.model import read_model
 from mllm_seqpar.planner.workload import Workload
 from mllm_seqpar.runtime import visual_features
@@ -112,7 +112,7 @@ class MemoryBenchmark:
     @contextmanager
     def patched(self, mode: Mode) -> Iterator[None]:
         """Patch the model inside the block; its self-attention uses Ring Attention."""
-        options = {"tile": mode.spec(self.comm.size).tile} if mode.strategy == "mesh" else {}
+        options = {"tile": mode.spec(self.comm.size).mesh_shape} if mode.strategy == "mesh" else {}
         before, visual_features.CHUNK_BYTES = visual_features.CHUNK_BYTES, self.chunk_bytes
         patch_model(self.subject.model, mode.strategy, recompute_visual=mode.recompute, **options)
         try:
@@ -151,7 +151,7 @@ class MemoryBenchmark:
                 del loss, features
         all_ranks = self.comm.gather_ints([saved.bytes, peak.bytes])
         saved_bytes, peak_bytes = (max(row[i] for row in all_ranks) for i in range(2))
-        planned = sum(from_features(self.workload(mode, frames), mode.spec(self.comm.size)).values())
+        planned = sum(memory_behind_features(self.workload(mode, frames), mode.spec(self.comm.size)).values())
         return {"frames": frames, "kept_bytes": saved_bytes, "peak_bytes": peak_bytes, "planned_bytes": planned}
 
     def workload(self, mode: Mode, frames: int) -> Workload:

@@ -131,7 +131,7 @@ def rows_of(setting: Setting, found: Measured) -> list[dict[str, Any]]:
         common
         | {
             "mode": mode.name,
-            "tile": "" if mode.spec is None else "{}x{}".format(*mode.spec.tile),
+            "tile": "" if mode.spec is None else "{}x{}".format(*mode.spec.mesh_shape),
             "overlap": mode.overlap,
             "repeats": len(times.total),
             "seconds": median(times.total),

@@ -19,10 +19,10 @@ from mllm_seqpar.attention.kv_sources import GivenKV
 from mllm_seqpar.attention.parallel_spec import accumulation, plan_for, problem_of
 from mllm_seqpar.comm import Communicator
 from mllm_seqpar.masks import FullBlockMasks
-from mllm_seqpar.planner import Cluster, ParallelSpec, blocks_to_hide, call_cost
+from mllm_seqpar.planner import Cluster, ParallelSpec, overlap_ratios_by_rates, call_cost
 from mllm_seqpar.schedules import AttentionBlock, Schedule, Step
 from mllm_seqpar.schedules.bytes_sent import Problem, expanded, mesh_bytes, ulysses_bytes
-from mllm_seqpar.schedules.mesh_shapes import tiles_of
+from mllm_seqpar.schedules.mesh_shapes import mesh_shapes_of
 
 
 @dataclass(frozen=True)
@@ -71,10 +71,10 @@ class Mode:
             ratios = None
             if network is not None and self.spec.strategy == "mesh":
                 forward, backward = (
-                    blocks_to_hide(problem, self.spec.tile, network, backward=b) for b in (False, True)
+                    overlap_ratios_by_rates(problem, self.spec.mesh_shape, network, backward=b) for b in (False, True)
                 )
                 ratios = forward, backward
-            tile = self.spec.tile if self.spec.strategy in ("mesh", "ulysses") else None
+            tile = self.spec.mesh_shape if self.spec.strategy in ("mesh", "ulysses") else None
             call = plan_for(self.spec.strategy, tile, blocks, problem, dtype, self.overlap, ratios)
         return attend(q, [GivenKV(call, k, v)], comm=comm, scale=q.shape[-1] ** -0.5, kernel=kernel)[0]
 
@@ -90,7 +90,7 @@ class Mode:
         formula = ulysses_bytes if self.spec.strategy == "ulysses" else mesh_bytes
         problem, total = replace(self.problem(setting), rank=rank), dict[str, int]()
         for backward in (False, True):
-            for label, size in formula(problem, self.spec.tile, backward=backward).items():
+            for label, size in formula(problem, self.spec.mesh_shape, backward=backward).items():
                 total[label] = total.get(label, 0) + size
         return {label: size for label, size in total.items() if size}
 
@@ -107,7 +107,7 @@ def modes(setting: Setting) -> list[Mode]:
     """Return all modes that are measured in a setting, `none` first."""
     n = setting.ranks
     none = Mode(name="none", spec=None)
-    meshes = [Mode(name=f"tile {a}x{b}", spec=ParallelSpec("mesh", (a, b))) for a, b in tiles_of(n)]
+    meshes = [Mode(name=f"tile {a}x{b}", spec=ParallelSpec("mesh", (a, b))) for a, b in mesh_shapes_of(n)]
     if setting.only_mesh_shapes:
         return [none, *meshes]
     lv, ring = ParallelSpec("lv-xattn", (n, 1)), ParallelSpec("ring", (1, n))

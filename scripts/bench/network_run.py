@@ -49,7 +49,7 @@ class EmulatedKernel:
         self.rate = rate
         self.seconds = 0.0  # total of all calls
 
-    def why_not(self, q: Tensor, k: Tensor, *, causal: bool, masked: bool) -> str | None:
+    def unsupported_reason(self, q: Tensor, k: Tensor, *, causal: bool, masked: bool) -> str | None:
         return "sleeps on the host, which an accelerator would not wait for" if q.device.type != "cpu" else None
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, **options: object) -> tuple[Tensor, Tensor]:

@@ -60,7 +60,7 @@ def print_table(head: list[str], rows: list[list[str]]) -> None:
 
 
 def _row(plan: Plan, strategy: str) -> StrategyPlan | None:
-    return next((row for row in plan.rows if row.way.strategy == strategy), None)
+    return next((row for row in plan.rows if row.spec.strategy == strategy), None)
 
 
 def _cell(plan: Plan, strategy: str) -> str:
@@ -70,12 +70,12 @@ def _cell(plan: Plan, strategy: str) -> str:
     if not row.fits:
         return "-"
     cross = row.parts["cross-attention"]
-    a, b = row.way.tile
+    a, b = row.spec.mesh_shape
     shape = ""
     if strategy == "mesh":
         shape = f" {a}x{b}"
     elif strategy == "ulysses":
-        shape = f" {row.way.heads_over}" + (f" x {a}x{b}" if a * b > 1 else "")
+        shape = f" {row.spec.head_degree}" + (f" x {a}x{b}" if a * b > 1 else "")
     text = f"{_seconds(cross.seconds)} ({cross.exposed / cross.seconds:.0%}){shape}"
     return f"**{text}**" if row is _selected(plan) else text
 
@@ -87,7 +87,7 @@ def _selected(plan: Plan) -> StrategyPlan | None:
         return None
     limit = 1.02 * min(row.parts["cross-attention"].seconds for row in fitting)
     near = [row for row in fitting if row.parts["cross-attention"].seconds <= limit]
-    return min(near, key=lambda row: STRATEGIES.index(row.way.strategy))
+    return min(near, key=lambda row: STRATEGIES.index(row.spec.strategy))
 
 
 def _whole_step(plan: Plan) -> str:
@@ -97,8 +97,8 @@ def _whole_step(plan: Plan) -> str:
     seconds = {}
     for kind in (name for name in SELF_ATTENTION if name != "auto"):
         with suppress(ConfigError):  # raised if this self-attention is not legal on so many GPUs
-            run = replace(plan.run, self_attention=kind)
-            row = make_plan(run, plan.cluster, (selected.way.strategy,)).best
+            run = replace(plan.workload, self_attention=kind)
+            row = make_plan(run, plan.cluster, (selected.spec.strategy,)).best
             if row.fits:
                 seconds[kind] = row.seconds
     kind = min(seconds, key=seconds.__getitem__)
@@ -109,7 +109,7 @@ def _longest(plan: Plan, strategy: str) -> str:
     row = _row(plan, strategy)
     if row is None:
         return "not legal"
-    return _length(row.longest / 60) if row.longest else "none"
+    return _length(row.max_frames / 60) if row.max_frames else "none"
 
 
 def _length(minutes: float) -> str:

@@ -15,11 +15,11 @@ from torch import Tensor
 from mllm_seqpar.attention.decode import SCATTER_ROWS, merge_over_ranks
 from mllm_seqpar.comm import Communicator, Pending, Recv, Send
 from mllm_seqpar.comm.autograd import gather_shards
-from mllm_seqpar.comm.exchange_collectives import ExchangeCollectives
+from mllm_seqpar.comm.base import ExchangeCollectives
 from mllm_seqpar.comm.loopback import run_loopback
 from mllm_seqpar.masks import FrameBlockMasks, FrameMask
 from mllm_seqpar.runtime.star import StarText
-from mllm_seqpar.schedules import AttentionBlock, Move, schedule_for
+from mllm_seqpar.schedules import AttentionBlock, Transfer, schedule_for
 from mllm_seqpar.schedules.head_sharding import HeadShards
 from mllm_seqpar.sharding import LAYOUTS, frame_bounds, sequence_positions
 
@@ -94,10 +94,10 @@ class FigureData:
     legend: Sequence[str]
 
 
-def transfer_label(transfer: Move, backward: bool) -> str:
+def transfer_label(transfer: Transfer, backward: bool) -> str:
     """Return the short name of what a transfer carries; see MEANING."""
-    q_axis = transfer.axis == "rows"
-    if transfer.stream == "ahead":
+    q_axis = transfer.axis == "q"
+    if transfer.kind == "input":
         return ("Q+" if backward else "Q") if q_axis else "KV"
     return ("dQ" if backward else "O") if q_axis else "dKV"
 
@@ -116,22 +116,22 @@ def schedule_panel(
     """
 
     def block(b: AttentionBlock) -> Block:
-        visible = 1.0 if fraction is None else fraction(b.row, b.column)
-        kv = f"KV{b.column}" + (f" {visible:.0%}" if 0 < visible < 1 else "")
-        own, hidden = b.row == b.column, visible == 0
-        return Block(f"Q{b.row}", kv, [b.row], [b.column], b.part, b.parts, own, hidden)
+        visible = 1.0 if fraction is None else fraction(b.q_shard, b.kv_shard)
+        kv = f"KV{b.kv_shard}" + (f" {visible:.0%}" if 0 < visible < 1 else "")
+        own, hidden = b.q_shard == b.kv_shard, visible == 0
+        return Block(f"Q{b.q_shard}", kv, [b.q_shard], [b.kv_shard], b.part, b.parts, own, hidden)
 
-    def is_sent(transfer: Move, rank: int) -> bool:
-        computed_by = transfer.to if transfer.stream == "ahead" else rank
-        return not (pruned and fraction and fraction(transfer.send, computed_by) == 0)
+    def is_sent(transfer: Transfer, rank: int) -> bool:
+        computed_by = transfer.dst if transfer.kind == "input" else rank
+        return not (pruned and fraction and fraction(transfer.send_shard, computed_by) == 0)
 
     rows = []
     for rank in range(mesh_shape[0] * mesh_shape[1]):
         cells = []
-        for step in schedule_for(mesh_shape, rank, backward=backward, straight=pruned):
+        for step in schedule_for(mesh_shape, rank, backward=backward, direct=pruned):
             sent = [
-                Sent(f"{transfer_label(transfer, backward)}{transfer.send}", transfer.send, str(transfer.to))
-                for transfer in step.moves
+                Sent(f"{transfer_label(transfer, backward)}{transfer.send_shard}", transfer.send_shard, str(transfer.dst))
+                for transfer in step.transfers
                 if is_sent(transfer, rank)
             ]
             cells.append(Cell([block(b) for b in step.blocks], sent))
@@ -157,7 +157,7 @@ def frame_mask() -> FigureData:
     mask = FrameMask.from_intervals((rows - 5).clamp(min=0), rows + 1, 1, 16)
     positions = [torch.arange(4 * rank, 4 * rank + 4) for rank in range(4)]
     blocks = FrameBlockMasks([mask.take(p) for p in positions], frame_bounds(16, 4))
-    visible_rows = blocks.counts()
+    visible_rows = blocks.visible_row_counts()
     panel = schedule_panel("forward", (4, 1), backward=False, fraction=lambda i, j: visible_rows[i][j] / 4, pruned=True)
     example = (
         "Example: 16 queries and 16 frames; query i attends to frames i - 5 to i. Percent: queries of the Q shard that "
@@ -206,32 +206,32 @@ def head_panel(title: str, size: int, heads: int, kv_heads: int, mesh_shape: tup
     for rank in range(size * mesh_shape[0] * mesh_shape[1]):
         group, member = divmod(rank, size)
         others = [(i, peer) for i, peer in enumerate(members(group)) if i != member]
-        own_heads = span(shards.query_heads(member))
+        own_heads = span(shards.query_heads_of(member))
         scatter = [
-            Sent(f"Q{rank} h{span(shards.query_heads(i))}, KV{rank} h{span(shards.key_heads(i))}", rank, str(peer))
+            Sent(f"Q{rank} h{span(shards.query_heads_of(i))}, KV{rank} h{span(shards.kv_heads_of(i))}", rank, str(peer))
             for i, peer in others
         ]
         cells = [Cell((), scatter)]
         for step in schedule_for(mesh_shape, group, backward=False):
             blocks = [
                 Block(
-                    f"Q{span(members(b.row))}",
-                    f"KV{span(members(b.column))} h{own_heads}",
-                    list(members(b.row)),
-                    list(members(b.column)),
+                    f"Q{span(members(b.q_shard))}",
+                    f"KV{span(members(b.kv_shard))} h{own_heads}",
+                    list(members(b.q_shard)),
+                    list(members(b.kv_shard)),
                     b.part,
                     b.parts,
-                    b.row == b.column,
+                    b.q_shard == b.kv_shard,
                 )
                 for b in step.blocks
             ]
             sent = [
                 Sent(
-                    f"{transfer_label(transfer, False)}{span(members(transfer.send))}",
-                    transfer.send * size,
-                    str(transfer.to * size + member),
+                    f"{transfer_label(transfer, False)}{span(members(transfer.send_shard))}",
+                    transfer.send_shard * size,
+                    str(transfer.dst * size + member),
                 )
-                for transfer in step.moves
+                for transfer in step.transfers
             ]
             cells.append(Cell(blocks, sent))
         cells.append(Cell((), [Sent(f"O{peer} h{own_heads}", peer, str(peer)) for _, peer in others]))
@@ -317,7 +317,7 @@ def star() -> FigureData:
     rows = []
     for rank, text in enumerate(run_loopback(4, lambda comm: StarText(1, 17, comm))):
         (step,) = schedule_for((1, 1), rank, backward=False)
-        assert not step.moves
+        assert not step.transfers
         parts = text.positions(rank).split(text.block)
         context = [int(part[0]) // text.block for part in parts if part[0] < text.length]
         blocks = [

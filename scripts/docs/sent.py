@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from mllm_seqpar.schedules.bytes_sent import Problem, lv_xattn_bytes, mesh_bytes, ring_bytes, ulysses_bytes, video_mme
-from mllm_seqpar.schedules.mesh_shapes import tiles_of
+from mllm_seqpar.schedules.mesh_shapes import mesh_shapes_of
 
 RANKS = 8
 WIDTH, LAYERS = 3584, 4
@@ -58,11 +58,11 @@ def rows(case: str) -> Iterator[tuple[str, str, tuple[int, int]]]:
     heads = CASES[case].heads
     if case == "video":
         yield '`"lv-xattn"`', "lv-xattn", (1, 1)
-    for mesh_shape in tiles_of(RANKS)[1:-1]:
+    for mesh_shape in mesh_shapes_of(RANKS)[1:-1]:
         yield f'`"mesh"`, tile {mesh_shape}', "mesh", mesh_shape
     yield '`"ring"`', "ring", (1, 1)
     groups = next(n for n in range(1, RANKS) if RANKS % n == 0 and heads % (RANKS // n) == 0)
-    for mesh_shape in tiles_of(groups):
+    for mesh_shape in mesh_shapes_of(groups):
         yield '`"ulysses"`' + (f", tile {mesh_shape}" if groups > 1 else ""), "ulysses", mesh_shape
     if case == "video":
         yield '`"replicate"`, a layer\'s share', "replicate", (1, 1)

@@ -57,7 +57,7 @@ def exactness(name: str, dtype: torch.dtype, device: str) -> Row:
     for kind in KINDS:
         p = make(kind, dtype, device)
         kernel = kernel_by_name(name)
-        reason = kernel.why_not(p.q, p.k, causal=p.causal, masked=p.mask is not None)
+        reason = kernel.unsupported_reason(p.q, p.k, causal=p.causal, masked=p.mask is not None)
         if reason is not None:
             refusals.append(f"{kind}: {reason}")
             continue

@@ -139,7 +139,7 @@ def test_training_step_sends_the_documented_bytes(kind: str, strategy: str) -> N
                 expected.update(ring_bytes(text, backward=backward))
             for _ in range(2):
                 if strategy == "lv-xattn":
-                    expected.update(lv_xattn_bytes(visual, backward=backward, seen=visible))
+                    expected.update(lv_xattn_bytes(visual, backward=backward, visible_rows=visible))
                 else:
                     expected.update(ring_bytes(visual, backward=backward))
         expected = +expected  # labels without bytes are not counted

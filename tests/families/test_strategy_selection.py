@@ -73,7 +73,7 @@ def labels_of_layers(sent: dict[str, int], rank: int) -> set[str]:
 def selection_log() -> Iterator[list[str]]:
     """Collect what all loopback ranks log of selections."""
     lines: list[str] = []
-    logger, handler = logging.getLogger("mllm_seqpar.runtime.selection"), logging.Handler(logging.INFO)
+    logger, handler = logging.getLogger("mllm_seqpar.planner.auto"), logging.Handler(logging.INFO)
     handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
     logger.addHandler(handler)
     logger.setLevel(logging.INFO)
@@ -139,8 +139,8 @@ def test_auto_measures_the_group_without_a_cluster_file() -> None:
     ("options", "message"),
     [
         ({"strategy": "mesh", "tile": (2, 2)}, "tile: (2, 2) is for 4 ranks, but the group has 3; choose (3, 1)"),
-        ({"strategy": "ulysses"}, "ulysses: 4 query heads cannot be dealt to 3 ranks; the largest group that can is 2"),
-        ({"self_attention": "ulysses"}, "ulysses: 4 query heads cannot be dealt to 3 ranks"),
+        ({"strategy": "ulysses"}, "ulysses: 4 query heads cannot be sharded over 3 ranks; the largest group that divides them is 2"),
+        ({"self_attention": "ulysses"}, "ulysses: 4 query heads cannot be sharded over 3 ranks"),
         ({"strategy": "auto", "cluster": "no/such.yaml"}, "no/such.yaml"),
         (
             {"cluster": "any.yaml"},

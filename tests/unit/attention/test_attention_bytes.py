@@ -10,7 +10,7 @@ from mllm_seqpar.attention import decode_attention
 from mllm_seqpar.attention.decode import SCATTER_ROWS
 from mllm_seqpar.comm import Communicator, run_loopback
 from mllm_seqpar.schedules.bytes_sent import lv_xattn_bytes, ring_bytes
-from mllm_seqpar.schedules.mesh_shapes import tiles_of
+from mllm_seqpar.schedules.mesh_shapes import mesh_shapes_of
 
 CASES = [
     Case(op="lv"),
@@ -54,7 +54,7 @@ def test_counted_bytes_equal_formulas(case: Case, n: int) -> None:
 def test_counted_bytes_of_all_mesh_shapes_and_hybrids(case: Case, n: int) -> None:
     head_sharded = "ulysses" in (case.op, case.by)
     parts = [part for part in range(1, n + 1) if n % part == 0 and 24 % (n // part) == 0] if head_sharded else [n]
-    for tile in (tile for part in parts for tile in tiles_of(part)):
+    for tile in (tile for part in parts for tile in mesh_shapes_of(part)):
         if head_sharded and case.mask is not None and tile[0] > 1 == tile[1]:
             continue  # rows are then sent point to point; their formula is LV-XAttn's
         tiled = Case(**{**vars(case), "tile": tile})
@@ -87,7 +87,7 @@ def test_joint_softmax_sends_the_sum_of_its_sources(mask: str | None, n: int) ->
     for rank, result in enumerate(run_loopback(n, run_case, case)):
         frames, text = problem(case, n, rank), problem(text_case, n, rank)
         for backward in (False, True):
-            expected = lv_xattn_bytes(frames, backward=backward, seen=visible), ring_bytes(text, backward=backward)
+            expected = lv_xattn_bytes(frames, backward=backward, visible_rows=visible), ring_bytes(text, backward=backward)
             sent = dict(result["backward" if backward else "forward"])
             payload = {label: size for label, size in sent.items() if label not in ("agreement", "mask")}
             assert sum(payload.values()) == sum(sum(part.values()) for part in expected)

@@ -11,7 +11,7 @@ import torch
 
 from attention_cases import Case, assert_exact, run_case, same_bits
 from mllm_seqpar.comm import run_loopback
-from mllm_seqpar.schedules.mesh_shapes import tiles_of
+from mllm_seqpar.schedules.mesh_shapes import mesh_shapes_of
 
 MASKS = (None, "random", "growing", "one frame", "first frame", "last frame", "nothing", "some rows", "holes")
 KEYS: list[dict[str, Any]] = [
@@ -94,7 +94,7 @@ SHAPES: list[dict[str, Any]] = [
 
 
 def mesh_shapes(*sizes: int) -> Iterable[tuple[int, tuple[int, int] | None]]:
-    return [(n, shape) for n in sizes for shape in [None, *tiles_of(n)]]
+    return [(n, shape) for n in sizes for shape in [None, *mesh_shapes_of(n)]]
 
 
 @pytest.mark.parametrize(
@@ -112,7 +112,7 @@ def test_every_mesh_shape(n: int, tile: tuple[int, int] | None) -> None:
 def check_head_sharding(groups: int, n: int) -> None:
     """Check 24 query heads and every hybrid of n ranks."""
     heads: dict[str, Any] = {"heads": 24, "groups": groups, "dim": 4}
-    tiles = [None, *(tile for part in range(2, n + 1) if n % part == 0 for tile in tiles_of(part))]
+    tiles = [None, *(tile for part in range(2, n + 1) if n % part == 0 for tile in mesh_shapes_of(part))]
     for i, tile in enumerate(tiles):
         check(n, op="ulysses", tile=tile, rows=6 * n, layout="contiguous", **{**SHAPES[i % 3], **heads})
         layout = ("zigzag", "striped", "contiguous")[i % 3]
@@ -135,7 +135,7 @@ def test_head_sharding_in_larger_groups(groups: int, n: int) -> None:
 
 
 @pytest.mark.parametrize("op", ["lv", "causal", "joint"])
-@pytest.mark.parametrize("kernel", ["reference", "tiled", "torch_cpu"])
+@pytest.mark.parametrize("kernel", ["reference", "blocked_matmul", "torch_cpu"])
 def test_every_kernel(kernel: str, op: str) -> None:
     check(3, op=op, rows=30, batch=2, kernel=kernel, mask=None if op == "causal" else "random")
 

@@ -18,7 +18,7 @@ from tolerances import AGAINST_ONE_DEVICE, AGAINST_ONE_DEVICE_FLOAT32_PARTIALS, 
 pytestmark = pytest.mark.rounding
 
 NAMES = ("o", "dq", "dk", "dv")
-FLOAT32_PARTIALS = ("torch_cpu", "tiled")
+FLOAT32_PARTIALS = ("torch_cpu", "blocked_matmul")
 
 
 class Rounding(BlockedMatmulKernel):
@@ -86,7 +86,7 @@ def test_bf16_is_as_good_as_one_device(kernel: str, op: str, n: int) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("op", ["mesh 4x4", "ulysses 2x2"])
 def test_bf16_of_mesh_and_ulysses_on_16_ranks(op: str) -> None:
-    case, alone = bf16(op, "tiled"), bf16(op.split()[0], "tiled")
+    case, alone = bf16(op, "blocked_matmul"), bf16(op.split()[0], "blocked_matmul")
     for name in NAMES:
         on_one = found(Case(**{**vars(alone), "tile": None}), 1)[name]
         assert found(case, 16)[name] <= 1.1 * on_one, name
@@ -104,8 +104,8 @@ def test_error_does_not_grow_with_the_ring(kernel: str, op: str) -> None:
 @pytest.mark.parametrize("op", ["lv", "ring"])
 def test_error_of_bf16_accumulation_grows_with_the_ring(op: str) -> None:
     """Why float32 is the default: with None, O (and the gradients) are rounded once per hop."""
-    few, many = (found(bf16(op, "tiled", None), n) for n in (2, 16))
-    assert many["o"] > 1.3 * few["o"] and many["o"] > 1.5 * found(bf16(op, "tiled"), 16)["o"]
+    few, many = (found(bf16(op, "blocked_matmul", None), n) for n in (2, 16))
+    assert many["o"] > 1.3 * few["o"] and many["o"] > 1.5 * found(bf16(op, "blocked_matmul"), 16)["o"]
 
 
 def test_bf16_errors_have_zero_mean() -> None:
@@ -116,7 +116,7 @@ def test_bf16_errors_have_zero_mean() -> None:
     assert drift(o, exact(case, 4)["o"]) < 0.1
 
 
-@pytest.mark.parametrize("kernel", ["torch_cpu", "tiled", "reference"])
+@pytest.mark.parametrize("kernel", ["torch_cpu", "blocked_matmul", "reference"])
 @pytest.mark.parametrize("op", ["lv", "ring", "joint"])
 def test_logits_around_plus_and_minus_ten_thousand(op: str, kernel: str) -> None:
     """exp(1e4) is infinite, exp(-1e4) is 0. A float32 log-sum-exp of 1e4 is known to 5e-4, and so are all weights."""

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from mllm_seqpar.comm import Communicator, run_loopback
-from mllm_seqpar.comm.collective_check import attempt
+from mllm_seqpar.comm.agreement import attempt
 from mllm_seqpar.data import VideoSource
 from mllm_seqpar.errors import AgreementError, ConfigError, VideoError
 from mllm_seqpar.inference import encode_video

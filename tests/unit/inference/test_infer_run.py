@@ -10,7 +10,7 @@ import torch
 
 from mllm_seqpar import patch_model
 from mllm_seqpar.comm import Communicator, run_loopback
-from mllm_seqpar.comm.collective_check import attempt
+from mllm_seqpar.comm.agreement import attempt
 from mllm_seqpar.data import VideoSource, plan_frames, probe, read_frames
 from mllm_seqpar.errors import AgreementError, ConfigError, DataError, VideoError
 from mllm_seqpar.inference import Sampling, answer, encode_video, load_for_inference

@@ -54,11 +54,11 @@ def test_mask_statistics_match_the_dense_mask(dense: bool) -> None:
         tables.append(table)
         masks.append(FrameMask.from_dense(table, 3) if dense else FrameMask.from_intervals(first, stop, 3, 10))
     blocks = FrameBlockMasks(masks, bounds)
-    assert blocks.share == pytest.approx(torch.stack(tables).float().mean().item())
+    assert blocks.visible_fraction == pytest.approx(torch.stack(tables).float().mean().item())
     for i, table in enumerate(tables):
         for j, (start, stop) in enumerate(bounds):
-            assert blocks.shares()[i][j] == pytest.approx(table[..., start:stop].float().mean().item())
-            assert blocks.counts()[i][j] == table[..., start:stop].any(-1).sum()
+            assert blocks.visible_fractions()[i][j] == pytest.approx(table[..., start:stop].float().mean().item())
+            assert blocks.visible_row_counts()[i][j] == table[..., start:stop].any(-1).sum()
 
 
 def test_similar_lengths_share_one_selection() -> None:

@@ -66,7 +66,7 @@ def test_pruned_mask_reduces_bytes_as_in_the_formula(backward: bool) -> None:
     spec = ParallelSpec("lv-xattn", (3, 1))
     found = call_cost(problem, spec, ONE_NODE, backward=backward, visible_rows=visible_rows).timeline
     for rank in range(3):
-        formula = lv_xattn_bytes(replace(problem, rank=rank), backward=backward, seen=visible_rows)
+        formula = lv_xattn_bytes(replace(problem, rank=rank), backward=backward, visible_rows=visible_rows)
         assert found.node_bytes[rank] == sum(formula.values())
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from comm.strict import StrictLoopback
+from strict_loopback import StrictLoopback
 from dense_attention import dense_attention
 from mllm_seqpar.attention.call_spec import CallSpec
 from mllm_seqpar.attention.joint import attend

@@ -14,7 +14,7 @@ def test_kernels_are_compared_and_timed(script, capsys: pytest.CaptureFixture[st
 def test_wrong_kernel_is_reported_and_not_timed(script, monkeypatch: pytest.MonkeyPatch) -> None:
     kernels = script("kernels")
     monkeypatch.setattr(kernels, "CLOSE", {torch.float32: 0.0})
-    row = kernels.measure_shape((1, 4, 2, 8, 16, 8), "float32", "cpu", ["tiled"], causal=False, repeats=1)[1]
+    row = kernels.measure_shape((1, 4, 2, 8, 16, 8), "float32", "cpu", ["blocked_matmul"], causal=False, repeats=1)[1]
     assert row["wrong"] and "differs" in row["problem"] and "forward_ms" not in row
 
 

@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file
 
 from mllm_seqpar.comm import Communicator, run_loopback
-from mllm_seqpar.models.digest import model_digest
+from mllm_seqpar.models.loading import model_digest
 from mllm_seqpar.models.mplug_owl3 import MPlugOwl3ForConditionalGeneration
 from mllm_seqpar.training.export import export_dtype, export_model, run_on_rank_0
 from tiny import tiny_model
