@@ -16,7 +16,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from strict_loopback import StrictLoopback
 from dense_attention import dense_attention, squared_terms
 from mllm_seqpar.attention import lv_xattn, mesh_attention, ring_attention, ulysses_attention
 from mllm_seqpar.attention.call_spec import accumulation, call_spec_for, problem_of
@@ -26,6 +25,7 @@ from mllm_seqpar.comm import Communicator, LoopbackCommunicator, as_communicator
 from mllm_seqpar.masks import BlockMasks, CausalBlockMasks, FrameMask, FullBlockMasks
 from mllm_seqpar.schedules.bytes_sent import Problem, lv_xattn_bytes, mesh_bytes, ring_bytes, ulysses_bytes
 from mllm_seqpar.sharding import frame_bounds, frame_range, padded_length, sequence_positions
+from strict_loopback import StrictLoopback
 from tolerances import EXACT, relative_error
 
 GRADS = ("dq", "dk", "dv")

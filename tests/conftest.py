@@ -51,7 +51,7 @@ def inference_files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Tiny models `gated`, `fused` and `other` with processors; `clip.mp4` and `twin.mp4` of 100 frames."""
     from mllm_seqpar.data.needle import make_needle_videos
     from mllm_seqpar.models.mplug_owl3 import MPlugOwl3ImageProcessor, MPlugOwl3Processor
-    from tiny import tiny_model, tiny_tokenizer
+    from mllm_seqpar.patches.mplug_owl3.testing import tiny_model, tiny_tokenizer
 
     folder = tmp_path_factory.mktemp("inference")
     for name, gate, seed in (("gated", "per_head", 0), ("fused", None, 0), ("other", "per_head", 1)):
@@ -69,7 +69,7 @@ def training_files(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
     from mllm_seqpar.data.needle import make_needle_videos
     from mllm_seqpar.models.mplug_owl3 import MPlugOwl3ImageProcessor, MPlugOwl3Processor
-    from tiny import tiny_model, tiny_tokenizer
+    from mllm_seqpar.patches.mplug_owl3.testing import tiny_model, tiny_tokenizer
 
     folder = tmp_path_factory.mktemp("training")
     tiny_model(None).save_pretrained(folder / "model")

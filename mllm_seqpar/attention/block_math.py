@@ -143,7 +143,7 @@ class BlockMath:
     ) -> tuple[BlockKernel, slice, slice, RowIndex, tuple[Tensor, Tensor, Tensor], dict[str, Any]]:
         """Return (kernel, batch, rows, keys, (q, k, v), options): a rectangle cut out of its block, and its kernel."""
         batch, rows = slice(*rectangle.batch), slice(*rectangle.rows)
-        keys = slice(*rectangle.keys) if rectangle.picked is None else rectangle.key_index(q.device)
+        keys = slice(*rectangle.keys) if rectangle.gathered is None else rectangle.key_index(q.device)
         qkv = q[batch, :, rows], k[batch, :, keys], v[batch, :, keys]
         kind = rectangle.kind
         key = self.kernel, qkv[0].shape, qkv[1].shape, q.dtype, q.device, kind

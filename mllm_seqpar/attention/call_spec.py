@@ -17,7 +17,7 @@ from torch import Tensor
 
 from mllm_seqpar.kernels import BlockKernel
 from mllm_seqpar.masks import BlockMasks, Rectangle, clip_rows
-from mllm_seqpar.schedules import AttentionBlock, Axis, Transfer, OverlapRatios, Schedule, schedule_for
+from mllm_seqpar.schedules import AttentionBlock, Axis, OverlapRatios, Schedule, Transfer, schedule_for
 from mllm_seqpar.schedules.bytes_sent import Problem, overlap_ratios_by_bytes
 from mllm_seqpar.schedules.mesh_shapes import least_bytes_mesh_shape, resolve_tile
 

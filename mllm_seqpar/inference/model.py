@@ -11,8 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from mllm_seqpar.comm import Communicator
-from mllm_seqpar.models.loading import weight_files
-from mllm_seqpar.models.loading import layer_classes, load_model
+from mllm_seqpar.models.loading import layer_classes, load_model, weight_files
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 

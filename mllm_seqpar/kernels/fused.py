@@ -126,7 +126,7 @@ class FusedKernel:
         self, q: Tensor, k: Tensor, v: Tensor, scale: float, mask: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         groups, heads = k.shape[1], q.shape[1]
-        args = AttentionArgs(scale, bias=self._bias(mask, q, groups))
+        args = AttentionArgs(scale, bias=None if mask is None else self._bias(mask, q, groups))
         o, lse = self._run_forward(base.fold_groups(q, groups), k, v, args)
         # The layout of the log-sum-exp differs between operators, so it may not be possible to unfold it as a view.
         o, lse = base.unfold_groups(o, heads), base.unfold_groups(lse.contiguous(), heads)
@@ -147,7 +147,7 @@ class FusedKernel:
         mask: Tensor | None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         groups, heads = k.shape[1], q.shape[1]
-        args = AttentionArgs(scale, bias=self._bias(mask, q, groups))
+        args = AttentionArgs(scale, bias=None if mask is None else self._bias(mask, q, groups))
         do, q, o, lse = (base.fold_groups(x, groups) for x in (do, q, o, lse))
         dq, dk, dv = self._run_backward(do, q, k, v, o, lse.contiguous(), args)
         return base.unfold_groups(dq, heads), dk, dv
@@ -176,16 +176,18 @@ class FusedKernel:
     def _parts(self, q: Tensor, k: Tensor, mask: Tensor | None) -> list[tuple[slice, slice]]:
         """Return the ranges (rows, keys) to compute one after another, which bound the size of each bias or copy."""
         rows, keys = q.shape[2], k.shape[2]
+        row_step, key_step = rows, self.mask_keys
         if mask is None:
-            return list(product(_ranges(rows, rows), _ranges(keys, self._keys_per_call(q, k))))
-        entries_per_row = mask.shape[0] * (q.shape[1] // k.shape[1]) * min(keys, self.mask_keys)
-        row_step = max(1, self.mask_entries // entries_per_row)
-        return list(product(_ranges(rows, row_step), _ranges(keys, self.mask_keys)))
+            key_step = self._keys_per_call(q, k)
+        else:
+            entries_per_row = mask.shape[0] * (q.shape[1] // k.shape[1]) * min(keys, self.mask_keys)
+            row_step = max(1, self.mask_entries // entries_per_row)
+        if rows <= row_step and keys <= key_step:
+            return [(slice(0, rows), slice(0, keys))]
+        return list(product(_ranges(rows, row_step), _ranges(keys, key_step)))
 
-    def _bias(self, mask: Tensor | None, q: Tensor, groups: int) -> Tensor | None:
+    def _bias(self, mask: Tensor, q: Tensor, groups: int) -> Tensor:
         """Bool (B, S, T) -> additive (B, 1, R * S, T) for folded rows: -inf for hidden entries, aligned row strides."""
-        if mask is None:
-            return None
         batch, rows, keys = mask.shape
         repeat = q.shape[1] // groups
         width = -(-keys // BIAS_ALIGNMENT) * BIAS_ALIGNMENT

@@ -15,7 +15,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from . import base
 from .fused import AttentionArgs, FusedKernel
 
 KEYS_PER_CHUNK = 8192
@@ -54,4 +53,5 @@ class TorchCpuKernel(FusedKernel):
 
 def _float(x: Tensor) -> Tensor:
     """Return x in float32 with unit stride in the last dim."""
-    return base.unit_stride(x.float())
+    x = x.float()
+    return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()

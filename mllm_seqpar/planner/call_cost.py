@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import ceil
 
-from mllm_seqpar.schedules import AttentionBlock, Axis, Transfer, OverlapRatios, TransferKind, schedule_for
+from mllm_seqpar.schedules import AttentionBlock, Axis, OverlapRatios, Transfer, TransferKind, schedule_for
 from mllm_seqpar.schedules.bytes_sent import LSE_BYTES, Problem
 from mllm_seqpar.schedules.head_sharding import HeadShards
 
@@ -189,7 +189,9 @@ def transfer_bytes(
         return width * (problem.element if transfer.kind == "input" else problem.accumulated)
     rows = problem.batch * problem.rows
     if visible_rows is not None:
-        rows = problem.key_batch * visible_rows[transfer.send_shard][transfer.dst if transfer.kind == "input" else sender]
+        rows = (
+            problem.key_batch * visible_rows[transfer.send_shard][transfer.dst if transfer.kind == "input" else sender]
+        )
     if transfer.kind == "input":
         per_row = 3 * problem.dim * problem.element + LSE_BYTES if backward else problem.dim * problem.element
     else:

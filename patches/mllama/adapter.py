@@ -212,7 +212,7 @@ class MllamaFamily(Family):
             inputs_embeds=embeds,
             attention_mask=mask,
             position_ids=positions,
-            cross_attention_states=state if state.frames is not None or state.kept is not None else None,
+            cross_attention_states=state if state.frames is not None or state.visual_cache is not None else None,
             full_text_row_masked_out_mask=None if gate is None else gate[:, None, :, None].to(self.model.dtype),
             past_key_values=cache,
             use_cache=cache is not None,

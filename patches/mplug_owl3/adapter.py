@@ -127,7 +127,7 @@ def _attend_sharded(self: Any, q: Tensor, k: Tensor, v: Tensor, visual_norm: Any
         else:
             text_out = merge_heads(seqpar.attend(q, [text], self.scaling))
             visual_out = merge_heads(seqpar.attend(q, [visual], self.scaling))
-            o = self.mix(text_out, visual_out, seqpar.frames.sees.to(q.device))
+            o = self.mix(text_out, visual_out, seqpar.frames.any_frame_visible.to(q.device))
     return o if shards_text else seqpar.text.unshard(o, 1)
 
 
@@ -135,20 +135,20 @@ def _attend_replicated(
     self: Any, q: Tensor, k: Tensor, v: Tensor, attention_mask: Tensor | None, visual_norm: Any, seqpar: ForwardState
 ) -> Tensor:
     """Return (B, L, C) before `o_proj`, the same on every rank. K and V of the frames stay on their ranks."""
-    if seqpar.kept is None and seqpar.cached is None:
+    if seqpar.visual_cache is None and seqpar.cached_text is None:
         return self._attend_text(q, k, v, attention_mask)[0]
     q, k, v = as_attended(q, k, v)
     text: tuple[Tensor, Tensor] | None = None
-    if seqpar.cached is not None:
+    if seqpar.cached_text is not None:
         text = seqpar.attend_cached_text(q, k, v, self.scaling, self.sliding_window)
-    if seqpar.kept is None:
+    if seqpar.visual_cache is None:
         assert text is not None
         return merge_heads(text[0].to(q.dtype))
-    visual = seqpar.kept.keys_values(self.layer_idx, _projection(self, visual_norm), q.dtype)
-    if self.fused and seqpar.wants_grad(q, k, v, *visual):
+    visual = seqpar.visual_cache.keys_values(self.layer_idx, _projection(self, visual_norm), q.dtype)
+    if self.fused and seqpar.requires_backward(q, k, v, *visual):
         k, v = k[:, :, : seqpar.tokens], v[:, :, : seqpar.tokens]
-        source = seqpar.own_keys(q, k, v, GivenBlockMask(tuple(causal_rectangles(attention_mask, q, k))))
-        return merge_heads(seqpar.attend(q, [source, seqpar.kept_keys(q, *visual)], self.scaling))
+        source = seqpar.local_source(q, k, v, GivenBlockMask(tuple(causal_rectangles(attention_mask, q, k))))
+        return merge_heads(seqpar.attend(q, [source, seqpar.cached_visual_source(q, *visual)], self.scaling))
     visual_o, visual_lse = seqpar.attend_replicated(q, *visual, self.scaling)
     if not self.fused:
         text_out = merge_heads(text[0].to(q.dtype)) if text else self._attend_text(q, k, v, attention_mask)[0]

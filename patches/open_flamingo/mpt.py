@@ -100,7 +100,7 @@ class ShardedBias:
             for dims, x in zip(self._dims, (q, k), strict=True)
         )
         padded_v = F.pad(v, (BIAS_DIMS, 0))
-        if self.state.cached is not None:
+        if self.state.cached_text is not None:
             o = self.state.attend_cached_text(q, k, padded_v, scale)[0]
         else:
             o = self.state.attend(q, [self.state.text_keys(k, padded_v)], scale)
@@ -176,7 +176,7 @@ class MptLM:
             total = state.text.length
             row_positions = key_positions = state.text.positions(state.context.comm.rank)
             blind = self._blind_rows(state, row_positions)
-        elif state.cached is not None:
+        elif state.cached_text is not None:
             cache_state = cache_state_of(cache)
             assert cache_state is not None and cache_state.text is not None
             total, key_positions = cache_state.text.total, cache_state.text.positions

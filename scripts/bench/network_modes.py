@@ -13,13 +13,12 @@ import torch
 from network_settings import Setting
 from torch import Tensor
 
-from mllm_seqpar.attention.distributed import CallSpec
+from mllm_seqpar.attention.call_spec import CallSpec, accumulation, call_spec_for, problem_of
 from mllm_seqpar.attention.joint import attend
 from mllm_seqpar.attention.kv_sources import GivenKV
-from mllm_seqpar.attention.parallel_spec import accumulation, plan_for, problem_of
 from mllm_seqpar.comm import Communicator
 from mllm_seqpar.masks import FullBlockMasks
-from mllm_seqpar.planner import Cluster, ParallelSpec, overlap_ratios_by_rates, call_cost
+from mllm_seqpar.planner import Cluster, ParallelSpec, call_cost, overlap_ratios_by_rates
 from mllm_seqpar.schedules import AttentionBlock, Schedule, Step
 from mllm_seqpar.schedules.bytes_sent import Problem, expanded, mesh_bytes, ulysses_bytes
 from mllm_seqpar.schedules.mesh_shapes import mesh_shapes_of
@@ -75,7 +74,7 @@ class Mode:
                 )
                 ratios = forward, backward
             tile = self.spec.mesh_shape if self.spec.strategy in ("mesh", "ulysses") else None
-            call = plan_for(self.spec.strategy, tile, blocks, problem, dtype, self.overlap, ratios)
+            call = call_spec_for(self.spec.strategy, tile, blocks, problem, dtype, self.overlap, ratios)
         return attend(q, [GivenKV(call, k, v)], comm=comm, scale=q.shape[-1] ** -0.5, kernel=kernel)[0]
 
     def problem(self, setting: Setting) -> Problem:

@@ -130,7 +130,9 @@ def schedule_panel(
         cells = []
         for step in schedule_for(mesh_shape, rank, backward=backward, direct=pruned):
             sent = [
-                Sent(f"{transfer_label(transfer, backward)}{transfer.send_shard}", transfer.send_shard, str(transfer.dst))
+                Sent(
+                    f"{transfer_label(transfer, backward)}{transfer.send_shard}", transfer.send_shard, str(transfer.dst)
+                )
                 for transfer in step.transfers
                 if is_sent(transfer, rank)
             ]

@@ -139,7 +139,10 @@ def test_auto_measures_the_group_without_a_cluster_file() -> None:
     ("options", "message"),
     [
         ({"strategy": "mesh", "tile": (2, 2)}, "tile: (2, 2) is for 4 ranks, but the group has 3; choose (3, 1)"),
-        ({"strategy": "ulysses"}, "ulysses: 4 query heads cannot be sharded over 3 ranks; the largest group that divides them is 2"),
+        (
+            {"strategy": "ulysses"},
+            "ulysses: 4 query heads cannot be sharded over 3 ranks; the largest group that divides them is 2",
+        ),
         ({"self_attention": "ulysses"}, "ulysses: 4 query heads cannot be sharded over 3 ranks"),
         ({"strategy": "auto", "cluster": "no/such.yaml"}, "no/such.yaml"),
         (

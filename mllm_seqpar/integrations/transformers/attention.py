@@ -40,14 +40,14 @@ def seqpar_attention(
     """
     if seqpar is not None:
         refuse_dropout(dropout)  # also with all text on every rank, where each rank would drop other weights
-    if seqpar is None or not (seqpar.shards_text or seqpar.cached is not None):
+    if seqpar is None or not (seqpar.shards_text or seqpar.cached_text is not None):
         return sdpa_attention_forward(
             module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
         )
     dtype = query.dtype
     query, key, value = as_attended(query, key, value)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    if seqpar.cached is not None:
+    if seqpar.cached_text is not None:
         o, _ = seqpar.attend_cached_text(query, key, value, scale, sliding_window)
         return o.transpose(1, 2).to(dtype), None
     o = seqpar.attend(query, [seqpar.text_keys(key, value, sliding_window, query.shape[1])], scale)

@@ -221,10 +221,10 @@ class _CachedPass:
                 "frame_mask": frame_mask,
                 "units_per_frame": visual.units // max(1, visual.total_frames),
                 "rows": {name: x[:, start:] for name, x in visibility.rows.items()},
-                "kept": visual,
+                "visual_cache": visual,
             }
         tokens = int(self.cache.get_seq_length()) + length
-        forward_state = ForwardState(self.context, cached=cached_text, tokens=tokens, **frames)
+        forward_state = ForwardState(self.context, cached_text=cached_text, tokens=tokens, **frames)
         return family.run_decoder(embeds, positions[:, start:], mask, self.cache, forward_state, **self.kwargs)
 
     def _rows_asked_for(self, text: TextShards, local: Tensor, query: Tensor | None = None) -> Tensor:

@@ -119,7 +119,7 @@ def frame_arguments(
     rows = visibility.rows
     if family.context.config.self_attention != "local":
         rows = {name: text.shard(x, 1) for name, x in rows.items()}
-    return {"frames": frames, "rows": rows, "kept": visual_cache}
+    return {"frames": frames, "rows": rows, "visual_cache": visual_cache}
 
 
 def _select_strategy(family: Family, inputs: ForwardInputs, text: TextShards, frames: FrameState) -> FrameState:
@@ -129,7 +129,7 @@ def _select_strategy(family: Family, inputs: ForwardInputs, text: TextShards, fr
         return frames
     if context.config.strategy == "auto" and shape is not None:
         frames = select_for_pass(context, shape, text, frames)
-    if context.config.strategy == "replicate" or (frames.choice and frames.choice.strategy == "replicate"):
+    if context.config.strategy == "replicate" or (frames.selection and frames.selection.strategy == "replicate"):
         frames = frames.gathered(context.comm, family.unit_index(inputs, frames.visual.total_frames))
     return frames
 

@@ -1,6 +1,6 @@
 """Layer: gloo ranks. The fine-tuning program with a model directory of each family: one trajectory on any layout.
 
-AdamW's eps is 1e-4 here, for the reason that tests/training/test_finetune.py gives.
+AdamW's eps is 1e-4 here, for the reason that tests/distributed/training/test_fine_tune.py gives.
 """
 
 import os

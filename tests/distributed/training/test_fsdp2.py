@@ -7,10 +7,10 @@ from torch import nn
 from launch import launch_environment
 from mllm_seqpar.errors import ConfigError
 from mllm_seqpar.integrations.accelerate.fsdp2 import require_sharded, reshard, shard_model
+from mllm_seqpar.patches.mplug_owl3.testing import tiny_frames, tiny_model, tiny_text
 from mllm_seqpar.training.parallel_dims import make_parallel_dims, start_accelerator
 from mllm_seqpar.training.step import clip_gradients
 from ranks import ranks
-from tiny import tiny_frames, tiny_model, tiny_text
 
 CONFIG = "configs/fsdp2_cpu_2.yaml"
 

@@ -87,7 +87,10 @@ def test_joint_softmax_sends_the_sum_of_its_sources(mask: str | None, n: int) ->
     for rank, result in enumerate(run_loopback(n, run_case, case)):
         frames, text = problem(case, n, rank), problem(text_case, n, rank)
         for backward in (False, True):
-            expected = lv_xattn_bytes(frames, backward=backward, visible_rows=visible), ring_bytes(text, backward=backward)
+            expected = (
+                lv_xattn_bytes(frames, backward=backward, visible_rows=visible),
+                ring_bytes(text, backward=backward),
+            )
             sent = dict(result["backward" if backward else "forward"])
             payload = {label: size for label, size in sent.items() if label not in ("agreement", "mask")}
             assert sum(payload.values()) == sum(sum(part.values()) for part in expected)

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from strict_loopback import StrictLoopback
 from mllm_seqpar.attention import decode_attention, lv_xattn, mesh_attention, ring_attention, ulysses_attention
 from mllm_seqpar.comm import Communicator, LoopbackCommunicator, run_loopback
 from mllm_seqpar.masks import FrameMask
+from strict_loopback import StrictLoopback
 
 ALGORITHMS = {
     "lv": lambda q, k, v, g: lv_xattn(q, k, v, group=g),

@@ -10,7 +10,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from strict_loopback import StrictLoopback
 from dense_attention import dense_attention
 from mllm_seqpar.attention.call_spec import CallSpec
 from mllm_seqpar.attention.joint import attend
@@ -21,6 +20,7 @@ from mllm_seqpar.masks import FullBlockMasks
 from mllm_seqpar.runtime import visual_features as visual
 from mllm_seqpar.runtime.visual_features import RecomputedKV, VisualFeatures, frame_chunks
 from mllm_seqpar.sharding import frame_bounds
+from strict_loopback import StrictLoopback
 from tolerances import EXACT, assert_as_near_as_unpatched, relative_error
 
 pytestmark = pytest.mark.rounding

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from mllm_seqpar.planner.memory import saved_for_backward as saved_by_formula
 from mllm_seqpar.planner.candidates import ParallelSpec
+from mllm_seqpar.planner.memory import saved_for_backward as saved_by_formula
 from mllm_seqpar.planner.workload import Workload
 
 MIB = 2**20

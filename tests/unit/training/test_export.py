@@ -10,8 +10,8 @@ from safetensors.torch import load_file
 from mllm_seqpar.comm import Communicator, run_loopback
 from mllm_seqpar.models.loading import model_digest
 from mllm_seqpar.models.mplug_owl3 import MPlugOwl3ForConditionalGeneration
+from mllm_seqpar.patches.mplug_owl3.testing import tiny_model
 from mllm_seqpar.training.export import export_dtype, export_model, run_on_rank_0
-from tiny import tiny_model
 
 
 @pytest.mark.parametrize(

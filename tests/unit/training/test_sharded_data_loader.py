@@ -9,10 +9,10 @@ import torch
 from mllm_seqpar.data.needle import make_needle_videos
 from mllm_seqpar.errors import DataError
 from mllm_seqpar.models.mplug_owl3 import MPlugOwl3ImageProcessor, MPlugOwl3Processor
+from mllm_seqpar.patches.mplug_owl3.testing import IMAGE_SIZE, IMAGE_TOKEN, tiny_model, tiny_tokenizer
 from mllm_seqpar.training.arguments import TrainArguments
 from mllm_seqpar.training.data_loader import ShardedDataLoader, media_sizes, open_data_loader
 from mllm_seqpar.training.parallel_dims import make_parallel_dims
-from tiny import IMAGE_SIZE, IMAGE_TOKEN, tiny_model, tiny_tokenizer
 
 TEXT = {"messages": [{"role": "user", "content": "Say hello."}, {"role": "assistant", "content": "hello"}]}
 

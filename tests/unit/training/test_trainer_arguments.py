@@ -13,8 +13,8 @@ from transformers import TrainingArguments
 from mllm_seqpar import SeqParConfig, SeqParTrainer, patch_model
 from mllm_seqpar.errors import ConfigError
 from mllm_seqpar.integrations.accelerate.context_parallel import disable_context_parallelism
+from mllm_seqpar.patches.mplug_owl3.testing import tiny_model
 from mllm_seqpar.training.evaluation import count_streamed_samples
-from tiny import tiny_model
 
 
 def trainer(tmp_path: Path, model: Any = None, **given: Any) -> SeqParTrainer:
