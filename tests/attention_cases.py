@@ -23,7 +23,6 @@ from mllm_seqpar.attention.joint import attend
 from mllm_seqpar.attention.kv_sources import GivenKV
 from mllm_seqpar.comm import Communicator, LoopbackCommunicator, as_communicator
 from mllm_seqpar.masks import BlockMasks, CausalBlockMasks, FrameMask, FullBlockMasks
-from mllm_seqpar.schedules.bytes_sent import Problem, lv_xattn_bytes, mesh_bytes, ring_bytes, ulysses_bytes
 from mllm_seqpar.sharding import frame_bounds, frame_range, padded_length, sequence_positions
 from strict_loopback import StrictLoopback
 from tolerances import EXACT, relative_error
@@ -76,7 +75,6 @@ class Case:
     seed: int = 0
 
     def total(self, n: int) -> int:
-        """Rows after padding."""
         return padded_length(self.rows, n, self.layout)
 
 
@@ -338,7 +336,6 @@ def errors(case: Case, results: list[dict[str, Any]]) -> dict[str, float]:
 
 
 def assert_exact(case: Case, results: list[dict[str, Any]]) -> None:
-    """Every output and every gradient, one by one, within the table's tolerance."""
     for name, error in errors(case, results).items():
         assert error <= EXACT[case.dtype], f"{name} is off by {error:.1e} with {len(results)} ranks: {case}"
 
@@ -351,126 +348,3 @@ def same_bits(first: list[dict[str, Any]], second: list[dict[str, Any]]) -> bool
         for name in a
         if isinstance(a[name], Tensor)
     )
-
-
-CONTROL = ("agreement", "mask")
-"""Labels of the few numbers by which ranks check that they agree and learn each other's masks."""
-
-
-def problem(case: Case, n: int, rank: int) -> Problem:
-    """The sizes of a case for the byte formulas."""
-    total = case.total(n)
-    keys = [(stop - start) * case.tokens for start, stop in frame_bounds(case.frames, n)]
-    if case.op == "causal":
-        keys = [total // n] * n
-    return Problem(
-        rows=total // n,
-        keys=tuple(keys),
-        heads=case.heads,
-        kv_heads=case.groups,
-        dim=case.dim,
-        batch=case.batch,
-        key_batch=1 if case.shared_keys else case.batch,
-        rank=rank,
-        element=case.dtype.itemsize,
-        accumulated=torch.promote_types(case.accumulate or case.dtype, case.dtype).itemsize,
-    )
-
-
-def visible_row_counts(case: Case, n: int) -> list[list[int]] | None:
-    """How many rows of rank i attend to any key of rank j, counted in the dense mask."""
-    total = case.total(n)
-    visible = visible_frames(case, total)
-    if visible is None:
-        return None
-    bounds = [(start * case.tokens, stop * case.tokens) for start, stop in frame_bounds(case.frames, n)]
-    by_rank = torch.stack([visible[..., start:stop].any(-1) for start, stop in bounds], dim=-1)
-    if not case.shared_keys:
-        by_rank = by_rank.any(0, keepdim=True)
-    rows = [sequence_positions(total, rank, n, case.layout) for rank in range(n)]
-    return [by_rank[:, index].sum((0, 1)).tolist() for index in rows]
-
-
-def expected_bytes(case: Case, n: int, rank: int, *, backward: bool) -> dict[str, int]:
-    """Bytes that the formulas say a rank sends, by label."""
-    by = case.by if case.op == "causal" else case.op
-    if by == "lv" or (by == "mesh" and case.tile == (n, 1) and case.mask is not None):
-        sent = lv_xattn_bytes(problem(case, n, rank), backward=backward, visible_rows=visible_row_counts(case, n))
-    elif by == "mesh":
-        sent = mesh_bytes(problem(case, n, rank), case.tile or (n, 1), backward=backward)
-    elif by == "ulysses":
-        sent = ulysses_bytes(problem(case, n, rank), case.tile or (1, 1), backward=backward)
-    else:
-        sent = ring_bytes(problem(case, n, rank), backward=backward)
-    if case.dtype is torch.float64 and "lse" in sent:
-        sent["lse"] *= 2  # float64 log-sum-exp
-    return {label: size for label, size in sent.items() if size}
-
-
-def assert_counted(case: Case, n: int, results: list[dict[str, Any]]) -> None:
-    """Hold the counted bytes of every rank against the formulas."""
-    for rank, result in enumerate(results):
-        for backward in (False, True):
-            sent = dict(result["backward" if backward else "forward"])
-            control = sum(sent.pop(label, 0) for label in CONTROL)
-            assert control == 0 if backward else control < 4096 * n
-            expected = expected_bytes(case, n, rank, backward=backward)
-            assert {label: size for label, size in sent.items() if size} == expected, (rank, backward)
-
-
-def qkv(rows: int = 4, keys: int = 6, heads: int = 4, groups: int = 2, batch: int = 2) -> tuple[Tensor, Tensor, Tensor]:
-    k = torch.randn(batch, groups, keys, 8)
-    return torch.randn(batch, heads, rows, 8), k, k.clone()
-
-
-def everything(rows: int, frames: int) -> FrameMask:
-    return FrameMask.from_dense(torch.ones(2, rows, frames, dtype=torch.bool), 3)
-
-
-def odd_one_out(comm: Communicator, what: str) -> Any:
-    """All ranks but the last agree."""
-    odd = comm.rank == comm.size - 1
-    x = qkv(keys=3 if "mask" in what else 6)
-    mask = everything(4, comm.size)
-    options: dict[str, dict[str, Any]] = {
-        "scale": {"scale": 0.5 if odd else None},
-        "accumulate_dtype": {"accumulate_dtype": None if odd else torch.float32},
-        "mask missing": {"mask": None if odd else mask},
-        "mask form": {"mask": FrameMask.from_intervals(*torch.zeros(2, 2, 4).long(), 3, comm.size) if odd else mask},
-        "mask frames": {"mask": everything(4, comm.size * 3) if odd else mask},
-        "kernel": {"kernel": "none" if odd else "auto"},
-    }
-    match what:
-        case "rows" if odd:
-            x = qkv(rows=5)
-        case "heads" if odd:
-            x = qkv(heads=8)
-        case "batch" if odd:
-            x = qkv(batch=3)
-        case "dtype" if odd:
-            x = tuple(t.bfloat16() for t in x)
-        case "bad shape" if odd:
-            x = (x[0], x[1], x[2][:, :, :2])
-        case "strategy" if odd:
-            return ring_attention(*x, group=comm)
-        case "tile":
-            return mesh_attention(*x, group=comm, tile=(3, 1) if odd else (1, 3))
-        case "tile of other ranks" if odd:
-            return mesh_attention(*x, group=comm, tile=(2, 2))
-        case "heads that cannot be dealt" if odd:
-            return ulysses_attention(*x, group=comm)
-        case "layout":
-            return ring_attention(*qkv(4, 4), group=comm, causal=True, layout="striped" if odd else "zigzag")
-        case "causal" if odd:
-            return ring_attention(*qkv(6, 6), group=comm, causal=True)
-        case "causal":
-            return ring_attention(*qkv(6, 6), group=comm)
-    return lv_xattn(*x, group=comm, **options.get(what, {}))
-
-
-def caught(comm: Communicator, what: str) -> Exception:
-    try:
-        odd_one_out(comm, what)
-    except Exception as error:  # noqa: BLE001 - the test looks at what it is
-        return error
-    return AssertionError("nothing was raised")

@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 from transformers import StaticCache
 
-from family_cases import FUSED, SHARDED
+from family_cases import FUSED
 from family_harness import TOLERANCE, inputs_of, model_of, settings, slow_unless
+from generation_cases import SHARDED
 from mllm_seqpar import patch_model, unpatch_model
 from mllm_seqpar.comm import run_loopback
 from mllm_seqpar.errors import ConfigError, ShapeError

@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 
-from family_cases import LATENTS, ON_FOUR_RANKS, exact_cases, generated_cases, strategy_cases
+from family_cases import ON_FOUR_RANKS, exact_cases, strategy_cases
 from family_harness import check_exact, check_tokens
+from generation_cases import LATENTS, generated_cases
 
 
 @pytest.mark.parametrize(("family", "size", "case"), list(exact_cases()))

@@ -11,8 +11,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from family_cases import BATCHES, FUSED, SHARDED
+from family_cases import BATCHES, FUSED
 from family_harness import TOLERANCE, family_module, inputs_of, model_of, on_ranks, settings, slow_unless
+from generation_cases import SHARDED
 from mllm_seqpar.models.mplug_owl3.visual_inputs import visual_cache
 from mllm_seqpar.patches.idefics.testing import Case as Idefics
 from mllm_seqpar.patches.mllama.testing import PATCHES, TILES

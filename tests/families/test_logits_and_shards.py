@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from family_cases import FUSED, SHARDED
+from family_cases import FUSED
 from family_harness import TOLERANCE, inputs_of, model_of, on_ranks, slow_unless
+from generation_cases import SHARDED
 from mllm_seqpar import patch_model, unpatch_model
 from mllm_seqpar.comm import run_loopback
 from mllm_seqpar.patches.mplug_owl3.testing import Case

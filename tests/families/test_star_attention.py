@@ -13,8 +13,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from family_cases import BATCHES, BEAMS, FUSED, LANGUAGE_MODELS
+from family_cases import BATCHES, FUSED, LANGUAGE_MODELS
 from family_harness import TOLERANCE, forward, inputs_of, model_of, on_ranks, settings, slow_unless
+from generation_cases import BEAMS
 from mllm_seqpar import patch_model
 from mllm_seqpar.errors import ConfigError, MaskError
 from mllm_seqpar.patches.idefics.testing import Case as Idefics

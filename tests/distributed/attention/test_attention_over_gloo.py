@@ -6,7 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from attention_cases import Case, assert_counted, assert_exact, caught, over_gloo, same_bits
+from attention_bytes_cases import assert_counted
+from attention_cases import Case, assert_exact, over_gloo, same_bits
+from attention_error_cases import caught
 from mllm_seqpar.attention import lv_xattn, ulysses_attention
 from mllm_seqpar.comm import as_communicator
 from mllm_seqpar.errors import AgreementError

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from peft import LoraConfig, get_peft_model
 from torch.distributed.device_mesh import init_device_mesh
 
-from family_cases import PADDED, SAMPLING
+from family_cases import PADDED
 from family_harness import (
     FAMILIES,
     TOLERANCE,
@@ -28,6 +28,7 @@ from family_harness import (
     slow_unless,
     tokens,
 )
+from generation_cases import SAMPLING
 from mllm_seqpar import patch_model, unpatch_model
 from mllm_seqpar.errors import AgreementError, ConfigError
 from mllm_seqpar.patches.mplug_owl3.testing import Case, tiny_model

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from attention_cases import Case, assert_counted, expected_bytes, problem, run_case, visible_row_counts
+from attention_bytes_cases import assert_counted, expected_bytes, problem, visible_row_counts
+from attention_cases import Case, run_case
 from mllm_seqpar.attention import decode_attention
 from mllm_seqpar.attention.decode import SCATTER_ROWS
 from mllm_seqpar.comm import Communicator, run_loopback

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from attention_cases import caught, everything, qkv
+from attention_error_cases import caught, everything, qkv
 from mllm_seqpar.attention import decode_attention, lv_xattn, ring_attention
 from mllm_seqpar.comm import Communicator, run_loopback
 from mllm_seqpar.errors import AgreementError, ConfigError, MaskError, SeqParError, ShapeError

@@ -111,7 +111,7 @@ def test_rows_that_are_sent_attend_to_some_key() -> None:
         rows = sequence_positions(total, i, n, case.layout)
         expected = visible[:, rows, start * case.tokens : stop * case.tokens].any(-1)
         for found, of_rank in ((masks, expected.any(0)), (masks.folded(), expected.flatten())):
-            subset = found.rows(i, j)
+            subset = found.visible_rows(i, j)
             index = torch.arange(of_rank.numel()) if subset is None else subset.index
             assert torch.equal(index, of_rank.nonzero().flatten()) and (subset is None) == bool(of_rank.all())
 

@@ -80,7 +80,7 @@ def test_options_that_the_adapter_does_not_support_are_refused() -> None:
         patch_model(model, self_attention="local")
     assert "forward" not in vars(model)
     patch_model(model, self_attention="star")
-    with pytest.raises(ConfigError, match='self_attention="star" reads the prompts of models of transformers'):
+    with pytest.raises(ConfigError, match='self_attention="star" needs the cache of a transformers model'):
         model(torch.zeros(1, 5, dtype=torch.long), torch.zeros(1, 4, 5, 12))
 
 
@@ -104,7 +104,7 @@ def test_features_that_do_not_fit_the_mask_are_refused() -> None:
         adapting.sharded_call(context, torch.zeros(2, 5, 8), mask)
     with pytest.raises(ShapeError, match=r"valid is \(1, 3\), the mask is for \(1, 4\) tokens"):
         adapting.sharded_call(context, torch.zeros(3, 5, 8), mask, valid=torch.ones(1, 3, dtype=torch.bool))
-    with pytest.raises(ShapeError, match="no whole frames of 2"):
+    with pytest.raises(ShapeError, match="not a multiple of units_per_frame=2"):
         adapting.sharded_call(context, torch.zeros(3, 5, 8), mask, units_per_frame=2)
 
 

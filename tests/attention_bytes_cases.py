@@ -1,0 +1,75 @@
+"""The bytes that a case of `attention_cases` sends, by the formulas of `schedules.bytes_sent`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from attention_cases import Case, visible_frames
+from mllm_seqpar.schedules.bytes_sent import Problem, lv_xattn_bytes, mesh_bytes, ring_bytes, ulysses_bytes
+from mllm_seqpar.sharding import frame_bounds, sequence_positions
+
+CONTROL = ("agreement", "mask")
+"""Labels of the few numbers by which ranks check that they agree and learn each other's masks."""
+
+
+def problem(case: Case, n: int, rank: int) -> Problem:
+    """The sizes of a case for the byte formulas."""
+    total = case.total(n)
+    keys = [(stop - start) * case.tokens for start, stop in frame_bounds(case.frames, n)]
+    if case.op == "causal":
+        keys = [total // n] * n
+    return Problem(
+        rows=total // n,
+        keys=tuple(keys),
+        heads=case.heads,
+        kv_heads=case.groups,
+        dim=case.dim,
+        batch=case.batch,
+        key_batch=1 if case.shared_keys else case.batch,
+        rank=rank,
+        element=case.dtype.itemsize,
+        accumulated=torch.promote_types(case.accumulate or case.dtype, case.dtype).itemsize,
+    )
+
+
+def visible_row_counts(case: Case, n: int) -> list[list[int]] | None:
+    """How many rows of rank i attend to any key of rank j, counted in the dense mask."""
+    total = case.total(n)
+    visible = visible_frames(case, total)
+    if visible is None:
+        return None
+    bounds = [(start * case.tokens, stop * case.tokens) for start, stop in frame_bounds(case.frames, n)]
+    by_rank = torch.stack([visible[..., start:stop].any(-1) for start, stop in bounds], dim=-1)
+    if not case.shared_keys:
+        by_rank = by_rank.any(0, keepdim=True)
+    rows = [sequence_positions(total, rank, n, case.layout) for rank in range(n)]
+    return [by_rank[:, index].sum((0, 1)).tolist() for index in rows]
+
+
+def expected_bytes(case: Case, n: int, rank: int, *, backward: bool) -> dict[str, int]:
+    """Bytes that the formulas say a rank sends, by label."""
+    by = case.by if case.op == "causal" else case.op
+    if by == "lv" or (by == "mesh" and case.tile == (n, 1) and case.mask is not None):
+        sent = lv_xattn_bytes(problem(case, n, rank), backward=backward, visible_rows=visible_row_counts(case, n))
+    elif by == "mesh":
+        sent = mesh_bytes(problem(case, n, rank), case.tile or (n, 1), backward=backward)
+    elif by == "ulysses":
+        sent = ulysses_bytes(problem(case, n, rank), case.tile or (1, 1), backward=backward)
+    else:
+        sent = ring_bytes(problem(case, n, rank), backward=backward)
+    if case.dtype is torch.float64 and "lse" in sent:
+        sent["lse"] *= 2  # float64 log-sum-exp
+    return {label: size for label, size in sent.items() if size}
+
+
+def assert_counted(case: Case, n: int, results: list[dict[str, Any]]) -> None:
+    """Hold the counted bytes of every rank against the formulas."""
+    for rank, result in enumerate(results):
+        for backward in (False, True):
+            sent = dict(result["backward" if backward else "forward"])
+            control = sum(sent.pop(label, 0) for label in CONTROL)
+            assert control == 0 if backward else control < 4096 * n
+            expected = expected_bytes(case, n, rank, backward=backward)
+            assert {label: size for label, size in sent.items() if size} == expected, (rank, backward)
