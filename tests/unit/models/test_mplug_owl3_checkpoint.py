@@ -13,6 +13,7 @@ from mllm_seqpar.errors import ConfigError, DataError, ShapeError
 from mllm_seqpar.models.mplug_owl3 import MPlugOwl3Config, MPlugOwl3ForConditionalGeneration, register
 from mllm_seqpar.models.mplug_owl3.checkpoint import gate_of
 from mllm_seqpar.patches.mplug_owl3.testing import GATES, IMAGE_TOKEN, tiny_config, tiny_frames, tiny_model, tiny_text
+from outcomes import error
 
 # A published config.json with the sizes of this test: written for transformers 4, without the fields that we add.
 PUBLISHED = {
@@ -133,11 +134,21 @@ def test_published_checkpoint_loads(gate: str | None, head: bool, shards: int, t
     assert loaded.config.projector_layers == (2 if gate is None else 1)
     assert loaded.config.use_cache is False and hasattr(loaded.vision_model, "head") is head
     loaded.config.image_token_id = IMAGE_TOKEN
-    ids, frames = tiny_text(3, 1), tiny_frames(4)
-    assert torch.equal(loaded(ids, frames).logits, model(ids, frames).logits)
+    assert_same_model(loaded, model)
     loaded.save_pretrained(tmp_path / "again")
     written = json.loads((tmp_path / "again" / "config.json").read_text())
     assert written["gate"] == gate and written["projector_layers"] == (2 if gate is None else 1)
+
+
+def assert_same_model(loaded: Any, model: Any) -> None:
+    """Weights are equal bit by bit, and logits almost: safetensors aligns weights in memory to 8 bytes only, and some
+    kernels choose the order of a sum by the alignment of its inputs."""
+    found, expected = loaded.state_dict(), model.state_dict()
+    assert found.keys() <= expected.keys()  # published checkpoints of some sizes have no head of the vision tower
+    for name, value in found.items():
+        assert torch.equal(expected[name], value), name
+    ids, frames = tiny_text(3, 1), tiny_frames(4)
+    assert error(loaded(ids, frames).logits, model(ids, frames).logits) < 1e-6
 
 
 @pytest.mark.slow
@@ -147,8 +158,7 @@ def test_saved_model_loads_unchanged(gate: str | None, tmp_path: Path) -> None:
     model.save_pretrained(tmp_path, max_shard_size="100KB")
     assert len(list(tmp_path.glob("*.safetensors"))) > 1
     loaded = AutoModel.from_pretrained(tmp_path)
-    for name, value in model.state_dict().items():
-        assert torch.equal(loaded.state_dict()[name], value), name
+    assert_same_model(loaded, model)
     assert fields_of(loaded.config) == fields_of(model.config)
 
 
@@ -255,8 +265,7 @@ def test_tied_embeddings_are_saved_once(tmp_path: Path) -> None:
     assert "language_model.lm_head.weight" not in load_file(tmp_path / "model.safetensors")
     loaded = AutoModel.from_pretrained(tmp_path)
     assert loaded.get_output_embeddings().weight is loaded.get_input_embeddings().weight
-    ids, frames = tiny_text(2), tiny_frames(2)
-    assert torch.equal(loaded(ids, frames).logits, model(ids, frames).logits)
+    assert_same_model(loaded, model)
 
 
 def test_new_model_has_initialised_weights() -> None:

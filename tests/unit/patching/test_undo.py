@@ -88,7 +88,7 @@ def test_patched_model_saves_the_same_files_and_loads_unpatched(family: str, cas
     for file in (tmp_path / "before").iterdir():
         assert (tmp_path / "patched" / file.name).read_bytes() == file.read_bytes(), file.name
     loaded = type(model).from_pretrained(tmp_path / "patched")
-    assert torch.equal(loaded(**inputs).logits, logits)
+    assert error(loaded(**inputs).logits, logits) < 1e-6  # not equal: loaded weights have another alignment in memory
     patch_model(loaded)
     assert error(loaded(**inputs).logits, logits) < 1e-6
 
