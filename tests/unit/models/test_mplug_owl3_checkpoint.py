@@ -112,7 +112,6 @@ def publish(gate: str | None, directory: Path, shards: int = 1, head: bool = Tru
 
 
 def fields_of(config: MPlugOwl3Config) -> dict[str, Any]:
-    """Return a config's fields without its origin and the dtype that loading records."""
     fields = config.to_dict()
     vision = fields.pop("vision_config")
     left_out = ("_name_or_path", "dtype", "architectures")
