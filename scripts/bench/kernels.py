@@ -1,6 +1,6 @@
 """Time the block kernels against `scaled_dot_product_attention` on the same shapes.
 
-    python scripts/bench/kernels.py [--device cpu|cuda] [--dtype float32|bfloat16|float16] [--kernels tiled torch_cpu]
+    python scripts/bench/kernels.py [--device cpu|cuda] [--dtype float32|bfloat16|float16] [--kernels blocked_matmul ...]
         [--shape B,H,G,S,T,D ...] [--causal] [--repeats 7] [--json rows.jsonl]
 
 For each kernel the table has the medians of forward and backward, their ratios to PyTorch's attention, and the TFLOP/s
