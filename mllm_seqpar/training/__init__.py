@@ -1,0 +1,1 @@
+"""Fine-tuning on conversations about videos: the run of `scripts/finetune.py` (`loop`) and `SeqParTrainer` (`trainer`)."""
