@@ -1,1 +1,1 @@
-"""Fine-tuning on conversations about videos: the run of `scripts/finetune.py` (`loop`) and `SeqParTrainer` (`trainer`)."""
+"""Fine-tuning on conversations about videos: `loop` runs `scripts/finetune.py`, and `trainer` has `SeqParTrainer`."""
