@@ -1,4 +1,4 @@
-"""All that depends on the versions of other packages, each with its reason and the condition for its removal.
+"""Every dependence on the version of another package, with its reason and the condition for its removal.
 
 No other module compares version numbers. `patch_model` checks the oldest supported versions, so that an old
 installation gives one clear error and not an AttributeError deep inside a forward pass.

@@ -1,4 +1,4 @@
-"""Loggers that report information on rank 0 only and put the rank in front of warnings."""
+"""Loggers that emit information on rank 0 only and prefix warnings with the rank."""
 
 import logging
 

@@ -1,7 +1,7 @@
 """The public toolkit for model adapters.
 
 An adapter (`Adapter`) replaces forwards through `Patch.set`. The model's forward encodes the frames of this rank
-(`frame_range`), states which text rows attend to which frames (`FrameMask`), and gets the state of the pass from
+(`frame_range`), states which text rows attend to which frames (`FrameMask`), and creates the state of the pass with
 `sharded_call`. Layers then attend through it: ``state.attend(q, [state.text_keys(k, v)], scale)`` is the language
 model's causal attention, and ``state.cross_attend(q, layer, project, modules, scale)`` is the attention to the frames
 of all ranks. Models of transformers need more (caches, generation, padded batches), which

@@ -3,7 +3,7 @@
 The folder `patches/` is installed as `mllm_seqpar.patches`. Adding a family means adding its folder and one
 `FamilySpec` below; nothing else changes. Modules of a family folder are found by name, and each defines one function:
 
-    README.md     five lines: the family, its checkpoints, its sites, which frames a token may see, what each file does
+    README.md     five lines: the family, its checkpoints, its sites, its visibility, the contents of each file
     adapter.py    adapter() -> mllm_seqpar.patching.Adapter                     required, read by `patch_model`
     chat.py       chat_family(processor) -> mllm_seqpar.data.chat_family.ChatFamily    read if `processors` are named
     planner.py    model_sizes(config, name) -> mllm_seqpar.planner.model.ModelSizes    read if `model_types` are named

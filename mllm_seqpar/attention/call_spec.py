@@ -1,4 +1,4 @@
-"""The spec of an attention call: what all ranks know before the tensors exist, and the steps that follow from it.
+"""The spec of an attention call, which all ranks resolve before its tensors exist, and the steps planned from it.
 
 A `CallSpec` is made once per forward pass and shape. All layers with that shape share it, and with it everything that
 is derived from it on first use: the schedule, the mask rectangles of each block, the rows of each transfer, and the

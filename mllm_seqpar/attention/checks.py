@@ -1,4 +1,4 @@
-"""Checks of the functional layer's arguments, on this rank and between ranks, before anything is sent."""
+"""Checks of the functional layer's arguments, on this rank and between ranks, before the first transfer."""
 
 from __future__ import annotations
 

@@ -3,8 +3,8 @@
 Every rank has the same q and its own keys. Each computes (o, lse) over its own keys; then the partial results of all
 ranks are merged (Star Attention, arXiv 2411.17116, phase 2; flash decoding across devices). With few rows this is one
 all-gather. With many rows each rank merges a part of them and the merged rows are gathered, which sends 2 (n - 1)/n of
-a result instead of n - 1. All ranks merge the same numbers in the same order and therefore hold the same bits, which
-keeps sampling in step.
+a result instead of n - 1 results. All ranks merge the same numbers in the same order and therefore have bitwise equal
+results, so that they sample the same tokens.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The functional layer: distributed attention for callers with a model of their own.
+"""The functional layer: distributed attention without a patched model.
 
 Shapes: q (B, H, s_q, D), k and v (B, G, s_kv, D) are this rank's shards, with G dividing H (GQA, never expanded). s_q
 is the same on every rank, s_kv may differ. k and v may have a batch of 1, shared by all batch items of q. Results are

@@ -1,4 +1,4 @@
-"""Where the keys and values of an attention call come from."""
+"""KV sources of an attention call: the protocol, and given K and V. `runtime.visual_features` has recomputed ones."""
 
 from __future__ import annotations
 

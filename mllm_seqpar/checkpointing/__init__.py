@@ -1,1 +1,1 @@
-"""Recomputation in backward: an MLP in chunks of tokens, RNG replay, detached parameters."""
+"""Recomputation of MLPs in backward, in chunks of tokens. K and V are recomputed in `runtime.visual_features`."""

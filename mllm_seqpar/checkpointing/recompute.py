@@ -1,4 +1,4 @@
-"""Tools for recomputing a module in backward: RNG replay, and detached parameters to differentiate by."""
+"""Helpers of `chunked_mlp`, which recomputes a module in backward: RNG replay and detached parameters."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
-"""How a program ends after an error: with one line that names the cause, and without leaving other ranks waiting.
+"""The exit of a program after an error: one line names the cause, and no other rank waits for this one.
 
 A rank that raises exits immediately and waits for no other rank in a destructor. Its launcher then ends the ranks of
-the same node. Ranks that wait for it in a collective see the connection close, or reach the group's time limit.
+the same node. Ranks that wait for it in a collective see the connection close, or reach the group's time limit. Errors
+that are found before a collective are raised on all ranks by `comm.agreement` instead.
 """
 
 import os

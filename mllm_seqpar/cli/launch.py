@@ -1,4 +1,4 @@
-"""The device, the process group and the time limit of a program, from what its launcher exported.
+"""The device, the process group and the time limit of a program, from its launcher's environment variables.
 
 Only RANK and its companion variables are needed, so `torchrun`, `accelerate launch` with any configuration, and plain
 `python` all work.

@@ -1,4 +1,4 @@
-"""What a running program reports: a progress bar on stderr and the peak memory of this process."""
+"""Reports of a running program: a progress bar on stderr and the peak memory of this process."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
 """Rank agreement: raise on all ranks of a group before any of them can hang.
 
-A rank with another option, other data, or a file that only it cannot read would leave, or wait, while the others are in
-a collective that it never joins. The functions here gather from every rank whether a step failed and what it found.
-Every rank then raises if any rank failed or the ranks differ. `require_agreement` and `require_same_text` serve the
-forward pass and `patch_model`; `check_collectively` serves the steps of a program.
+A rank with a different option, different data, or a file that only it cannot read may exit, or wait, while the others
+are in a collective that it never joins. The functions here gather from every rank whether a step failed and what it
+found. Every rank then raises if any rank failed or the ranks differ. `require_agreement` and `require_same_text` serve
+the forward pass and `patch_model`; `check_collectively` serves the steps of a program.
 """
 
 from __future__ import annotations

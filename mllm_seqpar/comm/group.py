@@ -1,4 +1,4 @@
-"""What a user may pass as a group, and how many processes a launcher started."""
+"""Conversion of the argument `group` to a communicator, and the number of processes that a launcher started."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Encoded videos on disk: written by the ranks that encoded them, read by any number of ranks, for the same model."""
+"""Writing and reading of encoded videos by all ranks, with collective checks; `data.features` has the file format."""
 
 from __future__ import annotations
 

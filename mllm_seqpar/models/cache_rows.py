@@ -1,4 +1,4 @@
-"""A layer of a transformers cache for state that is kept beside the text K and V and follows the cache's rows.
+"""A layer of a transformers cache for state in addition to the text K and V, which follows the cache's rows.
 
 `Cache` applies `reorder_cache`, `batch_select_indices`, `batch_repeat_interleave`, `crop` and `reset` to each of its
 layers, and a copy of a cache copies its layers. A layer appended to the model's own layers therefore follows all of

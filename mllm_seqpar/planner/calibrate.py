@@ -1,8 +1,8 @@
 """Measurement of this machine, for `strategy="auto"` without a cluster file and for `mllm-seqpar calibrate`.
 
-All ranks measure at once, because they share processors and links in real use too. The slowest rank counts, and the
-result is the same on every rank. Sizes grow until a measurement is long enough to be meaningful, so that calibration is
-quick on a slow machine and does not measure latency alone on a fast one.
+All ranks measure at once, because they also share processors and links during training. The slowest rank counts, and
+the result is the same on every rank. Sizes grow until a measurement is long enough to be meaningful, so that
+calibration is quick on a slow machine and does not measure latency alone on a fast one.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """A simulated timeline as a figure: a lane of computing and waiting above a lane of sending for each rank.
 
-What runs around a schedule (Ulysses' all-to-all, gathering of features, projections) is not drawn.
+Operations before and after a schedule (Ulysses' all-to-all, gathering of features, projections) are not drawn.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What is planned: one training step, or one forward pass, of a model on a video and a text."""
+"""The workload of a plan: one training step, or one forward pass, of a model on a video and a text."""
 
 from __future__ import annotations
 

@@ -1,17 +1,18 @@
 """Star Attention (arXiv 2411.17116): how a long prompt is split into blocks, and which keys its tokens attend to.
 
-    prompt  =  c_1 | c_2 | ... | c_n | query          n blocks of b tokens for n ranks, and the rest
+    prompt  =  c_1 | c_2 | ... | c_n | query          n blocks of b tokens for n ranks, and the remainder
 
 Phase 1 (section 2.1): rank i reads (c_1, c_i), each token at its own position, and attends to nothing else. c_1 is the
-anchor: it takes the attention that every text gives to its beginning, which the beginning of each block would get
-otherwise. No K or V is sent. The rank keeps the K and V of c_i alone. The first rank reads c_1 and equally many rows of
-padding, which attend to nothing and are not kept, so that all ranks have the same number of rows in cross-attention.
+anchor: it absorbs the attention that every text pays to its first tokens, and which the first tokens of each block
+would receive otherwise. No K or V is sent. The rank keeps the K and V of c_i alone. The first rank reads c_1 and
+equally many rows of padding, which attend to nothing and are not kept, so that all ranks have the same number of rows
+in cross-attention.
 
 Phase 2 (section 2.2): the query and every generated token are on all ranks and attend to everything before them; the
 partial results of the ranks are merged exactly (`text_kv_cache`). The last rank keeps the K and V of these tokens.
 
-A token of the context misses the keys between the anchor and its own block, which makes this the only approximate
-algorithm of the library. With one or two ranks there are no such keys, and it is exact.
+A token of the context does not attend to the keys between the anchor and its own block, which makes this the only
+approximate algorithm of the library. With one or two ranks there are no such keys, and it is exact.
 """
 
 from __future__ import annotations

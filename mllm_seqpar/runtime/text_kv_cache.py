@@ -1,9 +1,9 @@
 """The text K and V of a prompt that was prefilled with sharded text: they stay sharded while decoding.
 
-Each rank keeps the K and V of its shard of the prompt. Those of every new token go to one rank: the ranks take turns,
-so their caches grow alike, unless the prompt's sharding names one rank for all (`star`). The queries of a decoding step
-are the same on every rank and attend to each shard (Star Attention's phase 2, arXiv 2411.17116); the partial results
-are merged exactly.
+Each rank keeps the K and V of its shard of the prompt. K and V of each new token are stored on one rank, in turn, so
+that all caches grow alike, unless the prompt's sharding names one rank for all of them (`star`). The queries of a
+decoding step are the same on every rank and attend to each shard (Star Attention's phase 2, arXiv 2411.17116); the
+partial results are merged exactly.
 """
 
 from __future__ import annotations

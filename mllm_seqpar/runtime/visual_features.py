@@ -1,4 +1,4 @@
-"""The visual features that all layers share, and keys and values that are projected from them on demand.
+"""The visual features that all layers share, and the K and V that are recomputed from them (`RecomputedKV`).
 
 The K and V of a cross-attention layer are a function of the features y and of the layer's own modules (norms,
 projections, LoRA adapters, quantised weights). They are computed for the forward pass, dropped, and recomputed for the

@@ -1,10 +1,10 @@
 """Mesh-Attention: each rank computes a x b attention blocks, of the Q shards of one group and the KV shards of another.
 
 n = a b ranks. The Q group of rank r is the a ranks from a * (r // a), its KV group the b ranks r % a, r % a + a, ...
-Block (i, j) belongs to the one rank that is in the Q group of i and in the KV group of j. Within each group, shards go
-around a ring one hop at a time, and results return to their owner the same way. All ranks do the same at the same step,
-so the order is found once, with shards numbered by the hops that they take to reach a rank (`mesh_order`; 0 is the
-rank's own shard), and then translated for one rank (`mesh_schedule`).
+Block (i, j) belongs to the one rank that is in the Q group of i and in the KV group of j. Within each group, shards
+move around a ring one hop at a time, and results return to their owner in the same way. All ranks do the same at the
+same step, so the order is found once, with shards numbered by the hops that they take to reach a rank (`mesh_order`; 0
+is the rank's own shard), and then translated for one rank (`mesh_schedule`).
 
 The order is a greedy search (Mesh-Attention, section "schedule"). While inputs are missing, the next transfer is the
 one that unlocks the most blocks for its cost, and just enough blocks are computed to overlap it. Then each result is

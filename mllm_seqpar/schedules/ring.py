@@ -1,13 +1,13 @@
-"""Schedules that move one axis only: Q shards (LV-XAttn) or KV shards (Ring Attention).
+"""Schedules that communicate one axis only: Q shards (LV-XAttn) or KV shards (Ring Attention).
 
 LV-XAttn (arXiv 2502.02406, section 3.1) rotates Q shards, Ring Attention (arXiv 2310.01889) rotates KV shards. Both are
 `ring_schedule`, with the axes exchanged. Two details go beyond the papers. The block of a rank's own Q and KV shards
 needs no transfer, so inputs and results take n - 1 hops, not n. That block is computed in two parts, the first during
 the first input transfer and the last during the last result transfer, so that every hop is overlapped.
 
-`direct_schedule` sends each Q shard from its owner to every other rank and the results straight back, with as many
-transfers as the ring. A ring has to carry all rows past all ranks. Point to point, a rank can be sent only the rows
-that see any of its keys; the executor selects these rows.
+`direct_schedule` sends each Q shard from its owner to every other rank, and the results directly back, with as many
+transfers as the ring. A ring sends all rows to all ranks. Point to point, a rank can receive only the rows that attend
+to any of its keys; `attention.call_spec` selects these rows.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
 An attention block is attend(Q_i, KV_j): rank i owns the Q shard, rank j owns the KV shard. A schedule is a list of
 steps. The executor posts the transfers of a step as one grouped exchange, computes the blocks of the step, and then
-waits for the transfers. Input transfers bring what later blocks need. Result transfers carry partial results to the
-owner of the shard; each rank on the way adds its own part to the result that it receives.
+waits for the transfers. Input transfers send the inputs of later blocks. Result transfers send partial results to the
+owner of the shard; each rank that they pass merges its own partial result into the one that it receives.
 """
 
 from __future__ import annotations

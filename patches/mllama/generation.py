@@ -1,4 +1,4 @@
-"""`generate` of Llama 3.2 Vision: images are passed once, shared by the beams of a sample, and are no batch."""
+"""`generate` of Llama 3.2 Vision: images are passed once, without a batch dimension, and shared by beams."""
 
 from __future__ import annotations
 

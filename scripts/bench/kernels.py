@@ -1,7 +1,7 @@
 """Time the block kernels against `scaled_dot_product_attention` on the same shapes.
 
-    python scripts/bench/kernels.py [--device cpu|cuda] [--dtype float32|bfloat16|float16] [--kernels tiled torch_cpu]
-        [--shape B,H,G,S,T,D ...] [--causal] [--repeats 7] [--json rows.jsonl]
+    python scripts/bench/kernels.py [--device cpu|cuda] [--dtype float32|bfloat16|float16]
+        [--kernels blocked_matmul torch_cpu] [--shape B,H,G,S,T,D ...] [--causal] [--repeats 7] [--json rows.jsonl]
 
 For each kernel the table has the medians of forward and backward, their ratios to PyTorch's attention, and the TFLOP/s
 (4 B H S T D in forward, 10 B H S T D in backward, half of it with --causal). Results are compared in the same run: a

@@ -1,4 +1,4 @@
-"""What the benchmarks share: a description of the machine, timing, memory, and the ranks of a process group."""
+"""Helpers that the benchmarks share: a description of the machine, timing, memory, and the ranks of a process group."""
 
 from __future__ import annotations
 

@@ -2,7 +2,7 @@
 
     python scripts/bench/traffic.py [--ranks 2 6 8 16]
 
-The numbers are formulas; `tests/` compares these to the bytes that the transfer layer counts.
+The numbers follow from formulas, which tests compare with the bytes that the transport counts.
 """
 
 from __future__ import annotations

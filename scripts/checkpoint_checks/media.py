@@ -1,4 +1,4 @@
-"""The drawn picture and video of the checks."""
+"""The synthetic picture and video of the checks."""
 
 from __future__ import annotations
 

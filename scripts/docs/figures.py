@@ -3,8 +3,8 @@
     python scripts/docs/figures.py                                               # all figures
     python scripts/docs/figures.py --tile 4 2 --backward --output mesh.svg       # one mesh shape
 
-An SVG file stores the data that it shows (`figure_data`) as JSON in its description. A test compares it with the data
-of today, so that fonts and the version of matplotlib do not matter.
+An SVG file stores the data that it shows (`figure_data`) as JSON in its description. A test compares it with the
+current data, independently of fonts and of the version of matplotlib.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""Print the bytes that each strategy sends in two cases, as the tables of docs/README.md.
+"""Print the bytes that each strategy sends in two cases, as the tables of docs/guides/choose_strategy.md.
 
     python scripts/docs/sent.py
 
-The figures follow from the formulas of `schedules/bytes_sent.py`, which tests hold equal to the bytes counted. bf16;
-what is summed over ranks in float32; millions of bytes per layer of the rank that sends most.
+The figures follow from the formulas of `schedules/bytes_sent.py`, which tests hold equal to the bytes counted. They are
+millions of bytes per layer of the rank that sends most, with inputs in bf16 and sums over ranks in float32.
 
 video: the Video-MME case of the LV-XAttn paper, 5,514 queries, 1,739,394 keys, 28 heads, 4 KV heads of 128
 (mPLUG-Owl3-7B). Backward recomputes K and V, as in a patched model; Ulysses then shards them again.

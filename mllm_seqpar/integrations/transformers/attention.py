@@ -1,8 +1,9 @@
-"""The attention function that is registered with transformers under our own name, the only global registration.
+"""The attention function that is registered with transformers under its own name, and the check for dropout.
 
-It is selected for the attention modules of a patched instance only; `sdpa` and the others stay unchanged. With sharded
-text it is causal distributed attention. With a cache whose K and V stay sharded, it merges the partial results of the
-ranks. In every other pass (decoding, or text that is not sharded) it is transformers' own sdpa.
+The registration is the only global change. The function is selected for the attention modules of a patched instance
+only; `sdpa` and the others stay unchanged. With sharded text it is causal distributed attention. With a cache whose K
+and V stay sharded, it merges the partial results of the ranks. In every other pass (decoding, or text that is not
+sharded) it is transformers' own sdpa.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a patched model stores with a transformers cache: K and V of the frames, and sharded K and V of the text.
+"""The state that a patched model stores in a transformers cache: K and V of the frames, sharded K and V of the text.
 
 It is stored in a layer of the caller's own cache object (`models.cache_rows`). It therefore lives as long as the
 conversation, follows the cache's row operations, and is copied with the cache. A cache that was reset has none.

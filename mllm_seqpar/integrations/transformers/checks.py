@@ -1,4 +1,4 @@
-"""Checks before a forward pass: on each rank that its arguments are valid, then that all ranks pass the same ones."""
+"""Checks before a forward pass: each rank validates its arguments, and all ranks compare their inputs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The frames of a pass: each rank encodes its own, and says which of all frames its text rows may attend to.
+"""The frames of a pass: each rank encodes its frame shard, and states which frames its text rows may attend to.
 
 Shape legend: B samples, L text tokens, U units of a sample, F frames of all samples and ranks, f frames of this rank.
 """

@@ -1,4 +1,4 @@
-"""The arguments of one forward pass of a transformers model, and what follows from them.
+"""The arguments of one forward pass of a transformers model, and the sizes derived from them.
 
 Shape legend: B samples, L text tokens, F frames of all samples and ranks, f frames of this rank.
 """

@@ -1,8 +1,7 @@
 """The forward pass of a patched transformers model, the same for all families.
 
-`Family` says what a model computes. This module decides which tokens and frames each rank computes, has the ranks agree
-on their inputs beforehand, and returns loss and logits as the unpatched model does. Passes with a cache are in
-`cached_passes`.
+`Family` describes the model. This module first compares the inputs of the ranks, decides which tokens and frames each
+rank computes, and returns loss and logits as the unpatched model does. Passes with a cache are in `cached_passes`.
 
 Shape legend: B samples, L text tokens of the pass, s of them on this rank.
 """
