@@ -50,6 +50,15 @@ if LANGUAGE_MODELS:
     PADDED["open_flamingo"] = Flamingo(frames=((0, 5), (4, 9), (8,)), media=2, padding="left")
 
 
+def named_case(name: str) -> tuple[str, Any]:
+    """Return the family and the case of a family's name, or of the name of OpenFlamingo's language model."""
+    if name in BATCHES:
+        return name, BATCHES[name]
+    if not LANGUAGE_MODELS:
+        pytest.skip("open_flamingo is not installed")
+    return "open_flamingo", FLAMINGO.with_model(language_model=name)
+
+
 def shared(family: str) -> dict[str, Any]:
     """Return the cases that all families have."""
     batch, padded = BATCHES[family], PADDED[family]
