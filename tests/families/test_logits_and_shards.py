@@ -104,9 +104,8 @@ def visible_rows(case: Any, world: int) -> list[list[int]]:
     layout = model.media_layout(3, input_ids=inputs["input_ids"], position_ids=torch.arange(LENGTH)[None])
     first, stop = (bound[..., None] for bound in layout.rows(0, LENGTH))
     visible = (first <= torch.arange(3)) & (torch.arange(3) < stop)  # each of 3 ranks has one frame
-    positions = [
-        sequence_positions(padded_length(LENGTH, world, "zigzag"), rank, world, "zigzag") for rank in range(world)
-    ]
+    total = padded_length(LENGTH, world, "zigzag")
+    positions = (sequence_positions(total, rank, world, "zigzag") for rank in range(world))
     return [visible[:, rows[rows < LENGTH]].sum((0, 1)).tolist() for rows in positions]
 
 
