@@ -8,16 +8,10 @@ from typing import Any
 
 import pytest
 
-from family_cases import FUSED, INSTRUCT, LONG_WINDOW, MLLAMA, RESAMPLER
+from family_cases import FUSED, INSTRUCT, LANGUAGE_MODELS, LONG_WINDOW, MLLAMA, RESAMPLER
 from mllm_seqpar.patches.idefics.testing import Case as Idefics
 from mllm_seqpar.patches.mllama.testing import Case as Mllama
 from mllm_seqpar.patches.mplug_owl3.testing import Case as Owl
-
-try:
-    from mllm_seqpar.patches.open_flamingo.testing import LANGUAGE_MODELS, MPT_1B
-    from mllm_seqpar.patches.open_flamingo.testing import Case as Flamingo
-except ImportError:  # scripts/test.sh installs it without its dependencies, because it pins an old torch
-    LANGUAGE_MODELS = ()
 
 GREEDY: dict[str, Any] = {}
 BEAMS, THREE_BEAMS = {"num_beams": 2, "num_return_sequences": 2}, {"num_beams": 3}
@@ -51,7 +45,6 @@ _IDEFICS_LOCAL = _local(Idefics(frames=(3, 2), labels=None))
 _MLLAMA_LOCAL = _local(replace(MLLAMA, labels=None))
 _OWL_GENERATED: dict[str, tuple[Any, dict[str, Any]]] = {
     "greedy": (_OWL_ONE, GREEDY),
-    "padded batch": (_OWL_TWO, GREEDY),
     "padded batch, local frames": (_local(_OWL_TWO), GREEDY),
     "beams": (_OWL_ONE, THREE_BEAMS),
     "beams, padded batch": (_OWL_TWO, BEAMS),
@@ -66,7 +59,6 @@ _OWL_GENERATED: dict[str, tuple[Any, dict[str, Any]]] = {
     "media_offset": (Owl(frames=(2, 1), offsets=True, labels=None), GREEDY),
     "ring, local text": (_OWL_ONE.with_options(strategy="ring", self_attention="local"), GREEDY),
     "static cache": (_OWL_TWO, STATIC),
-    "static cache, text only": (_OWL_TEXT, STATIC),
     "lookup in repetitions, local frames": (_local(replace(_OWL_ONE, length=40)), LOOKUP | {"max_new_tokens": 30}),
     "lookup": (_OWL_ONE, LOOKUP),
     "sharded prompt, local frames": (_local(_OWL_ONE).with_options(**SHARDED), GREEDY),
@@ -112,10 +104,8 @@ GENERATED: dict[str, dict[str, tuple[Any, dict[str, Any]]]] = {
         "beams, padded batch": (_MLLAMA_TWO, BEAMS),
         "beams, no mask": (_MLLAMA_NO_MASK, BEAMS),
         "no cache": (_MLLAMA_TWO, NO_CACHE),
-        "no cache, beams": (_MLLAMA_ANY, {"use_cache": False, "num_beams": 2}),
         "static cache": (_MLLAMA_TWO, STATIC),
         "static cache, beams": (_MLLAMA_ANY, STATIC | BEAMS),
-        "static cache, text only": (_MLLAMA_TEXT, STATIC),
         "text only": (_MLLAMA_TEXT, GREEDY),
         "embeddings": (replace(MLLAMA, embeds=True, labels=None), GREEDY),
         "features": (_MLLAMA_STATES, GREEDY),
@@ -136,7 +126,8 @@ GENERATED: dict[str, dict[str, tuple[Any, dict[str, Any]]]] = {
     },
 }
 if LANGUAGE_MODELS:
-    from mllm_seqpar.patches.open_flamingo.testing import PAD
+    from mllm_seqpar.patches.open_flamingo.testing import MEDIA, MPT_1B, PAD, VOCABULARY
+    from mllm_seqpar.patches.open_flamingo.testing import Case as Flamingo
 
     CACHED: dict[str, Any] = {"use_cache": True, "pad_token_id": PAD}
     # One media token beyond the media, one sample with fewer.
@@ -175,8 +166,6 @@ SAMPLING: dict[str, dict[str, tuple[Any, dict[str, Any]]]] = {
 }
 """Cases whose ranks need a random generator each, and so a process each."""
 if LANGUAGE_MODELS:
-    from mllm_seqpar.patches.open_flamingo.testing import MEDIA, VOCABULARY
-
     _ONLY_MEDIA = [token for token in range(VOCABULARY) if token not in (MEDIA, 7, 8, 9)]
     WIDE = {"do_sample": True, "temperature": 1.5, "top_k": 50} | CACHED
     SAMPLING["open_flamingo"] = {

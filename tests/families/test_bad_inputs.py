@@ -30,103 +30,75 @@ ELSEWHERE = r"rank 1 of the group failed while checking its arguments"
 """The error of the ranks whose own inputs are valid."""
 
 
-Errors = list[tuple[Any, ...]]
-"""Groups of bad inputs: the kind of error, the error of the other ranks, and a change of arguments for each message.
+Errors = dict[tuple[Any, ...], dict[str, Any]]
+"""Bad inputs by kind of error, error of the other ranks and function that makes a rank's valid arguments (or none).
 
-A change has new values (None removes an argument), or is a function from the valid arguments to these. Rank 1 passes
-them, or all ranks if there is no error of the others. A fourth entry makes a rank's valid arguments.
+Each message has the new values of arguments (None removes one), or a function from the valid arguments to these. Rank 1
+passes them, or all ranks if there is no error of the others.
 """
 
 OWL = Owl(frames=(3,), length=12)
 FEATURES = torch.zeros(3, 4, 64)
 LONGER = {"input_ids": tiny_text(3, length=14), "labels": tiny_text(3, length=14)}
 OFFSETS = torch.zeros(1, 12, 2, dtype=torch.long)
-OWL_ERRORS = [
-    (
-        AgreementError,
-        DIFFERENT,
-        {
-            "checksum of token ids: rank 0 has": lambda x: {name: x[name].flip(1) for name in ("input_ids", "labels")},
-            "text tokens: rank 0 has 12, rank 1 has 14": LONGER,
-            "checksum of labels": lambda x: {"labels": x["labels"] + 1},
-            "labels given: rank 0 has 1, rank 1 has 0": {"labels": None},
-            "checksum of pixels": {"pixel_values": tiny_frames(3, seed=8)},
-            "frames: rank 0 has 3, rank 1 has 2, rank 2 has 3": {"pixel_values": tiny_frames(2)},
-            "checksum of position ids": {"position_ids": torch.arange(1, 13)[None]},
-            "checksum of what says where the frames belong": {"media_offset": OFFSETS},
-            "kind of frames": {"pixel_values": None, "image_embeds": FEATURES},
-            "cache asked for: rank 0 has 0, rank 1 has 1": {"use_cache": True},
-            "frames given by visual_shard: rank 0 has 0, rank 1 has 1": {
-                "pixel_values": tiny_frames(3)[1:2],
-                "visual_shard": FrameShard(1, 2, 3),
-            },
+OWL_ERRORS = {
+    (AgreementError, DIFFERENT): {
+        "checksum of token ids: rank 0 has": lambda x: {name: x[name].flip(1) for name in ("input_ids", "labels")},
+        "text tokens: rank 0 has 12, rank 1 has 14": LONGER,
+        "checksum of labels": lambda x: {"labels": x["labels"] + 1},
+        "labels given: rank 0 has 1, rank 1 has 0": {"labels": None},
+        "checksum of pixels": {"pixel_values": tiny_frames(3, seed=8)},
+        "frames: rank 0 has 3, rank 1 has 2, rank 2 has 3": {"pixel_values": tiny_frames(2)},
+        "checksum of position ids": {"position_ids": torch.arange(1, 13)[None]},
+        "checksum of what says where the frames belong": {"media_offset": OFFSETS},
+        "kind of frames": {"pixel_values": None, "image_embeds": FEATURES},
+        "cache asked for: rank 0 has 0, rank 1 has 1": {"use_cache": True},
+        "frames given by visual_shard: rank 0 has 0, rank 1 has 1": {
+            "pixel_values": tiny_frames(3)[1:2],
+            "visual_shard": FrameShard(1, 2, 3),
         },
-    ),
-    (
-        ShapeError,
-        ELSEWHERE,
-        {
-            "pass either pixel_values or image_embeds, not both": {"image_embeds": FEATURES},
-            "pass either input_ids or inputs_embeds": {"input_ids": None},
-            r"expected \(frames, tokens, 64\)": {"pixel_values": None, "image_embeds": FEATURES[..., :32]},
-        },
-    ),
-    (
-        ShapeError,
-        ELSEWHERE,
-        {
-            r"rank 1 of 3 holds frames 1 to 2 of 3 .*FrameShard\(start=0": {"visual_shard": FrameShard(0, 1, 3)},
-            "means 1 frames, 3 were passed": {"pixel_values": tiny_frames(3)},
-            "a rank without frames passes an empty tensor": {"pixel_values": None},
-            r"expected a FrameShard\(start, stop, total\), got tuple": {"visual_shard": (1, 2, 3)},
-        },
-        local_frames,
-    ),
-    (
-        ConfigError,
-        ELSEWHERE,
-        {
-            "output_attentions=True: attention weights do not exist": {"output_attentions": True},
-            "is_causal=False: the text of a patched model is causal in every layer": {"is_causal": False},
-        },
-    ),
-    (
-        ShapeError,
-        "",
-        {
-            "neither pixel_values nor image_embeds was passed": {"pixel_values": None},
-            "placeholders for 3 frames .* and 4 were passed": {"pixel_values": tiny_frames(4)},
-            r"pixel_values has shape .*expected \(frames, 3, 28, 28\)": {"pixel_values": torch.zeros(3, 3, 42, 42)},
-        },
-    ),
-    (MaskError, "", {r"of shape \(1, 12\), got \(1, 1, 12,": {"attention_mask": torch.ones(1, 1, 12, 12)}}),
-    (ConfigError, "", {"output_attentions=True": {"output_attentions": True}}),
-    (ConfigError, "", {"use_cache: a pass with a cache has no backward pass": {"use_cache": True}}),
-]
+    },
+    (ShapeError, ELSEWHERE): {
+        "pass either pixel_values or image_embeds, not both": {"image_embeds": FEATURES},
+        "pass either input_ids or inputs_embeds": {"input_ids": None},
+        r"expected \(frames, tokens, 64\)": {"pixel_values": None, "image_embeds": FEATURES[..., :32]},
+    },
+    (ShapeError, ELSEWHERE, local_frames): {
+        r"rank 1 of 3 holds frames 1 to 2 of 3 .*FrameShard\(start=0": {"visual_shard": FrameShard(0, 1, 3)},
+        "means 1 frames, 3 were passed": {"pixel_values": tiny_frames(3)},
+        "a rank without frames passes an empty tensor": {"pixel_values": None},
+        r"expected a FrameShard\(start, stop, total\), got tuple": {"visual_shard": (1, 2, 3)},
+    },
+    (ConfigError, ELSEWHERE): {
+        "output_attentions=True: attention weights do not exist": {"output_attentions": True},
+        "is_causal=False: the text of a patched model is causal in every layer": {"is_causal": False},
+    },
+    (ShapeError, ""): {
+        "neither pixel_values nor image_embeds was passed": {"pixel_values": None},
+        "placeholders for 3 frames .* and 4 were passed": {"pixel_values": tiny_frames(4)},
+        r"pixel_values has shape .*expected \(frames, 3, 28, 28\)": {"pixel_values": torch.zeros(3, 3, 42, 42)},
+    },
+    (MaskError, ""): {r"of shape \(1, 12\), got \(1, 1, 12,": {"attention_mask": torch.ones(1, 1, 12, 12)}},
+    (ConfigError, ""): {
+        "output_attentions=True": {"output_attentions": True},
+        "use_cache: a pass with a cache has no backward pass": {"use_cache": True},
+    },
+}
 
 IDEFICS = idefics.Case(frames=(4,), mask="before", labels=None, model=INSTRUCT)
 LATENTS = {"pixel_values": None, "perceiver_embeddings": torch.zeros(1, 4, 3, 24)}
-IDEFICS_ERRORS = [
-    (
-        ValueError,
-        "",
-        {
-            r"image_attention_mask: expected \(samples, text tokens, .* got nothing": {"image_attention_mask": None},
-            r"got \(1, 4, 4\)": {"image_attention_mask": torch.ones(1, 4, 4)},
-            "whose mask speaks of 3 each": {"image_attention_mask": torch.ones(1, 11, 3)},
-            "IDEFICS needs images: pass one of pixel_values": {"pixel_values": None},
-            "pass interpolate_pos_encoding=True": {"pixel_values": torch.zeros(1, 4, 3, 24, 24)},
-            "perceiver_embeddings were passed to a model without resampler": LATENTS,
-            "output_attentions=True: attention weights do not exist": {"output_attentions": True},
-        },
-    ),
-    (
-        ConfigError,
-        "",
-        {"use_cache: a pass with a cache has no backward": {"use_cache": True}},
-        idefics.local_frames,
-    ),
-]
+IDEFICS_ERRORS = {
+    (ValueError, ""): {
+        r"image_attention_mask: expected \(samples, text tokens, .* got nothing": {"image_attention_mask": None},
+        r"got \(1, 4, 4\)": {"image_attention_mask": torch.ones(1, 4, 4)},
+        "whose mask speaks of 3 each": {"image_attention_mask": torch.ones(1, 11, 3)},
+        "IDEFICS needs images: pass one of pixel_values": {"pixel_values": None},
+        "pass interpolate_pos_encoding=True": {"pixel_values": torch.zeros(1, 4, 3, 24, 24)},
+        "perceiver_embeddings were passed to a model without resampler": LATENTS,
+        "output_attentions=True: attention weights do not exist": {"output_attentions": True},
+    },
+    (ConfigError, "", idefics.local_frames): {"use_cache: a pass with a cache has no backward": {"use_cache": True}},
+}
 
 MLLAMA = Mllama(frames=((3, 1, 2, 3),), labels=None)
 
@@ -136,25 +108,16 @@ def _states(*shape: int) -> Inputs:
 
 
 NO_PIXELS = {"pixel_values": None}
-MLLAMA_CHANGES = {
-    **{
-        message: {"cross_attention_mask": torch.ones(shape)}
-        for message, shape in {
-            r"mask has shape \(1, 4, 4, 3\); expected \(batch, tokens, images, tiles\): 1 samples, 11": (
-                1,
-                4,
-                4,
-                TILES,
-            ),
-            "12 tiles in all images of a sam": (1, 11, 3, TILES),
-            r"has shape \(1, 11, 4\); expected": (1, 11, 4),
-            r"has shape \(2, 11, 4, 3\)": (2, 11, 4, TILES),
-        }.items()
-    },
-    "given without aspect_ratio_ids, aspect_ratio_mask; pass what the processor returns": {
-        "aspect_ratio_ids": None,
-        "aspect_ratio_mask": None,
-    },
+MLLAMA_MASKS = {
+    r"mask has shape \(1, 4, 4, 3\); expected \(batch, tokens, images, tiles\): 1 samples, 11": (1, 4, 4, TILES),
+    "12 tiles in all images of a sam": (1, 11, 3, TILES),
+    r"has shape \(1, 11, 4\); expected": (1, 11, 4),
+    r"has shape \(2, 11, 4, 3\)": (2, 11, 4, TILES),
+}
+RATIOS = ("aspect_ratio_ids", "aspect_ratio_mask")
+MLLAMA_CHANGES: dict[str, Inputs] = {
+    **{message: {"cross_attention_mask": torch.ones(shape)} for message, shape in MLLAMA_MASKS.items()},
+    "given without aspect_ratio_ids, aspect_ratio_mask; pass what the processor returns": dict.fromkeys(RATIOS),
     r"\[\(4, 3, 3, 28, 28\), \(1,\), \(4, 3\)\] by images": {"aspect_ratio_ids": torch.ones(1, 1, dtype=torch.long)},
     r"expected \(batch, images, 3 tiles, channels": {"pixel_values": torch.zeros(1, 4, 2, 3, 28, 28)},
     r"\[\(12, 3, 28, 28\), \(4,\), ": {"pixel_values": torch.zeros(4, 3, 3, 28, 28)},
@@ -167,7 +130,7 @@ MLLAMA_CHANGES = {
 
 def check_errors(family: str, ranks: int, case: Any, errors: Errors) -> None:
     def run(model: Any, inputs: Inputs, comm: Any) -> None:
-        for kind, others, changes, *base in errors:
+        for (kind, others, *base), changes in errors.items():
             valid, own = base[0](inputs, comm) if base else inputs, not others or comm.rank == 1
             for message, change in changes.items():
                 given = valid | (change(valid) if callable(change) else change) if own else valid
@@ -184,16 +147,16 @@ def check_errors(family: str, ranks: int, case: Any, errors: Errors) -> None:
     on_ranks(ranks, family, case, run)
 
 
-@pytest.mark.parametrize(
-    ("family", "ranks", "case", "errors"),
-    [
-        ("mplug_owl3", 3, OWL, OWL_ERRORS),
-        ("idefics", 2, IDEFICS, IDEFICS_ERRORS),
-        ("mllama", 2, MLLAMA, [(SeqParError, ELSEWHERE, MLLAMA_CHANGES)]),
-    ],
-    ids=["mplug_owl3", "idefics", "mllama"],
-)
-def test_bad_inputs_are_refused_on_every_rank(family: str, ranks: int, case: Any, errors: Errors) -> None:
+BAD = {
+    "mplug_owl3": (3, OWL, OWL_ERRORS),
+    "idefics": (2, IDEFICS, IDEFICS_ERRORS),
+    "mllama": (2, MLLAMA, {(SeqParError, ELSEWHERE): MLLAMA_CHANGES}),
+}
+
+
+@pytest.mark.parametrize("family", BAD)
+def test_bad_inputs_are_refused_on_every_rank(family: str) -> None:
+    ranks, case, errors = BAD[family]
     check_errors(family, ranks, case, errors)
 
 
@@ -207,10 +170,10 @@ def test_bad_media_of_open_flamingo_are_refused_on_every_rank() -> None:
         DIFFERENT: flamingo.pixels(2, 2, seed=9),
     }
     three = {"vision_x": flamingo.pixels(1, 3)}  # two samples cannot share them equally
-    errors = [
-        (ValueError, f"of the group|{DIFFERENT}", {message: {"vision_x": x} for message, x in different.items()}),
-        (ShapeError, "", {"3 media for 2 samples": {}}, lambda x, comm: flamingo.local_frames(x | three, comm)),
-    ]
+    errors: Errors = {
+        (ValueError, f"of the group|{DIFFERENT}"): {message: {"vision_x": x} for message, x in different.items()},
+        (ShapeError, "", lambda x, comm: flamingo.local_frames(x | three, comm)): {"3 media for 2 samples": {}},
+    }
     case = BATCHES["open_flamingo"].with_model(language_model="opt")
     check_errors("open_flamingo", 2, case, errors)
 
@@ -218,7 +181,7 @@ def test_bad_media_of_open_flamingo_are_refused_on_every_rank() -> None:
 def test_local_images_that_samples_cannot_share_are_refused() -> None:
     model = patch_model(model_of("mllama", MLLAMA))
     images = family_module("mllama").local_frames(inputs_of("mllama", MLLAMA, model))
-    three = {name: images[name][:3] for name in ("pixel_values", "aspect_ratio_ids", "aspect_ratio_mask")}
+    three = {name: images[name][:3] for name in ("pixel_values", *RATIOS)}
     ids = torch.full((2, 11), 7)
     with pytest.raises(ValueError, match="9 tiles of 2 samples were passed with a batch of 2; every sample needs as"):
         model(ids, **three, visual_shard=FrameShard(0, 3, 3))
@@ -276,7 +239,6 @@ def test_frames_are_compared_by_values_and_not_by_memory_layout() -> None:
 
 
 def differing_pass(model: Any, what: str) -> Any:
-    """Run a pass that differs from the other rank's in this way."""
     ids, frames = tiny_text(2), tiny_frames(2)
     more: Inputs = {}
     match what:

@@ -26,7 +26,6 @@ MLLAMA = replace(BATCHES["mllama"], labels=None)
 
 
 def _layers(decoder: Any, attention: str, projection: str) -> list[Any]:
-    """Return the projections of frames of all layers that have one."""
     owners = [getattr(layer, attention, None) for layer in decoder.layers]
     return [getattr(owner, projection) for owner in owners if hasattr(owner, projection)]
 

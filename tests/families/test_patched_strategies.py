@@ -45,7 +45,6 @@ BUSY_LINKS = cluster("busy links", latency=0.1, matmul=1e12)
 
 
 def sent_by(ranks: int, **options: Any) -> list[dict[str, int]]:
-    """Return the bytes that each rank sends in a training step, by label."""
 
     def step(model: Any, inputs: dict[str, Any], comm: Any) -> dict[str, int]:
         model(**inputs).loss.backward()
@@ -62,7 +61,6 @@ def check_layers(sent: list[dict[str, int]], strategy: str) -> None:
 
 
 def selections(caplog: pytest.LogCaptureFixture) -> set[str]:
-    """Return what the loopback ranks log of selections."""
     return {record.getMessage() for record in caplog.records if record.name == LOGGER}
 
 

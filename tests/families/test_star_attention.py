@@ -201,7 +201,6 @@ def test_prompt_that_is_not_cut_is_exact(what: str, ranks: int, caplog: pytest.L
 
 
 def conversation(model: Any, inputs: dict[str, Any], again: dict[str, Any], **given: Any) -> list[Tensor]:
-    """Return the tokens of an answer, and those of the answer to a second question."""
     first = model.generate(**inputs, **settings(return_dict_in_generate=True, **given))
     asked = torch.cat([first.sequences, torch.tensor([[7, 8, 9, 10]])], dim=1)
     if given["use_cache"]:

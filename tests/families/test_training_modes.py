@@ -157,7 +157,6 @@ def test_reentrant_checkpointing_is_refused() -> None:
 
 
 def narrow(model: Any, inputs: dict[str, Any], how: str) -> Outcome:
-    """Return the result of one step with bfloat16 weights or under autocast."""
     if how == "weights":
         model = model.bfloat16()
         inputs = inputs | {name: inputs[name].bfloat16() for name in {"pixel_values", "vision_x"} & inputs.keys()}
@@ -171,20 +170,17 @@ def narrow(model: Any, inputs: dict[str, Any], how: str) -> Outcome:
 NARROW = [
     ("mplug_owl3", BATCH, "autocast"),
     ("mplug_owl3", BATCH.with_model(**FUSED), "checkpointed autocast"),
-    ("mplug_owl3", BATCH, "weights"),
     ("mplug_owl3", BATCH.with_model(**FUSED), "weights"),
     ("mllama", EXACT["mllama"]["any tiles"], "autocast"),
     ("mllama", EXACT["mllama"]["any tiles"], "weights"),
-    ("open_flamingo", "mpt", "weights"),
     ("open_flamingo", "mpt", "autocast"),
     ("open_flamingo", "opt", "weights"),
 ]
 
 
 @pytest.mark.rounding
-@pytest.mark.parametrize(("family", "case", "how"), slow_unless(lambda row: row in (NARROW[0], NARROW[5]), NARROW))
+@pytest.mark.parametrize(("family", "case", "how"), slow_unless(lambda row: row in (NARROW[0], NARROW[4]), NARROW))
 def test_bf16_is_as_near_to_float32_as_unpatched(family: str, case: Any, how: str) -> None:
-    """Logits and gradients are no worse than the unpatched model's in bf16, up to chance."""
     family_module(family)
     if isinstance(case, str):
         case = BATCHES["open_flamingo"].with_model(language_model=case)
@@ -224,7 +220,6 @@ def test_float64_gradients_equal_unpatched_one_by_one(family: str, name: str) ->
 
 
 def test_repeated_training_step_is_bit_identical() -> None:
-    """The same inputs and configuration give bit-identical gradients."""
     case = BATCHES["mplug_owl3"]
     runs = [run_loopback(3, lambda comm: outcome("mplug_owl3", case, comm)) for _ in range(2)]
     for first, second in zip(*runs, strict=True):

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from family_cases import BATCHES, FUSED
-from family_harness import TOLERANCE, family_module, inputs_of, model_of, settings, slow_unless
+from family_harness import TOLERANCE, family_module, inputs_of, model_of, reference, settings, slow_unless
 from mllm_seqpar import patch_model
 from mllm_seqpar.errors import ConfigError
 from mllm_seqpar.patches.idefics.testing import Case as Idefics
@@ -215,8 +215,9 @@ def test_twelve_steps_on_four_ranks_follow_the_unpatched_trajectory() -> None:
     assert found["losses"][-1][0] < found["losses"][0][0] / 2
 
 
-def narrow(model: Any, patched: bool) -> tuple[float, dict[str, Any]]:
+def narrow(rank: int, world: int, gate: str | None, patched: bool = True) -> tuple[float, dict[str, Any]]:
     """Return the loss and gradients in bfloat16: by FSDP2's policy if patched, otherwise by bfloat16 weights."""
+    model = tiny_model(gate).train()
     inputs = inputs_of("mplug_owl3", VIDEO, model)
     if patched:
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
@@ -229,21 +230,15 @@ def narrow(model: Any, patched: bool) -> tuple[float, dict[str, Any]]:
     return loss.item(), {n: unsharded(p.grad) for n, p in model.named_parameters() if p.grad is not None}
 
 
-def narrow_rank(rank: int, world: int, gate: str | None) -> tuple[float, dict[str, Any]]:
-    return narrow(tiny_model(gate).train(), True)
-
-
 @pytest.mark.rounding
 @pytest.mark.slow
 @pytest.mark.parametrize("gate", ["per_head", None])
 def test_bf16_policy_is_as_near_to_float32_as_unpatched(gate: str | None) -> None:
-    exact = tiny_model(gate).train()
-    loss = exact(**inputs_of("mplug_owl3", VIDEO, exact)).loss
-    loss.backward()
-    found = ranks(2).run(narrow_rank, gate)
-    assert found[0][0] == found[1][0] and abs(found[0][0] - loss.item()) < 0.02 * loss.item()
-    expected = {name: p.grad for name, p in exact.named_parameters() if p.grad is not None}
-    assert_as_near_as_unpatched(found[0][1], narrow(tiny_model(gate).train(), False)[1], expected)
+    exact = reference("mplug_owl3", VIDEO.with_model(gate=gate))
+    found = ranks(2).run(narrow, gate)
+    assert found[0][0] == found[1][0] and abs(found[0][0] - exact.loss) < 0.02 * exact.loss
+    expected = {name: grad for name, grad in exact.grads.items() if grad is not None}
+    assert_as_near_as_unpatched(found[0][1], narrow(0, 1, gate, patched=False)[1], expected)
 
 
 def units_within_mlps(rank: int, world: int) -> None:

@@ -31,7 +31,6 @@ def example(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def new_captioner(example: None) -> Callable[[], nn.Module]:
-    """Register the adapter and return the class of the model."""
     from captioner import Captioner
     from captioner_adapter import CaptionerAdapter
 

@@ -33,7 +33,6 @@ MODELS: list[tuple[str, Any]] = [
 
 
 def attention_functions() -> dict[str, Any]:
-    """Return all attention functions of transformers but ours."""
     return {
         name: ALL_ATTENTION_FUNCTIONS[name] for name in ALL_ATTENTION_FUNCTIONS.valid_keys() if "seqpar" not in name
     }
@@ -75,10 +74,7 @@ def test_another_model_of_the_same_config_is_unchanged() -> None:
     logits, before = other(ids, frames).logits, traces(other)
     patch_model(patched)
     assert traces(other) == before and torch.equal(other(ids, frames).logits, logits)
-    third = MPlugOwl3ForConditionalGeneration(config)
-    assert third.language_model.model.config._attn_implementation == "sdpa"
     assert patched.vision_model.config._attn_implementation == "sdpa"  # the tower is unchanged
-    assert copy.deepcopy(other)(ids, frames).logits.equal(logits)
 
 
 @pytest.mark.parametrize(("family", "case"), [MODELS[0], MODELS[1], MODELS[3]])
