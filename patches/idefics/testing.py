@@ -29,26 +29,14 @@ class Case(TinyCase):
 
 def tiny_model(**overrides: Any) -> Any:
     """Return a model in eval mode of 4 layers of width 32, with a cross-attention block before every second one."""
-    sizes: dict[str, Any] = {"intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
-    resampler: dict[str, Any] = {"resampler_n_heads": 2, "resampler_head_dim": 8, "resampler_n_latents": 3}
-    fields: dict[str, Any] = SPECIAL_TOKENS | {
-        "vocab_size": VOCABULARY,
-        "additional_vocab_size": 0,
-        "hidden_size": 32,
-        "intermediate_size": 48,
-        "num_hidden_layers": 4,
-        "num_attention_heads": 4,
-        "cross_layer_interval": 2,
-        "qk_layer_norms": True,
-        "use_resampler": False,
-        "alpha_type": "vector",
-        "alpha_initializer": "ones",
-        "dropout": 0.0,
-        "tie_word_embeddings": False,
-        "max_position_embeddings": 512,
-        "vision_config": {"embed_dim": 24, "image_size": 16, "patch_size": 8} | sizes,
-        "perceiver_config": {"resampler_depth": 2, "qk_layer_norms_perceiver": True} | resampler,
-    }
+    vision = {"embed_dim": 24, "image_size": 16, "patch_size": 8, "intermediate_size": 32}
+    perceiver = {"resampler_depth": 2, "resampler_n_heads": 2, "resampler_head_dim": 8, "resampler_n_latents": 3}
+    fields: dict[str, Any] = SPECIAL_TOKENS | {"vocab_size": VOCABULARY, "additional_vocab_size": 0, "hidden_size": 32}
+    fields |= {"intermediate_size": 48, "num_hidden_layers": 4, "num_attention_heads": 4, "cross_layer_interval": 2}
+    fields |= {"qk_layer_norms": True, "alpha_type": "vector", "alpha_initializer": "ones", "dropout": 0.0}
+    fields |= {"use_resampler": False, "tie_word_embeddings": False, "max_position_embeddings": 512}
+    fields["vision_config"] = vision | {"num_hidden_layers": 2, "num_attention_heads": 2}
+    fields["perceiver_config"] = perceiver | {"qk_layer_norms_perceiver": True}
     fields |= {f"freeze_{part}": False for part in ("text_layers", "vision_layers", "lm_head")} | overrides
     model = IdeficsForVisionText2Text(IdeficsConfig(**fields)).eval()
     rules = {"alpha": (0.0, 1.0), "norm.*weight$": (1.0, 0.2), "bias$": (0.0, 0.3), "embed|latents": (0.0, 0.5)}

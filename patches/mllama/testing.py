@@ -34,19 +34,10 @@ def tiny_config(**text: Any) -> MllamaConfig:
     fields["rope_parameters"] = {"rope_type": "default", "rope_theta": 10000.0}
     fields |= text
     fields["cross_attention_layers"] = list(fields["cross_attention_layers"])
-    vision = MllamaVisionConfig(
-        hidden_size=32,
-        attention_heads=2,
-        intermediate_size=48,
-        num_hidden_layers=3,
-        num_global_layers=2,
-        vision_output_dim=96,
-        image_size=28,
-        patch_size=14,
-        max_num_tiles=TILES,
-        intermediate_layers_indices=[0, 2],
-        supported_aspect_ratios=ASPECT_RATIOS,
-    )
+    tower = {"hidden_size": 32, "attention_heads": 2, "intermediate_size": 48, "vision_output_dim": 96}
+    layers = {"num_hidden_layers": 3, "num_global_layers": 2, "intermediate_layers_indices": [0, 2]}
+    images = {"image_size": 28, "patch_size": 14, "max_num_tiles": TILES, "supported_aspect_ratios": ASPECT_RATIOS}
+    vision = MllamaVisionConfig(**tower, **layers, **images)
     return MllamaConfig(vision_config=vision, text_config=MllamaTextConfig(**fields), image_token_index=IMAGE)
 
 

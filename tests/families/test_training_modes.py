@@ -10,11 +10,7 @@ from typing import Any
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
-    CheckpointImpl,
-    apply_activation_checkpointing,
-    checkpoint_wrapper,
-)
+from torch.distributed.algorithms._checkpoint import checkpoint_wrapper as wrapping
 
 from family_cases import BATCHES, EXACT, FUSED
 from family_harness import (
@@ -137,8 +133,8 @@ def test_checkpoint_wrappers_of_open_flamingo_equal_unpatched(decoder: str, patc
         units = {model.perceiver, *model.lang_encoder.gated_cross_attn_layers, *model.lang_encoder.old_decoder_blocks}
         if patched_first:
             patch_model(model, group=comm)
-        wrapper = functools.partial(checkpoint_wrapper, checkpoint_impl=CheckpointImpl.NO_REENTRANT)
-        apply_activation_checkpointing(model, checkpoint_wrapper_fn=wrapper, check_fn=units.__contains__)
+        wrap = functools.partial(wrapping.checkpoint_wrapper, checkpoint_impl=wrapping.CheckpointImpl.NO_REENTRANT)
+        wrapping.apply_activation_checkpointing(model, checkpoint_wrapper_fn=wrap, check_fn=units.__contains__)
         if not patched_first:
             patch_model(model, group=comm)
         found = step(model, inputs_of("open_flamingo", case, model))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -54,29 +55,21 @@ def test_model_that_differs_from_its_config_is_refused_before_anything_changes()
     assert traces(model) == before
 
 
-class Bilinears:
-    """An adapter from outside this package, whose installation may fail half-way."""
+def bilinears(fails: bool = False) -> Any:
+    """Return an adapter from outside this package, whose installation may fail half-way."""
 
-    name = "bilinears"
-
-    def __init__(self, fails: bool = False) -> None:
-        self.fails = fails
-
-    def matches(self, model: nn.Module) -> bool:
-        return isinstance(model, nn.Bilinear)
-
-    def check(self, model: nn.Module, context: Any) -> None:
-        pass
-
-    def install(self, model: nn.Module, context: Any, patch: Any) -> None:
+    def install(model: nn.Module, context: Any, patch: Any) -> None:
         patch.set(model, "forward", lambda *_: context.comm.size)
-        if self.fails:
+        if fails:
             raise RuntimeError("half-way")
+
+    checks = {"matches": lambda model: isinstance(model, nn.Bilinear), "check": lambda model, context: None}
+    return SimpleNamespace(name="bilinears", install=install, **checks)
 
 
 def test_installation_that_fails_half_way_is_undone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(adapters, "_registered", {})
-    register_adapter(Bilinears())
+    register_adapter(bilinears())
     inner = nn.Bilinear(2, 2, 2)
     wrapper = nn.Sequential(inner)
     before = traces(wrapper)
@@ -84,7 +77,7 @@ def test_installation_that_fails_half_way_is_undone(monkeypatch: pytest.MonkeyPa
     assert inner(None) == 1
     unpatch_model(wrapper)
     assert traces(wrapper) == before
-    register_adapter(Bilinears(fails=True))  # an adapter of the same name replaces the earlier one
+    register_adapter(bilinears(fails=True))  # an adapter of the same name replaces the earlier one
     with pytest.raises(RuntimeError, match="half-way"):
         patch_model(wrapper)
     assert traces(wrapper) == before
