@@ -56,10 +56,15 @@ def inputs_of(family: str, case: Any, model: Any) -> dict[str, Any]:
     return inputs
 
 
+def build(family: str, case: Any) -> tuple[Any, dict[str, Any]]:
+    """Return a new copy of the case's model, and the arguments of the unpatched model's forward."""
+    model = model_of(family, case)
+    return model, inputs_of(family, case, model)
+
+
 def patched(family: str, case: Any, group: Any) -> tuple[Any, dict[str, Any]]:
     """Return the patched model of this rank and the inputs that it passes."""
-    model = model_of(family, case)
-    inputs = inputs_of(family, case, model)
+    model, inputs = build(family, case)
     if case.local_frames:
         inputs = family_module(family).local_frames(inputs, group)
     return patch_model(model, group=group, **case.options), inputs
@@ -90,8 +95,7 @@ def reference(family: str, case: Any) -> Outcome:
     case = replace(case, options={}, local_frames=False)
     key = (family, repr(case))
     if key not in _references:
-        model = model_of(family, case)
-        inputs = inputs_of(family, case, model)
+        model, inputs = build(family, case)
         run = getattr(family_module(family), "unpatched_forward", functools.partial(forward, family))
         _references[key] = run_case(model, inputs, run(model, inputs))
     return _references[key]

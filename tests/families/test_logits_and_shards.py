@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from family_cases import FUSED
-from family_harness import TOLERANCE, inputs_of, model_of, on_ranks, slow_unless
+from family_harness import TOLERANCE, build, model_of, on_ranks, slow_unless
 from generation_cases import SHARDED
 from mllm_seqpar import patch_model, unpatch_model
 from mllm_seqpar.comm import run_loopback
@@ -51,8 +51,7 @@ def logits_of_every_mode(model: Any, labelled: dict[str, Any], group: Any) -> di
 @KINDS
 def test_logits_modes_return_all_logits_or_the_local_shard(kind: str) -> None:
     world, case = 3, CASES[kind]
-    model = model_of("mplug_owl3", case)
-    inputs = inputs_of("mplug_owl3", case, model)
+    model, inputs = build("mplug_owl3", case)
     with torch.no_grad():
         whole = model(**inputs).logits
         assert error(model(**inputs | {"labels": None}, logits_to_keep=MARKED).logits, whole[MARKED]) < TOLERANCE
@@ -99,8 +98,7 @@ def test_rank_holds_only_its_text_and_frame_shards() -> None:
 
 def visible_rows(case: Any, world: int) -> list[list[int]]:
     """Return [i][j]: the rows of rank i, of all samples, that see a frame of rank j in the unpatched model's layout."""
-    model = model_of("mplug_owl3", case)
-    inputs = inputs_of("mplug_owl3", case, model)
+    model, inputs = build("mplug_owl3", case)
     layout = model.media_layout(3, input_ids=inputs["input_ids"], position_ids=torch.arange(LENGTH)[None])
     first, stop = (bound[..., None] for bound in layout.rows(0, LENGTH))
     visible = (first <= torch.arange(3)) & (torch.arange(3) < stop)  # each of 3 ranks has one frame
@@ -156,8 +154,7 @@ def two_passes(model: torch.nn.Module, inputs: dict[str, Any], autocast: bool) -
 @KINDS
 def test_cache_under_autocast_is_as_near_to_float32_as_unpatched(kind: str) -> None:
     case = replace(CASES[kind], labels=None)
-    model = model_of("mplug_owl3", case)
-    inputs = inputs_of("mplug_owl3", case, model)
+    model, inputs = build("mplug_owl3", case)
     exact, unpatched = two_passes(model, inputs, False), two_passes(model, inputs, True)
     found = on_ranks(2, "mplug_owl3", case, lambda m, x, _: two_passes(m, x, True))
     assert all(torch.equal(found[0][name], found[1][name]) for name in exact)

@@ -15,7 +15,7 @@ from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 
 from family_cases import BATCHES, named_case
-from family_harness import TOLERANCE, check, check_exact, inputs_of, model_of, reference, slow_unless, traces
+from family_harness import TOLERANCE, build, check, check_exact, inputs_of, model_of, reference, slow_unless, traces
 from mllm_seqpar import patch_model, unpatch_model
 from mllm_seqpar.patches.mplug_owl3.testing import tiny_model
 from outcomes import error, run_case, worst_gradient
@@ -62,8 +62,7 @@ def most_tokens(model: Any, inner: int, run: Callable[[], object]) -> dict[str, 
 def test_every_mlp_of_the_language_model_is_computed_in_chunks(name: str) -> None:
     inner, linears = MLPS[name]
     family, case = named_case(name.split()[-1])
-    model = model_of(family, case)
-    inputs = inputs_of(family, case, model)
+    model, inputs = build(family, case)
     model(**inputs)
     before, found = traces(model), {}
     for size in (None, SIZE):

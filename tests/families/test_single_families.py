@@ -10,7 +10,7 @@ import torch
 from transformers import MllamaForConditionalGeneration
 
 from family_cases import BATCHES, INSTRUCT, LANGUAGE_MODELS, RESAMPLER
-from family_harness import TOLERANCE, inputs_of, model_of
+from family_harness import TOLERANCE, build, inputs_of, model_of
 from mllm_seqpar import patch_model, unpatch_model
 from mllm_seqpar.errors import AdapterError, ConfigError, ShapeError
 from mllm_seqpar.patches.idefics.testing import Case as Idefics
@@ -31,8 +31,7 @@ def test_set_attn_implementation_is_refused_while_patched() -> None:
 
 
 def test_tuples_and_hidden_states_of_chosen_layers_equal_unpatched() -> None:
-    model = model_of("idefics", ONE)
-    inputs = inputs_of("idefics", ONE, model)
+    model, inputs = build("idefics", ONE)
     model.config.return_dict = False
 
     def outputs() -> Any:

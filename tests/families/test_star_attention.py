@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from family_cases import BATCHES, FUSED, LANGUAGE_MODELS
-from family_harness import TOLERANCE, forward, inputs_of, model_of, on_ranks, settings, slow_unless
+from family_harness import TOLERANCE, build, forward, on_ranks, settings, slow_unless
 from generation_cases import BEAMS
 from mllm_seqpar import patch_model
 from mllm_seqpar.errors import ConfigError, MaskError
@@ -40,10 +40,6 @@ class Prompt:
     case: Any
     reference: dict[str, Any] = field(default_factory=dict)
     generated: dict[str, dict[str, Any]] = field(default_factory=lambda: GREEDY)
-
-    def new(self) -> tuple[Any, dict[str, Any]]:
-        model = model_of(self.family, self.case)
-        return model, inputs_of(self.family, self.case, model)
 
     def under_mask(self, model: Any, ranks: int) -> Any:
         owner = model.lang_encoder if self.family == "open_flamingo" else model
@@ -94,7 +90,7 @@ KEPT = {"last": 1, "last five": 5, "scattered": torch.tensor([LENGTH - 1, 3, LEN
 def expected(name: str, ranks: int) -> tuple[Tensor, list[Tensor], dict[str, Tensor]]:
     """Return logits, hidden states and tokens of the unpatched model under the mask of that many ranks."""
     prompt = PROMPTS[name]
-    model, inputs = prompt.new()
+    model, inputs = build(prompt.family, prompt.case)
     with prompt.under_mask(model, ranks):
         with torch.no_grad():
             out = forward(prompt.family, model, inputs | {"use_cache": False})
@@ -135,7 +131,7 @@ def test_prompt_equals_unpatched_under_the_star_mask(name: str, ranks: int, capl
 
 @pytest.mark.parametrize("name", slow_unless(lambda name: name == "IDEFICS", SOME))
 def test_mask_of_four_ranks_changes_the_result_and_of_two_does_not(name: str) -> None:
-    real, (model, inputs) = PROMPTS[name].real(), PROMPTS[name].new()
+    real, (model, inputs) = PROMPTS[name].real(), build(PROMPTS[name].family, PROMPTS[name].case)
     with torch.no_grad():
         unpatched = model(**inputs).logits
     assert error(expected(name, 4)[0][real], unpatched[real]) > 0.05
@@ -187,7 +183,7 @@ FUSED_PROMPT = PROMPTS["mPLUG-Owl3, fused, padded batch"]
     [("short prompt", 4), ("static cache", 4), ("one token for each rank", 4), ("one rank", 1)],
 )
 def test_prompt_that_is_not_cut_is_exact(what: str, ranks: int, caplog: pytest.LogCaptureFixture) -> None:
-    model, inputs = FUSED_PROMPT.new()
+    model, inputs = build(FUSED_PROMPT.family, FUSED_PROMPT.case)
     options = {"self_attention": "star"} if what == "short prompt" else STAR
     given = {"cache_implementation": "static"} if what == "static cache" else {}
     if what == "one token for each rank":
@@ -210,7 +206,7 @@ def conversation(model: Any, inputs: dict[str, Any], again: dict[str, Any], **gi
 
 def test_second_question_sees_the_whole_cache() -> None:
     prompt = PROMPTS["mPLUG-Owl3, gated"]
-    model, inputs = prompt.new()
+    model, inputs = build(prompt.family, prompt.case)
     with prompt.under_mask(model, 3):
         both = conversation(model, inputs, {"pixel_values": inputs["pixel_values"]}, use_cache=False)
     case = prompt.case.with_options(**STAR)
@@ -257,7 +253,7 @@ def test_unsupported_use_is_refused_on_every_rank(misuse: Any, ranks: int, kind:
 
 @pytest.mark.parametrize("name", sorted({"IDEFICS", "Llama 3.2 Vision", "OpenFlamingo over opt"} & PROMPTS.keys()))
 def test_every_family_refuses_training(name: str) -> None:
-    model, inputs = PROMPTS[name].new()
+    model, inputs = build(PROMPTS[name].family, PROMPTS[name].case)
     patch_model(model, **STAR)
     with pytest.raises(ConfigError, match="is an approximation for inference and has no backward pass"):
         model(**inputs)

@@ -15,7 +15,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from family_cases import BATCHES, FUSED, LANGUAGE_MODELS
-from family_harness import inputs_of, model_of, settings, slow_unless, traces
+from family_harness import build, inputs_of, model_of, settings, slow_unless, traces
 from mllm_seqpar import patch_model, unpatch_model
 from mllm_seqpar.errors import AdapterError
 from mllm_seqpar.models.mplug_owl3 import MPlugOwl3ForConditionalGeneration
@@ -40,8 +40,7 @@ def attention_functions() -> dict[str, Any]:
 
 @pytest.mark.parametrize(("family", "case"), slow_unless(lambda row: row in MODELS[:5], MODELS))
 def test_unpatching_leaves_no_trace(family: str, case: Any) -> None:
-    model = model_of(family, case)
-    inputs = inputs_of(family, case, model)
+    model, inputs = build(family, case)
     plain = inputs_of(family, replace(case, labels=None), model)
     logits, before, keys = model(**plain).logits, traces(model), list(model.state_dict())
     registered = attention_functions()
