@@ -15,6 +15,7 @@ and its result can be computed in another way.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Self
@@ -23,6 +24,26 @@ import torch
 from torch import Tensor
 
 from mllm_seqpar import FrameShard, frame_range
+
+SPECIAL_TOKENS = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
+
+
+def set_weights(model: Any, rules: Mapping[str, tuple[float, float]], seed: int = 0) -> Any:
+    """Draw all weights from normal distributions, and return the model.
+
+    Args:
+        model: the model.
+        rules: mean and standard deviation by pattern of names; the first that matches counts. Other weights have mean 0
+            and the standard deviation fan_in ** -0.5.
+        seed: of the generator.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            matching = (rule for pattern, rule in rules.items() if re.search(pattern, name))
+            mean, deviation = next(matching, (0.0, weight.shape[1:].numel() ** -0.5))
+            weight.copy_(mean + deviation * torch.randn(weight.shape, generator=generator))
+    return model
 
 
 @dataclass(frozen=True)
@@ -88,9 +109,10 @@ class TinyCase:
             return {"shift_labels": ids.clone()}
         labels, real = ids.clone(), self.real()
         labels[:, : -2 if self.labels == "few" else min(2, self.length - 2)] = -100
-        for mask in (ignored, None if real is None else ~real):
-            if mask is not None:
-                labels.masked_fill_(mask, -100)
+        if ignored is not None:
+            labels[ignored] = -100
+        if real is not None:
+            labels[~real] = -100
         if self.labels == "shifted":
             return {"shift_labels": torch.nn.functional.pad(labels, (0, 1), value=-100)[:, 1:].contiguous()}
         return {"labels": labels}

@@ -50,6 +50,15 @@ if LANGUAGE_MODELS:
     PADDED["open_flamingo"] = Flamingo(frames=((0, 5), (4, 9), (8,)), media=2, padding="left")
 
 
+def named_case(name: str) -> tuple[str, Any]:
+    """Return the family and the case of a family's name, or of the name of OpenFlamingo's language model."""
+    if name in BATCHES:
+        return name, BATCHES[name]
+    if not LANGUAGE_MODELS:
+        pytest.skip("open_flamingo is not installed")
+    return "open_flamingo", FLAMINGO.with_model(language_model=name)
+
+
 def shared(family: str) -> dict[str, Any]:
     """Return the cases that all families have."""
     batch, padded = BATCHES[family], PADDED[family]
@@ -72,32 +81,12 @@ def shared(family: str) -> dict[str, Any]:
     }
 
 
-GATED_ONLY = (
-    "all logits in training",
-    "few targets",
-    "shifted labels",
-    "items counted by the caller",
-    "ignore_index",
-    "gradients of features",
-    "local text only",
-    "text only",
-    "text shorter than the group",
-    "no overlap",
-    "right padding",
-    "contiguous text, K and V stored",
-)
-"""Cases of mPLUG-Owl3 that do not depend on the kind of hyper layer."""
-
-
-def _owl(gate: dict[str, Any]) -> dict[str, Any]:
-    """Return the cases of one kind of hyper layer."""
+def _owl() -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return cases of every kind of hyper layer, and cases that do not depend on the kind."""
     positions = torch.cat([torch.arange(5), torch.arange(8)])[None]
-    cases = {
+    every_kind = {
         "one sample": Owl(),
         "a sample without frames": Owl(frames=(0, 3), length=10),
-        "one frame": Owl(frames=(1,), length=9),
-        "text shorter than the group": Owl(frames=(1,), length=3),
-        "text only": Owl(frames=(0, 0), length=11),
         "two tokens, no frames": Owl(frames=(0,), length=2, labels="every row"),  # one key: q has no gradient
         "packed sequences": Owl(frames=(3,), packed=(5, 8)),
         "positions that look packed, with a cache": Owl(frames=(3, 1), arguments={"position_ids": positions}),
@@ -106,32 +95,41 @@ def _owl(gate: dict[str, Any]) -> dict[str, Any]:
         "sliding window, striped text": Owl(frames=(3,), model=SLIDING).with_options(text_layout="striped"),
         "local text, packed": Owl(frames=(3,), packed=(5, 8)).with_options(self_attention="local"),
         "local text, sliding window": Owl(frames=(3,), model=SLIDING).with_options(self_attention="local"),
-        "local text only": Owl(frames=(0,)).with_options(self_attention="local"),
         "shifted labels": replace(OWL, labels="shifted"),
-        "items counted by the caller": replace(OWL, arguments=COUNTED),
-        "ignore_index": Owl(frames=(2, 1), labels="every row", arguments={"ignore_index": 7}),
         "media_offset": Owl(frames=(2, 0, 1), offsets=True, model={"image_token_id": None}),
         "gradients of pixels": Owl(frames=(2, 1), wants_grad=("pixel_values",)),
-        "gradients of features": Owl(frames=(2, 1), features="projected", wants_grad=("image_embeds",)),
         "gradients of embeddings": Owl(frames=(2, 1), embeds=True, offsets=True, wants_grad=("inputs_embeds",)),
         "local features": Owl(frames=(2, 3), local_frames=True, features="projected"),
-        "no overlap": Owl().with_options(overlap=False, accumulate_dtype=None),
     }
-    cases = shared("mplug_owl3") | cases
-    return {name: case.with_model(**gate) for name, case in cases.items() if not (gate and name in GATED_ONLY)}
+    once = {
+        "text shorter than the group": Owl(frames=(1,), length=3),
+        "text only": Owl(frames=(0, 0), length=11),
+        "local text only": Owl(frames=(0,)).with_options(self_attention="local"),
+        "items counted by the caller": replace(OWL, arguments=COUNTED),
+        "ignore_index": Owl(frames=(2, 1), labels="every row", arguments={"ignore_index": 7}),
+        "gradients of features": Owl(frames=(2, 1), features="projected", wants_grad=("image_embeds",)),
+        "no overlap": Owl().with_options(overlap=False, accumulate_dtype=None),
+        "vector gate": Owl(frames=(2, 0, 3), padding="left", offsets=True, model={"gate": "vector"}),
+    }
+    common = shared("mplug_owl3")
+    for name in ("right padding", "few targets", "contiguous text, K and V stored", "all logits in training"):
+        once[name] = common.pop(name)
+    return common | every_kind, once
 
 
+_EVERY_KIND, _ONCE = _owl()
+_LATENTS = Idefics(frames=(3, 2), features="perceiver", model=RESAMPLER)
 EXACT: dict[str, dict[str, Any]] = {
-    "mplug_owl3": _owl({})
-    | {f"fused: {name}": case for name, case in _owl(FUSED).items()}
-    | {"vector gate": Owl(frames=(2, 0, 3), padding="left", offsets=True, model={"gate": "vector"})},
+    "mplug_owl3": _EVERY_KIND
+    | _ONCE
+    | {f"fused: {name}": case.with_model(**FUSED) for name, case in _EVERY_KIND.items()},
     "idefics": shared("idefics")
     | {
         "one sample": Idefics(model=INSTRUCT),
         "additional tokens, local logits": Idefics(frames=(4, 1), model=BASE).with_options(logits="local"),
         "additional tokens, all logits": Idefics(frames=(2, 1), model=INSTRUCT).with_options(logits="full"),
         "resampler": Idefics(frames=(2, 3), mask="before", model=RESAMPLER),
-        "one image, short text": Idefics(frames=(1,), length=4),
+        "text shorter than the group": Idefics(frames=(1,), length=3),
         "no visible image": Idefics(frames=(2,), mask="nothing"),
         "no QK norm": Idefics(model={"qk_layer_norms": False}),
         "scalar gate": Idefics(model={"alpha_type": "float"}, double=True),
@@ -139,29 +137,22 @@ EXACT: dict[str, dict[str, Any]] = {
         "gradients of pixels": Idefics(frames=(2, 1), wants_grad=("pixel_values",)),
         "gradients of features": Idefics(frames=(2, 1), features="encoder", wants_grad=("image_encoder_embeddings",)),
         "features, resampled": Idefics(frames=(2, 1), features="encoder", model=RESAMPLER),
-        "gradients of latents": Idefics(
-            frames=(2, 1), features="perceiver", model=RESAMPLER, wants_grad=("perceiver_embeddings",)
-        ),
+        "gradients of latents": replace(_LATENTS, wants_grad=("perceiver_embeddings",)),
         "gradients of embeddings": Idefics(frames=(2, 1), embeds=True, wants_grad=("inputs_embeds",)),
         "another picture size": Idefics(arguments={"interpolate_pos_encoding": True}),
-        "local features": Idefics(frames=(3, 2), local_frames=True, features="perceiver", model=RESAMPLER),
+        "local features": replace(_LATENTS, local_frames=True),
         "items counted by the caller": replace(IDEFICS, arguments=COUNTED),
     },
     "mllama": shared("mllama")
     | {
         "one sample": Mllama(),
         "a sample without images": Mllama(frames=((), (3, 1)), mask="scattered"),
-        "one image, short text": Mllama(frames=((2,),), length=4),
         "text shorter than the group": Mllama(frames=((2,), (1,)), length=3),
         "text only": Mllama(frames=((), ())),
         "local text only": Mllama(frames=((), ())).with_options(self_attention="local"),
-        "no mask": Mllama(frames=((2, 1),), mask="none"),
         "no mask, two samples": replace(MLLAMA, mask="none"),
         "no mask, right padding": replace(MLLAMA, mask="none", padding="right"),
         "any tiles": Mllama(frames=((3, 2, 3), (1, 3)), mask="scattered", length=17),
-        "any tiles, local text, ring": replace(MLLAMA, mask="scattered").with_options(
-            self_attention="local", strategy="ring"
-        ),
         "shifted labels": replace(MLLAMA, labels="shifted"),
         "items counted by the caller": replace(MLLAMA, arguments=COUNTED),
         "cross-attention last": Mllama(model={"cross_attention_layers": (2, 4)}),
@@ -176,22 +167,18 @@ EXACT: dict[str, dict[str, Any]] = {
     },
 }
 if LANGUAGE_MODELS:
+    _FLAMINGO = {
+        "all earlier media, two samples": FLAMINGO.with_model(immediate=False),
+        "a sample without media tokens": Flamingo(frames=((), (2, 3)), media=2),
+        "no media tokens": Flamingo(frames=((), ()), media=2),
+        "uneven media": Flamingo(frames=((0, 1, 5, 6, 9),), media=5, length=17),
+        "text shorter than the group": Flamingo(frames=((0,),), media=2, length=3),
+        "every second layer": Flamingo(model={"every": 2}),
+        "local media, fewer than ranks": Flamingo(frames=((1, 4),), media=1, local_frames=True),
+    }
     EXACT["open_flamingo"] = {
         f"{LANGUAGE_MODELS[index % 4]}: {name}": case.with_model(language_model=LANGUAGE_MODELS[index % 4])
-        for index, (name, case) in enumerate(
-            (
-                shared("open_flamingo")
-                | {
-                    "all earlier media, two samples": FLAMINGO.with_model(immediate=False),
-                    "a sample without media tokens": Flamingo(frames=((), (2, 3)), media=2),
-                    "no media tokens": Flamingo(frames=((), ()), media=2),
-                    "uneven media": Flamingo(frames=((0, 1, 5, 6, 9),), media=5, length=17),
-                    "text shorter than the group": Flamingo(frames=((0,),), media=2, length=3),
-                    "every second layer": Flamingo(model={"every": 2}),
-                    "local media, fewer than ranks": Flamingo(frames=((1, 4),), media=1, local_frames=True),
-                }
-            ).items()
-        )
+        for index, (name, case) in enumerate({**shared("open_flamingo"), **_FLAMINGO}.items())
     } | {
         f"{decoder}: {name}": case.with_model(language_model=decoder)
         for decoder in (*LANGUAGE_MODELS, MPT_1B)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import importlib
 import pkgutil
 from collections.abc import Callable, Iterable
 from dataclasses import replace
@@ -31,41 +30,43 @@ TOLERANCE = 1e-5
 FAMILIES = tuple(module.name for module in pkgutil.iter_modules(patches.__path__) if module.ispkg)
 
 
+@functools.cache  # which also keeps `importorskip`, which is not thread-safe, out of the ranks
 def family_module(family: str) -> Any:
     """Return a family's module `testing`; skip the test if the package of the family's models is not installed."""
     return pytest.importorskip(f"mllm_seqpar.patches.{family}.testing", exc_type=ImportError)
 
 
-def _module(family: str) -> Any:
-    return importlib.import_module(f"mllm_seqpar.patches.{family}.testing")
-
-
 @functools.cache
 def _template(family: str, overrides: tuple[tuple[str, Any], ...]) -> Any:
-    return _module(family).tiny_model(**dict(overrides))
+    return family_module(family).tiny_model(**dict(overrides))
 
 
 def model_of(family: str, case: Any) -> Any:
     """Return a new copy of the case's model."""
-    model = copy.deepcopy(_template(family, tuple(sorted(case.model_overrides().items(), key=lambda item: item[0]))))
+    model = copy.deepcopy(_template(family, tuple(sorted(case.model_overrides().items()))))
     return (model.double() if case.double else model).train(case.train)
 
 
 def inputs_of(family: str, case: Any, model: Any) -> dict[str, Any]:
     """Return the arguments of the unpatched model's forward."""
-    inputs = _module(family).inputs_of(case, model)
-    if case.double:
-        floats = {name for name, x in inputs.items() if isinstance(x, Tensor) and x.is_floating_point()}
-        inputs = {name: x.double() if name in floats else x for name, x in inputs.items()}
+    inputs = family_module(family).inputs_of(case, model)
+    for name, x in inputs.items():
+        if case.double and isinstance(x, Tensor) and x.is_floating_point():
+            inputs[name] = x.double()
     return inputs
+
+
+def build(family: str, case: Any) -> tuple[Any, dict[str, Any]]:
+    """Return a new copy of the case's model, and the arguments of the unpatched model's forward."""
+    model = model_of(family, case)
+    return model, inputs_of(family, case, model)
 
 
 def patched(family: str, case: Any, group: Any) -> tuple[Any, dict[str, Any]]:
     """Return the patched model of this rank and the inputs that it passes."""
-    model = model_of(family, case)
-    inputs = inputs_of(family, case, model)
+    model, inputs = build(family, case)
     if case.local_frames:
-        inputs = _module(family).local_frames(inputs, group)
+        inputs = family_module(family).local_frames(inputs, group)
     return patch_model(model, group=group, **case.options), inputs
 
 
@@ -86,39 +87,18 @@ def outcome(family: str, case: Any, group: Any) -> Outcome:
     return run_case(model, inputs, forward(family, model, inputs))
 
 
+_references: dict[tuple[str, str], Outcome] = {}
+
+
 def reference(family: str, case: Any) -> Outcome:
     """Return the result of the unpatched model; options and `local_frames` do not change it."""
-    plain = replace(case, options={}, local_frames=False)
-    return _reference(family, repr(plain), _Uncompared(plain))
-
-
-class _Uncompared:
-    """A case beside its `repr`, which is the cache's key."""
-
-    def __init__(self, case: Any) -> None:
-        self.case = case
-
-    def __eq__(self, other: object) -> bool:
-        return True
-
-    def __hash__(self) -> int:
-        return 0
-
-
-@functools.cache
-def _reference(family: str, key: str, uncompared: _Uncompared) -> Outcome:
-    case = uncompared.case
-    model = model_of(family, case)
-    inputs = inputs_of(family, case, model)
-    run = getattr(family_module(family), "unpatched_forward", functools.partial(forward, family))
-    return run_case(model, inputs, run(model, inputs))
-
-
-def returns_all_logits(case: Any, size: int) -> bool:
-    """Return whether a rank receives the logits of all tokens; the shape alone cannot tell, for a short text."""
-    mode = case.options.get("logits", "auto")
-    sharded = size > 1 and case.options.get("self_attention") != "local"
-    return not sharded or mode == "full" or (mode == "auto" and case.labels is None)
+    case = replace(case, options={}, local_frames=False)
+    key = (family, repr(case))
+    if key not in _references:
+        model, inputs = build(family, case)
+        run = getattr(family_module(family), "unpatched_forward", functools.partial(forward, family))
+        _references[key] = run_case(model, inputs, run(model, inputs))
+    return _references[key]
 
 
 def check(outcomes: list[Outcome], expected: Outcome, case: Any) -> None:
@@ -127,13 +107,16 @@ def check(outcomes: list[Outcome], expected: Outcome, case: Any) -> None:
     Rows of padding tokens are not compared.
     """
     real = slice(None) if case.real() is None else case.real()
+    mode = case.options.get("logits", "auto")
+    sharded = len(outcomes) > 1 and case.options.get("self_attention") != "local"
+    all_logits = not sharded or mode == "full" or (mode == "auto" and case.labels is None)
     for found in outcomes:
         assert found.loss == outcomes[0].loss  # bit-identical on all ranks
         if expected.loss is not None:
             assert found.loss is not None
             assert abs(found.loss - expected.loss) <= TOLERANCE * abs(expected.loss)
         assert found.logits.shape[-1] == expected.logits.shape[-1]
-        if returns_all_logits(case, len(outcomes)):
+        if all_logits:  # for a short text, the shape alone cannot tell
             assert error(found.logits[real], expected.logits[real]) < TOLERANCE
         for ours, theirs in zip(found.hidden_states, expected.hidden_states, strict=True):
             assert error(ours[real], theirs[real]) < TOLERANCE

@@ -8,19 +8,13 @@ from typing import Any
 
 import pytest
 
-from family_cases import FUSED, INSTRUCT, LONG_WINDOW, MLLAMA, RESAMPLER
+from family_cases import FUSED, INSTRUCT, LANGUAGE_MODELS, LONG_WINDOW, MLLAMA, RESAMPLER
 from mllm_seqpar.patches.idefics.testing import Case as Idefics
 from mllm_seqpar.patches.mllama.testing import Case as Mllama
 from mllm_seqpar.patches.mplug_owl3.testing import Case as Owl
 
-try:
-    from mllm_seqpar.patches.open_flamingo.testing import LANGUAGE_MODELS, MPT_1B
-    from mllm_seqpar.patches.open_flamingo.testing import Case as Flamingo
-except ImportError:  # scripts/test.sh installs it without its dependencies, because it pins an old torch
-    LANGUAGE_MODELS = ()
-
 GREEDY: dict[str, Any] = {}
-BEAMS = {"num_beams": 2, "num_return_sequences": 2}
+BEAMS, THREE_BEAMS = {"num_beams": 2, "num_return_sequences": 2}, {"num_beams": 3}
 SAMPLED = {"do_sample": True, "temperature": 1.3, "top_k": 50}
 NO_CACHE = {"use_cache": False}
 STATIC = {"cache_implementation": "static"}
@@ -40,19 +34,22 @@ _MLLAMA_NO_MASK = replace(MLLAMA, mask="none", labels=None)
 _MLLAMA_STATES = replace(MLLAMA, features="sample", labels=None)
 
 
+_CHUNKS = {"mlp_chunk_size": 5, "vision_chunk_size": 1}
+
+
 def _local(case: Any) -> Any:
     return replace(case, local_frames=True)
 
 
+_IDEFICS_LOCAL = _local(Idefics(frames=(3, 2), labels=None))
+_MLLAMA_LOCAL = _local(replace(MLLAMA, labels=None))
 _OWL_GENERATED: dict[str, tuple[Any, dict[str, Any]]] = {
     "greedy": (_OWL_ONE, GREEDY),
-    "padded batch": (_OWL_TWO, GREEDY),
     "padded batch, local frames": (_local(_OWL_TWO), GREEDY),
-    "beams": (_OWL_ONE, {"num_beams": 3}),
+    "beams": (_OWL_ONE, THREE_BEAMS),
     "beams, padded batch": (_OWL_TWO, BEAMS),
     "no cache": (_OWL_TWO, NO_CACHE),
     "no cache, local logits": (_OWL_ONE.with_options(logits="local"), NO_CACHE),
-    "no cache, text only": (_OWL_TEXT, NO_CACHE),
     "no cache, local text": (_OWL_TWO.with_options(self_attention="local"), NO_CACHE),
     "features": (_OWL_FEATURES, GREEDY),
     "local features": (_local(_OWL_FEATURES), GREEDY),
@@ -62,18 +59,11 @@ _OWL_GENERATED: dict[str, tuple[Any, dict[str, Any]]] = {
     "media_offset": (Owl(frames=(2, 1), offsets=True, labels=None), GREEDY),
     "ring, local text": (_OWL_ONE.with_options(strategy="ring", self_attention="local"), GREEDY),
     "static cache": (_OWL_TWO, STATIC),
-    "static cache, text only": (_OWL_TEXT, STATIC),
-    "lookup in repetitions, local frames": (
-        _local(replace(_OWL_ONE, length=40)),
-        {"prompt_lookup_num_tokens": 2, "max_new_tokens": 30},
-    ),
+    "lookup in repetitions, local frames": (_local(replace(_OWL_ONE, length=40)), LOOKUP | {"max_new_tokens": 30}),
     "lookup": (_OWL_ONE, LOOKUP),
     "sharded prompt, local frames": (_local(_OWL_ONE).with_options(**SHARDED), GREEDY),
     "sharded prompt, striped, padded batch": (_OWL_TWO.with_options(**SHARDED, text_layout="striped"), GREEDY),
-    "sharded prompt, contiguous, beams": (
-        _OWL_ONE.with_options(**SHARDED, text_layout="contiguous"),
-        {"num_beams": 3},
-    ),
+    "sharded prompt, contiguous, beams": (_OWL_ONE.with_options(**SHARDED, text_layout="contiguous"), THREE_BEAMS),
     "sharded prompt, beams, padded batch": (_OWL_TWO.with_options(**SHARDED), BEAMS),
     "sharded prompt, text only": (_OWL_TEXT.with_options(**SHARDED), GREEDY),
     "sharded prompt, sliding window": (_OWL_WINDOW.with_options(**SHARDED), GREEDY),
@@ -90,71 +80,61 @@ GENERATED: dict[str, dict[str, tuple[Any, dict[str, Any]]]] = {
         "greedy": (_IDEFICS_ONE, GREEDY),
         "padded batch": (_IDEFICS_TWO, GREEDY),
         "resampler": (LATENTS, GREEDY),
-        "beams": (_IDEFICS_ONE, {"num_beams": 3}),
+        "beams": (_IDEFICS_ONE, THREE_BEAMS),
         "beams, padded batch": (_IDEFICS_TWO, BEAMS),
         "no cache": (_IDEFICS_TWO, NO_CACHE),
         "no cache, beams": (LATENTS, {"use_cache": False, "num_beams": 2}),
         "local text": (_IDEFICS_TWO.with_options(self_attention="local"), GREEDY),
         "ring": (LATENTS.with_options(strategy="ring"), GREEDY),
         "sharded prompt": (_IDEFICS_TWO.with_options(**SHARDED), GREEDY),
-        "sharded prompt, beams": (LATENTS.with_options(**SHARDED), {"num_beams": 3}),
+        "sharded prompt, beams": (LATENTS.with_options(**SHARDED), THREE_BEAMS),
         "sharded prompt, lookup": (_IDEFICS_ONE.with_options(**SHARDED), LOOKUP),
-        "sharded prompt, chunks": (
-            Idefics(frames=(3, 1), labels=None).with_options(mlp_chunk_size=5, vision_chunk_size=1, **SHARDED),
-            {"num_beams": 2},
-        ),
-        "padded batch, chunks": (_IDEFICS_TWO.with_options(mlp_chunk_size=5, vision_chunk_size=1), GREEDY),
+        "sharded prompt, chunks": (_IDEFICS_TWO.with_options(**_CHUNKS, **SHARDED), {"num_beams": 2}),
+        "padded batch, chunks": (_IDEFICS_TWO.with_options(**_CHUNKS), GREEDY),
         "lookup": (_IDEFICS_ONE, LOOKUP),
-        "local frames": (Idefics(frames=(3, 2), labels=None, local_frames=True), GREEDY),
-        "local frames, beams": (Idefics(frames=(3, 2), labels=None, local_frames=True), {"num_beams": 2}),
+        "local frames": (_IDEFICS_LOCAL, GREEDY),
+        "local frames, beams": (_IDEFICS_LOCAL, {"num_beams": 2}),
     },
     "mllama": {
         "greedy": (_MLLAMA_ONE, GREEDY),
         "padded batch": (_MLLAMA_TWO, GREEDY),
         "any tiles": (_MLLAMA_ANY, GREEDY),
         "no mask": (_MLLAMA_NO_MASK, GREEDY),
-        "beams": (_MLLAMA_ONE, {"num_beams": 3}),
+        "beams": (_MLLAMA_ONE, THREE_BEAMS),
         "beams, padded batch": (_MLLAMA_TWO, BEAMS),
         "beams, no mask": (_MLLAMA_NO_MASK, BEAMS),
         "no cache": (_MLLAMA_TWO, NO_CACHE),
-        "no cache, beams": (_MLLAMA_ANY, {"use_cache": False, "num_beams": 2}),
-        "no cache, text only": (_MLLAMA_TEXT, NO_CACHE),
         "static cache": (_MLLAMA_TWO, STATIC),
         "static cache, beams": (_MLLAMA_ANY, STATIC | BEAMS),
-        "static cache, text only": (_MLLAMA_TEXT, STATIC),
         "text only": (_MLLAMA_TEXT, GREEDY),
         "embeddings": (replace(MLLAMA, embeds=True, labels=None), GREEDY),
         "features": (_MLLAMA_STATES, GREEDY),
-        "features, beams": (_MLLAMA_STATES, {"num_beams": 3}),
         "features, beams, no cache": (_MLLAMA_STATES, BEAMS | NO_CACHE),
         "local features, beams": (_local(_MLLAMA_STATES), BEAMS),
         "local text": (_MLLAMA_TWO.with_options(self_attention="local"), GREEDY),
         "ring": (_MLLAMA_ANY.with_options(strategy="ring"), GREEDY),
         "sharded prompt": (_MLLAMA_TWO.with_options(**SHARDED), GREEDY),
-        "sharded prompt, beams": (_MLLAMA_ANY.with_options(**SHARDED), {"num_beams": 3}),
+        "sharded prompt, beams": (_MLLAMA_ANY.with_options(**SHARDED), THREE_BEAMS),
         "sharded prompt, text only": (_MLLAMA_TEXT.with_options(**SHARDED), GREEDY),
-        "local frames": (replace(MLLAMA, labels=None, local_frames=True), GREEDY),
-        "local frames, beams": (replace(MLLAMA, labels=None, local_frames=True), BEAMS),
-        "local frames, beams, no mask": (
-            Mllama(frames=((3, 1), (1, 2)), labels=None, local_frames=True, mask="none"),
-            BEAMS,
-        ),
-        "local frames, embeddings": (replace(MLLAMA, embeds=True, labels=None, local_frames=True), BEAMS),
-        "local frames, no cache": (replace(MLLAMA, labels=None, local_frames=True), BEAMS | NO_CACHE),
+        "local frames": (_MLLAMA_LOCAL, GREEDY),
+        "local frames, beams, no mask": (replace(_MLLAMA_LOCAL, frames=((3, 1), (1, 2)), mask="none"), BEAMS),
+        "local frames, embeddings": (replace(_MLLAMA_LOCAL, embeds=True), BEAMS),
+        "local frames, no cache": (_MLLAMA_LOCAL, BEAMS | NO_CACHE),
         "lookup": (_MLLAMA_ONE, LOOKUP),
         "lookup, any tiles": (Mllama(mask="scattered", labels=None), LOOKUP),
-        "lookup, text only": (Mllama(frames=((),), labels=None), LOOKUP),
         "sharded prompt, lookup": (_MLLAMA_ONE.with_options(**SHARDED), LOOKUP),
     },
 }
 if LANGUAGE_MODELS:
-    from mllm_seqpar.patches.open_flamingo.testing import PAD
+    from mllm_seqpar.patches.open_flamingo.testing import MEDIA, MPT_1B, PAD, VOCABULARY
+    from mllm_seqpar.patches.open_flamingo.testing import Case as Flamingo
 
     CACHED: dict[str, Any] = {"use_cache": True, "pad_token_id": PAD}
     # One media token beyond the media, one sample with fewer.
     FLAMINGO_TWO = Flamingo(frames=((1, 4, 7), (5,)), media=2, padding="left", labels=None)
     _FEW = Flamingo(frames=((0, 3),), media=1, labels=None, model={"immediate": False})
     FLAMINGO_EARLY = Flamingo(frames=((), (2,)), media=3, length=9, labels=None, model={"immediate": False})
+    _STRIPED = FLAMINGO_TWO.with_options(**SHARDED, text_layout="striped")
     GENERATED["open_flamingo"] = {
         f"{decoder}: {name}": (case.with_model(language_model=decoder), CACHED | given)
         for number, decoder in enumerate(LANGUAGE_MODELS)
@@ -162,16 +142,13 @@ if LANGUAGE_MODELS:
             {
                 "greedy": (FLAMINGO_TWO, GREEDY),
                 "sharded prompt": (FLAMINGO_TWO.with_options(**SHARDED), GREEDY),
-                "beams": (FLAMINGO_TWO, {"num_beams": 3}),
-                "beams, local frames": (_local(FLAMINGO_TWO), {"num_beams": 3}),
+                "beams": (FLAMINGO_TWO, THREE_BEAMS),
+                "beams, local frames": (_local(FLAMINGO_TWO), THREE_BEAMS),
                 "beams, all earlier media": (_FEW, BEAMS),
                 "no media token before a token": (FLAMINGO_EARLY, GREEDY),
                 "no cache": (FLAMINGO_TWO, NO_CACHE),
                 "ring, local text": (FLAMINGO_TWO.with_options(strategy="ring", self_attention="local"), GREEDY),
-                "sharded prompt, striped, beams": (
-                    FLAMINGO_TWO.with_options(**SHARDED, text_layout="striped"),
-                    {"num_beams": 2},
-                ),
+                "sharded prompt, striped, beams": (_STRIPED, {"num_beams": 2}),
                 "sharded prompt, local frames": (_local(FLAMINGO_TWO).with_options(**SHARDED), GREEDY),
                 "lookup": (_FEW, {"prompt_lookup_num_tokens": 3, "max_new_tokens": 10}),
             }.items()
@@ -189,8 +166,6 @@ SAMPLING: dict[str, dict[str, tuple[Any, dict[str, Any]]]] = {
 }
 """Cases whose ranks need a random generator each, and so a process each."""
 if LANGUAGE_MODELS:
-    from mllm_seqpar.patches.open_flamingo.testing import MEDIA, VOCABULARY
-
     _ONLY_MEDIA = [token for token in range(VOCABULARY) if token not in (MEDIA, 7, 8, 9)]
     WIDE = {"do_sample": True, "temperature": 1.5, "top_k": 50} | CACHED
     SAMPLING["open_flamingo"] = {

@@ -15,26 +15,22 @@ import torch
 from torch import Tensor
 
 
-def visible(prompt: int, length: int, block: int, ranks: int, real: Tensor, window: int | None = None) -> Tensor:
-    """Return (B, length, length) bool: which row sees which key; `real` (B, length) is False for padding."""
+def star_mask(prompt: int, block: int, ranks: int, real: Tensor, window: int | None = None) -> Tensor:
+    """Return the mask that attention adds to its scores, (B, 1, L, L) float32; `real` (B, L) is False for padding."""
+    length = real.shape[1]
     position = torch.arange(length)
     row, key = position[:, None], position[None]
     part = position // block
-    context = row < block * ranks
     assert block * ranks < prompt <= length
-    visible_keys = (key <= row) & (~context | (part[None] == 0) | (part[None] == part[:, None]))
+    visible = (key <= row) & ((row >= block * ranks) | (part[None] == 0) | (part[None] == part[:, None]))
     if window is not None:
-        visible_keys &= row - key < window
-    return visible_keys & real[:, None]
-
-
-def additive(visible_keys: Tensor) -> Tensor:
-    """Return the (B, L, L) mask as (B, 1, L, L) float32, which attention adds to its scores."""
-    return torch.zeros(visible_keys.shape).masked_fill(~visible_keys, torch.finfo(torch.float32).min)[:, None]
+        visible &= row - key < window
+    visible = visible & real[:, None]
+    return torch.zeros(visible.shape).masked_fill(~visible, torch.finfo(torch.float32).min)[:, None]
 
 
 def counted(mask: Tensor) -> Tensor:
-    """Return positions that count real tokens only, as some models compute them from their attention mask."""
+    """Return positions that count real tokens only, as IDEFICS computes them from its attention mask."""
     return (mask.cumsum(1) - 1).masked_fill(mask == 0, 1)
 
 
@@ -51,7 +47,6 @@ def under_star_mask(
     ranks: int,
     positions: Callable[[Tensor], Tensor] | None = None,
     window: int | None = None,
-    form: Callable[[Tensor], Any] = additive,
 ) -> Iterator[None]:
     """Apply Star Attention's mask in every pass of an unpatched model over a text that begins with the prompt.
 
@@ -62,7 +57,6 @@ def under_star_mask(
         ranks: number of ranks.
         positions: how the model computes positions from a padding mask, which it cannot from this mask.
         window: of sliding layers, which then have a mask of their own.
-        form: converts the mask to the form that the model takes.
     """
     unpatched = owner.forward
 
@@ -70,12 +64,12 @@ def under_star_mask(
     def forward(input_ids: Tensor, attention_mask: Tensor | None = None, **kwargs: Any) -> Any:
         mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
         assert mask.shape == input_ids.shape and not kwargs.get("past_key_values"), "a pass over the whole text"
-        visible_keys = functools.partial(visible, prompt, mask.shape[1], block, ranks, mask.bool())
         if positions is not None and kwargs.get("position_ids") is None:
             kwargs["position_ids"] = positions(mask)
-        whole: Any = form(visible_keys())
+        whole: Any = star_mask(prompt, block, ranks, mask.bool())
         if window is not None:
-            whole = {"full_attention": whole, "sliding_attention": form(visible_keys(window))}
+            sliding = star_mask(prompt, block, ranks, mask.bool(), window)
+            whole = {"full_attention": whole, "sliding_attention": sliding}
         return unpatched(input_ids=input_ids, attention_mask=whole, **kwargs)
 
     owner.forward = forward

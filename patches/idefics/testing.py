@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from transformers import IdeficsConfig, IdeficsForVisionText2Text
 
-from ..testing import TinyCase, frame_shard
+from ..testing import SPECIAL_TOKENS, TinyCase, frame_shard, set_weights
 
 VOCABULARY = 128
 LORA_TARGETS = r"model\.(layers\.\d+\.self_attn|gated_cross_attn_layers\.\d+\.cross_attn)\.(q|k|v|o)_proj"
@@ -29,59 +29,18 @@ class Case(TinyCase):
 
 def tiny_model(**overrides: Any) -> Any:
     """Return a model in eval mode of 4 layers of width 32, with a cross-attention block before every second one."""
-    fields: dict[str, Any] = {
-        "vocab_size": VOCABULARY,
-        "additional_vocab_size": 0,
-        "hidden_size": 32,
-        "intermediate_size": 48,
-        "num_hidden_layers": 4,
-        "num_attention_heads": 4,
-        "cross_layer_interval": 2,
-        "qk_layer_norms": True,
-        "use_resampler": False,
-        "alpha_type": "vector",
-        "alpha_initializer": "ones",
-        "dropout": 0.0,
-        "freeze_text_layers": False,
-        "freeze_vision_layers": False,
-        "freeze_lm_head": False,
-        "tie_word_embeddings": False,
-        "max_position_embeddings": 512,
-        "pad_token_id": 0,
-        "bos_token_id": 1,
-        "eos_token_id": 2,
-        "vision_config": {
-            "embed_dim": 24,
-            "image_size": 16,
-            "patch_size": 8,
-            "intermediate_size": 32,
-            "num_hidden_layers": 2,
-            "num_attention_heads": 2,
-        },
-        "perceiver_config": {
-            "resampler_depth": 2,
-            "resampler_n_heads": 2,
-            "resampler_head_dim": 8,
-            "resampler_n_latents": 3,
-            "qk_layer_norms_perceiver": True,
-        },
-    }
-    model = IdeficsForVisionText2Text(IdeficsConfig(**fields | overrides)).eval()
-    generator = torch.Generator().manual_seed(0)
-    with torch.no_grad():
-        for name, weight in model.named_parameters():
-            drawn = torch.randn(weight.shape, generator=generator)
-            if "alpha" in name:
-                weight.copy_(drawn)
-            elif "norm" in name and name.endswith("weight"):
-                weight.copy_(1 + 0.2 * drawn)
-            elif name.endswith("bias"):
-                weight.copy_(0.3 * drawn)
-            elif "embed" in name or "latents" in name:
-                weight.copy_(0.5 * drawn)
-            else:
-                weight.copy_(drawn * weight[0].numel() ** -0.5)
-    return model
+    vision = {"embed_dim": 24, "image_size": 16, "patch_size": 8, "intermediate_size": 32}
+    perceiver = {"resampler_depth": 2, "resampler_n_heads": 2, "resampler_head_dim": 8, "resampler_n_latents": 3}
+    fields: dict[str, Any] = SPECIAL_TOKENS | {"vocab_size": VOCABULARY, "additional_vocab_size": 0, "hidden_size": 32}
+    fields |= {"intermediate_size": 48, "num_hidden_layers": 4, "num_attention_heads": 4, "cross_layer_interval": 2}
+    fields |= {"qk_layer_norms": True, "alpha_type": "vector", "alpha_initializer": "ones", "dropout": 0.0}
+    fields |= {"use_resampler": False, "tie_word_embeddings": False, "max_position_embeddings": 512}
+    fields["vision_config"] = vision | {"num_hidden_layers": 2, "num_attention_heads": 2}
+    fields["perceiver_config"] = perceiver | {"qk_layer_norms_perceiver": True}
+    fields |= {f"freeze_{part}": False for part in ("text_layers", "vision_layers", "lm_head")} | overrides
+    model = IdeficsForVisionText2Text(IdeficsConfig(**fields)).eval()
+    rules = {"alpha": (0.0, 1.0), "norm.*weight$": (1.0, 0.2), "bias$": (0.0, 0.3), "embed|latents": (0.0, 0.5)}
+    return set_weights(model, rules)
 
 
 def image_mask(case: Case) -> Tensor:
@@ -92,9 +51,7 @@ def image_mask(case: Case) -> Tensor:
     for sample, count in enumerate(case.frames):
         starts = sorted(torch.randperm(case.length - 2, generator=generator)[:count].add(1).tolist())
         for image, start in enumerate(starts):
-            stop = case.length
-            if case.mask == "last" and image + 1 < count:
-                stop = starts[image + 1]
+            stop = starts[image + 1] if case.mask == "last" and image + 1 < count else case.length
             mask[sample, start:stop, image] = 1
     if case.mask == "holes":
         mask &= torch.rand(mask.shape, generator=generator) < 0.6
@@ -118,12 +75,13 @@ def inputs_of(case: Case, model: nn.Module) -> dict[str, Any]:
     inputs |= case.targets(ids)
     size = 24 if case.arguments.get("interpolate_pos_encoding") else 16
     pixels = torch.randn(batch, images, 3, size, size, generator=generator)
-    if case.features == "encoder":
-        inputs["image_encoder_embeddings"] = torch.randn(batch, images, 5, 24, generator=generator)
-    elif case.features == "perceiver":
-        inputs["perceiver_embeddings"] = torch.randn(batch, images, 3, 24, generator=generator)
-    else:
-        inputs["pixel_values"] = pixels
+    match case.features:
+        case None:
+            inputs["pixel_values"] = pixels
+        case "encoder":
+            inputs["image_encoder_embeddings"] = torch.randn(batch, images, 5, 24, generator=generator)
+        case "perceiver":
+            inputs["perceiver_embeddings"] = torch.randn(batch, images, 3, 24, generator=generator)
     return case.prepared(inputs, model)
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import MllamaConfig, MllamaForConditionalGeneration
 from transformers.models.mllama.configuration_mllama import MllamaTextConfig, MllamaVisionConfig
 
-from ..testing import TinyCase, frame_shard
+from ..testing import SPECIAL_TOKENS, TinyCase, frame_shard, set_weights
 
 VOCABULARY = 96
 IMAGE = VOCABULARY  # only the embedding has a row for it
@@ -28,57 +28,26 @@ LORA_TARGETS = r"model\.language_model\.layers\.\d+\.(self|cross)_attn\.(q|k|v|o
 
 def tiny_config(**text: Any) -> MllamaConfig:
     """Return a config: 5 layers of width 64 (1 and 3 cross-attention), 4 heads, 2 KV heads, 3 tiles of 5 patches."""
-    fields: dict[str, Any] = {
-        "vocab_size": VOCABULARY,
-        "hidden_size": 64,
-        "intermediate_size": 96,
-        "num_hidden_layers": 5,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "cross_attention_layers": list(CROSS_LAYERS),
-        "max_position_embeddings": 512,
-        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
-        "bos_token_id": 1,
-        "eos_token_id": 2,
-        "pad_token_id": 0,
-    }
-    fields |= {name: list(value) if isinstance(value, tuple) else value for name, value in text.items()}
-    vision = MllamaVisionConfig(
-        hidden_size=32,
-        attention_heads=2,
-        intermediate_size=48,
-        num_hidden_layers=3,
-        num_global_layers=2,
-        vision_output_dim=96,
-        image_size=28,
-        patch_size=14,
-        max_num_tiles=TILES,
-        intermediate_layers_indices=[0, 2],
-        supported_aspect_ratios=ASPECT_RATIOS,
-    )
+    size = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 5, "num_attention_heads": 4}
+    fields: dict[str, Any] = size | SPECIAL_TOKENS | {"num_key_value_heads": 2, "max_position_embeddings": 512}
+    fields |= {"vocab_size": VOCABULARY, "cross_attention_layers": CROSS_LAYERS}
+    fields["rope_parameters"] = {"rope_type": "default", "rope_theta": 10000.0}
+    fields |= text
+    fields["cross_attention_layers"] = list(fields["cross_attention_layers"])
+    tower = {"hidden_size": 32, "attention_heads": 2, "intermediate_size": 48, "vision_output_dim": 96}
+    layers = {"num_hidden_layers": 3, "num_global_layers": 2, "intermediate_layers_indices": [0, 2]}
+    images = {"image_size": 28, "patch_size": 14, "max_num_tiles": TILES, "supported_aspect_ratios": ASPECT_RATIOS}
+    vision = MllamaVisionConfig(**tower, **layers, **images)
     return MllamaConfig(vision_config=vision, text_config=MllamaTextConfig(**fields), image_token_index=IMAGE)
 
 
 def tiny_model(seed: int = 0, attn_implementation: str = "sdpa", **text: Any) -> Any:
     """Return a model in eval mode; no gate is zero, and attention is far from uniform."""
-    generator = torch.Generator().manual_seed(seed)
     torch.manual_seed(seed)
     model = MllamaForConditionalGeneration(tiny_config(**text)).eval()
     model.set_attn_implementation(attn_implementation)
-    with torch.no_grad():
-        for name, weight in model.named_parameters():
-            noise = torch.randn(weight.shape, generator=generator)
-            if "gate" in name and weight.numel() == 1:
-                weight.copy_(0.8 + 0.2 * noise)
-            elif weight.dim() == 1 and name.endswith("weight"):  # norms
-                weight.copy_(1 + 0.2 * noise)
-            elif weight.dim() == 1:
-                weight.copy_(0.2 * noise)
-            elif "embed" in name and "patch_embedding" not in name:
-                weight.copy_(0.5 * noise)
-            else:
-                weight.copy_(noise * weight[0].numel() ** -0.5)
-    return model
+    rules = {r"gate(_attn|_ffn)?$": (0.8, 0.2), "norm.*weight$": (1.0, 0.2), "bias$|class_embedding": (0.0, 0.2)}
+    return set_weights(model, rules | {"^(?!.*patch_embedding).*embed": (0.0, 0.5)}, seed)
 
 
 @dataclass(frozen=True)
@@ -121,16 +90,15 @@ def inputs_of(case: Case, model: Any) -> dict[str, Any]:
     if padded:
         inputs["attention_mask"] = valid
     if any(case.frames):
-        inputs |= _images(case, generator)
-        if case.mask != "none":
-            inputs["cross_attention_mask"] = visible
+        inputs |= _images(case, generator) | ({"cross_attention_mask": visible} if case.mask != "none" else {})
     inputs |= case.targets(ids, ids == IMAGE)
     if "shift_labels" in inputs:  # the unpatched model requires labels too, and ignores their values
         inputs["labels"] = torch.full_like(ids, 7)
-    if case.features and any(case.frames):
-        inputs = with_features(model, inputs)
-        if case.features == "sample":
-            inputs["cross_attention_states"] = inputs["cross_attention_states"].reshape(samples, -1, 64)
+    if case.features and any(case.frames):  # encoded images (batch * images * tiles, patches, C) replace the pixels
+        with torch.no_grad():
+            states = model.model.vision_model(**{name: inputs.pop(name) for name in PIXEL_INPUTS}).last_hidden_state
+            states = model.model.multi_modal_projector(states).flatten(0, 2)
+        inputs["cross_attention_states"] = states.reshape(samples, -1, 64) if case.features == "sample" else states
     return case.prepared(inputs, model)
 
 
@@ -161,15 +129,6 @@ def _images(case: Case, generator: torch.Generator) -> dict[str, Tensor]:
             ratio_ids[sample, image] = ASPECT_RATIOS.index([1, count]) + 1
             ratio_mask[sample, image, :count] = 1
     return {"pixel_values": pixels, "aspect_ratio_ids": ratio_ids, "aspect_ratio_mask": ratio_mask}
-
-
-def with_features(model: Any, inputs: dict[str, Any]) -> dict[str, Any]:
-    """Return the same inputs with encoded images, (B * images * tiles, patches, C), in place of pixels."""
-    with torch.no_grad():
-        states = model.model.vision_model(**{name: inputs[name] for name in PIXEL_INPUTS}).last_hidden_state
-        states = model.model.multi_modal_projector(states).flatten(0, 2)
-    rest = {name: value for name, value in inputs.items() if name not in PIXEL_INPUTS}
-    return rest | {"cross_attention_states": states}
 
 
 def local_frames(inputs: dict[str, Any], group: Any = None) -> dict[str, Any]:

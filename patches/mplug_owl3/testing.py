@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerFast, SiglipVisionConfig
 
 from mllm_seqpar.models.mplug_owl3 import MPlugOwl3Config, MPlugOwl3ForConditionalGeneration
 
-from ..testing import TinyCase, frame_shard
+from ..testing import SPECIAL_TOKENS, TinyCase, frame_shard, set_weights
 
 GATES = ("per_head", "vector", None)
 IMAGE_TOKEN = 255
@@ -22,55 +22,19 @@ TOKENS_PER_FRAME = 4
 
 def tiny_config(gate: str | None = "per_head", **overrides: Any) -> MPlugOwl3Config:
     """Return a config of 4 layers of width 64, hyper layers 1 and 3, 4 heads, 2 KV heads of 16, 4 tokens a frame."""
-    vision: dict[str, Any] = {
-        "hidden_size": 32,
-        "intermediate_size": 48,
-        "num_hidden_layers": 3,
-        "num_attention_heads": 2,
-        "image_size": IMAGE_SIZE,
-        "patch_size": 14,
-    }
-    fields: dict[str, Any] = {
-        "gate": gate,
-        "hyper_layers": [1, 3],
-        "image_token_id": IMAGE_TOKEN,
-        "vocab_size": 256,
-        "hidden_size": 64,
-        "intermediate_size": 96,
-        "num_hidden_layers": 4,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "max_position_embeddings": 4096,
-        "bos_token_id": 1,
-        "eos_token_id": 2,
-        "pad_token_id": 0,
-    }
-    vision |= overrides.pop("vision", {})
-    return MPlugOwl3Config(**(fields | {"vision_config": SiglipVisionConfig(**vision)} | overrides))
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 2}
+    vision = SiglipVisionConfig(**sizes | {"image_size": IMAGE_SIZE, "patch_size": 14} | overrides.pop("vision", {}))
+    fields: dict[str, Any] = {"gate": gate, "hyper_layers": [1, 3], "image_token_id": IMAGE_TOKEN, "vocab_size": 256}
+    fields |= {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4, "num_attention_heads": 4}
+    fields |= SPECIAL_TOKENS | {"num_key_value_heads": 2, "max_position_embeddings": 4096, "vision_config": vision}
+    return MPlugOwl3Config(**fields | overrides)
 
 
 def tiny_model(gate: str | None = "per_head", seed: int = 0, **overrides: Any) -> MPlugOwl3ForConditionalGeneration:
     """Return a model in eval mode whose norms are not ones, whose biases and gates are not zeros."""
-    generator = torch.Generator().manual_seed(seed)
-    model = MPlugOwl3ForConditionalGeneration(tiny_config(gate, **overrides)).eval()
-
-    def normal(like: Tensor, scale: float) -> Tensor:
-        return torch.randn(like.shape, generator=generator).to(like.dtype) * scale
-
-    with torch.no_grad():
-        for name, weight in model.named_parameters():
-            if name.endswith(".gate"):
-                weight.copy_(normal(weight, 1.0))
-            elif "norm" in name and name.endswith("weight"):
-                weight.copy_(1 + normal(weight, 0.2))
-            elif name.endswith("bias"):
-                weight.copy_(normal(weight, 0.3))
-            elif "embed" in name or "probe" in name:
-                weight.copy_(normal(weight, 0.5))
-            else:
-                # With sharper attention, float32 rounding reaches 1e-5 in the gradients.
-                weight.copy_(normal(weight, weight[0].numel() ** -0.5))
-    return model
+    # With sharper attention, float32 rounding reaches 1e-5 in the gradients.
+    rules = {r"\.gate$": (0.0, 1.0), "norm.*weight$": (1.0, 0.2), "bias$": (0.0, 0.3), "embed|probe": (0.0, 0.5)}
+    return set_weights(MPlugOwl3ForConditionalGeneration(tiny_config(gate, **overrides)).eval(), rules, seed)
 
 
 def tiny_frames(count: int, seed: int = 0) -> Tensor:

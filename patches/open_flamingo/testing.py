@@ -6,8 +6,6 @@ imports open_clip, which needs torchvision; the class `Flamingo` needs neither, 
 
 import sys
 import types
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -66,23 +64,21 @@ class Tower(nn.Module):
 
 def _language_model(name: str) -> nn.Module:
     common: dict[str, Any] = {"vocab_size": VOCABULARY, "pad_token_id": PAD, "bos_token_id": 2, "eos_token_id": 3}
-    if name == "opt":
-        shape = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "ffn_dim": 48}
-        return OPTForCausalLM(
-            OPTConfig(**common, **shape, word_embed_proj_dim=24, max_position_embeddings=96, dropout=0.0)
-        )
-    if name == "llama":
-        shape = {"hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2}
-        return LlamaForCausalLM(LlamaConfig(**common, **shape, intermediate_size=48, max_position_embeddings=96))
-    if name == MPT_1B:
-        return QKNormMptForCausalLM(
-            MptConfig(**common, d_model=36, n_heads=4, n_layers=2, max_seq_len=96, attn_config={"qk_ln": True})
-        )
-    if name == "mpt":  # head_dim is no square, so ALiBi biases divided by the scale are no powers of two
-        return MptForCausalLM(MptConfig(**common, d_model=36, n_heads=3, n_layers=2, max_seq_len=96))
-    assert name == "gpt_neox"
-    shape = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48}
-    return GPTNeoXForCausalLM(GPTNeoXConfig(**common, **shape, max_position_embeddings=96))
+    size = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "max_position_embeddings": 96} | common
+    mpt = {"d_model": 36, "n_layers": 2, "max_seq_len": 96} | common
+    match name:
+        case "opt":
+            return OPTForCausalLM(OPTConfig(**size, ffn_dim=48, word_embed_proj_dim=24, dropout=0.0))
+        case "llama":
+            size |= {"num_hidden_layers": 3, "num_key_value_heads": 2}
+            return LlamaForCausalLM(LlamaConfig(**size, intermediate_size=48))
+        case "mpt":  # head_dim is no square, so ALiBi biases divided by the scale are no powers of two
+            return MptForCausalLM(MptConfig(**mpt, n_heads=3))
+        case "gpt_neox":
+            return GPTNeoXForCausalLM(GPTNeoXConfig(**size, intermediate_size=48))
+        case _:
+            assert name == MPT_1B
+            return QKNormMptForCausalLM(MptConfig(**mpt, n_heads=4, attn_config={"qk_ln": True}))
 
 
 def tiny_model(language_model: str = "mpt", *, every: int = 1, immediate: bool = True, seed: int = 0) -> Any:
@@ -94,11 +90,10 @@ def tiny_model(language_model: str = "mpt", *, every: int = 1, immediate: bool =
         immediate: `only_attend_immediate_media`.
         seed: of the weights.
     """
-    name = language_model
     torch.manual_seed(seed)
-    decoder: Any = _language_model(name)
+    decoder: Any = _language_model(language_model)
     extend_instance(decoder, FlamingoLMMixin)
-    decoder.set_decoder_layers_attr_name(LAYERS[name])
+    decoder.set_decoder_layers_attr_name(LAYERS[language_model])
     tower = types.SimpleNamespace(visual=Tower())
     model = Flamingo(tower, decoder, END_OF_CHUNK, MEDIA, WIDTH, cross_attn_every_n_layers=every).eval()
     del model.perceiver.layers[2:]  # six would dominate the float32 rounding error
@@ -170,24 +165,12 @@ def local_frames(inputs: dict[str, Any], group: Any = None) -> dict[str, Any]:
 
 def shard_units(model: Any) -> list[nn.Module]:
     """Return the blocks, decoder layers and towers, each of which has one place in the module tree."""
-    decoder = model.lang_encoder
-    return [
-        *(block for block in decoder.gated_cross_attn_layers if block is not None),
-        *decoder.old_decoder_blocks,
-        model.perceiver,
-        model.vision_encoder,
-    ]
+    blocks = [block for block in model.lang_encoder.gated_cross_attn_layers if block is not None]
+    return [*blocks, *model.lang_encoder.old_decoder_blocks, model.perceiver, model.vision_encoder]
 
 
 def unpatched_generate(model: Any, **inputs: Any) -> Tensor:
-    """Return the tokens of the unpatched model, which needs `attention_mask_restored` on transformers 5."""
-    with attention_mask_restored(model):
-        return model.generate(**inputs)
-
-
-@contextmanager
-def attention_mask_restored(model: Any) -> Iterator[None]:
-    """Pass a mask of ones to the unpatched language model where transformers 5 omits it."""
+    """Return the tokens of the unpatched model, which receives a mask of ones where transformers 5 omits the mask."""
     decoder = model.lang_encoder
     unpatched = decoder.forward
 
@@ -200,6 +183,6 @@ def attention_mask_restored(model: Any) -> Iterator[None]:
 
     decoder.forward = forward
     try:
-        yield
+        return model.generate(**inputs)
     finally:
         del decoder.forward

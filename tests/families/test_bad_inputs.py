@@ -1,4 +1,4 @@
-"""Layer: one process, loopback ranks. Bad inputs raise an error with a cause on every rank, and no rank waits.
+"""Layer: one process, loopback ranks. Bad inputs and ranks that differ raise an error on every rank, and no rank waits.
 
 All bad inputs of a family go to one patched model, so that anything that a failed pass leaves behind spoils the next.
 """
@@ -6,22 +6,22 @@ All bad inputs of a family go to one patched model, so that anything that a fail
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
 
 from family_cases import BATCHES, INSTRUCT
-from family_harness import family_module, inputs_of, model_of, on_ranks
+from family_harness import FAMILIES, family_module, inputs_of, model_of, on_ranks
 from mllm_seqpar import FrameShard, patch_model
+from mllm_seqpar.comm import run_loopback
 from mllm_seqpar.errors import AgreementError, ConfigError, MaskError, SeqParError, ShapeError
-from mllm_seqpar.patches.idefics.testing import Case as Idefics
-from mllm_seqpar.patches.mllama.testing import PATCHES, TILES
+from mllm_seqpar.patches.idefics import testing as idefics
+from mllm_seqpar.patches.mllama.testing import CROSS_LAYERS, PATCHES, TILES
 from mllm_seqpar.patches.mllama.testing import Case as Mllama
 from mllm_seqpar.patches.mplug_owl3.testing import Case as Owl
 from mllm_seqpar.patches.mplug_owl3.testing import local_frames, tiny_frames, tiny_model, tiny_text
+from mllm_seqpar.runtime.visual_features import fingerprint_of
 
 Inputs = dict[str, Any]
 DIFFERENT = "given different inputs"
@@ -30,229 +30,161 @@ ELSEWHERE = r"rank 1 of the group failed while checking its arguments"
 """The error of the ranks whose own inputs are valid."""
 
 
-@dataclass(frozen=True)
-class Bad:
-    """What rank 1 passes, its error, and the error of the others; without `others`, all ranks pass it.
+Errors = dict[tuple[Any, ...], dict[str, Any]]
+"""Bad inputs by kind of error, error of the other ranks and function that makes a rank's valid arguments (or none).
 
-    Attributes:
-        change: the new values of arguments (None removes one), or a function from the valid arguments to these.
-        base: makes the valid arguments of a rank.
-    """
-
-    change: Inputs | Callable[[Inputs], Inputs]
-    kind: type[Exception]
-    message: str
-    others: str = ""
-    base: Callable[[Inputs, Any], Inputs] = lambda inputs, comm: inputs
-
-    def inputs(self, valid: Inputs, comm: Any) -> Inputs:
-        valid = self.base(valid, comm)
-        if self.others and comm.rank != 1:
-            return valid
-        changed = self.change(valid) if callable(self.change) else self.change
-        return {name: x for name, x in (valid | changed).items() if x is not None}
-
-
-def bad(kind: type[Exception], others: str, changes: dict[str, Any], **base: Any) -> list[Bad]:
-    """Return bad inputs that raise the same kind of error, from a dictionary of messages and changes."""
-    return [Bad(change, kind, message, others, **base) for message, change in changes.items()]
-
+Each message has the new values of arguments (None removes one), or a function from the valid arguments to these. Rank 1
+passes them, or all ranks if there is no error of the others.
+"""
 
 OWL = Owl(frames=(3,), length=12)
 FEATURES = torch.zeros(3, 4, 64)
 LONGER = {"input_ids": tiny_text(3, length=14), "labels": tiny_text(3, length=14)}
 OFFSETS = torch.zeros(1, 12, 2, dtype=torch.long)
-OWL_ERRORS = [
-    *bad(
-        AgreementError,
-        DIFFERENT,
-        {
-            "checksum of token ids: rank 0 has": lambda x: {name: x[name].flip(1) for name in ("input_ids", "labels")},
-            "text tokens: rank 0 has 12, rank 1 has 14": LONGER,
-            "checksum of labels": lambda x: {"labels": x["labels"] + 1},
-            "labels given: rank 0 has 1, rank 1 has 0": {"labels": None},
-            "checksum of pixels": {"pixel_values": tiny_frames(3, seed=8)},
-            "frames: rank 0 has 3, rank 1 has 2, rank 2 has 3": {"pixel_values": tiny_frames(2)},
-            "checksum of position ids": {"position_ids": torch.arange(1, 13)[None]},
-            "checksum of what says where the frames belong": {"media_offset": OFFSETS},
-            "kind of frames": {"pixel_values": None, "image_embeds": FEATURES},
-            "cache asked for: rank 0 has 0, rank 1 has 1": {"use_cache": True},
-            "frames given by visual_shard: rank 0 has 0, rank 1 has 1": {
-                "pixel_values": tiny_frames(3)[1:2],
-                "visual_shard": FrameShard(1, 2, 3),
-            },
+OWL_ERRORS = {
+    (AgreementError, DIFFERENT): {
+        "checksum of token ids: rank 0 has": lambda x: {name: x[name].flip(1) for name in ("input_ids", "labels")},
+        "text tokens: rank 0 has 12, rank 1 has 14": LONGER,
+        "checksum of labels": lambda x: {"labels": x["labels"] + 1},
+        "labels given: rank 0 has 1, rank 1 has 0": {"labels": None},
+        "checksum of pixels": {"pixel_values": tiny_frames(3, seed=8)},
+        "frames: rank 0 has 3, rank 1 has 2, rank 2 has 3": {"pixel_values": tiny_frames(2)},
+        "checksum of position ids": {"position_ids": torch.arange(1, 13)[None]},
+        "checksum of what says where the frames belong": {"media_offset": OFFSETS},
+        "kind of frames": {"pixel_values": None, "image_embeds": FEATURES},
+        "cache asked for: rank 0 has 0, rank 1 has 1": {"use_cache": True},
+        "frames given by visual_shard: rank 0 has 0, rank 1 has 1": {
+            "pixel_values": tiny_frames(3)[1:2],
+            "visual_shard": FrameShard(1, 2, 3),
         },
-    ),
-    *bad(
-        ShapeError,
-        ELSEWHERE,
-        {
-            "pass either pixel_values or image_embeds, not both": {"image_embeds": FEATURES},
-            "pass either input_ids or inputs_embeds": {"input_ids": None},
-            r"expected \(frames, tokens, 64\)": {"pixel_values": None, "image_embeds": FEATURES[..., :32]},
-        },
-    ),
-    *bad(
-        ShapeError,
-        ELSEWHERE,
-        {
-            r"rank 1 of 3 holds frames 1 to 2 of 3 .*FrameShard\(start=0": {"visual_shard": FrameShard(0, 1, 3)},
-            "means 1 frames, 3 were passed": {"pixel_values": tiny_frames(3)},
-            "a rank without frames passes an empty tensor": {"pixel_values": None},
-            r"expected a FrameShard\(start, stop, total\), got tuple": {"visual_shard": (1, 2, 3)},
-        },
-        base=local_frames,
-    ),
-    *bad(
-        ConfigError,
-        ELSEWHERE,
-        {
-            "output_attentions=True: attention weights do not exist": {"output_attentions": True},
-            "is_causal=False: the text of a patched model is causal in every layer": {"is_causal": False},
-        },
-    ),
-    *bad(
-        ShapeError,
-        "",
-        {
-            "neither pixel_values nor image_embeds was passed": {"pixel_values": None},
-            "placeholders for 3 frames .* and 4 were passed": {"pixel_values": tiny_frames(4)},
-            r"pixel_values has shape .*expected \(frames, 3, 28, 28\)": {"pixel_values": torch.zeros(3, 3, 42, 42)},
-        },
-    ),
-    Bad({"attention_mask": torch.ones(1, 1, 12, 12)}, MaskError, r"a padding mask of shape \(1, 12\), got \(1, 1, 12,"),
-    Bad({"output_attentions": True}, ConfigError, "output_attentions=True"),
-    Bad({"use_cache": True}, ConfigError, "use_cache: a pass with a cache has no backward pass"),
-]
+    },
+    (ShapeError, ELSEWHERE): {
+        "pass either pixel_values or image_embeds, not both": {"image_embeds": FEATURES},
+        "pass either input_ids or inputs_embeds": {"input_ids": None},
+        r"expected \(frames, tokens, 64\)": {"pixel_values": None, "image_embeds": FEATURES[..., :32]},
+    },
+    (ShapeError, ELSEWHERE, local_frames): {
+        r"rank 1 of 3 holds frames 1 to 2 of 3 .*FrameShard\(start=0": {"visual_shard": FrameShard(0, 1, 3)},
+        "means 1 frames, 3 were passed": {"pixel_values": tiny_frames(3)},
+        "a rank without frames passes an empty tensor": {"pixel_values": None},
+        r"expected a FrameShard\(start, stop, total\), got tuple": {"visual_shard": (1, 2, 3)},
+    },
+    (ConfigError, ELSEWHERE): {
+        "output_attentions=True: attention weights do not exist": {"output_attentions": True},
+        "is_causal=False: the text of a patched model is causal in every layer": {"is_causal": False},
+    },
+    (ShapeError, ""): {
+        "neither pixel_values nor image_embeds was passed": {"pixel_values": None},
+        "placeholders for 3 frames .* and 4 were passed": {"pixel_values": tiny_frames(4)},
+        r"pixel_values has shape .*expected \(frames, 3, 28, 28\)": {"pixel_values": torch.zeros(3, 3, 42, 42)},
+    },
+    (MaskError, ""): {r"of shape \(1, 12\), got \(1, 1, 12,": {"attention_mask": torch.ones(1, 1, 12, 12)}},
+    (ConfigError, ""): {
+        "output_attentions=True": {"output_attentions": True},
+        "use_cache: a pass with a cache has no backward pass": {"use_cache": True},
+    },
+}
 
-IDEFICS = Idefics(frames=(4,), mask="before", labels=None, model=INSTRUCT)
+IDEFICS = idefics.Case(frames=(4,), mask="before", labels=None, model=INSTRUCT)
 LATENTS = {"pixel_values": None, "perceiver_embeddings": torch.zeros(1, 4, 3, 24)}
-IDEFICS_ERRORS = [
-    *bad(
-        ValueError,
-        "",
-        {
-            r"image_attention_mask: expected \(samples, text tokens, .* got nothing": {"image_attention_mask": None},
-            r"got \(1, 4, 4\)": {"image_attention_mask": torch.ones(1, 4, 4)},
-            "whose mask speaks of 3 each": {"image_attention_mask": torch.ones(1, 11, 3)},
-            "IDEFICS needs images: pass one of pixel_values": {"pixel_values": None},
-            "pass interpolate_pos_encoding=True": {"pixel_values": torch.zeros(1, 4, 3, 24, 24)},
-            "perceiver_embeddings were passed to a model without resampler": LATENTS,
-            "output_attentions=True: attention weights do not exist": {"output_attentions": True},
-        },
-    ),
-    *bad(
-        ConfigError,
-        "",
-        {"use_cache: a pass with a cache has no backward": {"use_cache": True}},
-        base=lambda inputs, comm: family_module("idefics").local_frames(inputs, comm),
-    ),
-]
+IDEFICS_ERRORS = {
+    (ValueError, ""): {
+        r"image_attention_mask: expected \(samples, text tokens, .* got nothing": {"image_attention_mask": None},
+        r"got \(1, 4, 4\)": {"image_attention_mask": torch.ones(1, 4, 4)},
+        "whose mask speaks of 3 each": {"image_attention_mask": torch.ones(1, 11, 3)},
+        "IDEFICS needs images: pass one of pixel_values": {"pixel_values": None},
+        "pass interpolate_pos_encoding=True": {"pixel_values": torch.zeros(1, 4, 3, 24, 24)},
+        "perceiver_embeddings were passed to a model without resampler": LATENTS,
+        "output_attentions=True: attention weights do not exist": {"output_attentions": True},
+    },
+    (ConfigError, "", idefics.local_frames): {"use_cache: a pass with a cache has no backward": {"use_cache": True}},
+}
 
 MLLAMA = Mllama(frames=((3, 1, 2, 3),), labels=None)
 
 
-def _mask(*shape: int) -> Inputs:
-    return {"cross_attention_mask": torch.ones(*shape)}
-
-
-def _pixels(*shape: int) -> Inputs:
-    return {"pixel_values": torch.zeros(*shape)}
-
-
 def _states(*shape: int) -> Inputs:
-    return {"cross_attention_states": torch.zeros(*shape)}
+    return {"cross_attention_states": torch.zeros(shape)}
 
 
 NO_PIXELS = {"pixel_values": None}
-MLLAMA_ERRORS = bad(
-    SeqParError,
-    ELSEWHERE,
-    {
-        r"mask has shape \(1, 4, 4, 3\); expected \(batch, tokens, images, tiles\): 1 samples, 11": _mask(
-            1, 4, 4, TILES
-        ),
-        "12 tiles in all images of a sam": _mask(1, 11, 3, TILES),
-        r"has shape \(1, 11, 4\); expected": _mask(1, 11, 4),
-        r"has shape \(2, 11, 4, 3\)": _mask(2, 11, 4, TILES),
-        "given without aspect_ratio_ids, aspect_ratio_mask; pass what the processor returns": {
-            "aspect_ratio_ids": None,
-            "aspect_ratio_mask": None,
-        },
-        r"\[\(4, 3, 3, 28, 28\), \(1,\), \(4, 3\)\] by images": {
-            "aspect_ratio_ids": torch.ones(1, 1, dtype=torch.long)
-        },
-        r"expected \(batch, images, 3 tiles, channels": _pixels(1, 4, 2, 3, 28, 28),
-        r"\[\(12, 3, 28, 28\), \(4,\), ": _pixels(4, 3, 3, 28, 28),
-        "pass either pixel_values or cross_attention_states, not both": _states(12, PATCHES, 64),
-        r"\(12, 5, 96\); expected \(batch x images x tiles, patches, 64\) with 5": NO_PIXELS | _states(12, PATCHES, 96),
-        "with 5 patches a tile, as cross_attention_mask has it": NO_PIXELS | _states(1, 12 * PATCHES - 1, 64),
-        "output_attentions=True: attention weights do not exist": {"output_attentions": True},
-    },
-)
+MLLAMA_MASKS = {
+    r"mask has shape \(1, 4, 4, 3\); expected \(batch, tokens, images, tiles\): 1 samples, 11": (1, 4, 4, TILES),
+    "12 tiles in all images of a sam": (1, 11, 3, TILES),
+    r"has shape \(1, 11, 4\); expected": (1, 11, 4),
+    r"has shape \(2, 11, 4, 3\)": (2, 11, 4, TILES),
+}
+RATIOS = ("aspect_ratio_ids", "aspect_ratio_mask")
+MLLAMA_CHANGES: dict[str, Inputs] = {
+    **{message: {"cross_attention_mask": torch.ones(shape)} for message, shape in MLLAMA_MASKS.items()},
+    "given without aspect_ratio_ids, aspect_ratio_mask; pass what the processor returns": dict.fromkeys(RATIOS),
+    r"\[\(4, 3, 3, 28, 28\), \(1,\), \(4, 3\)\] by images": {"aspect_ratio_ids": torch.ones(1, 1, dtype=torch.long)},
+    r"expected \(batch, images, 3 tiles, channels": {"pixel_values": torch.zeros(1, 4, 2, 3, 28, 28)},
+    r"\[\(12, 3, 28, 28\), \(4,\), ": {"pixel_values": torch.zeros(4, 3, 3, 28, 28)},
+    "pass either pixel_values or cross_attention_states, not both": _states(12, PATCHES, 64),
+    r"\(12, 5, 96\); expected \(batch x images x tiles, patches, 64\) with 5": NO_PIXELS | _states(12, PATCHES, 96),
+    "with 5 patches a tile, as cross_attention_mask has it": NO_PIXELS | _states(1, 12 * PATCHES - 1, 64),
+    "output_attentions=True: attention weights do not exist": {"output_attentions": True},
+}
 
 
-def check_errors(family: str, ranks: int, case: Any, errors: list[Bad]) -> None:
+def check_errors(family: str, ranks: int, case: Any, errors: Errors) -> None:
     def run(model: Any, inputs: Inputs, comm: Any) -> None:
-        for each in errors:
-            own = not each.others or comm.rank == 1
-            # A rank whose own inputs are valid reports a disagreement, whatever the error elsewhere.
-            kind, message = (each.kind, each.message) if own else (AgreementError, each.others)
-            with pytest.raises(kind) as caught:
-                model(**each.inputs(inputs, comm))
-                pytest.fail(f"no error: {message}")
-            assert re.search(message, str(caught.value)), (message, comm.rank, str(caught.value))
-            if family == "open_flamingo":
-                model.lang_encoder.clear_conditioned_layers()
+        for (kind, others, *base), changes in errors.items():
+            valid, own = base[0](inputs, comm) if base else inputs, not others or comm.rank == 1
+            for message, change in changes.items():
+                given = valid | (change(valid) if callable(change) else change) if own else valid
+                # A rank whose own inputs are valid reports a disagreement, whatever the error elsewhere.
+                with pytest.raises(kind if own else AgreementError) as caught:
+                    model(**{name: x for name, x in given.items() if x is not None})
+                    pytest.fail(f"no error: {message}")
+                assert re.search(message if own else others, str(caught.value)), (message, comm.rank, str(caught.value))
+                if family == "open_flamingo":
+                    model.lang_encoder.clear_conditioned_layers()
         out = model(**inputs)  # the group is still usable
         assert out.loss is None or torch.isfinite(out.loss)
 
     on_ranks(ranks, family, case, run)
 
 
-@pytest.mark.parametrize(
-    ("family", "ranks", "case", "errors"),
-    [
-        ("mplug_owl3", 3, OWL, OWL_ERRORS),
-        ("idefics", 2, IDEFICS, IDEFICS_ERRORS),
-        ("mllama", 2, MLLAMA, MLLAMA_ERRORS),
-    ],
-    ids=["mplug_owl3", "idefics", "mllama"],
-)
-def test_bad_inputs_are_refused_on_every_rank(family: str, ranks: int, case: Any, errors: list[Bad]) -> None:
+BAD = {
+    "mplug_owl3": (3, OWL, OWL_ERRORS),
+    "idefics": (2, IDEFICS, IDEFICS_ERRORS),
+    "mllama": (2, MLLAMA, {(SeqParError, ELSEWHERE): MLLAMA_CHANGES}),
+}
+
+
+@pytest.mark.parametrize("family", BAD)
+def test_bad_inputs_are_refused_on_every_rank(family: str) -> None:
+    ranks, case, errors = BAD[family]
     check_errors(family, ranks, case, errors)
 
 
 def test_bad_media_of_open_flamingo_are_refused_on_every_rank() -> None:
     flamingo = family_module("open_flamingo")
-    errors = bad(
-        ValueError,
-        f"of the group|{DIFFERENT}",
-        {
-            "expected .*one frame to a medium": {"vision_x": torch.zeros(2, 2, 3, 3, 12, 12)},
-            r"expected \(B, media, 1, C, H, W\)": {"vision_x": torch.zeros(2, 2, 3, 12, 12)},
-            "0 media for 2 samples": {"vision_x": torch.zeros(2, 0, 1, 3, 12, 12)},
-            "2 rows of text, but media for 3 samples": {"vision_x": flamingo.pixels(3, 2)},
-            DIFFERENT: {"vision_x": flamingo.pixels(2, 2, seed=9)},
-        },
-    )
+    different = {
+        "expected .*one frame to a medium": torch.zeros(2, 2, 3, 3, 12, 12),
+        r"expected \(B, media, 1, C, H, W\)": torch.zeros(2, 2, 3, 12, 12),
+        "0 media for 2 samples": torch.zeros(2, 0, 1, 3, 12, 12),
+        "2 rows of text, but media for 3 samples": flamingo.pixels(3, 2),
+        DIFFERENT: flamingo.pixels(2, 2, seed=9),
+    }
     three = {"vision_x": flamingo.pixels(1, 3)}  # two samples cannot share them equally
-    shared = bad(
-        ShapeError, "", {"3 media for 2 samples": {}}, base=lambda x, comm: flamingo.local_frames(x | three, comm)
-    )
+    errors: Errors = {
+        (ValueError, f"of the group|{DIFFERENT}"): {message: {"vision_x": x} for message, x in different.items()},
+        (ShapeError, "", lambda x, comm: flamingo.local_frames(x | three, comm)): {"3 media for 2 samples": {}},
+    }
     case = BATCHES["open_flamingo"].with_model(language_model="opt")
-    check_errors("open_flamingo", 2, case, errors + shared)
+    check_errors("open_flamingo", 2, case, errors)
 
 
 def test_local_images_that_samples_cannot_share_are_refused() -> None:
-    case = BATCHES["mllama"]
-    model = patch_model(model_of("mllama", case))
-    inputs = inputs_of("mllama", case, model) | {"cross_attention_mask": None, "labels": None}
+    model = patch_model(model_of("mllama", MLLAMA))
     images = family_module("mllama").local_frames(inputs_of("mllama", MLLAMA, model))
-    names = ("pixel_values", "aspect_ratio_ids", "aspect_ratio_mask")
-    three = {name: images[name][:3] for name in names} | {"visual_shard": FrameShard(0, 3, 3)}
+    three = {name: images[name][:3] for name in ("pixel_values", *RATIOS)}
+    ids = torch.full((2, 11), 7)
     with pytest.raises(ValueError, match="9 tiles of 2 samples were passed with a batch of 2; every sample needs as"):
-        model(**inputs | three)
+        model(ids, **three, visual_shard=FrameShard(0, 3, 3))
 
 
 @pytest.mark.parametrize(
@@ -269,3 +201,102 @@ def test_unknown_or_misshapen_arguments_are_refused(arguments: Inputs, kind: typ
     given = {"input_ids": tiny_text(2), "pixel_values": tiny_frames(2)} | arguments
     with pytest.raises(kind, match=message):
         patch_model(tiny_model())(**given)
+
+
+def with_attention_dropout(family: str, model: Any) -> Any:
+    if family == "idefics":
+        for block in model.model.gated_cross_attn_layers:
+            block.cross_attn.dropout = 0.1
+    elif family == "mllama":
+        for number in CROSS_LAYERS:
+            model.model.language_model.layers[number].cross_attn.dropout = 0.1
+    elif family == "open_flamingo":
+        for block in model.lang_encoder.transformer.blocks:
+            getattr(block, "decoder_layer", block).attn.attn_dropout_p = 0.1
+    return model.train()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_attention_dropout_is_refused_in_training_only(family: str) -> None:
+    family_module(family)
+    case = BATCHES[family].with_model(attention_dropout=0.1) if family == "mplug_owl3" else BATCHES[family]
+
+    def run(model: Any, inputs: Inputs, _: Any) -> None:
+        with_attention_dropout(family, model)
+        for arguments in ({}, {"use_cache": True}) if family == "mplug_owl3" else ({},):
+            with pytest.raises(ValueError, match="dropout on attention weights is not supported"):
+                model(**inputs, **arguments)
+        if family == "open_flamingo":
+            model.lang_encoder.clear_conditioned_layers()
+        model.eval()(**inputs)
+
+    on_ranks(2, family, case, run)
+
+
+def test_frames_are_compared_by_values_and_not_by_memory_layout() -> None:
+    frames = torch.randn(7, 33, 50, 3).permute(0, 3, 1, 2)
+    assert fingerprint_of(frames) == fingerprint_of(frames.contiguous()) != fingerprint_of(frames + 1)
+
+
+def differing_pass(model: Any, what: str) -> Any:
+    ids, frames = tiny_text(2), tiny_frames(2)
+    more: Inputs = {}
+    match what:
+        case "training mode":
+            model.train()
+        case "gradient checkpointing":
+            model.gradient_checkpointing_enable()
+        case "checksum of which parameters train":
+            model.requires_grad_(False)
+        case "num_items_in_batch":
+            more = {"num_items_in_batch": 3}
+        case "checksum of further arguments":
+            more = {"output_hidden_states": True}
+        case "checksum of the inputs' dtypes":
+            frames = frames.double()
+        case "stopping_criteria":
+            more = {"stopping_criteria": [lambda *_: True]}
+    if what.startswith("stopping"):
+        return model.generate(ids, pixel_values=frames, max_new_tokens=2, pad_token_id=0, streamer=None, **more)
+    with torch.autocast("cpu", torch.bfloat16, enabled=what == "autocast"):
+        return model(ids, frames, labels=ids, **more)
+
+
+DIFFERENCES = ("training mode", "gradient checkpointing", "checksum of which parameters train", "num_items_in_batch")
+DIFFERENCES += ("checksum of further arguments", "checksum of the inputs' dtypes", "autocast", "stopping_criteria")
+
+
+@pytest.mark.parametrize("what", DIFFERENCES)
+def test_ranks_that_compute_differently_are_refused(what: str) -> None:
+    """Their losses would differ, or one would wait for a transfer that the other does not send."""
+
+    def run(model: Any, _: Inputs, comm: Any) -> None:
+        with pytest.raises(AgreementError) as caught:
+            differing_pass(model, what if comm.rank == 1 else "stopping_none" if "stopping" in what else "")
+        assert what in str(caught.value)
+
+    on_ranks(2, "mplug_owl3", OWL, run)
+
+
+DISAGREE = "the ranks of the group disagree"
+
+
+@pytest.mark.parametrize(
+    ("options", "make", "own", "others"),
+    [
+        ({"text_layout": "striped"}, tiny_model, *["disagree.*rank 0: .*zigzag.*rank 1: .*striped"] * 2),
+        ({"text_lay_out": "striped"}, tiny_model, "unknown option text_lay_out", ELSEWHERE),
+        ({}, lambda: tiny_model(intermediate_size=112), DISAGREE, DISAGREE),
+        ({}, lambda: tiny_model().requires_grad_(False), DISAGREE, DISAGREE),
+        ({}, lambda: torch.nn.Linear(2, 2), "no adapter knows", ELSEWHERE),
+    ],
+    ids=["other options", "unknown option", "other model", "frozen", "no model"],
+)
+def test_ranks_that_patch_differently_are_refused(options: Inputs, make: Any, own: str, others: str) -> None:
+    models = [tiny_model(), make()]
+
+    def run(comm: Any) -> None:
+        with pytest.raises(SeqParError, match=f"(?s){own if comm.rank == 1 else others}"):
+            patch_model(models[comm.rank], group=comm, **(options if comm.rank == 1 else {}))
+
+    run_loopback(2, run)

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from family_cases import FUSED
-from family_harness import TOLERANCE, inputs_of, model_of, on_ranks, slow_unless
+from family_harness import TOLERANCE, build, model_of, on_ranks, slow_unless
 from generation_cases import SHARDED
 from mllm_seqpar import patch_model, unpatch_model
 from mllm_seqpar.comm import run_loopback
@@ -51,20 +51,15 @@ def logits_of_every_mode(model: Any, labelled: dict[str, Any], group: Any) -> di
 @KINDS
 def test_logits_modes_return_all_logits_or_the_local_shard(kind: str) -> None:
     world, case = 3, CASES[kind]
-    model = model_of("mplug_owl3", case)
-    inputs = inputs_of("mplug_owl3", case, model)
+    model, inputs = build("mplug_owl3", case)
     with torch.no_grad():
         whole = model(**inputs).logits
         assert error(model(**inputs | {"labels": None}, logits_to_keep=MARKED).logits, whole[MARKED]) < TOLERANCE
     padded = torch.nn.functional.pad(whole, (0, 0, 0, padded_length(LENGTH, world, "zigzag") - LENGTH))
-    models = [model_of("mplug_owl3", case) for _ in range(world)]
-    each_rank = run_loopback(world, lambda comm: logits_of_every_mode(models[comm.rank], inputs, comm))
+    each_rank = run_loopback(world, lambda comm: logits_of_every_mode(model_of("mplug_owl3", case), inputs, comm))
     expected_of = {
-        "last": whole[:, -1:],
-        "some": whole[:, INDICES],
+        **{"last": whole[:, -1:], "cached": whole[:, -2:], "some": whole[:, INDICES], "marked": whole[MARKED]},
         "each": torch.stack([whole[0, EACH[0]], whole[1, EACH[1]]]),
-        "marked": whole[MARKED],
-        "cached": whole[:, -2:],
     }
     for rank, found in enumerate(each_rank):
         positions = sequence_positions(padded.shape[1], rank, world, "zigzag")
@@ -103,17 +98,13 @@ def test_rank_holds_only_its_text_and_frame_shards() -> None:
 
 def visible_rows(case: Any, world: int) -> list[list[int]]:
     """Return [i][j]: the rows of rank i, of all samples, that see a frame of rank j in the unpatched model's layout."""
-    model = model_of("mplug_owl3", case)
-    inputs = inputs_of("mplug_owl3", case, model)
+    model, inputs = build("mplug_owl3", case)
     layout = model.media_layout(3, input_ids=inputs["input_ids"], position_ids=torch.arange(LENGTH)[None])
     first, stop = (bound[..., None] for bound in layout.rows(0, LENGTH))
     visible = (first <= torch.arange(3)) & (torch.arange(3) < stop)  # each of 3 ranks has one frame
     total = padded_length(LENGTH, world, "zigzag")
-    counts = []
-    for rank in range(world):
-        rows = sequence_positions(total, rank, world, "zigzag")
-        counts.append(visible[:, rows[rows < LENGTH]].sum((0, 1)).tolist())
-    return counts
+    positions = (sequence_positions(total, rank, world, "zigzag") for rank in range(world))
+    return [visible[:, rows[rows < LENGTH]].sum((0, 1)).tolist() for rows in positions]
 
 
 @pytest.mark.parametrize("strategy", ["lv-xattn", "ring"])
@@ -139,10 +130,10 @@ def test_training_step_sends_the_documented_bytes(kind: str, strategy: str) -> N
             for _ in range(4):
                 expected.update(ring_bytes(text, backward=backward))
             for _ in range(2):
-                if strategy == "lv-xattn":
-                    expected.update(lv_xattn_bytes(visual, backward=backward, visible_rows=visible))
-                else:
+                if strategy == "ring":
                     expected.update(ring_bytes(visual, backward=backward))
+                else:
+                    expected.update(lv_xattn_bytes(visual, backward=backward, visible_rows=visible))
         expected = +expected  # labels without bytes are not counted
         assert {name: sent[name] for name in expected} == dict(expected)
         rest = {name: n for name, n in sent.items() if name not in expected}
@@ -163,8 +154,7 @@ def two_passes(model: torch.nn.Module, inputs: dict[str, Any], autocast: bool) -
 @KINDS
 def test_cache_under_autocast_is_as_near_to_float32_as_unpatched(kind: str) -> None:
     case = replace(CASES[kind], labels=None)
-    model = model_of("mplug_owl3", case)
-    inputs = inputs_of("mplug_owl3", case, model)
+    model, inputs = build("mplug_owl3", case)
     exact, unpatched = two_passes(model, inputs, False), two_passes(model, inputs, True)
     found = on_ranks(2, "mplug_owl3", case, lambda m, x, _: two_passes(m, x, True))
     assert all(torch.equal(found[0][name], found[1][name]) for name in exact)

@@ -14,8 +14,8 @@ import torch
 from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 
-from family_cases import BATCHES
-from family_harness import TOLERANCE, check, check_exact, inputs_of, model_of, reference, slow_unless, traces
+from family_cases import BATCHES, named_case
+from family_harness import TOLERANCE, build, check, check_exact, inputs_of, model_of, reference, slow_unless, traces
 from mllm_seqpar import patch_model, unpatch_model
 from mllm_seqpar.patches.mplug_owl3.testing import tiny_model
 from outcomes import error, run_case, worst_gradient
@@ -23,19 +23,18 @@ from outcomes import error, run_case, worst_gradient
 SIZE = 5
 OWL = BATCHES["mplug_owl3"]
 
-# By name: the family, its language model (OpenFlamingo), the inner size of the MLPs, and the number of linear layers
-# that read or write that size, all MLPs together.
+# By name: the family or OpenFlamingo's language model, the inner size of the MLPs, and the number of linear layers that
+# read or write that size, all MLPs together.
 MLPS = {
-    "mplug_owl3": ("mplug_owl3", None, 96, 3 * 4),
-    "idefics": ("idefics", None, 48, 3 * 6),
-    "mllama": ("mllama", None, 96, 3 * 5),
-    "opt": ("open_flamingo", "opt", 48, 2 * 2),
-    "llama": ("open_flamingo", "llama", 48, 3 * 3),
-    "mpt": ("open_flamingo", "mpt", 144, 2 * 2 + 2 * 2),  # also the inner size of its cross-attention blocks
-    "gpt_neox": ("open_flamingo", "gpt_neox", 48, 2 * 2),
-    "cross-attention of opt": ("open_flamingo", "opt", 128, 2 * 2),
-    "cross-attention of llama": ("open_flamingo", "llama", 128, 2 * 3),
-    "cross-attention of gpt_neox": ("open_flamingo", "gpt_neox", 128, 2 * 2),
+    "mplug_owl3": (96, 3 * 4),
+    "idefics": (48, 3 * 6),
+    "mllama": (96, 3 * 5),
+    "opt": (48, 2 * 2),
+    "llama": (48, 3 * 3),
+    "mpt": (144, 2 * 2 + 2 * 2),  # also the inner size of its cross-attention blocks
+    "gpt_neox": (48, 2 * 2),
+    "cross-attention of opt": (128, 2 * 2),
+    "cross-attention of llama": (128, 2 * 3),
 }
 
 
@@ -49,9 +48,9 @@ def most_tokens(model: Any, inner: int, run: Callable[[], object]) -> dict[str, 
     hooks = [
         module.register_forward_pre_hook(functools.partial(note, name))
         for name, module in model.named_modules()
-        if not name.endswith("lm_head")
-        and isinstance(module, nn.Linear)
+        if isinstance(module, nn.Linear)
         and inner in (module.in_features, module.out_features)
+        and not name.endswith("lm_head")
     ]
     run()
     for hook in hooks:
@@ -61,12 +60,9 @@ def most_tokens(model: Any, inner: int, run: Callable[[], object]) -> dict[str, 
 
 @pytest.mark.parametrize("name", slow_unless(lambda name: name in ("mplug_owl3", "idefics", "mllama", "opt"), MLPS))
 def test_every_mlp_of_the_language_model_is_computed_in_chunks(name: str) -> None:
-    family, decoder, inner, linears = MLPS[name]
-    if family not in BATCHES:
-        pytest.skip("open_flamingo is not installed")
-    case = BATCHES[family].with_model(**({"language_model": decoder} if decoder else {}))
-    model = model_of(family, case)
-    inputs = inputs_of(family, case, model)
+    inner, linears = MLPS[name]
+    family, case = named_case(name.split()[-1])
+    model, inputs = build(family, case)
     model(**inputs)
     before, found = traces(model), {}
     for size in (None, SIZE):
@@ -87,14 +83,14 @@ def test_chunks_of_any_size_equal_unpatched(size: int) -> None:
     check_exact("mplug_owl3", 1, OWL.with_options(mlp_chunk_size=size))
 
 
-@pytest.mark.parametrize("size", [2, None])
-def test_tower_encodes_vision_chunk_size_frames_at_once(size: int | None) -> None:
+@pytest.mark.parametrize(("size", "chunks"), [(2, [2, 2, 1]), (None, [5])])
+def test_tower_encodes_vision_chunk_size_frames_at_once(size: int | None, chunks: list[int]) -> None:
     model = patch_model(model_of("mplug_owl3", OWL), vision_chunk_size=size)
     found: list[int] = []
     tower = model.vision_model.encoder.layers[0]
     tower.register_forward_pre_hook(lambda _, args, kwargs: found.append(args[0].shape[0]), with_kwargs=True)
     result = run_case(model, inputs_of("mplug_owl3", OWL, model))
-    assert found == ([2, 2, 1] if size else [5])
+    assert found == chunks
     check([result], reference("mplug_owl3", OWL), OWL)
 
 
@@ -105,24 +101,19 @@ def with_lora(dropout: float = 0.0, inner: Any = None) -> Any:
     return get_peft_model(tiny_model() if inner is None else inner, config).train()
 
 
-def training_step(model: nn.Module) -> tuple[float, dict[str, Tensor | None]]:
-    loss = model(**inputs_of("mplug_owl3", OWL, model)).loss
-    loss.backward()
-    return loss.item(), {name: p.grad for name, p in model.named_parameters()}
-
-
 @pytest.mark.parametrize("patched_first", [True, False])
 def test_lora_in_chunked_mlps_equals_unpatched(patched_first: bool) -> None:
-    expected_loss, expected = training_step(with_lora())
+    inputs = inputs_of("mplug_owl3", OWL, tiny_model())
+    expected = run_case(with_lora(), inputs)
     if patched_first:
         model = with_lora(inner=patch_model(tiny_model(), mlp_chunk_size=SIZE))
         model.load_state_dict(with_lora().state_dict())
     else:
         model = patch_model(with_lora(), mlp_chunk_size=SIZE)
-    loss, grads = training_step(model)
-    assert loss == pytest.approx(expected_loss, rel=TOLERANCE)
-    assert sum("lora_" in name and grad is not None for name, grad in grads.items()) == 4 * 3 * 2
-    assert worst_gradient(grads, expected)[0] < TOLERANCE
+    found = run_case(model, inputs)
+    assert found.loss == pytest.approx(expected.loss, rel=TOLERANCE)
+    assert sum("lora_" in name and grad is not None for name, grad in found.grads.items()) == 4 * 3 * 2
+    assert worst_gradient(found.grads, expected.grads)[0] < TOLERANCE
 
 
 def test_dropout_in_chunked_lora_uses_the_same_mask_in_backward() -> None:

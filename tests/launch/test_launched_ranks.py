@@ -54,9 +54,9 @@ def test_other_ranks_end_with_a_message_when_one_is_killed_in_training(tmp_path:
     assert "Another rank of the group has most likely ended" in done.output
 
 
-@pytest.fixture
-def installed(tmp_path: Path) -> Path:
-    """Return the folder that pip installed the example adapter to."""
+@pytest.mark.launch
+@pytest.mark.slow
+def test_adapter_of_an_installed_package_is_found_by_its_entry_point(tmp_path: Path) -> None:
     source, target = tmp_path / "source", tmp_path / "installed"
     shutil.copytree(TESTS / "example_adapter", source, ignore=shutil.ignore_patterns("__pycache__"))
     options = ["--no-deps", "--no-build-isolation", "--no-index", "--disable-pip-version-check", "--target", target]
@@ -64,12 +64,6 @@ def installed(tmp_path: Path) -> Path:
         [sys.executable, "-m", "pip", "install", *map(str, options), str(source)], capture_output=True, text=True
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    return target
-
-
-@pytest.mark.launch
-@pytest.mark.slow
-def test_adapter_of_an_installed_package_is_found_by_its_entry_point(installed: Path) -> None:
-    done = launch(2, HERE / "own_model_ranks.py", env={"PYTHONPATH": f"{installed}:{TESTS}"})
-    assert done.returncode == 0, done.output
-    assert len(re.findall(r"rank \d of 2: .* equal", done.output)) == 6, done.output
+    run = launch(2, HERE / "own_model_ranks.py", env={"PYTHONPATH": f"{target}:{TESTS}"})
+    assert run.returncode == 0, run.output
+    assert len(re.findall(r"rank \d of 2: .* equal", run.output)) == 6, run.output

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from family_cases import BATCHES, FUSED
-from family_harness import TOLERANCE, family_module, inputs_of, model_of, settings, slow_unless
+from family_harness import TOLERANCE, family_module, inputs_of, model_of, reference, settings, slow_unless
 from mllm_seqpar import patch_model
 from mllm_seqpar.errors import ConfigError
 from mllm_seqpar.patches.idefics.testing import Case as Idefics
@@ -51,18 +51,26 @@ def adamw(model: nn.Module) -> torch.optim.AdamW:
     return torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2, eps=1e-3)
 
 
-def train(model: Any, batches: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return losses, gradient norms, and the last step's gradients and weights."""
+def train(model: Any, steps: list[list[dict[str, Any]]]) -> dict[str, Any]:
+    """Train on the mean loss of the batches of each step.
+
+    Returns:
+        the losses of each step, its gradient norm, and the last step's gradients and weights.
+    """
     optimizer, found = adamw(model), {"losses": [], "norms": []}
-    for inputs in batches:
+    for batches in steps:
         optimizer.zero_grad(set_to_none=True)
-        loss = model(**inputs).loss
-        loss.backward()
+        losses = torch.stack([model(**inputs).loss for inputs in batches])
+        losses.mean().backward()
         grads = {name: unsharded(weight.grad) for name, weight in model.named_parameters()}
-        found["losses"].append(loss.item())
+        found["losses"].append(losses.tolist())
         found["norms"].append(sum(g.norm().item() ** 2 for g in grads.values() if g is not None) ** 0.5)
         optimizer.step()
     return found | {"grads": grads, "weights": {name: unsharded(p) for name, p in model.named_parameters()}}
+
+
+def owl_steps(model: Any, *cases: Owl) -> list[list[dict[str, Any]]]:
+    return [[inputs_of("mplug_owl3", case, model)] for case in cases]
 
 
 @dataclass(frozen=True)
@@ -81,8 +89,10 @@ class Run:
     def new_model(self) -> Any:
         return model_of(self.family, self.groups[0][0].with_model(**self.model)).train()
 
-    def inputs(self, case: Any, model: Any) -> dict[str, Any]:
-        return inputs_of(self.family, case, model)
+    def tokens(self, model: Any, number: int) -> Any:
+        """Return what a group generates; with two groups, one continues when the other has finished."""
+        inputs = inputs_of(self.family, replace(self.groups[number][0], labels=None), model)
+        return model.eval().generate(**inputs, **settings(max_new_tokens=3 + 2 * number))
 
 
 def fsdp_rank(rank: int, world: int, run: Run) -> dict[str, Any]:
@@ -96,85 +106,53 @@ def fsdp_rank(rank: int, world: int, run: Run) -> dict[str, Any]:
     if run.sharded_first:
         patch_model(model, group=group, **run.options)
     number = mesh["dp"].get_local_rank()
-    cases, batches = run.groups[number], []
-    for case in cases:
-        inputs = run.inputs(case, model)
+    batches = []
+    for case in run.groups[number]:
+        inputs = inputs_of(run.family, case, model)
         local = run.local_frames and sum(case.frames)
-        batches.append(family_module(run.family).local_frames(inputs, group) if local else inputs)
+        batches.append([family_module(run.family).local_frames(inputs, group) if local else inputs])
     found = train(model, batches)
     assert all(isinstance(weight, DTensor) for weight in model.parameters())
     if run.family == "mplug_owl3":
-        model.eval()
-        inputs = {name: x for name, x in run.inputs(cases[0], model).items() if name != "labels"}
-        # With two groups, one continues when the other has finished, and still needs its shards of the weights.
-        found["tokens"] = model.generate(**inputs, **settings(max_new_tokens=3 + 2 * number))
+        found["tokens"] = run.tokens(model, number)
     return found if rank == 0 else {name: found[name] for name in ("losses", "tokens") if name in found}
 
 
 def check_fsdp(run: Run) -> None:
     """Compare each group's losses and tokens, and the last gradients and weights, with one unpatched process."""
     family_module(run.family)
-    outcomes = ranks(run.world).run(fsdp_rank, run)
-    model, losses = run.new_model(), []
-    optimizer = adamw(model)
-    for batch in zip(*run.groups, strict=True):
-        optimizer.zero_grad(set_to_none=True)
-        each = [model(**run.inputs(case, model)).loss for case in batch]
-        torch.stack(each).mean().backward()
-        losses.append([loss.item() for loss in each])
-        grads = {name: weight.grad for name, weight in model.named_parameters()}
-        optimizer.step()
+    outcomes, model = ranks(run.world).run(fsdp_rank, run), run.new_model()
+    steps = zip(*run.groups, strict=True)
+    expected = train(model, [[inputs_of(run.family, case, model) for case in cases] for cases in steps])
     for rank, found in enumerate(outcomes):
         number = rank // (run.world // len(run.groups))
-        assert found["losses"] == pytest.approx([step[number] for step in losses], rel=TOLERANCE), rank
-        if "tokens" in found:
-            case = run.groups[number][0]
-            inputs = {name: x for name, x in run.inputs(case, model).items() if name != "labels"}
-            expected = model.eval().generate(**inputs, **settings(max_new_tokens=3 + 2 * number))
-            assert torch.equal(found["tokens"], expected)
-    value, name = worst_gradient(outcomes[0]["grads"], grads)
+        losses = [step[number] for step in expected["losses"]]
+        assert [loss for (loss,) in found["losses"]] == pytest.approx(losses, rel=TOLERANCE), rank
+        assert "tokens" not in found or torch.equal(found["tokens"], run.tokens(model, number))
+    value, name = worst_gradient(outcomes[0]["grads"], expected["grads"])
     assert value < 10 * TOLERANCE, (value, name)  # the weights differ in their last bits after an update
-    for name, weight in model.named_parameters():
+    for name, weight in expected["weights"].items():
         assert error(outcomes[0]["weights"][name], weight) < TOLERANCE, name
 
 
+THREE = [[VIDEO, TEXT, ONE_FRAME]]
+AUTO_AND_MESH = {"strategy": "auto", "self_attention": "mesh", "tile": (2, 2), "vision_chunk_size": 1}
+ULYSSES = {"model": FUSED, "options": {"strategy": "ulysses", "self_attention": "ulysses"}}
+SOME_WITH_TEXT = {"local_frames": True, "model": FUSED, "options": {"vision_chunk_size": 1}}
 RUNS: dict[str, Run] = {
-    "gated": Run("mplug_owl3", 2, [[VIDEO, TEXT, ONE_FRAME]], sharded_first=False),
-    "fused, checkpointing, ulysses": Run(
-        "mplug_owl3",
-        4,
-        [[VIDEO, TEXT, ONE_FRAME]],
-        checkpointing=True,
-        model=FUSED,
-        options={"strategy": "ulysses", "self_attention": "ulysses"},
-    ),
-    "gated, checkpointing, auto and mesh": Run(
-        "mplug_owl3",
-        4,
-        [[VIDEO, TEXT, ONE_FRAME]],
-        checkpointing=True,
-        sharded_first=False,
-        options={"strategy": "auto", "self_attention": "mesh", "tile": (2, 2), "vision_chunk_size": 1},
-    ),
-    "idefics, checkpointing": Run("idefics", 2, [[BATCHES["idefics"], ONE_PICTURE]], checkpointing=True),
-    "mllama, checkpointing, chunks": Run("mllama", 2, [[IMAGES, WORDS, ONE_IMAGE]], checkpointing=True, options=CHUNKS),
+    "gated": Run("mplug_owl3", 2, THREE, sharded_first=False),
+    "fused, checkpointing, ulysses": Run("mplug_owl3", 4, THREE, True, **ULYSSES),
+    "gated, checkpointing, auto and mesh": Run("mplug_owl3", 4, THREE, True, False, options=AUTO_AND_MESH),
+    "idefics, checkpointing": Run("idefics", 2, [[BATCHES["idefics"], ONE_PICTURE]], True),
+    "mllama, checkpointing, chunks": Run("mllama", 2, [[IMAGES, WORDS, ONE_IMAGE]], True, options=CHUNKS),
     # FSDP gathers a module's weights when it runs: a group that skipped the tower or a layer would hang the others.
     "two groups, one with text only": Run(
-        "mplug_owl3",
-        4,
-        [[VIDEO, TEXT, VIDEO], [TEXT, ONE_FRAME, TEXT]],
-        local_frames=True,
-        model=FUSED,
-        options={"vision_chunk_size": 1},
+        "mplug_owl3", 4, [[VIDEO, TEXT, VIDEO], [TEXT, ONE_FRAME, TEXT]], **SOME_WITH_TEXT
     ),
     "two groups, one without features": Run("mplug_owl3", 4, [[NO_FEATURES, FEATURES], [FEATURES, NO_FEATURES]]),
     "two groups of mllama, one with text only": Run("mllama", 4, [[IMAGES, WORDS], [WORDS, ONE_IMAGE]]),
-    "two groups of mllama, one without whole chunks": Run(
-        "mllama", 4, [[IMAGES, SHORT], [SHORT, IMAGES]], options=CHUNKS
-    ),
-    "two groups of idefics": Run(
-        "idefics", 4, [[BATCHES["idefics"], BATCHES["idefics"]], [BATCHES["idefics"], BATCHES["idefics"]]]
-    ),
+    "two groups of mllama, one without chunks": Run("mllama", 4, [[IMAGES, SHORT], [SHORT, IMAGES]], options=CHUNKS),
+    "two groups of idefics": Run("idefics", 4, [[BATCHES["idefics"]] * 2] * 2),
 }
 if "open_flamingo" in BATCHES:
     _MEDIA = BATCHES["open_flamingo"]
@@ -199,9 +177,13 @@ def freeze_unused(model: nn.Module) -> None:
 def ddp_rank(rank: int, world: int, gate: str | None) -> dict[str, Any]:
     model = tiny_model(gate).train()
     freeze_unused(model)
-    wrapped = patch_model(DistributedDataParallel(model))
-    found = train(wrapped, [inputs_of("mplug_owl3", case, model) for case in (VIDEO, ONE_FRAME)])
+    found = train(patch_model(DistributedDataParallel(model)), owl_steps(model, VIDEO, ONE_FRAME))
     return found | {"grads": {name.removeprefix("module."): x for name, x in found["grads"].items()}}
+
+
+def check_trajectory(found: dict[str, Any], expected: dict[str, Any], tolerance: float) -> None:
+    assert torch.tensor(found["losses"]).allclose(torch.tensor(expected["losses"]), rtol=tolerance, atol=0)
+    assert found["norms"] == pytest.approx(expected["norms"], rel=tolerance)
 
 
 @pytest.mark.parametrize("gate", ["per_head", pytest.param(None, marks=pytest.mark.slow)])
@@ -209,10 +191,9 @@ def test_ddp_without_find_unused_parameters_equals_unpatched(gate: str | None) -
     """A rank without frames has gradients for the tower too."""
     model = tiny_model(gate).train()
     freeze_unused(model)
-    expected = train(model, [inputs_of("mplug_owl3", case, model) for case in (VIDEO, ONE_FRAME)])
+    expected = train(model, owl_steps(model, VIDEO, ONE_FRAME))
     for found in ranks(2).run(ddp_rank, gate):
-        assert found["losses"] == pytest.approx(expected["losses"], rel=TOLERANCE)
-        assert found["norms"] == pytest.approx(expected["norms"], rel=TOLERANCE)
+        check_trajectory(found, expected, TOLERANCE)
         assert worst_gradient(found["grads"], expected["grads"])[0] < 10 * TOLERANCE
 
 
@@ -223,21 +204,20 @@ def twelve_steps(rank: int, world: int) -> dict[str, Any]:
     model = tiny_model().train()
     shard(model, "mplug_owl3")
     patch_model(model)
-    return train(model, [inputs_of("mplug_owl3", case, model) for case in STEPS])
+    return train(model, owl_steps(model, *STEPS))
 
 
 @pytest.mark.slow
 def test_twelve_steps_on_four_ranks_follow_the_unpatched_trajectory() -> None:
     model = tiny_model().train()
-    expected = train(model, [inputs_of("mplug_owl3", case, model) for case in STEPS])
     found = ranks(4).run(twelve_steps)[0]
-    assert found["losses"] == pytest.approx(expected["losses"], rel=1e-4)
-    assert found["norms"] == pytest.approx(expected["norms"], rel=1e-4)
-    assert found["losses"][-1] < found["losses"][0] / 2
+    check_trajectory(found, train(model, owl_steps(model, *STEPS)), 1e-4)
+    assert found["losses"][-1][0] < found["losses"][0][0] / 2
 
 
-def narrow(model: Any, patched: bool) -> tuple[float, dict[str, Any]]:
+def narrow(rank: int, world: int, gate: str | None, patched: bool = True) -> tuple[float, dict[str, Any]]:
     """Return the loss and gradients in bfloat16: by FSDP2's policy if patched, otherwise by bfloat16 weights."""
+    model = tiny_model(gate).train()
     inputs = inputs_of("mplug_owl3", VIDEO, model)
     if patched:
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
@@ -250,45 +230,35 @@ def narrow(model: Any, patched: bool) -> tuple[float, dict[str, Any]]:
     return loss.item(), {n: unsharded(p.grad) for n, p in model.named_parameters() if p.grad is not None}
 
 
-def narrow_rank(rank: int, world: int, gate: str | None) -> tuple[float, dict[str, Any]]:
-    return narrow(tiny_model(gate).train(), True)
-
-
 @pytest.mark.rounding
 @pytest.mark.slow
 @pytest.mark.parametrize("gate", ["per_head", None])
 def test_bf16_policy_is_as_near_to_float32_as_unpatched(gate: str | None) -> None:
-    exact = tiny_model(gate).train()
-    loss = exact(**inputs_of("mplug_owl3", VIDEO, exact)).loss
-    loss.backward()
-    found = ranks(2).run(narrow_rank, gate)
-    assert found[0][0] == found[1][0] and abs(found[0][0] - loss.item()) < 0.02 * loss.item()
-    expected = {name: p.grad for name, p in exact.named_parameters() if p.grad is not None}
-    assert_as_near_as_unpatched(found[0][1], narrow(tiny_model(gate).train(), False)[1], expected)
+    exact = reference("mplug_owl3", VIDEO.with_model(gate=gate))
+    found = ranks(2).run(narrow, gate)
+    assert found[0][0] == found[1][0] and abs(found[0][0] - exact.loss) < 0.02 * exact.loss
+    expected = {name: grad for name, grad in exact.grads.items() if grad is not None}
+    assert_as_near_as_unpatched(found[0][1], narrow(0, 1, gate, patched=False)[1], expected)
 
 
-def units_within_mlps(rank: int, world: int) -> list[str]:
-    """Return the errors of a model whose FSDP units are parts of MLPs, and of one whose units are whole MLPs."""
-    found = []
-    for name in ("down_proj", "mlp"):
+def units_within_mlps(rank: int, world: int) -> None:
+    for unit in ("down_proj", "mlp"):
         model = tiny_mllama().train()
         for path, module in model.model.language_model.named_modules():
-            if path.endswith(name):
+            if path.endswith(unit):
                 fully_shard(module)
         fully_shard(model)
         patch_model(model, **CHUNKS)
-        try:
-            model(**inputs_of("mllama", IMAGES, model)).loss.backward()
-            found.append("")
-        except ConfigError as caught:
-            found.append(str(caught))
-    return found
+        inputs = inputs_of("mllama", IMAGES, model)
+        if unit == "down_proj":
+            message = "(?s)down_proj within (FSDP)?MllamaTextMLP.*call fully_shard on the decoder layer"
+            with pytest.raises(ConfigError, match=message):
+                model(**inputs)
+        else:
+            model(**inputs).loss.backward()
 
 
 @pytest.mark.slow
 def test_fsdp_units_within_a_chunked_mlp_are_refused() -> None:
     """They would be gathered for each chunk, and the ranks of two groups may have different numbers of chunks."""
-    for inner, whole in ranks(2).run(units_within_mlps):
-        assert "down_proj within FSDPMllamaTextMLP" in inner or "down_proj within MllamaTextMLP" in inner
-        assert "call fully_shard on the decoder layer" in inner
-        assert whole == ""
+    ranks(2).run(units_within_mlps)

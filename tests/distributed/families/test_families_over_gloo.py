@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -13,7 +12,7 @@ import torch.distributed as dist
 from peft import LoraConfig, get_peft_model
 from torch.distributed.device_mesh import init_device_mesh
 
-from family_cases import PADDED
+from family_cases import BATCHES, PADDED
 from family_harness import (
     FAMILIES,
     TOLERANCE,
@@ -34,7 +33,7 @@ from mllm_seqpar.errors import AgreementError, ConfigError
 from mllm_seqpar.patches.mplug_owl3.testing import Case, tiny_model
 from mllm_seqpar.patching import patch_of
 from mllm_seqpar.planner import Cluster, write_cluster
-from outcomes import Outcome
+from outcomes import Outcome, run_case
 from ranks import ranks
 
 CASE = Case(frames=(3, 2))
@@ -101,14 +100,12 @@ def lora_dropout(rank: int, world: int, checkpointing: bool) -> tuple[torch.Tens
     weight = next(p for name, p in model.named_parameters() if name.endswith("v_kv_proj.lora_B.default.weight"))
     torch.manual_seed(9)
     model(**inputs).loss.backward()
-    assert weight.grad is not None
     losses = []
-    for sign in (1, -1):
+    for move in (1e-3, -2e-3):  # to +1e-3, then to -1e-3
         with torch.no_grad():
-            weight.add_(torch.ones_like(weight), alpha=sign * 1e-3)
+            weight += move
             torch.manual_seed(9)
             losses.append(model(**inputs).loss.double())
-            weight.sub_(torch.ones_like(weight), alpha=sign * 1e-3)
     return weight.grad.sum(), (losses[0] - losses[1]) / 2e-3
 
 
@@ -119,53 +116,40 @@ def test_dropout_in_a_projection_uses_the_same_mask_in_backward(checkpointing: b
     assert gradient.item() == pytest.approx(found[0][1].item(), rel=2e-2)
 
 
-def replicated_text(patched: bool, seed: int) -> tuple[float, dict[str, Any]]:
+def replicated_text(rank: int, world: int, patched: bool = True) -> Outcome:
     """Run OPT with dropout behind attention and MLP, as the published checkpoints have it."""
-    flamingo = family_module("open_flamingo")
-    case = flamingo.Case(frames=((1, 4, 7), (3,)), media=2)
-    model = flamingo.tiny_model("opt").train()
+    case = replace(BATCHES["open_flamingo"], train=True).with_model(language_model="opt")
+    model = model_of("open_flamingo", case)
     for block in model.lang_encoder.old_decoder_blocks:
         block.dropout = 0.3
     if patched:
         patch_model(model, self_attention="local")
-    torch.manual_seed(seed)
-    loss = model(**flamingo.inputs_of(case)).loss
-    loss.backward()
-    return loss.item(), {name: p.grad for name, p in model.named_parameters()}
-
-
-def replicated_text_rank(rank: int, world: int) -> tuple[float, dict[str, Any]]:
-    return replicated_text(True, seed=7 + rank)
+    torch.manual_seed(7 + rank)
+    inputs = inputs_of("open_flamingo", case, model)
+    return run_case(model, inputs, model(**inputs))
 
 
 def test_replicated_text_uses_same_dropout_mask_on_all_ranks() -> None:
     family_module("open_flamingo")
-    expected, grads = replicated_text(False, seed=7)
-    found = ranks(2).run(replicated_text_rank)
-    assert all(loss == pytest.approx(expected, rel=TOLERANCE) for loss, _ in found)
-    compare_gradients([each for _, each in found], grads)
+    expected, found = replicated_text(0, 1, patched=False), ranks(2).run(replicated_text)
+    assert all(each.loss == pytest.approx(expected.loss, rel=TOLERANCE) for each in found)
+    compare_gradients([each.grads for each in found], expected.grads)
 
 
-def cpu_cluster() -> Cluster:
+def patch_with_local_cluster_file(rank: int, world: int, folder: str) -> None:
+    """Patch in a folder of this rank, as on nodes with disks of their own."""
     links = {"node_link": 1e15, "network_link": 1e15, "node_latency_s": 1e-6, "network_latency_s": 1e-6}
     rates = {"attention_forward": 1e12, "attention_backward": 1e12, "matmul": 1e12, "memory_bytes": 1e9}
-    return Cluster(name="cpu", gpus_per_node=4, **links, **rates)
-
-
-def patch_with_local_cluster_file(rank: int, world: int, folder: str) -> str:
-    """Patch in a folder of this rank, as on nodes with disks of their own."""
     local, before = Path(folder) / str(rank), os.getcwd()
     local.mkdir()
-    write_cluster(replace(cpu_cluster(), name=f"cluster {rank}"), local / "rates.yaml")
+    write_cluster(Cluster(name=f"cluster {rank}", gpus_per_node=4, **links, **rates), local / "rates.yaml")
     os.chdir(local)
     try:
-        with pytest.raises(AgreementError) as caught:
+        with pytest.raises(AgreementError, match="(?s)cluster 0.*cluster 1"):
             patch_model(tiny_model(), strategy="auto", cluster="rates.yaml")
     finally:
         os.chdir(before)
-    return str(caught.value)
 
 
 def test_cluster_files_of_one_name_with_different_rates_are_refused(tmp_path: Path) -> None:
-    for text in ranks(2).run(patch_with_local_cluster_file, str(tmp_path)):
-        assert "cluster 0" in text and "cluster 1" in text
+    ranks(2).run(patch_with_local_cluster_file, str(tmp_path))

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 
-from family_cases import BATCHES
+from family_cases import named_case
 from family_harness import model_of, slow_unless, traces
 from mllm_seqpar import patch_model, unpatch_model
 from mllm_seqpar.comm import run_loopback
@@ -16,60 +17,39 @@ from mllm_seqpar.patches.mplug_owl3.testing import tiny_frames, tiny_model, tiny
 
 REFUSED = {
     "mplug_owl3": ("language_model", "language_model.model", "language_model.model.layers.0.self_attn"),
-    "mllama": (
-        "model",
-        "model.language_model",
-        "model.language_model.layers.1",
-        "model.language_model.layers.1.cross_attn",
-    ),
+    "mllama": ("model", "model.language_model", *(f"model.language_model.layers.1{x}" for x in ("", ".cross_attn"))),
     "idefics": ("model", "model.layers.0", "model.layers.0.self_attn", "model.gated_cross_attn_layers.1.cross_attn"),
     "opt": ("lang_encoder.model.decoder", "lang_encoder.model.decoder.layers.0.decoder_layer.self_attn"),
-    "llama": (
-        "lang_encoder.model",
-        "lang_encoder.model.layers.0",
-        "lang_encoder.model.layers.1.gated_cross_attn_layer.attn",
-    ),
+    "llama": ("lang_encoder.model", *(f"lang_encoder.model.layers.{x}" for x in (0, "1.gated_cross_attn_layer.attn"))),
     "mpt": ("lang_encoder.transformer", "lang_encoder.transformer.blocks.0.decoder_layer"),
     "gpt_neox": ("lang_encoder.gpt_neox", "lang_encoder.gpt_neox.layers.1.decoder_layer.attention"),
 }
 
 
-def new_model(name: str) -> Any:
-    if name in BATCHES:
-        return model_of(name, BATCHES[name])
-    if "open_flamingo" not in BATCHES:
-        pytest.skip("open_flamingo is not installed")
-    return model_of("open_flamingo", BATCHES["open_flamingo"].with_model(language_model=name))
-
-
-def call_allowed_modules(name: str, model: Any) -> None:
-    """Call modules that read no tokens of other ranks: towers, projectors, embeddings, MLPs."""
-    if name == "mplug_owl3":
-        model.encode_frames(tiny_frames(2))
-        model.language_model.model.layers[0].mlp(torch.zeros(1, 2, 64))
-        model.get_output_embeddings()(model.get_input_embeddings()(tiny_text(1)))
-    elif name == "mllama":
-        vision = model.config.vision_config
-        pictures = torch.zeros(1, 1, vision.max_num_tiles, 3, vision.image_size, vision.image_size)
-        tiles = torch.ones(1, 1, vision.max_num_tiles, dtype=torch.long)
-        model.model.vision_model(pictures, tiles[..., 0], tiles)
-    elif name == "idefics":
-        model.model.vision_model(torch.zeros(1, 3, 16, 16))
-    else:
-        model.perceiver(model.vision_encoder(torch.zeros(1, 3, 12, 12))[1][:, None, None])
+TILES = torch.ones(1, 1, 3, dtype=torch.long)
+# Modules that read no tokens of other ranks: towers, projectors, embeddings, MLPs.
+ALLOWED: dict[str, list[Callable[[Any], Any]]] = {
+    "mplug_owl3": [
+        lambda m: m.encode_frames(tiny_frames(2)),
+        lambda m: m.language_model.model.layers[0].mlp(torch.zeros(1, 2, 64)),
+        lambda m: m.get_output_embeddings()(m.get_input_embeddings()(tiny_text(1))),
+    ],
+    "mllama": [lambda m: m.model.vision_model(torch.zeros(1, 1, 3, 3, 28, 28), TILES[..., 0], TILES)],
+    "idefics": [lambda m: m.model.vision_model(torch.zeros(1, 3, 16, 16))],
+}
+FLAMINGO_TOWER = [lambda m: m.perceiver(m.vision_encoder(torch.zeros(1, 3, 12, 12))[1][:, None, None])]
 
 
 @pytest.mark.parametrize("name", slow_unless(lambda name: name in ("mplug_owl3", "idefics", "mllama", "opt"), REFUSED))
 def test_inner_modules_refuse_calls_outside_of_the_forward_pass(name: str) -> None:
-    models = [new_model(name) for _ in range(2)]
+    models = [model_of(*named_case(name)) for _ in range(2)]
     model, before = models[0], traces(models[0])
     run_loopback(2, lambda comm: patch_model(models[comm.rank], group=comm))
     for path in REFUSED[name]:
-        with pytest.raises(
-            AdapterError, match=r"was called outside of the patched forward.* on 2 ranks.*unpatch_model"
-        ):
+        with pytest.raises(AdapterError, match="was called outside of the patched forward.* on 2 ranks.*unpatch_model"):
             model.get_submodule(path)()
-    call_allowed_modules(name, model)
+    for call in ALLOWED.get(name, FLAMINGO_TOWER):
+        call(model)
     unpatch_model(model)
     assert traces(model) == before
     patch_model(model)  # one rank computes what the unpatched model computes

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -36,10 +36,9 @@ def test_bad_options_are_refused_before_anything_changes(arguments: tuple, optio
 
 
 def test_options_override_the_config() -> None:
-    config = SeqParConfig(strategy="ring", text_layout="striped")
+    config, expected = (SeqParConfig(strategy="ring", text_layout=layout) for layout in ("striped", "contiguous"))
     patch = patch_of(patch_model(tiny_model(), config=config, text_layout="contiguous"))
-    assert patch is not None
-    assert patch.context.config == SeqParConfig(strategy="ring", text_layout="contiguous")
+    assert patch is not None and patch.context.config == expected
 
 
 def test_unknown_model_is_refused_with_the_known_families() -> None:
@@ -56,35 +55,21 @@ def test_model_that_differs_from_its_config_is_refused_before_anything_changes()
     assert traces(model) == before
 
 
-class Bilinears:
-    """An adapter from outside this package, whose installation may fail half-way."""
+def bilinears(fails: bool = False) -> Any:
+    """Return an adapter from outside this package, whose installation may fail half-way."""
 
-    name = "bilinears"
-
-    def __init__(self, fails: bool = False) -> None:
-        self.fails = fails
-
-    def matches(self, model: nn.Module) -> bool:
-        return isinstance(model, nn.Bilinear)
-
-    def check(self, model: nn.Module, context: Any) -> None:
-        pass
-
-    def install(self, model: nn.Module, context: Any, patch: Any) -> None:
+    def install(model: nn.Module, context: Any, patch: Any) -> None:
         patch.set(model, "forward", lambda *_: context.comm.size)
-        if self.fails:
+        if fails:
             raise RuntimeError("half-way")
 
+    checks = {"matches": lambda model: isinstance(model, nn.Bilinear), "check": lambda model, context: None}
+    return SimpleNamespace(name="bilinears", install=install, **checks)
 
-@pytest.fixture
-def no_adapters_left(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+
+def test_installation_that_fails_half_way_is_undone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(adapters, "_registered", {})
-    yield
-
-
-@pytest.mark.usefixtures("no_adapters_left")
-def test_installation_that_fails_half_way_is_undone() -> None:
-    register_adapter(Bilinears())
+    register_adapter(bilinears())
     inner = nn.Bilinear(2, 2, 2)
     wrapper = nn.Sequential(inner)
     before = traces(wrapper)
@@ -92,7 +77,7 @@ def test_installation_that_fails_half_way_is_undone() -> None:
     assert inner(None) == 1
     unpatch_model(wrapper)
     assert traces(wrapper) == before
-    register_adapter(Bilinears(fails=True))  # an adapter of the same name replaces the earlier one
+    register_adapter(bilinears(fails=True))  # an adapter of the same name replaces the earlier one
     with pytest.raises(RuntimeError, match="half-way"):
         patch_model(wrapper)
     assert traces(wrapper) == before
@@ -102,21 +87,20 @@ NO_GROUP = r"=4, so a launcher started 4 processes, but .*init_process_group.*Pa
 
 
 @pytest.mark.parametrize(
-    "variables",
+    ("size", "rank"),
     [
-        {"WORLD_SIZE": "4", "RANK": "0"},
-        {"OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_RANK": "1"},
-        {"PMI_SIZE": "4", "PMI_RANK": "1"},
-        {"SLURM_STEP_NUM_TASKS": "4", "SLURM_PROCID": "3"},
+        ("WORLD_SIZE", "RANK"),
+        ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK"),
+        ("PMI_SIZE", "PMI_RANK"),
+        ("SLURM_STEP_NUM_TASKS", "SLURM_PROCID"),
     ],
-    ids=lambda variables: next(iter(variables)),
 )
 def test_launched_processes_without_a_process_group_are_refused(
-    variables: dict[str, str], monkeypatch: pytest.MonkeyPatch
+    size: str, rank: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = tiny_model()
-    for name, value in variables.items():
-        monkeypatch.setenv(name, value)
+    monkeypatch.setenv(size, "4")
+    monkeypatch.setenv(rank, "1")
     for attempt in (lambda: patch_model(model), lambda: frame_range(8)):
         with pytest.raises(ConfigError, match=NO_GROUP):
             attempt()

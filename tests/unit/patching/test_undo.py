@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from family_cases import BATCHES, FUSED, LANGUAGE_MODELS
-from family_harness import inputs_of, model_of, settings, slow_unless, traces
+from family_harness import build, inputs_of, model_of, settings, slow_unless, traces
 from mllm_seqpar import patch_model, unpatch_model
 from mllm_seqpar.errors import AdapterError
 from mllm_seqpar.models.mplug_owl3 import MPlugOwl3ForConditionalGeneration
@@ -31,13 +32,18 @@ MODELS: list[tuple[str, Any]] = [
 ]
 
 
+def attention_functions() -> dict[str, Any]:
+    return {
+        name: ALL_ATTENTION_FUNCTIONS[name] for name in ALL_ATTENTION_FUNCTIONS.valid_keys() if "seqpar" not in name
+    }
+
+
 @pytest.mark.parametrize(("family", "case"), slow_unless(lambda row: row in MODELS[:5], MODELS))
 def test_unpatching_leaves_no_trace(family: str, case: Any) -> None:
-    model = model_of(family, case)
-    inputs = inputs_of(family, case, model)
-    plain = {name: x for name, x in inputs.items() if name != "labels"}
+    model, inputs = build(family, case)
+    plain = inputs_of(family, replace(case, labels=None), model)
     logits, before, keys = model(**plain).logits, traces(model), list(model.state_dict())
-    registered = {name: ALL_ATTENTION_FUNCTIONS[name] for name in ALL_ATTENTION_FUNCTIONS.valid_keys()}
+    registered = attention_functions()
     assert patch_model(model, "ring", text_layout="striped") is model
     assert patch_of(model) is not None and list(model.state_dict()) == keys
     model(**inputs).loss.backward()
@@ -50,9 +56,7 @@ def test_unpatching_leaves_no_trace(family: str, case: Any) -> None:
     assert patch_of(model) is None
     assert traces(model) == before
     assert torch.equal(model(**plain).logits, logits)
-    now = {name: ALL_ATTENTION_FUNCTIONS[name] for name in ALL_ATTENTION_FUNCTIONS.valid_keys()}
-    assert {name: now[name] for name in registered} == registered  # sdpa among them
-    assert set(now) - {"mllm_seqpar"} == set(registered) - {"mllm_seqpar"}
+    assert attention_functions() == registered  # sdpa among them
 
 
 def test_attention_function_is_registered_under_its_own_name() -> None:
@@ -69,20 +73,16 @@ def test_another_model_of_the_same_config_is_unchanged() -> None:
     logits, before = other(ids, frames).logits, traces(other)
     patch_model(patched)
     assert traces(other) == before and torch.equal(other(ids, frames).logits, logits)
-    third = MPlugOwl3ForConditionalGeneration(config)
-    assert third.language_model.model.config._attn_implementation == "sdpa"
     assert patched.vision_model.config._attn_implementation == "sdpa"  # the tower is unchanged
-    assert copy.deepcopy(other)(ids, frames).logits.equal(logits)
 
 
 @pytest.mark.parametrize(("family", "case"), [MODELS[0], MODELS[1], MODELS[3]])
 def test_patched_model_saves_the_same_files_and_loads_unpatched(family: str, case: Any, tmp_path: Path) -> None:
     model = model_of(family, case)
-    inputs = {name: x for name, x in inputs_of(family, case, model).items() if name != "labels"}
-    logits, keys = model(**inputs).logits, list(model.state_dict())
+    inputs = inputs_of(family, replace(case, labels=None), model)
+    logits = model(**inputs).logits
     model.save_pretrained(tmp_path / "before")
     patch_model(model)
-    assert list(model.state_dict()) == keys
     model.load_state_dict(model.state_dict())
     model.save_pretrained(tmp_path / "patched")
     for file in (tmp_path / "before").iterdir():
@@ -104,25 +104,20 @@ def test_patched_model_refuses_to_be_copied_or_pickled() -> None:
     assert patch_of(patch_model(copied)) is not None and patch_of(model) is None
 
 
-def test_patching_twice_and_unpatching_twice_are_refused() -> None:
+def test_patching_twice_and_unpatching_what_is_not_patched_are_refused() -> None:
     model = patch_model(tiny_model(), "ring")
     with pytest.raises(AdapterError, match=r"patched already \(SeqParConfig\(strategy='ring'.*unpatch_model first"):
         patch_model(model)
-    unpatch_model(model)
-    with pytest.raises(AdapterError, match="is not patched"):
-        unpatch_model(model)
-
-
-def test_unpatching_is_refused_after_something_else_replaced_the_forward() -> None:
-    model = patch_model(tiny_model())
     ours = model.forward
     model.forward = lambda *args, **kwargs: ours(*args, **kwargs)
     before = traces(model)
-    with pytest.raises(AdapterError, match=r"forward was replaced by something else after patch_model"):
+    with pytest.raises(AdapterError, match="forward was replaced by something else after patch_model"):
         unpatch_model(model)
     assert traces(model) == before
     model.forward = ours
     unpatch_model(model)
+    with pytest.raises(AdapterError, match="is not patched"):
+        unpatch_model(model)
 
 
 def test_one_process_without_torch_distributed_is_a_group_of_one() -> None:
@@ -138,18 +133,15 @@ def test_one_process_without_torch_distributed_is_a_group_of_one() -> None:
 
 def test_torch_compile_does_not_trace_the_patched_forward() -> None:
     """Compiling a schedule takes minutes, and again for each mask."""
-    graphs: list[Any] = []
 
     def backend(graph: Any, _: Any) -> Any:
-        graphs.append(graph)
-        return graph.forward
+        pytest.fail("a graph was compiled")
 
     model, ids, frames = tiny_model(), tiny_text(2), tiny_frames(2)
     expected = model(ids, frames).logits
     compiled = torch.compile(patch_model(model), backend=backend)
     assert error(compiled(ids, frames).logits, expected) < 1e-5
     compiled(ids, frames, labels=ids).loss.backward()
-    assert not graphs
     torch._dynamo.reset()
 
 
