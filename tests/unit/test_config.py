@@ -1,7 +1,5 @@
 """Layer: pure Python. The options of `patch_model`: defaults, and which values are rejected."""
 
-from __future__ import annotations
-
 import dataclasses
 import re
 from typing import Any

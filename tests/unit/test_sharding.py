@@ -1,7 +1,5 @@
 """Layer: pure Python, then one process. Which rank owns which frames and tokens, and sharding tensors accordingly."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor

@@ -1,7 +1,5 @@
 """Layer: gloo ranks. SeqParTrainer trains as transformers' Trainer trains the unpatched model in one process."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

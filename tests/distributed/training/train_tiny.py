@@ -3,8 +3,6 @@
 train_tiny.py OUTPUT {plain|seqpar} '{"name of a field of TrainingArguments or one of OPTIONS": value, ...}'
 """
 
-from __future__ import annotations
-
 import json
 import sys
 from collections.abc import Iterator

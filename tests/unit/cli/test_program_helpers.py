@@ -1,7 +1,5 @@
 """Layer: pure Python. Command lines, devices, how errors are reported, and reading ahead."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from datetime import timedelta
 

@@ -1,7 +1,5 @@
 """Layer: pure Python, and loopback ranks. The figures and tables of docs/ show what the schedules are today."""
 
-from __future__ import annotations
-
 import importlib
 import json
 import re

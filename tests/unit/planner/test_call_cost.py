@@ -1,7 +1,5 @@
 """Layer: pure Python. Costs of calls against closed formulas, their bytes against the formulas of bytes sent."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """Layer: pure Python. Cluster files: a round trip, and an error for each kind of invalid file."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

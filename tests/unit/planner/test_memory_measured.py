@@ -3,8 +3,6 @@
 The K and V of whole models of the other families are compared in the tests of the memory benchmark.
 """
 
-from __future__ import annotations
-
 import sys
 import types
 import weakref

@@ -1,7 +1,5 @@
 """Layer: one process. Model sizes: the files of the package, model directories, and errors for invalid ones."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

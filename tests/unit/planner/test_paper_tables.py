@@ -1,7 +1,5 @@
 """Layer: pure Python. Predictions against the seconds measured in the LV-XAttn paper, with rates fitted on a third."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Layer: pure Python. Plans: times worked out by hand, memory by formula, and what fits."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any

@@ -1,7 +1,5 @@
 """Layer: one process. The command `mllm-seqpar`: its tables, JSON, figure, cluster file and errors."""
 
-from __future__ import annotations
-
 import json
 import tomllib
 import xml.etree.ElementTree

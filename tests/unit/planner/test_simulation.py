@@ -1,10 +1,9 @@
-"""Layer: pure Python. The simulator against cases worked out by hand: links, sharing, latency, waiting."""
-
-from __future__ import annotations
+"""Layer: pure Python. The simulator and the formulas of collectives against cases worked out by hand."""
 
 import pytest
 from clusters import ROUND, with_
 
+from mllm_seqpar.planner.collectives import all_gather_seconds, all_to_all
 from mllm_seqpar.planner.simulation import Computation, Phase, SentMessage, TimelineSpan, simulate
 
 MB = 1_000_000
@@ -84,9 +83,7 @@ def test_latency_and_overhead_precede_the_first_byte() -> None:
     slow = with_(node_latency_s=0.25, step_overhead_s=0.5)
     assert simulate(ring(4, 1000 * MB, 1.0), 4, slow).end == pytest.approx((1.75,) * 4)
     assert simulate(ring(4, 1000 * MB, 9.0), 4, slow).end == pytest.approx((9.5,) * 4)
-
-
-def test_empty_transfers_take_no_time() -> None:
+    # an empty transfer takes no time
     assert simulate(ring(4, 0, 1.0), 4, with_(node_latency_s=5.0)).end == pytest.approx((1.0,) * 4)
 
 
@@ -102,3 +99,24 @@ def test_invalid_phases_are_rejected() -> None:
         simulate(ring(8, 1, 0.0)[:3], 8, ROUND)
     with pytest.raises(ValueError, match="rank 0 waits forever in step 0"):
         simulate([[Phase((SentMessage(1, 1),))], []], 2, ROUND)
+
+
+def test_all_to_all_is_bound_by_the_fullest_link() -> None:
+    """Each rank sends parts of 100 MB at 1 GB/s within a node of 4, and at 0.1 GB/s through a node's network link."""
+    assert all_to_all(ROUND, 8, 4, 400 * MB) == (pytest.approx(0.3), 300 * MB, 0)
+    assert all_to_all(ROUND, 8, 1, 100).seconds == 0
+    # 8 ranks on 2 nodes: 16 parts leave each node
+    assert all_to_all(ROUND, 8, 8, 800 * MB) == (pytest.approx(16.0), 300 * MB, 400 * MB)
+    cards = with_(network_link_per_gpu=1e7)  # one network card per rank, slower than its part of the node's link
+    assert all_to_all(cards, 8, 8, 800 * MB).seconds == pytest.approx(40.0)
+    late = with_(network_latency_s=1.0, step_overhead_s=0.5)
+    assert all_to_all(late, 8, 8, 800 * MB).seconds == pytest.approx(17.5)
+    # groups of 3: node 1 holds ranks 4, 5 of group 1 and 6, 7 of group 2, and four parts leave it
+    assert all_to_all(ROUND, 12, 3, 300 * MB) == (pytest.approx(4.0), 200 * MB, 200 * MB)
+
+
+def test_all_gather_receives_each_shard_once_per_node() -> None:
+    assert all_gather_seconds(ROUND, 1, 1e9) == 0
+    assert all_gather_seconds(ROUND, 4, 1e8) == pytest.approx(0.3)
+    assert all_gather_seconds(ROUND, 8, 1e8) == pytest.approx(4.0)  # 4 shards of 0.1 GB at 0.1 GB/s
+    assert all_gather_seconds(with_(gpus_per_node=1), 4, 1e8) == pytest.approx(3.0)

@@ -1,27 +1,16 @@
 """Layer: pure Python. The selected strategy on both sides of each crossover, and the legal candidates."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest
-from clusters import with_
+from clusters import FAST, with_
 
 from mllm_seqpar.errors import ConfigError
 from mllm_seqpar.planner import ParallelSpec, SelectionOptions, VisualProjection, select_strategy
 from mllm_seqpar.planner.candidates import candidate_specs
 from mllm_seqpar.schedules.bytes_sent import Problem
 
-REAL = with_(
-    attention_forward=1e14,
-    attention_backward=1e14,
-    matmul=2e14,
-    node_link=2e11,
-    network_link=1e10,
-    node_latency_s=5e-6,
-    network_latency_s=2e-5,
-    block_overhead_s=1e-5,
-)
+REAL = with_(FAST, network_link=1e10, node_latency_s=5e-6, block_overhead_s=1e-5)
 ONE_NODE = with_(REAL, gpus_per_node=8)
 RINGS = SelectionOptions(strategies=("lv-xattn", "ring"))
 
@@ -69,9 +58,8 @@ def test_lv_xattn_is_preferred_within_the_margin() -> None:
 
 def test_pruned_mask_favours_lv_xattn() -> None:
     """Each row attends only to keys of its own rank, so nothing is sent."""
-    n = 8
-    visible = [[float(i == j) for j in range(n)] for i in range(n)]
-    visible_rows = [[4096 * (i == j) for j in range(n)] for i in range(n)]
+    visible = [[float(i == j) for j in range(8)] for i in range(8)]
+    visible_rows = [[4096 * (i == j) for j in range(8)] for i in range(8)]
     options = replace(RINGS, visible=visible, visible_rows=visible_rows)
     found = select_strategy(problem(4096, 4096), REAL, options=options)
     assert found.strategy == "lv-xattn" and found.candidates[0].bytes_sent == 0
@@ -84,13 +72,8 @@ def test_candidates_are_the_legal_specs() -> None:
     hybrids = {(spec.head_degree, spec.mesh_shape) for spec in found if spec.strategy == "ulysses"}
     # 8 does not divide 12 heads
     assert hybrids == {(4, (1, 2)), (4, (2, 1)), (2, (1, 4)), (2, (2, 2)), (2, (4, 1))}
-    only = SelectionOptions(mesh_shape=(2, 2))
-    assert [c.spec for c in select_strategy(problem(8, 8), REAL, options=only).candidates] == [
-        ParallelSpec("ulysses", (2, 2), 2)
-    ]
-
-
-def test_strategies_that_cannot_be_planned_are_rejected() -> None:
+    only = select_strategy(problem(8, 8), REAL, options=SelectionOptions(mesh_shape=(2, 2)))
+    assert [c.spec for c in only.candidates] == [ParallelSpec("ulysses", (2, 2), 2)]
     with pytest.raises(ConfigError, match="cannot plan star; choose from lv-xattn, ring"):
         select_strategy(problem(8, 8), REAL, options=SelectionOptions(strategies=("lv-xattn", "star")))
     with pytest.raises(ConfigError, match="none of ulysses is legal for 7 heads on 8 ranks"):
@@ -101,7 +84,6 @@ def test_selection_gives_a_reason_and_all_candidates() -> None:
     long = problem(64, 100_000)
     found = select_strategy(long, REAL)
     assert found.reason.startswith("lv-xattn: ") and "64 rows, 800000 keys, 8 ranks" in found.reason
-    assert "\n" not in found.reason
     seconds = [candidate.seconds for candidate in found.candidates]
     assert seconds == sorted(seconds) and len(seconds) == len(list(candidate_specs(long)))
     assert found == select_strategy(long, REAL)

@@ -1,7 +1,5 @@
 """Layer: one process. SeqParTrainer refuses arguments that cannot work, and accepts a patched model."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
