@@ -34,9 +34,6 @@ def memory(spec: ParallelSpec = LV, **changes: Any) -> Mapping[str, int]:
     return peak_memory(replace(STEP, **changes), spec)
 
 
-# Times
-
-
 def test_parts_add_up_and_lv_xattn_is_best_for_a_long_video() -> None:
     plan = make_plan(STEP, A100)
     rows = {row.spec.strategy: row for row in plan.rows}
@@ -99,19 +96,15 @@ def test_local_text_is_computed_by_every_rank() -> None:
     assert local.parts["self-attention"].exposed == 0
     # every rank gathers the rows of O: 512 per rank forward in bf16, their gradients in float32
     rows = 4 * 15 * 512 * 28 * 128 * (2 + 4)
-    sent = [
-        row.parts["cross-attention"].node_bytes + row.parts["cross-attention"].network_bytes for row in (local, sharded)
-    ]
-    assert sent[0] - sent[1] == rows
+    cross = [row.parts["cross-attention"] for row in (local, sharded)]
+    assert cross[0].node_bytes + cross[0].network_bytes == cross[1].node_bytes + cross[1].network_bytes + rows
     assert local.memory["activations"] > 8 * sharded.memory["activations"]
 
 
 def test_auto_self_attention_is_the_fastest() -> None:
-    seconds = {
-        name: lv_plan(self_attention=name).parts["self-attention"].seconds
-        for name in ("auto", "ring", "mesh", "ulysses")
-    }
-    assert seconds["auto"] == min(seconds.values()) < seconds["ring"]
+    names = ("auto", "ring", "mesh", "ulysses")
+    auto, *others = [lv_plan(self_attention=name).parts["self-attention"].seconds for name in names]
+    assert auto == min(others) < others[0]
 
 
 def test_chunked_mlps_are_recomputed_once() -> None:
@@ -119,9 +112,6 @@ def test_chunked_mlps_are_recomputed_once() -> None:
     assert chunked.forward == plain.forward and chunked.backward == pytest.approx(1.5 * plain.backward)
     both = lv_plan(mlp_chunk_size=128, checkpointing=True).parts["MLP"]
     assert both.backward == pytest.approx(chunked.backward)  # the recomputation of a layer stops before its MLP
-
-
-# Memory
 
 
 def test_memory_of_parameters_features_and_activations() -> None:
@@ -167,9 +157,6 @@ def test_buffers_of_each_strategy() -> None:
     assert memory(recompute=False)["buffers"] - memory()["buffers"] == 3 * 4 * KEYS * 3584
 
 
-# What fits
-
-
 def test_strategy_that_does_not_fit_comes_last() -> None:
     """With fast links and little computation, replication is fastest, but holds all features."""
     fast = with_(A100, gpus_per_node=16, node_link=1e15, node_latency_s=1.0)
@@ -195,20 +182,18 @@ def test_lv_xattn_is_best_within_the_margin() -> None:
     assert plan.best.spec.strategy == "lv-xattn"
 
 
-def test_longest_video_just_fits() -> None:
+def fits(spec: ParallelSpec, **changes: Any) -> bool:
+    return sum(memory(spec, **changes).values()) <= USABLE * A100.memory_bytes
+
+
+def test_longest_video_and_fewest_gpus_just_fit() -> None:
     longest = max_frames(STEP, A100, LV)
-    for frames, fits in ((longest, True), (longest + 16, False)):
-        assert (sum(memory(frames=frames).values()) <= USABLE * A100.memory_bytes) == fits
+    assert fits(LV, frames=longest) and not fits(LV, frames=longest + 16)
     assert longest > max_frames(replace(STEP, recompute=False), A100, LV)
     assert max_frames(STEP, replace(A100, memory_bytes=1e9), LV) == 0
-
-
-def test_minimum_number_of_gpus_just_fits() -> None:
-    gpus = make_plan(replace(STEP, gpus=2), A100, ("lv-xattn",)).min_gpus
-    assert gpus is not None
-    for count, fits in ((gpus, True), (gpus // 2, False)):
-        held = memory(ParallelSpec("lv-xattn", (count, 1)), gpus=count)
-        assert (sum(held.values()) <= USABLE * A100.memory_bytes) == fits
+    fewest = make_plan(replace(STEP, gpus=2), A100, ("lv-xattn",)).min_gpus
+    several, fewer = (ParallelSpec("lv-xattn", (count, 1)) for count in (fewest, fewest // 2))
+    assert fits(several, gpus=fewest) and not fits(fewer, gpus=fewest // 2)
     assert make_plan(STEP, replace(A100, memory_bytes=1e6), ("lv-xattn",)).min_gpus is None
 
 
