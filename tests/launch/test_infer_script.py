@@ -1,4 +1,4 @@
-"""Layer: real launch. scripts/infer_long_video.py as users start it: by accelerate, and by python alone."""
+"""Layer: real launch. scripts/infer_long_video.py by accelerate and by python alone; a launch of the tests that hangs."""
 
 import re
 import subprocess
@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from launch import HANG, ROOT, launch
+from launch import HANG, ROOT, LaunchHang, launch
 
 SCRIPT = "scripts/infer_long_video.py"
 
@@ -15,22 +15,17 @@ SCRIPT = "scripts/infer_long_video.py"
 @pytest.mark.launch
 @pytest.mark.slow
 def test_accelerate_launch_answers_and_reports(inference_files: Path) -> None:
-    done = launch(
-        2,
-        SCRIPT,
-        *("--model", inference_files / "gated", "--video", inference_files / "clip.mp4", "--fps", 3),
-        *("--question", "What is it?", "--question", "Why?", "--max-new-tokens", 5),
-        config="configs/fsdp2_cpu_2.yaml",
-    )
+    arguments = ["--model", inference_files / "gated", "--video", inference_files / "clip.mp4", "--fps", 3]
+    arguments += ["--question", "What is it?", "--question", "Why?", "--max-new-tokens", 5]
+    done = launch(2, SCRIPT, *arguments, config="configs/fsdp2_cpu_2.yaml")
     assert done.returncode == 0, done.output
     assert re.search(r"^> What is it\?\n.*\n> Why\?\n", done.output, re.MULTILINE)
     assert re.search(r"reading and encoding: 100%.* 12/12 ", done.output)
-    summary = [line for line in done.output.splitlines() if "visual tokens" in line]
-    assert len(summary) == 1
+    (summary,) = [line for line in done.output.splitlines() if "visual tokens" in line]
     assert re.search(
         r"12 frames, 48 visual tokens on 2 ranks; open \S+ s, load \S+ s, read and encode \S+ s \(\S+ frames/s\), "
         r"prefill \S+ s, decode \d+ tokens at \S+ tokens/s; peak memory by rank \(resident\) \d+, \d+ MiB$",
-        summary[0],
+        summary,
     )
 
 
@@ -39,3 +34,11 @@ def test_python_alone_ends_with_one_line_and_status_2(inference_files: Path) -> 
     done = subprocess.run([*command, "--video", "none.mp4"], capture_output=True, text=True, timeout=HANG)
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr == "error: none.mp4: no such file; give the path of a video file\n"
+
+
+def test_a_hang_shows_the_output_so_far(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    script = tmp_path / "script.py"
+    script.write_text("import time; print('about to hang'); time.sleep(600)")
+    monkeypatch.setattr("launch._launcher", lambda *_: [sys.executable])
+    with pytest.raises(LaunchHang, match=r"did not end within 2 s; it wrote:\n(.*\n)*about to hang"):
+        launch(1, script, timeout=2)

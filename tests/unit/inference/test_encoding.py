@@ -30,15 +30,14 @@ class RandomPictures:
 
     count: int
     bad: int | None = None
-    resize_at: int | None = None
+    resize_at: int = 1000
     missing: int = 0
 
     def __len__(self) -> int:
         return self.count
 
     def picture(self, number: int) -> Tensor:
-        side = 20 if self.resize_at is None or number < self.resize_at else 24
-        generator = torch.Generator().manual_seed(number)
+        side, generator = 20 if number < self.resize_at else 24, torch.Generator().manual_seed(number)
         return torch.randint(0, 256, (3, side, side), dtype=torch.uint8, generator=generator)
 
     def read(self, start: int, stop: int, *, size: Any = None, batch: int = 16) -> Iterator[Tensor]:
@@ -61,16 +60,14 @@ def encoded_at_once(source: RandomPictures) -> Tensor:
         return tiny_model().encode_frames(tiny_processor().image_processor(pictures)["pixel_values"])
 
 
-@dataclass
 class CountingProcessor:
     """A processor that counts how many preprocessed frames exist at one time."""
 
-    processor: MPlugOwl3Processor
-    alive: int = 0
-    most: int = 0
+    def __init__(self) -> None:
+        self.process, self.alive, self.most = tiny_processor().image_processor, 0, 0
 
     def image_processor(self, frames: Tensor) -> dict[str, Tensor]:
-        pixels = self.processor.image_processor(frames)["pixel_values"]
+        pixels = self.process(frames)["pixel_values"]
         self.alive += len(pixels)
         self.most = max(self.most, self.alive)
         weakref.finalize(pixels, self._freed, len(pixels))
@@ -81,7 +78,7 @@ class CountingProcessor:
 
 
 def test_at_most_two_batches_of_pixels_exist() -> None:
-    processor, progress = CountingProcessor(tiny_processor()), []
+    processor, progress = CountingProcessor(), []
     video = encode_video(tiny_model(), processor, RandomPictures(30), batch=4, progress=progress.append)
     assert 4 <= processor.most <= 8
     assert processor.alive == 0
@@ -91,12 +88,13 @@ def test_at_most_two_batches_of_pixels_exist() -> None:
 
 
 def test_unusable_sources_are_refused() -> None:
-    with pytest.raises(VideoError, match="no frames"):
-        encode_video(tiny_model(), tiny_processor(), RandomPictures(0))
-    with pytest.raises(ConfigError, match="batch: 0 is not allowed"):
-        encode_video(tiny_model(), tiny_processor(), RandomPictures(3), batch=0)
-    with pytest.raises(VideoError, match="ended after 3 of 5 frames"):
-        encode_video(tiny_model(), tiny_processor(), RandomPictures(5, missing=2))
+    for kind, message, source, batch in (
+        (VideoError, "no frames", RandomPictures(0), 16),
+        (ConfigError, "batch: 0 is not allowed", RandomPictures(3), 0),
+        (VideoError, "ended after 3 of 5 frames", RandomPictures(5, missing=2), 16),
+    ):
+        with pytest.raises(kind, match=message):
+            encode_video(tiny_model(), tiny_processor(), source, batch=batch)
 
 
 @pytest.mark.parametrize("world", [1, 2, 3, 4])

@@ -51,11 +51,8 @@ def ask(world: int, folder: Path, *argv: Any, questions: tuple[str, ...] = QUEST
     options = [part for question in questions for part in ("--question", question)]
     errors = run(world, *argv, *ASK, *options, "--report", folder / "report.json")
     assert errors == [None] * world
-    return json.loads((folder / "report.json").read_text())
-
-
-def tokens_of(report: dict[str, Any]) -> list[list[int]]:
-    return [answer["tokens"] for answer in report["answers"]]
+    report = json.loads((folder / "report.json").read_text())
+    return report | {"tokens": [answer["tokens"] for answer in report["answers"]]}
 
 
 def unpatched(folder: Path, model: str, **frames: Any) -> list[list[int]]:
@@ -83,7 +80,7 @@ def test_answers_equal_the_unpatched_models(
     options = [part for name, value in frames.items() for part in (f"--{name.replace('_', '-')}", value)]
     clip = inference_files / "clip.mp4"
     report = ask(world, inference_files, "--model", inference_files / model, "--video", clip, *options)
-    assert tokens_of(report) == unpatched(inference_files, model, **frames)
+    assert report["tokens"] == unpatched(inference_files, model, **frames)
     text = "".join(f"> {answer['question']}\n{answer['text']}\n" for answer in report["answers"])
     assert capsys.readouterr().out == text
     assert report["frames"] == len(plan_frames(probe(clip), **frames))
@@ -113,17 +110,16 @@ def test_stored_features_give_the_same_answers(inference_files: Path, tmp_path: 
     expected = unpatched(inference_files, "gated", num_frames=7)
     for world, video in ((1, clip), (3, [])):
         report = ask(world, tmp_path, *model, "--features", tmp_path / "features", *video)
-        assert tokens_of(report) == expected
+        assert report["tokens"] == expected
         assert "read and encode" not in report["seconds"] and "read features" in report["seconds"]
 
-    refused = [
+    for argv, message in (
         (["--model", inference_files / "other"], "made by another model"),
         ([*model, "--num-frames", 8], "made with num_frames = 7, now it is 8"),
         ([*model, "--video", inference_files / "twin.mp4", "--num-frames", 7], "made with source_size"),
         ([*model, "--video", inference_files / "clip.mp4"], "made with frames = 7, now it is 4"),
         ([*model, "--dtype", "bfloat16"], "these features are float32 and the model runs in bfloat16"),
-    ]
-    for argv, message in refused:
+    ):
         errors = run(2, *argv, "--features", tmp_path / "features", "--question", "?")
         assert [type(error) for error in errors] == [DataError] * 2, errors
         assert message in str(errors[0])
@@ -131,11 +127,10 @@ def test_stored_features_give_the_same_answers(inference_files: Path, tmp_path: 
 
 def test_bad_files_are_one_sentence_on_every_rank(inference_files: Path, tmp_path: Path) -> None:
     model, clip = inference_files / "gated", inference_files / "clip.mp4"
-    cases: list[tuple[type, Path, Path, str]] = [
+    for kind, directory, video, message in (
         (VideoError, model, tmp_path / "none.mp4", "no such file"),
         (ConfigError, tmp_path, clip, "no config.json there"),
-    ]
-    for kind, directory, video, message in cases:
+    ):
         errors = run(2, "--model", directory, "--video", video, "--question", "?")
         assert [type(error) for error in errors] == [kind] * 2, errors
         assert message in str(errors[0]) and "\n" not in str(errors[0])

@@ -42,15 +42,15 @@ def test_a_batch_has_what_forward_takes(chat_file: Path) -> None:
 
 
 def test_digest_covers_text_and_media(chat_file: Path) -> None:
-    digests = [opened(chat_file).digest, opened(chat_file).digest]
+    first = opened(chat_file).digest
+    assert opened(chat_file).digest == first
     videos = sorted((chat_file.parent / "videos").iterdir())
     assert [size for _, size in media_sizes(chat_file)] == [video.stat().st_size for video in videos]
     with videos[1].open("ab") as video:
         video.write(b"more")
-    digests.append(opened(chat_file).digest)
+    second = opened(chat_file).digest
     chat_file.write_text(chat_file.read_text().replace("hello.", "hullo."))
-    digests.append(opened(chat_file).digest)
-    assert digests[0] == digests[1] and len(set(digests)) == 3
+    assert len({first, second, opened(chat_file).digest}) == 3
 
 
 def test_unusable_samples_are_refused(tmp_path: Path) -> None:
