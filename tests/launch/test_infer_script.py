@@ -1,4 +1,4 @@
-"""Layer: real launch. scripts/infer_long_video.py by accelerate and by python alone; a launch of the tests that hangs."""
+"""Layer: real launch. scripts/infer_long_video.py by accelerate and by python alone; a launch that hangs."""
 
 import re
 import subprocess

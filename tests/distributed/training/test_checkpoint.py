@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -14,8 +15,6 @@ from ranks import ranks
 
 
 class Tied(nn.Module):
-    """A shared matrix, a frozen layer, a layer that never has a gradient, a buffer, a gate."""
-
     def __init__(self) -> None:
         super().__init__()
         self.embed = nn.Embedding(7, 5)
@@ -91,16 +90,12 @@ def test_training_continues_bit_for_bit_and_on_another_number_of_ranks(tmp_path:
     assert uninterrupted == resumed
 
 
-def test_old_checkpoints_are_removed_when_the_new_one_is_complete(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_complete_checkpoint_replaces_older_ones(tmp_path: Path) -> None:
     model, optimizer = build(1)
     steps(model, optimizer, 1)
     checkpoint.save_checkpoint(tmp_path, progress(1), model, optimizer, keep=1)
-    with monkeypatch.context() as patch:
-        patch.setattr(checkpoint.dcp, "save", lambda *_, **__: (_ for _ in ()).throw(OSError("disk full")))
-        with pytest.raises(OSError, match="disk full"):
-            checkpoint.save_checkpoint(tmp_path, progress(2), model, optimizer, keep=1)
+    with mock.patch.object(checkpoint.dcp, "save", side_effect=OSError("full")), pytest.raises(OSError, match="full"):
+        checkpoint.save_checkpoint(tmp_path, progress(2), model, optimizer, keep=1)
     assert [path.name for path in list_checkpoints(tmp_path)] == ["checkpoint-00000001"]
     assert find_checkpoint("auto", tmp_path) == tmp_path / "checkpoint-00000001"
     for step in (2, 3):
@@ -115,8 +110,7 @@ def test_old_checkpoints_are_removed_when_the_new_one_is_complete(
 
 def test_checkpoints_that_do_not_fit_are_refused(tmp_path: Path) -> None:
     model, optimizer = build(1)
-    assert find_checkpoint(None, tmp_path) is None
-    assert find_checkpoint("auto", tmp_path) is None
+    assert find_checkpoint(None, tmp_path) is None and find_checkpoint("auto", tmp_path) is None
     with pytest.raises(DataError, match="not a complete checkpoint"):
         find_checkpoint(str(tmp_path), tmp_path)
     saved = checkpoint.save_checkpoint(tmp_path, progress(0, lr=0.1, betas=(1, 2)), model, optimizer, keep=1)

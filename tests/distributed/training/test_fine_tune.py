@@ -99,9 +99,8 @@ def test_ranks_with_different_options_are_refused(training_files: Path, tmp_path
     errors = ranks(2, launch_environment("configs/fsdp2_cpu_2.yaml")).errors(fine_tune, argv, rank_1_argv)
     different = "strategy: rank 0: lv-xattn; rank 1: ring"
     paths = f"data: rank 0: {training_files}/train.jsonl; rank 1: eval.jsonl"
-    assert all(
-        isinstance(error, AgreementError) and different in str(error) and paths in str(error) for error in errors
-    )
+    assert [type(error) for error in errors] == [AgreementError] * 2
+    assert all(different in str(error) and paths in str(error) for error in errors)
 
 
 def test_a_missing_model_is_an_error_in_one_line(training_files: Path, tmp_path: Path) -> None:

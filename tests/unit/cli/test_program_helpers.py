@@ -76,14 +76,6 @@ def test_invalid_options_are_config_errors(argv: tuple[str, ...], message: str) 
         parse(*argv)
 
 
-def test_help_shows_each_default_once(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        parse("--help")
-    text = " ".join(capsys.readouterr().out.split())
-    assert "--count COUNT how many (default: 3)" in text and "--rate RATE 50% of it --loud" in text
-    assert text.count("(default: True)") == 1 and text.count("(default:") == 2
-
-
 @pytest.mark.parametrize(
     ("device", "gpus", "cpu_requested", "expected"),
     [("auto", 2, "", True), ("auto", 1, "", False), ("auto", 2, "true", False), ("cpu", 2, "", False)]

@@ -158,16 +158,14 @@ def test_mllama_keys_and_values_save_as_many_bytes_as_planned(dtype: torch.dtype
 @pytest.mark.parametrize("code", ["idefics", "flamingo"])
 def test_resampler_saves_as_many_bytes_as_planned(code: str, dtype: torch.dtype) -> None:
     """8 latents of width 32 attend to 24 patches, with 2 heads of 24, in 3 layers."""
-    shape = {"depth": 3, "n_heads": 2, "head_dim": 24, "n_latents": 8}
     patches = torch.randn(5, 24, 32, dtype=dtype)
     if code == "idefics":
         from transformers import IdeficsConfig
         from transformers.models.idefics.perceiver import IdeficsPerceiverResampler
 
-        config = IdeficsConfig(
-            vision_config={"embed_dim": 32}, perceiver_config={"qk_layer_norms_perceiver": True}, use_resampler=True
-        )
-        module: Any = IdeficsPerceiverResampler(config, 32, **shape).to(dtype)
+        perceiver = {"vision_config": {"embed_dim": 32}, "perceiver_config": {"qk_layer_norms_perceiver": True}}
+        config = IdeficsConfig(**perceiver, use_resampler=True)
+        module: Any = IdeficsPerceiverResampler(config, 32, 3, 2, 24, 8).to(dtype)
     else:
         sys.modules.setdefault("open_clip", types.ModuleType("open_clip"))  # imported by the package, not used here
         helpers = pytest.importorskip("open_flamingo.src.helpers", reason="installed with --no-deps by scripts/test.sh")

@@ -87,13 +87,6 @@ def test_latency_and_overhead_precede_the_first_byte() -> None:
     assert simulate(ring(4, 0, 1.0), 4, with_(node_latency_s=5.0)).end == pytest.approx((1.0,) * 4)
 
 
-def test_one_period_of_ranks_represents_all() -> None:
-    phases = ring(8, 100 * MB, 0.01, 7)
-    every, period = simulate(phases, 8, ROUND), simulate(phases[:4], 8, ROUND)
-    assert period.end * 2 == pytest.approx(every.end)
-    assert period.all_network_bytes == every.all_network_bytes and period.all_node_bytes == every.all_node_bytes
-
-
 def test_invalid_phases_are_rejected() -> None:
     with pytest.raises(ValueError, match="3 simulated ranks do not divide 8 ranks"):
         simulate(ring(8, 1, 0.0)[:3], 8, ROUND)
