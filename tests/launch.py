@@ -1,10 +1,5 @@
 """Launch a script as a user does: under a real launcher, in new processes, with its output captured.
 
-    from launch import launch
-
-    done = launch(2, "scripts/finetune.py", "--steps", 3, config="configs/fsdp2_cpu_2.yaml")
-    assert done.returncode == 0, done.output
-
 Each process imports torch and transformers, which takes seconds. Only tests of entry scripts and of killed ranks
 need that. Others use the worker processes of `ranks.py`, to which `launch_environment` gives the variables of a
 checked-in configuration.

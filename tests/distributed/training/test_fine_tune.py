@@ -1,6 +1,6 @@
 """Layer: gloo ranks. Fine-tuning under the variables of the checked-in configurations has one trajectory on any ranks.
 
-tests/launch/test_finetune_script.py has the launched script: a rank that fails, and a run resumed bit for bit.
+tests/launch/test_scripts.py has the launched script: a rank that fails, and a run resumed bit for bit.
 
 AdamW's eps is 1e-4 here. With 1e-8 its first steps would move a parameter whose true gradient is zero (the bias of keys
 without rotary embedding) by the sign of its rounding error, and runs on different numbers of ranks would drift apart.
@@ -37,9 +37,10 @@ def arguments(files: Path, output: Path, *more: object) -> list[str]:
     return [*map(str, [*argv, "--steps", STEPS, "--global-batch", 4, "--lr", 1e-3, "--eps", 1e-4, *more])]
 
 
-def run_on_four_ranks(files: Path, output: Path, *more: object) -> Path:
-    ranks(4, launch_environment("configs/fsdp2_cpu_4.yaml")).run(fine_tune, arguments(files, output, *more))
-    return output
+def run_on_four_ranks(files: Path, name: str, *more: object) -> Path:
+    argv = arguments(files, files / name, *more)
+    ranks(4, launch_environment("configs/fsdp2_cpu_4.yaml")).run(fine_tune, argv)
+    return files / name
 
 
 def rows_of(output: Path) -> list[dict[str, Any]]:
@@ -74,7 +75,7 @@ def test_one_process_learns(one_rank: Path) -> None:
 
 @pytest.mark.slow
 def test_two_groups_of_two_train_as_one_process(training_files: Path, one_rank: Path) -> None:
-    output = run_on_four_ranks(training_files, training_files / "two-groups", "--sp", 2)
+    output = run_on_four_ranks(training_files, "two-groups", "--sp", 2)
     assert_same_trajectory(output, one_rank)
 
     # The trained model has the parameter names of the original one.
@@ -90,7 +91,7 @@ def test_two_groups_of_two_train_as_one_process(training_files: Path, one_rank: 
 @pytest.mark.slow
 def test_one_group_of_four_trains_as_one_process(training_files: Path, one_rank: Path) -> None:
     options = ("--sp", 4, "--micro-batch", 4, "--gradient-checkpointing")  # the same numbers, computed differently
-    assert_same_trajectory(run_on_four_ranks(training_files, training_files / "four", *options), one_rank)
+    assert_same_trajectory(run_on_four_ranks(training_files, "four", *options), one_rank)
 
 
 @pytest.mark.slow

@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
-from transformers import Trainer, TrainerCallback, TrainingArguments
+from transformers import Trainer, TrainingArguments
 
 from launch import launch_environment
 from mllm_seqpar import SeqParConfig, SeqParTrainer, patch_model
@@ -68,14 +68,6 @@ def collate(rows: list[dict[str, Tensor]]) -> dict[str, Any]:
     return batch | ({"pixel_values": frames} if len(frames) else {})
 
 
-class Recorder(TrainerCallback):
-    def __init__(self) -> None:
-        self.log: Log = []
-
-    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
-        self.log.append({"step": state.global_step} | logs)
-
-
 def make_model(lora: bool, frozen: bool) -> nn.Module:
     model = tiny_model("per_head")
     if lora:
@@ -109,44 +101,36 @@ def train(
     frozen: bool = False,
     patched: bool = False,
     stream: bool = False,
-    evaluate: str = "",
+    evaluate_first: bool = False,
     degree: int | None = None,
     resume: str | None = None,
     **settings: Any,
 ) -> tuple[Log, dict[str, int]]:
-    """Train with Trainer ("plain") or SeqParTrainer, save the model, and return the log and what the tests check.
-
-    `evaluate` is "before" or "after" training; `settings` are TrainingArguments.
-    """
+    """Train with Trainer ("plain") or SeqParTrainer, save the model, and return the log and what the tests check."""
     if stream and kind == "plain":  # otherwise Trainer would split the list of all frames like a batch
         settings["accelerator_config"] = {"dispatch_batches": False}
     # 10, 7 and 5 samples: a last batch that is full, that is partial, and that one group has no sample of
     evaluated: dict[str, Any] = {str(count): samples(count, seed=2) for count in (10, 7, 5)}
     if stream and kind == "seqpar":  # plain Trainer needs datasets with a length
         evaluated = {name: Stream(data) for name, data in evaluated.items()}
-    model, recorder = make_model(lora, frozen), Recorder()
+    model = make_model(lora, frozen)
     common: dict[str, Any] = {
         "model": patch_model(model) if patched else model,
         "args": TrainingArguments(output_dir=str(output), **SETTINGS | settings),
         "data_collator": collate,
         "train_dataset": Stream(samples(48, seed=1)) if stream else samples(48, seed=1),
         "eval_dataset": evaluated,
-        "callbacks": [recorder],
-        "compute_metrics": accuracy if evaluate else None,
+        "compute_metrics": accuracy,
     }
-    if kind == "plain":
-        trainer = Trainer(**common)
-    else:
-        trainer = SeqParTrainer(**common, sequence_parallel_size=degree, seqpar=SeqParConfig())
-    if evaluate == "before":
-        trainer.evaluate()
+    seqpar = {"sequence_parallel_size": degree, "seqpar": SeqParConfig()}
+    trainer = Trainer(**common) if kind == "plain" else SeqParTrainer(**common, **seqpar)
+    log = [trainer.evaluate()] if evaluate_first else []
     trainer.train(resume_from_checkpoint=resume)
-    if evaluate == "after":
-        trainer.evaluate()
     trainer.save_model(str(output / "model"))
     hooks = sum(len(module._forward_pre_hooks) for name, module in trainer.model.named_modules() if "self_attn" in name)
     sharded = sum(type(p).__name__ == "DTensor" for p in trainer.model.parameters())
-    return recorder.log, {"self_attn_hooks": hooks, "sharded": sharded, "degree": trainer.get_cp_size()}
+    facts = {"self_attn_hooks": hooks, "sharded": sharded, "degree": trainer.get_cp_size()}
+    return log + trainer.state.log_history, facts
 
 
 def train_in_one_process(output: Path, kind: str = "plain", **given: Any) -> Log:
@@ -190,7 +174,7 @@ def test_one_process_trains_as_trainer_does(tmp_path: Path) -> None:
 def test_two_groups_of_two_train_evaluate_and_resume_as_one_process(tmp_path: Path) -> None:
     evaluation = {"save_strategy": "steps", "save_steps": 4, "eval_strategy": "steps", "eval_steps": 4}
     evaluation |= {"load_best_model_at_end": True, "metric_for_best_model": "eval_7_loss"}
-    evaluation |= {"per_device_eval_batch_size": 2, "evaluate": "after"}
+    evaluation |= {"per_device_eval_batch_size": 2}
     expected = train_in_one_process(tmp_path / "one", per_device_train_batch_size=4, max_steps=8, **evaluation)
     given = {"per_device_train_batch_size": 2, "degree": 2, "max_steps": 8}
     log, facts = train_on(4, tmp_path / "four", FSDP2, **given, **evaluation)
@@ -203,14 +187,14 @@ def test_two_groups_of_two_train_evaluate_and_resume_as_one_process(tmp_path: Pa
         torch.testing.assert_close(trained[name], weight, rtol=1e-3, atol=1e-5)
 
     resumed, _ = train_on(4, tmp_path / "resumed", FSDP2, **given, resume=str(tmp_path / "four" / "checkpoint-4"))
-    assert_same_trajectory(resumed, [row for row in expected if row["step"] > 4])
+    later, expected = ([row for row in rows if row["step"] > 4] for rows in (resumed, expected))
+    assert_same_trajectory(later, expected)
 
 
 @pytest.mark.slow
 def test_degree_from_the_launch_config_with_lora_checkpointing_and_streams(tmp_path: Path) -> None:
-    """The model is evaluated before any training."""
     given = {"lora": True, "gradient_checkpointing": True, "max_steps": 3, "stream": True}
-    given |= {"evaluate": "before", "per_device_eval_batch_size": 2}
+    given |= {"evaluate_first": True, "per_device_eval_batch_size": 2}
     expected = train_in_one_process(tmp_path / "one", **given, per_device_train_batch_size=4)
     log, facts = train_on(4, tmp_path / "four", FSDP2_WITH_CP, **given, per_device_train_batch_size=2)
     assert_same_trajectory(log, expected)

@@ -77,21 +77,21 @@ def test_invalid_options_are_config_errors(argv: tuple[str, ...], message: str) 
 
 
 @pytest.mark.parametrize(
-    ("device", "gpus", "cpu_requested", "expected"),
+    ("device", "gpus", "cpu", "expected"),
     [("auto", 2, "", True), ("auto", 1, "", False), ("auto", 2, "true", False), ("cpu", 2, "", False)]
-    + [("cuda", 2, "", True), ("cuda", 1, "", None)],
+    + [("cuda", 2, "", True), ("cuda", 1, "", "1 GPUs for 2 processes; start fewer, or use --device cpu")],
 )
 def test_two_processes_use_cuda_if_each_has_a_gpu(
-    monkeypatch: pytest.MonkeyPatch, device: str, gpus: int, cpu_requested: str, expected: bool | None
+    monkeypatch: pytest.MonkeyPatch, device: str, gpus: int, cpu: str, expected: bool | str
 ) -> None:
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
-    monkeypatch.setenv("ACCELERATE_USE_CPU", cpu_requested)
+    monkeypatch.setenv("ACCELERATE_USE_CPU", cpu)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
-    if expected is not None:
+    if isinstance(expected, bool):
         assert use_cuda(device) is expected
-        return
-    with pytest.raises(ConfigError, match="this node has 1 GPUs for 2 processes; start fewer, or use --device cpu"):
-        use_cuda(device)
+    else:
+        with pytest.raises(ConfigError, match=expected):
+            use_cuda(device)
 
 
 def test_timeout_defaults_to_the_device() -> None:

@@ -3,6 +3,7 @@
 import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any
 
 import pytest
@@ -39,17 +40,13 @@ class RandomPictures:
         return torch.randint(0, 256, (3, side, side), dtype=torch.uint8, generator=generator)
 
     def read(self, start: int, stop: int, *, size: Any = None, batch: int = 16) -> Iterator[Tensor]:
-        images: list[Tensor] = []
-        for number in range(start, stop - self.missing):
-            if number == self.bad:
-                raise VideoError(f"film.mp4: frame {number} cannot be decoded")
-            image = self.picture(number)
-            if images and (len(images) == batch or image.shape != images[0].shape):
-                yield torch.stack(images)
-                images = []
-            images.append(image)
-        if images:
-            yield torch.stack(images)
+        last = stop - self.missing
+        for first in range(start, last, batch):
+            numbers = range(first, min(first + batch, last))
+            if self.bad in numbers:
+                raise VideoError(f"film.mp4: frame {self.bad} cannot be decoded")
+            for _, same_size in groupby(map(self.picture, numbers), key=lambda image: image.shape):
+                yield torch.stack([*same_size])
 
 
 def encoded_at_once(source: RandomPictures) -> Tensor:

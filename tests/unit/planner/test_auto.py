@@ -1,5 +1,7 @@
-"""Layer: one process. The selector of a patched model: its cache, its use of the mask, and its cluster."""
+"""Layer: one process. The selector of a patched model: its cache, its mask, its cluster; clusters that are measured."""
 
+import socket
+import threading
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,6 +15,7 @@ from mllm_seqpar.errors import AgreementError, ConfigError
 from mllm_seqpar.masks import FrameBlockMasks, FrameMask, FullBlockMasks
 from mllm_seqpar.planner import Selection, write_cluster
 from mllm_seqpar.planner.auto import ClusterSelector, selector_for
+from mllm_seqpar.planner.calibrate import AttentionShape, calibrate
 from mllm_seqpar.planner.candidates import STRATEGIES
 from mllm_seqpar.runtime.selection import CROSS, CROSS_MESH
 from mllm_seqpar.schedules.bytes_sent import Problem
@@ -113,3 +116,30 @@ def test_cluster_file_is_compared_between_ranks_and_with_their_number(tmp_path: 
 
     run_loopback(2, on_rank)
     assert selector(as_communicator(None), "one-process.yaml").cluster.links == "none"
+
+
+SHAPE = AttentionShape(heads=2, kv_heads=2, dim=16)
+
+
+@pytest.mark.parametrize(("ranks", "links"), [(2, "node"), (4, "all")])
+def test_ranks_of_one_or_two_nodes_agree_on_what_they_measured(
+    ranks: int, links: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Threads loopback-0 to loopback-3, two on each host name."""
+    monkeypatch.setattr(socket, "gethostname", lambda: f"host {int(threading.current_thread().name[-1]) // 2}")
+    cluster, *others = run_loopback(ranks, lambda comm: calibrate(comm, shape=SHAPE))
+    assert all(other == cluster for other in others)
+    assert all(1e6 < rate < 1e15 for rate in (cluster.attention_forward, cluster.attention_backward, cluster.matmul))
+    assert cluster.node_link > 1e5 and cluster.node_latency_s >= 0
+    assert cluster.step_overhead_s > 0 and cluster.block_overhead_s > 0
+    assert (cluster.gpus_per_node, cluster.links) == (2, links)
+    if links == "node":
+        assert cluster.network_link == cluster.node_link and cluster.network_link_per_gpu is None
+    else:
+        assert 0 < cluster.network_link_per_gpu <= cluster.network_link
+
+
+def test_one_rank_measures_no_links() -> None:
+    cluster = calibrate(as_communicator(None), shape=AttentionShape(dtype=torch.bfloat16), name="alone")
+    assert cluster.name == "alone" and cluster.gpus_per_node == 1 and "bfloat16" in cluster.source
+    assert cluster.links == "none" and cluster.node_latency_s == cluster.step_overhead_s == 0

@@ -1,7 +1,6 @@
 """Layer: one process. The command `mllm-seqpar`: its tables, JSON, figure, cluster file and errors."""
 
 import json
-import tomllib
 import xml.etree.ElementTree
 from pathlib import Path
 from typing import Any
@@ -10,7 +9,6 @@ import pytest
 
 from mllm_seqpar.cli.planner import main
 from mllm_seqpar.planner import read_cluster
-from mllm_seqpar.planner.files import CONFIGS
 
 PLAN = ["plan", "--model", "mplug-owl3-7b", "--frames", "4096", "--text", "8192", "--gpus", "16"]
 PLAN += ["--cluster", "a100-80g-4x4"]
@@ -19,11 +17,6 @@ PLAN += ["--cluster", "a100-80g-4x4"]
 def plan_json(capsys: pytest.CaptureFixture[str], *options: str) -> dict[str, Any]:
     assert main([*PLAN, "--json", *options]) == 0
     return json.loads(capsys.readouterr().out)
-
-
-def test_command_is_installed_under_its_name() -> None:
-    project = tomllib.loads((CONFIGS.parent / "pyproject.toml").read_text())["project"]
-    assert project["scripts"] == {"mllm-seqpar": f"{main.__module__}:{main.__name__}"}
 
 
 def test_plan_prints_tables(capsys: pytest.CaptureFixture[str]) -> None:

@@ -16,26 +16,17 @@ def ring(ranks: int, size: int, seconds: float, steps: int = 1) -> list[list[Pha
     ]
 
 
-@pytest.mark.parametrize(
-    ("seconds", "overlap", "end", "exposed", "hidden"),
-    [
+def test_step_takes_the_longer_of_transfer_and_computation() -> None:
+    for seconds, overlap, end, exposed, hidden in (
         (0.5, True, 1.0, 0.5, 0.5),  # bound by transfers: 1 GB at 1 GB/s
         (3.0, True, 3.0, 0.0, 1.0),  # bound by computation
         (3.0, False, 4.0, 1.0, 0.0),  # one after the other
-    ],
-)
-def test_step_takes_the_longer_of_transfer_and_computation(
-    seconds: float, overlap: bool, end: float, exposed: float, hidden: float
-) -> None:
-    found = simulate(ring(4, 1000 * MB, seconds), 4, ROUND, overlap=overlap)
-    assert found.end == pytest.approx((end,) * 4)
-    assert found.exposed == pytest.approx((exposed,) * 4)
-    assert found.hidden == pytest.approx((hidden,) * 4)
-    assert found.node_bytes == (1000 * MB,) * 4 and found.network_bytes == (0,) * 4
-
-
-def test_partial_overlap_adds_the_serial_fraction_of_computation() -> None:
-    """Half of the 3 s can run beside the transfer of 1 s or 2 s."""
+    ):
+        found = simulate(ring(4, 1000 * MB, seconds), 4, ROUND, overlap=overlap)
+        for values, expected in ((found.end, end), (found.exposed, exposed), (found.hidden, hidden)):
+            assert values == pytest.approx((expected,) * 4)
+        assert found.node_bytes == (1000 * MB,) * 4 and found.network_bytes == (0,) * 4
+    # with a fraction of 0.5, half of the 3 s can run beside the transfer of 1 s or 2 s
     half = with_(overlap=0.5)
     assert simulate(ring(4, 1000 * MB, 3.0), 4, half).end == pytest.approx((1.5 + 1.5,) * 4)
     assert simulate(ring(4, 2000 * MB, 3.0), 4, half).end == pytest.approx((2.0 + 1.5,) * 4)

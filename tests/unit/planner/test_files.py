@@ -1,17 +1,70 @@
-"""Layer: one process. Model sizes: the files of the package, model directories, and errors for invalid ones."""
+"""Layer: one process. Files of clusters and models, model directories, and errors for invalid ones."""
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import torch
+from clusters import ROUND, with_
 
 from mllm_seqpar.errors import ConfigError
-from mllm_seqpar.planner import read_cluster
+from mllm_seqpar.planner import read_cluster, write_cluster
 from mllm_seqpar.planner.files import CONFIGS, find_file
 from mllm_seqpar.planner.model import read_model
 from mllm_seqpar.planner.step_cost import cross_attention_candidates
 from mllm_seqpar.planner.workload import Workload
+
+
+def changed(folder: Path, text: str, old: str, new: str) -> Path:
+    """Return a file with `text`, in which `old` is replaced by `new`."""
+    assert old in text
+    (folder / "c.yaml").write_text(text.replace(old, new))
+    return folder / "c.yaml"
+
+
+def test_write_and_read_give_an_equal_cluster(tmp_path: Path) -> None:
+    for cluster in (ROUND, with_(network_link_per_gpu=1e7, peak_flops=1e15, overlap=0.5, source="measured: here")):
+        write_cluster(cluster, tmp_path / "c.yaml")
+        assert read_cluster(tmp_path / "c.yaml") == cluster
+    # YAML reads 1e9 as text
+    write_cluster(ROUND, tmp_path / "round.yaml")
+    text = (tmp_path / "round.yaml").read_text()
+    assert read_cluster(changed(tmp_path, text, "node_link: 1000000000.0", "node_link: 1e9")) == ROUND
+
+
+def test_file_that_holds_no_cluster_is_rejected(tmp_path: Path) -> None:
+    cases = [
+        (None, "there is no file .*c.yaml; see configs"),
+        ("- 1\n", "c.yaml holds a list; expected fields"),
+    ]
+    for text, message in [*cases, ("a: [", r"c.yaml is not YAML: .*\Z")]:
+        if text:
+            (tmp_path / "c.yaml").write_text(text)
+        with pytest.raises(ConfigError, match=message):
+            read_cluster(tmp_path / "c.yaml")
+
+
+def test_links_that_were_not_measured_are_not_used() -> None:
+    with pytest.raises(ConfigError, match="2 ranks need gpus_per_node, node_link and network_link"):
+        with_(links="none").check_ranks(2)
+    with pytest.raises(ConfigError, match="5 ranks need network_link"):
+        with_(links="node").check_ranks(5)
+    for links, count in (("none", 1), ("node", 4), ("all", 99)):
+        with_(links=links).check_ranks(count)
+
+
+def test_cluster_files_of_the_package_are_valid() -> None:
+    files = sorted((CONFIGS / "clusters").glob("*.yaml"))
+    assert files and [read_cluster(path).name for path in files] == [path.stem for path in files]
+
+
+def test_cost_model_imports_neither_torch_nor_yaml() -> None:
+    modules = "mllm_seqpar.planner, mllm_seqpar.planner.plan, mllm_seqpar.patches.mllama.planner"
+    code = f"import sys, {modules}; print([m for m in ('torch', 'yaml') if m in sys.modules])"
+    assert subprocess.check_output([sys.executable, "-c", code], text=True, cwd=CONFIGS.parent).strip() == "[]"
+
 
 PUBLISHED = {"mplug-owl3-7b": 8.07, "idefics-9b": 8.93, "idefics-80b": 80.0}
 PUBLISHED |= {"llama-3.2-11b-vision": 10.7, "llama-3.2-90b-vision": 88.6}
@@ -53,12 +106,11 @@ def test_model_directory_equals_the_model_file(name: str, tmp_path: Path) -> Non
 def test_default_configurations_of_transformers_are_read(tmp_path: Path) -> None:
     from transformers import IdeficsConfig, MllamaConfig
 
-    MllamaConfig().save_pretrained(tmp_path / "mllama")
-    mllama = read_model(tmp_path / "mllama")
-    assert mllama.text.layers == 32 and mllama.cross.layers == 8
-    IdeficsConfig().save_pretrained(tmp_path / "idefics")
-    idefics = read_model(tmp_path / "idefics")
-    assert idefics.cross.layers == 32 and idefics.resampler is None
+    for config in (MllamaConfig(), IdeficsConfig()):
+        config.save_pretrained(tmp_path / config.model_type)
+    mllama, idefics = (read_model(tmp_path / name) for name in ("mllama", "idefics"))
+    assert (mllama.text.layers, mllama.cross.layers) == (32, 8)
+    assert (idefics.cross.layers, idefics.resampler) == (32, None)
 
 
 def test_tokens_and_keys_of_mllama_include_padding_tiles(tmp_path: Path) -> None:
@@ -127,8 +179,26 @@ def test_invalid_model_directory_is_rejected(config: str | None, message: str, t
     ],
 )
 def test_invalid_field_of_a_model_file_is_named(tmp_path: Path, old: str, new: str, message: str) -> None:
-    text = (CONFIGS / "models" / "mplug-owl3-7b.yaml").read_text()
-    assert old in text
-    (tmp_path / "m.yaml").write_text(text.replace(old, new))
     with pytest.raises(ConfigError, match=message):
-        read_model(tmp_path / "m.yaml")
+        read_model(changed(tmp_path, (CONFIGS / "models" / "mplug-owl3-7b.yaml").read_text(), old, new))
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ("matmul: 1000000000000.0\n", "", r"c\.yaml: matmul \(FLOP/s\) missing"),
+        ("matmul:", "matmull:", r"unknown field matmull; allowed fields: attention_backward"),
+        ("matmul: 1", "matmul: -1", r"matmul is -1000000000000.0; expected FLOP/s, above 0"),
+        ("network_latency_s: 0.0", "network_latency_s: -1", r"network_latency_s is -1; expected seconds, 0 or more"),
+        ("gpus_per_node: 4", "gpus_per_node: 4.5", r"gpus_per_node is 4.5; expected a whole number of GPUs"),
+        ("matmul: 1000000000000.0", "matmul: fast", r"matmul is 'fast'; expected FLOP/s"),
+        ("matmul: 1000000000000.0", "matmul: .nan", r"matmul is nan"),
+        ("overlap: 1.0", "overlap: 2", r"overlap is 2; expected a fraction from 0 to 1"),
+        ("links: all", "links: some", r"links is 'some'; expected all, node or none"),
+        ("name: round", "name: [round]", r"name is \['round'\]; expected a string"),
+    ],
+)
+def test_invalid_field_of_a_cluster_file_is_named(tmp_path: Path, old: str, new: str, message: str) -> None:
+    write_cluster(ROUND, tmp_path / "round.yaml")
+    with pytest.raises(ConfigError, match=message):
+        read_cluster(changed(tmp_path, (tmp_path / "round.yaml").read_text(), old, new))
