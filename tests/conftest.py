@@ -1,5 +1,6 @@
 """Shared set-up of all tests."""
 
+import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -46,17 +47,22 @@ def _independent_of_earlier_cases() -> Iterator[None]:
     reset_global_state()
 
 
+def save_tiny_model(path: Path, gate: str | None, seed: int = 0) -> None:
+    from mllm_seqpar.models.mplug_owl3 import MPlugOwl3ImageProcessor, MPlugOwl3Processor
+    from mllm_seqpar.patches.mplug_owl3.testing import tiny_model, tiny_tokenizer
+
+    tiny_model(gate, seed).save_pretrained(path)
+    MPlugOwl3Processor(MPlugOwl3ImageProcessor(image_size=28), tiny_tokenizer()).save_pretrained(path)
+
+
 @pytest.fixture(scope="session")
 def inference_files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Tiny models `gated`, `fused` and `other` with processors; `clip.mp4` and `twin.mp4` of 100 frames."""
     from mllm_seqpar.data.needle import make_needle_videos
-    from mllm_seqpar.models.mplug_owl3 import MPlugOwl3ImageProcessor, MPlugOwl3Processor
-    from mllm_seqpar.patches.mplug_owl3.testing import tiny_model, tiny_tokenizer
 
     folder = tmp_path_factory.mktemp("inference")
     for name, gate, seed in (("gated", "per_head", 0), ("fused", None, 0), ("other", "per_head", 1)):
-        tiny_model(gate, seed).save_pretrained(folder / name)
-        MPlugOwl3Processor(MPlugOwl3ImageProcessor(image_size=28), tiny_tokenizer()).save_pretrained(folder / name)
+        save_tiny_model(folder / name, gate, seed)
     for video, name in zip(make_needle_videos(folder, 2, frames=(100, 100), rate=25), ("clip", "twin"), strict=True):
         Path(video.path).rename(folder / f"{name}.mp4")
     return folder
@@ -65,18 +71,13 @@ def inference_files(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def training_files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny `model`, `eval.jsonl`, and `train.jsonl` with 18 videos of 1 to 7 frames and two chats without videos."""
-    import json
-
     from mllm_seqpar.data.needle import make_needle_videos
-    from mllm_seqpar.models.mplug_owl3 import MPlugOwl3ImageProcessor, MPlugOwl3Processor
-    from mllm_seqpar.patches.mplug_owl3.testing import tiny_model, tiny_tokenizer
 
     folder = tmp_path_factory.mktemp("training")
-    tiny_model(None).save_pretrained(folder / "model")
-    MPlugOwl3Processor(MPlugOwl3ImageProcessor(image_size=28), tiny_tokenizer()).save_pretrained(folder / "model")
+    save_tiny_model(folder / "model", None)
     rows: list = [video.sample(folder) for video in make_needle_videos(folder / "videos", 18, frames=(1, 7))]
     text = {"messages": [{"role": "user", "content": "Say hello."}, {"role": "assistant", "content": "hello, hello"}]}
     rows[3:3] = rows[8:8] = [text]
-    (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    (folder / "eval.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows[:5]))
+    for name, part in (("train", rows), ("eval", rows[:5])):
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in part))
     return folder

@@ -1,10 +1,5 @@
 """Launch a script as a user does: under a real launcher, in new processes, with its output captured.
 
-    from launch import launch
-
-    done = launch(2, "scripts/finetune.py", "--steps", 3, config="configs/fsdp2_cpu_2.yaml")
-    assert done.returncode == 0, done.output
-
 Each process imports torch and transformers, which takes seconds. Only tests of entry scripts and of killed ranks
 need that. Others use the worker processes of `ranks.py`, to which `launch_environment` gives the variables of a
 checked-in configuration.
@@ -15,8 +10,8 @@ import os
 import subprocess
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import psutil
 
@@ -25,12 +20,10 @@ HANG = 400.0
 """Seconds after which a launch counts as hanging; long, because the machine may be busy."""
 
 
-@dataclass(frozen=True)
-class Launched:
-    """The outcome of a launch; `output` has the standard output and error of all ranks."""
-
+class Launched(NamedTuple):
     returncode: int
     output: str
+    """Standard output and error of all ranks."""
 
 
 class LaunchHang(AssertionError):
@@ -45,31 +38,17 @@ def launch(
     timeout: float = HANG,
     env: Mapping[str, str] | None = None,
 ) -> Launched:
-    """Run `script` in `world` processes and wait for their end.
+    """Run `script`, a path from the repository's root, in `world` processes and wait for their end.
 
-    Args:
-        world: number of processes.
-        script: its path, relative to the repository or absolute.
-        arguments: of the script; each is converted to a string.
-        config: an accelerate configuration for `accelerate launch`; None uses `torch.distributed.run`.
-        timeout: seconds after which all processes are killed.
-        env: variables in addition to those of this process.
+    With `config`, a file for accelerate, it runs under `accelerate launch`, otherwise under `torch.distributed.run`.
 
     Raises:
-        LaunchHang: if the processes did not end in time.
+        LaunchHang: if the processes did not end within `timeout` seconds; they are killed.
     """
     command = [*_launcher(world, config), str(ROOT / script), *map(str, arguments)]
     variables = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", **(env or {})}
-    process = subprocess.Popen(
-        command,
-        cwd=ROOT,
-        env=variables,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        errors="replace",
-    )
+    pipes: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+    process = subprocess.Popen(command, cwd=ROOT, env=variables, text=True, errors="replace", **pipes)
     try:
         output, _ = process.communicate(timeout=timeout)
     except subprocess.TimeoutExpired:
@@ -91,14 +70,11 @@ def _launcher(world: int, config: str | Path | None) -> list[str]:
 
 def _kill_tree(pid: int) -> None:
     """Kill a launcher and its ranks; they are in several sessions, so no single signal reaches all of them."""
-    try:
+    with contextlib.suppress(psutil.NoSuchProcess):
         launcher = psutil.Process(pid)
-        family = [launcher, *launcher.children(recursive=True)]
-    except psutil.NoSuchProcess:
-        return
-    for process in family:
-        with contextlib.suppress(psutil.NoSuchProcess):
-            process.kill()
+        for process in [launcher, *launcher.children(recursive=True)]:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
 
 
 def launch_environment(config: str) -> dict[str, str]:

@@ -12,27 +12,21 @@ import signal
 import sys
 import threading
 import traceback
-from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing import parent_process
 from multiprocessing.connection import Connection, wait
-from typing import Any
+from typing import Any, NamedTuple
 from unittest import mock
 
 import torch
 import torch.distributed as dist
 
 
-@dataclass
-class Failure:
+class Failure(NamedTuple):
     """The outcome of a case that did not return on one rank."""
 
     error: BaseException
     details: str
-
-    @property
-    def summary(self) -> str:
-        return f"{type(self.error).__name__}: {self.error}"
 
 
 class RemoteError(RuntimeError):
@@ -40,14 +34,13 @@ class RemoteError(RuntimeError):
 
 
 def save(value: Any) -> bytes:
-    """Serialize a value: functions and classes by name, tensors by their contents."""
+    """Serialize a value: functions and classes by name, tensors by their contents, without shared memory."""
     buffer = io.BytesIO()
     torch.save(value, buffer)
     return buffer.getvalue()
 
 
 def load(data: bytes) -> Any:
-    """Deserialize what `save` wrote."""
     return torch.load(io.BytesIO(data), weights_only=False)
 
 
@@ -86,20 +79,17 @@ def _outcome(path: list[str], env: dict[str, str], join: tuple[int, int, str] | 
             random.seed(0)
             torch.manual_seed(0)
             return save(_detached(fn(dist.get_rank(), dist.get_world_size(), *args, **kwargs)))
-    except BaseException as error:  # SystemExit and KeyboardInterrupt are outcomes too
-        return _failure(error)
+    except BaseException as raised:  # SystemExit and KeyboardInterrupt are outcomes too
+        error = raised
+        try:
+            pickle.loads(pickle.dumps(error))
+        except Exception:
+            error = RemoteError(f"{type(error).__name__}: {error}")
+        details = "".join(traceback.format_exception(raised))
+        error.__traceback__ = error.__cause__ = error.__context__ = None
+        return save(Failure(error, details))
     finally:
         reset_global_state()
-
-
-def _failure(error: BaseException) -> bytes:
-    details = traceback.format_exc()
-    try:
-        pickle.loads(pickle.dumps(error))
-    except Exception:
-        error = RemoteError(f"{type(error).__name__}: {error}")
-    error.__traceback__ = error.__cause__ = error.__context__ = None
-    return save(Failure(error, details))
 
 
 def _join(rank: int, world: int, rendezvous: str) -> None:
@@ -113,7 +103,6 @@ def _join(rank: int, world: int, rendezvous: str) -> None:
 
 
 def _detached(value: Any) -> Any:
-    """Return a result with its tensors detached and on the CPU, containers included."""
     if isinstance(value, torch.Tensor):
         return value.detach().cpu().clone()
     if isinstance(value, dict):

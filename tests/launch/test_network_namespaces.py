@@ -33,15 +33,12 @@ def of_process(namespaces, pid: int) -> list[str]:
 @pytest.mark.slow
 def test_capped_link_slows_ring_attention(namespaces, tmp_path: Path) -> None:
     out = tmp_path / "rows.csv"
-    command = [sys.executable, str(BENCH / "network.py"), "--modes", "ring, waiting", "--repeats", "1"]
-    process = subprocess.Popen(
-        [*command, "--out", str(out)], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-    )
+    command = [sys.executable, BENCH / "network.py", "--modes", "ring, waiting", "--repeats", "1", "--out", out]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     output, _ = process.communicate(timeout=120)
     assert process.returncode == 0, output
     assert not of_process(namespaces, process.pid)
-    with open(out) as file:
-        rows = {row["mode"]: row for row in csv.DictReader(file)}
+    rows = {row["mode"]: row for row in csv.DictReader(out.read_text().splitlines())}
     ring = rows["ring, waiting"]
     assert 10 < float(ring["link_mbit"]) < 44  # the cap is 40; an uncapped link has thousands
     transfers_s = int(ring["sent_bytes"]) * 8 / 44e6
@@ -80,8 +77,7 @@ def running(pid: int) -> bool:
 
 
 def inside(name: str) -> list[int]:
-    found = subprocess.run(["ip", "netns", "pids", name], capture_output=True, text=True).stdout.split()
-    return [int(pid) for pid in found]
+    return [*map(int, subprocess.run(["ip", "netns", "pids", name], capture_output=True, text=True).stdout.split())]
 
 
 @pytest.mark.launch

@@ -11,24 +11,15 @@ from mllm_seqpar._logging import get_logger
 from mllm_seqpar.errors import ConfigError
 
 
-@pytest.mark.parametrize(
-    ("version", "expected"),
-    [("2.13.0+cpu", (2, 13)), ("5.17.1.dev0", (5, 17, 1)), ("2.12.0a0+git12", (2, 12)), ("0", (0,))],
-)
-def test_release_numbers_of_a_version(version: str, expected: tuple[int, ...]) -> None:
-    assert _compat.release(version) == expected
-
-
-def test_version_without_numbers_is_rejected() -> None:
+def test_release_numbers_of_a_version() -> None:
+    versions = {"2.13.0+cpu": (2, 13), "5.17.1.dev0": (5, 17, 1), "2.12.0a0+git12": (2, 12), "0": (0,)}
+    assert {version: _compat.release(version) for version in versions} == versions
     with pytest.raises(ConfigError, match="'main' does not begin with numbers"):
         _compat.release("main")
 
 
-def test_installed_versions_are_supported() -> None:
-    _compat.check_versions()
-
-
 def test_old_package_is_rejected_with_the_command_to_upgrade(monkeypatch: pytest.MonkeyPatch) -> None:
+    _compat.check_versions()
     monkeypatch.setitem(_compat.MINIMUM, "torch", "99.1")
     with pytest.raises(ConfigError, match=r"torch .*needs 99\.1 or later.*pip install --upgrade 'torch>=99\.1'"):
         _compat.check_versions()
@@ -45,9 +36,7 @@ def test_gate_applies_until_its_fix() -> None:
     def gate(fixed_in: str | None) -> _compat.Gate:
         return _compat.Gate(package="torch", fixed_in=fixed_in, reason="", delete_when="")
 
-    assert gate(None).applies()
-    assert not gate(metadata.version("torch")).applies()
-    assert gate("99").applies()
+    assert gate(None).applies() and gate("99").applies() and not gate(metadata.version("torch")).applies()
 
 
 def test_errors_about_inputs_are_value_errors() -> None:
@@ -59,33 +48,16 @@ def test_errors_about_inputs_are_value_errors() -> None:
 
 @pytest.mark.parametrize(
     "rank,world,expected",
-    [
-        (0, 1, ["50% done", "a frame is late"]),
-        (0, 2, ["50% done", "[rank 0] a frame is late"]),
-        (1, 2, ["[rank 1] a frame is late"]),
-    ],
+    [(0, 1, ["50% done", "late"]), (0, 2, ["50% done", "[rank 0] late"]), (1, 2, ["[rank 1] late"])],
 )
 def test_information_is_logged_on_rank_0_and_warnings_with_the_rank(
-    rank: int, world: int, expected: list[str], monkeypatch: pytest.MonkeyPatch
+    rank: int, world: int, expected: list[str], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(dist, "is_initialized", lambda: True)
-    monkeypatch.setattr(dist, "get_rank", lambda: rank)
-    monkeypatch.setattr(dist, "get_world_size", lambda: world)
-    lines: list[str] = []
-
-    class Recorder(logging.Handler):
-        def emit(self, record: logging.LogRecord) -> None:
-            lines.append(record.getMessage())
-
-    logger = get_logger(f"mllm_seqpar.test.{rank}.{world}")
-    logger.setLevel(logging.INFO)
-    logger.addHandler(Recorder())
-    logger.info("%d%% done", 50)
-    logger.warning("%s is late", "a frame")
-    assert lines == expected
-
-
-def test_loggers_share_one_parent() -> None:
-    assert get_logger("finetune").name == "mllm_seqpar.finetune"
-    assert get_logger("mllm_seqpar.comm") is get_logger("mllm_seqpar.comm")
-    assert len(get_logger("mllm_seqpar.comm").filters) == 1
+    for name, value in (("is_initialized", True), ("get_rank", rank), ("get_world_size", world)):
+        monkeypatch.setattr(dist, name, lambda value=value: value)
+    logger = get_logger("test")
+    assert logger is get_logger("mllm_seqpar.test") and len(logger.filters) == 1
+    with caplog.at_level(logging.INFO, logger.name):
+        logger.info("%d%% done", 50)
+        logger.warning("late")
+    assert caplog.messages == expected

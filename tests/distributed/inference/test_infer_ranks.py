@@ -3,6 +3,7 @@
 import contextlib
 import io
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,29 +16,19 @@ from ranks import ranks
 pytestmark = pytest.mark.slow
 
 
-def run(rank: int, world: int, argv: list[str], rank_1_argv: list[str] | None = None) -> str:
+def run(rank: int, world: int, argv: list[str], rank_1_argv: Sequence[str] = ()) -> str:
     """Run the script and return what this rank wrote to standard output."""
     out = io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(io.StringIO()):
-        infer([*argv, *(rank_1_argv or [] if rank == 1 else [])])
+        infer([*argv, *(rank_1_argv if rank == 1 else ())])
     return out.getvalue()
 
 
 def answer_tokens(world: int, files: Path, *argv: Any) -> list[int]:
-    options = [
-        "--model",
-        files / "gated",
-        "--video",
-        files / "clip.mp4",
-        "--num-frames",
-        5,
-        "--question",
-        "What is it?",
-    ]
-    options += ["--no-progress", "--max-new-tokens", 16, "--report", files / "report.json", *argv]
+    options = ["--model", files / "gated", "--video", files / "clip.mp4", "--num-frames", 5, "--no-progress", *argv]
+    options += ["--question", "What is it?", "--max-new-tokens", 16, "--report", files / "report.json"]
     texts = ranks(world).run(run, [*map(str, options)])
-    report = json.loads((files / "report.json").read_text())
-    (answer,) = report["answers"]
+    (answer,) = json.loads((files / "report.json").read_text())["answers"]
     assert texts == [answer["text"] + "\n", *[""] * (world - 1)]
     return answer["tokens"]
 

@@ -1,7 +1,5 @@
 """Layer: pure Python, and loopback ranks. The figures and tables of docs/ show what the schedules are today."""
 
-from __future__ import annotations
-
 import importlib
 import json
 import re
@@ -17,17 +15,14 @@ ROOT = Path(__file__).resolve().parents[3]
 DOCS = ROOT / "docs"
 
 
-@pytest.fixture(scope="module")
-def figures() -> Iterator[ModuleType]:
+@pytest.fixture
+def figures(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
     """The module scripts/docs/figures.py; `sent` can be imported beside it."""
     pytest.importorskip("matplotlib")
-    sys.path.insert(0, str(ROOT / "scripts" / "docs"))
-    try:
-        yield importlib.import_module("figures")
-    finally:
-        sys.path.remove(str(ROOT / "scripts" / "docs"))
-        for name in ("figures", "figure_data", "sent"):
-            sys.modules.pop(name, None)
+    monkeypatch.syspath_prepend(str(ROOT / "scripts" / "docs"))
+    yield importlib.import_module("figures")
+    for name in ("figures", "figure_data", "sent"):
+        sys.modules.pop(name, None)
 
 
 def description(path: Path) -> str:
@@ -37,6 +32,10 @@ def description(path: Path) -> str:
 def texts(path: Path) -> list[str]:
     nodes = xml.etree.ElementTree.parse(path).iter("{http://www.w3.org/2000/svg}text")
     return ["".join(node.itertext()) for node in nodes]
+
+
+def pages() -> str:
+    return " ".join(path.read_text() for path in DOCS.rglob("*.md"))
 
 
 def test_figures_show_the_schedules_of_today(figures: ModuleType) -> None:
@@ -53,8 +52,8 @@ def test_figures_show_the_schedules_of_today(figures: ModuleType) -> None:
 
 
 def test_every_figure_is_shown_on_a_page(figures: ModuleType) -> None:
-    pages = " ".join(path.read_text() for path in DOCS.rglob("*.md"))
-    assert not [name for name in figures.FIGURES if not re.search(rf"\]\([^)\s]*figures/{name}\.svg\)", pages)]
+    text = pages()
+    assert not [name for name in figures.FIGURES if not re.search(rf"\]\([^)\s]*figures/{name}\.svg\)", text)]
 
 
 @pytest.mark.parametrize("backward", [False, True])
@@ -74,7 +73,6 @@ def test_figure_of_a_given_mesh_shape(
 
 
 def test_tables_of_bytes_sent_are_those_of_the_formulas(figures: ModuleType) -> None:
-    sent = importlib.import_module("sent")
-    pages = " ".join(path.read_text() for path in DOCS.rglob("*.md"))
+    sent, text = importlib.import_module("sent"), pages()
     for case in sent.CASES:
-        assert sent.table(case) in pages, f"the table {case} has changed: run python scripts/docs/sent.py"
+        assert sent.table(case) in text, f"the table {case} has changed: run python scripts/docs/sent.py"

@@ -15,15 +15,13 @@ ASK = ["--model", "m", "--video", "v.mp4", "--question", "Why?"]
 ENCODE = ["--model", "m", "--video", "v.mp4", "--save-features", "f"]
 
 
-def test_defaults_and_repeated_questions() -> None:
-    args = parse([*ASK, "--question", "When?", "--no-progress"])
-    assert args.question == ("Why?", "When?")
-    assert args.frame_options() == {"fps": None, "num_frames": None, "max_frames": None}
-    assert args.frame_options(default_fps=1.0)["fps"] == 1.0
+def test_options_become_settings() -> None:
+    args = parse([*ASK, "--question", "When?", "--no-progress", "--self-attention", "star"])
+    assert args.question == ("Why?", "When?") and not args.progress
+    assert args.frame_options(default_fps=1.0) == {"fps": 1.0, "num_frames": None, "max_frames": None}
     assert parse([*ASK, "--num-frames", "9"]).frame_options(default_fps=1.0)["fps"] is None
     assert args.sampling() == Sampling(max_new_tokens=256, temperature=0.0, top_p=1.0, seed=0)
-    assert not args.progress and not args.shard_weights and args.seqpar_config().strategy == "lv-xattn"
-    assert parse([*ASK, "--self-attention", "star"]).seqpar_config().self_attention == "star"
+    assert args.seqpar_config().self_attention == "star"
 
 
 @pytest.mark.parametrize(

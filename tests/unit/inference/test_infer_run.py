@@ -27,21 +27,21 @@ ASK = ["--no-progress", "--max-new-tokens", "16", "--encode-batch", "3"]
 @pytest.fixture(autouse=True)
 def load_one_model_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """`from_pretrained` changes state of the whole process while it runs, so threads must not call it together."""
-    lock = threading.Lock()
+    lock, load_model = threading.Lock(), loading.load_model
 
     def load(*args: Any, **kwargs: Any) -> Any:
         with lock:
-            return loading.load_model(*args, **kwargs)
+            return load_model(*args, **kwargs)
 
     monkeypatch.setattr("mllm_seqpar.inference.model.load_model", load)
 
 
-def run(world: int, *argv: Any, rank_argv: dict[int, list[Any]] | None = None) -> list[Exception | None]:
-    """Run the inference script's steps on loopback ranks and return each rank's error."""
+def run(world: int, *argv: Any, videos: tuple[Path, ...] = ()) -> list[Exception | None]:
+    """Run the inference script's steps on loopback ranks, each with its video, and return each rank's error."""
 
     def failed(comm: Communicator) -> Exception | None:
-        args = parse([*map(str, argv), *map(str, (rank_argv or {}).get(comm.rank, []))])
-        return attempt(lambda: answer_questions(args, comm, CPU))[1]
+        own = ["--video", videos[comm.rank]] if videos else []
+        return attempt(lambda: answer_questions(parse([*map(str, [*argv, *own])]), comm, CPU))[1]
 
     return run_loopback(world, failed)
 
@@ -51,11 +51,8 @@ def ask(world: int, folder: Path, *argv: Any, questions: tuple[str, ...] = QUEST
     options = [part for question in questions for part in ("--question", question)]
     errors = run(world, *argv, *ASK, *options, "--report", folder / "report.json")
     assert errors == [None] * world
-    return json.loads((folder / "report.json").read_text())
-
-
-def tokens_of(report: dict[str, Any]) -> list[list[int]]:
-    return [answer["tokens"] for answer in report["answers"]]
+    report = json.loads((folder / "report.json").read_text())
+    return report | {"tokens": [answer["tokens"] for answer in report["answers"]]}
 
 
 def unpatched(folder: Path, model: str, **frames: Any) -> list[list[int]]:
@@ -83,7 +80,7 @@ def test_answers_equal_the_unpatched_models(
     options = [part for name, value in frames.items() for part in (f"--{name.replace('_', '-')}", value)]
     clip = inference_files / "clip.mp4"
     report = ask(world, inference_files, "--model", inference_files / model, "--video", clip, *options)
-    assert tokens_of(report) == unpatched(inference_files, model, **frames)
+    assert report["tokens"] == unpatched(inference_files, model, **frames)
     text = "".join(f"> {answer['question']}\n{answer['text']}\n" for answer in report["answers"])
     assert capsys.readouterr().out == text
     assert report["frames"] == len(plan_frames(probe(clip), **frames))
@@ -113,42 +110,35 @@ def test_stored_features_give_the_same_answers(inference_files: Path, tmp_path: 
     expected = unpatched(inference_files, "gated", num_frames=7)
     for world, video in ((1, clip), (3, [])):
         report = ask(world, tmp_path, *model, "--features", tmp_path / "features", *video)
-        assert tokens_of(report) == expected
+        assert report["tokens"] == expected
         assert "read and encode" not in report["seconds"] and "read features" in report["seconds"]
 
-    refused = [
+    for argv, message in (
         (["--model", inference_files / "other"], "made by another model"),
         ([*model, "--num-frames", 8], "made with num_frames = 7, now it is 8"),
         ([*model, "--video", inference_files / "twin.mp4", "--num-frames", 7], "made with source_size"),
         ([*model, "--video", inference_files / "clip.mp4"], "made with frames = 7, now it is 4"),
         ([*model, "--dtype", "bfloat16"], "these features are float32 and the model runs in bfloat16"),
-    ]
-    for argv, message in refused:
+    ):
         errors = run(2, *argv, "--features", tmp_path / "features", "--question", "?")
         assert [type(error) for error in errors] == [DataError] * 2, errors
         assert message in str(errors[0])
 
 
-def test_bad_files_are_one_sentence_on_every_rank(inference_files: Path, tmp_path: Path) -> None:
-    model, clip = inference_files / "gated", inference_files / "clip.mp4"
-    cases: list[tuple[type, Path, Path, str]] = [
-        (VideoError, model, tmp_path / "none.mp4", "no such file"),
-        (ConfigError, tmp_path, clip, "no config.json there"),
-    ]
-    for kind, directory, video, message in cases:
-        errors = run(2, "--model", directory, "--video", video, "--question", "?")
-        assert [type(error) for error in errors] == [kind] * 2, errors
-        assert message in str(errors[0]) and "\n" not in str(errors[0])
-
-
 @pytest.mark.parametrize(
-    ("video", "message"),
-    [("twin.mp4", "inputs: the ranks differ in video's size: rank 0: "), ("none.mp4", "inputs: rank 1: ")],
+    ("directory", "videos", "messages"),
+    [
+        ("gated", ["none.mp4"] * 2, [(VideoError, "no such file")] * 2),
+        (".", ["clip.mp4"] * 2, [(ConfigError, "no config.json there")] * 2),
+        # the nodes of a cluster may have different files under the same name
+        ("gated", ["clip.mp4", "none.mp4"], [(AgreementError, "inputs: rank 1: "), (VideoError, "no such file")]),
+        ("gated", ["clip.mp4", "twin.mp4"], [(AgreementError, "the ranks differ in video's size: rank 0: ")] * 2),
+    ],
 )
-def test_ranks_with_different_videos_are_refused(inference_files: Path, video: str, message: str) -> None:
-    """The nodes of a cluster may have different files under the same name."""
-    clip, other = inference_files / "clip.mp4", inference_files / video
-    rank_argv = {0: ["--video", clip], 1: ["--video", other]}
-    errors = run(2, "--model", inference_files / "gated", "--question", "What?", rank_argv=rank_argv)
-    assert isinstance(errors[0], AgreementError) and str(errors[0]).startswith(message)
-    assert isinstance(errors[1], AgreementError if other.exists() else VideoError)
+def test_bad_files_are_one_sentence_on_every_rank(
+    inference_files: Path, directory: str, videos: list[str], messages: list[tuple[type, str]]
+) -> None:
+    files = tuple(inference_files / name for name in videos)
+    errors = run(2, "--model", inference_files / directory, "--question", "What?", videos=files)
+    for error, (kind, message) in zip(errors, messages, strict=True):
+        assert type(error) is kind and message in str(error) and "\n" not in str(error)

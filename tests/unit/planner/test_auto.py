@@ -1,36 +1,27 @@
-"""Layer: one process. The selector of a patched model: its cache, its use of the mask, and its cluster."""
+"""Layer: one process. The selector of a patched model: its cache, its mask, its cluster; clusters that are measured."""
 
-from __future__ import annotations
-
+import socket
+import threading
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from clusters import FAST, with_
 
 from mllm_seqpar.comm import Communicator, as_communicator, run_loopback
 from mllm_seqpar.config import SeqParConfig
 from mllm_seqpar.errors import AgreementError, ConfigError
 from mllm_seqpar.masks import FrameBlockMasks, FrameMask, FullBlockMasks
-from mllm_seqpar.planner import Cluster, Selection, write_cluster
+from mllm_seqpar.planner import Selection, write_cluster
 from mllm_seqpar.planner.auto import ClusterSelector, selector_for
+from mllm_seqpar.planner.calibrate import AttentionShape, calibrate
 from mllm_seqpar.planner.candidates import STRATEGIES
 from mllm_seqpar.runtime.selection import CROSS, CROSS_MESH
 from mllm_seqpar.schedules.bytes_sent import Problem
 from mllm_seqpar.sharding import frame_bounds
 
-CLUSTER = Cluster(
-    name="eight",
-    gpus_per_node=8,
-    attention_forward=1e14,
-    attention_backward=1e14,
-    matmul=2e14,
-    memory_bytes=8e10,
-    node_link=2e11,
-    node_latency_s=1e-5,
-    network_link=2e10,
-    network_latency_s=2e-5,
-)
+CLUSTER = with_(FAST, gpus_per_node=8, node_latency_s=1e-5, network_link=2e10)
 PROBLEM = Problem(rows=512, keys=(400_000,) * 8, heads=28, kv_heads=4, dim=128)
 
 
@@ -39,9 +30,8 @@ def full(problem: Problem) -> FullBlockMasks:
 
 
 def for_pass(selector: ClusterSelector, problem: Problem, training: bool = True) -> Selection:
-    return selector.select_for_pass(
-        problem, full(problem), training=training, visual_dim=3584, layers=4, recompute=True
-    )
+    rest = {"training": training, "visual_dim": 3584, "layers": 4, "recompute": True}
+    return selector.select_for_pass(problem, full(problem), **rest)
 
 
 @pytest.mark.parametrize("dense", [False, True])
@@ -72,7 +62,7 @@ def test_similar_lengths_share_one_selection() -> None:
 
 def test_replication_is_selected_for_short_videos_and_whole_passes_only() -> None:
     assert CROSS.strategies == STRATEGIES
-    slow = ClusterSelector(replace(CLUSTER, node_link=1e9, network_link=1e9))
+    slow = ClusterSelector(with_(CLUSTER, node_link=1e9, network_link=1e9))
     for keys, strategy in ((400_000, "lv-xattn"), (200, "replicate")):
         problem = replace(PROBLEM, rows=4096, keys=(keys,) * 8)
         assert for_pass(slow, problem).strategy == strategy
@@ -83,13 +73,11 @@ def test_overlap_ratios_depend_on_the_cluster() -> None:
     problem = replace(PROBLEM, rows=4096, keys=(4096,) * 8)
     ratios = []
     for link in (1e9, 1e11):
-        selector = ClusterSelector(replace(CLUSTER, node_link=link))
+        selector = ClusterSelector(with_(CLUSTER, node_link=link))
         mesh = selector.select(problem, full(problem), CROSS_MESH, training=True, mesh_shape=(4, 2))
-        assert (mesh.strategy, mesh.mesh_shape) == ("mesh", (4, 2))
         found = selector.overlap_ratios(mesh, problem, full(problem), causal=False)
-        assert found is not None
         causal = selector.overlap_ratios(mesh, problem, full(problem), causal=True)
-        assert causal is not None and causal[0].q == pytest.approx(2 * found[0].q, rel=0.1)
+        assert causal[0].q == pytest.approx(2 * found[0].q, rel=0.1)
         ratios.append(found)
     assert ratios[0][0].kv > 10 * ratios[1][0].kv and ratios[0][1].q > ratios[0][0].q
     ring = selector.select(problem, full(problem), CROSS_MESH, training=True, mesh_shape=(1, 8))
@@ -102,10 +90,9 @@ def test_pruned_mask_makes_the_links_irrelevant() -> None:
     row = torch.zeros(1, PROBLEM.rows, dtype=torch.long)
     masks = [FrameMask.from_intervals(row + start, row + stop, 729, frames) for start, stop in bounds]
     problem = replace(PROBLEM, keys=(64 * 729,) * 8)
+    blocks = FrameBlockMasks(masks, bounds)
     slow, fast = (
-        ClusterSelector(replace(CLUSTER, node_link=rate)).select(
-            problem, FrameBlockMasks(masks, bounds), CROSS, training=True
-        )
+        ClusterSelector(with_(CLUSTER, node_link=rate)).select(problem, blocks, CROSS, training=True)
         for rate in (1e5, 1e12)
     )
     assert slow.strategy == fast.strategy == "lv-xattn"
@@ -114,8 +101,8 @@ def test_pruned_mask_makes_the_links_irrelevant() -> None:
 
 def test_cluster_file_is_compared_between_ranks_and_with_their_number(tmp_path: Path) -> None:
     for rank in range(2):
-        write_cluster(replace(CLUSTER, name=f"cluster of rank {rank}"), tmp_path / f"{rank}.yaml")
-    write_cluster(replace(CLUSTER, links="none"), tmp_path / "one-process.yaml")
+        write_cluster(with_(CLUSTER, name=f"cluster of rank {rank}"), tmp_path / f"{rank}.yaml")
+    write_cluster(with_(CLUSTER, links="none"), tmp_path / "one-process.yaml")
 
     def selector(comm: Communicator, name: str) -> ClusterSelector:
         config = SeqParConfig(strategy="auto", cluster=str(tmp_path / name))
@@ -129,3 +116,30 @@ def test_cluster_file_is_compared_between_ranks_and_with_their_number(tmp_path: 
 
     run_loopback(2, on_rank)
     assert selector(as_communicator(None), "one-process.yaml").cluster.links == "none"
+
+
+SHAPE = AttentionShape(heads=2, kv_heads=2, dim=16)
+
+
+@pytest.mark.parametrize(("ranks", "links"), [(2, "node"), (4, "all")])
+def test_ranks_of_one_or_two_nodes_agree_on_what_they_measured(
+    ranks: int, links: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Threads loopback-0 to loopback-3, two on each host name."""
+    monkeypatch.setattr(socket, "gethostname", lambda: f"host {int(threading.current_thread().name[-1]) // 2}")
+    cluster, *others = run_loopback(ranks, lambda comm: calibrate(comm, shape=SHAPE))
+    assert all(other == cluster for other in others)
+    assert all(1e6 < rate < 1e15 for rate in (cluster.attention_forward, cluster.attention_backward, cluster.matmul))
+    assert cluster.node_link > 1e5 and cluster.node_latency_s >= 0
+    assert cluster.step_overhead_s > 0 and cluster.block_overhead_s > 0
+    assert (cluster.gpus_per_node, cluster.links) == (2, links)
+    if links == "node":
+        assert cluster.network_link == cluster.node_link and cluster.network_link_per_gpu is None
+    else:
+        assert 0 < cluster.network_link_per_gpu <= cluster.network_link
+
+
+def test_one_rank_measures_no_links() -> None:
+    cluster = calibrate(as_communicator(None), shape=AttentionShape(dtype=torch.bfloat16), name="alone")
+    assert cluster.name == "alone" and cluster.gpus_per_node == 1 and "bfloat16" in cluster.source
+    assert cluster.links == "none" and cluster.node_latency_s == cluster.step_overhead_s == 0

@@ -1,13 +1,20 @@
-"""Layer: pure Python. Costs of calls against closed formulas, their bytes against the formulas of bytes sent."""
+"""Layer: pure Python. Costs of calls against closed formulas, their bytes, and the strategy selected by them."""
 
-from __future__ import annotations
-
+import itertools
 from dataclasses import replace
 
 import pytest
-from clusters import with_
+from clusters import FAST, with_
 
-from mllm_seqpar.planner import ParallelSpec, VisualProjection, call_cost, overlap_ratios_by_rates
+from mllm_seqpar.errors import ConfigError
+from mllm_seqpar.planner import (
+    ParallelSpec,
+    SelectionOptions,
+    VisualProjection,
+    call_cost,
+    overlap_ratios_by_rates,
+    select_strategy,
+)
 from mllm_seqpar.planner.candidates import candidate_specs, symmetry_period
 from mllm_seqpar.schedules.bytes_sent import Problem, lv_xattn_bytes, mesh_bytes, ring_bytes, ulysses_bytes
 
@@ -47,10 +54,8 @@ def test_short_computation_exposes_all_bytes(backward: bool) -> None:
 def test_bytes_of_every_rank_match_the_formulas(keys: tuple[int, ...], backward: bool) -> None:
     problem = Problem(rows=10, keys=keys, heads=6, kv_heads=3, dim=8, batch=2, key_batch=2)
     cluster = with_(gpus_per_node=2)
-    for spec, formula in (
-        (ParallelSpec("lv-xattn", (6, 1)), lv_xattn_bytes),
-        (ParallelSpec("ring", (1, 6)), ring_bytes),
-    ):
+    shapes = {lv_xattn_bytes: ParallelSpec("lv-xattn", (6, 1)), ring_bytes: ParallelSpec("ring", (1, 6))}
+    for formula, spec in shapes.items():
         found = call_cost(problem, spec, cluster, backward=backward).timeline
         for rank in range(6):
             sent = found.node_bytes[rank % found.period] + found.network_bytes[rank % found.period]
@@ -61,41 +66,39 @@ def test_bytes_of_every_rank_match_the_formulas(keys: tuple[int, ...], backward:
 
 @PASSES
 def test_pruned_mask_reduces_bytes_as_in_the_formula(backward: bool) -> None:
-    visible_rows = [[10, 4, 0], [10, 10, 3], [0, 2, 10]]
+    seen = [[10, 4, 0], [10, 10, 3], [0, 2, 10]]
     problem = Problem(rows=10, keys=(100,) * 3, heads=2, kv_heads=1, dim=8)
     spec = ParallelSpec("lv-xattn", (3, 1))
-    found = call_cost(problem, spec, ONE_NODE, backward=backward, visible_rows=visible_rows).timeline
+    found = call_cost(problem, spec, ONE_NODE, backward=backward, visible_rows=seen).timeline
     for rank in range(3):
-        formula = lv_xattn_bytes(replace(problem, rank=rank), backward=backward, visible_rows=visible_rows)
-        assert found.node_bytes[rank] == sum(formula.values())
+        sent = lv_xattn_bytes(replace(problem, rank=rank), backward=backward, visible_rows=seen)
+        assert found.node_bytes[rank] == sum(sent.values())
 
 
 @PASSES
-@pytest.mark.parametrize("mesh_shape", [(2, 4), (4, 2), (1, 1), (1, 4), (2, 2), (4, 1)])
+@pytest.mark.parametrize("mesh_shape", [(2, 4), (1, 1), (2, 2), (4, 1)])
 def test_bytes_of_meshes_and_hybrids_match_the_formulas(mesh_shape: tuple[int, int], backward: bool) -> None:
     degree = 8 // (mesh_shape[0] * mesh_shape[1])
-    spec = ParallelSpec("ulysses" if degree > 1 else "mesh", mesh_shape, degree)
-    formula = ulysses_bytes if degree > 1 else mesh_bytes
-    found = call_cost(EVEN, spec, ONE_NODE, backward=backward)
+    name, formula = ("ulysses", ulysses_bytes) if degree > 1 else ("mesh", mesh_bytes)
+    found = call_cost(EVEN, ParallelSpec(name, mesh_shape, degree), ONE_NODE, backward=backward)
     assert found.node_bytes == sum(formula(EVEN, mesh_shape, backward=backward).values())
     assert found.network_bytes == 0
 
 
 def test_ulysses_shards_recomputed_keys_and_values_again() -> None:
-    visual, spec = VisualProjection(dim=64), ParallelSpec("ulysses", (1, 1), 8)
-    cost = call_cost(EVEN, spec, FAST_KERNEL, backward=True, visual=visual)
+    spec = ParallelSpec("ulysses", (1, 1), 8)
+    cost = call_cost(EVEN, spec, FAST_KERNEL, backward=True, visual=VisualProjection(dim=64))
     kv = 2 * 4096 * 8 * 64 * 2 * 7 // 8
     assert cost.node_bytes == sum(ulysses_bytes(EVEN, backward=True).values()) + kv
 
 
 def test_rank_with_most_keys_determines_the_time() -> None:
     uneven = replace(EVEN, keys=(4096, 8192, 0, 4096, 4096, 4096, 4096, 4096))
-    cost = call_cost(uneven, LV, SLOW_KERNEL, backward=False)
     block = 4 * 64 * 8192 * 8 * 64 / 1e8
-    assert cost.attention == pytest.approx(8 * block)  # LV-XAttn: that rank computes all queries with its keys
-    assert cost.seconds >= 8 * block * 0.999
+    lv, ring = (call_cost(uneven, spec, SLOW_KERNEL, backward=False) for spec in (LV, RING))
+    assert lv.attention == pytest.approx(8 * block)  # LV-XAttn: that rank computes all queries with its keys
+    assert lv.seconds >= 8 * block * 0.999
     # in the ring every rank computes all blocks, and waits for the largest one once
-    ring = call_cost(uneven, RING, SLOW_KERNEL, backward=False)
     assert ring.attention == pytest.approx(flops(uneven, False) / 1e8)
     assert ring.attention < ring.seconds <= ring.attention + block
 
@@ -114,32 +117,27 @@ def test_one_period_of_ranks_represents_all(ranks: int) -> None:
     problem = Problem(rows=32, keys=(256,) * ranks, heads=12, kv_heads=3, dim=16)
     ones = [[1.0] * ranks for _ in range(ranks)]
     cluster = with_(attention_forward=4e9, attention_backward=4e9, node_latency_s=1e-5, network_latency_s=1e-4)
-    for spec in candidate_specs(problem):
-        for backward in (False, True):
-            period = call_cost(problem, spec, cluster, backward=backward)
-            every = call_cost(problem, spec, cluster, backward=backward, visible=ones)
-            assert period.timeline.period == symmetry_period(spec, ranks, cluster)
-            assert every.timeline.period == ranks
-            assert period.seconds == pytest.approx(every.seconds, rel=1e-9), (str(spec), backward)
-            assert period.timeline.all_network_bytes == every.timeline.all_network_bytes, str(spec)
+    for spec, backward in itertools.product(candidate_specs(problem), (False, True)):
+        period, every = (
+            call_cost(problem, spec, cluster, backward=backward, visible=visible) for visible in (1.0, ones)
+        )
+        assert (period.timeline.period, every.timeline.period) == (symmetry_period(spec, ranks, cluster), ranks)
+        assert period.seconds == pytest.approx(every.seconds, rel=1e-9), (str(spec), backward)
+        assert period.timeline.all_network_bytes == every.timeline.all_network_bytes, str(spec)
     expected = 1 if ranks <= 4 else 4 if ranks % 4 == 0 else ranks
     assert symmetry_period(ParallelSpec("lv-xattn", (ranks, 1)), ranks, cluster) == expected
 
 
-def test_replication_gathers_features_once_and_projects_them_on_every_rank() -> None:
-    visual = VisualProjection(dim=512, layers=4)
+def test_projection_of_features_by_strategy_and_pass() -> None:
+    """Replication gathers the features once, and every rank projects all; backward projects again if it must."""
+    visual, shard = VisualProjection(dim=512, layers=4), 4 * 4096 * 512 * 2 * 64 / 1e12
+    frozen = replace(visual, trained=False, recompute=False)
     cost = call_cost(EVEN, REPLICATE, ONE_NODE, backward=False, visual=visual)
-    shard = 4 * 4096 * 512 * 2 * 64 / 1e12
     assert cost.projection == pytest.approx(8 * shard)
     assert cost.attention == pytest.approx(flops(EVEN, False) / 1e12)
     assert cost.exposed == pytest.approx(7 * 4096 * 512 * 2 / 1e9 / 4)
-    frozen = replace(visual, trained=False, recompute=False)
     assert call_cost(EVEN, REPLICATE, ONE_NODE, backward=True, visual=frozen).exposed == 0
-
-
-def test_backward_projects_again_and_computes_the_gradients_of_trained_tensors() -> None:
-    visual, shard = VisualProjection(dim=512, layers=4), 4 * 4096 * 512 * 2 * 64 / 1e12
-    frozen = replace(visual, trained=False, recompute=False)
+    # the gradients of trained weights and of the features, and the recomputed projection
     assert call_cost(EVEN, LV, ONE_NODE, backward=True, visual=visual).projection == pytest.approx(3 * shard)
     assert call_cost(EVEN, LV, ONE_NODE, backward=True, visual=frozen).projection == pytest.approx(shard)
 
@@ -153,5 +151,67 @@ def test_overlap_ratios_are_transfer_times_over_block_times() -> None:
     assert found.o == pytest.approx(100 * 4 * 104 * 4 / 1e9 / 1e-3, rel=0.1)
     assert found.kv == pytest.approx(2 * 1000 * 4 * 100 * 2 / (1e8 / 4) / 1e-3, rel=0.05)
     assert not found.one_link
-    over_network = overlap_ratios_by_rates(problem, (16, 1), cluster, backward=False)
-    assert over_network.q == pytest.approx(0.8, rel=0.05)
+    assert overlap_ratios_by_rates(problem, (16, 1), cluster, backward=False).q == pytest.approx(0.8, rel=0.05)
+
+
+REAL = with_(FAST, network_link=1e10, node_latency_s=5e-6, block_overhead_s=1e-5)
+RINGS = SelectionOptions(strategies=("lv-xattn", "ring"))
+
+
+def problem(rows: int, keys: int, ranks: int = 8, heads: int = 28, kv_heads: int = 4) -> Problem:
+    return Problem(rows=rows, keys=(keys,) * ranks, heads=heads, kv_heads=kv_heads, dim=128)
+
+
+def test_the_shorter_of_queries_and_keys_is_moved() -> None:
+    assert select_strategy(problem(64, 100_000), REAL, options=RINGS).strategy == "lv-xattn"
+    assert select_strategy(problem(4096, 512), REAL, options=RINGS).strategy == "ring"
+
+
+def test_mesh_is_selected_for_intermediate_ratios_of_queries_to_keys() -> None:
+    cluster = with_(REAL, gpus_per_node=1, network_link=2e9)
+    options = SelectionOptions(strategies=("lv-xattn", "ring", "mesh"))
+    found = select_strategy(problem(2048, 4 * 2048, ranks=16), cluster, options=options)
+    assert found.strategy == "mesh" and 1 < found.mesh_shape[0] < 16
+    assert found.seconds < min(c.seconds for c in found.candidates if c.spec.strategy in ("lv-xattn", "ring"))
+
+
+def test_ulysses_is_selected_for_high_latency_if_it_divides_the_heads() -> None:
+    late = with_(REAL, gpus_per_node=8, node_latency_s=1e-3)
+    options = SelectionOptions(strategies=("lv-xattn", "ring", "mesh", "ulysses"))
+    found = select_strategy(problem(256, 256, heads=32), late, options=options)
+    assert found.spec == ParallelSpec("ulysses", (1, 1), 8)
+    found = select_strategy(problem(256, 256, heads=28), late, options=options)  # 8 does not divide 28
+    assert all(candidate.spec.head_degree != 8 for candidate in found.candidates)
+
+
+def test_lv_xattn_is_preferred_within_the_margin() -> None:
+    assert select_strategy(problem(64, 64, ranks=1), REAL).spec == ParallelSpec("lv-xattn", (1, 1))
+    no_transfer_time = with_(REAL, node_link=1e15, network_link=1e15, network_latency_s=0.0)
+    assert select_strategy(problem(2048, 2048), no_transfer_time).strategy == "lv-xattn"
+    close = problem(1024, 512)
+    assert select_strategy(close, REAL, options=RINGS).strategy == "ring"
+    assert select_strategy(close, REAL, options=replace(RINGS, margin=30.0)).strategy == "lv-xattn"
+
+
+def test_candidates_are_the_legal_specs() -> None:
+    found = list(candidate_specs(problem(8, 8, heads=12)))
+    assert found[:2] == [ParallelSpec("lv-xattn", (8, 1)), ParallelSpec("ring", (1, 8))]
+    assert {spec.mesh_shape for spec in found if spec.strategy == "mesh"} == {(2, 4), (4, 2)}
+    hybrids = {(spec.head_degree, spec.mesh_shape) for spec in found if spec.strategy == "ulysses"}
+    # 8 does not divide 12 heads
+    assert hybrids == {(4, (1, 2)), (4, (2, 1)), (2, (1, 4)), (2, (2, 2)), (2, (4, 1))}
+    only = select_strategy(problem(8, 8), REAL, options=SelectionOptions(mesh_shape=(2, 2)))
+    assert [c.spec for c in only.candidates] == [ParallelSpec("ulysses", (2, 2), 2)]
+    with pytest.raises(ConfigError, match="cannot plan star; choose from lv-xattn, ring"):
+        select_strategy(problem(8, 8), REAL, options=SelectionOptions(strategies=("lv-xattn", "star")))
+    with pytest.raises(ConfigError, match="none of ulysses is legal for 7 heads on 8 ranks"):
+        select_strategy(problem(8, 8, heads=7, kv_heads=1), REAL, options=SelectionOptions(strategies=("ulysses",)))
+
+
+def test_selection_gives_a_reason_and_all_candidates() -> None:
+    long = problem(64, 100_000)
+    found = select_strategy(long, REAL)
+    assert found.reason.startswith("lv-xattn: ") and "64 rows, 800000 keys, 8 ranks" in found.reason
+    seconds = [candidate.seconds for candidate in found.candidates]
+    assert seconds == sorted(seconds) and len(seconds) == len(list(candidate_specs(long)))
+    assert found == select_strategy(long, REAL)

@@ -3,8 +3,6 @@
 The K and V of whole models of the other families are compared in the tests of the memory benchmark.
 """
 
-from __future__ import annotations
-
 import sys
 import types
 import weakref
@@ -65,21 +63,21 @@ class Peak(TorchDispatchMode):
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = function(*args, **kwargs or {})
         for x in tree_leaves(out):
-            if isinstance(x, torch.Tensor) and x.untyped_storage()._cdata not in self._known:
-                self._follow(x.untyped_storage())
+            if isinstance(x, torch.Tensor) and (storage := x.untyped_storage())._cdata not in self._known:
+                address, size = storage._cdata, storage.nbytes()
+                self._known.add(address)
+                self.live += size
+                self.bytes = max(self.bytes, self.live)
+                weakref.finalize(storage, self._freed, address, size)
         return out
 
-    def _follow(self, storage: torch.UntypedStorage) -> None:
-        address, size = storage._cdata, storage.nbytes()
-        self._known.add(address)
-        self.live += size
-        self.bytes = max(self.bytes, self.live)
+    def _freed(self, address: int, size: int) -> None:
+        self._known.discard(address)
+        self.live -= size
 
-        def freed() -> None:
-            self._known.discard(address)
-            self.live -= size
 
-        weakref.finalize(storage, freed)
+def workload(model: ModelSizes, dtype: torch.dtype, frames: int, text: int = 1, **changes: Any) -> Workload:
+    return Workload(model=model, frames=frames, text=text, gpus=1, element=dtype.itemsize, **changes)
 
 
 def owl(dtype: torch.dtype) -> tuple[Any, ModelSizes]:
@@ -89,25 +87,24 @@ def owl(dtype: torch.dtype) -> tuple[Any, ModelSizes]:
     return model, model_sizes(model.config.to_dict(), "tiny")
 
 
-@pytest.mark.parametrize(
-    ("dtype", "chunk"), [(torch.float32, None), (torch.bfloat16, 64)], ids=["float32", "bfloat16, in chunks"]
-)
+def saved_in_training(model: Any, dtype: torch.dtype, frames: int, length: int) -> int:
+    ids, pixels = tiny_text(frames, length=length), tiny_frames(frames).to(dtype)
+    return saved(lambda: model(input_ids=ids, pixel_values=pixels, labels=ids), *model.parameters())
+
+
+@pytest.mark.parametrize(("dtype", "chunk"), [(torch.float32, None), (torch.bfloat16, 64)], ids=str)
 def test_text_token_saves_as_many_bytes_as_planned(dtype: torch.dtype, chunk: int | None) -> None:
     """The difference between two lengths of text."""
     model, sizes = owl(dtype)
     model = patch_model(model, strategy="lv-xattn", mlp_chunk_size=chunk).train()
-    weights = list(model.parameters())
-
-    def measured(length: int) -> int:
-        ids, frames = tiny_text(4, length=length), tiny_frames(4).to(dtype)
-        return saved(lambda: model(input_ids=ids, pixel_values=frames, labels=ids), *weights)
 
     def planned(text: int) -> int:
-        workload = Workload(model=sizes, frames=4, text=text, gpus=1, element=dtype.itemsize, mlp_chunk_size=chunk)
-        return peak_memory(workload, ONE_RANK)["activations"] - text * 256 * (dtype.itemsize + 8)  # without logits
+        run = workload(sizes, dtype, 4, text, mlp_chunk_size=chunk)
+        return peak_memory(run, ONE_RANK)["activations"] - text * 256 * (dtype.itemsize + 8)  # without logits
 
+    measured = saved_in_training(model, dtype, 4, 256) - saved_in_training(model, dtype, 4, 128)
     logits = 128 * 256 * 4  # 128 tokens, 256 words, float32
-    assert planned(256) - planned(128) == pytest.approx(measured(256) - measured(128) - logits, rel=0.04)
+    assert planned(256) - planned(128) == pytest.approx(measured - logits, rel=0.04)
 
 
 @pytest.mark.parametrize(
@@ -121,23 +118,15 @@ def test_frame_saves_as_many_bytes_as_planned_without_recomputation(dtype: torch
         for number in model.config.hyper_layers:
             model.language_model.model.layers[number - 1].self_attn.v_kv_proj.requires_grad_(True)
     model = patch_model(model, strategy="lv-xattn", recompute_visual=False).train()
-    weights = list(model.parameters())
-
-    def measured(frames: int) -> int:
-        ids, pixels = tiny_text(frames, length=64), tiny_frames(frames).to(dtype)
-        return saved(lambda: model(input_ids=ids, pixel_values=pixels, labels=ids), *weights)
 
     def planned(frames: int) -> int:
-        element = dtype.itemsize
-        workload = Workload(
-            model=sizes, frames=frames, text=64, gpus=1, element=element, recompute=False, trained=trained
-        )
+        run = workload(sizes, dtype, frames, 64, recompute=False, trained=trained)
         # In float32 the norm saves the features themselves, in bf16 a float32 copy, which the formula contains.
-        features = frames * 4 * 256 * element if dtype == torch.float32 else 0
-        return saved_for_backward(workload, ONE_RANK) + saved_before_features(workload) + features
+        features = frames * 4 * 256 * 4 if dtype == torch.float32 else 0
+        return saved_for_backward(run, ONE_RANK) + saved_before_features(run) + features
 
-    # the rotary factors of each frame are not planned
-    assert planned(32) - planned(16) == pytest.approx(measured(32) - measured(16), rel=0.04)
+    measured = saved_in_training(model, dtype, 32, 64) - saved_in_training(model, dtype, 16, 64)
+    assert planned(32) - planned(16) == pytest.approx(measured, rel=0.04)  # the rotary factors are not planned
 
 
 @DTYPES
@@ -154,8 +143,8 @@ def test_mllama_keys_and_values_save_as_many_bytes_as_planned(dtype: torch.dtype
         return (k * v).sum()  # saves both, as attention does
 
     cross = CrossAttentionSizes(layers=1, heads=4, kv_heads=2, head_dim=16, visual_dim=64, key_norm="float32")
-    workload = Workload(model=sizes_of(cross=cross, keys=8), frames=3, text=1, gpus=1, element=dtype.itemsize)
-    planned = saved_for_backward(replace(workload, recompute=False), ONE_RANK) - saved_for_backward(workload, ONE_RANK)
+    run = workload(sizes_of(cross=cross, keys=8), dtype, 3)
+    planned = saved_for_backward(replace(run, recompute=False), ONE_RANK) - saved_for_backward(run, ONE_RANK)
     assert planned == pytest.approx(saved(project, features, *attention.parameters()), rel=0.01)
 
 
@@ -163,16 +152,14 @@ def test_mllama_keys_and_values_save_as_many_bytes_as_planned(dtype: torch.dtype
 @pytest.mark.parametrize("code", ["idefics", "flamingo"])
 def test_resampler_saves_as_many_bytes_as_planned(code: str, dtype: torch.dtype) -> None:
     """8 latents of width 32 attend to 24 patches, with 2 heads of 24, in 3 layers."""
-    shape = {"depth": 3, "n_heads": 2, "head_dim": 24, "n_latents": 8}
     patches = torch.randn(5, 24, 32, dtype=dtype)
     if code == "idefics":
         from transformers import IdeficsConfig
         from transformers.models.idefics.perceiver import IdeficsPerceiverResampler
 
-        config = IdeficsConfig(
-            vision_config={"embed_dim": 32}, perceiver_config={"qk_layer_norms_perceiver": True}, use_resampler=True
-        )
-        module: Any = IdeficsPerceiverResampler(config, 32, **shape).to(dtype)
+        perceiver = {"vision_config": {"embed_dim": 32}, "perceiver_config": {"qk_layer_norms_perceiver": True}}
+        config = IdeficsConfig(**perceiver, use_resampler=True)
+        module: Any = IdeficsPerceiverResampler(config, 32, 3, 2, 24, 8).to(dtype)
     else:
         sys.modules.setdefault("open_clip", types.ModuleType("open_clip"))  # imported by the package, not used here
         helpers = pytest.importorskip("open_flamingo.src.helpers", reason="installed with --no-deps by scripts/test.sh")
@@ -181,8 +168,7 @@ def test_resampler_saves_as_many_bytes_as_planned(code: str, dtype: torch.dtype)
     measured = saved(lambda: module(patches), *module.parameters())
     resampler = ResamplerSizes(layers=3, heads=2, head_dim=24, mlp_inner=128, code=code)
     model = replace(sizes_of(keys=8), resampler=resampler)
-    workload = Workload(model=model, frames=5, text=1, gpus=1, element=dtype.itemsize)
-    assert saved_before_features(workload) == pytest.approx(measured, rel=0.02)
+    assert saved_before_features(workload(model, dtype, 5)) == pytest.approx(measured, rel=0.02)
 
 
 def fake_tower(dtype: torch.dtype, frames: int) -> tuple[ModelSizes, Any, Any]:
@@ -191,12 +177,8 @@ def fake_tower(dtype: torch.dtype, frames: int) -> tuple[ModelSizes, Any, Any]:
     Fake tensors have shapes and no numbers, so that what is allocated does not depend on the processor's libraries.
     """
     model = tiny_model(vision={"image_size": 112, "hidden_size": 128, "intermediate_size": 480}).to(dtype)
-    fake = FakeTensorMode().from_tensor
-    return (
-        model_sizes(model.config.to_dict(), "tiny"),
-        model.vision_model._apply(fake),
-        fake(torch.empty(frames, 3, 112, 112, dtype=dtype)),
-    )
+    fake, sizes = FakeTensorMode().from_tensor, model_sizes(model.config.to_dict(), "tiny")
+    return sizes, model.vision_model._apply(fake), fake(torch.empty(frames, 3, 112, 112, dtype=dtype))
 
 
 @DTYPES
@@ -205,32 +187,27 @@ def test_trained_tower_saves_as_many_bytes_as_planned(dtype: torch.dtype) -> Non
     sizes, tower, frames = fake_tower(dtype, 4)
     with frames.fake_mode:
         measured = saved(lambda: tower.penultimate(frames), frames, *tower.parameters())
-    vision = replace(sizes.vision, layers=sizes.vision.layers - 1)
-    model = replace(sizes, vision=vision, projector=None)
-    workload = Workload(model=model, frames=4, text=1, gpus=1, trained="all", element=dtype.itemsize)
-    assert saved_before_features(workload) == pytest.approx(measured, rel=0.01)
+    model = replace(sizes, vision=replace(sizes.vision, layers=sizes.vision.layers - 1), projector=None)
+    assert saved_before_features(workload(model, dtype, 4, trained="all")) == pytest.approx(measured, rel=0.01)
 
 
 def test_frozen_tower_allocates_as_many_bytes_as_planned() -> None:
     sizes, tower, frames = fake_tower(torch.bfloat16, 8)
     with frames.fake_mode, torch.no_grad(), Peak(frames, *tower.parameters()) as peak:
         tower.penultimate(frames)
-    workload = Workload(model=sizes, frames=8, text=1, gpus=1, trained="none")
-    assert peak.bytes == pytest.approx(frozen_tower_memory(workload), rel=0.02)
-    held = peak_memory(
-        replace(workload, frames=800, vision_chunk_size=None), ONE_RANK
-    )  # no text: the tower is the peak
-    tower = frozen_tower_memory(replace(workload, frames=800, vision_chunk_size=None))
-    assert held["features"] + held["activations"] + held["buffers"] == tower
+    run = workload(sizes, torch.bfloat16, 8, trained="none")
+    assert peak.bytes == pytest.approx(frozen_tower_memory(run), rel=0.02)
+    long = replace(run, frames=800, vision_chunk_size=None)
+    held = peak_memory(long, ONE_RANK)  # no text: the tower is the peak
+    assert held["features"] + held["activations"] + held["buffers"] == frozen_tower_memory(long)
 
 
 def sizes_of(keys: int, cross: CrossAttentionSizes | None = None) -> ModelSizes:
     """Return sizes with 24 patches of width 32 per frame."""
+    attention = {"layers": 1, "heads": 4, "kv_heads": 2, "head_dim": 16}
     return ModelSizes(
         name="tiny",
-        text=TextSizes(
-            hidden=64, layers=1, heads=4, kv_heads=2, head_dim=16, mlp_inner=8, mlp_matrices=3, vocabulary=9
-        ),
-        cross=cross or CrossAttentionSizes(layers=1, heads=4, kv_heads=2, head_dim=16, visual_dim=32),
+        text=TextSizes(hidden=64, mlp_inner=8, mlp_matrices=3, vocabulary=9, **attention),
+        cross=cross or CrossAttentionSizes(visual_dim=32, **attention),
         vision=VisionSizes(width=32, layers=1, heads=2, mlp_inner=8, tokens=24, keys=keys),
     )

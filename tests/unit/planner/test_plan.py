@@ -1,7 +1,5 @@
 """Layer: pure Python. Plans: times worked out by hand, memory by formula, and what fits."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -34,9 +32,6 @@ def lv_plan(cluster: Cluster = A100, **changes: Any) -> StrategyPlan:
 
 def memory(spec: ParallelSpec = LV, **changes: Any) -> Mapping[str, int]:
     return peak_memory(replace(STEP, **changes), spec)
-
-
-# Times
 
 
 def test_parts_add_up_and_lv_xattn_is_best_for_a_long_video() -> None:
@@ -101,19 +96,15 @@ def test_local_text_is_computed_by_every_rank() -> None:
     assert local.parts["self-attention"].exposed == 0
     # every rank gathers the rows of O: 512 per rank forward in bf16, their gradients in float32
     rows = 4 * 15 * 512 * 28 * 128 * (2 + 4)
-    sent = [
-        row.parts["cross-attention"].node_bytes + row.parts["cross-attention"].network_bytes for row in (local, sharded)
-    ]
-    assert sent[0] - sent[1] == rows
+    cross = [row.parts["cross-attention"] for row in (local, sharded)]
+    assert cross[0].node_bytes + cross[0].network_bytes == cross[1].node_bytes + cross[1].network_bytes + rows
     assert local.memory["activations"] > 8 * sharded.memory["activations"]
 
 
 def test_auto_self_attention_is_the_fastest() -> None:
-    seconds = {
-        name: lv_plan(self_attention=name).parts["self-attention"].seconds
-        for name in ("auto", "ring", "mesh", "ulysses")
-    }
-    assert seconds["auto"] == min(seconds.values()) < seconds["ring"]
+    names = ("auto", "ring", "mesh", "ulysses")
+    auto, *others = [lv_plan(self_attention=name).parts["self-attention"].seconds for name in names]
+    assert auto == min(others) < others[0]
 
 
 def test_chunked_mlps_are_recomputed_once() -> None:
@@ -121,9 +112,6 @@ def test_chunked_mlps_are_recomputed_once() -> None:
     assert chunked.forward == plain.forward and chunked.backward == pytest.approx(1.5 * plain.backward)
     both = lv_plan(mlp_chunk_size=128, checkpointing=True).parts["MLP"]
     assert both.backward == pytest.approx(chunked.backward)  # the recomputation of a layer stops before its MLP
-
-
-# Memory
 
 
 def test_memory_of_parameters_features_and_activations() -> None:
@@ -149,10 +137,10 @@ def test_memory_of_chunked_mlps() -> None:
     assert memory()["activations"] - memory(mlp_chunk_size=128)["activations"] == 28 * 512 * 4 * 18944 * 2
     assert memory(mlp_chunk_size=512) == memory()  # a rank has 512 tokens
     # with two frames the MLP needs the largest buffers: 2048 tokens, or one chunk and three weight gradients
-    short: dict[str, Any] = {"frames": 2, "text": 2048, "gpus": 1}
-    assert memory(ONE_GPU, **short)["buffers"] == 2048 * 2 * 18944 * 2
-    chunked = memory(ONE_GPU, **short, mlp_chunk_size=128)["buffers"]
-    assert chunked == 128 * 6 * 18944 * 2 + 3 * 3584 * 18944 * 4
+    whole, chunked = (
+        memory(ONE_GPU, frames=2, text=2048, gpus=1, mlp_chunk_size=size)["buffers"] for size in (None, 128)
+    )
+    assert (whole, chunked) == (2048 * 2 * 18944 * 2, 128 * 6 * 18944 * 2 + 3 * 3584 * 18944 * 4)
 
 
 def test_buffers_of_each_strategy() -> None:
@@ -167,9 +155,6 @@ def test_buffers_of_each_strategy() -> None:
     assert memory(REPLICATE)["buffers"] == gathered + 16 * KEYS * 3584 * (2 + 4 + 4)
     # the backward pass of the norms: three tensors in float32 of all frames at once
     assert memory(recompute=False)["buffers"] - memory()["buffers"] == 3 * 4 * KEYS * 3584
-
-
-# What fits
 
 
 def test_strategy_that_does_not_fit_comes_last() -> None:
@@ -197,20 +182,18 @@ def test_lv_xattn_is_best_within_the_margin() -> None:
     assert plan.best.spec.strategy == "lv-xattn"
 
 
-def test_longest_video_just_fits() -> None:
+def fits(spec: ParallelSpec, **changes: Any) -> bool:
+    return sum(memory(spec, **changes).values()) <= USABLE * A100.memory_bytes
+
+
+def test_longest_video_and_fewest_gpus_just_fit() -> None:
     longest = max_frames(STEP, A100, LV)
-    for frames, fits in ((longest, True), (longest + 16, False)):
-        assert (sum(memory(frames=frames).values()) <= USABLE * A100.memory_bytes) == fits
+    assert fits(LV, frames=longest) and not fits(LV, frames=longest + 16)
     assert longest > max_frames(replace(STEP, recompute=False), A100, LV)
     assert max_frames(STEP, replace(A100, memory_bytes=1e9), LV) == 0
-
-
-def test_minimum_number_of_gpus_just_fits() -> None:
-    gpus = make_plan(replace(STEP, gpus=2), A100, ("lv-xattn",)).min_gpus
-    assert gpus is not None
-    for count, fits in ((gpus, True), (gpus // 2, False)):
-        held = memory(ParallelSpec("lv-xattn", (count, 1)), gpus=count)
-        assert (sum(held.values()) <= USABLE * A100.memory_bytes) == fits
+    fewest = make_plan(replace(STEP, gpus=2), A100, ("lv-xattn",)).min_gpus
+    several, fewer = (ParallelSpec("lv-xattn", (count, 1)) for count in (fewest, fewest // 2))
+    assert fits(several, gpus=fewest) and not fits(fewer, gpus=fewest // 2)
     assert make_plan(STEP, replace(A100, memory_bytes=1e6), ("lv-xattn",)).min_gpus is None
 
 
@@ -218,8 +201,8 @@ def test_illegal_strategies_are_named_with_the_reason() -> None:
     plan = make_plan(replace(STEP, gpus=5), A100)
     assert "5 GPUs have no tile" in plan.illegal["mesh"]
     assert "no group of the 5 GPUs divides 28 heads" in plan.illegal["ulysses"]
-    one_gpu = make_plan(replace(STEP, gpus=1), A100)
-    assert set(one_gpu.illegal.values()) == {"one GPU has no other GPU to share with"}
+    (reason,) = {*make_plan(replace(STEP, gpus=1), A100).illegal.values()}
+    assert reason == "one GPU has no other GPU to share with"
     for name in ("ulysses", "mesh"):
         with pytest.raises(ConfigError, match=f"self_attention: {name} cannot shard 28 heads over 5 GPUs"):
             make_plan(replace(STEP, gpus=5, self_attention=name), A100)

@@ -1,9 +1,6 @@
 """Layer: one process. The command `mllm-seqpar`: its tables, JSON, figure, cluster file and errors."""
 
-from __future__ import annotations
-
 import json
-import tomllib
 import xml.etree.ElementTree
 from pathlib import Path
 from typing import Any
@@ -12,7 +9,6 @@ import pytest
 
 from mllm_seqpar.cli.planner import main
 from mllm_seqpar.planner import read_cluster
-from mllm_seqpar.planner.files import CONFIGS
 
 PLAN = ["plan", "--model", "mplug-owl3-7b", "--frames", "4096", "--text", "8192", "--gpus", "16"]
 PLAN += ["--cluster", "a100-80g-4x4"]
@@ -23,26 +19,12 @@ def plan_json(capsys: pytest.CaptureFixture[str], *options: str) -> dict[str, An
     return json.loads(capsys.readouterr().out)
 
 
-def test_command_is_installed_under_its_name() -> None:
-    project = tomllib.loads((CONFIGS.parent / "pyproject.toml").read_text())["project"]
-    assert project["scripts"] == {"mllm-seqpar": f"{main.__module__}:{main.__name__}"}
-
-
 def test_plan_prints_tables(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(PLAN) == 0
     printed = capsys.readouterr().out
-    for words in (
-        "8.04 B parameters",
-        "replicate",
-        "vision tower",
-        "optimizer",
-        "longest video",
-        "K and V of frames recomputed",
-        "Best: lv",
-        "patch_model(model, strategy='lv-xattn')",
-        "4 GPUs are enough",
-    ):
-        assert words in printed
+    words = ["8.04 B parameters", "replicate", "vision tower", "optimizer", "longest video", "4 GPUs are enough"]
+    words += ["K and V of frames recomputed", "Best: lv", "patch_model(model, strategy='lv-xattn')"]
+    assert not [part for part in words if part not in printed]
 
 
 def test_plan_draws_a_timeline(tmp_path: Path) -> None:
@@ -69,11 +51,8 @@ def test_plan_prints_the_options_of_patch_model(capsys: pytest.CaptureFixture[st
     best = plan_json(capsys, "--strategy", "mesh", *options)["best"]
     expected = {"strategy": "mesh", "self_attention": "local", "tile": best["tile"], "recompute_visual": False}
     assert best["patch_model"] == expected | {"overlap": False, "mlp_chunk_size": 256}
-
-
-def test_plan_without_training_has_no_optimizer(capsys: pytest.CaptureFixture[str]) -> None:
-    plan = plan_json(capsys, "--trained", "none")
-    assert plan["run"]["parameter"] == 2 and plan["strategies"][0]["memory"]["optimizer"] == 0
+    inference = plan_json(capsys, "--trained", "none")
+    assert inference["run"]["parameter"] == 2 and inference["strategies"][0]["memory"]["optimizer"] == 0
 
 
 def test_plan_of_too_long_a_video_says_what_would_fit(capsys: pytest.CaptureFixture[str]) -> None:

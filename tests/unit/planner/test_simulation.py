@@ -1,10 +1,9 @@
-"""Layer: pure Python. The simulator against cases worked out by hand: links, sharing, latency, waiting."""
-
-from __future__ import annotations
+"""Layer: pure Python. The simulator and the formulas of collectives against cases worked out by hand."""
 
 import pytest
 from clusters import ROUND, with_
 
+from mllm_seqpar.planner.collectives import all_gather_seconds, all_to_all
 from mllm_seqpar.planner.simulation import Computation, Phase, SentMessage, TimelineSpan, simulate
 
 MB = 1_000_000
@@ -17,26 +16,17 @@ def ring(ranks: int, size: int, seconds: float, steps: int = 1) -> list[list[Pha
     ]
 
 
-@pytest.mark.parametrize(
-    ("seconds", "overlap", "end", "exposed", "hidden"),
-    [
+def test_step_takes_the_longer_of_transfer_and_computation() -> None:
+    for seconds, overlap, end, exposed, hidden in (
         (0.5, True, 1.0, 0.5, 0.5),  # bound by transfers: 1 GB at 1 GB/s
         (3.0, True, 3.0, 0.0, 1.0),  # bound by computation
         (3.0, False, 4.0, 1.0, 0.0),  # one after the other
-    ],
-)
-def test_step_takes_the_longer_of_transfer_and_computation(
-    seconds: float, overlap: bool, end: float, exposed: float, hidden: float
-) -> None:
-    found = simulate(ring(4, 1000 * MB, seconds), 4, ROUND, overlap=overlap)
-    assert found.end == pytest.approx((end,) * 4)
-    assert found.exposed == pytest.approx((exposed,) * 4)
-    assert found.hidden == pytest.approx((hidden,) * 4)
-    assert found.node_bytes == (1000 * MB,) * 4 and found.network_bytes == (0,) * 4
-
-
-def test_partial_overlap_adds_the_serial_fraction_of_computation() -> None:
-    """Half of the 3 s can run beside the transfer of 1 s or 2 s."""
+    ):
+        found = simulate(ring(4, 1000 * MB, seconds), 4, ROUND, overlap=overlap)
+        for values, expected in ((found.end, end), (found.exposed, exposed), (found.hidden, hidden)):
+            assert values == pytest.approx((expected,) * 4)
+        assert found.node_bytes == (1000 * MB,) * 4 and found.network_bytes == (0,) * 4
+    # with a fraction of 0.5, half of the 3 s can run beside the transfer of 1 s or 2 s
     half = with_(overlap=0.5)
     assert simulate(ring(4, 1000 * MB, 3.0), 4, half).end == pytest.approx((1.5 + 1.5,) * 4)
     assert simulate(ring(4, 2000 * MB, 3.0), 4, half).end == pytest.approx((2.0 + 1.5,) * 4)
@@ -84,17 +74,8 @@ def test_latency_and_overhead_precede_the_first_byte() -> None:
     slow = with_(node_latency_s=0.25, step_overhead_s=0.5)
     assert simulate(ring(4, 1000 * MB, 1.0), 4, slow).end == pytest.approx((1.75,) * 4)
     assert simulate(ring(4, 1000 * MB, 9.0), 4, slow).end == pytest.approx((9.5,) * 4)
-
-
-def test_empty_transfers_take_no_time() -> None:
+    # an empty transfer takes no time
     assert simulate(ring(4, 0, 1.0), 4, with_(node_latency_s=5.0)).end == pytest.approx((1.0,) * 4)
-
-
-def test_one_period_of_ranks_represents_all() -> None:
-    phases = ring(8, 100 * MB, 0.01, 7)
-    every, period = simulate(phases, 8, ROUND), simulate(phases[:4], 8, ROUND)
-    assert period.end * 2 == pytest.approx(every.end)
-    assert period.all_network_bytes == every.all_network_bytes and period.all_node_bytes == every.all_node_bytes
 
 
 def test_invalid_phases_are_rejected() -> None:
@@ -102,3 +83,24 @@ def test_invalid_phases_are_rejected() -> None:
         simulate(ring(8, 1, 0.0)[:3], 8, ROUND)
     with pytest.raises(ValueError, match="rank 0 waits forever in step 0"):
         simulate([[Phase((SentMessage(1, 1),))], []], 2, ROUND)
+
+
+def test_all_to_all_is_bound_by_the_fullest_link() -> None:
+    """Each rank sends parts of 100 MB at 1 GB/s within a node of 4, and at 0.1 GB/s through a node's network link."""
+    assert all_to_all(ROUND, 8, 4, 400 * MB) == (pytest.approx(0.3), 300 * MB, 0)
+    assert all_to_all(ROUND, 8, 1, 100).seconds == 0
+    # 8 ranks on 2 nodes: 16 parts leave each node
+    assert all_to_all(ROUND, 8, 8, 800 * MB) == (pytest.approx(16.0), 300 * MB, 400 * MB)
+    cards = with_(network_link_per_gpu=1e7)  # one network card per rank, slower than its part of the node's link
+    assert all_to_all(cards, 8, 8, 800 * MB).seconds == pytest.approx(40.0)
+    late = with_(network_latency_s=1.0, step_overhead_s=0.5)
+    assert all_to_all(late, 8, 8, 800 * MB).seconds == pytest.approx(17.5)
+    # groups of 3: node 1 holds ranks 4, 5 of group 1 and 6, 7 of group 2, and four parts leave it
+    assert all_to_all(ROUND, 12, 3, 300 * MB) == (pytest.approx(4.0), 200 * MB, 200 * MB)
+
+
+def test_all_gather_receives_each_shard_once_per_node() -> None:
+    assert all_gather_seconds(ROUND, 1, 1e9) == 0
+    assert all_gather_seconds(ROUND, 4, 1e8) == pytest.approx(0.3)
+    assert all_gather_seconds(ROUND, 8, 1e8) == pytest.approx(4.0)  # 4 shards of 0.1 GB at 0.1 GB/s
+    assert all_gather_seconds(with_(gpus_per_node=1), 4, 1e8) == pytest.approx(3.0)

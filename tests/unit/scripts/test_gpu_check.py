@@ -16,9 +16,8 @@ def test_missing_gpu_is_said_and_is_no_failure(script, monkeypatch, capsys) -> N
 @pytest.mark.slow
 def test_rehearsal_passes_every_check(script) -> None:
     gpu_check = script("gpu_check")
-    rows = [
-        row for part in ("kernels:torch_cpu", "ring", "memory", "training") for row in gpu_check.run_part(part, "cpu")
-    ]
+    parts = ("kernels:torch_cpu", "ring", "memory", "training")
+    rows = [row for part in parts for row in gpu_check.run_part(part, "cpu")]
     assert {row.check for row in rows} == {"kernel exact", "kernel speed", "ring exact", "memory", "training"}
     assert sum(row.ok is True for row in rows) >= 15 and all(row.ok is not False for row in rows)
 
@@ -28,13 +27,13 @@ def test_rehearsal_passes_every_check(script) -> None:
 def test_failed_part_is_a_row_and_the_others_run(script, monkeypatch) -> None:
     gpu_check, rows = script("gpu_check"), script("gpu_checks.rows")
     run_child = gpu_check.run_child
+
+    def kernels_only(part: str, *args: object) -> list:
+        return run_child(part, *args) if "kernels" in part else [rows.Row(part, "", "", "", True)]
+
     monkeypatch.setattr(gpu_check, "KERNELS", {"cpu": ["no_such_kernel"]})
     monkeypatch.setattr(gpu_check, "LIMITS_S", {"kernels": 60.0, "ring": 60.0, "memory": 11.0, "training": 0.0})
-    monkeypatch.setattr(
-        gpu_check,
-        "run_child",
-        lambda part, *args: run_child(part, *args) if "kernels" in part else [rows.Row(part, "", "", "", True)],
-    )
+    monkeypatch.setattr(gpu_check, "run_child", kernels_only)
     found = gpu_check.run_all("cpu")
     assert [row.check for row in found] == ["kernels:no_such_kernel", "ring", "memory", "training"]
     assert found[0].ok is False and "does not exist" in found[0].found

@@ -15,16 +15,15 @@ def small(script, monkeypatch: pytest.MonkeyPatch):
     return script
 
 
-def decode_args(decode):
-    return decode.parse(["--tokens", "5", "--prompt", "4", "--repeats", "1", "--device", "cpu"])
+def measured(decode, family: str, images: int) -> dict:
+    return decode.measure(family, images, decode.parse("--tokens 5 --prompt 4 --repeats 1 --device cpu".split()))
 
 
 @pytest.mark.parametrize("family", ["idefics", "open_flamingo_all"])
 def test_patched_decoding_gives_unpatched_tokens_and_a_row(small, family: str) -> None:
     if family.startswith("open_flamingo") and importlib.util.find_spec("open_flamingo") is None:
         pytest.skip("open_flamingo is installed with --no-deps by scripts/test.sh")
-    decode = small("decode")
-    row = decode.measure(family, 3, decode_args(decode))
+    row = measured(small("decode"), family, 3)
     assert row["visual_keys"] == 3 * 64
     assert row["ratio"] == pytest.approx(row["unpatched_s_per_token"] / row["patched_s_per_token"], rel=1e-3)
     columns = small("rows").read(ROWS / "decode.csv")[0].keys()
@@ -36,7 +35,7 @@ def test_different_tokens_stop_the_decoding_benchmark(small, monkeypatch: pytest
     decode = small("decode")
     monkeypatch.setattr(decode, "decode_patched", lambda *_: (torch.zeros(1, 5, dtype=torch.long), [1.0] * 5))
     with pytest.raises(SystemExit, match="idefics: tokens"):
-        decode.measure("idefics", 1, decode_args(decode))
+        measured(decode, "idefics", 1)
 
 
 def test_decoding_summary_takes_medians_over_runs_and_tokens(script) -> None:
@@ -49,8 +48,8 @@ def test_decoding_summary_takes_medians_over_runs_and_tokens(script) -> None:
 @pytest.mark.slow
 def test_profile_of_a_step_splits_its_time(small, capfd: pytest.CaptureFixture[str]) -> None:
     profile_step = small("profile_step")
-    args = ["--family", "mplug_owl3", "mllama", "--images", "2", "--words", "6", "--repeats", "1", "--device", "cpu"]
-    rows = profile_step.profile_families(profile_step.parse([*args, "--top", "3"]))
+    sizes = "--family mplug_owl3 mllama --images 2 --words 6 --repeats 1 --device cpu --top 3"
+    rows = profile_step.profile_families(profile_step.parse(sizes.split()))
     for row in rows:
         shares = [row[f"{part}_share"] for part in ("computing", "waiting", "host")]
         assert sum(shares) == pytest.approx(1) and shares[0] > 0.1

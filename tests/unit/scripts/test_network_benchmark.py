@@ -54,14 +54,19 @@ def test_all_modes_agree_on_two_ranks_and_give_rows(script) -> None:
     assert "| ring, waiting |" in summary and "ring / LV-XAttn" in summary
 
 
-def test_wrong_bytes_or_number_of_blocks_stop_the_run(script, monkeypatch: pytest.MonkeyPatch) -> None:
+def one_rank(script, **changes):
+    """The benchmark of the smallest setting on one rank, the class of its modes, its modes "none" and "lv-xattn"."""
     run, modes, settings = map(script, ("network_run", "network_modes", "network_settings"))
-    setting = settings.suite("smallest", 1)[0]
+    setting = replace(settings.suite("smallest", 1)[0], **changes)
     bench = run.NetworkBenchmark(setting, as_communicator(None), torch.device("cpu"))
+    return bench, modes.Mode, *modes.modes(setting)[:2]
+
+
+def test_wrong_bytes_or_number_of_blocks_stop_the_run(script, monkeypatch: pytest.MonkeyPatch) -> None:
+    bench, mode, none, lv = one_rank(script)
     with bench.kernel.registered():
-        none, lv = modes.modes(setting)[:2]
-        assert min(bench.once(none)[1], bench.once(lv)[1]) >= 3.5 * setting.block_s
-        monkeypatch.setattr(modes.Mode, "bytes_sent", lambda *_: {"q": 1})
+        assert min(bench.once(none)[1], bench.once(lv)[1]) >= 3.5 * bench.setting.block_s
+        monkeypatch.setattr(mode, "bytes_sent", lambda *_: {"q": 1})
         with pytest.raises(SystemExit, match="sent {}; expected by the formulas: {'q': 1}"):
             bench.once(lv)
         monkeypatch.undo()
@@ -70,16 +75,10 @@ def test_wrong_bytes_or_number_of_blocks_stop_the_run(script, monkeypatch: pytes
             bench.once(lv)
 
 
-def test_wrong_results_of_real_blocks_stop_the_run(script) -> None:
-    run, modes, settings = map(script, ("network_run", "network_modes", "network_settings"))
-    setting = replace(settings.suite("smallest", 1)[0], block_s=None, dtype="float32")
-    bench = run.NetworkBenchmark(setting, as_communicator(None), torch.device("cpu"))
-    lv = modes.modes(setting)[1]
+def test_wrong_results_of_real_blocks_stop_the_run(script, monkeypatch: pytest.MonkeyPatch) -> None:
+    bench, mode, _, lv = one_rank(script, block_s=None, dtype="float32")
     bench.once(lv)
-
-    class Wrong(modes.Mode):
-        def run(self, *args):
-            return 2 * super().run(*args)
-
+    run = mode.run
+    monkeypatch.setattr(mode, "run", lambda *args: 2 * run(*args))
     with pytest.raises(SystemExit, match="o differs"):
-        bench.once(Wrong(name="wrong", spec=lv.spec))
+        bench.once(replace(lv, name="wrong"))

@@ -1,4 +1,9 @@
-"""Layer: one process. The benchmarks that print a table, with tiny sizes. Each compares its results as it runs."""
+"""Layer: one process. Benchmarks that print a table, the demo's steps, and the page of benchmarks; tiny sizes."""
+
+import json
+import shutil
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -19,19 +24,91 @@ def test_wrong_kernel_is_reported_and_not_timed(script, monkeypatch: pytest.Monk
 
 
 def test_mlp_chunks_save_less_and_give_same_gradients(script, capsys: pytest.CaptureFixture[str]) -> None:
-    script("mlp_chunks").main(
-        ["--device", "cpu", "--shape", "64,1024,2,1", "--tokens", "256", "--chunks", "32", "--repeats", "1"]
-    )
+    sizes = "--device cpu --shape 64,1024,2,1 --tokens 256 --chunks 32 --repeats 1"
+    script("mlp_chunks").main(sizes.split())
     *_, whole, chunked = [line.split(" | ") for line in capsys.readouterr().out.splitlines()]
     assert int(chunked[2]) < int(whole[2])
 
 
 def test_scale_and_traffic_print_their_tables(script, capsys: pytest.CaptureFixture[str]) -> None:
-    script("scale").main(
-        ["--model", "mplug-owl3-7b", "--text", "8192", "--cluster", "a100-80g-8xN", "--gpus", "8", "--minutes", "10"]
-    )
+    sizes = "--model mplug-owl3-7b --text 8192 --cluster a100-80g-8xN --gpus 8 --minutes 10"
+    script("scale").main(sizes.split())
     printed = capsys.readouterr().out
     assert "| 10 min | 8 | **568 ms (0%)** | 568 ms (0%) | 568 ms (0%) 2x4 | 570 ms (1%) 2 x 2x2 |" in printed
     assert "| 8 | 6 h | 4 h | 3 h | 4 h | 21 min |" in printed
     script("traffic").main(["--ranks", "2"])
     assert "| 2 | forward | " in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_demo_data_can_be_scored_and_its_bytes_counted(script, tmp_path: Path, capsys) -> None:
+    task, check = script("demo_task"), script("demo_check")
+    small = task.DemoTask(short=2, short_frames=(2, 4), longer=1, longer_frames=(6, 8), unseen=3, long_frames=9)
+    long = task.make(tmp_path, small)
+    assert long.frames == 9 and len((tmp_path / "train.jsonl").read_text().splitlines()) == 3
+    model = ("--model", str(tmp_path / "model"))
+    assert task.main(["score", *model, "--data", str(tmp_path / "eval.jsonl")]) == 0
+    assert "of 3 right" in capsys.readouterr().out
+    assert check.main(["bytes", *model, "--data", str(tmp_path / "long.jsonl"), "--ranks", "2"]) == 0
+    assert "LV-XAttn sends" in capsys.readouterr().out
+
+
+def test_answers_are_compared_by_tokens(script, tmp_path: Path) -> None:
+    for name, tokens in (("one", [5, 2]), ("same", [5, 2]), ("other", [5, 3])):
+        report = {"ranks": 4, "frames": 9, "answers": [{"text": " red", "tokens": tokens}]}
+        (tmp_path / f"{name}.json").write_text(json.dumps(report))
+    for many, expected, status in (("same", "red", 0), ("other", "red", 1), ("same", "green", 1)):
+        given = ["--one", str(tmp_path / "one.json"), "--many", str(tmp_path / f"{many}.json"), "--expected", expected]
+        assert script("demo_check").main(["answers", *given]) == status
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("table", ["table3", "table4"])
+def test_rows_of_the_paper_that_were_not_fitted_are_predicted(script, table: str) -> None:
+    found = script("paper_tables").check(table)
+    assert len(found.errors) == 20  # two strategies in the 10 of 15 rows that were not fitted
+    assert found.median < 0.10 and found.order_right
+    assert max(abs(error) for error in found.errors.values()) < 0.25
+
+
+def test_figures_are_those_of_the_paper(script) -> None:
+    """Sums of the columns of arXiv 2502.02406, tables 3 and 4."""
+    for table, ring, lv_xattn in (("table3", 1302.08, 509.68), ("table4", 280.49, 34.64)):
+        rows = script("paper_tables").read_table(table)
+        assert len(rows) == 15
+        assert sum(row.seconds["ring"] for row in rows) == pytest.approx(ring)
+        assert sum(row.seconds["lv-xattn"] for row in rows) == pytest.approx(lv_xattn)
+    assert script("paper_tables").read_table("table4")[0].seconds == {"ring": 42.41, "lv-xattn": 1.42}
+
+
+DOCS = Path(__file__).resolve().parents[3] / "docs"
+
+
+def test_rows_with_different_columns_share_a_file(script, tmp_path: Path) -> None:
+    rows = script("rows")
+    rows.append(tmp_path / "x.csv", [{"a": 1, "b": 2.0}])
+    rows.append(tmp_path / "x.csv", [{"a": 3, "c": "text, with a comma"}])
+    assert rows.read(tmp_path / "x.csv") == [{"a": "1", "b": "2.0"}, {"a": "3", "c": "text, with a comma"}]
+    assert rows.digits({"a": 1.23456789, "b": 3, "c": "x"}) == {"a": 1.2346, "b": 3, "c": "x"}
+
+
+def test_page_has_the_tables_of_rows_or_says_that_there_are_none(script, tmp_path: Path, monkeypatch) -> None:
+    folder = tmp_path / "benchmarks"
+    shutil.copytree(DOCS / "benchmarks", folder)
+    monkeypatch.setitem(sys.modules, "matplotlib", None)  # the figures are those of the repository
+    page = (DOCS / "benchmarks.md").read_text()
+    report = script("report")
+    assert all(f"<!-- rows: {name} -->" in page for name in report.PARTS)
+    assert report.update(page, folder) == page
+    page = "before\n<!-- rows: memory -->\nold\n<!-- end of rows -->\nafter\n"
+    expected = "before\n<!-- rows: memory -->\n\nNo rows.\n\n<!-- end of rows -->\nafter\n"
+    assert report.update(page, tmp_path) == expected
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["network-tiles", "decode"])
+def test_figures_are_drawn_from_rows(script, tmp_path: Path, name: str) -> None:
+    pytest.importorskip("matplotlib")
+    shutil.copy(DOCS / "benchmarks" / f"{name}.csv", tmp_path)
+    assert f"/{name}.png)" in script("report").PARTS[name](tmp_path)
+    assert (tmp_path / f"{name}.png").stat().st_size > 10_000

@@ -1,7 +1,5 @@
 """Layer: one process. SeqParTrainer refuses arguments that cannot work, and accepts a patched model."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +15,8 @@ from mllm_seqpar.patches.mplug_owl3.testing import tiny_model
 from mllm_seqpar.training.evaluation import count_streamed_samples
 
 
-def trainer(tmp_path: Path, model: Any = None, **given: Any) -> SeqParTrainer:
-    arguments = TrainingArguments(output_dir=str(tmp_path), use_cpu=True, report_to=[], **given.pop("args", {}))
+def trainer(tmp_path: Path, model: Any = None, args: Any = (), **given: Any) -> SeqParTrainer:
+    arguments = TrainingArguments(output_dir=str(tmp_path), use_cpu=True, report_to=[], **dict(args))
     return SeqParTrainer(model=model or tiny_model("per_head"), args=arguments, **given)
 
 
@@ -54,14 +52,10 @@ def test_missing_model_and_losses_from_logits_are_refused(tmp_path: Path) -> Non
         smoothing.compute_loss(smoothing.model, {})
 
 
-def test_an_accelerate_without_prepare_cp_is_refused() -> None:
+def test_a_stream_read_by_workers_and_an_accelerate_without_prepare_cp_are_refused() -> None:
     with pytest.raises(ConfigError, match="no Accelerator._prepare_cp"):
         disable_context_parallelism(object())
-
-
-def test_a_stream_read_by_workers_is_refused() -> None:
     shard = IterableDatasetShard(ChainDataset([]), batch_size=2, num_processes=2)
     loader = DataLoader(shard, batch_size=2, num_workers=3)
-    with pytest.raises(ConfigError, match="dataloader_num_workers=3 and .* over 2 groups"):
-        with count_streamed_samples(loader):
-            pass
+    with pytest.raises(ConfigError, match="workers=3 and .* over 2 groups"), count_streamed_samples(loader):
+        pass

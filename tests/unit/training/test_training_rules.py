@@ -33,17 +33,14 @@ def test_an_epoch_has_every_sample_at_most_once_and_epochs_differ() -> None:
     epochs = [
         [s for step in range(start, start + 3) for micro in order(1).step(step, 0) for s in micro] for start in (0, 3)
     ]
-    assert order(1).steps_per_epoch == 3
-    assert order(1).position(4) == (1, 1)
-    assert all(len(set(epoch)) == 12 for epoch in epochs)
-    assert epochs[0] != epochs[1]
-
-
-def test_batch_sizes_that_do_not_divide_are_refused() -> None:
-    with pytest.raises(ConfigError, match="--global-batch 4 is not a multiple of 3"):
-        order(3)
-    with pytest.raises(ConfigError, match="more than the 3 samples"):
-        order(1, samples=3)
+    assert order(1).steps_per_epoch == 3 and order(1).position(4) == (1, 1)
+    assert all(len(set(epoch)) == 12 for epoch in epochs) and epochs[0] != epochs[1]
+    for options, message in (
+        ({"dp": 3}, "--global-batch 4 is not a multiple of 3"),
+        ({"dp": 1, "samples": 3}, "more than the 3 samples"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            order(**options)
 
 
 @pytest.mark.parametrize(("samples", "micro_batch", "dp"), [(5, 2, 2), (1, 1, 4)])

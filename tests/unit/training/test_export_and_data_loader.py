@@ -1,0 +1,109 @@
+"""Layer: one process. Micro-batches of a chat file, its digest, refused samples; export, and the digest of weights."""
+
+import json
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from mllm_seqpar.comm import Communicator, run_loopback
+from mllm_seqpar.data.needle import make_needle_videos
+from mllm_seqpar.errors import DataError
+from mllm_seqpar.models.loading import model_digest
+from mllm_seqpar.models.mplug_owl3 import MPlugOwl3ForConditionalGeneration, MPlugOwl3ImageProcessor, MPlugOwl3Processor
+from mllm_seqpar.patches.mplug_owl3.testing import IMAGE_SIZE, IMAGE_TOKEN, tiny_model, tiny_tokenizer
+from mllm_seqpar.training.arguments import TrainArguments
+from mllm_seqpar.training.data_loader import ShardedDataLoader, media_sizes, open_data_loader
+from mllm_seqpar.training.export import export_dtype, export_model, run_on_rank_0
+from mllm_seqpar.training.parallel_dims import make_parallel_dims
+
+TEXT = {"messages": [{"role": "user", "content": "Say hello."}, {"role": "assistant", "content": "hello"}]}
+
+
+@pytest.fixture
+def chat_file(tmp_path: Path) -> Path:
+    videos = make_needle_videos(tmp_path / "videos", 3, frames=(2, 5))
+    rows = [*(video.sample(tmp_path) for video in videos), TEXT]
+    (tmp_path / "chat.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return tmp_path / "chat.jsonl"
+
+
+def opened(path: Path, **options: int) -> ShardedDataLoader:
+    processor = MPlugOwl3Processor(MPlugOwl3ImageProcessor(image_size=IMAGE_SIZE), tiny_tokenizer())
+    args = TrainArguments(model="m", data="d", output="o", **options)
+    return open_data_loader(str(path), processor, args, make_parallel_dims(None, "cpu"))
+
+
+def test_a_batch_has_what_forward_takes(chat_file: Path) -> None:
+    batch = opened(chat_file).batch([0, 3])
+    inputs = batch.inputs(torch.device("cpu"))
+    assert inputs["pixel_values"].shape == (batch.chat.frames, 3, IMAGE_SIZE, IMAGE_SIZE)
+    assert "visual_shard" not in inputs
+    assert int((inputs["input_ids"] == IMAGE_TOKEN).sum()) == batch.chat.frames
+    assert batch.chat.targets == int((inputs["labels"][:, 1:] != -100).sum()) > 0
+    assert tiny_model()(**inputs).loss.isfinite()
+
+
+def test_digest_covers_text_and_media(chat_file: Path) -> None:
+    first = opened(chat_file).digest
+    assert opened(chat_file).digest == first
+    videos = sorted((chat_file.parent / "videos").iterdir())
+    assert [size for _, size in media_sizes(chat_file)] == [video.stat().st_size for video in videos]
+    with videos[1].open("ab") as video:
+        video.write(b"more")
+    second = opened(chat_file).digest
+    chat_file.write_text(chat_file.read_text().replace("hello.", "hullo."))
+    assert len({first, second, opened(chat_file).digest}) == 3
+
+
+def test_unusable_samples_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="cannot be read"):
+        opened(tmp_path / "none.jsonl")
+    (tmp_path / "chat.jsonl").write_text(json.dumps(TEXT) + "\n")
+    with pytest.raises(DataError, match="max_length = 5"):
+        opened(tmp_path / "chat.jsonl", max_length=5).batch([0])
+
+
+@pytest.mark.parametrize(("choice", "saved"), [("source", torch.bfloat16), ("float32", torch.float32)])
+def test_weights_are_saved_in_the_requested_dtype(tmp_path: Path, choice: str, saved: torch.dtype) -> None:
+    tiny_model().bfloat16().save_pretrained(tmp_path / "source")
+    trained = MPlugOwl3ForConditionalGeneration.from_pretrained(tmp_path / "source", dtype=torch.float32)
+    export_model(trained, None, tmp_path / "model", export_dtype(choice, str(tmp_path / "source")))
+    assert {x.dtype for x in load_file(tmp_path / "model" / "model.safetensors").values()} == {saved}
+    loaded = MPlugOwl3ForConditionalGeneration.from_pretrained(tmp_path / "model", dtype="auto")
+    assert loaded.dtype is saved and trained.dtype is torch.float32
+
+
+def test_ranks_communicate_while_rank_0_works() -> None:
+    """A collective that lasts as long as the work would reach its time limit."""
+    polls, worked = threading.Semaphore(0), []
+
+    class Counted:
+        """Counts the collectives of rank 1; rank 0's work ends only after three of them."""
+
+        def __init__(self, comm: Communicator) -> None:
+            self.rank, self._comm = comm.rank, comm
+
+        def gather_ints(self, values: list[int]) -> list[list[int]]:
+            if self.rank == 1:
+                polls.release()
+            return self._comm.gather_ints(values)
+
+    def work() -> None:
+        assert all(polls.acquire(timeout=60) for _ in range(3))
+        worked.append(True)
+
+    run_loopback(2, lambda comm: run_on_rank_0(Counted(comm), work, poll_seconds=0.01))  # type: ignore[arg-type]
+    assert worked == [True]
+
+
+def test_model_digest_depends_on_the_weights(tmp_path: Path) -> None:
+    model, digests = tiny_model(), []
+    for name, factor in (("one", 1.0), ("same", 1.0), ("other", 1.5)):
+        with torch.no_grad():
+            model.get_output_embeddings().weight.mul_(factor)
+        model.save_pretrained(tmp_path / name)
+        digests.append(model_digest(str(tmp_path / name)))
+    assert digests[0] == digests[1] != digests[2]
