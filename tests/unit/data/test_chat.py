@@ -9,6 +9,7 @@ import pytest
 import torch
 from clips import decode_all, write_clip
 from PIL import Image
+from torch import Tensor
 
 from mllm_seqpar.data import ChatDataset, load_local_frames
 from mllm_seqpar.data.needle import make_tokenizer
@@ -63,6 +64,14 @@ def processor() -> MPlugOwl3Processor:
     return MPlugOwl3Processor(MPlugOwl3ImageProcessor(image_size=32), tokenizer, cut_enable=False)
 
 
+def sharded(batch: Any, processor: MPlugOwl3Processor, world: int, at_once: int) -> Tensor:
+    """Return the frames that `world` ranks load together."""
+    bounds = frame_bounds(batch.frames, world)
+    shards = [load_local_frames(batch, range(*part), processor.image_processor, at_once=at_once) for part in bounds]
+    assert [len(shard) for shard in shards] == [stop - start for start, stop in bounds]
+    return torch.cat(shards)
+
+
 def test_frame_counts_need_no_decoding(folder: Path, processor: MPlugOwl3Processor) -> None:
     data = ChatDataset(folder / "train.jsonl", processor)
     assert [data[i].frames for i in range(len(data))] == [3, 7, 4, 0, 1 + 3 + 1]
@@ -70,20 +79,13 @@ def test_frame_counts_need_no_decoding(folder: Path, processor: MPlugOwl3Process
     assert ChatDataset(folder / "train.jsonl", processor).digest == data.digest
 
 
-@pytest.mark.parametrize(
-    ("options", "frames"),
-    [
-        ({"fps": 5}, [12, 12]),
-        ({"num_frames": 4}, [4, 4]),
-        ({"max_frames": 5}, [3, 5]),
-        ({"fps": 5, "max_frames": 2}, [2, 2]),
-    ],
-)
-def test_callers_sampling_overrides_the_data(
-    folder: Path, processor: MPlugOwl3Processor, options: dict[str, Any], frames: list[int]
-) -> None:
-    data = ChatDataset(folder / "train.jsonl", processor, **options)
-    assert [data[i].frames for i in range(2)] == frames
+def test_callers_sampling_overrides_the_data(folder: Path, processor: MPlugOwl3Processor) -> None:
+    def frames(**options: Any) -> list[int]:
+        data = ChatDataset(folder / "train.jsonl", processor, **options)
+        return [data[i].frames for i in range(2)]
+
+    assert frames(fps=5) == [12, 12] and frames(num_frames=4) == [4, 4]
+    assert frames(max_frames=5) == [3, 5] and frames(fps=5, max_frames=2) == [2, 2]
 
 
 def test_labels_are_the_answers_and_padding_is_right(folder: Path, processor: MPlugOwl3Processor) -> None:
@@ -121,10 +123,7 @@ def test_shards_of_the_frames_concatenate_to_all_frames(
     batch = ChatDataset(folder / "train.jsonl", processor, fps=4).batch(range(len(ROWS)))
     whole = load_local_frames(batch, range(batch.frames), processor.image_processor)
     assert whole.shape == (batch.frames, 3, 32, 32) and batch.frames == 10 + 10 + 4 + 1 + 10 + 1
-    bounds = frame_bounds(batch.frames, world)
-    shards = [load_local_frames(batch, range(*part), processor.image_processor, at_once=4) for part in bounds]
-    assert [len(shard) for shard in shards] == [stop - start for start, stop in bounds]
-    assert torch.equal(torch.cat(shards), whole)
+    assert torch.equal(sharded(batch, processor, world, at_once=4), whole)
 
 
 def test_still_images_are_cut_into_tiles_but_video_frames_are_not(folder: Path, processor: MPlugOwl3Processor) -> None:
@@ -138,26 +137,20 @@ def test_still_images_are_cut_into_tiles_but_video_frames_are_not(folder: Path, 
     )
     for name in ("input_ids", "labels", "media_offset"):
         assert torch.equal(getattr(batch, name), expected[name])
-    bounds = frame_bounds(batch.frames, 3)
-    shards = [load_local_frames(batch, range(*part), processor.image_processor, at_once=2) for part in bounds]
-    assert torch.equal(torch.cat(shards), expected["pixel_values"])
+    assert torch.equal(sharded(batch, cutting, 3, at_once=2), expected["pixel_values"])
 
 
-def test_sample_longer_than_max_length_is_refused(folder: Path, processor: MPlugOwl3Processor) -> None:
+def test_problems_of_a_batch_name_the_line(folder: Path, processor: MPlugOwl3Processor) -> None:
     data = ChatDataset(folder / "train.jsonl", processor, max_length=30)
     data.batch([0])
     message = r"train.jsonl:5: \d+ tokens \(5 of them stand for frames\), more than max_length"
     with pytest.raises(DataError, match=message):
         data.batch([0, 4])
-
-
-def test_unreadable_video_is_reported_with_its_line(folder: Path, processor: MPlugOwl3Processor) -> None:
     (folder / "clips/bad.mp4").write_bytes(b"nothing")
     path = folder / "bad.jsonl"
     path.write_text(json.dumps(ROWS[0]) + "\n" + json.dumps(chat({"type": "video", "path": "clips/bad.mp4"})) + "\n")
-    data = ChatDataset(path, processor)
     with pytest.raises(VideoError, match=r"bad.jsonl:2: .*clips/bad.mp4: not a readable video"):
-        data.batch([1])
+        ChatDataset(path, processor).batch([1])
 
 
 VIDEO = {"type": "video", "path": "clips/a.mp4"}

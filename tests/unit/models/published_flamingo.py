@@ -16,6 +16,8 @@ from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers,
 from torch import Tensor, nn
 from transformers import CLIPConfig, CLIPModel
 
+sys.modules.setdefault("open_clip", types.ModuleType("open_clip"))  # open_flamingo imports it, and nothing here uses it
+
 WIDTH, HEADS, INNER, LAYERS, VISION = 32, 4, 48, 4, 24
 EVERY = {"mosaic_gpt": 1, "gpt_neox": 2, "mpt": 4, "llama": 4}
 PADDED = 11  # rows that a language model has beyond its tokenizer, as 50432 are beyond 50277; LLaMA has none
@@ -194,7 +196,6 @@ def _shapes_of(module: nn.Module, prefix: str = "") -> Shapes:
 
 def _trained_shapes(kind: str, rows: int) -> Shapes:
     """What the authors' filter keeps: perceiver, gated cross-attention, embeddings and names with "embed" in them."""
-    sys.modules.setdefault("open_clip", types.ModuleType("open_clip"))  # it needs torchvision, and is not used here
     from open_flamingo.src.helpers import GatedCrossAttentionBlock, PerceiverResampler
 
     shapes = _shapes_of(PerceiverResampler(dim=VISION), "perceiver.")

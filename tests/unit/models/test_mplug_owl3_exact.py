@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from mllm_seqpar.models.mplug_owl3 import visual_inputs
-from mllm_seqpar.patches.mplug_owl3.testing import GATES, IMAGE_TOKEN, tiny_frames, tiny_model, tiny_text
+from mllm_seqpar.patches.mplug_owl3.testing import GATES, IMAGE_TOKEN, media_offset, tiny_frames, tiny_model, tiny_text
 from mplug_owl3_reference import Numbers, reference_logits, reference_loss
 from tolerances import AGAINST_UNPATCHED, relative_error
 
@@ -74,18 +74,15 @@ def test_published_inputs_equal_reference(gate: str | None) -> None:
     model = tiny_model(gate, image_token_id=None)
     ids, frames = tiny_text(0, 0, 0, length=20), tiny_frames(5)
     starts = [[2, 7, 12], [], [0, 15]]
-    offset, before = torch.zeros(3, 20, 2, dtype=torch.long), 0
+    marked = torch.zeros_like(ids)
     for sample, at in enumerate(starts):
-        for token in range(20):
-            visible = sum(start < token for start in at)
-            offset[sample, token] = torch.tensor([before, before + visible if at else -1000000])
-        before += len(at)
+        marked[sample, at] = IMAGE_TOKEN
     references = [
         reference_logits(double_state(model), numbers(model), row, at, part.double())
         for row, at, part in zip(ids.tolist(), starts, frames.split([3, 0, 2]), strict=True)
     ]
-    for media_offset in (offset, [torch.tensor(at, dtype=torch.long) for at in starts]):
-        assert_exact(model(ids, frames, media_offset=media_offset).logits, references)
+    for form in ("per_head", None):
+        assert_exact(model(ids, frames, media_offset=media_offset(form, marked)).logits, references)
 
 
 @pytest.mark.parametrize("gate", GATES)

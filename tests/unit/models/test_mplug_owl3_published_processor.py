@@ -100,7 +100,6 @@ CHATS: list[tuple[list[dict[str, str]], list[int], list[tuple[int, int]]]] = [
 
 def expected_row(tokenizer: Any, chat: list[dict[str, str]], texts: dict[str, list[str]]) -> tuple[list, list, list]:
     """Return tokens, whether each is a target, and placeholder positions, by the published code's steps."""
-    texts = {kind: list(listed) for kind, listed in texts.items()}
     chunks = [] if chat[0]["role"] == "system" else [("<|im_start|>system\n<|im_end|>", False)]
     for message in chat:
         content = re.sub(r"<\|(image|video)\|>", lambda found: texts[found[1]].pop(0), message["content"])
