@@ -181,21 +181,19 @@ def test_rotated_recording_is_read_upright(clips: Path) -> None:
 
 def test_unusable_file_is_named(clips: Path) -> None:
     whole = write_clip(clips / "tail_index.mp4").read_bytes()
-    for name, content, message in (
-        ("empty.mp4", b"", "the file is empty"),
-        ("junk.mp4", bytes(range(256)) * 40, "not a readable video"),
-        ("head.mp4", whole[: len(whole) // 2], "not a readable video"),
-    ):
+    contents = {"empty.mp4": b"", "junk.mp4": bytes(range(256)) * 40, "head.mp4": whole[: len(whole) // 2]}
+    for name, content in contents.items():
         (clips / name).write_bytes(content)
-        with pytest.raises(VideoError, match=f"^{clips / name}: {message}[^\n]*$"):
-            VideoSource.open(clips / name, fps=1)
     for path, message in (
         (clips / "missing.mp4", "no such file"),
-        (write_sound(clips / "sound.wav"), r"holds no video stream \(found: audio\)"),
+        (clips / "empty.mp4", "the file is empty"),
+        (clips / "junk.mp4", "not a readable video"),
+        (clips / "head.mp4", "not a readable video"),
         (clips, "a directory"),
-        (write_clip(clips / "raw.h264"), "no presentation times.*ffmpeg"),
+        (write_sound(clips / "sound.wav"), r"holds no video stream \(found: audio\)"),
+        (write_clip(clips / "raw.h264"), "[^\n]*no presentation times.*ffmpeg"),
     ):
-        with pytest.raises(VideoError, match=f"^{path}: .*{message}[^\n]*$"):
+        with pytest.raises(VideoError, match=f"^{path}: {message}[^\n]*$"):
             VideoSource.open(path, fps=1)
 
 
