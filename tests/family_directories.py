@@ -21,31 +21,22 @@ from PIL import Image
 from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 from transformers import (
     CLIPVisionConfig,
-    IdeficsConfig,
-    IdeficsForVisionText2Text,
     IdeficsProcessor,
     LlamaConfig,
-    MllamaConfig,
-    MllamaForConditionalGeneration,
     MllamaProcessor,
     MptConfig,
     PreTrainedTokenizerFast,
 )
 from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
 from transformers.models.idefics.image_processing_pil_idefics import IdeficsImageProcessorPil
-from transformers.models.mllama.configuration_mllama import MllamaTextConfig, MllamaVisionConfig
-from transformers.models.mllama.image_processing_pil_mllama import (
-    MllamaImageProcessorPil,
-    get_all_supported_aspect_ratios,
-)
+from transformers.models.mllama.image_processing_pil_mllama import MllamaImageProcessorPil
 
 from mllm_seqpar.data.needle import make_needle_videos
+from mllm_seqpar.patches.idefics.testing import tiny_model as tiny_idefics
+from mllm_seqpar.patches.mllama.testing import TILES
+from mllm_seqpar.patches.mllama.testing import tiny_model as tiny_mllama
 
 VOCABULARY = 128
-TILES = 3
-SIZES = {"vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4}
-SIZES |= {"max_position_embeddings": 2048, "pad_token_id": 0}
-TOWER = {"intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "image_size": 16, "patch_size": 8}
 
 LLAMA_TEMPLATE = (
     "{{- bos_token }}{%- for message in messages %}"
@@ -69,66 +60,25 @@ def character_tokenizer(*marks: str, bos: str, eos: str) -> PreTrainedTokenizerF
     return PreTrainedTokenizerFast(tokenizer_object=backend, extra_special_tokens=list(marks), **named)
 
 
-def _save(folder: Path, cls: Any, config: Any, processor: Any) -> None:
-    """Write a model with random weights, of scales at which every part affects the output, and its processor."""
-    torch.manual_seed(0)
-    model, generator = cls(config).eval(), torch.Generator().manual_seed(0)
-    with torch.no_grad():
-        for name, weight in model.named_parameters():
-            noise = torch.randn(weight.shape, generator=generator)
-            if "alpha" in name or ("gate" in name and weight.numel() == 1):
-                weight.copy_(0.8 + 0.2 * noise)
-            elif weight.dim() == 1:
-                weight.copy_(0.2 * noise + name.endswith("weight"))
-            elif "embed" in name and "patch" not in name:
-                weight.copy_(0.5 * noise)
-            else:
-                weight.copy_(noise * weight[0].numel() ** -0.5)
-    model.save_pretrained(folder)
-    processor.save_pretrained(folder)
-
-
 def make_idefics(folder: Path, *, resampler: bool = False) -> None:
-    """Write a model of 4 layers of width 32 with a cross-attention block before every second; images of 16 x 16."""
+    """Write the tiny model and its processor; images of 16 x 16."""
     marks = ("<fake_token_around_image>", "<image>", "<end_of_utterance>")
     tokenizer = character_tokenizer(*marks, bos="<s>", eos="</s>")
-    config = IdeficsConfig(
-        **SIZES | {"additional_vocab_size": 0, "num_hidden_layers": 4, "cross_layer_interval": 2},
-        **{"qk_layer_norms": True, "use_resampler": resampler, "tie_word_embeddings": False, "dropout": 0.0},
-        **{"alpha_type": "vector", "alpha_initializer": "ones"},
-        **dict.fromkeys(("freeze_text_layers", "freeze_vision_layers", "freeze_lm_head"), False),
-        **{"bos_token_id": tokenizer.bos_token_id, "eos_token_id": tokenizer.eos_token_id},
-        vision_config={"embed_dim": 24, **TOWER},
-        perceiver_config={
-            **{"resampler_depth": 2, "resampler_n_heads": 2, "resampler_head_dim": 8, "resampler_n_latents": 3},
-            "qk_layer_norms_perceiver": True,
-        },
-    )
-    processor = IdeficsProcessor(IdeficsImageProcessorPil(image_size=16), tokenizer)
-    _save(folder, IdeficsForVisionText2Text, config, processor)
+    ids = {"bos_token_id": tokenizer.bos_token_id, "eos_token_id": tokenizer.eos_token_id}
+    tiny_idefics(use_resampler=resampler, max_position_embeddings=2048, **ids).save_pretrained(folder)
+    IdeficsProcessor(IdeficsImageProcessorPil(image_size=16), tokenizer).save_pretrained(folder)
 
 
 def make_mllama(folder: Path) -> None:
-    """Write a model of 5 layers of width 64, 1 and 3 with cross-attention; images of up to 3 tiles of 5 patches."""
+    """Write the tiny model and its processor; images of up to 3 tiles of 5 patches."""
     marks = ("<|image|>", "<|start_header_id|>", "<|end_header_id|>", "<|python_tag|>")
     tokenizer = character_tokenizer(*marks, bos="<|begin_of_text|>", eos="<|eot_id|>")
+    ids = {"bos_token_id": tokenizer.bos_token_id, "eos_token_id": tokenizer.eos_token_id}
+    model = tiny_mllama(vocab_size=VOCABULARY, max_position_embeddings=2048, **ids)
+    model.config.image_token_index = tokenizer.convert_tokens_to_ids("<|image|>")
+    model.save_pretrained(folder)
     images = MllamaImageProcessorPil(size={"height": 28, "width": 28}, max_image_tiles=TILES)
-    # The embedding has eight more rows than the head; the published image token is the first of them.
-    text = MllamaTextConfig(
-        **SIZES | {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 5, "num_key_value_heads": 2},
-        **{"cross_attention_layers": [1, 3], "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}},
-        **{"bos_token_id": tokenizer.bos_token_id, "eos_token_id": tokenizer.eos_token_id},
-    )
-    vision = MllamaVisionConfig(
-        **{"hidden_size": 32, "attention_heads": 2, "intermediate_size": 48, "image_size": 28, "patch_size": 14},
-        **{"num_hidden_layers": 3, "num_global_layers": 2, "intermediate_layers_indices": [0, 2]},
-        **{"vision_output_dim": 96, "max_num_tiles": TILES},
-        supported_aspect_ratios=[list(ratio) for ratio in get_all_supported_aspect_ratios(TILES)],
-    )
-    image_token = tokenizer.convert_tokens_to_ids("<|image|>")
-    config = MllamaConfig(vision_config=vision, text_config=text, image_token_index=image_token)
-    processor = MllamaProcessor(images, tokenizer, chat_template=LLAMA_TEMPLATE)
-    _save(folder, MllamaForConditionalGeneration, config, processor)
+    MllamaProcessor(images, tokenizer, chat_template=LLAMA_TEMPLATE).save_pretrained(folder)
 
 
 def make_open_flamingo(folder: Path, kind: str = "llama") -> None:
@@ -137,20 +87,37 @@ def make_open_flamingo(folder: Path, kind: str = "llama") -> None:
     from mllm_seqpar.models.open_flamingo.modeling import OpenFlamingo
 
     tokenizer = character_tokenizer("<|endofchunk|>", "<image>", bos="<s>", eos="</s>")
-    images = CLIPImageProcessorPil(size={"shortest_edge": 16}, crop_size={"height": 16, "width": 16})
-    ids = {"pad_token_id": 0, "bos_token_id": tokenizer.bos_token_id, "eos_token_id": tokenizer.eos_token_id}
+    common = {"vocab_size": VOCABULARY, "pad_token_id": 0}
+    common |= {"bos_token_id": tokenizer.bos_token_id, "eos_token_id": tokenizer.eos_token_id}
+    sizes = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 2048}
     texts: dict[str, Any] = {
-        "llama": LlamaConfig(**SIZES | ids | {"num_hidden_layers": 3, "num_key_value_heads": 2}),
-        "mpt": MptConfig(**ids, vocab_size=VOCABULARY, d_model=48, n_heads=3, n_layers=2, max_seq_len=2048),
+        "llama": LlamaConfig(**common | sizes, hidden_size=32, intermediate_size=48, num_hidden_layers=3),
+        "mpt": MptConfig(**common, d_model=48, n_heads=3, n_layers=2, max_seq_len=2048),
     }
+    vision = {"num_hidden_layers": 2, "num_attention_heads": 2, "image_size": 16, "patch_size": 8}
     config = OpenFlamingoConfig(
         text_config=texts[kind],
-        vision_config=CLIPVisionConfig(hidden_size=24, **TOWER),
+        vision_config=CLIPVisionConfig(hidden_size=24, intermediate_size=32, **vision),
         media_token_id=tokenizer.convert_tokens_to_ids("<image>"),
         eoc_token_id=tokenizer.convert_tokens_to_ids("<|endofchunk|>"),
         cross_attn_every_n_layers=2 if kind == "llama" else 1,
     )
-    _save(folder, OpenFlamingo, config, OpenFlamingoProcessor(images, tokenizer))
+    torch.manual_seed(0)
+    model, generator = OpenFlamingo(config).eval(), torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            noise = torch.randn(weight.shape, generator=generator)
+            if name.endswith("_gate"):
+                weight.copy_(0.8 + 0.2 * noise)
+            elif weight.dim() == 1:
+                weight.copy_(0.2 * noise + name.endswith("weight"))
+            elif "embed" in name and "patch" not in name:
+                weight.copy_(0.5 * noise)
+            else:
+                weight.copy_(noise * weight[0].numel() ** -0.5)
+    model.save_pretrained(folder)
+    images = CLIPImageProcessorPil(size={"shortest_edge": 16}, crop_size={"height": 16, "width": 16})
+    OpenFlamingoProcessor(images, tokenizer).save_pretrained(folder)
 
 
 MAKERS = {"idefics": make_idefics, "mllama": make_mllama}

@@ -28,8 +28,7 @@ Shapes = dict[str, tuple[int, ...]]
 def published_parts(root: Path, kind: str) -> dict[str, Path]:
     """Write `lm`, `clip` and `checkpoint.pt` below `root`, and return them as the arguments of a conversion."""
     generator = torch.Generator().manual_seed(0)
-    tokenizer = _write_tokenizer(root / "lm", kind)
-    rows = tokenizer.get_vocab_size()
+    rows = _write_tokenizer(root / "lm", kind).get_vocab_size()
     _write_language_model(root / "lm", kind, rows if kind == "llama" else rows + PADDED, generator)
     _write_clip(root / "clip", generator)
     _write_checkpoint(root / "checkpoint.pt", kind, rows + 3, generator)
@@ -64,15 +63,15 @@ def _write_tokenizer(folder: Path, kind: str) -> Tokenizer:
 
 CONFIGS: dict[str, dict[str, Any]] = {
     "mosaic_gpt": {
-        "alibi": True, "alibi_bias_max": 8, "architectures": ["MosaicGPT"], "attn_clip_qkv": None,
-        "attn_impl": "torch", "attn_pdrop": 0, "attn_qk_ln": True, "attn_uses_sequence_id": False,
+        "alibi": True, "alibi_bias_max": 8, "architectures": ["MosaicGPT"], "attn_clip_qkv": None, "attn_impl": "torch",
+        "attn_pdrop": 0, "attn_qk_ln": True, "attn_uses_sequence_id": False,
         "auto_map": {"AutoConfig": "configuration_mosaic_gpt.MosaicGPTConfig",
                      "AutoModelForCausalLM": "mosaic_gpt.MosaicGPT"},
         "d_model": WIDTH, "emb_init_std": None, "emb_pdrop": 0, "embedding_fraction": 1.0, "init_device": "cpu",
         "logit_scale": None, "low_precision_layernorm": True, "max_seq_len": 2048, "mlp_ratio": 4,
         "model_type": "mosaic_gpt", "n_heads": HEADS, "n_layers": LAYERS, "no_bias": True, "prefix_lm": False,
-        "resid_pdrop": 0, "softmax_scale": None, "tokenizer_name": "EleutherAI/gpt-neox-20b",
-        "torch_dtype": "float32", "transformers_version": "4.27.4", "use_cache": False, "verbose": 0,
+        "resid_pdrop": 0, "softmax_scale": None, "tokenizer_name": "EleutherAI/gpt-neox-20b", "torch_dtype": "float32",
+        "transformers_version": "4.27.4", "use_cache": False, "verbose": 0,
     },
     "mpt": {
         "architectures": ["MPTForCausalLM"],
@@ -82,26 +81,24 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "auto_map": {"AutoConfig": "configuration_mpt.MPTConfig",
                      "AutoModelForCausalLM": "modeling_mpt.MPTForCausalLM"},
         "d_model": WIDTH, "emb_pdrop": 0, "embedding_fraction": 1.0, "expansion_ratio": 4,
-        "init_config": {"name": "kaiming_normal_"}, "init_device": "cpu", "learned_pos_emb": True,
-        "logit_scale": None, "max_seq_len": 2048, "model_type": "mpt", "n_heads": HEADS, "n_layers": LAYERS,
-        "no_bias": True, "norm_type": "low_precision_layernorm", "resid_pdrop": 0,
-        "tokenizer_name": "EleutherAI/gpt-neox-20b", "torch_dtype": "bfloat16", "transformers_version": "4.28.1",
-        "use_cache": False, "verbose": 0,
+        "init_config": {"name": "kaiming_normal_"}, "init_device": "cpu", "learned_pos_emb": True, "logit_scale": None,
+        "max_seq_len": 2048, "model_type": "mpt", "n_heads": HEADS, "n_layers": LAYERS, "no_bias": True,
+        "norm_type": "low_precision_layernorm", "resid_pdrop": 0, "tokenizer_name": "EleutherAI/gpt-neox-20b",
+        "torch_dtype": "bfloat16", "transformers_version": "4.28.1", "use_cache": False, "verbose": 0,
     },
     "gpt_neox": {
         "architectures": ["GPTNeoXForCausalLM"], "bos_token_id": 0, "eos_token_id": 0, "hidden_act": "gelu",
         "hidden_size": WIDTH, "initializer_range": 0.02, "intermediate_size": INNER, "layer_norm_eps": 1e-05,
         "max_position_embeddings": 2048, "model_type": "gpt_neox", "num_attention_heads": HEADS,
         "num_hidden_layers": LAYERS, "rotary_emb_base": 10000, "rotary_pct": 1.0, "tie_word_embeddings": False,
-        "torch_dtype": "float16", "transformers_version": "4.28.1", "use_cache": True,
-        "use_parallel_residual": False,
+        "torch_dtype": "float16", "transformers_version": "4.28.1", "use_cache": True, "use_parallel_residual": False,
     },
     "llama": {
         "architectures": ["LlamaForCausalLM"], "bos_token_id": 1, "eos_token_id": 2, "hidden_act": "silu",
-        "hidden_size": WIDTH, "initializer_range": 0.02, "intermediate_size": INNER,
-        "max_position_embeddings": 2048, "max_sequence_length": 2048, "model_type": "llama",
-        "num_attention_heads": HEADS, "num_hidden_layers": LAYERS, "pad_token_id": 0, "rms_norm_eps": 1e-06,
-        "tie_word_embeddings": False, "torch_dtype": "float16", "transformers_version": "4.28.0", "use_cache": True,
+        "hidden_size": WIDTH, "initializer_range": 0.02, "intermediate_size": INNER, "max_position_embeddings": 2048,
+        "max_sequence_length": 2048, "model_type": "llama", "num_attention_heads": HEADS, "num_hidden_layers": LAYERS,
+        "pad_token_id": 0, "rms_norm_eps": 1e-06, "tie_word_embeddings": False, "torch_dtype": "float16",
+        "transformers_version": "4.28.0", "use_cache": True,
     },
 }  # fmt: skip
 
@@ -235,4 +232,4 @@ def _random(shapes: Shapes, generator: torch.Generator) -> dict[str, Tensor]:
 
 
 def _write_json(file: Path, value: Any) -> None:
-    file.write_text(json.dumps(value, indent=2))
+    file.write_text(json.dumps(value))

@@ -38,14 +38,11 @@ def test_all_forms_of_input_give_the_published_visibility(gate: str | None, coun
         {"input_ids": ids, "media_offset": positions},
         {"position_ids": torch.arange(ids.shape[1])[None], "media_offset": intervals},
     ]
-    ends = torch.tensor(counts).cumsum(0).tolist()
-    ranges = [[end - count, end] for end, count in zip(ends, counts, strict=True) if count]
     delay = 0 if gate is None else 1
     for layout in [media_layout(gate, total_frames=total, **arguments) for arguments in text]:
         assert visible(layout) == rules(gate, ids)
-        assert bool((layout.stop >= layout.first).all())
         assert layout.frame_position.tolist() == [position + delay for row in positions for position in row]
-        assert [found for found in layout.sample_range.tolist() if found[0] != found[1]] == ranges
+        assert [stop - first for first, stop in layout.sample_range.tolist()] == [*counts]
 
 
 @pytest.mark.parametrize("gate", GATES)
@@ -62,7 +59,6 @@ def test_last_token_may_be_a_placeholder(gate: str | None) -> None:
     ids = torch.tensor([[9, 9, IMAGE_TOKEN], [9, IMAGE_TOKEN, 9]])
     for offset in (None, [[2], [1]]):
         layout = media_layout(gate, total_frames=2, input_ids=ids, image_token_id=IMAGE_TOKEN, media_offset=offset)
-        assert layout.sample_range.tolist() == [[0, 1], [1, 2]]
         first, stop = layout.rows(3, 2)
         assert first.tolist() == [[0, 0], [1, 1]] and stop.tolist() == [[1, 1], [2, 2]]
 

@@ -24,10 +24,12 @@ def processor(**options: Any) -> MPlugOwl3Processor:
     return MPlugOwl3Processor(IMAGES, tiny_tokenizer(), **options)
 
 
-CHAT = [
-    {"role": "user", "content": [{"type": "video"}, {"type": "text", "text": "what colour?"}]},
-    {"role": "assistant", "content": "red"},
-]
+def user(content: Any) -> dict[str, Any]:
+    return {"role": "user", "content": content}
+
+
+QUESTION = user([{"type": "video"}, {"type": "text", "text": "what colour?"}])
+CHAT = [QUESTION, {"role": "assistant", "content": "red"}]
 
 
 class TestImages:
@@ -81,7 +83,7 @@ class TestImages:
 class TestConversations:
     @pytest.mark.parametrize("side", ["left", "right"])
     def test_placeholder_positions_include_padding(self, side: str) -> None:
-        chats = [CHAT, [{"role": "user", "content": "no video"}], [{"role": "user", "content": "a<|image|>b<|video|>"}]]
+        chats = [CHAT, [user("no video")], [user("a<|image|>b<|video|>")]]
         whole = processor(cut_enable=False)
         encoded = whole.encode(chats, frames_per_video=[4, 2], padding_side=side, return_labels=True)
         ids, mask = encoded["input_ids"], encoded["attention_mask"]
@@ -100,32 +102,27 @@ class TestConversations:
         assert bare.apply_chat_template(CHAT).endswith("red<|im_end|>")
 
     @pytest.mark.parametrize(
-        ("chat", "message"),
+        ("chat", "arguments", "message"),
         [
-            ([{"role": "robot", "content": "x"}], "message 0 has the role 'robot'"),
-            ([{"role": "user", "content": [{"type": "audio"}]}], "message 0 holds .*audio"),
-            ([{"role": "user", "content": [{"type": "text"}]}], "message 0 holds"),
-            ([{"role": "user", "content": None}], "message 0 holds"),
-            ([CHAT[0], {"role": "assistant", "content": "<|image|>"}], "message 1 of role 'assistant'"),
+            (user("x") | {"role": "robot"}, {}, "message 0 has the role 'robot'"),
+            (user([{"type": "audio"}]), {}, "message 0 holds .*audio"),
+            (user([{"type": "text"}]), {}, "message 0 holds"),
+            (user(None), {}, "message 0 holds"),
+            (user("<|image|>") | {"role": "assistant"}, {}, "message 0 of role 'assistant'"),
+            (user("<|image|>"), {}, "cut_enable is True: pass image_grids"),
+            (user("<|image|>"), {"image_grids": [(2, 2), None]}, "image_grids has 2 grids and the text has 1"),
+            (QUESTION, {"frames_per_video": []}, "video"),
+            (QUESTION, {"frames_per_video": [1, 2]}, "video"),
         ],
     )
-    def test_malformed_conversation_is_refused(self, chat: list, message: str) -> None:
+    def test_malformed_conversation_is_refused(self, chat: dict, arguments: dict[str, Any], message: str) -> None:
         with pytest.raises(DataError, match=message):
-            processor().encode(chat, frames_per_video=[1])
+            processor().encode([chat], **arguments)
 
-    def test_images_to_cut_require_their_grids(self) -> None:
-        chat = [{"role": "user", "content": "<|image|>"}]
-        with pytest.raises(DataError, match=r"cut_enable is True: pass image_grids"):
-            processor().encode(chat)
-        with pytest.raises(DataError, match=r"image_grids has 2 grids and the text has 1"):
-            processor().encode(chat, image_grids=[(2, 2), None])
+    def test_grid_determines_the_placeholders_of_an_image(self) -> None:
         for grid, tiles in (((1, 3), 4), (None, 1)):
-            assert (processor().encode(chat, image_grids=[grid])["media_offset"] >= 0).sum() == tiles
-
-    @pytest.mark.parametrize("counts", [[], [1, 2]])
-    def test_number_of_videos_must_match(self, counts: list[int]) -> None:
-        with pytest.raises(DataError, match="video"):
-            processor().encode(CHAT, frames_per_video=counts)
+            encoded = processor().encode([user("<|image|>")], image_grids=[grid])
+            assert (encoded["media_offset"] >= 0).sum() == tiles
 
 
 class TestCall:
@@ -143,7 +140,7 @@ class TestCall:
         """Placeholders have several tokens; the reference is the generation's own form of `media_offset`."""
         plain = MPlugOwl3Processor(IMAGES, tiny_tokenizer(placeholder=False))
         content = [{"type": "video", "video": [picture(0), picture(1)]}, {"type": "image", "image": picture(2)}]
-        chat = [{"role": "user", "content": [*content, {"type": "text", "text": "?"}]}]
+        chat = [user([*content, {"type": "text", "text": "?"}])]
         inputs = plain.apply_chat_template(chat, tokenize=True, add_generation_prompt=True)
         ids, mark = inputs["input_ids"][0].tolist(), plain.tokenizer("<|image|>")["input_ids"]
         starts = [at for at in range(len(ids)) if ids[at : at + len(mark)] == mark]
