@@ -3,8 +3,6 @@
 Weights are random, no gate is closed, and answers depend on the pictures. A token is a character.
 """
 
-from __future__ import annotations
-
 import atexit
 import importlib.util
 import json

@@ -1,7 +1,5 @@
 """Layer: gloo ranks. Inference with a model directory of each family: answers equal the unpatched model's."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import json

@@ -1,7 +1,5 @@
 """Layer: one process. `scripts/check_checkpoint.py` on complete and broken tiny model directories."""
 
-from __future__ import annotations
-
 import shutil
 import sys
 from pathlib import Path

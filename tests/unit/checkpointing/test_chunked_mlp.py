@@ -1,7 +1,5 @@
 """Layer: one process. A token-wise module in chunks gives the results, gradients and random numbers of one pass."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from copy import deepcopy
 from typing import Any

@@ -1,7 +1,5 @@
 """Layer: one process. What a decoder layer with a chunked MLP saves for backward, and the memory that it uses."""
 
-from __future__ import annotations
-
 import gc
 import weakref
 from typing import Any

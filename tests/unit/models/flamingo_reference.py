@@ -4,8 +4,6 @@ This module imports nothing from the package under test. `mosaic_gpt`, whose dir
 implemented here in plain torch.
 """
 
-from __future__ import annotations
-
 import json
 import types
 from pathlib import Path
