@@ -3,8 +3,6 @@
 Weights are random, no gate is closed, and answers depend on the pictures. A token is a character.
 """
 
-from __future__ import annotations
-
 import atexit
 import importlib.util
 import json
@@ -19,31 +17,24 @@ import pytest
 import torch
 from PIL import Image
 from tokenizers import Regex, Tokenizer, models, pre_tokenizers
-from torch import nn
 from transformers import (
     CLIPVisionConfig,
-    IdeficsConfig,
-    IdeficsForVisionText2Text,
     IdeficsProcessor,
     LlamaConfig,
-    MllamaConfig,
-    MllamaForConditionalGeneration,
     MllamaProcessor,
     MptConfig,
     PreTrainedTokenizerFast,
 )
 from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
 from transformers.models.idefics.image_processing_pil_idefics import IdeficsImageProcessorPil
-from transformers.models.mllama.configuration_mllama import MllamaTextConfig, MllamaVisionConfig
-from transformers.models.mllama.image_processing_pil_mllama import (
-    MllamaImageProcessorPil,
-    get_all_supported_aspect_ratios,
-)
+from transformers.models.mllama.image_processing_pil_mllama import MllamaImageProcessorPil
 
 from mllm_seqpar.data.needle import make_needle_videos
+from mllm_seqpar.patches.idefics.testing import tiny_model as tiny_idefics
+from mllm_seqpar.patches.mllama.testing import TILES
+from mllm_seqpar.patches.mllama.testing import tiny_model as tiny_mllama
 
 VOCABULARY = 128
-TILES = 3
 
 LLAMA_TEMPLATE = (
     "{{- bos_token }}{%- for message in messages %}"
@@ -58,134 +49,34 @@ LLAMA_TEMPLATE = (
 
 def character_tokenizer(*marks: str, bos: str, eos: str) -> PreTrainedTokenizerFast:
     """Return a tokenizer with one token for each character and each mark, and 0 for padding."""
-    tokens = ["<pad>", "<unk>", bos, *([eos] if eos != bos else []), *marks]
-    tokens += [*map(chr, range(32, 127)), "\n"]
+    special = [*dict.fromkeys(("<pad>", "<unk>", bos, eos)), *marks]
+    tokens = [*special, *map(chr, range(32, 127)), "\n"]
     backend = Tokenizer(models.WordLevel({token: i for i, token in enumerate(tokens)}, unk_token="<unk>"))
     backend.pre_tokenizer = pre_tokenizers.Split(Regex("[\\s\\S]"), "isolated")
-    special = ["<pad>", "<unk>", bos, eos, *marks]
     backend.add_special_tokens(special)
-    return PreTrainedTokenizerFast(
-        tokenizer_object=backend,
-        pad_token="<pad>",
-        unk_token="<unk>",
-        bos_token=bos,
-        eos_token=eos,
-        extra_special_tokens=list(marks),
-        padding_side="left",
-    )
-
-
-def shake(model: nn.Module, seed: int = 0) -> Any:
-    """Set random weights, of scales at which every part affects the output."""
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for name, weight in model.named_parameters():
-            noise = torch.randn(weight.shape, generator=generator)
-            if "alpha" in name or ("gate" in name and weight.numel() == 1):
-                weight.copy_(0.8 + 0.2 * noise)
-            elif weight.dim() == 1 and name.endswith("weight"):
-                weight.copy_(1 + 0.2 * noise)
-            elif weight.dim() == 1:
-                weight.copy_(0.2 * noise)
-            elif "embed" in name and "patch" not in name:
-                weight.copy_(0.5 * noise)
-            else:
-                weight.copy_(noise * weight[0].numel() ** -0.5)
-    return model.eval()
-
-
-def idefics_processor(size: int = 16) -> IdeficsProcessor:
-    tokenizer = character_tokenizer("<fake_token_around_image>", "<image>", "<end_of_utterance>", bos="<s>", eos="</s>")
-    return IdeficsProcessor(IdeficsImageProcessorPil(image_size=size), tokenizer)
+    named = {"pad_token": "<pad>", "unk_token": "<unk>", "bos_token": bos, "eos_token": eos, "padding_side": "left"}
+    return PreTrainedTokenizerFast(tokenizer_object=backend, extra_special_tokens=list(marks), **named)
 
 
 def make_idefics(folder: Path, *, resampler: bool = False) -> None:
-    """Write a model of 4 layers of width 32 with a cross-attention block before every second; images of 16 x 16."""
-    processor = idefics_processor()
-    config = IdeficsConfig(
-        vocab_size=VOCABULARY,
-        additional_vocab_size=0,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        cross_layer_interval=2,
-        qk_layer_norms=True,
-        use_resampler=resampler,
-        alpha_type="vector",
-        alpha_initializer="ones",
-        dropout=0.0,
-        freeze_text_layers=False,
-        freeze_vision_layers=False,
-        freeze_lm_head=False,
-        tie_word_embeddings=False,
-        max_position_embeddings=2048,
-        pad_token_id=0,
-        bos_token_id=processor.tokenizer.bos_token_id,
-        eos_token_id=processor.tokenizer.eos_token_id,
-        vision_config={
-            **{"embed_dim": 24, "image_size": 16, "patch_size": 8, "intermediate_size": 32},
-            **{"num_hidden_layers": 2, "num_attention_heads": 2},
-        },
-        perceiver_config={
-            **{"resampler_depth": 2, "resampler_n_heads": 2, "resampler_head_dim": 8, "resampler_n_latents": 3},
-            "qk_layer_norms_perceiver": True,
-        },
-    )
-    torch.manual_seed(0)
-    shake(IdeficsForVisionText2Text(config)).save_pretrained(folder)
-    processor.save_pretrained(folder)
-
-
-def mllama_processor(template: str | None = LLAMA_TEMPLATE) -> MllamaProcessor:
-    tokenizer = character_tokenizer(
-        *("<|image|>", "<|start_header_id|>", "<|end_header_id|>", "<|python_tag|>"),
-        bos="<|begin_of_text|>",
-        eos="<|eot_id|>",
-    )
-    images = MllamaImageProcessorPil(size={"height": 28, "width": 28}, max_image_tiles=TILES)
-    return MllamaProcessor(images, tokenizer, chat_template=template)
+    """Write the tiny model and its processor; images of 16 x 16."""
+    marks = ("<fake_token_around_image>", "<image>", "<end_of_utterance>")
+    tokenizer = character_tokenizer(*marks, bos="<s>", eos="</s>")
+    ids = {"bos_token_id": tokenizer.bos_token_id, "eos_token_id": tokenizer.eos_token_id}
+    tiny_idefics(use_resampler=resampler, max_position_embeddings=2048, **ids).save_pretrained(folder)
+    IdeficsProcessor(IdeficsImageProcessorPil(image_size=16), tokenizer).save_pretrained(folder)
 
 
 def make_mllama(folder: Path) -> None:
-    """Write a model of 5 layers of width 64, 1 and 3 with cross-attention; images of up to 3 tiles of 5 patches."""
-    processor = mllama_processor()
-    vocabulary = processor.tokenizer.get_vocab()
-    # The embedding has eight more rows than the head; the published image token is the first of them.
-    text = MllamaTextConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=64,
-        intermediate_size=96,
-        num_hidden_layers=5,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        cross_attention_layers=[1, 3],
-        max_position_embeddings=2048,
-        rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
-        bos_token_id=vocabulary["<|begin_of_text|>"],
-        eos_token_id=vocabulary["<|eot_id|>"],
-        pad_token_id=0,
-    )
-    vision = MllamaVisionConfig(
-        hidden_size=32,
-        attention_heads=2,
-        intermediate_size=48,
-        num_hidden_layers=3,
-        num_global_layers=2,
-        vision_output_dim=96,
-        image_size=28,
-        patch_size=14,
-        max_num_tiles=TILES,
-        intermediate_layers_indices=[0, 2],
-        supported_aspect_ratios=[list(ratio) for ratio in get_all_supported_aspect_ratios(TILES)],
-    )
-    config = MllamaConfig(vision_config=vision, text_config=text, image_token_index=vocabulary["<|image|>"])
-    torch.manual_seed(0)
-    shake(MllamaForConditionalGeneration(config)).save_pretrained(folder)
-    processor.save_pretrained(folder)
-
-
-FLAMINGO_MARKS = ("<|endofchunk|>", "<image>")
+    """Write the tiny model and its processor; images of up to 3 tiles of 5 patches."""
+    marks = ("<|image|>", "<|start_header_id|>", "<|end_header_id|>", "<|python_tag|>")
+    tokenizer = character_tokenizer(*marks, bos="<|begin_of_text|>", eos="<|eot_id|>")
+    ids = {"bos_token_id": tokenizer.bos_token_id, "eos_token_id": tokenizer.eos_token_id}
+    model = tiny_mllama(vocab_size=VOCABULARY, max_position_embeddings=2048, **ids)
+    model.config.image_token_index = tokenizer.convert_tokens_to_ids("<|image|>")
+    model.save_pretrained(folder)
+    images = MllamaImageProcessorPil(size={"height": 28, "width": 28}, max_image_tiles=TILES)
+    MllamaProcessor(images, tokenizer, chat_template=LLAMA_TEMPLATE).save_pretrained(folder)
 
 
 def make_open_flamingo(folder: Path, kind: str = "llama") -> None:
@@ -193,31 +84,37 @@ def make_open_flamingo(folder: Path, kind: str = "llama") -> None:
     from mllm_seqpar.models.open_flamingo import OpenFlamingoConfig, OpenFlamingoProcessor
     from mllm_seqpar.models.open_flamingo.modeling import OpenFlamingo
 
-    tokenizer = character_tokenizer(*FLAMINGO_MARKS, bos="<s>", eos="</s>")
-    images = CLIPImageProcessorPil(size={"shortest_edge": 16}, crop_size={"height": 16, "width": 16})
-    common = {"vocab_size": VOCABULARY, "pad_token_id": 0, "bos_token_id": 2, "eos_token_id": 3}
+    tokenizer = character_tokenizer("<|endofchunk|>", "<image>", bos="<s>", eos="</s>")
+    common = {"vocab_size": VOCABULARY, "pad_token_id": 0}
+    common |= {"bos_token_id": tokenizer.bos_token_id, "eos_token_id": tokenizer.eos_token_id}
+    sizes = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 2048}
     texts: dict[str, Any] = {
-        "llama": LlamaConfig(
-            **common,
-            **{"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4},
-            **{"num_key_value_heads": 2, "max_position_embeddings": 2048},
-        ),
+        "llama": LlamaConfig(**common | sizes, hidden_size=32, intermediate_size=48, num_hidden_layers=3),
         "mpt": MptConfig(**common, d_model=48, n_heads=3, n_layers=2, max_seq_len=2048),
     }
-    vision = CLIPVisionConfig(
-        **{"hidden_size": 24, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2},
-        **{"image_size": 16, "patch_size": 8},
-    )
-    vocabulary = tokenizer.get_vocab()
+    vision = {"num_hidden_layers": 2, "num_attention_heads": 2, "image_size": 16, "patch_size": 8}
     config = OpenFlamingoConfig(
         text_config=texts[kind],
-        vision_config=vision,
-        media_token_id=vocabulary["<image>"],
-        eoc_token_id=vocabulary["<|endofchunk|>"],
+        vision_config=CLIPVisionConfig(hidden_size=24, intermediate_size=32, **vision),
+        media_token_id=tokenizer.convert_tokens_to_ids("<image>"),
+        eoc_token_id=tokenizer.convert_tokens_to_ids("<|endofchunk|>"),
         cross_attn_every_n_layers=2 if kind == "llama" else 1,
     )
     torch.manual_seed(0)
-    shake(OpenFlamingo(config)).save_pretrained(folder)
+    model, generator = OpenFlamingo(config).eval(), torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            noise = torch.randn(weight.shape, generator=generator)
+            if name.endswith("_gate"):
+                weight.copy_(0.8 + 0.2 * noise)
+            elif weight.dim() == 1:
+                weight.copy_(0.2 * noise + name.endswith("weight"))
+            elif "embed" in name and "patch" not in name:
+                weight.copy_(0.5 * noise)
+            else:
+                weight.copy_(noise * weight[0].numel() ** -0.5)
+    model.save_pretrained(folder)
+    images = CLIPImageProcessorPil(size={"shortest_edge": 16}, crop_size={"height": 16, "width": 16})
     OpenFlamingoProcessor(images, tokenizer).save_pretrained(folder)
 
 
@@ -269,8 +166,8 @@ def family_folder() -> Path:
     atexit.register(shutil.rmtree, root, ignore_errors=True)
     Path(make_needle_videos(root, 1, frames=(20, 20), rate=10)[0].path).rename(root / "clip.mp4")
     rng = np.random.default_rng(0)
-    for number, (height, width) in enumerate(((40, 40), (24, 90), (80, 30))):
-        Image.fromarray(rng.integers(0, 255, (height, width, 3), dtype=np.uint8)).save(root / f"{number}.png")
+    for number, size in enumerate(((40, 40), (24, 90), (80, 30))):
+        Image.fromarray(rng.integers(0, 255, (*size, 3), dtype=np.uint8)).save(root / f"{number}.png")
     write_chats(root / "train.jsonl", [*CHATS.values()])
     for name, make in MAKERS.items():
         make(root / name)

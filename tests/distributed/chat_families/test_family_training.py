@@ -6,6 +6,7 @@ AdamW's eps is 1e-4 here, for the reason that tests/distributed/training/test_fi
 import os
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -28,12 +29,8 @@ MICRO_BATCH = {"mllama": 1}
 
 
 def train(rank: int, world: int, argv: list[str]) -> None:
-    os.environ.update(LAUNCHED)
-    try:
+    with patch.dict(os.environ, LAUNCHED):
         fine_tune(argv)
-    finally:
-        for name in LAUNCHED:
-            del os.environ[name]
 
 
 @pytest.mark.slow

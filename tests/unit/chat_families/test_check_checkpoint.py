@@ -1,14 +1,10 @@
 """Layer: one process. `scripts/check_checkpoint.py` on complete and broken tiny model directories."""
 
-from __future__ import annotations
-
 import shutil
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
-import torch
 from safetensors.torch import load_file, save_file
 
 from family_directories import MAKERS
@@ -27,39 +23,37 @@ def check(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
 
     def run(*argv: object) -> tuple[int, str]:
         monkeypatch.setattr(sys, "argv", ["check_checkpoint.py", *map(str, argv)])
-        status = check_checkpoint.main()
-        return status, capsys.readouterr().out
+        return check_checkpoint.main(), capsys.readouterr().out
 
     return run
 
 
 @pytest.fixture(scope="module")
-def native(folder: Path) -> Path:
+def native(folder: Path) -> None:
     """Write a tiny mPLUG-Owl3 of the first generation, whose processor cuts still images."""
     tiny_model("per_head").save_pretrained(folder / "native")
     images = MPlugOwl3ImageProcessor(image_size=28)
     MPlugOwl3Processor(images, tiny_tokenizer(placeholder=False)).save_pretrained(folder / "native")
-    return folder / "native"
 
 
+@pytest.mark.usefixtures("native")
 @pytest.mark.parametrize(
-    "name", [*(pytest.param(name, marks=pytest.mark.slow) for name in MAKERS if name != "mllama"), "mllama", "native"]
+    "name", ["mllama", "native", *(pytest.param(name, marks=pytest.mark.slow) for name in MAKERS if name != "mllama")]
 )
-def test_complete_checkpoint_passes(check, folder: Path, native: Path, name: str, tmp_path: Path) -> None:
+def test_complete_checkpoint_passes(check, folder: Path, name: str, tmp_path: Path) -> None:
     status, printed = check(folder / name, "--max-new-tokens", 3, "--frames", 3, "--report", tmp_path / "report.md")
     assert status == 0, printed
     text = (tmp_path / "report.md").read_text()
-    for row in ("files", "names and shapes", "processor", "model", "image", "video"):
-        assert f"**{row}: passed.**" in text
-    assert "for 3 frames" in text
+    rows = ("files", "names and shapes", "processor", "model", "image", "video")
+    assert all(f"**{row}: passed.**" in text for row in rows) and "for 3 frames" in text
 
 
 def test_unexpected_tensor_name_fails_before_weights_are_loaded(check, folder: Path, tmp_path: Path) -> None:
     broken = shutil.copytree(folder / "mllama", tmp_path / "broken")
     weights = load_file(broken / "model.safetensors")
-    name = next(name for name in weights if name.endswith("k_norm.weight"))
-    weights[name.replace("k_norm", "key_norm")] = weights.pop(name)
-    save_file(weights, broken / "model.safetensors", {"format": "pt"})
+    renamed = {name.replace("1.cross_attn.k_norm", "1.cross_attn.key_norm"): x for name, x in weights.items()}
+    assert renamed.keys() != weights.keys()
+    save_file(renamed, broken / "model.safetensors", {"format": "pt"})
     status, printed = check(broken)
     assert status == 1 and "names and shapes: FAILED" in printed and "k_norm" in printed
     assert "model: passed" not in printed
@@ -67,11 +61,7 @@ def test_unexpected_tensor_name_fails_before_weights_are_loaded(check, folder: P
 
 def test_patched_model_that_differs_fails(check, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     add = PartialResult.add
-
-    def add_scaled(self: PartialResult, o: torch.Tensor, *args: Any, **kwargs: Any) -> None:
-        add(self, 1.01 * o, *args, **kwargs)
-
-    monkeypatch.setattr(PartialResult, "add", add_scaled)
+    monkeypatch.setattr(PartialResult, "add", lambda self, o, *args, **more: add(self, 1.01 * o, *args, **more))
     status, printed = check(folder / "mllama", "--max-new-tokens", 2)
     assert status == 1 and "the patched model differs by more than 0.0001" in printed
 

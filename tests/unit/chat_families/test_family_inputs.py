@@ -21,12 +21,8 @@ BATCHES = {"several turns": [2], "text only": [3], "text only first": [3, 0], "a
 
 def pil_images(batch: Any) -> list[Any]:
     """Return all frames of a batch as PIL images."""
-    return [
-        Image.fromarray(frame.permute(1, 2, 0).numpy())
-        for source in batch.sources
-        for decoded in source.read(0, len(source))
-        for frame in decoded
-    ]
+    decoded = (part for source in batch.sources for part in source.read(0, len(source)))
+    return [Image.fromarray(frame.permute(1, 2, 0).numpy()) for part in decoded for frame in part]
 
 
 def with_images(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -34,27 +30,26 @@ def with_images(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
     converted = []
     for message in messages:
         content = message["content"]
-        parts = [{"type": "text", "text": content}] if isinstance(content, str) else content
-        expanded = [p for part in parts for p in [part] * (part.get("num_frames", 1))]
-        content = [part if part["type"] == "text" else {"type": "image"} for part in expanded]
-        converted.append({"role": message["role"], "content": content})
+        parts = [text(content)] if isinstance(content, str) else content
+        shown = [
+            part if part["type"] == "text" else {"type": "image"}
+            for part in parts
+            for _ in range(part.get("num_frames", 1))
+        ]
+        converted.append({"role": message["role"], "content": shown})
     return converted
 
 
 def idefics(processor: Any, chats: list[Any], pictures: list[Any]) -> dict[str, Tensor]:
-    remaining = iter(pictures)
-    prompts = []
-    for chat in chats:
-        items = prompt_items(chat, False, "<end_of_utterance>")
-        prompts.append([next(remaining) if item is None else item for item in items])
+    items = [prompt_items(chat, False, "<end_of_utterance>") for chat in chats]
+    prompts = [[pictures.pop(0) if item is None else item for item in listed] for listed in items]
     return processor(text=prompts, add_end_of_utterance_token=False, padding_side="right")
 
 
 def mllama(processor: Any, chats: list[Any], pictures: list[Any]) -> dict[str, Tensor]:
     texts = [processor.apply_chat_template(chat) for chat in chats]
-    counts = [text.count("<|image|>") for text in texts]
-    nested = [[pictures.pop(0) for _ in range(count)] for count in counts]
-    images = nested if any(counts) else None
+    nested = [[pictures.pop(0) for _ in range(text.count("<|image|>"))] for text in texts]
+    images = nested if any(nested) else None
     common = {"padding": True, "padding_side": "right", "return_tensors": "pt", "add_special_tokens": False}
     try:
         return processor(images=images, text=texts, **common)

@@ -1,15 +1,74 @@
 """Layer: one process. A token-wise module in chunks gives the results, gradients and random numbers of one pass."""
 
-from __future__ import annotations
+from collections.abc import Sequence
+from copy import deepcopy
+from typing import Any
 
 import pytest
 import torch
-from tokenwise_modules import KINDS, WIDTH, chunked, module_and_inputs, weighted_sum, with_gradients
 from torch import Tensor, nn
+from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
+from mllm_seqpar.checkpointing.chunked_mlp import TokenwiseFunction, run_in_chunks
 from mllm_seqpar.errors import ConfigError, ShapeError
 from tolerances import AGAINST_UNPATCHED, EXACT, relative_error
+
+WIDTH, INNER = 8, 24
+
+
+class Gated(nn.Module):
+    """Three projections, as in the MLPs of LLaMA, Qwen2, IDEFICS and Mllama."""
+
+    def __init__(self, dropout: float) -> None:
+        super().__init__()
+        self.gate, self.up = nn.Linear(WIDTH, INNER), nn.Linear(WIDTH, INNER, bias=False)
+        self.down, self.dropout = nn.Linear(INNER, WIDTH), dropout
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(F.dropout(F.silu(self.gate(x)) * self.up(x), self.dropout, self.training))
+
+
+class Residual(nn.Module):
+    """Two inputs, as in MPT's MLP, and dropout without a module."""
+
+    def __init__(self, dropout: float) -> None:
+        super().__init__()
+        self.up, self.down, self.dropout = nn.Linear(WIDTH, INNER), nn.Linear(INNER, WIDTH), dropout
+
+    def forward(self, x: Tensor, residual: Tensor) -> Tensor:
+        return F.dropout(self.down(F.gelu(self.up(x))), self.dropout, self.training) + residual
+
+
+class Normed(nn.Sequential):
+    """With its own norm, as in OpenFlamingo's gated cross-attention."""
+
+    def __init__(self, dropout: float) -> None:
+        linears = nn.Linear(WIDTH, INNER), nn.Linear(INNER, WIDTH)
+        super().__init__(nn.LayerNorm(WIDTH), linears[0], nn.GELU(), nn.Dropout(dropout), linears[1])
+
+
+KINDS = (Gated, Residual, Normed)
+
+
+def module_and_inputs(
+    kind: Any = Gated, shape: tuple[int, ...] = (2, 7), dtype: torch.dtype = torch.float64, dropout: float = 0.0
+) -> tuple[Any, list[Tensor]]:
+    """Return a module with fixed random weights, and its inputs (*shape, WIDTH)."""
+    torch.manual_seed(0)
+    module = kind(dropout).to(dtype)
+    values = torch.randn(2 if kind is Residual else 1, *shape, WIDTH, dtype=torch.float64).to(dtype)
+    return module, [x.clone().requires_grad_() for x in values]
+
+
+def chunked(module: nn.Module, size: int, *inputs: Tensor) -> Tensor:
+    return run_in_chunks(TokenwiseFunction(module.forward, [module], module), size, *inputs)
+
+
+def with_gradients(y: Tensor, leaves: Sequence[Tensor]) -> list[Tensor]:
+    """Return `y` and the gradients of a loss whose gradient differs in every entry of `y`."""
+    weights = torch.randn(y.shape, generator=torch.Generator().manual_seed(2), dtype=torch.float64).to(y.dtype)
+    return [y, *torch.autograd.grad((y * weights).sum(), leaves)]
 
 
 def assert_close(found: list[Tensor], expected: list[Tensor]) -> None:
@@ -18,30 +77,30 @@ def assert_close(found: list[Tensor], expected: list[Tensor]) -> None:
         assert relative_error(mine, theirs) < EXACT[theirs.dtype]
 
 
+def assert_equals_unchunked(module: nn.Module, size: int, inputs: Sequence[Tensor], leaves: Sequence[Tensor]) -> None:
+    assert_close(with_gradients(chunked(module, size, *inputs), leaves), with_gradients(module(*inputs), leaves))
+
+
 @pytest.mark.parametrize("size", [1, 3, 13, 14])
 @pytest.mark.parametrize("kind", KINDS)
-def test_results_and_gradients_equal_the_unchunked_module(kind: str, size: int) -> None:
+def test_results_and_gradients_equal_the_unchunked_module(kind: Any, size: int) -> None:
     """2 samples of 7 tokens: chunks that divide and do not, that cross the samples' border, and one chunk for all."""
     module, inputs = module_and_inputs(kind)
     leaves = [*inputs, *module.parameters()]
-    expected = with_gradients(module(*inputs), leaves)
-    assert_close(with_gradients(chunked(module, size, *inputs), leaves), expected)
+    assert_equals_unchunked(module, size, inputs, leaves)
+    # The same if saved tensors are offloaded.
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: t.detach().numpy().copy(), torch.from_numpy):
+        assert_equals_unchunked(module, size, inputs, leaves)
 
 
-@pytest.mark.parametrize("shape", [(9,), (2, 2, 3)])
+@pytest.mark.parametrize("shape", [(9,), (2, 2, 3), (7, 2)])
 def test_module_receives_tensors_of_the_same_number_of_dimensions(shape: tuple[int, ...]) -> None:
-    module, (x,) = module_and_inputs("gated", *shape)
-    expected = module(x)
+    module, (leaf,) = module_and_inputs(shape=shape)
+    x = leaf.transpose(0, 1) if shape == (7, 2) else leaf  # not contiguous
     dims: set[int] = set()
     module.gate.register_forward_pre_hook(lambda _, args: dims.add(args[0].dim()))
-    assert_close([chunked(module, 4, x)], [expected])
+    assert_equals_unchunked(module, 4, [x], [leaf])
     assert dims == {x.dim()}
-
-
-def test_inputs_may_be_non_contiguous() -> None:
-    module, (x,) = module_and_inputs("gated", 7, 2)
-    expected = with_gradients(module(x.transpose(0, 1)), [x])
-    assert_close(with_gradients(chunked(module, 3, x.transpose(0, 1)), [x]), expected)
 
 
 @pytest.mark.parametrize("frozen", ["weights", "input", "some weights"])
@@ -50,8 +109,7 @@ def test_only_leaves_that_require_grad_receive_gradients(frozen: str) -> None:
     x.requires_grad_(frozen != "input")
     for name, p in module.named_parameters():
         p.requires_grad_(frozen == "input" or (frozen == "some weights" and name.startswith("up")))
-    leaves = [t for t in (x, *module.parameters()) if t.requires_grad]
-    assert_close(with_gradients(chunked(module, 3, x), leaves), with_gradients(module(x), leaves))
+    assert_equals_unchunked(module, 3, [x], [t for t in (x, *module.parameters()) if t.requires_grad])
     chunked(module, 3, x).sum().backward()
     assert all((t.grad is not None) is t.requires_grad for t in (x, *module.parameters()))
 
@@ -60,14 +118,13 @@ def test_unused_parameter_has_no_gradient_and_shared_one_has_the_sum() -> None:
     module, (x,) = module_and_inputs()
     module.up.weight = module.gate.weight
     module.extra = nn.Parameter(torch.ones(3))
-    leaves = [x, *(p for p in module.parameters() if p is not module.extra)]
-    assert_close(with_gradients(chunked(module, 3, x), leaves), with_gradients(module(x), leaves))
+    assert_equals_unchunked(module, 3, [x], [x, *(p for p in module.parameters() if p is not module.extra)])
     chunked(module, 3, x).sum().backward()
     assert module.extra.grad is None  # an optimizer would decay it
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_backward_replays_dropout(kind: str) -> None:
+def test_backward_replays_dropout(kind: Any) -> None:
     """The reference computes the chunks one by one through autograd alone, with the same random numbers."""
     module, inputs = module_and_inputs(kind, dropout=0.4)
     leaves = [*inputs, *module.train().parameters()]
@@ -90,11 +147,9 @@ def test_backward_replays_dropout(kind: str) -> None:
 @pytest.mark.rounding
 @pytest.mark.parametrize("inside", [True, False])
 def test_backward_uses_the_autocast_of_forward(inside: bool) -> None:
-    module, (x,) = module_and_inputs("gated", 4, 50, dtype=torch.float32)
+    module, (x,) = module_and_inputs(shape=(4, 50), dtype=torch.float32)
     leaves = [x, *module.parameters()]
-    exact_module, (exact_x,) = module_and_inputs("gated", 4, 50)
-    exact_x.data = x.detach().double()
-    exact_module.load_state_dict(module.state_dict())
+    exact_module, exact_x = deepcopy(module).double(), x.detach().double().requires_grad_()
     exact = with_gradients(exact_module(exact_x), [exact_x, *exact_module.parameters()])
     dtypes: list[torch.dtype] = []
     with torch.autocast("cpu", torch.bfloat16):
@@ -122,12 +177,10 @@ def test_autocast_caches_no_weight_without_gradient() -> None:
 @pytest.mark.rounding
 def test_bfloat16_weight_gradients_are_summed_in_float32() -> None:
     """Over many chunks they are as close to float64 as those of a single matrix product."""
-    module, (x,) = module_and_inputs("gated", 8, 256, dtype=torch.bfloat16)
+    module, (x,) = module_and_inputs(shape=(8, 256), dtype=torch.bfloat16)
     x = (x + 1).detach().requires_grad_()  # the sums grow, and would lose small terms
-    exact_module, _ = module_and_inputs()
-    exact_module.load_state_dict(module.state_dict())
+    exact_module, weights = deepcopy(module).double(), list(module.parameters())
     exact = torch.autograd.grad(exact_module(x.detach().double()).sum(), list(exact_module.parameters()))
-    weights = list(module.parameters())
     plain = torch.autograd.grad(module(x).sum(), weights)
     mine = torch.autograd.grad(chunked(module, 8, x).sum(), weights)
     for found, theirs, reference in zip(mine, plain, exact, strict=True):
@@ -166,12 +219,11 @@ def test_gradient_checkpointing_recomputes_the_mlp_only_if_needed(residual: bool
 
 def test_parameter_hooks_run_once() -> None:
     module, (x,) = module_and_inputs()
-    _, expected = with_gradients(module(x), [module.up.weight])
     calls: list[Tensor] = []
     module.up.weight.register_hook(lambda grad: calls.append(grad) or 2 * grad)
-    weighted_sum(chunked(module, 3, x)).backward()
-    assert len(calls) == 1
-    assert_close([module.up.weight.grad], [2 * expected])
+    assert_equals_unchunked(module, 3, [x], [module.up.weight])
+    assert len(calls) == 2  # chunked and not
+    assert_close(calls[:1], calls[1:])
 
 
 def test_modules_have_their_parameters_back_after_a_failing_backward() -> None:
@@ -195,15 +247,6 @@ def test_graph_may_be_retained_and_is_freed_otherwise() -> None:
         y.backward()
 
 
-def test_saved_tensors_may_be_offloaded() -> None:
-    module, (x,) = module_and_inputs()
-    leaves = [x, *module.parameters()]
-    expected = with_gradients(module(x), leaves)
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: t.detach().numpy().copy(), torch.from_numpy):
-        y = chunked(module, 3, x)
-    assert_close(with_gradients(y, leaves), expected)
-
-
 class Pooling(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return x.mean(-2, keepdim=True)
@@ -223,7 +266,7 @@ class HiddenLeaf(nn.Module):
 def test_invalid_modules_and_inputs_are_refused() -> None:
     module, (x,) = module_and_inputs()
     with pytest.raises(ShapeError, match=r"\[\(2, 7, 8\), \(2, 6, 8\)\] are not of the same tokens"):
-        chunked(module_and_inputs("residual")[0], 3, x, x[:, 1:])
+        chunked(module_and_inputs(Residual)[0], 3, x, x[:, 1:])
     with pytest.raises(ShapeError, match=r"Pooling made \(1, 1, 8\) of \(1, 3, 8\); it must give one row for every"):
         chunked(Pooling(), 3, x)
     y = chunked(module, 3, x)

@@ -1,7 +1,5 @@
 """Layer: one process. What a decoder layer with a chunked MLP saves for backward, and the memory that it uses."""
 
-from __future__ import annotations
-
 import gc
 import weakref
 from typing import Any
@@ -64,12 +62,7 @@ def test_saved_bytes_do_not_depend_on_the_inner_size() -> None:
 
 
 class MemoryTracker(TorchDispatchMode):
-    """Tracks the tensors that have a dimension of `size`, without the weights.
-
-    Attributes:
-        rows: the largest number of rows of any of them.
-        peak: the largest number of bytes of all of them at once.
-    """
+    """Tracks the tensors that have a dimension of `size`, without the weights: the most `rows` and `peak` bytes."""
 
     def __init__(self, size: int, weights: nn.Module) -> None:
         super().__init__()
@@ -91,12 +84,11 @@ class MemoryTracker(TorchDispatchMode):
         self._known.add(address)
         self.live += count
         self.rows, self.peak = max(self.rows, x.numel() // self.size), max(self.peak, self.live)
+        weakref.finalize(storage, self._free, address, count)
 
-        def on_free() -> None:
-            self._known.discard(address)
-            self.live -= count
-
-        weakref.finalize(storage, on_free)
+    def _free(self, address: int, count: int) -> None:
+        self._known.discard(address)
+        self.live -= count
 
 
 def inner_activations(inner: int, size: int | None) -> MemoryTracker:

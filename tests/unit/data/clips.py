@@ -14,7 +14,6 @@ def write_clip(
     *,
     codec: str = "libx264",
     frames: int = 60,
-    size: tuple[int, int] = (48, 64),
     times: list[int] | None = None,
     options: dict[str, str] | None = None,
     container: dict[str, str] | None = None,
@@ -24,26 +23,16 @@ def write_clip(
     rng = np.random.default_rng(0)
     with av.open(str(path), "w", options=container or {}) as out:
         stream = out.add_stream(codec, rate=25, options={"g": "12", "bf": "2", **(options or {})})
-        stream.height, stream.width, stream.pix_fmt = *size, "yuv420p"
+        stream.height, stream.width, stream.pix_fmt = 48, 64, "yuv420p"
         if times is not None:
             stream.codec_context.time_base = Fraction(1, 1000)
         if rotation:
             stream.set_display_rotation(rotation)
         for i in range(frames):
-            frame = av.VideoFrame.from_ndarray(rng.integers(0, 255, (*size, 3), dtype=np.uint8), format="rgb24")
+            frame = av.VideoFrame.from_ndarray(rng.integers(0, 255, (48, 64, 3), dtype=np.uint8), format="rgb24")
             if times is not None:
                 frame.pts, frame.time_base = times[i], Fraction(1, 1000)
             out.mux(stream.encode(frame))
-        out.mux(stream.encode())
-    return path
-
-
-def write_sound(path: Path) -> Path:
-    with av.open(str(path), "w") as out:
-        stream = out.add_stream("pcm_s16le", rate=8000)
-        frame = av.AudioFrame.from_ndarray(np.zeros((1, 8000), np.int16), format="s16", layout="mono")
-        frame.sample_rate = 8000
-        out.mux(stream.encode(frame))
         out.mux(stream.encode())
     return path
 

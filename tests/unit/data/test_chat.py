@@ -9,6 +9,7 @@ import pytest
 import torch
 from clips import decode_all, write_clip
 from PIL import Image
+from torch import Tensor
 
 from mllm_seqpar.data import ChatDataset, load_local_frames
 from mllm_seqpar.data.needle import make_tokenizer
@@ -33,10 +34,8 @@ ROWS = [
     {
         "messages": [
             {"role": "system", "content": "Answer."},
-            {"role": "user", "content": [{"type": "image", "path": "1.png"}, {"type": "video", "path": "clips/b.mkv"}]},
-            {"role": "assistant", "content": "red"},
-            {"role": "user", "content": [text("And now?"), {"type": "image", "path": "2.png"}]},
-            {"role": "assistant", "content": "blue"},
+            *chat({"type": "image", "path": "1.png"}, {"type": "video", "path": "clips/b.mkv"})["messages"],
+            *chat(text("And now?"), {"type": "image", "path": "2.png"}, answer="blue")["messages"],
         ],
         "id": 17,
     },
@@ -63,30 +62,31 @@ def processor() -> MPlugOwl3Processor:
     return MPlugOwl3Processor(MPlugOwl3ImageProcessor(image_size=32), tokenizer, cut_enable=False)
 
 
-def test_frame_counts_need_no_decoding(folder: Path, processor: MPlugOwl3Processor) -> None:
+def sharded(batch: Any, processor: Any, world: int, at_once: int) -> Tensor:
+    """Return the frames that `world` ranks load together."""
+    bounds = frame_bounds(batch.frames, world)
+    shards = [load_local_frames(batch, range(*part), processor.image_processor, at_once=at_once) for part in bounds]
+    assert [len(shard) for shard in shards] == [stop - start for start, stop in bounds]
+    return torch.cat(shards)
+
+
+def test_frame_counts_need_no_decoding(folder: Path, processor: Any) -> None:
     data = ChatDataset(folder / "train.jsonl", processor)
     assert [data[i].frames for i in range(len(data))] == [3, 7, 4, 0, 1 + 3 + 1]
     assert [data[i].line for i in range(len(data))] == [1, 2, 3, 4, 5]
     assert ChatDataset(folder / "train.jsonl", processor).digest == data.digest
 
 
-@pytest.mark.parametrize(
-    ("options", "frames"),
-    [
-        ({"fps": 5}, [12, 12]),
-        ({"num_frames": 4}, [4, 4]),
-        ({"max_frames": 5}, [3, 5]),
-        ({"fps": 5, "max_frames": 2}, [2, 2]),
-    ],
-)
-def test_callers_sampling_overrides_the_data(
-    folder: Path, processor: MPlugOwl3Processor, options: dict[str, Any], frames: list[int]
-) -> None:
-    data = ChatDataset(folder / "train.jsonl", processor, **options)
-    assert [data[i].frames for i in range(2)] == frames
+def test_callers_sampling_overrides_the_data(folder: Path, processor: Any) -> None:
+    def frames(**options: Any) -> list[int]:
+        data = ChatDataset(folder / "train.jsonl", processor, **options)
+        return [data[i].frames for i in range(2)]
+
+    assert frames(fps=5) == [12, 12] and frames(num_frames=4) == [4, 4]
+    assert frames(max_frames=5) == [3, 5] and frames(fps=5, max_frames=2) == [2, 2]
 
 
-def test_labels_are_the_answers_and_padding_is_right(folder: Path, processor: MPlugOwl3Processor) -> None:
+def test_labels_are_the_answers_and_padding_is_right(folder: Path, processor: Any) -> None:
     batch = ChatDataset(folder / "train.jsonl", processor).batch([4, 0, 3])
     tokenizer = processor.tokenizer
     image = tokenizer.convert_tokens_to_ids("<|image|>")
@@ -105,7 +105,7 @@ def test_labels_are_the_answers_and_padding_is_right(folder: Path, processor: MP
     assert "<|im_start|>user\n" + 3 * "<|image|>" + "Which colour is the marker?<|im_end|>\n" in whole
 
 
-def test_frames_follow_the_order_of_the_placeholders(folder: Path, processor: MPlugOwl3Processor) -> None:
+def test_frames_follow_the_order_of_the_placeholders(folder: Path, processor: Any) -> None:
     batch = ChatDataset(folder / "train.jsonl", processor, num_frames=2).batch([4, 2])
     pictures = [torch.from_numpy(np.array(Image.open(folder / f"{i}.png"))).permute(2, 0, 1) for i in range(4)]
     clip = [image for _, image in decode_all(folder / "clips/b.mkv")]
@@ -115,19 +115,14 @@ def test_frames_follow_the_order_of_the_placeholders(folder: Path, processor: MP
 
 
 @pytest.mark.parametrize("world", [1, 3, 40])
-def test_shards_of_the_frames_concatenate_to_all_frames(
-    folder: Path, processor: MPlugOwl3Processor, world: int
-) -> None:
+def test_shards_of_the_frames_concatenate_to_all_frames(folder: Path, processor: Any, world: int) -> None:
     batch = ChatDataset(folder / "train.jsonl", processor, fps=4).batch(range(len(ROWS)))
     whole = load_local_frames(batch, range(batch.frames), processor.image_processor)
     assert whole.shape == (batch.frames, 3, 32, 32) and batch.frames == 10 + 10 + 4 + 1 + 10 + 1
-    bounds = frame_bounds(batch.frames, world)
-    shards = [load_local_frames(batch, range(*part), processor.image_processor, at_once=4) for part in bounds]
-    assert [len(shard) for shard in shards] == [stop - start for start, stop in bounds]
-    assert torch.equal(torch.cat(shards), whole)
+    assert torch.equal(sharded(batch, processor, world, at_once=4), whole)
 
 
-def test_still_images_are_cut_into_tiles_but_video_frames_are_not(folder: Path, processor: MPlugOwl3Processor) -> None:
+def test_still_images_are_cut_into_tiles_but_video_frames_are_not(folder: Path, processor: Any) -> None:
     cutting = MPlugOwl3Processor(processor.image_processor, processor.tokenizer)
     data = ChatDataset(folder / "train.jsonl", cutting)
     assert [data[index].frames for index in range(len(data))] == [3, 7, 3 + 7, 0, 7 + 3 + 7]
@@ -138,26 +133,20 @@ def test_still_images_are_cut_into_tiles_but_video_frames_are_not(folder: Path, 
     )
     for name in ("input_ids", "labels", "media_offset"):
         assert torch.equal(getattr(batch, name), expected[name])
-    bounds = frame_bounds(batch.frames, 3)
-    shards = [load_local_frames(batch, range(*part), processor.image_processor, at_once=2) for part in bounds]
-    assert torch.equal(torch.cat(shards), expected["pixel_values"])
+    assert torch.equal(sharded(batch, cutting, 3, at_once=2), expected["pixel_values"])
 
 
-def test_sample_longer_than_max_length_is_refused(folder: Path, processor: MPlugOwl3Processor) -> None:
+def test_problems_of_a_batch_name_the_line(folder: Path, processor: Any) -> None:
     data = ChatDataset(folder / "train.jsonl", processor, max_length=30)
     data.batch([0])
     message = r"train.jsonl:5: \d+ tokens \(5 of them stand for frames\), more than max_length"
     with pytest.raises(DataError, match=message):
         data.batch([0, 4])
-
-
-def test_unreadable_video_is_reported_with_its_line(folder: Path, processor: MPlugOwl3Processor) -> None:
     (folder / "clips/bad.mp4").write_bytes(b"nothing")
     path = folder / "bad.jsonl"
     path.write_text(json.dumps(ROWS[0]) + "\n" + json.dumps(chat({"type": "video", "path": "clips/bad.mp4"})) + "\n")
-    data = ChatDataset(path, processor)
     with pytest.raises(VideoError, match=r"bad.jsonl:2: .*clips/bad.mp4: not a readable video"):
-        data.batch([1])
+        ChatDataset(path, processor).batch([1])
 
 
 VIDEO = {"type": "video", "path": "clips/a.mp4"}
@@ -201,10 +190,9 @@ def test_malformed_line_is_refused(folder: Path, processor: Any, row: Any, messa
 
 def test_empty_and_missing_files_are_refused(folder: Path, processor: Any) -> None:
     (folder / "empty.jsonl").write_text("\n")
-    with pytest.raises(DataError, match="empty.jsonl: holds no conversation"):
-        ChatDataset(folder / "empty.jsonl", processor)
-    with pytest.raises(DataError, match="nothing.jsonl: cannot be read"):
-        ChatDataset(folder / "nothing.jsonl", processor)
+    for name, message in (("empty.jsonl", "holds no conversation"), ("nothing.jsonl", "cannot be read")):
+        with pytest.raises(DataError, match=f"{name}: {message}"):
+            ChatDataset(folder / name, processor)
 
 
 @pytest.mark.parametrize(
@@ -212,10 +200,10 @@ def test_empty_and_missing_files_are_refused(folder: Path, processor: Any) -> No
     [({}, None, 9), ({"num_frames": 3}, None, 3), ({"max_frames": 5}, 2, 2), ({"num_frames": 20}, 10, 9)],
 )
 def test_picture_lists_are_sampled_evenly(
-    tmp_path: Path, processor: MPlugOwl3Processor, part: dict[str, int], limit: int | None, expected: int
+    tmp_path: Path, processor: Any, part: dict[str, int], limit: int | None, expected: int
 ) -> None:
     for number in range(9):
-        Image.new("RGB", (8, 8), (number, 0, 0)).save(tmp_path / f"{number}.png")
+        Image.new("RGB", (8, 8)).save(tmp_path / f"{number}.png")
     media = {"type": "video", "images": [f"{number}.png" for number in range(9)], **part}
     (tmp_path / "chat.jsonl").write_text(json.dumps(chat(media)))
     (source,) = ChatDataset(tmp_path / "chat.jsonl", processor, max_frames=limit)[0].sources

@@ -2,6 +2,8 @@
 
 import json
 import os
+from collections.abc import Container
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -16,9 +18,9 @@ from mllm_seqpar.errors import ConfigError, DataError
 from mllm_seqpar.sharding import frame_bounds
 
 
-def write(folder: Path, embeds: Tensor, world: int, ranks: list[int] | None = None, **meta: object) -> None:
+def write(folder: Path, embeds: Tensor, world: int, ranks: Container[int] = range(99), **meta: object) -> None:
     for rank, (start, stop) in enumerate(frame_bounds(len(embeds), world)):
-        if ranks is None or rank in ranks:
+        if rank in ranks:
             save_features(folder, embeds[start:stop], start=start, total=len(embeds), rank=rank, world=world, meta=meta)
 
 
@@ -36,48 +38,36 @@ def test_any_number_of_ranks_reads_the_store(tmp_path: Path, world: int, dtype: 
         store.read(3, 11)
 
 
-def test_store_without_a_shard_is_refused(tmp_path: Path) -> None:
-    embeds = torch.randn(10, 3, 8)
-    write(tmp_path, embeds, 3, ranks=[0, 2])
-    with pytest.raises(
-        DataError, match=r"1 of 3 shards cannot be used: features-00001-of-00003.safetensors \(missing\)"
-    ):
-        open_features(tmp_path)
-    write(tmp_path, embeds, 3, ranks=[1])
-    assert torch.equal(open_features(tmp_path).read(0, 10), embeds)
+def test_unusable_store_is_refused(tmp_path: Path) -> None:
+    one, two = torch.zeros(10, 3, 8), torch.ones(10, 3, 8)
+    name = "features-0000{}-of-0000{}.safetensors".format
+
+    def refused(message: str, folder: Path = tmp_path) -> None:
+        with pytest.raises(DataError, match=message):
+            open_features(folder)
+
+    write(tmp_path, one, 3, ranks=[0, 2])
+    refused(rf"1 of 3 shards cannot be used: {name(1, 3)} \(missing\)")
+    write(tmp_path, one, 3, ranks=[1])
+    assert torch.equal(open_features(tmp_path).read(0, 10), one)
     (tmp_path / "features.json").unlink()
-    with pytest.raises(DataError, match="3 shards but no index"):
-        open_features(tmp_path)
-    with pytest.raises(DataError, match="no features"):
-        open_features(tmp_path / "nowhere")
-
-
-def test_shard_of_another_run_is_refused(tmp_path: Path) -> None:
-    write(tmp_path, torch.zeros(10, 3, 8), 2, video="old")
-    write(tmp_path, torch.ones(10, 3, 8), 2, ranks=[0], video="new")
-    with pytest.raises(DataError, match=r"features-00001-of-00002.safetensors \(from another run\)"):
-        open_features(tmp_path)
-
-
-def test_damaged_files_are_refused(tmp_path: Path) -> None:
-    write(tmp_path, torch.zeros(10, 3, 8), 2)
-    shard = tmp_path / "features-00001-of-00002.safetensors"
-    shard.write_bytes(shard.read_bytes()[:-100])
-    with pytest.raises(DataError, match=r"00001-of-00002.safetensors \(damaged"):
-        open_features(tmp_path)
+    refused("3 shards but no index")
+    refused("no features", tmp_path / "nowhere")
+    write(tmp_path, one, 2, video="old")
+    write(tmp_path, two, 2, ranks=[0], video="new")
+    refused(rf"{name(1, 2)} \(from another run\)")
+    write(tmp_path, two, 2, ranks=[1], video="new")
+    (tmp_path / name(1, 2)).write_bytes((tmp_path / name(1, 2)).read_bytes()[:-100])
+    refused(rf"{name(1, 2)} \(damaged")
     (tmp_path / "features.json").write_text(json.dumps({"total_frames": 10}))
-    with pytest.raises(DataError, match="not an index of features"):
-        open_features(tmp_path)
+    refused("not an index of features")
 
 
 def test_failed_write_leaves_the_store_unchanged(tmp_path: Path) -> None:
     write(tmp_path, torch.zeros(4, 3, 8), 2)
     before = {p: p.read_bytes() for p in tmp_path.iterdir()}
-    assert sorted(p.name for p in before) == [
-        "features-00000-of-00002.safetensors",
-        "features-00001-of-00002.safetensors",
-        "features.json",
-    ]
+    shards = [f"features-0000{rank}-of-00002.safetensors" for rank in range(2)]
+    assert sorted(p.name for p in before) == [*shards, "features.json"]
     with pytest.raises(TypeError):  # metadata that JSON cannot represent
         write(tmp_path, torch.ones(4, 3, 8), 2, when=object())
     assert {p: p.read_bytes() for p in tmp_path.iterdir()} == before
@@ -91,24 +81,21 @@ def test_frames_of_another_rank_are_refused(tmp_path: Path) -> None:
 
 
 def test_features_of_another_video_or_sampling_are_refused(tmp_path: Path) -> None:
-    clip = write_clip(tmp_path / "a.mp4")
-    meta = source_meta(plan_frames(probe(clip), fps=5))
+    plan = partial(plan_frames, probe(write_clip(tmp_path / "a.mp4")))
+    meta = source_meta(plan(fps=5))
     write(tmp_path / "store", torch.zeros(meta["frames"], 1, 2), 2, **meta)
     store = open_features(tmp_path / "store")
-    store.require(**source_meta(plan_frames(probe(clip), fps=5)))
+    store.require(**meta)
     with pytest.raises(DataError, match="made with frames = 12, now it is 5"):
-        store.require(**source_meta(plan_frames(probe(clip), fps=2)))
-    os.utime(clip, (1, 1))
+        store.require(**source_meta(plan(fps=2)))
+    os.utime(tmp_path / "a.mp4", (1, 1))
     with pytest.raises(DataError, match="made with source_mtime"):
-        store.require(**source_meta(plan_frames(probe(clip), fps=5)))
+        store.require(**source_meta(plan(fps=5)))
 
 
 def test_fingerprint_depends_on_vision_weights_and_preprocessing_only(tmp_path: Path) -> None:
-    weights = {
-        "vision_model.w": torch.randn(3, 4, dtype=torch.bfloat16),
-        "vision2text_model.bias": torch.randn(2),
-        "language_model.w": torch.randn(5),
-    }
+    weights = {name: torch.randn(3, 4) for name in ("vision_model.w", "vision2text_model.bias", "language_model.w")}
+    weights["vision_model.w"] = weights["vision_model.w"].bfloat16()
 
     def fingerprint() -> str:
         save_file(weights, tmp_path / "model.safetensors")

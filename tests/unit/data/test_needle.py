@@ -16,11 +16,6 @@ from mllm_seqpar.models.mplug_owl3.image_processing import MPlugOwl3ImageProcess
 from mllm_seqpar.models.mplug_owl3.processing import MPlugOwl3Processor
 
 
-def decode(path: str) -> Tensor:
-    source = VideoSource.open(path, fps=1)
-    return torch.cat(list(source.read(0, len(source), batch=256))).float()
-
-
 def nearest_colour(frame: Tensor) -> str:
     """Return the colour nearest to the mean of the middle of a frame."""
     middle = frame[:, 12:20, 12:20].mean((1, 2))
@@ -32,7 +27,8 @@ def test_one_frame_shows_the_answer(tmp_path: Path) -> None:
     assert Counter(v.colour for v in videos) == dict.fromkeys(COLOURS, 2)
     assert len({v.frames for v in videos}) > 5 and all(2 <= v.frames <= 40 for v in videos)
     for video in videos:
-        frames = decode(video.path)
+        source = VideoSource.open(video.path, fps=1)
+        frames = torch.cat(list(source.read(0, len(source)))).float()
         assert len(frames) == video.frames == probe(video.path).frames
         assert nearest_colour(frames[video.marker]) == video.colour
         if video.colour != "white":
@@ -41,14 +37,10 @@ def test_one_frame_shows_the_answer(tmp_path: Path) -> None:
 
 
 def test_same_seed_gives_same_videos(tmp_path: Path) -> None:
-    one, two, other = (
-        make_needle_videos(tmp_path / name, 3, frames=(4, 9), seed=seed)
-        for name, seed in zip("abc", (1, 1, 2), strict=True)
-    )
-    for a, b in zip(one, two, strict=True):
-        assert (a.colour, a.frames, a.marker) == (b.colour, b.frames, b.marker)
-        assert Path(a.path).read_bytes() == Path(b.path).read_bytes()
-    assert any(Path(a.path).read_bytes() != Path(c.path).read_bytes() for a, c in zip(one, other, strict=True))
+    made = [make_needle_videos(tmp_path / str(n), 3, frames=(4, 9), seed=seed) for n, seed in enumerate((1, 1, 2))]
+    one, two, other = ([(v.colour, v.frames, v.marker, Path(v.path).read_bytes()) for v in part] for part in made)
+    assert one == two
+    assert any(mine[-1] != theirs[-1] for mine, theirs in zip(one, other, strict=True))
 
 
 def test_chat_file_asks_about_each_video(tmp_path: Path) -> None:
@@ -69,17 +61,13 @@ def test_chat_file_asks_about_each_video(tmp_path: Path) -> None:
 def test_tokenizer_restores_text_and_has_its_special_tokens(tmp_path: Path) -> None:
     tokenizer = make_tokenizer(["How many frames, then?"])
     whole = f"<|im_start|>user\n<|video|><|image|>{QUESTION} How many frames<|im_end|>\n<|im_start|>assistant\npurple"
-    for made in (tokenizer, type(tokenizer).from_pretrained(_saved(tokenizer, tmp_path))):
+    tokenizer.save_pretrained(tmp_path)
+    for made in (tokenizer, type(tokenizer).from_pretrained(tmp_path)):
         ids = made(whole)["input_ids"]
         assert made.decode(ids) == whole and made.unk_token_id not in ids
         assert made.eos_token == "<|im_end|>" and made.pad_token == "<|endoftext|>"
         assert made.unk_token_id in made("zebra")["input_ids"]
         assert [len(made(t)["input_ids"]) for t in ("<|im_start|>", "<|im_end|>", "<|image|>", "<|video|>")] == [1] * 4
-
-
-def _saved(tokenizer: Any, folder: Path) -> Path:
-    tokenizer.save_pretrained(folder)
-    return folder
 
 
 @pytest.mark.parametrize(

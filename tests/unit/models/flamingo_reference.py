@@ -4,24 +4,20 @@ This module imports nothing from the package under test. `mosaic_gpt`, whose dir
 implemented here in plain torch.
 """
 
-from __future__ import annotations
-
 import json
-import sys
 import types
 from pathlib import Path
 from typing import Any
 
 import torch
-from published_flamingo import CONFIGS, EVERY, VISION
+from published_flamingo import BLOCKS, CONFIGS, EVERY, VISION
 from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, CLIPModel
 
 
-class _Norm(nn.LayerNorm):
-    def __init__(self, width: int) -> None:
-        super().__init__(width, bias=False)
+def _norm(width: int) -> nn.LayerNorm:
+    return nn.LayerNorm(width, bias=False)
 
 
 class _Attention(nn.Module):
@@ -29,7 +25,7 @@ class _Attention(nn.Module):
         super().__init__()
         self.heads = heads
         self.Wqkv, self.out_proj = nn.Linear(width, 3 * width, bias=False), nn.Linear(width, width, bias=False)
-        self.q_ln, self.k_ln = _Norm(width), _Norm(width)
+        self.q_ln, self.k_ln = _norm(width), _norm(width)
 
     def forward(self, x: Tensor, hidden: Tensor) -> Tensor:
         q, k, v = self.Wqkv(x).chunk(3, -1)
@@ -40,23 +36,17 @@ class _Attention(nn.Module):
         return self.out_proj((scores.masked_fill(hidden, -1e30).softmax(-1) @ v).transpose(1, 2).flatten(2))
 
 
-class _Mlp(nn.Module):
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.mlp_up, self.mlp_down = nn.Linear(width, 4 * width, bias=False), nn.Linear(4 * width, width, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.mlp_down(F.gelu(self.mlp_up(x)))
-
-
 class _Block(nn.Module):
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
-        self.ln_1, self.attn, self.ln_2, self.mlp = _Norm(width), _Attention(width, heads), _Norm(width), _Mlp(width)
+        self.ln_1, self.attn, self.ln_2 = _norm(width), _Attention(width, heads), _norm(width)
+        self.mlp = nn.Module()
+        self.mlp.mlp_up = nn.Linear(width, 4 * width, bias=False)
+        self.mlp.mlp_down = nn.Linear(4 * width, width, bias=False)
 
     def forward(self, x: Tensor, attention_mask: Tensor) -> Tensor:
         x = x + self.attn(self.ln_1(x), attention_mask)
-        return x + self.mlp(self.ln_2(x))
+        return x + self.mlp.mlp_down(F.gelu(self.mlp.mlp_up(self.ln_2(x))))
 
 
 class MosaicGPT(nn.Module):
@@ -69,7 +59,7 @@ class MosaicGPT(nn.Module):
         self.transformer = nn.Module()
         self.transformer.wte = nn.Embedding(rows, width)
         self.transformer.blocks = nn.ModuleList(_Block(width, heads) for _ in range(self.config.n_layers))
-        self.transformer.ln_f = _Norm(width)
+        self.transformer.ln_f = _norm(width)
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor, **_: Any) -> Any:
         length = input_ids.shape[1]
@@ -95,7 +85,6 @@ class _Tower(nn.Module):
 
 def authors_flamingo(parts: dict[str, Path], kind: str) -> Any:
     """Build the model in the steps of `create_model_and_transforms`, then load the checkpoint over it."""
-    sys.modules.setdefault("open_clip", types.ModuleType("open_clip"))  # it needs torchvision, and is not used here
     from open_flamingo import Flamingo
     from open_flamingo.src.flamingo_lm import FlamingoLMMixin
     from open_flamingo.src.utils import extend_instance
@@ -112,8 +101,7 @@ def authors_flamingo(parts: dict[str, Path], kind: str) -> Any:
         language_model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
         language_model.resize_token_embeddings(tokens + 3)
     extend_instance(language_model, FlamingoLMMixin)
-    blocks = {"llama": "model.layers", "gpt_neox": "gpt_neox.layers"}.get(kind, "transformer.blocks")
-    language_model.set_decoder_layers_attr_name(blocks)
+    language_model.set_decoder_layers_attr_name(BLOCKS[kind])
     tower = types.SimpleNamespace(visual=_Tower(parts["vision_model"]))
     model = Flamingo(tower, language_model, tokens, tokens + 1, VISION, cross_attn_every_n_layers=EVERY[kind])
     state = torch.load(parts["checkpoint"], weights_only=True)

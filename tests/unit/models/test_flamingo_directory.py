@@ -1,7 +1,9 @@
 """Layer: one process. OpenFlamingo directories: conversion of published parts, saving, loading by any tensor name."""
 
+import json
 import shutil
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -27,31 +29,29 @@ Parts = dict[str, Path]
 
 
 @pytest.fixture(scope="module")
-def published(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Parts]:
-    """Return a function that writes the published parts over a type of language model and converts them, once each."""
+def published(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Parts, str]]:
+    """Return a function that writes the published parts over a type of language model and converts them, once each.
+
+    It returns the parts and the directory of the converted model.
+    """
     root = tmp_path_factory.mktemp("published")
 
-    def parts(kind: str) -> Parts:
-        if not (root / kind).exists():
-            made = published_parts(root / kind, kind)
-            convert(root / kind / "converted", **made)
-        below = {"language_model": "lm", "vision_model": "clip", "checkpoint": "checkpoint.pt"}
-        return {name: root / kind / path for name, path in below.items()}
+    @cache
+    def made(kind: str) -> tuple[Parts, str]:
+        parts = published_parts(root / kind, kind)
+        convert(root / kind / "converted", **parts)
+        return parts, str(root / kind / "converted")
 
-    return parts
-
-
-def converted(parts: Parts) -> str:
-    return str(parts["checkpoint"].parent / "converted")
+    return made
 
 
 @pytest.mark.parametrize(
     "kind", ["mosaic_gpt", *(pytest.param(k, marks=pytest.mark.slow) for k in EVERY if k != "mosaic_gpt")]
 )
-def test_converted_model_equals_the_authors_model(published: Callable[[str], Parts], kind: str) -> None:
-    parts = published(kind)
-    model: Any = load_model(converted(parts))
-    processor: Any = load_processor(converted(parts))
+def test_converted_model_equals_the_authors_model(published: Any, kind: str) -> None:
+    parts, folder = published(kind)
+    model: Any = load_model(folder)
+    processor: Any = load_processor(folder)
     texts = ["<image>Question:Is it so? Short answer:Yes<|endofchunk|>", "<image>Output:A dog"]
     pictures = torch.randint(0, 255, (2, 3, 20, 30), dtype=torch.uint8, generator=torch.Generator().manual_seed(1))
     inputs = processor(text=texts, images=[[pictures[0]], [pictures[1]]], padding_side="left")
@@ -78,13 +78,11 @@ def test_converted_model_equals_the_authors_model(published: Callable[[str], Par
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["gpt_neox", "llama"])
-def test_each_tensor_is_saved_once_and_loaded_unchanged(
-    published: Callable[[str], Parts], tmp_path: Path, kind: str
-) -> None:
-    one = Path(converted(published(kind)))
-    model: Any = load_model(str(one))
+def test_each_tensor_is_saved_once_and_loaded_unchanged(published: Any, tmp_path: Path, kind: str) -> None:
+    _, one = published(kind)
+    model: Any = load_model(one)
     assert any(c.__module__ == "open_flamingo.src.flamingo" for c in type(model).__mro__) and not model.training
-    saved = load_file(one / "model.safetensors")
+    saved = load_file(f"{one}/model.safetensors")
     distinct = {id(x) for x in model.state_dict(keep_vars=True).values()}
     assert len(saved) == len(distinct) < len(model.state_dict())
     assert saved.keys() <= model.state_dict().keys()
@@ -99,9 +97,9 @@ def test_each_tensor_is_saved_once_and_loaded_unchanged(
 
 
 @pytest.mark.slow
-def test_dtype_applies_to_saved_tensors_only(published: Callable[[str], Parts], tmp_path: Path) -> None:
-    parts = published("llama")
-    whole: Any = load_model(converted(parts))
+def test_dtype_applies_to_saved_tensors_only(published: Any, tmp_path: Path) -> None:
+    parts, folder = published("llama")
+    whole: Any = load_model(folder)
     convert(tmp_path / "one", **parts, dtype=torch.bfloat16, only_attend_immediate_media=False)
     for options in ({}, {"dtype": torch.bfloat16}, {"torch_dtype": torch.bfloat16}):
         again: Any = AutoModelForImageTextToText.from_pretrained(tmp_path / "one", **options)
@@ -115,10 +113,8 @@ def test_dtype_applies_to_saved_tensors_only(published: Callable[[str], Parts], 
 
 
 @pytest.mark.slow
-def test_conversion_without_checkpoint_keeps_the_language_model(
-    published: Callable[[str], Parts], tmp_path: Path
-) -> None:
-    parts = published("gpt_neox")
+def test_conversion_without_checkpoint_keeps_the_language_model(published: Any, tmp_path: Path) -> None:
+    parts, _ = published("gpt_neox")
     convert(tmp_path / "one", language_model=parts["language_model"], vision_model=parts["vision_model"])
     model: Any = load_model(str(tmp_path / "one"))
     processor: Any = load_processor(str(tmp_path / "one"))
@@ -147,102 +143,84 @@ def put(name: str, *shape: int) -> Callable[[Path], None]:
     return edit_state(lambda state: state.update({name: torch.zeros(shape)}))
 
 
-def edit_text(old: str, new: str) -> Callable[[Path], None]:
-    def edit(file: Path) -> None:
-        text = file.read_text()
-        assert old in text
-        file.write_text(text.replace(old, new))
+def edit_json(name: str, value: Any) -> Callable[[Path], Any]:
+    return lambda file: file.write_text(json.dumps(json.loads(file.read_text()) | {name: value}))
 
-    return edit
+
+def put_code(file: Path) -> None:
+    torch.save({"perceiver.latents": print}, file)
 
 
 GATE = "lang_encoder.transformer.blocks.1.gated_cross_attn_layer.attn_gate"
 TWICE = "lang_encoder.gated_cross_attn_layers.1.attn_gate"
 FREQUENCIES = "lang_encoder.gpt_neox.layers.1.decoder_layer.attention.rotary_emb.inv_freq"
 CLIP, LM, CHECKPOINT = "clip/pytorch_model.bin", "lm/pytorch_model.bin", "checkpoint.pt"
-BAD: list[tuple[str, str, Callable[[Path], None], str]] = [
-    (
-        "mosaic_gpt",
-        CLIP,
-        drop("pre_layrnorm.weight"),
-        r"clip: .* it lacks 1 tensor .*pre_layrnorm.* the CLIPVision",
-    ),
-    ("mosaic_gpt", LM, drop("blocks.2.attn.q_ln.weight"), r"lm: .* it lacks 1 tensor \(.*blocks.2.attn.q_ln.weight\)"),
-    ("mosaic_gpt", CHECKPOINT, drop(GATE), r"checkpoint.pt: .* it lacks \d tensors .* the weights of the perceiver"),
-    (
-        "mosaic_gpt",
-        CHECKPOINT,
-        drop("wte.weight"),
-        "expected .*wte.weight, the trained embedding",
-    ),
-    ("gpt_neox", CHECKPOINT, drop("embed_out.weight"), r"it lacks 1 tensor \(lang_encoder.embed_out.weight\)"),
-    ("mosaic_gpt", CHECKPOINT, drop("attn_gate"), "has no weights of gated cross-attention"),
-    (
-        "mosaic_gpt",
-        CHECKPOINT,
-        put("perceiver.latents", 64, 7),
-        r"latents: \(64, 7\) in the checkpoint, \(64, 24\) in",
-    ),
-    ("mosaic_gpt", CHECKPOINT, put(TWICE, 1), r"attn_gate and .*attn_gate are one tensor of the model, and differ"),
-    ("gpt_neox", CHECKPOINT, put(FREQUENCIES, 4), r"rotary_emb.inv_freq has other rotary frequencies"),
-    (
-        *("mosaic_gpt", CHECKPOINT, put("lang_encoder.transformer.wte.weight", 7, 32)),
-        r"embedding has 7 rows, but the tokenizer in .* has 260 tokens .*, and 261 with <PAD>",
-    ),
-    (
-        *("mosaic_gpt", CHECKPOINT, lambda file: torch.save({"perceiver.latents": print}, file)),
-        "checkpoint=.*checkpoint.pt: ",
-    ),
-    (
-        "mosaic_gpt",
-        "lm/config.json",
-        edit_text('"alibi": true', '"alibi": false'),
-        "only an MPT with alibi=True",
-    ),
-    ("mpt", "lm/config.json", edit_text('"no_bias": true', '"no_bias": false'), "no_bias is False"),
-    ("mosaic_gpt", "lm/config.json", edit_text('"n_heads": 4', '"n_heads": 6'), "n_heads is 6; .* powers of two only"),
-    (
-        *("mosaic_gpt", "clip/preprocessor_config.json", edit_text('"crop_size": 16', '"crop_size": 24')),
-        "crops pictures to 24 x 24, but the vision tower takes 16 x 16",
-    ),
-]
+CONFIG, PICTURES = "lm/config.json", "clip/preprocessor_config.json"
+BAD: dict[str, list[tuple[str, Callable[[Path], Any], str]]] = {
+    "mosaic_gpt": [
+        (CLIP, drop("pre_layrnorm.weight"), r"clip: .* it lacks 1 tensor .*pre_layrnorm.* the CLIPVision"),
+        (LM, drop("blocks.2.attn.q_ln.weight"), r"lm: .* it lacks 1 tensor \(.*blocks.2.attn.q_ln.weight\)"),
+        (CHECKPOINT, drop(GATE), r"checkpoint.pt: .* it lacks \d tensors .* the weights of the perceiver"),
+        (CHECKPOINT, drop("wte.weight"), "expected .*wte.weight, the trained embedding"),
+        (CHECKPOINT, drop("attn_gate"), "has no weights of gated cross-attention"),
+        (CHECKPOINT, put("perceiver.latents", 64, 7), r"latents: \(64, 7\) in the checkpoint, \(64, 24\) in"),
+        (CHECKPOINT, put(TWICE, 1), r"attn_gate and .*attn_gate are one tensor of the model, and differ"),
+        (
+            *(CHECKPOINT, put("lang_encoder.transformer.wte.weight", 7, 32)),
+            r"embedding has 7 rows, but the tokenizer in .* has 260 tokens .*, and 261 with <PAD>",
+        ),
+        (CHECKPOINT, put_code, "checkpoint=.*checkpoint.pt: "),
+        (CONFIG, edit_json("alibi", False), "only an MPT with alibi=True"),
+        (CONFIG, edit_json("n_heads", 6), "n_heads is 6; .* powers of two only"),
+        (PICTURES, edit_json("crop_size", 24), "crops pictures to 24 x 24, but the vision tower takes 16 x 16"),
+    ],
+    "gpt_neox": [
+        (CHECKPOINT, drop("embed_out.weight"), r"it lacks 1 tensor \(lang_encoder.embed_out.weight\)"),
+        (CHECKPOINT, put(FREQUENCIES, 4), r"rotary_emb.inv_freq has other rotary frequencies"),
+    ],
+    "mpt": [(CONFIG, edit_json("no_bias", False), "no_bias is False")],
+}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("kind", "file", "edit", "message"), BAD)
+@pytest.mark.parametrize(
+    ("kind", "file", "edit", "message"), [(kind, *case) for kind, cases in BAD.items() for case in cases]
+)
 def test_inconsistent_parts_are_refused(
-    published: Callable[[str], Parts], tmp_path: Path, kind: str, file: str, edit: Callable[[Path], None], message: str
+    published: Any, tmp_path: Path, kind: str, file: str, edit: Callable[[Path], Any], message: str
 ) -> None:
-    shutil.copytree(published(kind)["checkpoint"].parent, tmp_path / "parts")
+    original, folder = published(kind)
+    shutil.copytree(Path(folder).parent, tmp_path / "parts")
     edit(tmp_path / "parts" / file)
-    parts = {name: tmp_path / "parts" / path.name for name, path in published(kind).items()}
+    parts = {name: tmp_path / "parts" / path.name for name, path in original.items()}
     with pytest.raises((ConfigError, DataError), match=message):
         convert(tmp_path / "out", **parts)
 
 
-def test_wrong_interval_is_refused(published: Callable[[str], Parts], tmp_path: Path) -> None:
-    parts = published("gpt_neox")
+def test_wrong_interval_is_refused(published: Any, tmp_path: Path) -> None:
+    parts, _ = published("gpt_neox")
     with pytest.raises(ConfigError, match=r"cross_attn_every_n_layers=4, but .* has 2; pass that"):
         convert(tmp_path / "out", **parts, cross_attn_every_n_layers=4)
 
 
 def test_directory_with_differing_weights_is_refused(tmp_path: Path) -> None:
-    make_open_flamingo(tmp_path / "one")
-    weights = load_file(tmp_path / "one" / "model.safetensors")
+    make_open_flamingo(tmp_path)
+    file = tmp_path / "model.safetensors"
+    weights = load_file(file)
     del weights["perceiver.latents"]
-    save_file(weights, tmp_path / "one" / "model.safetensors")
+    save_file(weights, file)
     with pytest.raises(DataError, match=r"it lacks 1 tensor \(perceiver.latents\)"):
-        load_model(str(tmp_path / "one"))
-    save_file(weights | {"extra": torch.zeros(1)}, tmp_path / "one" / "model.safetensors")
+        load_model(str(tmp_path))
+    save_file(weights | {"extra": torch.zeros(1)}, file)
     with pytest.raises(DataError, match=r"the model does not have 1 tensor \(extra\)"):
-        load_model(str(tmp_path / "one"))
-    (tmp_path / "one" / "model.safetensors").unlink()
+        load_model(str(tmp_path))
+    file.unlink()
     with pytest.raises(ConfigError, match=r"no model.safetensors there"):
-        load_model(str(tmp_path / "one"))
+        load_model(str(tmp_path))
 
 
-def test_processor_refuses_other_arguments_and_tokenizers(published: Callable[[str], Parts]) -> None:
-    processor: Any = load_processor(converted(published("mosaic_gpt")))
+def test_processor_refuses_other_arguments_and_tokenizers(published: Any) -> None:
+    processor: Any = load_processor(published("mosaic_gpt")[1])
     picture = torch.zeros(3, 20, 30, dtype=torch.uint8)
     with pytest.raises(DataError, match="unknown arguments: max_length, truncation"):
         processor(text="<image>hi", images=[[picture]], truncation=True, max_length=4)

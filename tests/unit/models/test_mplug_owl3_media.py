@@ -5,26 +5,9 @@ import torch
 from torch import Tensor
 
 from mllm_seqpar.errors import ConfigError, ShapeError
-from mllm_seqpar.models.mplug_owl3 import MediaLayout, media_layout
-from mllm_seqpar.models.mplug_owl3.visual_inputs import row_blocks
+from mllm_seqpar.models.mplug_owl3 import MediaLayout, media_layout, visual_inputs
 from mllm_seqpar.patches.mplug_owl3.testing import GATES, IMAGE_TOKEN, tiny_text
-
-NOTHING = -1000000  # the published value for a row of a sample without images
-
-
-def published_offset(gate: str | None, ids: Tensor) -> Tensor | list[Tensor]:
-    """Return `media_offset` as the published processors build it."""
-    if gate is None:
-        return [(row == IMAGE_TOKEN).nonzero().flatten() for row in ids]
-    offset, before = torch.zeros(*ids.shape, 2, dtype=torch.long), 0
-    for sample, row in enumerate(ids.tolist()):
-        placeholders = [position for position, token in enumerate(row) if token == IMAGE_TOKEN]
-        for token in range(len(row)):
-            started = sum(placeholder < token for placeholder in placeholders)
-            offset[sample, token, 0] = before
-            offset[sample, token, 1] = before + started if placeholders else NOTHING
-        before += len(placeholders)
-    return offset
+from mllm_seqpar.patches.mplug_owl3.testing import media_offset as published_offset
 
 
 def visible(layout: MediaLayout) -> list[list[set[int]]]:
@@ -37,13 +20,9 @@ def visible(layout: MediaLayout) -> list[list[set[int]]]:
 def rules(gate: str | None, ids: Tensor) -> list[list[set[int]]]:
     rows, before = [], 0
     for row in ids.tolist():
-        placeholders = [position for position, token in enumerate(row) if token == IMAGE_TOKEN]
-        rows.append(
-            [
-                {before + j for j, at in enumerate(placeholders) if (at < token if gate is not None else at <= token)}
-                for token in range(len(row))
-            ]
-        )
+        placeholders = {before + j: at for j, at in enumerate(i for i, token in enumerate(row) if token == IMAGE_TOKEN)}
+        delay = 0 if gate is None else 1
+        rows.append([{j for j, at in placeholders.items() if at + delay <= token} for token in range(len(row))])
         before += len(placeholders)
     return rows
 
@@ -59,31 +38,20 @@ def test_all_forms_of_input_give_the_published_visibility(gate: str | None, coun
         {"input_ids": ids, "media_offset": positions},
         {"position_ids": torch.arange(ids.shape[1])[None], "media_offset": intervals},
     ]
-    ends = torch.tensor(counts).cumsum(0).tolist()
-    ranges = [[end - count, end] for end, count in zip(ends, counts, strict=True) if count]
     delay = 0 if gate is None else 1
     for layout in [media_layout(gate, total_frames=total, **arguments) for arguments in text]:
         assert visible(layout) == rules(gate, ids)
-        assert bool((layout.stop >= layout.first).all())
         assert layout.frame_position.tolist() == [position + delay for row in positions for position in row]
-        assert [found for found in layout.sample_range.tolist() if found[0] != found[1]] == ranges
+        assert [stop - first for first, stop in layout.sample_range.tolist()] == [*counts]
 
 
 @pytest.mark.parametrize("gate", GATES)
 def test_frame_positions_follow_position_ids(gate: str | None) -> None:
-    ids = torch.tensor([[9, IMAGE_TOKEN, IMAGE_TOKEN, 9]])
-    for position_ids in (torch.tensor([[0, 10, 20, 31]]), torch.tensor([0, 10, 20, 31])[None].expand(1, -1)):
-        expected = [10, 20] if gate is None else [20, 31]
-        for offset in (None, published_offset(gate, ids)):
-            layout = media_layout(
-                gate,
-                total_frames=2,
-                input_ids=ids,
-                image_token_id=IMAGE_TOKEN,
-                position_ids=position_ids,
-                media_offset=offset,
-            )
-            assert layout.frame_position.tolist() == expected
+    ids, position_ids = torch.tensor([[9, IMAGE_TOKEN, IMAGE_TOKEN, 9]]), torch.tensor([[0, 10, 20, 31]])
+    text = {"input_ids": ids, "image_token_id": IMAGE_TOKEN, "position_ids": position_ids}
+    for offset in (None, published_offset(gate, ids)):
+        layout = media_layout(gate, total_frames=2, media_offset=offset, **text)
+        assert layout.frame_position.tolist() == ([10, 20] if gate is None else [20, 31])
 
 
 @pytest.mark.parametrize("gate", GATES)
@@ -91,7 +59,6 @@ def test_last_token_may_be_a_placeholder(gate: str | None) -> None:
     ids = torch.tensor([[9, 9, IMAGE_TOKEN], [9, IMAGE_TOKEN, 9]])
     for offset in (None, [[2], [1]]):
         layout = media_layout(gate, total_frames=2, input_ids=ids, image_token_id=IMAGE_TOKEN, media_offset=offset)
-        assert layout.sample_range.tolist() == [[0, 1], [1, 2]]
         first, stop = layout.rows(3, 2)
         assert first.tolist() == [[0, 0], [1, 1]] and stop.tolist() == [[1, 1], [2, 2]]
 
@@ -120,18 +87,14 @@ def test_media_offset_overrides_the_placeholder_token(gate: str | None, form: st
     ids[0, [0, 13]] = IMAGE_TOKEN
     starts = torch.zeros_like(ids)
     starts[0, [2, 7]] = IMAGE_TOKEN  # each placeholder is five tokens
-    layout = media_layout(
-        gate,
-        total_frames=2,
-        input_ids=ids,
-        image_token_id=IMAGE_TOKEN,
-        media_offset=published_offset(form, starts),
-    )
+    offset = published_offset(form, starts)
+    layout = media_layout(gate, total_frames=2, input_ids=ids, image_token_id=IMAGE_TOKEN, media_offset=offset)
     assert visible(layout) == rules(gate, starts)
     assert layout.frame_position.tolist() == ([2, 7] if gate is None else [3, 8])
 
 
 IDS = torch.tensor([[9, IMAGE_TOKEN, 9, IMAGE_TOKEN, 9], [9, 9, 9, IMAGE_TOKEN, 9]])
+OFFSET = published_offset("per_head", IDS)
 
 
 @pytest.mark.parametrize(
@@ -148,29 +111,17 @@ IDS = torch.tensor([[9, IMAGE_TOKEN, 9, IMAGE_TOKEN, 9], [9, 9, 9, IMAGE_TOKEN, 
         ({"media_offset": [[3, 1], [3]]}, ShapeError, "of sample 0"),
         ({"media_offset": [[1, 3], [5]]}, ShapeError, "stay below 5"),
         ({"media_offset": torch.zeros(2, 4, 2)}, ShapeError, r"expected \(2, 5, 2\)"),
-        ({"media_offset": published_offset("per_head", IDS) + 1}, ShapeError, "3 frames were passed"),
-        ({"media_offset": published_offset("per_head", IDS) - 1}, ShapeError, "media_offset reaches from frame -1"),
+        ({"media_offset": OFFSET + 1}, ShapeError, "3 frames were passed"),
+        ({"media_offset": OFFSET - 1}, ShapeError, "media_offset reaches from frame -1"),
+        ({"media_offset": OFFSET + 1, "total_frames": 4}, ShapeError, "no token sees frame 0"),
+        ({"media_offset": OFFSET, "total_frames": 4}, ShapeError, "no token sees frame 3"),
+        ({"gate": None, "media_offset": OFFSET[:1].expand(2, -1, -1)}, ShapeError, "no token sees frame 2"),
+        # one sample's offsets for both: the sample of each placeholder is ambiguous
         (
-            {"media_offset": published_offset("per_head", IDS) + 1, "total_frames": 4},
-            ShapeError,
-            "no token sees frame 0",
+            {"gate": None, "media_offset": OFFSET[:1].expand(2, -1, -1), "total_frames": 2},
+            *(ShapeError, "where each frame's placeholder is"),
         ),
-        ({"media_offset": published_offset("per_head", IDS), "total_frames": 4}, ShapeError, "no token sees frame 3"),
-        (
-            {"gate": None, "media_offset": published_offset("per_head", IDS).repeat_interleave(2, 0)[:2]},
-            ShapeError,
-            "no token sees frame 2",
-        ),
-        (  # one sample's offsets for both: the sample of each placeholder is ambiguous
-            {"gate": None, "media_offset": published_offset("per_head", IDS[:1]).expand(2, -1, -1), "total_frames": 2},
-            ShapeError,
-            "where each frame's placeholder is",
-        ),
-        (
-            {"gate": None, "media_offset": published_offset("per_head", IDS)[:, [2, 2, 3, 4, 4]]},
-            ShapeError,
-            "where each frame's placeholder is",
-        ),
+        ({"gate": None, "media_offset": OFFSET[:, [2, 2, 3, 4, 4]]}, ShapeError, "where each frame's placeholder is"),
     ],
 )
 def test_inconsistent_arguments_of_layout_are_refused(changes: dict, error: type[Exception], message: str) -> None:
@@ -179,18 +130,15 @@ def test_inconsistent_arguments_of_layout_are_refused(changes: dict, error: type
         media_layout(arguments.pop("gate"), **arguments)
 
 
-@pytest.mark.parametrize("short_run", [1, 2, 32])
-@pytest.mark.parametrize("limit", [1, 40, 1 << 24])
+@pytest.mark.parametrize(("short_run", "limit"), [(1, 40), (2, 1), (2, 40), (32, 1), (32, 40), (32, 1 << 24)])
 def test_row_blocks_cover_every_row_once_with_bounded_masks(
     short_run: int, limit: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from mllm_seqpar.models.mplug_owl3 import visual_inputs
-
     monkeypatch.setattr(visual_inputs, "SHORT_RUN", short_run)
     monkeypatch.setattr(visual_inputs, "MASK_ELEMENTS", limit)
     first = [0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 2, 2]
     stop = [0, 0, 1, 2, 3, 3, 3, 3, 0, 4, 4, 5]
-    blocks = row_blocks(first, stop, tokens_per_frame=4)
+    blocks = visual_inputs.row_blocks(first, stop, tokens_per_frame=4)
     assert [row for block in blocks for row in range(block.start, block.stop)] == list(range(len(first)))
     for block in blocks:
         rows = [set(range(first[row], stop[row])) for row in range(block.start, block.stop)]

@@ -11,7 +11,9 @@ from transformers import AutoProcessor
 
 from mllm_seqpar.errors import DataError, ShapeError
 from mllm_seqpar.models.mplug_owl3 import MPlugOwl3ImageProcessor, MPlugOwl3Processor, image_processing
-from mllm_seqpar.patches.mplug_owl3.testing import GATES, IMAGE_TOKEN, tiny_model, tiny_tokenizer
+from mllm_seqpar.patches.mplug_owl3.testing import IMAGE_TOKEN, tiny_model, tiny_tokenizer
+
+IMAGES = MPlugOwl3ImageProcessor(image_size=28)
 
 
 def picture(seed: int, height: int = 40, width: int = 50) -> np.ndarray:
@@ -19,24 +21,24 @@ def picture(seed: int, height: int = 40, width: int = 50) -> np.ndarray:
 
 
 def processor(**options: Any) -> MPlugOwl3Processor:
-    return MPlugOwl3Processor(MPlugOwl3ImageProcessor(image_size=28), tiny_tokenizer(), **options)
+    return MPlugOwl3Processor(IMAGES, tiny_tokenizer(), **options)
 
 
-CHAT = [
-    {"role": "user", "content": [{"type": "video"}, {"type": "text", "text": "what colour?"}]},
-    {"role": "assistant", "content": "red"},
-]
+def user(content: Any) -> dict[str, Any]:
+    return {"role": "user", "content": content}
+
+
+QUESTION = user([{"type": "video"}, {"type": "text", "text": "what colour?"}])
+CHAT = [QUESTION, {"role": "assistant", "content": "red"}]
 
 
 class TestImages:
     def test_all_forms_of_a_picture_are_equivalent(self) -> None:
-        image_processor = MPlugOwl3ImageProcessor(image_size=28)
         array = picture(0)
-        forms = [array, Image.fromarray(array), torch.from_numpy(array), torch.from_numpy(array).permute(2, 0, 1)]
-        for form in forms:
-            values = image_processor(form)["pixel_values"]
-            assert values.shape == (1, 3, 28, 28) and values.dtype == torch.float32
-            assert torch.equal(values, image_processor(forms[0])["pixel_values"])
+        first = IMAGES(array)["pixel_values"]
+        assert first.shape == (1, 3, 28, 28) and first.dtype == torch.float32
+        for form in (Image.fromarray(array), torch.from_numpy(array), torch.from_numpy(array).permute(2, 0, 1)):
+            assert torch.equal(IMAGES(form)["pixel_values"], first)
 
     @pytest.mark.parametrize("with_pillow", [True, False])
     def test_resizing_equals_pillow(self, with_pillow: bool, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -51,45 +53,26 @@ class TestImages:
     def test_floating_frames_do_not_overshoot_at_edges(self) -> None:
         frame = torch.zeros(3, 40, 50)
         frame[:, 13:, 21:] = 1
-        values = MPlugOwl3ImageProcessor(image_size=28)(frame)["pixel_values"]
+        values = IMAGES(frame)["pixel_values"]
         assert (values.min().item(), values.max().item()) == (-1, 1)
 
-    def test_picture_of_the_right_size_is_only_normalised(self) -> None:
-        array = picture(2, 28, 28)
-        values = MPlugOwl3ImageProcessor(image_size=28)(array)["pixel_values"][0]
-        assert torch.allclose(values, torch.from_numpy(array).permute(2, 0, 1) / 127.5 - 1, atol=1e-6)
-
     def test_frames_may_differ_in_size_and_dtype(self) -> None:
-        image_processor = MPlugOwl3ImageProcessor(image_size=28)
         frames = [picture(0), picture(1), picture(2, 30, 30), torch.rand(3, 28, 28), picture(3)]
-        together = image_processor(frames)["pixel_values"]
-        assert torch.equal(together, torch.cat([image_processor(frame)["pixel_values"] for frame in frames]))
-        assert image_processor([])["pixel_values"].shape == (0, 3, 28, 28)
+        apart = torch.cat([IMAGES(frame)["pixel_values"] for frame in frames])
+        assert torch.equal(IMAGES(frames)["pixel_values"], apart)
+        assert IMAGES([])["pixel_values"].shape == (0, 3, 28, 28)
 
-    @pytest.mark.parametrize(
-        "frame",
-        [
-            np.zeros((4, 4), np.uint8),
-            np.zeros((4, 4, 4), np.uint8),
-            torch.full((3, 4, 4), 7.0),
-            torch.zeros(3, 4, 4).int(),
-        ],
-    )
-    def test_invalid_picture_is_refused(self, frame: Any) -> None:
-        with pytest.raises(ShapeError, match="frame 1 is .*expected"):
-            MPlugOwl3ImageProcessor()([picture(0), frame])
-
-    def test_saved_image_processor_loads_unchanged(self, tmp_path: Path) -> None:
-        MPlugOwl3ImageProcessor(image_size=56, image_mean=(0.1, 0.2, 0.3)).save_pretrained(tmp_path)
-        assert (tmp_path / "preprocessor_config.json").exists()
-        loaded = MPlugOwl3ImageProcessor.from_pretrained(tmp_path)
-        assert (loaded.image_size, loaded.image_mean) == (56, [0.1, 0.2, 0.3])
+    def test_invalid_picture_is_refused(self) -> None:
+        flat, four_channels = np.zeros((4, 4), np.uint8), np.zeros((4, 4, 4), np.uint8)
+        for frame in (flat, four_channels, torch.full((3, 4, 4), 7.0), torch.zeros(3, 4, 4).int()):
+            with pytest.raises(ShapeError, match="frame 1 is .*expected"):
+                IMAGES([picture(0), frame])
 
 
 class TestConversations:
     @pytest.mark.parametrize("side", ["left", "right"])
     def test_placeholder_positions_include_padding(self, side: str) -> None:
-        chats = [CHAT, [{"role": "user", "content": "no video"}], [{"role": "user", "content": "a<|image|>b<|video|>"}]]
+        chats = [CHAT, [user("no video")], [user("a<|image|>b<|video|>")]]
         whole = processor(cut_enable=False)
         encoded = whole.encode(chats, frames_per_video=[4, 2], padding_side=side, return_labels=True)
         ids, mask = encoded["input_ids"], encoded["attention_mask"]
@@ -108,34 +91,27 @@ class TestConversations:
         assert bare.apply_chat_template(CHAT).endswith("red<|im_end|>")
 
     @pytest.mark.parametrize(
-        ("chat", "message"),
+        ("chat", "arguments", "message"),
         [
-            ([{"role": "robot", "content": "x"}], "message 0 has the role 'robot'"),
-            ([{"role": "user", "content": [{"type": "audio"}]}], "message 0 holds .*audio"),
-            ([{"role": "user", "content": [{"type": "text"}]}], "message 0 holds"),
-            ([{"role": "user", "content": None}], "message 0 holds"),
-            ([CHAT[0], {"role": "assistant", "content": "<|image|>"}], "message 1 of role 'assistant'"),
+            (user("x") | {"role": "robot"}, {}, "message 0 has the role 'robot'"),
+            (user([{"type": "audio"}]), {}, "message 0 holds .*audio"),
+            (user([{"type": "text"}]), {}, "message 0 holds"),
+            (user(None), {}, "message 0 holds"),
+            (user("<|image|>") | {"role": "assistant"}, {}, "message 0 of role 'assistant'"),
+            (user("<|image|>"), {}, "cut_enable is True: pass image_grids"),
+            (user("<|image|>"), {"image_grids": [(2, 2), None]}, "image_grids has 2 grids and the text has 1"),
+            (QUESTION, {"frames_per_video": []}, "video"),
+            (QUESTION, {"frames_per_video": [1, 2]}, "video"),
         ],
     )
-    def test_malformed_conversation_is_refused(self, chat: list, message: str) -> None:
+    def test_malformed_conversation_is_refused(self, chat: dict, arguments: dict[str, Any], message: str) -> None:
         with pytest.raises(DataError, match=message):
-            processor().encode(chat, frames_per_video=[1])
+            processor().encode([chat], **arguments)
 
-    def test_images_to_cut_require_their_grids(self) -> None:
-        chat = [{"role": "user", "content": "<|image|>"}]
-        with pytest.raises(DataError, match=r"cut_enable is True: pass image_grids"):
-            processor().encode(chat)
-        with pytest.raises(DataError, match=r"image_grids has 2 grids and the text has 1"):
-            processor().encode(chat, image_grids=[(2, 2), None])
-        counts = [
-            (processor().encode(chat, image_grids=[grid])["media_offset"] >= 0).sum().item() for grid in ((1, 3), None)
-        ]
-        assert counts == [4, 1]
-
-    @pytest.mark.parametrize("counts", [[], [1, 2]])
-    def test_number_of_videos_must_match(self, counts: list[int]) -> None:
-        with pytest.raises(DataError, match="video"):
-            processor().encode(CHAT, frames_per_video=counts)
+    def test_grid_determines_the_placeholders_of_an_image(self) -> None:
+        for grid, tiles in (((1, 3), 4), (None, 1)):
+            encoded = processor().encode([user("<|image|>")], image_grids=[grid])
+            assert (encoded["media_offset"] >= 0).sum() == tiles
 
 
 class TestCall:
@@ -147,33 +123,29 @@ class TestCall:
         assert torch.equal(inputs["pixel_values"], both.image_processor(frames)["pixel_values"])
         assert (inputs["media_offset"] >= 0).sum(1).tolist() == [3, 3]
 
-    @pytest.mark.parametrize("gate", GATES)
-    @torch.no_grad()
-    def test_models_of_all_generations_accept_the_inputs(self, gate: str | None) -> None:
-        """Placeholders have several tokens; the reference is the generation's own form of `media_offset`."""
-        plain = MPlugOwl3Processor(MPlugOwl3ImageProcessor(image_size=28), tiny_tokenizer(placeholder=False))
+    def test_media_may_be_in_the_parts_of_a_chat(self) -> None:
         content = [{"type": "video", "video": [picture(0), picture(1)]}, {"type": "image", "image": picture(2)}]
-        chat = [{"role": "user", "content": [*content, {"type": "text", "text": "?"}]}]
-        inputs = plain.apply_chat_template(chat, tokenize=True, add_generation_prompt=True)
-        ids, mark = inputs["input_ids"][0].tolist(), plain.tokenizer("<|image|>")["input_ids"]
-        starts = [at for at in range(len(ids)) if ids[at : at + len(mark)] == mark]
-        assert len(mark) > 1 and len(starts) == len(inputs["pixel_values"]) == 2 + 7
-        published: Any = [starts]
-        if gate is not None:
-            published = torch.tensor([[[0, sum(start < row for start in starts)] for row in range(len(ids))]])
-        model = tiny_model(gate, image_token_id=None)
-        found = model(**inputs).logits
-        assert torch.equal(found, model(**inputs | {"media_offset": published}).logits)
+        inputs = processor().apply_chat_template([user(content)], tokenize=True, add_generation_prompt=True)
+        text = processor().apply_chat_template(
+            [user([{"type": "video"}, {"type": "image"}])], add_generation_prompt=True
+        )
+        expected = processor()(text=text, images=[picture(2)], videos=[[picture(0), picture(1)]])
+        assert len(inputs["pixel_values"]) == 2 + 7
+        assert all(torch.equal(inputs[name], x) for name, x in expected.items()) and inputs.keys() == expected.keys()
 
-    def test_wrong_arguments_are_refused(self) -> None:
-        with pytest.raises(DataError, match="the text has 1 .* and 2 images"):
-            processor()(images=[picture(0), picture(1)], text="<|image|>")
-        with pytest.raises(DataError, match="unknown arguments: colour"):
-            processor()(text="a", colour="red")
-        with pytest.raises(DataError, match="text is None"):
-            processor()(images=picture(0))
+    @pytest.mark.parametrize(
+        ("arguments", "message"),
+        [
+            ({"images": [picture(0), picture(1)], "text": "<|image|>"}, "the text has 1 .* and 2 images"),
+            ({"text": "a", "colour": "red"}, "unknown arguments: colour"),
+            ({"images": picture(0)}, "text is None"),
+        ],
+    )
+    def test_wrong_arguments_are_refused(self, arguments: dict[str, Any], message: str) -> None:
+        with pytest.raises(DataError, match=message):
+            processor()(**arguments)
         with pytest.raises(DataError, match="unknown arguments: image_size; size and normalisation are set when"):
-            processor().image_processor(picture(0), image_size=56)
+            IMAGES(picture(0), image_size=56)
 
     def test_single_picture_and_single_video_need_no_list(self) -> None:
         both = processor()
@@ -184,11 +156,11 @@ class TestCall:
 
 def test_saved_processor_loads_unchanged(tmp_path: Path) -> None:
     tiny_model().save_pretrained(tmp_path)
-    processor(video_span=True).save_pretrained(tmp_path)
+    images = MPlugOwl3ImageProcessor(image_size=28, image_mean=(0.1, 0.2, 0.3))
+    saved = MPlugOwl3Processor(images, tiny_tokenizer(), video_span=True)
+    saved.save_pretrained(tmp_path)
     for loaded in (AutoProcessor.from_pretrained(tmp_path), MPlugOwl3Processor.from_pretrained(tmp_path)):
         assert isinstance(loaded, MPlugOwl3Processor) and loaded.video_span
-        assert loaded.image_processor.image_size == 28
-        again = loaded.encode(CHAT, frames_per_video=[2])
-        assert torch.equal(
-            again["input_ids"], processor(video_span=True).encode(CHAT, frames_per_video=[2])["input_ids"]
-        )
+        assert (loaded.image_processor.image_size, loaded.image_processor.image_mean) == (28, [0.1, 0.2, 0.3])
+        ids, expected = (both.encode(CHAT, frames_per_video=[2])["input_ids"] for both in (loaded, saved))
+        assert torch.equal(ids, expected)

@@ -30,15 +30,17 @@ def write_published(folder: Path, gate: str | None, weights: bool = True) -> Pat
     remote = {"AutoConfig": "configuration_mplugowl3.mPLUGOwl3Config", "AutoModel": "modeling_mplugowl3.mPLUGOwl3Model"}
     (folder / "config.json").write_text(json.dumps({"model_type": "mplugowl3", "auto_map": remote}))
     if weights:
-        save_file(
-            {LAYER + name: torch.zeros(1) for name in ["v_kv_proj.weight", *GATE_NAMES[gate]]},
-            folder / "model.safetensors",
-        )
+        names = [LAYER + name for name in ["v_kv_proj.weight", *GATE_NAMES[gate]]]
+        save_file({name: torch.zeros(1) for name in names}, folder / "model.safetensors")
     return folder
 
 
 def options(processor: Any) -> tuple:
     return processor.image_processor.image_size, processor.video_span, processor.cut_template
+
+
+def tiny(tokenizer: Any, *options: Any) -> MPlugOwl3Processor:
+    return MPlugOwl3Processor(MPlugOwl3ImageProcessor(image_size=28), tokenizer, *options)
 
 
 @pytest.fixture(scope="module")
@@ -70,47 +72,34 @@ class TestDirectories:
 
     def test_directory_of_unknown_generation_is_refused(self, tmp_path: Path) -> None:
         published = write_published(tmp_path, None, weights=False)
-        with pytest.raises(
-            DataError, match=r"no file that states the processor's video_span, cut_template, and no .*pas"
-        ):
+        lacking = r"no file that states the processor's video_span, cut_template, and no .*pas"
+        with pytest.raises(DataError, match=lacking):
             MPlugOwl3Processor.from_pretrained(published, image_size=378)
-        found = MPlugOwl3Processor.from_pretrained(published, image_size=378, video_span=True, cut_template="v3")
-        assert options(found) == OPTIONS[None]
+        given: dict[str, Any] = {"image_size": 378, "video_span": True}
+        assert options(MPlugOwl3Processor.from_pretrained(published, **given, cut_template="v3")) == OPTIONS[None]
         with pytest.raises(ConfigError, match="cut_template is 'v1'; expected one of v2, v3"):
-            MPlugOwl3Processor.from_pretrained(published, image_size=378, video_span=True, cut_template="v1")
+            MPlugOwl3Processor.from_pretrained(published, **given, cut_template="v1")
 
 
-def user(text: str) -> dict[str, str]:
-    return {"role": "user", "content": text}
+def dialogue(*texts: str) -> list[dict[str, str]]:
+    """Return messages of user and assistant in turn, of which the last is an empty answer."""
+    roles = ("user", "assistant")
+    return [{"role": roles[number % 2], "content": text} for number, text in enumerate((*texts, ""))]
 
 
-def said(text: str = "") -> dict[str, str]:
-    return {"role": "assistant", "content": text}
-
-
+SYSTEM = {"role": "system", "content": "Be brief."}
 # Text that byte pairs merge with the marks of a video, several videos, images, a system message, several turns.
 CHATS: list[tuple[list[dict[str, str]], list[int], list[tuple[int, int]]]] = [
-    ([user("<|video|>\nDescribe."), said()], [3], []),
-    ([user("See <|video|> and <|video|>\n\nSay <|video|>"), said()], [2, 1, 2], []),
-    (
-        [
-            {"role": "system", "content": "Be brief."},
-            user("\n<|video|><|video|>>\n"),
-            said("\nred\n"),
-            user("?"),
-            said(),
-        ],
-        [1, 2],
-        [],
-    ),
-    ([user(" <|image|> <|image|>\n"), said("a"), user("<|image|>"), said()], [], [(50, 40), (30, 90), (20, 80)]),
-    ([user("no media"), said()], [], []),
+    (dialogue("<|video|>\nDescribe."), [3], []),
+    (dialogue("See <|video|> and <|video|>\n\nSay <|video|>"), [2, 1, 2], []),
+    ([SYSTEM, *dialogue("\n<|video|><|video|>>\n", "\nred\n", "?")], [1, 2], []),
+    (dialogue(" <|image|> <|image|>\n", "a", "<|image|>"), [], [(50, 40), (30, 90), (20, 80)]),
+    (dialogue("no media"), [], []),
 ]
 
 
 def expected_row(tokenizer: Any, chat: list[dict[str, str]], texts: dict[str, list[str]]) -> tuple[list, list, list]:
     """Return tokens, whether each is a target, and placeholder positions, by the published code's steps."""
-    texts = {kind: list(listed) for kind, listed in texts.items()}
     chunks = [] if chat[0]["role"] == "system" else [("<|im_start|>system\n<|im_end|>", False)]
     for message in chat:
         content = re.sub(r"<\|(image|video)\|>", lambda found: texts[found[1]].pop(0), message["content"])
@@ -130,13 +119,12 @@ def expected_row(tokenizer: Any, chat: list[dict[str, str]], texts: dict[str, li
 
 class TestPrompts:
     @pytest.mark.parametrize("gate", GATES)
-    @pytest.mark.parametrize("number", range(len(CHATS)))
+    @pytest.mark.parametrize(("chat", "videos", "images"), CHATS)
     def test_prompts_equal_the_published_ones_token_for_token(
-        self, tokenizer: Any, gate: str | None, number: int
+        self, tokenizer: Any, gate: str | None, chat: list, videos: list, images: list
     ) -> None:
-        chat, videos, images = CHATS[number]
         _, span, template = OPTIONS[gate]
-        processor = MPlugOwl3Processor(MPlugOwl3ImageProcessor(image_size=28), tokenizer, span, True, template)
+        processor = tiny(tokenizer, span, True, template)
         marks = ("<|start_video_frame|>", "<|end_video_frame|>") if span else ("", "")
         grids = [best_grid(height, width, 28) for height, width in images]
         texts = {
@@ -161,38 +149,31 @@ class TestPrompts:
         assert len(called.get("pixel_values", [])) == len(positions)
 
     def test_generation_ends_and_pads_as_published(self, tokenizer: Any) -> None:
-        family = chat_family(MPlugOwl3Processor(MPlugOwl3ImageProcessor(), tokenizer))
+        family = chat_family(tiny(tokenizer))
         ends = [tokenizer.convert_tokens_to_ids(mark) for mark in ("<|im_end|>", "<|endoftext|>")]
         assert family.generation(None) == {"eos_token_id": ends, "pad_token_id": 0}
 
     def test_tokenizer_merges_marks_with_their_neighbours(self, tokenizer: Any) -> None:
         """This property of the tokenizer makes the prompts above sensitive to the split of the text."""
-        assert len(tokenizer("<|image|>")["input_ids"]) == 5
-        for around in ("{}<|end_video_frame|>\n", " <|start_video_frame|>{}"):
-            together = tokenizer(around.format(""))["input_ids"]
-            assert len(together) == len(around.format("")) - 1
+        lengths = {text: len(tokenizer(text)["input_ids"]) for text in ("<|image|>", ">\n", " <")}
+        assert lengths == {"<|image|>": 5, ">\n": 1, " <": 1}
 
 
 class TestCutting:
     @pytest.mark.parametrize(
-        ("size", "height", "width", "grid"),
+        ("size", "sizes_and_grids"),
         [
-            (384, 500, 500, (2, 2)),
-            (384, 240, 640, (1, 3)),
-            (384, 200, 900, (1, 4)),
-            (384, 640, 240, (3, 1)),
-            (384, 900, 200, (4, 1)),
-            (384, 720, 1280, (2, 3)),
-            (378, 1061, 709, (3, 2)),
+            (384, {(500, 500): (2, 2), (240, 640): (1, 3), (200, 900): (1, 4), (640, 240): (3, 1)}),
+            (384, {(900, 200): (4, 1), (720, 1280): (2, 3)}),
+            (378, {(1061, 709): (3, 2)}),
             # Near ties that float32 and whole pixels decide; exact arithmetic gives another grid.
-            (378, 445, 363, (2, 2)),
-            (378, 701, 859, (2, 3)),
-            (384, 183, 634, (1, 4)),
+            (378, {(445, 363): (2, 2), (701, 859): (2, 3)}),
+            (384, {(183, 634): (1, 4)}),
         ],
     )
-    def test_grids_equal_the_published_ones(self, size: int, height: int, width: int, grid: tuple) -> None:
+    def test_grids_equal_the_published_ones(self, size: int, sizes_and_grids: dict) -> None:
         """The expected grids were computed by the published image processor."""
-        assert best_grid(height, width, size) == grid
+        assert {shape: best_grid(*shape, size) for shape in sizes_and_grids} == sizes_and_grids
 
     def test_texts_of_cut_images_are_the_published_ones(self) -> None:
         assert image_text((2, 3), "v2") == (
@@ -213,9 +194,8 @@ class TestCutting:
         crops = [large.crop((28 * x, 28 * y, 28 * x + 28, 28 * y + 28)) for y in range(2) for x in range(3)]
         expected = torch.stack([torch.from_numpy(np.array(tile)).permute(2, 0, 1) for tile in [*crops, small]])
         given = {"Pillow": image, "array": array, "floating": torch.from_numpy(array).permute(2, 0, 1) / 255}[form]
-        processor = MPlugOwl3Processor(MPlugOwl3ImageProcessor(image_size=28), tokenizer)
         frame = np.zeros((28, 28, 3), np.uint8)
-        found = processor(text="<|video|><|image|>", images=given, videos=[[frame]])["pixel_values"]
+        found = tiny(tokenizer)(text="<|video|><|image|>", images=given, videos=[[frame]])["pixel_values"]
         assert found.shape[0] == 1 + 7 and found[0].eq(-1).all()
         error = (found[1:] - (expected / 255 - 0.5) / 0.5).abs().max()
         assert error == 0 if form != "floating" else error < 2.1 / 255
