@@ -69,10 +69,7 @@ def once_ms(run: Callable[[], object], device: str, clock: Callable[[], float] =
 
 
 def medians_ms(
-    runs: dict[str, Callable[[], object]],
-    device: str,
-    repeats: int,
-    clock: Callable[[], float] = time.perf_counter,
+    runs: dict[str, Callable[[], object]], device: str, repeats: int, clock: Callable[[], float] = time.perf_counter
 ) -> dict[str, float]:
     """Return the median milliseconds of each run, after two warm-up calls each.
 

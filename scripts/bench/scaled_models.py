@@ -71,9 +71,7 @@ def scaled(name: str, scale: int, layers: int) -> ModelSizes:
     )
     vision = replace(vision, width=vision.width // scale, mlp_inner=vision.mlp_inner // scale)
     resampler = model.resampler and replace(
-        model.resampler,
-        head_dim=model.resampler.head_dim // scale,
-        mlp_inner=model.resampler.mlp_inner // scale,
+        model.resampler, head_dim=model.resampler.head_dim // scale, mlp_inner=model.resampler.mlp_inner // scale
     )
     projector = model.projector and tuple(channels // scale for channels in model.projector)
     return replace(model, text=text, cross=cross, vision=vision, resampler=resampler, projector=projector)

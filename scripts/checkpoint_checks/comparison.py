@@ -46,13 +46,7 @@ class Comparison:
 
 @torch.no_grad()
 def compare(
-    model: nn.Module,
-    family: ChatFamily,
-    media: FrameSource,
-    kind: str,
-    question: str,
-    ranks: int,
-    max_new_tokens: int,
+    model: nn.Module, family: ChatFamily, media: FrameSource, kind: str, question: str, ranks: int, max_new_tokens: int
 ) -> Comparison:
     """Ask about `media`, an "image" or a "video", with the model unpatched and patched on `ranks` ranks."""
     weight = next(model.parameters())
