@@ -76,8 +76,7 @@ def medians_ms(
     The order changes with each repetition: machines drift (clock frequency, other users), and a fixed order would
     favour one of the runs.
     """
-    for run in runs.values():
-        run()
+    for run in (*runs.values(), *runs.values()):
         run()
     times: dict[str, list[float]] = {name: [] for name in runs}
     order, shuffler = list(runs), random.Random(0)
@@ -121,11 +120,7 @@ def peak_memory(device: torch.device) -> Iterator[Peak]:
 
 
 class SavedBytes:
-    """The bytes of the storages that autograd saves for backward, each storage once.
-
-    Args:
-        excluded: tensors whose storages are not counted, such as parameters and inputs.
-    """
+    """The bytes of the storages that autograd saves for backward, each once, without those of `excluded` tensors."""
 
     def __init__(self, excluded: Iterable[Tensor]) -> None:
         self._excluded = {x.untyped_storage().data_ptr() for x in excluded}

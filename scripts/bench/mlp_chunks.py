@@ -36,11 +36,7 @@ MIB = 2**20
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Print a Markdown table.
-
-    Raises:
-        SystemExit: if the gradients with chunks differ from those without.
-    """
+    """Print a Markdown table."""
     args = parse(argv)
     print(", ".join(f"{key} {value}" for key, value in environment(args.device).items()))
     print(f"Qwen2 decoder layer {args.shape}, {args.dtype}, checkpointing {args.checkpointing}\n")

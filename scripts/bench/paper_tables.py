@@ -38,14 +38,14 @@ Rates = dict[str, float]
 
 @dataclass(frozen=True)
 class PaperRow:
-    """One row of a table: the paper's name of the model, its sizes, text tokens, visual keys, seconds by strategy."""
+    """One row of a table."""
 
     table: str
-    label: str
+    label: str  # the paper's name of the model
     model: ModelSizes
-    rows: int
-    keys: int
-    seconds: dict[str, float] = field(hash=False)
+    rows: int  # text tokens
+    keys: int  # visual keys
+    seconds: dict[str, float] = field(hash=False)  # by strategy
 
     @property
     def family(self) -> str:
@@ -72,37 +72,21 @@ def read_table(name: str) -> list[PaperRow]:
 def predicted(row: PaperRow, cluster: Cluster, gpus: int, rates: Rates) -> dict[str, float]:
     """Return the seconds in cross-attention (forward and backward, all layers) by strategy, at fitted rates."""
     attention = rates[f"attention, heads of {row.model.cross.head_dim}"]
-    of_family = rates[f"network, {row.family}"], rates["block"], rates[f"overlap, {row.family}"]
-    return {name: _seconds(row, name, cluster, gpus, attention, *of_family) for name in row.seconds}
-
-
-@lru_cache(maxsize=100_000)
-def _seconds(
-    row: PaperRow,
-    strategy: str,
-    cluster: Cluster,
-    gpus: int,
-    attention: float,
-    network: float,
-    block: float,
-    overlap: float,
-) -> float:
-    cluster = replace(
+    of_row = replace(
         cluster,
         attention_forward=attention,
         attention_backward=attention,
-        network_link=network,
-        block_overhead_s=block,
-        overlap=overlap,
+        network_link=rates[f"network, {row.family}"],
+        block_overhead_s=rates["block"],
+        overlap=rates[f"overlap, {row.family}"],
     )
-    cross = row.model.cross
-    problem = Problem(
-        rows=row.rows // gpus,
-        keys=(row.keys // gpus,) * gpus,
-        heads=cross.heads,
-        kv_heads=cross.kv_heads,
-        dim=cross.head_dim,
-    )
+    return {strategy: _seconds(row, strategy, of_row, gpus) for strategy in row.seconds}
+
+
+@lru_cache(maxsize=100_000)
+def _seconds(row: PaperRow, strategy: str, cluster: Cluster, gpus: int) -> float:
+    cross, rows, keys = row.model.cross, row.rows // gpus, (row.keys // gpus,) * gpus
+    problem = Problem(rows=rows, keys=keys, heads=cross.heads, kv_heads=cross.kv_heads, dim=cross.head_dim)
     spec = ParallelSpec("lv-xattn", (gpus, 1))
     if strategy == "ring":  # K, V expanded to all query heads; dK, dV in the model's dtype
         spec, problem = ParallelSpec("ring", (1, gpus)), replace(expanded(problem), accumulated=problem.element)
@@ -163,21 +147,13 @@ def _square(errors: np.ndarray) -> float:
 
 @dataclass(frozen=True)
 class Result:
-    """One table, fitted and predicted.
-
-    Attributes:
-        table: "table3" or "table4".
-        rates: the fitted rates.
-        found: predicted seconds by row name and strategy.
-        errors: predicted / paper - 1 of the rows that were not fitted, by row name and strategy.
-        order_right: whether the faster strategy is predicted correctly in every row.
-    """
+    """One table, fitted and predicted."""
 
     table: str
-    rates: Rates
-    found: dict[str, dict[str, float]]
-    errors: dict[tuple[str, str], float]
-    order_right: bool
+    rates: Rates  # as fitted
+    found: dict[str, dict[str, float]]  # predicted seconds by row name and strategy
+    errors: dict[tuple[str, str], float]  # predicted / paper - 1 of the rows that were not fitted
+    order_right: bool  # whether the faster strategy is predicted correctly in every row
 
     @property
     def median(self) -> float:
@@ -193,10 +169,10 @@ def check(table: str, third: int = 1) -> Result:
     rates = fit(fitted, cluster, gpus)
     found = {row.name: predicted(row, cluster, gpus, rates) for row in rows}
     errors = {
-        (row.name, name): found[row.name][name] / row.seconds[name] - 1
+        (row.name, name): found[row.name][name] / paper - 1
         for row in rows
         if row not in fitted
-        for name in row.seconds
+        for name, paper in row.seconds.items()
     }
     fastest = [(min(times, key=times.__getitem__) for times in (found[row.name], row.seconds)) for row in rows]
     return Result(table, rates, found, errors, all(ours == paper for ours, paper in fastest))

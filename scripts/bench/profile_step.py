@@ -69,11 +69,7 @@ def profile_families(args: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def profile_family(family: str, args: argparse.Namespace) -> dict[str, Any]:
-    """Time and profile the steps of one family; return and print its row.
-
-    Raises:
-        SystemExit: if loss or gradient norm of a patched step differs from the unpatched model's.
-    """
+    """Time and profile the steps of one family; raise SystemExit if the patched model's loss or gradients differ."""
     torch.manual_seed(0)  # for weights that `random_weights` does not set
     subject, comm = FAMILIES[family](args.images, args.words), as_communicator(None)
     model = subject.model.to(args.device)

@@ -55,9 +55,8 @@ def network_clusters(name: str) -> Callable[[Path], str]:
             for setting, modes in settings.items()
         }
         bar_figure(path, panels, log_scale=True)
-        details = [setting_table(modes) for modes in settings.values()]
         figure = shown(path, "Time of each mode over that of mode none; marks: predicted")
-        return joined(rows, ratio_table(list(settings.values())), figure, *details)
+        return joined(rows, ratio_table(list(settings.values())), figure, *map(setting_table, settings.values()))
 
     return part
 
@@ -75,16 +74,10 @@ def ratio_table(settings: Sequence[Sequence[Row]]) -> str:
         if "paper_ring_s" in lv:
             line["paper"] = str(_ratio(lv, "paper_ring_s", "paper_lv_xattn_s"))
         lines.append(line)
-    columns = {
-        "setting": text("setting"),
-        "ring / LV-XAttn": number("ring", ".2f"),
-        "predicted": number("ring_predicted", ".2f"),
-        "expanded / LV-XAttn": number("expanded", ".2f"),
-        "predicted ": number("expanded_predicted", ".2f"),
-        "paper": number("paper", ".2f"),
-        "LV-XAttn / none": number("over_none", ".3f"),
-    }
-    return table(lines, columns)
+    names = {"ring / LV-XAttn": "ring", "predicted": "ring_predicted", "expanded / LV-XAttn": "expanded"}
+    names |= {"predicted ": "expanded_predicted", "paper": "paper"}
+    ratios = {name: number(column, ".2f") for name, column in names.items()}
+    return table(lines, {"setting": text("setting"), **ratios, "LV-XAttn / none": number("over_none", ".3f")})
 
 
 def setting_table(rows: Sequence[Row]) -> str:
@@ -138,14 +131,9 @@ def mesh_table(settings: Sequence[Sequence[Row]]) -> str:
             for name in ("seconds", "predicted_s")
         }
         lines.append(ms | {"setting": best["setting"], "best": best["tile"], "place": f"{place} of {len(shapes)}"})
-    columns = {
-        "setting": text("setting"),
-        "measured, ms": text("seconds"),
-        "predicted, ms": text("predicted_s"),
-        "best as predicted": text("best"),
-        "its place as measured": text("place"),
-    }
-    return table(lines, columns)
+    columns = {"setting": "setting", "measured, ms": "seconds", "predicted, ms": "predicted_s"}
+    columns |= {"best as predicted": "best", "its place as measured": "place"}
+    return table(lines, {name: text(column) for name, column in columns.items()})
 
 
 def memory(folder: Path) -> str:
@@ -177,10 +165,8 @@ def memory_of_family(rows: Sequence[Row]) -> str:
     for row in (row for row in rows if row["measure"] == "bytes"):
         fits = longest.get(tuple(row[name] for name in mode), {})
         at_least = ">= " if "capped" in fits else ""  # the text cannot hold more placeholders
-        extra = {"longest": at_least + fits.get("frames", "")}
-        if "longer" in fits:
-            extra["longer"] = f"{at_least}{float(fits['longer']):.2f}"
-        lines.append(row | extra)
+        longer = f"{at_least}{float(fits['longer']):.2f}" if "longer" in fits else ""
+        lines.append(row | {"longest": at_least + fits.get("frames", ""), "longer": longer})
     columns = {
         "ranks": text("ranks"),
         "strategy": text("strategy"),
@@ -338,11 +324,11 @@ def _figure(path: Path, panels: Mapping[str, Any], columns: int, height: float) 
 
     rows = -(-len(panels) // columns)
     drawn, axes = pyplot.subplots(rows, columns, figsize=(9, height * rows), squeeze=False, layout="constrained")
-    for number_of_axis, axis in enumerate(axes.flat):
+    for axis in axes.flat:
         axis.spines[["top", "right"]].set_visible(False)
         axis.tick_params(labelsize=7)
-        if number_of_axis >= len(panels):
-            axis.set_axis_off()
+    for axis in axes.flat[len(panels) :]:
+        axis.set_axis_off()
     yield list(axes.flat)
     drawn.savefig(path, dpi=110, metadata={"Software": None})
     pyplot.close(drawn)

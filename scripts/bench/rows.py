@@ -10,13 +10,11 @@ from typing import Any
 
 def append(path: str | Path, rows: Sequence[Mapping[str, Any]]) -> None:
     """Append rows to a CSV file. Rows may add columns to the file and may lack some of its columns."""
-    path = Path(path)
-    found = read(path)
-    columns = list(dict.fromkeys(name for row in [*found, *rows] for name in row))
-    with path.open("w", newline="") as file:
-        writer = csv.DictWriter(file, columns, restval="")
+    everything = [*read(path), *rows]
+    with Path(path).open("w", newline="") as file:
+        writer = csv.DictWriter(file, dict.fromkeys(name for row in everything for name in row), restval="")
         writer.writeheader()
-        writer.writerows([*found, *rows])
+        writer.writerows(everything)
 
 
 def read(path: str | Path) -> list[dict[str, str]]:

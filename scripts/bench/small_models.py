@@ -11,6 +11,7 @@ import sys
 import types
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -25,19 +26,12 @@ TOWER: dict[str, Any] = {"image_size": PICTURE, "patch_size": PATCH, "num_hidden
 
 @dataclass(frozen=True)
 class Subject:
-    """A model and the arguments of its `generate`.
-
-    Attributes:
-        model: the argument of `patch_model`.
-        inputs: arguments of `generate`.
-        keys: number of visual keys of each cross-attention layer.
-        unpatched_generate: replacement for the unpatched model's `generate`, if that does not work as published.
-    """
+    """A model and the arguments of its `generate`."""
 
     model: Any
     inputs: dict[str, Tensor]
-    keys: int
-    unpatched_generate: Callable[..., Tensor] | None = None
+    keys: int  # number of visual keys of each cross-attention layer
+    unpatched_generate: Callable[..., Tensor] | None = None  # if the unpatched model's does not work as published
 
 
 def idefics(images: int, prompt: int) -> Subject:
@@ -81,11 +75,6 @@ def open_flamingo(images: int, prompt: int, immediate: bool = True) -> Subject:
     return Subject(model, inputs, images * 64, generate)
 
 
-def open_flamingo_all(images: int, prompt: int) -> Subject:
-    """Build OpenFlamingo whose tokens attend to all images before them (`only_attend_immediate_media=False`)."""
-    return open_flamingo(images, prompt, immediate=False)
-
-
 def mllama(images: int, prompt: int) -> Subject:
     """Build Llama 3.2 Vision: an image tile of 65 patches per image; it has a visual KV cache unpatched, too."""
     from transformers import MllamaConfig, MllamaForConditionalGeneration
@@ -111,6 +100,7 @@ def mllama(images: int, prompt: int) -> Subject:
         supported_aspect_ratios=[[1, 1]],
     )
     config = MllamaConfig(vision_config=tower, text_config=text, image_token_index=WORDS)
+    model = random_weights(MllamaForConditionalGeneration(config))
     inputs = {
         "input_ids": words(prompt),
         "pixel_values": pictures(1, images, 1),
@@ -118,9 +108,7 @@ def mllama(images: int, prompt: int) -> Subject:
         "aspect_ratio_mask": torch.ones(1, images, 1, dtype=torch.long),
         "cross_attention_mask": torch.ones(1, prompt, images, 1, dtype=torch.long),
     }
-    return Subject(
-        random_weights(MllamaForConditionalGeneration(config)), inputs, images * ((PICTURE // PATCH) ** 2 + 1)
-    )
+    return Subject(model, inputs, images * ((PICTURE // PATCH) ** 2 + 1))
 
 
 def mplug_owl3(images: int, prompt: int) -> Subject:
@@ -135,7 +123,7 @@ def mplug_owl3(images: int, prompt: int) -> Subject:
 FAMILIES: dict[str, Callable[[int, int], Subject]] = {
     "idefics": idefics,
     "open_flamingo": open_flamingo,
-    "open_flamingo_all": open_flamingo_all,
+    "open_flamingo_all": partial(open_flamingo, immediate=False),  # tokens attend to all images before them
     "mllama": mllama,
     "mplug_owl3": mplug_owl3,
 }
@@ -169,12 +157,24 @@ def make_flamingo(text: dict[str, int], tower: nn.Module, visual_dim: int, *, ev
     """Return OpenFlamingo over LLaMA with cross-attention before every `every`-th layer, as initialised."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    flamingo, mixin, extend = _flamingo_package()
+    try:
+        import open_clip  # type: ignore[import-not-found]  # noqa: F401
+    except ImportError:  # open_flamingo imports it, but these models do not use it
+        sys.modules["open_clip"] = types.ModuleType("open_clip")
+    try:
+        from open_flamingo import Flamingo
+        from open_flamingo.src.flamingo_lm import FlamingoLMMixin
+        from open_flamingo.src.utils import extend_instance
+    except ImportError as error:
+        raise SystemExit(
+            f"{error}: run pip install --no-deps open-flamingo==2.0.1 (it pins an old torch), and install einops and "
+            "einops-exts"
+        ) from error
     language_model = LlamaForCausalLM(LlamaConfig(**text))
-    extend(language_model, mixin)
+    extend_instance(language_model, FlamingoLMMixin)
     language_model.set_decoder_layers_attr_name("model.layers")
     encoder = types.SimpleNamespace(visual=tower)
-    return flamingo(encoder, language_model, WORDS - 2, MEDIA, visual_dim, cross_attn_every_n_layers=every)
+    return Flamingo(encoder, language_model, WORDS - 2, MEDIA, visual_dim, cross_attn_every_n_layers=every)
 
 
 def make_owl(text: dict[str, int], *, kv_heads: int, hyper_layers: list[int], tower: dict[str, Any]) -> Any:
@@ -231,21 +231,3 @@ class _Patches(nn.Module):
     def forward(self, pixels: Tensor) -> tuple[Tensor, Tensor]:
         tokens = self.project(pixels).flatten(2).transpose(1, 2)
         return tokens.mean(1), tokens
-
-
-def _flamingo_package() -> tuple[Any, Any, Any]:
-    """Return open_flamingo's Flamingo, FlamingoLMMixin and extend_instance, with a stub if open_clip is missing."""
-    try:
-        import open_clip  # type: ignore[import-not-found]  # noqa: F401
-    except ImportError:
-        sys.modules["open_clip"] = types.ModuleType("open_clip")
-    try:
-        from open_flamingo import Flamingo
-        from open_flamingo.src.flamingo_lm import FlamingoLMMixin
-        from open_flamingo.src.utils import extend_instance
-    except ImportError as error:
-        raise SystemExit(
-            f"{error}: run pip install --no-deps open-flamingo==2.0.1 (it pins an old torch), and install einops and "
-            "einops-exts"
-        ) from error
-    return Flamingo, FlamingoLMMixin, extend_instance

@@ -23,25 +23,18 @@ SECONDS = 3600.0
 class Comparison:
     """Results of the patched and the unpatched model for one question.
 
-    Attributes:
-        finite: whether all logits of the unpatched model are finite.
-        difference: mean absolute difference of the logits, relative to their standard deviation; the largest of all
-            ranks.
-        disagreement: how far the unpatched model's logit of a generated token is below its largest logit, relative to
-            the logits' standard deviation; the largest of all tokens. 0: both models choose the same tokens.
-        prompt: the prompt as text.
-        prompt_tokens: length of the prompt.
-        frames: number of frames in the prompt.
-        answer: the patched model's greedy answer.
+    `difference` is the mean absolute difference of the logits; `disagreement` is how far the unpatched model's logit of
+    a generated token is below its largest logit (0: both choose the same tokens). Both are relative to the standard
+    deviation of the logits; they are the largest of all ranks and of all tokens.
     """
 
-    finite: bool
+    finite: bool  # all logits of the unpatched model
     difference: float
     disagreement: float
     prompt: str
     prompt_tokens: int
     frames: int
-    answer: str
+    answer: str  # the patched model's, greedy
 
 
 @torch.no_grad()

@@ -24,11 +24,9 @@ class Frames:
         return self.frames.shape[0]
 
     def sizes(self) -> list[tuple[int, int]]:
-        """Return (height, width) of each frame."""
         return [(self.frames.shape[2], self.frames.shape[3])] * len(self)
 
     def read(self, start: int, stop: int, **_: Any) -> Iterator[Tensor]:
-        """Yield the frames start <= i < stop."""
         yield self.frames[start:stop]
 
 

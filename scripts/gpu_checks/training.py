@@ -6,6 +6,7 @@ import copy
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import torch
@@ -30,8 +31,7 @@ The two computations round differently through two layers and a vision tower, to
 
 def check(device: str) -> Iterator[Row]:
     """Yield loss and gradients against the unpatched model, and time and memory of a step, for each kind of gate."""
-    for gate in GATES:
-        yield from check_gate(gate, device)
+    return chain.from_iterable(check_gate(gate, device) for gate in GATES)
 
 
 def check_gate(gate: str | None, device: str) -> Iterator[Row]:
