@@ -139,12 +139,10 @@ def main(argv: Sequence[str]) -> int:
     scoring.add_argument("--at-least", type=float, default=0.0)
     args = parser.parse_args(argv)
     if args.command == "make":
-        long = make(
-            args.folder, DemoTask(long_frames=args.frames), args.seed, None if args.gate == "none" else args.gate
-        )
-        print(
-            json.dumps({"long_video": long.path, "frames": long.frames, "marker": long.marker, "answer": long.colour})
-        )
+        gate = None if args.gate == "none" else args.gate
+        long = make(args.folder, DemoTask(long_frames=args.frames), args.seed, gate)
+        facts = {"long_video": long.path, "frames": long.frames, "marker": long.marker, "answer": long.colour}
+        print(json.dumps(facts))
         return 0
     model = MPlugOwl3ForConditionalGeneration.from_pretrained(args.model).eval()
     right, questions = score(model, MPlugOwl3Processor.from_pretrained(args.model), args.data)

@@ -82,9 +82,6 @@ class InferArguments(CommandOptions):
             raise ConfigError(f"--kernel: {self.kernel!r} is unknown; choose auto, {', '.join(available_kernels())}")
         self.sampling()
         self.seqpar_config()
-        self._refuse_unused_options()
-
-    def _refuse_unused_options(self) -> None:
         self._require("temperature", True, "a finite number")
         self._require("seed", 0 <= self.seed < 2**63, "0 or more, below 2**63")
         if self.temperature == 0:
