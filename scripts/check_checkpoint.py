@@ -42,8 +42,6 @@ QUESTIONS = {"image": "Describe the image in one sentence.", "video": "What happ
 
 @dataclass(frozen=True)
 class Row:
-    """The result of one check."""
-
     check: str
     ok: bool | None  # None if it could not run
     found: str  # one or more lines
@@ -54,7 +52,6 @@ class Row:
 
 
 def main() -> int:
-    """Run all checks and print the report; return the exit status."""
     args = arguments()
     torch.manual_seed(0)
     transformers.logging.disable_progress_bar()
@@ -71,7 +68,6 @@ def main() -> int:
 
 
 def report(directory: Path, environment: str, rows: list[Row]) -> str:
-    """Return the report in Markdown."""
     lines = [f"## Check of the checkpoint {directory.resolve().name}", "", environment, ""]
     for row in rows:
         first, *more = row.found.splitlines() or [""]
@@ -181,7 +177,6 @@ def attempt(check: str, call: Callable[[], tuple[str, Any]]) -> tuple[Row, Any]:
 
 
 def environment() -> str:
-    """Return versions and hardware."""
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else "no GPU"
     return (
         f"torch {torch.__version__}, transformers {transformers.__version__}, Python {platform.python_version()}, "

@@ -28,7 +28,6 @@ class StageTimes:
 
     @contextmanager
     def measure(self, name: str) -> Iterator[None]:
-        """Add the duration of the block to stage `name`."""
         begin = time.perf_counter()
         yield
         if self.device.type == "cuda":
@@ -45,8 +44,6 @@ def frames_bar(total: int, title: str, show: bool) -> Iterator[Callable[[int], N
 
 @dataclass(frozen=True, kw_only=True)
 class Report:
-    """The figures of a run."""
-
     frames: int
     visual_tokens: int
     ranks: int
@@ -57,7 +54,6 @@ class Report:
     device: str
 
     def summary(self) -> str:
-        """Return the report as one line."""
         stages = [f"{name} {seconds:.2f} s" for name, seconds in self.seconds.items()]
         if (encoding := self.seconds.get(ENCODE_STAGE, 0.0)) > 0:
             stages[list(self.seconds).index(ENCODE_STAGE)] += f" ({self.frames / encoding:.1f} frames/s)"
@@ -77,6 +73,5 @@ class Report:
         )
 
     def write(self, path: str) -> None:
-        """Write the report as JSON."""
         values = asdict(self) | {"answers": [{"question": q, **asdict(a)} for q, a in self.answers]}
         Path(path).write_text(json.dumps(values, indent=1) + "\n")

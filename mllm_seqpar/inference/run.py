@@ -141,7 +141,6 @@ def _create_outputs(args: InferArguments) -> None:
 def _video(
     args: InferArguments, inputs: RunInputs, model: nn.Module, comm: Communicator, times: StageTimes
 ) -> EncodedVideo:
-    """Return the encoded video, read from the feature store if there is one."""
     store, source = inputs.store, inputs.source
     if store is not None:
         target = times.device, next(model.parameters()).dtype
@@ -160,7 +159,6 @@ def _video(
 def _ask(
     args: InferArguments, inputs: RunInputs, model: nn.Module, video: EncodedVideo, question: str, rank: int
 ) -> Answer:
-    """Return one answer; rank 0 writes it to standard output as it is generated."""
     if rank == 0 and len(args.question) > 1:
         _write(f"> {question}\n")
     result = answer(model, inputs.processor, question, video, args.sampling(), on_text=_write if rank == 0 else None)

@@ -94,7 +94,6 @@ def measure(name: str, images: int, args: argparse.Namespace) -> dict[str, Any]:
 
 
 def make_subject(name: str, images: int, args: argparse.Namespace) -> Subject:
-    """Return the model, with the same weights in every process, and its inputs, on the device."""
     torch.manual_seed(0)  # for weights that `random_weights` does not set
     subject = FAMILIES[name](images, args.prompt)
     subject.model.to(args.device)
@@ -131,7 +130,6 @@ def decode_patched(subject: Subject, args: argparse.Namespace) -> Run:
 
 
 def patched_runs(name: str, images: int, args: argparse.Namespace) -> list[Run]:
-    """Return the timed runs of this rank."""
     subject = make_subject(name, images, args)
     return [decode_patched(subject, args) for _ in range(1 + args.repeats)][1:]
 

@@ -128,7 +128,6 @@ def check_results(
 
 
 def text(row: Row) -> str:
-    """Return a row of the table."""
     head = f"{row['shape']:>26} {row['kernel']:>15} "
     if "problem" in row:
         return head + row["problem"]

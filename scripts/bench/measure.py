@@ -9,9 +9,9 @@ import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -49,7 +49,6 @@ def _cpu_name() -> str:
 
 
 def synchronize(device: torch.device | str) -> None:
-    """Wait for all work queued on a CUDA device; do nothing on a CPU."""
     if torch.device(device).type == "cuda":
         torch.cuda.synchronize()
 
@@ -87,21 +86,14 @@ def medians_ms(
     return {name: median(values) for name, values in times.items()}
 
 
-@dataclass
-class Peak:
-    """The largest number of bytes allocated at one time inside a `peak_memory` block, above those before it."""
-
-    bytes: int = 0
-
-
 @contextmanager
-def peak_memory(device: torch.device) -> Iterator[Peak]:
-    """Measure the peak memory of the block of code inside; the result is set when the block ends.
+def peak_memory(device: torch.device) -> Iterator[SimpleNamespace]:
+    """Measure the most `bytes` allocated at one time in the block inside, above those before; set when the block ends.
 
     On CUDA it comes from the allocator's statistics. On a CPU it comes from the profiler's memory events, which include
     the temporary buffers of operators.
     """
-    peak = Peak()
+    peak = SimpleNamespace(bytes=0)
     if device.type == "cuda":
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
@@ -131,7 +123,6 @@ class SavedBytes:
         return sum(size for address, size in self._sizes.items() if address not in self._excluded)
 
     def counting(self) -> torch.autograd.graph.saved_tensors_hooks:
-        """Return the context manager to run the forward pass in."""
         return torch.autograd.graph.saved_tensors_hooks(self._pack, lambda x: x)
 
     def _pack(self, x: Tensor) -> Tensor:

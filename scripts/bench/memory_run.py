@@ -51,8 +51,6 @@ class Mode:
 
 @dataclass
 class MemoryBenchmark:
-    """One model on this rank."""
-
     family: str
     scale: int  # divisor of all widths
     text: int  # number of text tokens
@@ -78,7 +76,6 @@ class MemoryBenchmark:
         return published * self.largest * sizes.cross.visual_dim // (PUBLISHED_FRAMES * published_width)
 
     def columns(self, mode: Mode) -> dict[str, Any]:
-        """Return the columns that every row has."""
         sizes = self.subject.sizes
         row = {"benchmark": "memory", "family": self.family, "model": sizes.name, "ranks": self.comm.size}
         row |= {"scale": self.scale, "text": self.text, "device": self.device.type, "dtype": "bfloat16"}
@@ -104,7 +101,6 @@ class MemoryBenchmark:
         return torch.randn(shape, device=self.device, dtype=DTYPE, requires_grad=True)
 
     def loss(self, frames: int, features: Tensor) -> Tensor:
-        """Run the forward pass."""
         local = frame_range(frames)
         inputs = self.subject.arguments(self.text, features, FrameShard(local.start, local.stop, frames))
         return self.subject.model(**inputs).loss

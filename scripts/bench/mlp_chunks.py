@@ -36,7 +36,6 @@ MIB = 2**20
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Print a Markdown table."""
     args = parse(argv)
     print(", ".join(f"{key} {value}" for key, value in environment(args.device).items()))
     print(f"Qwen2 decoder layer {args.shape}, {args.dtype}, checkpointing {args.checkpointing}\n")
@@ -82,7 +81,6 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 
 
 def make_layer(args: argparse.Namespace) -> tuple[nn.Module, nn.Module]:
-    """Return the layer, with random weights, and its rotary embedding."""
     hidden, inner, heads, kv_heads = map(int, args.shape.split(","))
     config = Qwen2Config(
         hidden_size=hidden, intermediate_size=inner, num_attention_heads=heads, num_key_value_heads=kv_heads
@@ -114,7 +112,6 @@ def make_step(
 
 
 def gradients(layer: nn.Module, x: Tensor, step: Callable[[], None]) -> list[Tensor]:
-    """Return the gradients of the input and of all weights after one step."""
     for p in (x, *layer.parameters()):
         p.grad = None
     step()

@@ -70,7 +70,7 @@ def network(ranks: int) -> Iterator[list[str]]:
     """Yield the names of `ranks` connected namespaces; links are uncapped until a rank caps its own."""
     remove_leftovers()
     names = [f"{PREFIX}-{os.getpid()}-{rank}" for rank in range(ranks)]
-    switch = _switch(os.getpid())
+    switch = _switch()
     try:
         _ip(f"netns add {switch}")
         _ip(f"-n {switch} link add bridge type bridge")
@@ -101,8 +101,7 @@ def existing() -> list[str]:
 def remove_leftovers() -> None:
     """Remove the namespaces of launchers that no longer run, and kill the processes inside them."""
     for name in existing():
-        owner = name.split("-")[1]
-        if not Path("/proc", owner).exists():
+        if not Path("/proc", name.split("-")[1]).exists():
             _remove(name)
 
 
@@ -115,7 +114,7 @@ def _start(rank: int, ranks: int, name: str, command: Sequence[str]) -> subproce
         "MASTER_PORT": "29500",
         "GLOO_SOCKET_IFNAME": "eth0",
         "TORCH_CPP_LOG_LEVEL": "ERROR",  # c10d warns that these addresses have no host names
-        LINK: f"{_switch(os.getpid())}/port{rank}",
+        LINK: f"{_switch()}/port{rank}",
     }
     return subprocess.Popen(
         ["ip", "netns", "exec", name, *command],
@@ -148,8 +147,8 @@ def _exit_on_signals() -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def _switch(process: int) -> str:
-    return f"{PREFIX}-{process}-switch"
+def _switch() -> str:
+    return f"{PREFIX}-{os.getpid()}-switch"
 
 
 def _remove(name: str) -> None:

@@ -109,7 +109,6 @@ def rank_main(args: argparse.Namespace) -> None:
 
 
 def rows_of(setting: Setting, found: Measured) -> list[dict[str, Any]]:
-    """Return one row per mode."""
     shape = {name: getattr(setting, name) for name in ("ranks", "rows", "keys", "heads", "kv_heads", "dim", "dtype")}
     common = {"benchmark": "network", "setting": setting.name, "blocks": "emulated" if setting.block_s else "real"}
     common |= shape | {"block_ms": found.block_s * 1e3, "cap_mbit": found.mbit or "", "link_mbit": "", "latency_ms": ""}

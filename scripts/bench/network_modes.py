@@ -32,8 +32,6 @@ BlockTime = tuple[float, float]
 
 @dataclass(frozen=True, kw_only=True)
 class Mode:
-    """One way to compute a call."""
-
     name: str
     spec: ParallelSpec | None  # None: no transfers
     overlap: bool = True
@@ -61,7 +59,6 @@ class Mode:
         return attend(q, [GivenKV(call, k, v)], comm=comm, scale=q.shape[-1] ** -0.5, kernel=kernel)[0]
 
     def problem(self, setting: Setting) -> Problem:
-        """Return the call for the byte formulas."""
         problem = setting.problem()
         if self.accumulate_dtype is None:
             problem = replace(problem, accumulated=problem.element)

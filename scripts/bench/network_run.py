@@ -127,8 +127,6 @@ class Times:
 
 @dataclass
 class Measured:
-    """The result of one setting."""
-
     times: dict[Mode, Times]
     block_s: float  # of the forward pass
     mbit: float | None  # the cap
@@ -136,8 +134,6 @@ class Measured:
 
 
 class NetworkBenchmark:
-    """One setting on this rank."""
-
     def __init__(self, setting: Setting, comm: Communicator, device: torch.device) -> None:
         self.setting, self.comm, self.device = setting, comm, device
         entries = setting.heads * setting.rows * setting.keys * setting.dim

@@ -37,8 +37,6 @@ PAPER = {
 
 @dataclass(frozen=True, kw_only=True)
 class Setting:
-    """One cross-attention call on one network."""
-
     name: str
     ranks: int
     rows: int  # of each rank, as are the keys
@@ -54,7 +52,6 @@ class Setting:
     dtype: str = "bfloat16"  # of Q, K, V
 
     def problem(self) -> Problem:
-        """Return the call for the byte formulas."""
         return Problem(
             rows=self.rows,
             keys=(self.keys,) * self.ranks,

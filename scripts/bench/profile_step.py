@@ -15,10 +15,11 @@ from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import ExitStack
 from statistics import median
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from measure import environment, run_on_ranks
@@ -124,11 +125,9 @@ def train_step(model: Any, inputs: dict[str, Any], comm: Communicator | None) ->
     return nanoseconds / 1e9, *result
 
 
-@contextmanager
-def recorded_transfers(comm: Communicator) -> Iterator[None]:
+def recorded_transfers(comm: Communicator) -> ExitStack:
     """Record the time in transfers, with `record_function`, of all communicators of this one's class."""
-    names = ("exchange", "all_gather", "reduce_scatter", "all_reduce")
-    originals = {name: getattr(type(comm), name) for name in names}
+    stack = ExitStack()
 
     def recorded(original: Callable[..., Any]) -> Callable[..., Any]:
         def run(*args: Any, **kwargs: Any) -> Any:
@@ -138,13 +137,9 @@ def recorded_transfers(comm: Communicator) -> Iterator[None]:
 
         return run
 
-    for name, original in originals.items():
-        setattr(type(comm), name, recorded(original))
-    try:
-        yield
-    finally:
-        for name, original in originals.items():
-            setattr(type(comm), name, original)
+    for name in ("exchange", "all_gather", "reduce_scatter", "all_reduce"):
+        stack.enter_context(patch.object(type(comm), name, recorded(getattr(type(comm), name))))
+    return stack
 
 
 class _RecordedPending(Pending):

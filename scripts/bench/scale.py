@@ -55,7 +55,6 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def print_table(head: list[str], rows: list[list[str]]) -> None:
-    """Print a Markdown table."""
     for line in (head, ["---"] * len(head), *rows):
         print("| " + " | ".join(line) + " |")
 

@@ -130,7 +130,6 @@ FAMILIES: dict[str, Callable[[int, int], Subject]] = {
 
 
 def text_sizes() -> dict[str, int]:
-    """Return the arguments of a language model's configuration."""
     sizes = {"intermediate_size": 4 * WIDTH, "num_hidden_layers": LAYERS, "num_attention_heads": HEADS}
     return TEXT | {"hidden_size": WIDTH} | sizes
 
@@ -178,7 +177,6 @@ def make_flamingo(text: dict[str, int], tower: nn.Module, visual_dim: int, *, ev
 
 
 def make_owl(text: dict[str, int], *, kv_heads: int, hyper_layers: list[int], tower: dict[str, Any]) -> Any:
-    """Return mPLUG-Owl3 with gates per head."""
     from transformers import SiglipVisionConfig
 
     from mllm_seqpar.models.mplug_owl3 import MPlugOwl3Config, MPlugOwl3ForConditionalGeneration
@@ -196,7 +194,6 @@ def make_owl(text: dict[str, int], *, kv_heads: int, hyper_layers: list[int], to
 
 
 def words(count: int) -> Tensor:
-    """Return (1, count) token ids without special tokens."""
     return torch.randint(3, WORDS - 2, (1, count), generator=torch.Generator().manual_seed(1))
 
 

@@ -49,5 +49,4 @@ def picture_file(folder: Path) -> Path:
 
 
 def drawn_video(frames: int) -> Frames:
-    """Return a blue disc that moves from left to right."""
     return Frames(torch.stack([disc(x, 0.5, (30, 60, 220)) for x in torch.linspace(0.2, 0.8, frames).tolist()]))

@@ -39,8 +39,6 @@ Fraction = Callable[[int, int], float]
 
 @dataclass(frozen=True)
 class Block:
-    """One attention block."""
-
     q: str  # label of the Q shard
     kv: str  # label of the KV shard
     q_owners: Sequence[int] = ()  # ranks, which give the colours; empty for replicated shards
@@ -62,8 +60,6 @@ class Sent:
 
 @dataclass(frozen=True)
 class Cell:
-    """What one rank does in one step."""
-
     blocks: Sequence[Block] = ()
     sent: Sequence[Sent] = ()
 
@@ -125,7 +121,6 @@ def schedule_panel(
 
 
 def legend_of(panels: Sequence[Panel]) -> str:
-    """Return the meanings of the transfer labels that the panels use."""
     labels = {sent.label.rstrip("0123456789") for p in panels for _, cells in p.rows for c in cells for sent in c.sent}
     return "; ".join(meaning for label, meaning in MEANING.items() if label in labels) + "."
 

@@ -48,18 +48,15 @@ SVG = {"svg.fonttype": "none", "svg.hashsalt": "mllm-seqpar", "font.family": "sa
 
 
 def save(data: FigureData, path: Path) -> None:
-    """Draw a figure to an SVG file."""
     with rc_context(SVG):
         draw(data).savefig(path, format="svg", metadata={"Date": None, "Description": as_json(data)})
 
 
 def as_json(data: FigureData) -> str:
-    """Return the description of a figure's file."""
     return json.dumps(asdict(data), separators=(",", ":"))
 
 
 def draw(data: FigureData) -> Figure:
-    """Return the figure: the panels one above the other, then the legend."""
     layouts = [_widths(panel) for panel in data.panels]
     width = max(NARROWEST, CHARACTER * len(data.title) * 1.25, *(left + sum(steps) for left, steps in layouts))
     legend = [line for words in data.legend for line in textwrap.wrap(words, int(1.15 * width / CHARACTER))]
@@ -179,7 +176,6 @@ def _text(axes: Axes, x: float, y: float, text: str, **options: Any) -> None:
 
 
 def main() -> None:
-    """Write the figures."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     text = "draw only the schedule of this mesh shape"
     parser.add_argument("--tile", type=int, nargs=2, metavar=("A", "B"), help=text)

@@ -28,7 +28,6 @@ CASES = {"video": VIDEO, "text": TEXT}
 
 
 def bytes_of_busiest_rank(problem: Problem, strategy: str, backward: bool, mesh_shape: tuple[int, int]) -> int:
-    """Return the bytes of the rank that sends most."""
     if strategy == "replicate":  # features are gathered, or their gradients summed, once for all layers
         features = (problem.ranks - 1) * max(problem.keys) * WIDTH
         return features * (problem.accumulated if backward else problem.element) // LAYERS

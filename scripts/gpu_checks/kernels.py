@@ -38,7 +38,6 @@ class Problem:
 
     @property
     def options(self) -> dict[str, Any]:
-        """The keyword arguments of a kernel's forward and backward."""
         return {"scale": self.q.shape[-1] ** -0.5, "causal": self.causal, "mask": self.mask}
 
 
@@ -154,7 +153,6 @@ def sdpa_errors(p: Problem) -> dict[str, float]:
 
 
 def relative(x: Tensor, exact: Tensor) -> float:
-    """Return |x - exact| / |exact|."""
     return float((x.double() - exact).norm() / exact.norm())
 
 

@@ -71,5 +71,4 @@ def embeds(frames: int, device: str) -> dict[str, Tensor]:
 
 
 def gradients(model: torch.nn.Module) -> dict[str, Tensor]:
-    """Return copies of the gradients by parameter name."""
     return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}

@@ -19,7 +19,6 @@ class Row:
 
 
 def write(path: Path, row: Row) -> None:
-    """Append a row to a file."""
     with path.open("a") as file:
         file.write(json.dumps(asdict(row)) + "\n")
 
@@ -36,7 +35,6 @@ def read(path: Path) -> list[Row]:
 
 
 def table(rows: list[Row]) -> str:
-    """Return the rows as a text table."""
     verdict = {True: "ok", False: "FAILED", None: "-"}
     lines = [("check", "on", "found", "allowed", "")]
     lines += [(row.check, row.subject, row.found, row.allowed, verdict[row.ok]) for row in rows]
