@@ -103,7 +103,6 @@ def checks(args: argparse.Namespace) -> Iterator[Row]:
         yield row
         if not row.ok:
             return
-
     row, processor = attempt("processor", lambda: describe_processor(load_processor(path)))
     yield row
     if not row.ok or args.names_only:

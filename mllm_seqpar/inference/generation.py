@@ -102,22 +102,13 @@ def answer(
     _warn_if_long(model, length + sampling.max_new_tokens)
     streamer = AnswerStreamer(processor.tokenizer, on_text)
     torch.manual_seed(sampling.seed)
-    output = model.generate(  # type: ignore[operator]
-        **prompt,
-        **family.feature_arguments(model, video.features, video.shard),
-        use_cache=True,
-        streamer=streamer,
-        **family.generation(model),
-        **sampling.generate_arguments(),
-    )
+    features = family.feature_arguments(model, video.features, video.shard)
+    options = {**family.generation(model), **sampling.generate_arguments()}
+    output = model.generate(**prompt, **features, use_cache=True, streamer=streamer, **options)  # type: ignore[operator]
     tokens = output[0, length:].tolist()
-    return Answer(
-        text=processor.tokenizer.decode(tokens, skip_special_tokens=True),
-        tokens=tokens,
-        prompt_tokens=length,
-        prefill_seconds=streamer.prefill_seconds,
-        decode_seconds=streamer.decode_seconds,
-    )
+    content = processor.tokenizer.decode(tokens, skip_special_tokens=True)
+    seconds = {"prefill_seconds": streamer.prefill_seconds, "decode_seconds": streamer.decode_seconds}
+    return Answer(text=content, tokens=tokens, prompt_tokens=length, **seconds)
 
 
 def _make_prompt(family: ChatFamily, question: str, video: EncodedVideo) -> ChatText:

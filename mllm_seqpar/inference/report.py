@@ -42,7 +42,7 @@ def frames_bar(total: int, title: str, show: bool) -> Iterator[Callable[[int], N
         yield lambda done: bar.update(done - bar.n) if bar is not None else None
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Report:
     frames: int
     visual_tokens: int

@@ -85,18 +85,10 @@ def answer_questions(args: InferArguments, comm: Communicator, device: torch.dev
     video = _video(args, inputs, model, comm, times)
     answers = [(question, _ask(args, inputs, model, video, question, comm.rank)) for question in args.question]
     patch = patch_of(model)
-    bytes_sent = patch.context.comm.bytes.total if patch else 0
-    rows = comm.gather_ints([round(peak_memory(device) * 1024), bytes_sent])
-    report = Report(
-        frames=video.frames,
-        visual_tokens=video.visual_tokens,
-        ranks=comm.size,
-        seconds={name: round(seconds, 4) for name, seconds in times.seconds.items()},
-        answers=answers,
-        peak_memory_mib=[round(kib / 1024, 1) for kib, _ in rows],
-        bytes_sent=[sent for _, sent in rows],
-        device=device.type,
-    )
+    rows = comm.gather_ints([round(peak_memory(device) * 1024), patch.context.comm.bytes.total if patch else 0])
+    seconds = {name: round(seconds, 4) for name, seconds in times.seconds.items()}
+    memory, sent = [round(kib / 1024, 1) for kib, _ in rows], [sent for _, sent in rows]
+    report = Report(video.frames, video.visual_tokens, comm.size, seconds, answers, memory, sent, device.type)
     if comm.rank == 0:
         print(report.summary(), file=sys.stderr, flush=True)  # noqa: T201 - standard output has only the answers
         if args.report:

@@ -106,16 +106,9 @@ def remove_leftovers() -> None:
 
 
 def _start(rank: int, ranks: int, name: str, command: Sequence[str]) -> subprocess.Popen[bytes]:
-    variables = {
-        "RANK": str(rank),
-        "WORLD_SIZE": str(ranks),
-        "LOCAL_RANK": str(rank),
-        "MASTER_ADDR": f"{SUBNET}1",
-        "MASTER_PORT": "29500",
-        "GLOO_SOCKET_IFNAME": "eth0",
-        "TORCH_CPP_LOG_LEVEL": "ERROR",  # c10d warns that these addresses have no host names
-        LINK: f"{_switch()}/port{rank}",
-    }
+    variables = {"RANK": str(rank), "WORLD_SIZE": str(ranks), "LOCAL_RANK": str(rank), "GLOO_SOCKET_IFNAME": "eth0"}
+    variables |= {"MASTER_ADDR": f"{SUBNET}1", "MASTER_PORT": "29500", LINK: f"{_switch()}/port{rank}"}
+    variables |= {"TORCH_CPP_LOG_LEVEL": "ERROR"}  # c10d warns that these addresses have no host names
     return subprocess.Popen(
         ["ip", "netns", "exec", name, *command],
         env={"OMP_NUM_THREADS": "1"} | os.environ | variables,

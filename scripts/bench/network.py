@@ -121,23 +121,14 @@ def rows_of(setting: Setting, found: Measured) -> list[dict[str, Any]]:
     without = next(times for mode, times in found.times.items() if mode.spec is None)
     none, forward = median(without.total), median(without.forward)
     block = forward / setting.ranks, (none - forward) / setting.ranks
-    return [
-        common
-        | {
-            "mode": mode.name,
-            "tile": "" if mode.spec is None else "{}x{}".format(*mode.spec.mesh_shape),
-            "overlap": mode.overlap,
-            "repeats": len(times.total),
-            "seconds": median(times.total),
-            "least_s": min(times.total),
-            "most_s": max(times.total),
-            "forward_s": median(times.forward),
-            "over_none": median(times.total) / none,
-            "sent_bytes": times.sent,
-            "predicted_s": mode.predicted_s(setting, block, found.speed),
-        }
-        for mode, times in found.times.items()
-    ]
+    rows = []
+    for mode, times in found.times.items():
+        tile = "" if mode.spec is None else "{}x{}".format(*mode.spec.mesh_shape)
+        row = common | {"mode": mode.name, "tile": tile, "overlap": mode.overlap, "repeats": len(times.total)}
+        row |= {"seconds": median(times.total), "least_s": min(times.total), "most_s": max(times.total)}
+        row |= {"forward_s": median(times.forward), "over_none": median(times.total) / none, "sent_bytes": times.sent}
+        rows.append(row | {"predicted_s": mode.predicted_s(setting, block, found.speed)})
+    return rows
 
 
 def summary(setting: Setting, rows: list[dict[str, Any]]) -> str:

@@ -111,18 +111,9 @@ def cluster(setting: Setting, block: BlockTime, speed: Speed) -> Cluster:
     """Return the network as the planner describes it, with one rank per node."""
     entries = setting.rows * setting.keys * setting.heads * setting.dim
     bandwidth, latency = speed
-    return Cluster(
-        name="benchmark",
-        gpus_per_node=1,
-        attention_forward=4 * entries / block[0],
-        attention_backward=10 * entries / block[1],
-        matmul=1.0,
-        memory_bytes=1.0,
-        node_link=bandwidth,
-        node_latency_s=latency,
-        network_link=bandwidth,
-        network_latency_s=latency,
-    )
+    links = {"node_link": bandwidth, "network_link": bandwidth, "node_latency_s": latency, "network_latency_s": latency}
+    rates = {"attention_forward": 4 * entries / block[0], "attention_backward": 10 * entries / block[1]}
+    return Cluster(name="benchmark", gpus_per_node=1, **rates, matmul=1.0, memory_bytes=1.0, **links)
 
 
 @dataclass(frozen=True)

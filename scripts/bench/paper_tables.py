@@ -51,6 +51,11 @@ class PaperRow:
         return self.model.name.rpartition("-")[0]
 
     @property
+    def heads(self) -> dict[str, int]:
+        cross = self.model.cross
+        return {"heads": cross.heads, "kv_heads": cross.kv_heads, "dim": cross.head_dim}
+
+    @property
     def name(self) -> str:
         return f"{self.model.name} {self.rows}/{self.keys}"
 
@@ -69,21 +74,16 @@ def read_table(name: str) -> list[PaperRow]:
 def predicted(row: PaperRow, cluster: Cluster, gpus: int, rates: Rates) -> dict[str, float]:
     """Return the seconds in cross-attention (forward and backward, all layers) by strategy, at fitted rates."""
     attention = rates[f"attention, heads of {row.model.cross.head_dim}"]
-    of_row = replace(
-        cluster,
-        attention_forward=attention,
-        attention_backward=attention,
-        network_link=rates[f"network, {row.family}"],
-        block_overhead_s=rates["block"],
-        overlap=rates[f"overlap, {row.family}"],
-    )
+    fitted = {"attention_forward": attention, "attention_backward": attention, "block_overhead_s": rates["block"]}
+    fitted |= {"network_link": rates[f"network, {row.family}"], "overlap": rates[f"overlap, {row.family}"]}
+    of_row = replace(cluster, **fitted)
     return {strategy: _seconds(row, strategy, of_row, gpus) for strategy in row.seconds}
 
 
 @lru_cache(maxsize=100_000)
 def _seconds(row: PaperRow, strategy: str, cluster: Cluster, gpus: int) -> float:
     cross, rows, keys = row.model.cross, row.rows // gpus, (row.keys // gpus,) * gpus
-    problem = Problem(rows=rows, keys=keys, heads=cross.heads, kv_heads=cross.kv_heads, dim=cross.head_dim)
+    problem = Problem(rows=rows, keys=keys, **row.heads)
     spec = ParallelSpec("lv-xattn", (gpus, 1))
     if strategy == "ring":  # K, V expanded to all query heads; dK, dV in the model's dtype
         spec, problem = ParallelSpec("ring", (1, gpus)), replace(expanded(problem), accumulated=problem.element)

@@ -38,11 +38,8 @@ def idefics(images: int, prompt: int) -> Subject:
     """Build IDEFICS with its resampler: 64 latents per image."""
     tower = TOWER | {"embed_dim": 160, "intermediate_size": 640, "num_attention_heads": 4}
     model = make_idefics(text_sizes(), interval=4, tower=tower, heads=4, head_dim=40)
-    inputs = {
-        "input_ids": words(prompt),
-        "image_attention_mask": torch.ones(1, prompt, images, dtype=torch.long),
-        "pixel_values": pictures(1, images),
-    }
+    visible = torch.ones(1, prompt, images, dtype=torch.long)
+    inputs = {"input_ids": words(prompt), "image_attention_mask": visible, "pixel_values": pictures(1, images)}
     return Subject(model, inputs, images * 64)
 
 
@@ -80,34 +77,19 @@ def mllama(images: int, prompt: int) -> Subject:
     from transformers import MllamaConfig, MllamaForConditionalGeneration
     from transformers.models.mllama.configuration_mllama import MllamaTextConfig, MllamaVisionConfig
 
-    text = MllamaTextConfig(
-        **text_sizes(),
-        num_key_value_heads=2,
-        cross_attention_layers=[1, 5],
-        rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
-    )
-    tower = MllamaVisionConfig(
-        hidden_size=160,
-        attention_heads=4,
-        intermediate_size=640,
-        num_hidden_layers=2,
-        num_global_layers=1,
-        intermediate_layers_indices=[0],
-        vision_output_dim=320,
-        image_size=PICTURE,
-        patch_size=PATCH,
-        max_num_tiles=1,
-        supported_aspect_ratios=[[1, 1]],
-    )
+    heads = {"num_key_value_heads": 2, "cross_attention_layers": [1, 5]}
+    rope = {"rope_type": "default", "rope_theta": 10000.0}
+    text = MllamaTextConfig(**text_sizes(), **heads, rope_parameters=rope)
+    sizes = {"hidden_size": 160, "attention_heads": 4, "intermediate_size": 640, "vision_output_dim": 320}
+    layers = {"num_hidden_layers": 2, "num_global_layers": 1, "intermediate_layers_indices": [0]}
+    tiles = {"image_size": PICTURE, "patch_size": PATCH, "max_num_tiles": 1, "supported_aspect_ratios": [[1, 1]]}
+    tower = MllamaVisionConfig(**sizes, **layers, **tiles)
     config = MllamaConfig(vision_config=tower, text_config=text, image_token_index=WORDS)
     model = random_weights(MllamaForConditionalGeneration(config))
-    inputs = {
-        "input_ids": words(prompt),
-        "pixel_values": pictures(1, images, 1),
-        "aspect_ratio_ids": torch.ones(1, images, dtype=torch.long),
-        "aspect_ratio_mask": torch.ones(1, images, 1, dtype=torch.long),
-        "cross_attention_mask": torch.ones(1, prompt, images, 1, dtype=torch.long),
-    }
+    ones = partial(torch.ones, dtype=torch.long)
+    inputs = {"input_ids": words(prompt), "pixel_values": pictures(1, images, 1)}
+    inputs |= {"aspect_ratio_ids": ones(1, images), "aspect_ratio_mask": ones(1, images, 1)}
+    inputs |= {"cross_attention_mask": ones(1, prompt, images, 1)}
     return Subject(model, inputs, images * ((PICTURE // PATCH) ** 2 + 1))
 
 
@@ -138,17 +120,10 @@ def make_idefics(text: dict[str, int], *, interval: int, tower: dict[str, Any], 
     """Return IDEFICS with cross-attention in every `interval`-th layer and a resampler of given heads."""
     from transformers import IdeficsConfig, IdeficsForVisionText2Text
 
-    config = IdeficsConfig(
-        **text,
-        additional_vocab_size=0,
-        cross_layer_interval=interval,
-        qk_layer_norms=True,
-        use_resampler=True,
-        alpha_type="vector",
-        tie_word_embeddings=False,
-        vision_config=tower,
-        perceiver_config={"resampler_depth": 1, "resampler_n_heads": heads, "resampler_head_dim": head_dim},
-    )
+    resampler = {"resampler_depth": 1, "resampler_n_heads": heads, "resampler_head_dim": head_dim}
+    options = {"additional_vocab_size": 0, "qk_layer_norms": True, "alpha_type": "vector", "tie_word_embeddings": False}
+    options |= {"cross_layer_interval": interval, "use_resampler": True}
+    config = IdeficsConfig(**text, **options, vision_config=tower, perceiver_config=resampler)
     return random_weights(IdeficsForVisionText2Text(config))
 
 
@@ -181,15 +156,9 @@ def make_owl(text: dict[str, int], *, kv_heads: int, hyper_layers: list[int], to
 
     from mllm_seqpar.models.mplug_owl3 import MPlugOwl3Config, MPlugOwl3ForConditionalGeneration
 
-    config = MPlugOwl3Config(
-        **text,
-        gate="per_head",
-        hyper_layers=hyper_layers,
-        image_token_id=MEDIA,
-        num_key_value_heads=kv_heads,
-        max_position_embeddings=32768,
-        vision_config=SiglipVisionConfig(**tower),
-    )
+    options = {"gate": "per_head", "hyper_layers": hyper_layers, "num_key_value_heads": kv_heads}
+    options |= {"image_token_id": MEDIA, "max_position_embeddings": 32768}
+    config = MPlugOwl3Config(**text, **options, vision_config=SiglipVisionConfig(**tower))
     return random_weights(MPlugOwl3ForConditionalGeneration(config))
 
 

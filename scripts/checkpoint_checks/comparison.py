@@ -19,7 +19,7 @@ SECONDS = 3600.0
 """Time limit of a transfer: a rank of a large model on a CPU may compute for long before it sends."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Comparison:
     """Results of the patched and the unpatched model for one question.
 
@@ -65,15 +65,13 @@ def compare(
     results = run_loopback(ranks, one_rank, timeout=SECONDS)
     length = text.input_ids.shape[1]
     tokens = results[0][1][length:]
-    return Comparison(
-        finite=bool(logits.isfinite().all()),
-        difference=max(difference for difference, _ in results),
-        disagreement=disagreement(model, family, arguments, frames, tokens),
-        prompt=family.tokenizer.decode(text.input_ids[0]),
-        prompt_tokens=length,
-        frames=len(text.slots),
-        answer=family.tokenizer.decode(tokens, skip_special_tokens=True),
+    finite, difference = bool(logits.isfinite().all()), max(difference for difference, _ in results)
+    largest = disagreement(model, family, arguments, frames, tokens)
+    prompt, reply = (
+        family.tokenizer.decode(text.input_ids[0]),
+        family.tokenizer.decode(tokens, skip_special_tokens=True),
     )
+    return Comparison(finite, difference, largest, prompt, length, len(text.slots), reply)
 
 
 def shared_copy(model: nn.Module) -> nn.Module:
