@@ -60,19 +60,14 @@ def main() -> int:
     for row in checks(args):
         print(f"[{row.verdict}] {row.check}: {row.found.splitlines()[0] if row.found else ''}", flush=True)
         rows.append(row)
-    text = report(args.directory, environment(), rows)
-    print("\n" + text)
-    if args.report is not None:
-        args.report.write_text(text + "\n", encoding="utf-8")
-    return 1 if any(row.ok is False for row in rows) else 0
-
-
-def report(directory: Path, environment: str, rows: list[Row]) -> str:
-    lines = [f"## Check of the checkpoint {directory.resolve().name}", "", environment, ""]
+    lines = [f"## Check of the checkpoint {args.directory.resolve().name}", "", environment(), ""]
     for row in rows:
         first, *more = row.found.splitlines() or [""]
         lines += [f"- **{row.check}: {row.verdict}.** {first}", *(f"  - {line}" for line in more)]
-    return "\n".join(lines)
+    print("\n" + "\n".join(lines))
+    if args.report is not None:
+        args.report.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    return 1 if any(row.ok is False for row in rows) else 0
 
 
 def arguments() -> argparse.Namespace:

@@ -67,14 +67,10 @@ def count_bytes(model_path: Path, data: Path, ranks: int) -> int:
         losses[strategy] = results[0][0]
         sent[strategy] = sum(total - text for (_, total), (_, text) in zip(results, without_frames, strict=True))
     config = model.config
-    problem = Problem(
-        rows=1,
-        keys=tuple((stop - start) * embeds.shape[1] for start, stop in frame_bounds(batch.frames, ranks)),
-        heads=config.num_attention_heads,
-        kv_heads=config.num_key_value_heads,
-        dim=config.hidden_size // config.num_attention_heads,
-        element=4,
-    )
+    heads = {"heads": config.num_attention_heads, "kv_heads": config.num_key_value_heads}
+    keys = tuple((stop - start) * embeds.shape[1] for start, stop in frame_bounds(batch.frames, ranks))
+    dim = config.hidden_size // config.num_attention_heads
+    problem = Problem(rows=1, keys=keys, **heads, dim=dim, element=4)
     grouped, repeated = (len(config.hyper_layers) * _ring_total(x) for x in (problem, expanded(problem)))
     if sent["ring"] != grouped:
         print(f"Ring Attention sent {sent['ring']} bytes; the formula says {grouped}")

@@ -62,16 +62,13 @@ def _add_plan(plan: argparse.ArgumentParser) -> None:
     plan.add_argument("--text", type=int, required=True, help="tokens of one text, one placeholder per frame included")
     plan.add_argument("--gpus", type=int, required=True, help="GPUs that share one batch")
     plan.add_argument("--batch", type=int, default=1, help="videos with their texts; default: 1")
-    plan.add_argument(
-        "--trained",
-        choices=TRAINED,
-        default="no-vision",
-        help="trained parameters: all but the vision tower (default); connector: cross-attention and what follows the "
-        "tower; all; or none: forward only",
+    text = (
+        "trained parameters: all but the vision tower (default); connector: cross-attention and what follows the "
+        "tower; all; or none: forward only"
     )
-    plan.add_argument(
-        "--strategy", nargs="+", choices=STRATEGIES, default=STRATEGIES, help="strategies to compare; default: all"
-    )
+    plan.add_argument("--trained", choices=TRAINED, default="no-vision", help=text)
+    text = "strategies to compare; default: all"
+    plan.add_argument("--strategy", nargs="+", choices=STRATEGIES, default=STRATEGIES, help=text)
     plan.add_argument("--self-attention", choices=SELF_ATTENTION, default="ring", help="default: ring")
     plan.add_argument("--keep-visual", action="store_true", help="save K and V of frames instead of recomputing them")
     text = "recompute decoder layers, and those of a trained vision tower, in backward"
@@ -80,13 +77,11 @@ def _add_plan(plan: argparse.ArgumentParser) -> None:
     chunk = Workload.vision_chunk_size
     text = f"frames that the vision tower encodes at once; default: {chunk}"
     plan.add_argument("--vision-chunk-size", type=int, metavar="FRAMES", default=chunk, help=text)
-    plan.add_argument(
-        "--content-tiles",
-        type=int,
-        metavar="TILES",
-        help="image tiles of a frame with content, if the model pads pictures to several (Llama 3.2: 1 at 224 pixels, "
-        "2 at 360p and 480p, 4 from 720p); text does not attend to empty ones; default: all",
+    text = (
+        "image tiles of a frame with content, if the model pads pictures to several (Llama 3.2: 1 at 224 pixels, "
+        "2 at 360p and 480p, 4 from 720p); text does not attend to empty ones; default: all"
     )
+    plan.add_argument("--content-tiles", type=int, metavar="TILES", help=text)
     plan.add_argument("--no-overlap", action="store_true", help="wait for transfers before computing")
     plan.add_argument("--element", type=int, default=2, help="bytes per element of an activation; default: 2, bf16")
     text = "bytes per stored parameter, and per gradient; default: 4, or as --element if nothing is trained"
@@ -106,11 +101,10 @@ def _plan(args: argparse.Namespace) -> None:
             f"{unused[0]}: would have no effect, because with --trained none there is no backward pass; leave it out, "
             "or pass another --trained"
         )
-    same = ("frames", "text", "gpus", "batch", "trained", "self_attention", "element")
-    same += ("mlp_chunk_size", "vision_chunk_size", "content_tiles")
+    names = "frames text gpus batch trained self_attention element mlp_chunk_size vision_chunk_size content_tiles"
     workload = Workload(
         model=read_model(find_file("model", args.model)),
-        **{name: getattr(args, name) for name in same},
+        **{name: getattr(args, name) for name in names.split()},
         recompute=not args.keep_visual,
         checkpointing=args.gradient_checkpointing,
         overlap=not args.no_overlap,

@@ -128,12 +128,9 @@ def check_results(
 
 
 def text(row: Row) -> str:
-    head = f"{row['shape']:>26} {row['kernel']:>15} "
-    if "problem" in row:
-        return head + row["problem"]
-    ratios = f"{row['forward_ratio']:6.2f} {row['backward_ratio']:6.2f}"
-    speeds = f"{row['forward_tflops']:7.3f} {row['backward_tflops']:7.3f}"
-    return head + f"{row['forward_ms']:9.2f} {row['backward_ms']:9.2f} {ratios} {speeds}"
+    columns = {"ms": "9.2f", "ratio": "6.2f", "tflops": "7.3f"}
+    found = [f"{row[f'{d}_{name}']:{form}}" for name, form in columns.items() for d in FLOPS if "problem" not in row]
+    return f"{row['shape']:>26} {row['kernel']:>15} {row.get('problem', ' '.join(found))}"
 
 
 if __name__ == "__main__":

@@ -26,7 +26,12 @@ def environment(device: str) -> dict[str, Any]:
     if device == "cuda":
         row |= {"hardware": torch.cuda.get_device_name(), "cuda": torch.version.cuda}
         return row | {"cudnn": torch.backends.cudnn.version()}
-    return row | {"hardware": _cpu_name(), "threads": torch.get_num_threads()}
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    except OSError:
+        names = [platform.processor()]
+    return row | {"hardware": next(filter(None, names), platform.machine()), "threads": torch.get_num_threads()}
 
 
 def commit() -> str:
@@ -38,14 +43,6 @@ def commit() -> str:
     except (OSError, subprocess.CalledProcessError):
         return "unknown"
     return name + ("+" if changed else "")
-
-
-def _cpu_name() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.processor() or platform.machine()
-    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), platform.machine())
 
 
 def synchronize(device: torch.device | str) -> None:

@@ -17,6 +17,7 @@ import argparse
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -96,9 +97,7 @@ def make_step(
 ) -> Callable[..., None]:
     """Return a function that patches the layer, runs forward (in a given context) and backward, and unpatches it."""
     context = SeqParContext(as_communicator(None), SeqParConfig(mlp_chunk_size=size))
-
-    def forward(x: Tensor) -> Tensor:
-        return layer(x, position_embeddings=positions)
+    forward = partial(layer, position_embeddings=positions)
 
     def step(hooks: Any = None) -> None:
         patch = Patch("layer", context)

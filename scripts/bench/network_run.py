@@ -231,9 +231,8 @@ def _inputs(setting: Setting, rank: int, device: torch.device) -> dict[bool, Ten
     """Return random q, k, v and do of this rank, by whether K and V are expanded to all query heads."""
     generator = torch.Generator().manual_seed(rank)
     rows, keys = (setting.heads, setting.rows), (setting.kv_heads, setting.keys)
-    dtype = getattr(torch, setting.dtype)
     plain = {
-        name: torch.randn(1, *size, setting.dim, generator=generator).to(device, dtype)
+        name: torch.randn(1, *size, setting.dim, generator=generator).to(device, getattr(torch, setting.dtype))
         for name, size in {"q": rows, "k": keys, "v": keys, "do": rows}.items()
     }
     queries_per_kv = setting.heads // setting.kv_heads

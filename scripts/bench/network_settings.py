@@ -52,14 +52,9 @@ class Setting:
     dtype: str = "bfloat16"  # of Q, K, V
 
     def problem(self) -> Problem:
-        return Problem(
-            rows=self.rows,
-            keys=(self.keys,) * self.ranks,
-            heads=self.heads,
-            kv_heads=self.kv_heads,
-            dim=self.dim,
-            element=4 if self.dtype == "float32" else 2,
-        )
+        sizes = {"heads": self.heads, "kv_heads": self.kv_heads, "dim": self.dim}
+        element = 4 if self.dtype == "float32" else 2
+        return Problem(rows=self.rows, keys=(self.keys,) * self.ranks, **sizes, element=element)
 
     def cap_mbit(self, block_s: float) -> float | None:
         """Return the cap of each link, given the seconds of one block's forward pass."""

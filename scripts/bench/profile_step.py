@@ -93,8 +93,8 @@ def profile_family(family: str, args: argparse.Namespace) -> dict[str, Any]:
     with recorded_transfers(comm), profile(activities=activities) as profiled, record_function(STEP):
         train_step(model, inputs, comm)
     unpatch_model(model)
-    parts = [int(1e6 * share) for share in shares_of(profiled, args.device)]
-    computing, waiting = (sum(column) / comm.size / 1e6 for column in zip(*comm.gather_ints(parts), strict=True))
+    parts = comm.gather_ints([int(1e6 * share) for share in shares_of(profiled, args.device)])
+    computing, waiting = (sum(column) / comm.size / 1e6 for column in zip(*parts, strict=True))
     row = {"family": family, "ranks": comm.size, "step_s": median(seconds for seconds, _ in pairs)}
     row |= {"ratio": median(patched / unpatched for patched, unpatched in pairs), "computing_share": computing}
     row |= {"waiting_share": waiting, "host_share": max(0.0, 1 - computing - waiting)}

@@ -57,7 +57,8 @@ def compare(
 
     def one_rank(comm: Communicator) -> tuple[float, Tensor]:
         with torch.no_grad():
-            patched: Any = patch_model(shared_copy(model), group=comm)
+            shared = {id(x): x for x in chain(model.parameters(), model.buffers())}
+            patched: Any = patch_model(copy.deepcopy(model, shared), group=comm)
             difference = (patched(**arguments, **frames).logits[0].float() - logits).abs().mean() / logits.std()
             options = family.generation(patched) | {"do_sample": False, "max_new_tokens": max_new_tokens}
             return float(difference), patched.generate(**arguments, **frames, **options)[0]
@@ -66,17 +67,9 @@ def compare(
     length = text.input_ids.shape[1]
     tokens = results[0][1][length:]
     finite, difference = bool(logits.isfinite().all()), max(difference for difference, _ in results)
-    largest = disagreement(model, family, arguments, frames, tokens)
-    prompt, reply = (
-        family.tokenizer.decode(text.input_ids[0]),
-        family.tokenizer.decode(tokens, skip_special_tokens=True),
-    )
+    largest, decode = disagreement(model, family, arguments, frames, tokens), family.tokenizer.decode
+    prompt, reply = decode(text.input_ids[0]), decode(tokens, skip_special_tokens=True)
     return Comparison(finite, difference, largest, prompt, length, len(text.slots), reply)
-
-
-def shared_copy(model: nn.Module) -> nn.Module:
-    """Return a copy of the model with separate modules and shared parameters and buffers."""
-    return copy.deepcopy(model, {id(x): x for x in chain(model.parameters(), model.buffers())})
 
 
 def disagreement(

@@ -100,10 +100,10 @@ def schedule_panel(
     """
 
     def block(b: AttentionBlock) -> Block:
-        visible = 1.0 if fraction is None else fraction(b.q_shard, b.kv_shard)
-        kv = f"KV{b.kv_shard}" + (f" {visible:.0%}" if 0 < visible < 1 else "")
-        own, hidden = b.q_shard == b.kv_shard, visible == 0
-        return Block(f"Q{b.q_shard}", kv, [b.q_shard], [b.kv_shard], b.part, b.parts, own, hidden)
+        i, j = b.q_shard, b.kv_shard
+        visible = 1.0 if fraction is None else fraction(i, j)
+        kv = f"KV{j}" + (f" {visible:.0%}" if 0 < visible < 1 else "")
+        return Block(f"Q{i}", kv, [i], [j], b.part, b.parts, i == j, visible == 0)
 
     def is_sent(transfer: Transfer, rank: int) -> bool:
         computed_by = transfer.dst if transfer.kind == "input" else rank
@@ -260,8 +260,7 @@ def decoding() -> FigureData:
     """The merge of partial results of replicated queries, recorded in runs with few rows and with many."""
 
     def one_rank(comm: Communicator, rows: int) -> Recorder:
-        recorder = Recorder(comm)
-        merge_over_ranks(torch.zeros(1, 1, rows, 1), torch.zeros(1, 1, rows), recorder)
+        merge_over_ranks(torch.zeros(1, 1, rows, 1), torch.zeros(1, 1, rows), recorder := Recorder(comm))
         return recorder
 
     many = f"{SCATTER_ROWS} rows or more: each rank merges its shard of them"
