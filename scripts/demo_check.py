@@ -38,10 +38,7 @@ def answers(one: Path, many: Path, expected: str) -> int:
 
 
 def count_bytes(model_path: Path, data: Path, ranks: int) -> int:
-    """Print what the visual attention of one training step on the long video sends, for each strategy.
-
-    Returns 1 if the bytes that Ring Attention sent differ from the formula, else 0.
-    """
+    """Print what each strategy sends for frames in one step; return 1 if Ring Attention differs from its formula."""
     model = MPlugOwl3ForConditionalGeneration.from_pretrained(model_path)
     processor = MPlugOwl3Processor.from_pretrained(model_path)
     batch = ChatDataset(data, processor).batch([0])

@@ -111,10 +111,6 @@ class InferArguments(CommandOptions):
 
 
 def parse(argv: Sequence[str]) -> InferArguments:
-    """Return the arguments in `argv` (without the program's name).
-
-    Raises:
-        ConfigError: on an unknown option, an invalid value, or a missing video or question.
-    """
+    """Return the arguments in `argv` (without the program's name); raise ConfigError if they are invalid."""
     description = "Ask about a long video whose frames are sharded over all ranks."
     return parse_options(InferArguments, argv, prog="infer_long_video.py", description=description)

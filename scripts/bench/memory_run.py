@@ -180,10 +180,7 @@ class MemoryBenchmark:
 
 
 def _interpolate(known: dict[int, int], budget: int, below: int, above: int | None) -> int:
-    """Return where the line through the two lengths with peaks nearest to the budget reaches it.
-
-    The result lies between the longest known length that fits and the shortest known one that does not.
-    """
+    """Return where the line through the two peaks nearest to the budget reaches it, between `below` and `above`."""
     one, other = sorted(sorted(known, key=lambda count: abs(known[count] - budget))[:2])
     slope = (known[other] - known[one]) / (other - one)
     count = min(2 * max(known), int(one + (budget - known[one]) / slope)) if slope > 0 else 2 * max(known)

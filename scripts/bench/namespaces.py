@@ -44,10 +44,7 @@ def obstacle() -> str | None:
 
 
 def launch(ranks: int, command: Sequence[str]) -> int:
-    """Run `command` once per rank, each in its namespace, with the environment variables of torch's launchers.
-
-    Returns 0, or the exit status of the first rank that failed; the other ranks are killed then.
-    """
+    """Run `command` once per rank in its namespace, as torchrun does; return 0 or the first failed rank's status."""
     with network(ranks) as names, _exit_on_signals():
         processes: list[subprocess.Popen[bytes]] = []
         try:

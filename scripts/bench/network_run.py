@@ -92,11 +92,8 @@ class Link:
 
 
 def measure_speed(comm: Communicator, device: torch.device, expected: float) -> Speed:
-    """Return the speed of ring hops with all ranks sending at once; the result is the same on all ranks.
-
-    A large message takes about half a second if the link delivers the `expected` bytes/s.
-    """
-    large = max(1 << 16, int(expected * 0.5))
+    """Return the speed of ring hops with all ranks sending at once; the result is the same on all ranks."""
+    large = max(1 << 16, int(expected * 0.5))  # half a second at the expected bytes/s
     _hop_s(comm, device, 8, 5)
     latency = median(_hop_s(comm, device, 8, 10) for _ in range(5))
     return large / max(_hop_s(comm, device, large, 4) - latency, 1e-9), latency
@@ -171,12 +168,7 @@ class NetworkBenchmark:
         return Measured(times, block_s, mbit, speed)
 
     def once(self, mode: Mode) -> tuple[float, float]:
-        """Return the seconds of forward, and of forward and backward, on the slowest rank.
-
-        Raises:
-            SystemExit: on all ranks, if on any rank the bytes sent differ from the formulas, the blocks computed differ
-                in number from those of the other modes, or the results differ from those of the first mode.
-        """
+        """Return the slowest rank's seconds of forward, and of both passes; SystemExit on all ranks if any is wrong."""
         inputs = self.inputs[mode.expanded]
         q, k, v = leaves = [inputs[name].detach().requires_grad_() for name in ("q", "k", "v")]
         self.comm.gather_ints([0])  # all ranks start together
@@ -201,7 +193,7 @@ class NetworkBenchmark:
         return forward / 1e9, total / 1e9
 
     def _problem(self, mode: Mode, results: Tensors) -> str | None:
-        """Return what is wrong with the bytes sent, the blocks computed or the results of this rank, if anything."""
+        """Return how bytes differ from the formulas, or blocks and results from those of other modes, if they do."""
         counted = self.comm.bytes.sent.items()
         sent = {label: size for label, size in counted if size and label not in ("agreement", "gather")}
         expected = mode.bytes_sent(self.setting, self.comm.rank)

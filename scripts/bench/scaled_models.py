@@ -27,14 +27,9 @@ Inputs = dict[str, Any]
 
 @dataclass(frozen=True)
 class Subject:
-    """A model and its inputs.
-
-    `inputs` maps ids (1, L), this rank's features (f, tokens, width) and its frame shard to the arguments of forward,
-    without labels.
-    """
-
     sizes: ModelSizes
     model: Any
+    # ids (1, L), this rank's features (f, tokens, width), its frame shard -> arguments of forward without labels
     inputs: Callable[[Tensor, Tensor, FrameShard], Inputs]
 
     def arguments(self, text: int, features: Tensor, shard: FrameShard) -> Inputs:

@@ -172,10 +172,7 @@ def pictures(*counts: int) -> Tensor:
 
 
 def random_weights(model: Any) -> Any:
-    """Set random weights and eval mode: matrices keep the scale of activations, and gates are open.
-
-    Gates are zero as initialised, which would hide the images.
-    """
+    """Set eval mode and weights that keep the scale of activations; open the gates, which are zero as initialised."""
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for name, weight in model.named_parameters():

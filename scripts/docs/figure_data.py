@@ -93,11 +93,7 @@ def transfer_label(transfer: Transfer, backward: bool) -> str:
 def schedule_panel(
     title: str, mesh_shape: tuple[int, int], *, backward: bool, fraction: Fraction | None = None, pruned: bool = False
 ) -> Panel:
-    """Return the panel of one pass.
-
-    `fraction` is what a mask shows; None for no mask. If `pruned`, Q shards are sent point-to-point, and only where
-    they see any key.
-    """
+    """Return the panel of one pass; if `pruned`, Q shards are sent point-to-point, only where they see any key."""
 
     def block(b: AttentionBlock) -> Block:
         i, j = b.q_shard, b.kv_shard

@@ -113,10 +113,7 @@ def errors(p: Problem, found: dict[str, Tensor]) -> dict[str, float]:
 
 
 def in_two_blocks(kernel: BlockKernel, p: Problem) -> dict[str, Tensor]:
-    """Return o, dq, dk, dv as two ranks compute them: in two blocks of keys, with the merged output in backward.
-
-    A causal problem is one block.
-    """
+    """Return o, dq, dk, dv as two ranks compute them: in two key blocks (causal: one), merged output in backward."""
     keys = p.k.shape[2]
     cuts = [slice(0, keys)] if p.causal else [slice(0, keys // 2), slice(keys // 2, keys)]
     masks = [{"mask": None if p.mask is None else p.mask[:, :, s]} for s in cuts]
@@ -139,10 +136,8 @@ def reference(p: Problem) -> dict[str, Tensor]:
 
 
 def sdpa_errors(p: Problem) -> dict[str, float]:
-    """Return the errors of one `scaled_dot_product_attention`.
-
-    Rows without a visible key see all keys here, because PyTorch does not define their result.
-    """
+    """Return the errors of one `scaled_dot_product_attention`."""
+    # Rows without a visible key see all keys here, because PyTorch does not define their result.
     mask = p.mask if p.mask is None else p.mask | ~p.mask.any(-1, keepdim=True)
     exact = reference(Problem(p.q, p.k, p.v, p.do, p.causal, mask))
     leaves = [x.detach().requires_grad_() for x in (p.q, p.k, p.v)]

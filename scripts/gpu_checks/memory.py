@@ -53,10 +53,7 @@ def mib(size: float) -> str:
 
 
 def saved_bytes(run: Callable[[], torch.Tensor], excluded: list[torch.Tensor]) -> int:
-    """Return the bytes that the graph of a result holds beside the excluded tensors.
-
-    On CUDA they come from the allocator, on a CPU from what autograd saves.
-    """
+    """Return the bytes that a result's graph holds beside `excluded`, from the allocator (CUDA) or autograd (CPU)."""
     from measure import SavedBytes
 
     if excluded[0].is_cuda:

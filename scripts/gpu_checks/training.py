@@ -70,10 +70,7 @@ def check_gate(gate: str | None, device: str) -> Iterator[Row]:
 
 
 def train(model: Any, inputs: dict, comm: Communicator) -> tuple[float, dict[str, torch.Tensor], float]:
-    """Take two steps on one rank: forward, backward, average of every gradient over the group, AdamW.
-
-    Returns loss and gradients of the first step, and the seconds of the second.
-    """
+    """Take two steps of AdamW on averaged gradients; return loss and gradients of the first, seconds of the second."""
     patch_model(model, group=comm)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, foreach=False)
     first: tuple[float, dict[str, torch.Tensor]] | None = None
