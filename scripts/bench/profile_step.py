@@ -15,11 +15,10 @@ from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from statistics import median
 from typing import Any
-from unittest.mock import patch
 
 import torch
 from measure import environment, run_on_ranks
@@ -70,7 +69,11 @@ def profile_families(args: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def profile_family(family: str, args: argparse.Namespace) -> dict[str, Any]:
-    """Time and profile the steps of one family; raise SystemExit if the patched model's loss or gradients differ."""
+    """Time and profile the steps of one family; return and print its row.
+
+    Raises:
+        SystemExit: if loss or gradient norm of a patched step differs from the unpatched model's.
+    """
     torch.manual_seed(0)  # for weights that `random_weights` does not set
     subject, comm = FAMILIES[family](args.images, args.words), as_communicator(None)
     model = subject.model.to(args.device)
@@ -93,8 +96,8 @@ def profile_family(family: str, args: argparse.Namespace) -> dict[str, Any]:
     with recorded_transfers(comm), profile(activities=activities) as profiled, record_function(STEP):
         train_step(model, inputs, comm)
     unpatch_model(model)
-    parts = comm.gather_ints([int(1e6 * share) for share in shares_of(profiled, args.device)])
-    computing, waiting = (sum(column) / comm.size / 1e6 for column in zip(*parts, strict=True))
+    parts = [int(1e6 * share) for share in shares_of(profiled, args.device)]
+    computing, waiting = (sum(column) / comm.size / 1e6 for column in zip(*comm.gather_ints(parts), strict=True))
     row = {"family": family, "ranks": comm.size, "step_s": median(seconds for seconds, _ in pairs)}
     row |= {"ratio": median(patched / unpatched for patched, unpatched in pairs), "computing_share": computing}
     row |= {"waiting_share": waiting, "host_share": max(0.0, 1 - computing - waiting)}
@@ -125,9 +128,11 @@ def train_step(model: Any, inputs: dict[str, Any], comm: Communicator | None) ->
     return nanoseconds / 1e9, *result
 
 
-def recorded_transfers(comm: Communicator) -> ExitStack:
+@contextmanager
+def recorded_transfers(comm: Communicator) -> Iterator[None]:
     """Record the time in transfers, with `record_function`, of all communicators of this one's class."""
-    stack = ExitStack()
+    names = ("exchange", "all_gather", "reduce_scatter", "all_reduce")
+    originals = {name: getattr(type(comm), name) for name in names}
 
     def recorded(original: Callable[..., Any]) -> Callable[..., Any]:
         def run(*args: Any, **kwargs: Any) -> Any:
@@ -137,9 +142,13 @@ def recorded_transfers(comm: Communicator) -> ExitStack:
 
         return run
 
-    for name in ("exchange", "all_gather", "reduce_scatter", "all_reduce"):
-        stack.enter_context(patch.object(type(comm), name, recorded(getattr(type(comm), name))))
-    return stack
+    for name, original in originals.items():
+        setattr(type(comm), name, recorded(original))
+    try:
+        yield
+    finally:
+        for name, original in originals.items():
+            setattr(type(comm), name, original)
 
 
 class _RecordedPending(Pending):
