@@ -25,14 +25,14 @@ from typing import Any
 
 import torch
 import transformers
-from checkpoint_checks.comparison import Comparison, compare
+from checkpoint_checks.comparison import compare
 from checkpoint_checks.media import drawn_video, picture_file
 from checkpoint_checks.weights import describe_files, missing_memory, names_and_shapes
 
 from mllm_seqpar.data.chat_family import chat_family
 from mllm_seqpar.data.sources import FrameSource, VideoSource
 from mllm_seqpar.errors import SeqParError
-from mllm_seqpar.inference.model import load_for_inference
+from mllm_seqpar.inference.model import DTYPES, load_for_inference
 from mllm_seqpar.models.loading import load_processor
 
 LARGEST_DIFFERENCE = {torch.float32: 1e-4, torch.bfloat16: 0.05, torch.float16: 0.01}
@@ -42,17 +42,9 @@ QUESTIONS = {"image": "Describe the image in one sentence.", "video": "What happ
 
 @dataclass(frozen=True)
 class Row:
-    """The result of one check.
-
-    Attributes:
-        check: the check's name.
-        ok: whether it passed; None if it could not run.
-        found: the findings, one or more lines.
-    """
-
     check: str
-    ok: bool | None
-    found: str
+    ok: bool | None  # None if it could not run
+    found: str  # one or more lines
 
     @property
     def verdict(self) -> str:
@@ -60,7 +52,6 @@ class Row:
 
 
 def main() -> int:
-    """Run all checks and print the report; return the exit status."""
     args = arguments()
     torch.manual_seed(0)
     transformers.logging.disable_progress_bar()
@@ -69,20 +60,14 @@ def main() -> int:
     for row in checks(args):
         print(f"[{row.verdict}] {row.check}: {row.found.splitlines()[0] if row.found else ''}", flush=True)
         rows.append(row)
-    text = report(args.directory, environment(), rows)
-    print("\n" + text)
-    if args.report is not None:
-        args.report.write_text(text + "\n", encoding="utf-8")
-    return 1 if any(row.ok is False for row in rows) else 0
-
-
-def report(directory: Path, environment: str, rows: list[Row]) -> str:
-    """Return the report in Markdown."""
-    lines = [f"## Check of the checkpoint {directory.resolve().name}", "", environment, ""]
+    lines = [f"## Check of the checkpoint {args.directory.resolve().name}", "", environment(), ""]
     for row in rows:
         first, *more = row.found.splitlines() or [""]
         lines += [f"- **{row.check}: {row.verdict}.** {first}", *(f"  - {line}" for line in more)]
-    return "\n".join(lines)
+    print("\n" + "\n".join(lines))
+    if args.report is not None:
+        args.report.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    return 1 if any(row.ok is False for row in rows) else 0
 
 
 def arguments() -> argparse.Namespace:
@@ -90,12 +75,8 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("directory", type=Path, help="the checkpoint: weights, config.json, tokenizer")
     parser.add_argument("--ranks", type=int, default=2, help="ranks of the patched model, as threads (default: 2)")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="default: the GPU")
-    parser.add_argument(
-        "--dtype",
-        choices=["auto", "float32", "bfloat16", "float16"],
-        default="auto",
-        help="auto: float32 if it fits into memory, otherwise the checkpoint's",
-    )
+    dtype = "auto: float32 if it fits into memory, otherwise the checkpoint's"
+    parser.add_argument("--dtype", choices=DTYPES, default="auto", help=dtype)
     parser.add_argument("--names-only", action="store_true", help="do not load the weights")
     parser.add_argument("--picture", type=Path, help="ask about this picture instead of a drawn one")
     parser.add_argument("--video", type=Path, help="ask about this video instead of a drawn one")
@@ -117,12 +98,7 @@ def checks(args: argparse.Namespace) -> Iterator[Row]:
         yield row
         if not row.ok:
             return
-
-    def processor_row() -> tuple[str, Any]:
-        processor = load_processor(path)
-        return describe_processor(processor), processor
-
-    row, processor = attempt("processor", processor_row)
+    row, processor = attempt("processor", lambda: describe_processor(load_processor(path)))
     yield row
     if not row.ok or args.names_only:
         return
@@ -146,11 +122,7 @@ def checks(args: argparse.Namespace) -> Iterator[Row]:
 
 
 def ask(args: argparse.Namespace, model: torch.nn.Module, processor: Any, kind: str, folder: Path) -> str:
-    """Compare the patched with the unpatched model on one question; return the findings.
-
-    Raises:
-        ValueError: the patched model differs from the unpatched one by more than rounding explains.
-    """
+    """Return the findings of one question; raise ValueError if the models differ by more than rounding explains."""
     start = time.monotonic()
     family = chat_family(processor)
     media: FrameSource
@@ -162,7 +134,12 @@ def ask(args: argparse.Namespace, model: torch.nn.Module, processor: Any, kind: 
         media = VideoSource.open(args.video, num_frames=args.frames)
     result = compare(model, family, media, kind, QUESTIONS[kind], args.ranks, args.max_new_tokens)
     dtype = next(model.parameters()).dtype
-    text = describe(result, args.ranks) + f"\n{time.monotonic() - start:.0f} s"
+    text = (
+        f"patched on {args.ranks} ranks against unpatched: logits differ by {result.difference:.1e} of their standard "
+        f"deviation; generated tokens are within {result.disagreement:.1e} of the unpatched model's most likely ones\n"
+        f"prompt of {result.prompt_tokens} tokens for {result.frames} frames: {result.prompt!r}\n"
+        f"answer: {result.answer!r}\n{time.monotonic() - start:.0f} s"
+    )
     if not result.finite:
         raise ValueError(f"the unpatched model's logits are not finite\n{text}")
     if max(result.difference, result.disagreement) > LARGEST_DIFFERENCE[dtype]:
@@ -170,18 +147,8 @@ def ask(args: argparse.Namespace, model: torch.nn.Module, processor: Any, kind: 
     return text
 
 
-def describe(result: Comparison, ranks: int) -> str:
-    """Return the lines of a report about one comparison."""
-    return (
-        f"patched on {ranks} ranks against unpatched: logits differ by {result.difference:.1e} of their standard "
-        f"deviation; generated tokens are within {result.disagreement:.1e} of the unpatched model's most likely ones\n"
-        f"prompt of {result.prompt_tokens} tokens for {result.frames} frames: {result.prompt!r}\n"
-        f"answer: {result.answer!r}"
-    )
-
-
-def describe_processor(processor: Any) -> str:
-    """Return the class and the options of a processor."""
+def describe_processor(processor: Any) -> tuple[str, Any]:
+    """Return the class and the options of a processor as text, and the processor."""
     options = {
         name: value
         for part in (processor, getattr(processor, "image_processor", None))
@@ -190,7 +157,7 @@ def describe_processor(processor: Any) -> str:
     }
     tokenizer = processor.tokenizer
     named = ", ".join(f"{name}={value}" for name, value in options.items())
-    return f"{type(processor).__name__} with {type(tokenizer).__name__} of {len(tokenizer)} tokens\n{named}"
+    return f"{type(processor).__name__} with {type(tokenizer).__name__} of {len(tokenizer)} tokens\n{named}", processor
 
 
 def attempt(check: str, call: Callable[[], tuple[str, Any]]) -> tuple[Row, Any]:
@@ -198,14 +165,12 @@ def attempt(check: str, call: Callable[[], tuple[str, Any]]) -> tuple[Row, Any]:
     try:
         found, result = call()
         return Row(check, True, found), result
-    except (SeqParError, ValueError, OSError) as error:
-        return Row(check, False, str(error)), None
     except Exception as error:
-        return Row(check, False, f"{type(error).__name__}: {error}"), None
+        name = "" if isinstance(error, (SeqParError, ValueError, OSError)) else f"{type(error).__name__}: "
+        return Row(check, False, f"{name}{error}"), None
 
 
 def environment() -> str:
-    """Return versions and hardware."""
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else "no GPU"
     return (
         f"torch {torch.__version__}, transformers {transformers.__version__}, Python {platform.python_version()}, "

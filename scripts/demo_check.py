@@ -21,6 +21,7 @@ from mllm_seqpar.data import ChatDataset, load_local_frames
 from mllm_seqpar.models.mplug_owl3 import MPlugOwl3ForConditionalGeneration
 from mllm_seqpar.models.mplug_owl3.processing import MPlugOwl3Processor
 from mllm_seqpar.schedules.bytes_sent import Problem, expanded, ring_bytes
+from mllm_seqpar.sharding import frame_bounds
 
 # Labels of the visual attention's transfers; Ring Attention alone sends k, v, dk, dv.
 LABELS = ("q", "o", "do", "lse", "dq", "k", "v", "dk", "dv")
@@ -37,10 +38,7 @@ def answers(one: Path, many: Path, expected: str) -> int:
 
 
 def count_bytes(model_path: Path, data: Path, ranks: int) -> int:
-    """Print what the visual attention of one training step on the long video sends, for each strategy.
-
-    Returns 1 if the bytes that Ring Attention sent differ from the formula, else 0.
-    """
+    """Print what each strategy sends for frames in one step; return 1 if Ring Attention differs from its formula."""
     model = MPlugOwl3ForConditionalGeneration.from_pretrained(model_path)
     processor = MPlugOwl3Processor.from_pretrained(model_path)
     batch = ChatDataset(data, processor).batch([0])
@@ -65,9 +63,12 @@ def count_bytes(model_path: Path, data: Path, ranks: int) -> int:
         results = run_loopback(ranks, step, strategy, inputs)
         losses[strategy] = results[0][0]
         sent[strategy] = sum(total - text for (_, total), (_, text) in zip(results, without_frames, strict=True))
-    problem = _problem(model.config, batch.frames, embeds.shape[1], ranks)
-    layers = len(model.config.hyper_layers)
-    grouped, repeated = (layers * _ring_total(x) for x in (problem, expanded(problem)))
+    config = model.config
+    heads = {"heads": config.num_attention_heads, "kv_heads": config.num_key_value_heads}
+    keys = tuple((stop - start) * embeds.shape[1] for start, stop in frame_bounds(batch.frames, ranks))
+    dim = config.hidden_size // config.num_attention_heads
+    problem = Problem(rows=1, keys=keys, **heads, dim=dim, element=4)
+    grouped, repeated = (len(config.hyper_layers) * _ring_total(x) for x in (problem, expanded(problem)))
     if sent["ring"] != grouped:
         print(f"Ring Attention sent {sent['ring']} bytes; the formula says {grouped}")
         return 1
@@ -81,18 +82,6 @@ def count_bytes(model_path: Path, data: Path, ranks: int) -> int:
     print(f"  Ring Attention, KV heads             {grouped / 1e6:9.2f} MB   LV-XAttn sends {lv / grouped:.1%} of it")
     print(f"  Ring Attention, expanded to heads    {repeated / 1e6:9.2f} MB   LV-XAttn sends {lv / repeated:.1%} of it")
     return 0
-
-
-def _problem(config: Any, frames: int, tokens: int, ranks: int) -> Problem:
-    base, extra = divmod(frames, ranks)
-    return Problem(
-        rows=1,
-        keys=tuple((base + (rank < extra)) * tokens for rank in range(ranks)),
-        heads=config.num_attention_heads,
-        kv_heads=config.num_key_value_heads,
-        dim=config.hidden_size // config.num_attention_heads,
-        element=4,
-    )
 
 
 def _ring_total(problem: Problem) -> int:

@@ -50,32 +50,18 @@ FINETUNE = "--steps 200 --global-batch 16 --micro-batch 8 --lr 3e-3 --warmup 30 
 
 def demo_config(tokenizer: Any, task: DemoTask, gate: str | None = "vector") -> MPlugOwl3Config:
     """Return a small mPLUG-Owl3: two layers of width 128, both hyper layers, with 2 query heads and one KV head."""
-    vision = SiglipVisionConfig(
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        image_size=task.size,
-        patch_size=task.patch,
-    )
+    tower = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
+    sizes = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "hyper_layers": [1, 2]}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 32768}
+    tokens = {"image_token_id": tokenizer.convert_tokens_to_ids("<|image|>"), "vocab_size": len(tokenizer)}
+    tokens |= {"bos_token_id": None, "eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
     return MPlugOwl3Config(
+        **(sizes | heads | tokens),
         gate=gate,
-        hyper_layers=[1, 2],
-        image_token_id=tokenizer.convert_tokens_to_ids("<|image|>"),
-        vocab_size=len(tokenizer),
-        hidden_size=128,
-        intermediate_size=256,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        max_position_embeddings=32768,
         rope_parameters={"rope_type": "default", "rope_theta": 1e12},
         initializer_range=0.1,
         tie_word_embeddings=False,
-        bos_token_id=None,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-        vision_config=vision,
+        vision_config=SiglipVisionConfig(**tower, image_size=task.size, patch_size=task.patch),
     )
 
 
@@ -139,12 +125,10 @@ def main(argv: Sequence[str]) -> int:
     scoring.add_argument("--at-least", type=float, default=0.0)
     args = parser.parse_args(argv)
     if args.command == "make":
-        long = make(
-            args.folder, DemoTask(long_frames=args.frames), args.seed, None if args.gate == "none" else args.gate
-        )
-        print(
-            json.dumps({"long_video": long.path, "frames": long.frames, "marker": long.marker, "answer": long.colour})
-        )
+        gate = None if args.gate == "none" else args.gate
+        long = make(args.folder, DemoTask(long_frames=args.frames), args.seed, gate)
+        facts = {"long_video": long.path, "frames": long.frames, "marker": long.marker, "answer": long.colour}
+        print(json.dumps(facts))
         return 0
     model = MPlugOwl3ForConditionalGeneration.from_pretrained(args.model).eval()
     right, questions = score(model, MPlugOwl3Processor.from_pretrained(args.model), args.data)

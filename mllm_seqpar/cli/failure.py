@@ -51,7 +51,10 @@ def describe(error: Exception) -> tuple[str, int]:
     if isinstance(error, SeqParError):
         reported_elsewhere = isinstance(error, AgreementError) or is_reported_by_rank_0(error)
         return ("" if reported_elsewhere and _rank() else f"error: {error}"), BAD_INPUT
-    if isinstance(error, TransferError) or (isinstance(error, RuntimeError) and _lost_a_rank(error)):
+    text = str(error).lower()
+    lost = type(error).__name__ in ("DistBackendError", "DistNetworkError", "DistStoreError")
+    lost = lost or ("gloo" in text and any(phrase in text for phrase in _LOST))
+    if isinstance(error, TransferError) or (isinstance(error, RuntimeError) and lost):
         return f"{_STOPPED} another rank ended or does not answer ({first_line(error)})", FAILED
     return "".join(traceback.format_exception(error)).rstrip(), FAILED
 
@@ -59,13 +62,6 @@ def describe(error: Exception) -> tuple[str, int]:
 def first_line(error: Exception) -> str:
     """Return the first line of an error's message, or its `repr` if the message is empty."""
     return next(iter(str(error).strip().splitlines()), repr(error))
-
-
-def _lost_a_rank(error: RuntimeError) -> bool:
-    if type(error).__name__ in ("DistBackendError", "DistNetworkError", "DistStoreError"):
-        return True
-    text = str(error).lower()
-    return "gloo" in text and any(phrase in text for phrase in _LOST)
 
 
 def _rank() -> int:

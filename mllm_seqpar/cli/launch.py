@@ -49,11 +49,9 @@ def launched_ranks(device: str = "auto", timeout: float | None = None) -> Iterat
 
 
 def use_cuda(device: str) -> bool:
-    """Return whether this process computes on a GPU.
+    """Return whether this process computes on a GPU, given the device cpu, cuda, or auto.
 
-    Args:
-        device: cpu, cuda, or auto. auto means cuda if this node has one GPU per process and the launch configuration
-            does not request the CPU.
+    auto means cuda if this node has one GPU per process and the launch configuration does not request the CPU.
 
     Raises:
         ConfigError: if cuda is requested and this node has too few GPUs.

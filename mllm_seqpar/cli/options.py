@@ -46,10 +46,10 @@ def parse_tile(text: str | None) -> tuple[int, int] | None:
     """
     if text is None:
         return None
-    parts = text.lower().split("x")
-    if len(parts) != 2 or not all(part.isdigit() for part in parts):
+    a, _, b = text.lower().partition("x")
+    if not (a.isdigit() and b.isdigit()):
         raise ConfigError(f"--tile: {text!r} is not allowed; give two numbers such as 2x2")
-    return int(parts[0]), int(parts[1])
+    return int(a), int(b)
 
 
 def parse_options(kind: type[Arguments], argv: Sequence[str], *, prog: str, description: str) -> Arguments:
@@ -87,11 +87,6 @@ def _add_option(parser: argparse.ArgumentParser, item: dataclasses.Field, hint: 
         return
     # float for `float | None`, str for `tuple[str, ...]`
     value_type = next((part for part in get_args(hint) if part is not types.NoneType), hint)
-    parser.add_argument(
-        _flag(item.name),
-        type=value_type,
-        action="append" if get_origin(hint) is tuple else "store",
-        required=required,
-        help=text,
-        metavar=item.name.upper(),
-    )
+    action = "append" if get_origin(hint) is tuple else "store"
+    metavar = item.name.upper()
+    parser.add_argument(_flag(item.name), type=value_type, action=action, required=required, help=text, metavar=metavar)

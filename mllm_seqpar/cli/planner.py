@@ -39,84 +39,58 @@ def _parser() -> argparse.ArgumentParser:
         prog="mllm-seqpar", description="Plan sequence-parallel steps of MLLMs.", allow_abbrev=False
     )
     commands = parser.add_subparsers(dest="command", required=True)
-    _add_plan(
-        commands.add_parser("plan", help="times, bytes and memory of a step, for each strategy", allow_abbrev=False)
+    plan = commands.add_parser("plan", help="times, bytes and memory of a step, for each strategy", allow_abbrev=False)
+    calibrate = commands.add_parser(
+        "calibrate", help="measure this machine; under torchrun, its links too", allow_abbrev=False
     )
-    _add_calibrate(
-        commands.add_parser("calibrate", help="measure this machine; under torchrun, its links too", allow_abbrev=False)
-    )
+    _add_plan(plan)
+    calibrate.add_argument("--output", metavar="FILE", help="cluster file to write; default: print it")
+    calibrate.add_argument("--device", choices=["cpu", "cuda"], help="default: cuda if available")
+    calibrate.add_argument("--dtype", choices=["float32", "bfloat16", "float16"], help="default: depends on the device")
+    for name, size in (("--heads", 16), ("--kv-heads", 4), ("--dim", 128)):
+        calibrate.add_argument(name, type=int, default=size)
+    calibrate.add_argument("--name", default="measured")
+    calibrate.set_defaults(run=_calibrate)
     return parser
 
 
 def _add_plan(plan: argparse.ArgumentParser) -> None:
-    plan.add_argument(
-        "--model",
-        required=True,
-        help="a model directory with its config.json, a model file, or one of " + known_files("model"),
-    )
+    models = "a model directory with its config.json, a model file, or one of " + known_files("model")
+    plan.add_argument("--model", required=True, help=models)
     plan.add_argument("--cluster", required=True, help="a cluster file, or one of " + known_files("cluster"))
     plan.add_argument("--frames", type=int, required=True, help="frames of one video")
     plan.add_argument("--text", type=int, required=True, help="tokens of one text, one placeholder per frame included")
     plan.add_argument("--gpus", type=int, required=True, help="GPUs that share one batch")
     plan.add_argument("--batch", type=int, default=1, help="videos with their texts; default: 1")
-    plan.add_argument(
-        "--trained",
-        choices=TRAINED,
-        default="no-vision",
-        help="trained parameters: all but the vision tower (default); connector: cross-attention and what follows the "
-        "tower; all; or none: forward only",
+    text = (
+        "trained parameters: all but the vision tower (default); connector: cross-attention and what follows the "
+        "tower; all; or none: forward only"
     )
-    plan.add_argument(
-        "--strategy", nargs="+", choices=STRATEGIES, default=STRATEGIES, help="strategies to compare; default: all"
-    )
+    plan.add_argument("--trained", choices=TRAINED, default="no-vision", help=text)
+    text = "strategies to compare; default: all"
+    plan.add_argument("--strategy", nargs="+", choices=STRATEGIES, default=STRATEGIES, help=text)
     plan.add_argument("--self-attention", choices=SELF_ATTENTION, default="ring", help="default: ring")
     plan.add_argument("--keep-visual", action="store_true", help="save K and V of frames instead of recomputing them")
-    plan.add_argument(
-        "--gradient-checkpointing",
-        action="store_true",
-        help="recompute decoder layers, and those of a trained vision tower, in backward",
-    )
+    text = "recompute decoder layers, and those of a trained vision tower, in backward"
+    plan.add_argument("--gradient-checkpointing", action="store_true", help=text)
     plan.add_argument("--mlp-chunk-size", type=int, metavar="TOKENS", help="tokens per MLP chunk; default: all")
-    plan.add_argument(
-        "--vision-chunk-size",
-        type=int,
-        metavar="FRAMES",
-        default=Workload.vision_chunk_size,
-        help=f"frames that the vision tower encodes at once; default: {Workload.vision_chunk_size}",
+    chunk = Workload.vision_chunk_size
+    text = f"frames that the vision tower encodes at once; default: {chunk}"
+    plan.add_argument("--vision-chunk-size", type=int, metavar="FRAMES", default=chunk, help=text)
+    text = (
+        "image tiles of a frame with content, if the model pads pictures to several (Llama 3.2: 1 at 224 pixels, "
+        "2 at 360p and 480p, 4 from 720p); text does not attend to empty ones; default: all"
     )
-    plan.add_argument(
-        "--content-tiles",
-        type=int,
-        metavar="TILES",
-        help="image tiles of a frame with content, if the model pads pictures to several (Llama 3.2: 1 at 224 pixels, "
-        "2 at 360p and 480p, 4 from 720p); text does not attend to empty ones; default: all",
-    )
+    plan.add_argument("--content-tiles", type=int, metavar="TILES", help=text)
     plan.add_argument("--no-overlap", action="store_true", help="wait for transfers before computing")
     plan.add_argument("--element", type=int, default=2, help="bytes per element of an activation; default: 2, bf16")
-    plan.add_argument(
-        "--parameter",
-        type=int,
-        help="bytes per stored parameter, and per gradient; default: 4, or as --element if nothing is trained",
-    )
+    text = "bytes per stored parameter, and per gradient; default: 4, or as --element if nothing is trained"
+    plan.add_argument("--parameter", type=int, help=text)
     plan.add_argument("--optimizer", type=int, help="bytes of optimizer state per parameter; default: 8, AdamW")
     plan.add_argument("--json", action="store_true", help="print JSON, in seconds and bytes")
-    plan.add_argument(
-        "--timeline",
-        metavar="FILE",
-        help="draw one cross-attention layer of the best strategy with matplotlib; the suffix chooses the format",
-    )
+    text = "draw one cross-attention layer of the best strategy with matplotlib; the suffix chooses the format"
+    plan.add_argument("--timeline", metavar="FILE", help=text)
     plan.set_defaults(run=_plan)
-
-
-def _add_calibrate(calibrate: argparse.ArgumentParser) -> None:
-    calibrate.add_argument("--output", metavar="FILE", help="cluster file to write; default: print it")
-    calibrate.add_argument("--device", choices=["cpu", "cuda"], help="default: cuda if available")
-    calibrate.add_argument("--dtype", choices=["float32", "bfloat16", "float16"], help="default: depends on the device")
-    calibrate.add_argument("--heads", type=int, default=16)
-    calibrate.add_argument("--kv-heads", type=int, default=4)
-    calibrate.add_argument("--dim", type=int, default=128)
-    calibrate.add_argument("--name", default="measured")
-    calibrate.set_defaults(run=_calibrate)
 
 
 def _plan(args: argparse.Namespace) -> None:
@@ -127,21 +101,13 @@ def _plan(args: argparse.Namespace) -> None:
             f"{unused[0]}: would have no effect, because with --trained none there is no backward pass; leave it out, "
             "or pass another --trained"
         )
+    names = "frames text gpus batch trained self_attention element mlp_chunk_size vision_chunk_size content_tiles"
     workload = Workload(
         model=read_model(find_file("model", args.model)),
-        frames=args.frames,
-        text=args.text,
-        gpus=args.gpus,
-        batch=args.batch,
-        trained=args.trained,
-        self_attention=args.self_attention,
+        **{name: getattr(args, name) for name in names.split()},
         recompute=not args.keep_visual,
         checkpointing=args.gradient_checkpointing,
         overlap=not args.no_overlap,
-        element=args.element,
-        mlp_chunk_size=args.mlp_chunk_size,
-        vision_chunk_size=args.vision_chunk_size,
-        content_tiles=args.content_tiles,
         parameter=(4 if training else args.element) if args.parameter is None else args.parameter,
         optimizer=Workload.optimizer if args.optimizer is None else args.optimizer,
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 from mllm_seqpar.cli.launch import DEVICES
@@ -82,9 +82,6 @@ class InferArguments(CommandOptions):
             raise ConfigError(f"--kernel: {self.kernel!r} is unknown; choose auto, {', '.join(available_kernels())}")
         self.sampling()
         self.seqpar_config()
-        self._refuse_unused_options()
-
-    def _refuse_unused_options(self) -> None:
         self._require("temperature", True, "a finite number")
         self._require("seed", 0 <= self.seed < 2**63, "0 or more, below 2**63")
         if self.temperature == 0:
@@ -99,18 +96,11 @@ class InferArguments(CommandOptions):
             self._require("report", bool(self.report), "a file")
 
     def sampling(self) -> Sampling:
-        return Sampling(
-            max_new_tokens=self.max_new_tokens, temperature=self.temperature, top_p=self.top_p, seed=self.seed
-        )
+        return Sampling(**{item.name: getattr(self, item.name) for item in fields(Sampling)})
 
     def seqpar_config(self) -> SeqParConfig:
-        return SeqParConfig(
-            strategy=self.strategy,
-            self_attention=self.self_attention,
-            tile=parse_tile(self.tile),
-            mlp_chunk_size=self.mlp_chunk_size,
-            kernel=self.kernel,
-        )
+        same = {name: getattr(self, name) for name in ("strategy", "self_attention", "mlp_chunk_size", "kernel")}
+        return SeqParConfig(tile=parse_tile(self.tile), **same)
 
     def frame_options(self, default_fps: float | None = None) -> dict[str, Any]:
         """Return the values of `FRAME_OPTIONS`, with `default_fps` if neither fps nor num_frames is given."""
@@ -121,14 +111,6 @@ class InferArguments(CommandOptions):
 
 
 def parse(argv: Sequence[str]) -> InferArguments:
-    """Return the arguments in `argv` (without the program's name).
-
-    Raises:
-        ConfigError: on an unknown option, an invalid value, or a missing video or question.
-    """
-    return parse_options(
-        InferArguments,
-        argv,
-        prog="infer_long_video.py",
-        description="Ask about a long video whose frames are sharded over all ranks.",
-    )
+    """Return the arguments in `argv` (without the program's name); raise ConfigError if they are invalid."""
+    description = "Ask about a long video whose frames are sharded over all ranks."
+    return parse_options(InferArguments, argv, prog="infer_long_video.py", description=description)

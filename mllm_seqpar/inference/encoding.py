@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from mllm_seqpar.comm import Communicator, Group, as_communicator
+from mllm_seqpar.comm import Group, as_communicator
 from mllm_seqpar.comm.agreement import raise_on_all_ranks
 from mllm_seqpar.data.chat_family import ChatFamily, chat_family
 from mllm_seqpar.data.prefetch import read_ahead
@@ -53,7 +53,7 @@ class EncodedVideo:
     @property
     def visual_tokens(self) -> int:
         """The number of visual tokens of the whole video."""
-        return self.shard.total * self.features.shape[1]
+        return self.frames * self.features.shape[1]
 
 
 def encode_video(
@@ -93,7 +93,10 @@ def encode_video(
     with torch.no_grad(), closing(_batches(source, start, stop, batch, family)) as batches:
         while True:
             pixels = encoder.read(batches)
-            done = _gather_progress(comm, encoder)
+            rows = comm.gather_ints([encoder.done, int(encoder.error is not None)])
+            if any(failed for _, failed in rows):
+                raise_on_all_ranks(comm, "reading the video", encoder.error)
+            done = [encoded for encoded, _ in rows]
             if progress is not None:
                 progress(sum(done))
             if done == [last - first for first, last in bounds]:
@@ -115,9 +118,7 @@ def _batches(
 
     # A source ends a batch early where the picture size changes, so the number of batches is not known in advance.
     with closing(read_ahead(count(), read_next)) as ahead:
-        for pixels in ahead:
-            if pixels is None:
-                return
+        while (pixels := next(ahead)) is not None:
             yield pixels
             del pixels
 
@@ -153,13 +154,13 @@ class _Encoder:
 
     def encode(self, pixels: Pictures | None) -> None:
         """Encode a batch; without one, only join the collectives of the other ranks."""
-        if self._collective:  # an error stored here would leave the other ranks waiting in the gathers
-            self._run(pixels)
-        elif pixels is not None:
-            try:
+        try:
+            if self._collective or pixels is not None:
                 self._run(pixels)
-            except Exception as error:  # noqa: BLE001 - raised on all ranks in the next round
-                self.error = error
+        except Exception as error:  # noqa: BLE001 - raised on all ranks in the next round
+            if self._collective:  # the other ranks would wait in the gathers of parameters
+                raise
+            self.error = error
 
     def features(self) -> Tensor:
         """Return (f, tokens, hidden), the features of all frames of this rank."""
@@ -187,11 +188,3 @@ def encoder_of(model: Any, family: ChatFamily) -> Callable[..., Tensor]:
     """
     method = getattr(model, "encode_frames", None)
     return partial(family.encode, model) if method is None else method
-
-
-def _gather_progress(comm: Communicator, encoder: _Encoder) -> list[int]:
-    """Return the number of frames that each rank has encoded; raise on all ranks if one has failed."""
-    rows = comm.gather_ints([encoder.done, int(encoder.error is not None)])
-    if any(failed for _, failed in rows):
-        raise_on_all_ranks(comm, "reading the video", encoder.error)
-    return [done for done, _ in rows]

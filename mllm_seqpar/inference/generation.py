@@ -37,26 +37,20 @@ class Sampling:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        rules = {
-            "max_new_tokens": (self.max_new_tokens > 0, "1 or more"),
-            "temperature": (self.temperature >= 0, "0 or more"),
-            "top_p": (0 < self.top_p <= 1, "more than 0 and at most 1"),
-        }
-        for name, (valid, allowed) in rules.items():
+        for name, valid, allowed in (
+            ("max_new_tokens", self.max_new_tokens > 0, "1 or more"),
+            ("temperature", self.temperature >= 0, "0 or more"),
+            ("top_p", 0 < self.top_p <= 1, "more than 0 and at most 1"),
+        ):
             if not valid:
                 raise ConfigError(f"{name}: {getattr(self, name)!r} is not allowed; give {allowed}")
 
     def generate_arguments(self) -> dict[str, Any]:
         """Return the arguments of `generate`; None overrides a value of the model's own generation config."""
-        samples = self.temperature > 0
-        return {
-            "max_new_tokens": self.max_new_tokens,
-            "do_sample": samples,
-            "temperature": self.temperature if samples else None,
-            "top_p": self.top_p if samples else None,
-            "top_k": 0 if samples else None,
-            "num_beams": 1,
-        }
+        options: dict[str, Any] = {"max_new_tokens": self.max_new_tokens, "num_beams": 1}
+        if self.temperature == 0:
+            return options | {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}
+        return options | {"do_sample": True, "temperature": self.temperature, "top_p": self.top_p, "top_k": 0}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,34 +102,23 @@ def answer(
     _warn_if_long(model, length + sampling.max_new_tokens)
     streamer = AnswerStreamer(processor.tokenizer, on_text)
     torch.manual_seed(sampling.seed)
-    output = model.generate(  # type: ignore[operator]
-        **prompt,
-        **family.feature_arguments(model, video.features, video.shard),
-        use_cache=True,
-        streamer=streamer,
-        **family.generation(model),
-        **sampling.generate_arguments(),
-    )
+    features = family.feature_arguments(model, video.features, video.shard)
+    options = {**family.generation(model), **sampling.generate_arguments()}
+    output = model.generate(**prompt, **features, use_cache=True, streamer=streamer, **options)  # type: ignore[operator]
     tokens = output[0, length:].tolist()
-    return Answer(
-        text=processor.tokenizer.decode(tokens, skip_special_tokens=True),
-        tokens=tokens,
-        prompt_tokens=length,
-        prefill_seconds=streamer.prefill_seconds,
-        decode_seconds=streamer.decode_seconds,
-    )
+    content = processor.tokenizer.decode(tokens, skip_special_tokens=True)
+    seconds = {"prefill_seconds": streamer.prefill_seconds, "decode_seconds": streamer.decode_seconds}
+    return Answer(text=content, tokens=tokens, prompt_tokens=length, **seconds)
 
 
 def _make_prompt(family: ChatFamily, question: str, video: EncodedVideo) -> ChatText:
+    if VIDEO_MARK not in question:
+        question = VIDEO_MARK + question
     content: list[dict[str, str]] = []
     for piece in question.split(VIDEO_MARK):
-        content += [{"type": "text", "text": piece}, {"type": "video"}]
-    content.pop()
-    if len(content) == 1:
-        content.insert(0, {"type": "video"})
+        content += [*([{"type": "text", "text": piece}] if piece else ()), {"type": "video"}]
     source = StoredFrames(video.frames, None) if video.source is None else video.source
-    messages = [{"role": "user", "content": [part for part in content if part.get("text") != ""]}]
-    return family.text([messages], [[source]], add_generation_prompt=True)
+    return family.text([[{"role": "user", "content": content[:-1]}]], [[source]], add_generation_prompt=True)
 
 
 def _warn_if_long(model: Any, length: int) -> None:
@@ -144,12 +127,8 @@ def _warn_if_long(model: Any, length: int) -> None:
     if longest is None and config is not None:
         longest = getattr(config.get_text_config(decoder=True), "max_position_embeddings", None)
     if longest is not None and length > longest:
-        _log.warning(
-            "prompt and answer may take %d tokens, including one per frame; the model was made for %d: take fewer "
-            "frames",
-            length,
-            longest,
-        )
+        text = "prompt and answer may take %d tokens, including one per frame; the model was made for %d"
+        _log.warning(f"{text}: take fewer frames", length, longest)
 
 
 class AnswerStreamer(BaseStreamer):
@@ -168,21 +147,18 @@ class AnswerStreamer(BaseStreamer):
 
     @property
     def prefill_seconds(self) -> float:
-        """The time from the start to the first token."""
         return self._times[1] - self._times[0] if len(self._times) > 1 else 0.0
 
     @property
     def decode_seconds(self) -> float:
-        """The time from the first token to the last."""
         return self._times[-1] - self._times[1] if len(self._times) > 1 else 0.0
 
     def put(self, value: Tensor) -> None:
         """Receive the prompt (two dimensions), then one token per call."""
-        if value.dim() > 1:
-            return
-        self._times.append(time.perf_counter())
-        self._tokens += value.tolist()
-        self._write(complete_only=True)
+        if value.dim() == 1:
+            self._times.append(time.perf_counter())
+            self._tokens += value.tolist()
+            self._write(complete_only=True)
 
     def end(self) -> None:
         """Write the text that was held back."""
@@ -191,12 +167,12 @@ class AnswerStreamer(BaseStreamer):
     def _write(self, complete_only: bool) -> None:
         if self._on_text is None:
             return
-        previous, text = self._decode(self._tokens[: self._written]), self._decode(self._tokens)
+        previous, text = (
+            self._tokenizer.decode(tokens, skip_special_tokens=True)
+            for tokens in (self._tokens[: self._written], self._tokens)
+        )
         if len(text) <= len(previous) or (complete_only and text.endswith("\N{REPLACEMENT CHARACTER}")):
             return
         self._on_text(text[len(previous) :])
         self._tokens = self._tokens[self._written :]
         self._written = len(self._tokens)
-
-    def _decode(self, tokens: list[int]) -> str:
-        return self._tokenizer.decode(tokens, skip_special_tokens=True)

@@ -17,13 +17,12 @@ DTYPES = ("auto", "float32", "bfloat16", "float16")
 
 
 def load_for_inference(path: str, dtype: str, device: torch.device, *, on_cpu: bool = False) -> nn.Module:
-    """Load the model in directory `path` in eval mode, on `device` (or on the CPU, for `shard_weights`).
+    """Load the model in directory `path` in eval mode, on this rank's `device`, or on the CPU for `shard_weights`.
 
     Args:
         path: a directory that `save_pretrained` wrote, or a published checkpoint.
         dtype: one of `DTYPES`; auto is that of the checkpoint.
-        device: this rank's device.
-        on_cpu: leave the model on the CPU.
+        device, on_cpu: where the model is.
 
     Raises:
         ConfigError: if there is no model, or it cannot be read.

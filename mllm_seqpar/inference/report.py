@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -23,54 +23,40 @@ class StageTimes:
     """The time of each named stage of a run; `device` is synchronized before the clock is read."""
 
     def __init__(self, device: torch.device) -> None:
-        self._device = device
+        self.device = device
         self.seconds: dict[str, float] = {}
 
     @contextmanager
     def measure(self, name: str) -> Iterator[None]:
-        """Add the duration of the block to stage `name`."""
         begin = time.perf_counter()
         yield
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
         self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - begin
 
 
 @contextmanager
 def frames_bar(total: int, title: str, show: bool) -> Iterator[Callable[[int], None]]:
     """Show a progress bar of frames on stderr if `show` is True; yield a function that takes the number done so far."""
-    if not show:
-        yield lambda done: None
-        return
-    with progress_bar(total, "frame", title) as bar:
-        yield lambda done: bar.update(done - bar.n)
+    with progress_bar(total, "frame", title) if show else nullcontext() as bar:
+        yield lambda done: bar.update(done - bar.n) if bar is not None else None
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Report:
-    """The figures of a run.
-
-    Attributes:
-        frames, visual_tokens: of the whole video.
-        ranks: size of the group.
-        seconds: of each stage, on rank 0.
-        answers: (question, answer) in order.
-        peak_memory_mib: per rank: allocated on a GPU, resident on a CPU.
-        bytes_sent: to other ranks, per rank.
-    """
-
     frames: int
     visual_tokens: int
     ranks: int
-    seconds: dict[str, float]
-    answers: list[tuple[str, Answer]]
-    peak_memory_mib: list[float]
-    bytes_sent: list[int]
+    seconds: dict[str, float]  # of each stage, on rank 0
+    answers: list[tuple[str, Answer]]  # with their questions, in order
+    peak_memory_mib: list[float]  # per rank: allocated on a GPU, resident on a CPU
+    bytes_sent: list[int]  # to other ranks, per rank
     device: str
 
     def summary(self) -> str:
-        """Return the report as one line."""
-        stages = [f"{name} {seconds:.2f} s{self._rate(name, seconds)}" for name, seconds in self.seconds.items()]
+        stages = [f"{name} {seconds:.2f} s" for name, seconds in self.seconds.items()]
+        if (encoding := self.seconds.get(ENCODE_STAGE, 0.0)) > 0:
+            stages[list(self.seconds).index(ENCODE_STAGE)] += f" ({self.frames / encoding:.1f} frames/s)"
         if self.answers:
             answers = [answer for _, answer in self.answers]
             decode_seconds = sum(a.decode_seconds for a in answers)
@@ -86,10 +72,6 @@ class Report:
             f"peak memory by rank ({kind}) {memory} MiB"
         )
 
-    def _rate(self, stage: str, seconds: float) -> str:
-        return f" ({self.frames / seconds:.1f} frames/s)" if stage == ENCODE_STAGE and seconds > 0 else ""
-
     def write(self, path: str) -> None:
-        """Write the report as JSON."""
         values = asdict(self) | {"answers": [{"question": q, **asdict(a)} for q, a in self.answers]}
         Path(path).write_text(json.dumps(values, indent=1) + "\n")

@@ -19,7 +19,7 @@ from mllm_seqpar.cli.launch import launched_ranks
 from mllm_seqpar.cli.progress import peak_memory
 from mllm_seqpar.comm import Communicator
 from mllm_seqpar.comm.agreement import attempt, check_collectively, raise_on_all_ranks
-from mllm_seqpar.data.chat_family import chat_family
+from mllm_seqpar.data.chat_family import ChatFamily, chat_family
 from mllm_seqpar.data.features import FeatureStore, source_meta
 from mllm_seqpar.data.sources import VideoSource
 from mllm_seqpar.errors import ConfigError
@@ -36,21 +36,17 @@ from .report import ENCODE_STAGE, Report, StageTimes, frames_bar
 
 @dataclass(frozen=True)
 class RunInputs:
-    """The inputs of a run.
-
-    Attributes:
-        model_digest: hash of the model's files.
-        processor: the model's.
-        source: the video, if it is given.
-        store: features of the video on disk, if they are given.
-        feature_meta: on rank 0, what features that are to be saved depend on.
-    """
+    """The inputs of a run: the video or its features on disk, and on rank 0 what features to be saved depend on."""
 
     model_digest: str
     processor: Any
     source: VideoSource | None
     store: FeatureStore | None
     feature_meta: dict[str, Any]
+
+    @property
+    def family(self) -> ChatFamily:
+        return chat_family(self.processor)
 
     def facts(self) -> dict[str, Any]:
         """Return what all ranks must have in common. Paths may differ, because each node may have its own copy."""
@@ -84,23 +80,15 @@ def answer_questions(args: InferArguments, comm: Communicator, device: torch.dev
     with times.measure("load"):
         model = check_collectively(comm, "model", lambda: _load(args, inputs, device))
         if args.shard_weights:
-            model = shard_weights(model, comm, device, encode=encoder_of(model, chat_family(inputs.processor)))
+            model = shard_weights(model, comm, device, encode=encoder_of(model, inputs.family))
         patch_model(model, group=comm, config=args.seqpar_config())
-    video = _video(args, inputs, model, comm, device, times)
+    video = _video(args, inputs, model, comm, times)
     answers = [(question, _ask(args, inputs, model, video, question, comm.rank)) for question in args.question]
     patch = patch_of(model)
-    bytes_sent = patch.context.comm.bytes.total if patch else 0
-    rows = comm.gather_ints([round(peak_memory(device) * 1024), bytes_sent])
-    report = Report(
-        frames=video.frames,
-        visual_tokens=video.visual_tokens,
-        ranks=comm.size,
-        seconds={name: round(seconds, 4) for name, seconds in times.seconds.items()},
-        answers=answers,
-        peak_memory_mib=[round(kib / 1024, 1) for kib, _ in rows],
-        bytes_sent=[sent for _, sent in rows],
-        device=device.type,
-    )
+    rows = comm.gather_ints([round(peak_memory(device) * 1024), patch.context.comm.bytes.total if patch else 0])
+    seconds = {name: round(seconds, 4) for name, seconds in times.seconds.items()}
+    memory, sent = [round(kib / 1024, 1) for kib, _ in rows], [sent for _, sent in rows]
+    report = Report(video.frames, video.visual_tokens, comm.size, seconds, answers, memory, sent, device.type)
     if comm.rank == 0:
         print(report.summary(), file=sys.stderr, flush=True)  # noqa: T201 - standard output has only the answers
         if args.report:
@@ -108,35 +96,29 @@ def answer_questions(args: InferArguments, comm: Communicator, device: torch.dev
 
 
 def _open(args: InferArguments, rank: int) -> RunInputs:
-    processor = load_processor(args.model)
-    family = chat_family(processor)
-    source = None if args.video is None else _open_video(args)
-    store = None
+    processor, options = load_processor(args.model), args.frame_options(DEFAULT_FPS)
+    family, source, store, meta = chat_family(processor), None, None, {}
+    if args.video is not None:
+        try:
+            source = VideoSource.open(args.video, **options)
+        except ImportError as error:  # the message says what to install
+            raise ConfigError(str(error)) from error
     if args.features is not None:
         store = open_store(args.features, args.model, family, source, args.frame_options())
     if rank == 0:
-        _check_outputs(args)
-    meta = {}
-    if rank == 0 and args.save_features is not None and source is not None:
-        meta = feature_meta(source, args.model, family, args.frame_options(DEFAULT_FPS))
+        _create_outputs(args)
+        if args.save_features is not None and source is not None:
+            meta = feature_meta(source, args.model, family, options)
     return RunInputs(model_files_digest(args.model), processor, source, store, meta)
 
 
 def _load(args: InferArguments, inputs: RunInputs, device: torch.device) -> nn.Module:
     model = load_for_inference(args.model, args.dtype, device, on_cpu=args.shard_weights)
-    chat_family(inputs.processor).check(model)
+    inputs.family.check(model)
     return model
 
 
-def _open_video(args: InferArguments) -> VideoSource:
-    assert args.video is not None
-    try:
-        return VideoSource.open(args.video, **args.frame_options(DEFAULT_FPS))
-    except ImportError as error:  # the message says what to install
-        raise ConfigError(str(error)) from error
-
-
-def _check_outputs(args: InferArguments) -> None:
+def _create_outputs(args: InferArguments) -> None:
     """Create the output files and directories now, so that an error does not follow a long encoding."""
     try:
         if args.save_features is not None:
@@ -149,21 +131,13 @@ def _check_outputs(args: InferArguments) -> None:
 
 
 def _video(
-    args: InferArguments,
-    inputs: RunInputs,
-    model: nn.Module,
-    comm: Communicator,
-    device: torch.device,
-    times: StageTimes,
+    args: InferArguments, inputs: RunInputs, model: nn.Module, comm: Communicator, times: StageTimes
 ) -> EncodedVideo:
-    """Return the encoded video, read from the feature store if there is one."""
-    if inputs.store is not None:
-        store, dtype = inputs.store, next(model.parameters()).dtype
+    store, source = inputs.store, inputs.source
+    if store is not None:
+        target = times.device, next(model.parameters()).dtype
         with times.measure("read features"):
-            return check_collectively(
-                comm, "features", lambda: load_video(store, chat_family(inputs.processor), comm, device, dtype)
-            )
-    source = inputs.source
+            return check_collectively(comm, "features", lambda: load_video(store, inputs.family, comm, *target))
     assert source is not None  # InferArguments requires --video or --features
     show = args.progress and comm.rank == 0
     with times.measure(ENCODE_STAGE), frames_bar(len(source), "reading and encoding", show) as progress:
@@ -177,7 +151,6 @@ def _video(
 def _ask(
     args: InferArguments, inputs: RunInputs, model: nn.Module, video: EncodedVideo, question: str, rank: int
 ) -> Answer:
-    """Return one answer; rank 0 writes it to standard output as it is generated."""
     if rank == 0 and len(args.question) > 1:
         _write(f"> {question}\n")
     result = answer(model, inputs.processor, question, video, args.sampling(), on_text=_write if rank == 0 else None)

@@ -70,22 +70,15 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
 
 
 def measure(name: str, images: int, args: argparse.Namespace) -> dict[str, Any]:
-    """Return one row. On one rank, patched and unpatched runs alternate; on several, the patched ones come last.
-
-    Raises:
-        SystemExit: if a patched run gives other tokens than the unpatched model.
-    """
+    """Return one row. On one rank, patched and unpatched runs alternate; on several, the patched ones come last."""
     subject = make_subject(name, images, args)
     generate = subject.unpatched_generate or subject.model.generate
-    unpatched: list[Run] = []
-    patched: list[Run] = []
-    for repeat in range(1 + args.repeats):  # the first one warms up
-        runs = [decode(generate, subject, args)]
+    unpatched, patched = [], []
+    for _ in range(1 + args.repeats):
+        unpatched.append(decode(generate, subject, args))
         if args.ranks == 1:
-            runs.append(decode_patched(subject, args))
-        if repeat:
-            unpatched.append(runs[0])
-            patched += runs[1:]
+            patched.append(decode_patched(subject, args))
+    unpatched, patched = unpatched[1:], patched[1:]  # the first ones warm up
     if args.ranks > 1:
         by_rank = run_on_ranks(args.ranks, args.device, args.threads, patched_runs, name, images, args)
         patched = by_rank[0]
@@ -101,7 +94,6 @@ def measure(name: str, images: int, args: argparse.Namespace) -> dict[str, Any]:
 
 
 def make_subject(name: str, images: int, args: argparse.Namespace) -> Subject:
-    """Return the model, with the same weights in every process, and its inputs, on the device."""
     torch.manual_seed(0)  # for weights that `random_weights` does not set
     subject = FAMILIES[name](images, args.prompt)
     subject.model.to(args.device)
@@ -138,7 +130,6 @@ def decode_patched(subject: Subject, args: argparse.Namespace) -> Run:
 
 
 def patched_runs(name: str, images: int, args: argparse.Namespace) -> list[Run]:
-    """Return the timed runs of this rank."""
     subject = make_subject(name, images, args)
     return [decode_patched(subject, args) for _ in range(1 + args.repeats)][1:]
 
@@ -148,10 +139,9 @@ def summary(unpatched: list[Run], patched: list[Run]) -> dict[str, float]:
     result: dict[str, float] = {}
     for name, runs in (("unpatched", unpatched), ("patched", patched)):
         prompt, *tokens = (median(times) for times in zip(*(times for _, times in runs), strict=True))
-        half = len(tokens) // 2
+        first, second = median(tokens[: len(tokens) // 2]), median(tokens[len(tokens) // 2 :])
         result |= {f"{name}_prompt_s": prompt, f"{name}_s_per_token": median(tokens)}
-        result |= {f"{name}_first_half_s": median(tokens[:half]), f"{name}_second_half_s": median(tokens[half:])}
-        result[f"{name}_growth"] = result[f"{name}_second_half_s"] / result[f"{name}_first_half_s"]
+        result |= {f"{name}_first_half_s": first, f"{name}_second_half_s": second, f"{name}_growth": second / first}
     result["ratio"] = result["unpatched_s_per_token"] / result["patched_s_per_token"]
     return digits(result)
 

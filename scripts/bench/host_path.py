@@ -17,32 +17,26 @@ from types import FrameType
 from typing import Any
 
 import torch
-from transformers import SiglipVisionConfig
+from small_models import MEDIA, TEXT, make_owl
 
 import mllm_seqpar
 from mllm_seqpar import patch_model
 from mllm_seqpar.comm import Communicator, run_loopback
-from mllm_seqpar.models.mplug_owl3 import MPlugOwl3Config, MPlugOwl3ForConditionalGeneration
 
 ROOTS = tuple(str(Path(path).resolve()) for path in (*mllm_seqpar.__path__, Path(__file__).parents[2] / "patches"))
-IMAGE_TOKEN = 255
 
 
-def tiny_model() -> MPlugOwl3ForConditionalGeneration:
-    sizes: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4}
-    vision = SiglipVisionConfig(image_size=28, patch_size=14, num_hidden_layers=2, **sizes)
-    text = sizes | {"num_hidden_layers": 4, "num_key_value_heads": 2, "vocab_size": 256, "max_position_embeddings": 512}
-    config = MPlugOwl3Config(
-        gate="per_head", hyper_layers=[1, 3], image_token_id=IMAGE_TOKEN, vision_config=vision, pad_token_id=0, **text
-    )
-    return MPlugOwl3ForConditionalGeneration(config).eval()
+def tiny_model() -> Any:
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4}
+    tower = sizes | {"image_size": 28, "patch_size": 14, "num_hidden_layers": 2}
+    return make_owl(TEXT | sizes | {"num_hidden_layers": 4}, kv_heads=2, hyper_layers=[1, 3], tower=tower)
 
 
 def count_calls(comm: Communicator, model: Any, options: dict[str, Any]) -> Counter[tuple[str, str]]:
     """Return the calls by (file, function) of the last hyper layer's attention in the second forward pass."""
     patched = patch_model(copy.deepcopy(model), group=comm, **options)
-    ids = torch.randint(3, IMAGE_TOKEN, (1, 24), generator=torch.Generator().manual_seed(0))
-    ids[0, [2, 6, 10, 14]] = IMAGE_TOKEN
+    ids = torch.randint(3, MEDIA, (1, 24), generator=torch.Generator().manual_seed(0))
+    ids[0, [2, 6, 10, 14]] = MEDIA
     frames = torch.randn(4, 3, 28, 28, generator=torch.Generator().manual_seed(0))
     calls: Counter[tuple[str, str]] = Counter()
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -32,6 +33,7 @@ CLOSE = {torch.float32: 1e-4, torch.bfloat16: 2e-2, torch.float16: 5e-3}
 FLOPS = {"forward": 4, "backward": 10}
 """FLOP per B H S T D."""
 Row = dict[str, Any]
+Runs = dict[str, Callable[[], Any]]
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -91,9 +93,7 @@ def measure_shape(
         result.append(row)
     times = medians_ms(runs, device, repeats)
     entries = batch * heads * rows * keys * dim * (0.5 if causal else 1.0)
-    for row in result:
-        if "problem" in row:
-            continue
+    for row in (row for row in result if "problem" not in row):
         for direction, count in FLOPS.items():
             ms = times[f"{row['kernel']} {direction}"]
             row[f"{direction}_ms"] = round(ms, 4)
@@ -102,49 +102,35 @@ def measure_shape(
     return result
 
 
-def sdpa(
-    q: Tensor, k: Tensor, v: Tensor, do: Tensor, causal: bool
-) -> tuple[list[Tensor], dict[str, Callable[[], object]]]:
+def sdpa(q: Tensor, k: Tensor, v: Tensor, do: Tensor, causal: bool) -> tuple[list[Tensor], Runs]:
     """Return o, dq, dk, dv of PyTorch's attention, and the functions to time."""
     leaves = [x.detach().requires_grad_() for x in (q, k, v)]
-    grouped = q.shape[1] != k.shape[1]
-
-    def forward() -> Tensor:
-        return F.scaled_dot_product_attention(*leaves, is_causal=causal, enable_gqa=grouped)
-
+    options = {"is_causal": causal, "enable_gqa": q.shape[1] != k.shape[1]}
+    forward = partial(F.scaled_dot_product_attention, *leaves, **options)
     o = forward()
-
-    def backward() -> tuple[Tensor, ...]:
-        return torch.autograd.grad(o, leaves, do, retain_graph=True)
-
+    backward = partial(torch.autograd.grad, o, leaves, do, retain_graph=True)
     return [o.detach(), *backward()], {"sdpa forward": forward, "sdpa backward": backward}
 
 
 def check_results(
     kernel: BlockKernel, q: Tensor, k: Tensor, v: Tensor, do: Tensor, causal: bool, expected: list[Tensor]
-) -> tuple[str | None, dict[str, Callable[[], object]]]:
+) -> tuple[str | None, Runs]:
     """Return how a kernel's results differ from PyTorch's (None: they agree), and the functions to time."""
     options: dict[str, Any] = {"scale": q.shape[-1] ** -0.5, "causal": causal}
-    o, lse = kernel.forward(q, k, v, **options)
-    results = [o, *kernel.backward(do, q, k, v, o, lse, **options)]
-    for name, x, y in zip(("o", "dq", "dk", "dv"), results, expected, strict=True):
+    forward = partial(kernel.forward, q, k, v, **options)
+    o, lse = forward()
+    backward = partial(kernel.backward, do, q, k, v, o, lse, **options)
+    for name, x, y in zip(("o", "dq", "dk", "dv"), (o, *backward()), expected, strict=True):
         error = float((x.float() - y.float()).norm() / y.float().norm())
         if not error <= CLOSE[q.dtype]:
             return f"wrong: {name} differs by {error:.1e} from scaled_dot_product_attention", {}
-    return None, {
-        f"{kernel.name} forward": lambda: kernel.forward(q, k, v, **options),
-        f"{kernel.name} backward": lambda: kernel.backward(do, q, k, v, o, lse, **options),
-    }
+    return None, {f"{kernel.name} forward": forward, f"{kernel.name} backward": backward}
 
 
 def text(row: Row) -> str:
-    """Return a row of the table."""
-    head = f"{row['shape']:>26} {row['kernel']:>15} "
-    if "problem" in row:
-        return head + row["problem"]
-    ratios = f"{row['forward_ratio']:6.2f} {row['backward_ratio']:6.2f}"
-    speeds = f"{row['forward_tflops']:7.3f} {row['backward_tflops']:7.3f}"
-    return head + f"{row['forward_ms']:9.2f} {row['backward_ms']:9.2f} {ratios} {speeds}"
+    columns = {"ms": "9.2f", "ratio": "6.2f", "tflops": "7.3f"}
+    found = [f"{row[f'{d}_{name}']:{form}}" for name, form in columns.items() for d in FLOPS if "problem" not in row]
+    return f"{row['shape']:>26} {row['kernel']:>15} {row.get('problem', ' '.join(found))}"
 
 
 if __name__ == "__main__":

@@ -9,9 +9,9 @@ import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -26,7 +26,12 @@ def environment(device: str) -> dict[str, Any]:
     if device == "cuda":
         row |= {"hardware": torch.cuda.get_device_name(), "cuda": torch.version.cuda}
         return row | {"cudnn": torch.backends.cudnn.version()}
-    return row | {"hardware": _cpu_name(), "threads": torch.get_num_threads()}
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    except OSError:
+        names = [platform.processor()]
+    return row | {"hardware": next(filter(None, names), platform.machine()), "threads": torch.get_num_threads()}
 
 
 def commit() -> str:
@@ -40,16 +45,7 @@ def commit() -> str:
     return name + ("+" if changed else "")
 
 
-def _cpu_name() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.processor() or platform.machine()
-    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), platform.machine())
-
-
 def synchronize(device: torch.device | str) -> None:
-    """Wait for all work queued on a CUDA device; do nothing on a CPU."""
     if torch.device(device).type == "cuda":
         torch.cuda.synchronize()
 
@@ -69,18 +65,14 @@ def once_ms(run: Callable[[], object], device: str, clock: Callable[[], float] =
 
 
 def medians_ms(
-    runs: dict[str, Callable[[], object]],
-    device: str,
-    repeats: int,
-    clock: Callable[[], float] = time.perf_counter,
+    runs: dict[str, Callable[[], object]], device: str, repeats: int, clock: Callable[[], float] = time.perf_counter
 ) -> dict[str, float]:
     """Return the median milliseconds of each run, after two warm-up calls each.
 
     The order changes with each repetition: machines drift (clock frequency, other users), and a fixed order would
     favour one of the runs.
     """
-    for run in runs.values():
-        run()
+    for run in (*runs.values(), *runs.values()):
         run()
     times: dict[str, list[float]] = {name: [] for name in runs}
     order, shuffler = list(runs), random.Random(0)
@@ -91,21 +83,14 @@ def medians_ms(
     return {name: median(values) for name, values in times.items()}
 
 
-@dataclass
-class Peak:
-    """The largest number of bytes allocated at one time inside a `peak_memory` block, above those before it."""
-
-    bytes: int = 0
-
-
 @contextmanager
-def peak_memory(device: torch.device) -> Iterator[Peak]:
-    """Measure the peak memory of the block of code inside; the result is set when the block ends.
+def peak_memory(device: torch.device) -> Iterator[SimpleNamespace]:
+    """Measure the most `bytes` allocated at one time in the block inside, above those before; set when the block ends.
 
     On CUDA it comes from the allocator's statistics. On a CPU it comes from the profiler's memory events, which include
     the temporary buffers of operators.
     """
-    peak = Peak()
+    peak = SimpleNamespace(bytes=0)
     if device.type == "cuda":
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
@@ -124,11 +109,7 @@ def peak_memory(device: torch.device) -> Iterator[Peak]:
 
 
 class SavedBytes:
-    """The bytes of the storages that autograd saves for backward, each storage once.
-
-    Args:
-        excluded: tensors whose storages are not counted, such as parameters and inputs.
-    """
+    """The bytes of the storages that autograd saves for backward, each once, without those of `excluded` tensors."""
 
     def __init__(self, excluded: Iterable[Tensor]) -> None:
         self._excluded = {x.untyped_storage().data_ptr() for x in excluded}
@@ -139,7 +120,6 @@ class SavedBytes:
         return sum(size for address, size in self._sizes.items() if address not in self._excluded)
 
     def counting(self) -> torch.autograd.graph.saved_tensors_hooks:
-        """Return the context manager to run the forward pass in."""
         return torch.autograd.graph.saved_tensors_hooks(self._pack, lambda x: x)
 
     def _pack(self, x: Tensor) -> Tensor:

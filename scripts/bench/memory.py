@@ -34,7 +34,6 @@ from scaled_models import FAMILIES
 
 DEFAULTS = {"mplug_owl3": (4, 128), "open_flamingo": (32, 352), "idefics": (8, 128)}
 """Frames and text tokens of the smaller of the two sizes."""
-
 SLACK = 1.01
 """Budget over the peak it comes from, so that small differences of text buffers do not change the longest video."""
 

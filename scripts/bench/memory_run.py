@@ -51,21 +51,11 @@ class Mode:
 
 @dataclass
 class MemoryBenchmark:
-    """One model on this rank.
-
-    Attributes:
-        family: a key of `scaled_models.FAMILIES`.
-        scale: divisor of all widths.
-        text: number of text tokens.
-        device: of the model.
-        largest: frames of the larger of the two video lengths that are measured.
-    """
-
     family: str
-    scale: int
-    text: int
+    scale: int  # divisor of all widths
+    text: int  # number of text tokens
     device: torch.device
-    largest: int
+    largest: int  # frames of the larger of the two video lengths that are measured
     comm: Communicator = field(default_factory=lambda: as_communicator(None))
     subject: Subject = field(init=False)
 
@@ -77,37 +67,20 @@ class MemoryBenchmark:
             parameter.grad = torch.zeros_like(parameter)
 
     @property
-    def frame_bytes(self) -> int:
-        """Bytes of the visual features of one frame."""
-        sizes = self.subject.sizes
-        return sizes.vision.keys * sizes.cross.visual_dim * DTYPE.itemsize
-
-    @property
     def chunk_bytes(self) -> int:
         """Bytes of visual features projected at once: the same fraction of the video as at the published sizes."""
-        published = visual_features.CHUNK_BYTES
+        published, sizes = visual_features.CHUNK_BYTES, self.subject.sizes
         if self.scale == 1:
             return published
-        published_width = read_model(CONFIGS / f"{self.subject.sizes.name}.yaml").cross.visual_dim
-        width = self.subject.sizes.cross.visual_dim
-        return published * self.largest * width // (PUBLISHED_FRAMES * published_width)
+        published_width = read_model(CONFIGS / f"{sizes.name}.yaml").cross.visual_dim
+        return published * self.largest * sizes.cross.visual_dim // (PUBLISHED_FRAMES * published_width)
 
     def columns(self, mode: Mode) -> dict[str, Any]:
-        """Return the columns that every row has."""
-        return {
-            "benchmark": "memory",
-            "family": self.family,
-            "model": self.subject.sizes.name,
-            "ranks": self.comm.size,
-            "scale": self.scale,
-            "text": self.text,
-            "device": self.device.type,
-            "dtype": "bfloat16",
-            "frame_bytes": self.frame_bytes,
-            "chunk_bytes": self.chunk_bytes,
-            "strategy": mode.strategy,
-            "recompute": mode.recompute,
-        }
+        sizes = self.subject.sizes
+        row = {"benchmark": "memory", "family": self.family, "model": sizes.name, "ranks": self.comm.size}
+        row |= {"scale": self.scale, "text": self.text, "device": self.device.type, "dtype": "bfloat16"}
+        row |= {"frame_bytes": sizes.vision.keys * sizes.cross.visual_dim * DTYPE.itemsize}
+        return row | {"chunk_bytes": self.chunk_bytes, "strategy": mode.strategy, "recompute": mode.recompute}
 
     @contextmanager
     def patched(self, mode: Mode) -> Iterator[None]:
@@ -123,12 +96,11 @@ class MemoryBenchmark:
 
     def features(self, frames: int) -> Tensor:
         """Return random visual features of this rank's frames (f, tokens, width), which require a gradient."""
-        local, sizes = frame_range(frames), self.subject.sizes
-        shape = len(local), sizes.vision.keys, sizes.cross.visual_dim
+        sizes = self.subject.sizes
+        shape = len(frame_range(frames)), sizes.vision.keys, sizes.cross.visual_dim
         return torch.randn(shape, device=self.device, dtype=DTYPE, requires_grad=True)
 
     def loss(self, frames: int, features: Tensor) -> Tensor:
-        """Run the forward pass."""
         local = frame_range(frames)
         inputs = self.subject.arguments(self.text, features, FrameShard(local.start, local.stop, frames))
         return self.subject.model(**inputs).loss
@@ -139,43 +111,28 @@ class MemoryBenchmark:
             raise SystemExit(
                 f"memory.py: {self.text} text tokens cannot hold {frames} placeholders and {WORDS} words; raise --text"
             )
-        model = self.subject.model
         with self.patched(mode):
             gc.collect()
             with peak_memory(self.device) as peak:
                 features = self.features(frames)
-                saved = SavedBytes([*model.parameters(), features])
+                saved = SavedBytes([*self.subject.model.parameters(), features])
                 with saved.counting():
                     loss = self.loss(frames, features)
                 loss.backward()
                 del loss, features
-        all_ranks = self.comm.gather_ints([saved.bytes, peak.bytes])
-        saved_bytes, peak_bytes = (max(row[i] for row in all_ranks) for i in range(2))
-        planned = sum(memory_behind_features(self.workload(mode, frames), mode.spec(self.comm.size)).values())
-        return {"frames": frames, "kept_bytes": saved_bytes, "peak_bytes": peak_bytes, "planned_bytes": planned}
-
-    def workload(self, mode: Mode, frames: int) -> Workload:
-        """Return the step as the planner describes it."""
-        return Workload(
-            model=self.subject.sizes,
-            frames=frames,
-            text=self.text,
-            gpus=self.comm.size,
-            recompute=mode.recompute,
-            element=DTYPE.itemsize,
+        saved_bytes, peak_bytes = map(max, zip(*self.comm.gather_ints([saved.bytes, peak.bytes]), strict=True))
+        sizes, n = self.subject.sizes, self.comm.size
+        step = Workload(
+            model=sizes, frames=frames, text=self.text, gpus=n, recompute=mode.recompute, element=DTYPE.itemsize
         )
+        planned = sum(memory_behind_features(step, mode.spec(n)).values())
+        return {"frames": frames, "kept_bytes": saved_bytes, "peak_bytes": peak_bytes, "planned_bytes": planned}
 
     def largest_in(self, mode: Mode, budget: int, small: dict[str, Any], large: dict[str, Any]) -> dict[str, Any]:
         """Return the largest number of frames, equal on all ranks, whose peak is at most `budget` bytes.
 
-        Args:
-            mode: the strategy.
-            budget: bytes.
-            small, large: results of `step_bytes` for two video lengths.
-
-        Returns:
-            frames, peak_bytes, and the peak with one more frame per rank (next_peak_bytes). If the text cannot hold
-            more placeholders, "capped" takes the place of the latter.
+        `small` and `large` are results of `step_bytes` for two video lengths. The columns are frames, peak_bytes, and
+        the peak with one more frame per rank (next_peak_bytes), or "capped" if the text cannot hold more placeholders.
         """
         n = self.comm.size
         known = {row["frames"] // n: row["peak_bytes"] for row in (small, large)}
@@ -223,10 +180,7 @@ class MemoryBenchmark:
 
 
 def _interpolate(known: dict[int, int], budget: int, below: int, above: int | None) -> int:
-    """Return where the line through the two lengths with peaks nearest to the budget reaches it.
-
-    The result lies between the longest known length that fits and the shortest known one that does not.
-    """
+    """Return where the line through the two peaks nearest to the budget reaches it, between `below` and `above`."""
     one, other = sorted(sorted(known, key=lambda count: abs(known[count] - budget))[:2])
     slope = (known[other] - known[one]) / (other - one)
     count = min(2 * max(known), int(one + (budget - known[one]) / slope)) if slope > 0 else 2 * max(known)

@@ -17,6 +17,7 @@ import argparse
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -36,11 +37,6 @@ MIB = 2**20
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Print a Markdown table.
-
-    Raises:
-        SystemExit: if the gradients with chunks differ from those without.
-    """
     args = parse(argv)
     print(", ".join(f"{key} {value}" for key, value in environment(args.device).items()))
     print(f"Qwen2 decoder layer {args.shape}, {args.dtype}, checkpointing {args.checkpointing}\n")
@@ -86,7 +82,6 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 
 
 def make_layer(args: argparse.Namespace) -> tuple[nn.Module, nn.Module]:
-    """Return the layer, with random weights, and its rotary embedding."""
     hidden, inner, heads, kv_heads = map(int, args.shape.split(","))
     config = Qwen2Config(
         hidden_size=hidden, intermediate_size=inner, num_attention_heads=heads, num_key_value_heads=kv_heads
@@ -102,9 +97,7 @@ def make_step(
 ) -> Callable[..., None]:
     """Return a function that patches the layer, runs forward (in a given context) and backward, and unpatches it."""
     context = SeqParContext(as_communicator(None), SeqParConfig(mlp_chunk_size=size))
-
-    def forward(x: Tensor) -> Tensor:
-        return layer(x, position_embeddings=positions)
+    forward = partial(layer, position_embeddings=positions)
 
     def step(hooks: Any = None) -> None:
         patch = Patch("layer", context)
@@ -118,7 +111,6 @@ def make_step(
 
 
 def gradients(layer: nn.Module, x: Tensor, step: Callable[[], None]) -> list[Tensor]:
-    """Return the gradients of the input and of all weights after one step."""
     for p in (x, *layer.parameters()):
         p.grad = None
     step()

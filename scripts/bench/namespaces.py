@@ -44,17 +44,17 @@ def obstacle() -> str | None:
 
 
 def launch(ranks: int, command: Sequence[str]) -> int:
-    """Run `command` once per rank, each in its namespace, with the environment variables of torch's launchers.
-
-    Returns:
-        0, or the exit status of the first rank that failed; the other ranks are killed then.
-    """
+    """Run `command` once per rank in its namespace, as torchrun does; return 0 or the first failed rank's status."""
     with network(ranks) as names, _exit_on_signals():
         processes: list[subprocess.Popen[bytes]] = []
         try:
             for rank, name in enumerate(names):
                 processes.append(_start(rank, ranks, name, command))
-            return _first_failure(processes)
+            while True:
+                states = [process.poll() for process in processes]
+                if any(states) or None not in states:
+                    return next(filter(None, states), 0)
+                time.sleep(0.05)
         finally:
             for process in processes:
                 with suppress(ProcessLookupError):
@@ -67,13 +67,22 @@ def network(ranks: int) -> Iterator[list[str]]:
     """Yield the names of `ranks` connected namespaces; links are uncapped until a rank caps its own."""
     remove_leftovers()
     names = [f"{PREFIX}-{os.getpid()}-{rank}" for rank in range(ranks)]
-    switch = _switch(os.getpid())
+    switch = _switch()
     try:
-        _ip("netns", "add", switch)
-        _ip("-n", switch, "link", "add", "bridge", "type", "bridge")
-        _ip("-n", switch, "link", "set", "bridge", "up")
+        _ip(f"netns add {switch}")
+        _ip(f"-n {switch} link add bridge type bridge")
+        _ip(f"-n {switch} link set bridge up")
         for rank, name in enumerate(names):
-            _connect(rank, name, switch)
+            _ip(f"netns add {name}")
+            _ip(f"-n {name} link add eth0 type veth peer name port{rank} netns {switch}")
+            _ip(f"-n {switch} link set port{rank} master bridge up")
+            _ip(f"-n {name} addr add {SUBNET}{rank + 1}/24 dev eth0")
+            _ip(f"-n {name} link set eth0 up")
+            _ip(f"-n {name} link set lo up")
+            # BBR paces small messages such as LV-XAttn's far below the speed of the link. So does a congestion window
+            # that is reset after the pauses in which ranks compute.
+            for setting in ("tcp_congestion_control=reno", "tcp_slow_start_after_idle=0"):
+                _ip(f"netns exec {name} sysctl -qw net.ipv4.{setting}")
         yield names
     finally:
         for name in (*names, switch):
@@ -89,35 +98,14 @@ def existing() -> list[str]:
 def remove_leftovers() -> None:
     """Remove the namespaces of launchers that no longer run, and kill the processes inside them."""
     for name in existing():
-        owner = name.split("-")[1]
-        if not Path("/proc", owner).exists():
+        if not Path("/proc", name.split("-")[1]).exists():
             _remove(name)
 
 
-def _connect(rank: int, name: str, switch: str) -> None:
-    _ip("netns", "add", name)
-    _ip("-n", name, "link", "add", "eth0", "type", "veth", "peer", "name", f"port{rank}", "netns", switch)
-    _ip("-n", switch, "link", "set", f"port{rank}", "master", "bridge", "up")
-    _ip("-n", name, "addr", "add", f"{SUBNET}{rank + 1}/24", "dev", "eth0")
-    _ip("-n", name, "link", "set", "eth0", "up")
-    _ip("-n", name, "link", "set", "lo", "up")
-    # BBR paces small messages such as LV-XAttn's far below the speed of the link. So does a congestion window that is
-    # reset after the pauses in which ranks compute.
-    for setting in ("tcp_congestion_control=reno", "tcp_slow_start_after_idle=0"):
-        _ip("netns", "exec", name, "sysctl", "-qw", f"net.ipv4.{setting}")
-
-
 def _start(rank: int, ranks: int, name: str, command: Sequence[str]) -> subprocess.Popen[bytes]:
-    variables = {
-        "RANK": str(rank),
-        "WORLD_SIZE": str(ranks),
-        "LOCAL_RANK": str(rank),
-        "MASTER_ADDR": f"{SUBNET}1",
-        "MASTER_PORT": "29500",
-        "GLOO_SOCKET_IFNAME": "eth0",
-        "TORCH_CPP_LOG_LEVEL": "ERROR",  # c10d warns that these addresses have no host names
-        LINK: f"{_switch(os.getpid())}/port{rank}",
-    }
+    variables = {"RANK": str(rank), "WORLD_SIZE": str(ranks), "LOCAL_RANK": str(rank), "GLOO_SOCKET_IFNAME": "eth0"}
+    variables |= {"MASTER_ADDR": f"{SUBNET}1", "MASTER_PORT": "29500", LINK: f"{_switch()}/port{rank}"}
+    variables |= {"TORCH_CPP_LOG_LEVEL": "ERROR"}  # c10d warns that these addresses have no host names
     return subprocess.Popen(
         ["ip", "netns", "exec", name, *command],
         env={"OMP_NUM_THREADS": "1"} | os.environ | variables,
@@ -132,15 +120,6 @@ _libc = ctypes.CDLL(None)
 
 def _die_with_parent() -> None:
     _libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-
-
-def _first_failure(processes: Sequence[subprocess.Popen[bytes]]) -> int:
-    while True:
-        states = [process.poll() for process in processes]
-        failed = [state for state in states if state]
-        if failed or None not in states:
-            return failed[0] if failed else 0
-        time.sleep(0.05)
 
 
 @contextmanager
@@ -158,8 +137,8 @@ def _exit_on_signals() -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def _switch(process: int) -> str:
-    return f"{PREFIX}-{process}-switch"
+def _switch() -> str:
+    return f"{PREFIX}-{os.getpid()}-switch"
 
 
 def _remove(name: str) -> None:
@@ -171,7 +150,7 @@ def _remove(name: str) -> None:
     subprocess.run(["ip", "netns", "del", name], capture_output=True)
 
 
-def _ip(*arguments: str) -> None:
-    done = subprocess.run(["ip", *arguments], capture_output=True, text=True)
+def _ip(arguments: str) -> None:
+    done = subprocess.run(["ip", *arguments.split()], capture_output=True, text=True)
     if done.returncode:
-        raise SystemExit(f"ip {' '.join(arguments)} failed: {done.stderr.strip()}")
+        raise SystemExit(f"ip {arguments} failed: {done.stderr.strip()}")

@@ -28,7 +28,6 @@ import torch
 import torch.distributed as dist
 from measure import environment, synchronize
 from namespaces import launch, obstacle
-from network_modes import BlockTime
 from network_run import Link, Measured, NetworkBenchmark
 from network_settings import SUITES, Setting, suite
 from paper_tables import GPUS
@@ -86,9 +85,9 @@ def selected(args: argparse.Namespace) -> list[Setting]:
 
 def rank_main(args: argparse.Namespace) -> None:
     """Measure, as one rank, all settings that have this number of ranks."""
+    device = torch.device("cpu")
     if args.device == "cpu":
         torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
-        device = torch.device("cpu")
     else:
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         torch.cuda.set_device(device)
@@ -110,40 +109,26 @@ def rank_main(args: argparse.Namespace) -> None:
 
 
 def rows_of(setting: Setting, found: Measured) -> list[dict[str, Any]]:
-    """Return one row per mode."""
     shape = {name: getattr(setting, name) for name in ("ranks", "rows", "keys", "heads", "kv_heads", "dim", "dtype")}
     common = {"benchmark": "network", "setting": setting.name, "blocks": "emulated" if setting.block_s else "real"}
-    common |= shape | {
-        "block_ms": found.block_s * 1e3,
-        "cap_mbit": found.mbit or "",
-        "link_mbit": found.speed.bytes_per_s * 8e-6 if found.speed else "",
-        "latency_ms": found.speed.latency_s * 1e3 if found.speed else "",
-    }
-    if setting.paper is not None:
-        paper = setting.paper
+    common |= shape | {"block_ms": found.block_s * 1e3, "cap_mbit": found.mbit or "", "link_mbit": "", "latency_ms": ""}
+    if found.speed is not None:
+        common |= {"link_mbit": found.speed[0] * 8e-6, "latency_ms": found.speed[1] * 1e3}
+    if (paper := setting.paper) is not None:
         common |= {"paper_cluster": {"table3": "A100", "table4": "A30"}[paper.table], "paper_model": paper.label}
         common |= {"paper_gpus": GPUS[paper.table], "paper_rows": paper.rows, "paper_keys": paper.keys}
         common |= {"paper_ring_s": paper.seconds["ring"], "paper_lv_xattn_s": paper.seconds["lv-xattn"]}
     without = next(times for mode, times in found.times.items() if mode.spec is None)
     none, forward = median(without.total), median(without.forward)
-    block = BlockTime(forward / setting.ranks, (none - forward) / setting.ranks)
-    return [
-        common
-        | {
-            "mode": mode.name,
-            "tile": "" if mode.spec is None else "{}x{}".format(*mode.spec.mesh_shape),
-            "overlap": mode.overlap,
-            "repeats": len(times.total),
-            "seconds": median(times.total),
-            "least_s": min(times.total),
-            "most_s": max(times.total),
-            "forward_s": median(times.forward),
-            "over_none": median(times.total) / none,
-            "sent_bytes": times.sent,
-            "predicted_s": mode.predicted_s(setting, block, found.speed),
-        }
-        for mode, times in found.times.items()
-    ]
+    block = forward / setting.ranks, (none - forward) / setting.ranks
+    rows = []
+    for mode, times in found.times.items():
+        tile = "" if mode.spec is None else "{}x{}".format(*mode.spec.mesh_shape)
+        row = common | {"mode": mode.name, "tile": tile, "overlap": mode.overlap, "repeats": len(times.total)}
+        row |= {"seconds": median(times.total), "least_s": min(times.total), "most_s": max(times.total)}
+        row |= {"forward_s": median(times.forward), "over_none": median(times.total) / none, "sent_bytes": times.sent}
+        rows.append(row | {"predicted_s": mode.predicted_s(setting, block, found.speed)})
+    return rows
 
 
 def summary(setting: Setting, rows: list[dict[str, Any]]) -> str:

@@ -6,6 +6,7 @@ their arguments. The mode `none` computes the same attention blocks with the sam
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, replace
 from math import gcd
 
@@ -23,40 +24,19 @@ from mllm_seqpar.schedules import AttentionBlock, Schedule, Step
 from mllm_seqpar.schedules.bytes_sent import Problem, expanded, mesh_bytes, ulysses_bytes
 from mllm_seqpar.schedules.mesh_shapes import mesh_shapes_of
 
-
-@dataclass(frozen=True)
-class Speed:
-    """What a link delivers: bytes/s in each direction, and the seconds of a message of a few bytes."""
-
-    bytes_per_s: float
-    latency_s: float
-
-
-@dataclass(frozen=True)
-class BlockTime:
-    """Seconds of one block (one Q shard by one KV shard), measured without transfers."""
-
-    forward: float
-    backward: float
+Speed = tuple[float, float]
+"""What a link delivers: bytes/s in each direction, and the seconds of a message of a few bytes."""
+BlockTime = tuple[float, float]
+"""Seconds of forward and backward of one block (one Q shard by one KV shard), measured without transfers."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Mode:
-    """One way to compute a call.
-
-    Attributes:
-        name: in rows and tables.
-        spec: strategy and mesh shape, as the planner and the byte formulas take them; None: no transfers.
-        overlap: whether transfers run under computation.
-        expanded: whether K and V are repeated for all query heads first, as in the paper's Ring Attention.
-        accumulate_dtype: dtype in which partial results are sent; None: that of the inputs.
-    """
-
     name: str
-    spec: ParallelSpec | None
+    spec: ParallelSpec | None  # None: no transfers
     overlap: bool = True
-    expanded: bool = False
-    accumulate_dtype: torch.dtype | None = torch.float32
+    expanded: bool = False  # K and V are repeated for all query heads first, as in the paper's Ring Attention
+    accumulate_dtype: torch.dtype | None = torch.float32  # of partial results as sent; None: that of the inputs
 
     def run(self, q: Tensor, k: Tensor, v: Tensor, comm: Communicator, kernel: str, network: Cluster | None) -> Tensor:
         """Return this rank's o (B, H, s, D). The steps of a mesh are ordered for `network`, as strategy "auto" does."""
@@ -66,20 +46,22 @@ class Mode:
         if self.spec is None:
             call = _WithoutTransfers((1, 1), blocks, keys, dtype, ranks=comm.size)
         else:
+            strategy, shape = self.spec.strategy, self.spec.mesh_shape
             problem = problem_of(q.shape, k.shape, keys, q.dtype, self.accumulate_dtype)
             ratios = None
-            if network is not None and self.spec.strategy == "mesh":
+            if network is not None and strategy == "mesh":
                 forward, backward = (
-                    overlap_ratios_by_rates(problem, self.spec.mesh_shape, network, backward=b) for b in (False, True)
+                    overlap_ratios_by_rates(problem, shape, network, backward=b) for b in (False, True)
                 )
                 ratios = forward, backward
-            tile = self.spec.mesh_shape if self.spec.strategy in ("mesh", "ulysses") else None
-            call = call_spec_for(self.spec.strategy, tile, blocks, problem, dtype, self.overlap, ratios)
+            tile = shape if strategy in ("mesh", "ulysses") else None
+            call = call_spec_for(strategy, tile, blocks, problem, dtype, self.overlap, ratios)
         return attend(q, [GivenKV(call, k, v)], comm=comm, scale=q.shape[-1] ** -0.5, kernel=kernel)[0]
 
     def problem(self, setting: Setting) -> Problem:
-        """Return the call for the byte formulas."""
-        problem = setting.problem(accumulated=4 if self.accumulate_dtype is not None else setting.problem().element)
+        problem = setting.problem()
+        if self.accumulate_dtype is None:
+            problem = replace(problem, accumulated=problem.element)
         return expanded(problem) if self.expanded else problem
 
     def bytes_sent(self, setting: Setting, rank: int) -> dict[str, int]:
@@ -87,16 +69,15 @@ class Mode:
         if self.spec is None or setting.ranks == 1:
             return {}
         formula = ulysses_bytes if self.spec.strategy == "ulysses" else mesh_bytes
-        problem, total = replace(self.problem(setting), rank=rank), dict[str, int]()
+        problem, total = replace(self.problem(setting), rank=rank), Counter[str]()
         for backward in (False, True):
-            for label, size in formula(problem, self.spec.mesh_shape, backward=backward).items():
-                total[label] = total.get(label, 0) + size
+            total.update(formula(problem, self.spec.mesh_shape, backward=backward))
         return {label: size for label, size in total.items() if size}
 
     def predicted_s(self, setting: Setting, block: BlockTime, speed: Speed | None) -> float:
         """Return the seconds of forward and backward according to the planner's cost model."""
         if self.spec is None or speed is None:
-            return setting.ranks * (block.forward + block.backward)
+            return setting.ranks * sum(block)
         network, problem = cluster(setting, block, speed), self.problem(setting)
         passes = [call_cost(problem, self.spec, network, backward=b, overlap=self.overlap) for b in (False, True)]
         return sum(cost.seconds for cost in passes)
@@ -120,28 +101,19 @@ def modes(setting: Setting) -> list[Mode]:
         Mode(name="ring, expanded", spec=ring, expanded=True, accumulate_dtype=None),
     ]
     group = gcd(setting.heads, n)
-    if group == n:
-        found.append(Mode(name="ulysses", spec=ParallelSpec("ulysses", (1, 1), n)))
-    elif group > 1:  # heads are sharded over as many ranks as divide them, and LV-XAttn runs between these groups
-        found.append(Mode(name=f"ulysses {group} x lv-xattn", spec=ParallelSpec("ulysses", (n // group, 1), group)))
+    if group > 1 or n == 1:  # heads are sharded over as many ranks as divide them, LV-XAttn runs between these groups
+        name = "ulysses" if group == n else f"ulysses {group} x lv-xattn"
+        found.append(Mode(name=name, spec=ParallelSpec("ulysses", (n // group, 1), group)))
     return found + meshes[1:-1]  # without (n, 1) and (1, n), which are LV-XAttn and Ring Attention
 
 
 def cluster(setting: Setting, block: BlockTime, speed: Speed) -> Cluster:
     """Return the network as the planner describes it, with one rank per node."""
     entries = setting.rows * setting.keys * setting.heads * setting.dim
-    return Cluster(
-        name="benchmark",
-        gpus_per_node=1,
-        attention_forward=4 * entries / block.forward,
-        attention_backward=10 * entries / block.backward,
-        matmul=1.0,
-        memory_bytes=1.0,
-        node_link=speed.bytes_per_s,
-        node_latency_s=speed.latency_s,
-        network_link=speed.bytes_per_s,
-        network_latency_s=speed.latency_s,
-    )
+    bandwidth, latency = speed
+    links = {"node_link": bandwidth, "network_link": bandwidth, "node_latency_s": latency, "network_latency_s": latency}
+    rates = {"attention_forward": 4 * entries / block[0], "attention_backward": 10 * entries / block[1]}
+    return Cluster(name="benchmark", gpus_per_node=1, **rates, matmul=1.0, memory_bytes=1.0, **links)
 
 
 @dataclass(frozen=True)
@@ -151,4 +123,4 @@ class _WithoutTransfers(CallSpec):
     ranks: int = 1
 
     def schedule(self, rank: int, *, backward: bool) -> Schedule:
-        return tuple(Step((), (AttentionBlock(rank, rank),)) for _ in range(self.ranks))
+        return (Step((), (AttentionBlock(rank, rank),)),) * self.ranks

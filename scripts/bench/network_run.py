@@ -14,7 +14,7 @@ from statistics import median
 import torch
 from measure import synchronize
 from namespaces import LINK
-from network_modes import BlockTime, Mode, Speed, cluster, modes
+from network_modes import Mode, Speed, cluster, modes
 from network_settings import Setting
 from torch import Tensor
 
@@ -36,11 +36,8 @@ Tensors = dict[str, Tensor]
 class EmulatedKernel:
     """A block kernel that sleeps for the time of a block and returns zeros, so that ranks may outnumber the cores.
 
-    It keeps the shapes and dtypes of `mllm_seqpar.kernels.base.BlockKernel`. The executor, the schedules, the merging
-    and the transfers around it are the real ones, and so are the bytes sent.
-
-    Args:
-        rate: FLOP/s of the emulated processor; a block takes 4 FLOP per entry of (rows, keys, dim) in forward.
+    The executor, the schedules, the merging and the transfers around it are the real ones, and so are the bytes sent.
+    `rate` is the FLOP/s of the emulated processor; a block takes 4 FLOP per entry of (rows, keys, dim) in forward.
     """
 
     name = "emulated"
@@ -52,24 +49,21 @@ class EmulatedKernel:
     def unsupported_reason(self, q: Tensor, k: Tensor, *, causal: bool, masked: bool) -> str | None:
         return "sleeps on the host, which an accelerator would not wait for" if q.device.type != "cpu" else None
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, **options: object) -> tuple[Tensor, Tensor]:
-        start = time.perf_counter()
-        results = q.new_zeros(q.shape, dtype=torch.float32), q.new_zeros(q.shape[:3], dtype=torch.float32)
-        self._sleep(start, 4.0, q, k)
-        return results
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, **options: object) -> tuple[Tensor, ...]:
+        return self._zeros([q.shape, q.shape[:3]], 4.0, q, k)
 
     def backward(
         self, do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, **options: object
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        start = time.perf_counter()
-        dq, dk, dv = (x.new_zeros(x.shape, dtype=torch.float32) for x in (q, k, v))
-        self._sleep(start, 4.0 * BACKWARD, q, k)
-        return dq, dk, dv
+    ) -> tuple[Tensor, ...]:
+        return self._zeros([q.shape, k.shape, v.shape], 4.0 * BACKWARD, q, k)
 
-    def _sleep(self, start: float, flops: float, q: Tensor, k: Tensor) -> None:
-        seconds = flops * q.numel() * k.shape[2] / self.rate
+    def _zeros(self, shapes: Sequence[torch.Size], flops: float, q: Tensor, k: Tensor) -> tuple[Tensor, ...]:
+        """Return zeros of these shapes after the time of `flops` per entry."""
+        start, seconds = time.perf_counter(), flops * q.numel() * k.shape[2] / self.rate
+        results = tuple(q.new_zeros(shape, dtype=torch.float32) for shape in shapes)
         self.seconds += seconds
         time.sleep(max(0.0, start + seconds - time.perf_counter()))
+        return results
 
     @contextlib.contextmanager
     def registered(self) -> Iterator[None]:
@@ -97,19 +91,12 @@ class Link:
             subprocess.run(["tc", *namespace, "qdisc", "replace", "dev", device, "root", *shape], check=True)
 
 
-def measure_speed(comm: Communicator, device: torch.device, seconds: float, expected: float) -> Speed:
-    """Return the speed of ring hops with all ranks sending at once; the result is the same on all ranks.
-
-    Args:
-        comm: the group, of two or more ranks.
-        device: the device of the messages.
-        seconds: approximate duration of one large message.
-        expected: approximate speed, bytes/s.
-    """
-    large = max(1 << 16, int(expected * seconds))
+def measure_speed(comm: Communicator, device: torch.device, expected: float) -> Speed:
+    """Return the speed of ring hops with all ranks sending at once; the result is the same on all ranks."""
+    large = max(1 << 16, int(expected * 0.5))  # half a second at the expected bytes/s
     _hop_s(comm, device, 8, 5)
     latency = median(_hop_s(comm, device, 8, 10) for _ in range(5))
-    return Speed(large / max(_hop_s(comm, device, large, 4) - latency, 1e-9), latency)
+    return large / max(_hop_s(comm, device, large, 4) - latency, 1e-9), latency
 
 
 def _hop_s(comm: Communicator, device: torch.device, size: int, count: int) -> float:
@@ -137,17 +124,13 @@ class Times:
 
 @dataclass
 class Measured:
-    """The result of one setting: times by mode, seconds of a block's forward pass, the cap, the speed of the link."""
-
     times: dict[Mode, Times]
-    block_s: float
-    mbit: float | None
-    speed: Speed | None
+    block_s: float  # of the forward pass
+    mbit: float | None  # the cap
+    speed: Speed | None  # of the link
 
 
 class NetworkBenchmark:
-    """One setting on this rank."""
-
     def __init__(self, setting: Setting, comm: Communicator, device: torch.device) -> None:
         self.setting, self.comm, self.device = setting, comm, device
         entries = setting.heads * setting.rows * setting.keys * setting.dim
@@ -160,7 +143,10 @@ class NetworkBenchmark:
         """Run all modes, or `only` these and `none`: once to warm up and then `repeats` times."""
         times = {m: Times() for m in modes(self.setting) if only is None or m.spec is None or m.name in only}
         with self.kernel.registered() if self.kernel else contextlib.nullcontext():
-            block_s = self.setting.block_s or self._block_s()
+            block_s = self.setting.block_s
+            if block_s is None:  # a real block's, with all ranks computing at once
+                none = modes(self.setting)[0]
+                block_s = median(self.once(none)[0] for _ in range(5)) / self.setting.ranks
             mbit = self.setting.cap_mbit(block_s) if link.capped else None
             if mbit is not None:
                 self.comm.gather_ints([0])
@@ -168,8 +154,8 @@ class NetworkBenchmark:
                 self.comm.gather_ints([0])
             speed = None
             if self.comm.size > 1:
-                speed = measure_speed(self.comm, self.device, 0.5, mbit * 125e3 if mbit else 1e8)
-                self.network = cluster(self.setting, BlockTime(block_s, BACKWARD * block_s), speed)
+                speed = measure_speed(self.comm, self.device, mbit * 125e3 if mbit else 1e8)
+                self.network = cluster(self.setting, (block_s, BACKWARD * block_s), speed)
             order, shuffler = list(times), random.Random(seed)
             for repeat in range(1 + repeats):
                 for mode in order:
@@ -182,51 +168,41 @@ class NetworkBenchmark:
         return Measured(times, block_s, mbit, speed)
 
     def once(self, mode: Mode) -> tuple[float, float]:
-        """Return the seconds of forward, and of forward and backward, on the slowest rank.
-
-        Raises:
-            SystemExit: on all ranks, if on any rank the bytes sent differ from the formulas, the blocks computed differ
-                in number from those of the other modes, or the results differ from those of the first mode.
-        """
+        """Return the slowest rank's seconds of forward, and of both passes; SystemExit on all ranks if any is wrong."""
         inputs = self.inputs[mode.expanded]
-        q, k, v = (inputs[name].detach().requires_grad_() for name in ("q", "k", "v"))
-        kernel = self.kernel.name if self.kernel else "auto"
+        q, k, v = leaves = [inputs[name].detach().requires_grad_() for name in ("q", "k", "v")]
         self.comm.gather_ints([0])  # all ranks start together
         self.comm.bytes.reset()
         if self.kernel:
             self.kernel.seconds = 0.0
         synchronize(self.device)
         start = time.perf_counter()
-        o = mode.run(q, k, v, self.comm, kernel, self.network)
+        o = mode.run(q, k, v, self.comm, self.kernel.name if self.kernel else "auto", self.network)
         synchronize(self.device)
         middle = time.perf_counter()
         o.backward(inputs["do"])
         synchronize(self.device)
         end = time.perf_counter()
-        assert q.grad is not None and k.grad is not None and v.grad is not None
-        results = {"o": o.detach(), "dq": q.grad, "dk": k.grad, "dv": v.grad}
-        problem = self._wrong_bytes(mode) or self._wrong_work() or self._wrong_results(mode, results)
-        times = [int(x * 1e9) for x in (middle - start, end - start)]
-        all_ranks = self.comm.gather_ints([*times, int(problem is not None)])
-        if any(row[2] for row in all_ranks):
+        results = dict(zip(("o", "dq", "dk", "dv"), (o.detach(), *(x.grad for x in leaves)), strict=True))
+        problem = self._problem(mode, results)
+        all_ranks = self.comm.gather_ints([int((middle - start) * 1e9), int((end - start) * 1e9), problem is not None])
+        forward, total, failed = map(max, zip(*all_ranks, strict=True))
+        if failed:
             found = problem or "this rank's check passed, another rank's failed"
             raise SystemExit(f"{self.setting.name}, {mode.name}: rank {self.comm.rank}: {found}")
-        return max(row[0] for row in all_ranks) / 1e9, max(row[1] for row in all_ranks) / 1e9
+        return forward / 1e9, total / 1e9
 
-    def _wrong_bytes(self, mode: Mode) -> str | None:
-        sent = {label: size for label, size in self.comm.bytes.sent.items() if label not in ("agreement", "gather")}
-        sent = {label: size for label, size in sent.items() if size}
+    def _problem(self, mode: Mode, results: Tensors) -> str | None:
+        """Return how bytes differ from the formulas, or blocks and results from those of other modes, if they do."""
+        counted = self.comm.bytes.sent.items()
+        sent = {label: size for label, size in counted if size and label not in ("agreement", "gather")}
         expected = mode.bytes_sent(self.setting, self.comm.rank)
-        return None if sent == expected else f"sent {sent}; expected by the formulas: {expected}"
-
-    def _wrong_work(self) -> str | None:
-        if self.kernel is None or self.setting.block_s is None:
-            return None
-        expected = self.setting.ranks * self.setting.block_s * (1 + BACKWARD)
-        found = self.kernel.seconds
-        return None if abs(found / expected - 1) < 1e-6 else f"computed {found} s of blocks; expected {expected} s"
-
-    def _wrong_results(self, mode: Mode, results: Tensors) -> str | None:
+        if sent != expected:
+            return f"sent {sent}; expected by the formulas: {expected}"
+        if self.kernel is not None and self.setting.block_s is not None:
+            work = self.setting.ranks * self.setting.block_s * (1 + BACKWARD)
+            if abs(self.kernel.seconds / work - 1) >= 1e-6:
+                return f"computed {self.kernel.seconds} s of blocks; expected {work} s"
         if self.kernel or mode.spec is None:  # emulated blocks compute zeros, and `none` attends to local keys only
             return None
         if mode.expanded:  # the gradient of a KV head is the sum over its query heads
@@ -242,19 +218,13 @@ class NetworkBenchmark:
                 return f"{name} differs by {difference:.1e} from the first mode's; the limit is {limit:.0e}"
         return None
 
-    def _block_s(self) -> float:
-        """Return the seconds of a real block's forward pass with all ranks computing at once."""
-        none = modes(self.setting)[0]
-        return median(self.once(none)[0] for _ in range(5)) / self.setting.ranks
-
 
 def _inputs(setting: Setting, rank: int, device: torch.device) -> dict[bool, Tensors]:
     """Return random q, k, v and do of this rank, by whether K and V are expanded to all query heads."""
     generator = torch.Generator().manual_seed(rank)
     rows, keys = (setting.heads, setting.rows), (setting.kv_heads, setting.keys)
-    dtype = getattr(torch, setting.dtype)
     plain = {
-        name: torch.randn(1, *size, setting.dim, generator=generator).to(device, dtype)
+        name: torch.randn(1, *size, setting.dim, generator=generator).to(device, getattr(torch, setting.dtype))
         for name, size in {"q": rows, "k": keys, "v": keys, "do": rows}.items()
     }
     queries_per_kv = setting.heads // setting.kv_heads

@@ -26,7 +26,6 @@ SUITES = {
     "smallest": "two ranks, one second, to check that the benchmark works",
 }
 
-
 PAPER = {
     "a30-flamingo": ("table4", "OpenFlamingo-9b"),
     "a30-owl3": ("table4", "mPLUG-Owl3-7b"),
@@ -38,46 +37,24 @@ PAPER = {
 
 @dataclass(frozen=True, kw_only=True)
 class Setting:
-    """One cross-attention call on one network.
-
-    Attributes:
-        name: the setting's name in rows and tables.
-        ranks: n.
-        rows, keys: query rows and keys of each rank.
-        heads, kv_heads, dim: H, G, D.
-        block_s: emulated seconds of the forward pass of one block (one Q shard by one KV shard); None: real blocks.
-        mbit: cap of each link in Mbit/s; None: derived from `transfer_in_blocks`, or uncapped without it.
-        transfer_in_blocks: time to send a rank's expanded K and V over the time of one block's forward pass.
-        paper: the row of the paper that is scaled down.
-        only_mesh_shapes: measure all mesh shapes and nothing else.
-        dtype: of Q, K, V.
-    """
-
     name: str
     ranks: int
-    rows: int
+    rows: int  # of each rank, as are the keys
     keys: int
     heads: int
     kv_heads: int
     dim: int
-    block_s: float | None
-    mbit: float | None = None
-    transfer_in_blocks: float | None = None
-    paper: PaperRow | None = None
-    only_mesh_shapes: bool = False
-    dtype: str = "bfloat16"
+    block_s: float | None  # emulated seconds of one block (one Q shard by one KV shard) in forward; None: real blocks
+    mbit: float | None = None  # cap of each link; None: derived from `transfer_in_blocks`, or uncapped without it
+    transfer_in_blocks: float | None = None  # time to send a rank's expanded K and V over a block's forward pass
+    paper: PaperRow | None = None  # that is scaled down
+    only_mesh_shapes: bool = False  # measure all mesh shapes and nothing else
+    dtype: str = "bfloat16"  # of Q, K, V
 
-    def problem(self, *, accumulated: int = 4) -> Problem:
-        """Return the call for the byte formulas; `accumulated`: bytes of an element that is summed over ranks."""
-        return Problem(
-            rows=self.rows,
-            keys=(self.keys,) * self.ranks,
-            heads=self.heads,
-            kv_heads=self.kv_heads,
-            dim=self.dim,
-            element=4 if self.dtype == "float32" else 2,
-            accumulated=accumulated,
-        )
+    def problem(self) -> Problem:
+        sizes = {"heads": self.heads, "kv_heads": self.kv_heads, "dim": self.dim}
+        element = 4 if self.dtype == "float32" else 2
+        return Problem(rows=self.rows, keys=(self.keys,) * self.ranks, **sizes, element=element)
 
     def cap_mbit(self, block_s: float) -> float | None:
         """Return the cap of each link, given the seconds of one block's forward pass."""
@@ -90,13 +67,8 @@ class Setting:
 def suite(name: str, ranks: int | None) -> list[Setting]:
     """Return the settings of a suite, on `ranks` ranks instead of the suite's own number if given."""
     if name == "paper":
-        shapes = {
-            "a30-flamingo": (8, 0.02),
-            "a30-owl3": (2, 0.025),
-            "a100-flamingo": (16, 0.05),
-            "a100-owl3": (1, 0.03),
-        }
-        return [_scaled(key, ranks or 8, rows, block_s) for key, (rows, block_s) in shapes.items()]
+        shapes = zip(PAPER, (8, 2, 16, 1), (0.02, 0.025, 0.05, 0.03), strict=True)  # rows of a rank, block_s
+        return [_scaled(key, ranks or 8, rows, block_s) for key, rows, block_s in shapes]
     if name == "real":
         row_counts = {"a30-flamingo": 64, "a30-owl3": 16, "a100-flamingo": 64}
         return [replace(_scaled(key, ranks or 2, rows, None), dtype="float32") for key, rows in row_counts.items()]
@@ -117,30 +89,18 @@ def _scaled(key: str, ranks: int, rows: int | None, block_s: float | None) -> Se
         ranks=ranks,
         rows=rows,
         keys=rows * row.keys // row.rows,
-        heads=row.model.cross.heads,
-        kv_heads=row.model.cross.kv_heads,
-        dim=row.model.cross.head_dim,
+        **row.heads,
         block_s=block_s,
         transfer_in_blocks=transfer_s / block_of_paper_s,
         paper=row,
     )
 
 
-def _mesh_setting(ranks: int, rows: int, keys: int) -> Setting:
-    name = f"{ranks}-ranks-{rows}x{keys}"
-    shape = {"rows": rows, "keys": keys, "heads": 8, "kv_heads": 2, "dim": 64}
-    return Setting(name=name, ranks=ranks, **shape, block_s=0.01, mbit=100, only_mesh_shapes=True)
-
-
+SMALLEST = Setting(name="smallest", ranks=2, rows=16, keys=512, heads=4, kv_heads=2, dim=32, block_s=0.005, mbit=40)
+_MESH = Setting(
+    name="", ranks=0, rows=0, keys=0, heads=8, kv_heads=2, dim=64, block_s=0.01, mbit=100, only_mesh_shapes=True
+)
 # With these heads a query row costs as many bytes as four keys. LV-XAttn is best with more keys than that per row, Ring
 # Attention with fewer, and a mesh in between.
-MESH_SETTINGS = [
-    _mesh_setting(4, 512, 512),
-    _mesh_setting(4, 128, 2048),
-    _mesh_setting(6, 256, 512),
-    _mesh_setting(6, 128, 1024),
-    _mesh_setting(8, 512, 512),
-    _mesh_setting(8, 256, 1024),
-    _mesh_setting(8, 128, 2048),
-]
-SMALLEST = Setting(name="smallest", ranks=2, rows=16, keys=512, heads=4, kv_heads=2, dim=32, block_s=0.005, mbit=40)
+_SHAPES = [(4, 512, 512), (4, 128, 2048), (6, 256, 512), (6, 128, 1024), (8, 512, 512), (8, 256, 1024), (8, 128, 2048)]
+MESH_SETTINGS = [replace(_MESH, name=f"{n}-ranks-{s}x{t}", ranks=n, rows=s, keys=t) for n, s, t in _SHAPES]

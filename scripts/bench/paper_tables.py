@@ -38,14 +38,12 @@ Rates = dict[str, float]
 
 @dataclass(frozen=True)
 class PaperRow:
-    """One row of a table: the paper's name of the model, its sizes, text tokens, visual keys, seconds by strategy."""
-
     table: str
-    label: str
+    label: str  # the paper's name of the model
     model: ModelSizes
-    rows: int
-    keys: int
-    seconds: dict[str, float] = field(hash=False)
+    rows: int  # text tokens
+    keys: int  # visual keys
+    seconds: dict[str, float] = field(hash=False)  # by strategy
 
     @property
     def family(self) -> str:
@@ -53,12 +51,16 @@ class PaperRow:
         return self.model.name.rpartition("-")[0]
 
     @property
+    def heads(self) -> dict[str, int]:
+        cross = self.model.cross
+        return {"heads": cross.heads, "kv_heads": cross.kv_heads, "dim": cross.head_dim}
+
+    @property
     def name(self) -> str:
         return f"{self.model.name} {self.rows}/{self.keys}"
 
 
 def read_table(name: str) -> list[PaperRow]:
-    """Return the rows of "table3" or "table4"."""
     lines = [line for line in (TABLES / f"{name}.csv").read_text().splitlines() if not line.startswith("#")]
     found = []
     for row in csv.DictReader(lines):
@@ -72,37 +74,16 @@ def read_table(name: str) -> list[PaperRow]:
 def predicted(row: PaperRow, cluster: Cluster, gpus: int, rates: Rates) -> dict[str, float]:
     """Return the seconds in cross-attention (forward and backward, all layers) by strategy, at fitted rates."""
     attention = rates[f"attention, heads of {row.model.cross.head_dim}"]
-    of_family = rates[f"network, {row.family}"], rates["block"], rates[f"overlap, {row.family}"]
-    return {name: _seconds(row, name, cluster, gpus, attention, *of_family) for name in row.seconds}
+    fitted = {"attention_forward": attention, "attention_backward": attention, "block_overhead_s": rates["block"]}
+    fitted |= {"network_link": rates[f"network, {row.family}"], "overlap": rates[f"overlap, {row.family}"]}
+    of_row = replace(cluster, **fitted)
+    return {strategy: _seconds(row, strategy, of_row, gpus) for strategy in row.seconds}
 
 
 @lru_cache(maxsize=100_000)
-def _seconds(
-    row: PaperRow,
-    strategy: str,
-    cluster: Cluster,
-    gpus: int,
-    attention: float,
-    network: float,
-    block: float,
-    overlap: float,
-) -> float:
-    cluster = replace(
-        cluster,
-        attention_forward=attention,
-        attention_backward=attention,
-        network_link=network,
-        block_overhead_s=block,
-        overlap=overlap,
-    )
-    cross = row.model.cross
-    problem = Problem(
-        rows=row.rows // gpus,
-        keys=(row.keys // gpus,) * gpus,
-        heads=cross.heads,
-        kv_heads=cross.kv_heads,
-        dim=cross.head_dim,
-    )
+def _seconds(row: PaperRow, strategy: str, cluster: Cluster, gpus: int) -> float:
+    cross, rows, keys = row.model.cross, row.rows // gpus, (row.keys // gpus,) * gpus
+    problem = Problem(rows=rows, keys=keys, **row.heads)
     spec = ParallelSpec("lv-xattn", (gpus, 1))
     if strategy == "ring":  # K, V expanded to all query heads; dK, dV in the model's dtype
         spec, problem = ParallelSpec("ring", (1, gpus)), replace(expanded(problem), accumulated=problem.element)
@@ -134,19 +115,17 @@ def fit(rows: Sequence[PaperRow], cluster: Cluster, gpus: int) -> Rates:
 
 def _search(rates: Rates, limits: Rates, errors: Callable[[Rates], np.ndarray], rounds: int = 25) -> Rates:
     """Search over the logarithms of all rates."""
-    names, damping, difference = list(rates), 0.1, 1e-3
+    damping, difference = 0.1, 1e-3
     now = errors(rates)
     for _ in range(rounds):
-        shifted = [errors(rates | {name: rates[name] * math.exp(-difference)}) for name in names]
+        shifted = [errors(rates | {name: rate * math.exp(-difference)}) for name, rate in rates.items()]
         slopes = np.stack([(now - other) / difference for other in shifted], axis=1)
         square, before = slopes.T @ slopes, _square(now)
         for _ in range(6):
-            damped = square + damping * (np.diag(np.diag(square)) + 1e-6 * np.eye(len(names)))
-            step = np.clip(np.linalg.solve(damped, -slopes.T @ now), -1.0, 1.0)
-            trial = {
-                name: min(rates[name] * math.exp(move), limits.get(name, math.inf))
-                for name, move in zip(names, step, strict=True)
-            }
+            damped = square + damping * (np.diag(np.diag(square)) + 1e-6 * np.eye(len(rates)))
+            factors = np.exp(np.clip(np.linalg.solve(damped, -slopes.T @ now), -1.0, 1.0)).tolist()
+            moved = {name: rate * factor for (name, rate), factor in zip(rates.items(), factors, strict=True)}
+            trial = {name: min(rate, limits.get(name, math.inf)) for name, rate in moved.items()}
             found = errors(trial)
             if _square(found) < before:
                 rates, now, damping = trial, found, damping / 3
@@ -163,25 +142,14 @@ def _square(errors: np.ndarray) -> float:
 
 @dataclass(frozen=True)
 class Result:
-    """One table, fitted and predicted.
-
-    Attributes:
-        table: "table3" or "table4".
-        rates: the fitted rates.
-        found: predicted seconds by row name and strategy.
-        errors: predicted / paper - 1 of the rows that were not fitted, by row name and strategy.
-        order_right: whether the faster strategy is predicted correctly in every row.
-    """
-
     table: str
-    rates: Rates
-    found: dict[str, dict[str, float]]
-    errors: dict[tuple[str, str], float]
-    order_right: bool
+    rates: Rates  # as fitted
+    found: dict[str, dict[str, float]]  # predicted seconds by row name and strategy
+    errors: dict[tuple[str, str], float]  # predicted / paper - 1 of the rows that were not fitted
+    order_right: bool  # whether the faster strategy is predicted correctly in every row
 
     @property
     def median(self) -> float:
-        """The median absolute error."""
         return median(map(abs, self.errors.values()))
 
 
@@ -193,10 +161,10 @@ def check(table: str, third: int = 1) -> Result:
     rates = fit(fitted, cluster, gpus)
     found = {row.name: predicted(row, cluster, gpus, rates) for row in rows}
     errors = {
-        (row.name, name): found[row.name][name] / row.seconds[name] - 1
+        (row.name, name): found[row.name][name] / paper - 1
         for row in rows
         if row not in fitted
-        for name in row.seconds
+        for name, paper in row.seconds.items()
     }
     fastest = [(min(times, key=times.__getitem__) for times in (found[row.name], row.seconds)) for row in rows]
     return Result(table, rates, found, errors, all(ours == paper for ours, paper in fastest))
@@ -212,27 +180,31 @@ def main() -> None:
     parser.add_argument("--json", help="append one JSON row per figure to this file")
     args = parser.parse_args()
     for table in CLUSTERS:
-        result = check(table, args.fitted)
-        _print(result)
+        rows = _print(check(table, args.fitted))
         if args.json:
-            _write(result, args.json)
+            with open(args.json, "a") as file:
+                file.writelines(json.dumps(row) + "\n" for row in rows)
 
 
-def _print(result: Result) -> None:
-    cluster = _cluster(result.table)
+def _print(result: Result) -> list[dict[str, object]]:
+    """Print one table; return its figures, one row each."""
+    cluster, rows = _cluster(result.table), []
     print(f"\n{result.table}: {GPUS[result.table]} GPUs, {cluster.name}. Fitted rates:")
     for name, value in sorted(result.rates.items()):
         print(f"  {name:<28}{_describe(name, value, cluster)}")
     print(f"{'row (text/keys)':>32} {'':>9} {'paper s':>9} {'planner s':>10} {'error':>7}")
     for row in read_table(result.table):
         for strategy, paper in row.seconds.items():
-            ours = result.found[row.name][strategy]
-            mark = "" if (row.name, strategy) in result.errors else "  fitted"
+            ours, fitted = result.found[row.name][strategy], (row.name, strategy) not in result.errors
+            mark = "  fitted" if fitted else ""
             print(f"{row.name:>32} {strategy:>9} {paper:9.2f} {ours:10.2f} {ours / paper - 1:+7.1%}{mark}")
+            figures = {"table": result.table, "row": row.name, "strategy": strategy, "paper_s": paper}
+            rows.append(figures | {"planner_s": ours, "fitted": fitted})
     worst = max(result.errors, key=lambda key: abs(result.errors[key]))
     order = "right in every row" if result.order_right else "WRONG in some row"
     print(f"rows that were not fitted: median error {result.median:.1%}, worst {result.errors[worst]:+.1%} ", end="")
     print(f"({worst[0]}, {worst[1]}); order of strategies {order}")
+    return rows
 
 
 def _describe(name: str, value: float, cluster: Cluster) -> str:
@@ -245,16 +217,6 @@ def _describe(name: str, value: float, cluster: Cluster) -> str:
     if name == "block":
         return f"{value * 1e3:7.2f} ms per block, independent of its size"
     return f"{value:7.2f} of the computation overlaps with transfers"
-
-
-def _write(result: Result, path: str) -> None:
-    with open(path, "a") as file:
-        for row in read_table(result.table):
-            for strategy, paper in row.seconds.items():
-                figures = {"table": result.table, "row": row.name, "strategy": strategy, "paper_s": paper}
-                figures |= {"planner_s": result.found[row.name][strategy]}
-                figures |= {"fitted": (row.name, strategy) not in result.errors}
-                file.write(json.dumps(figures) + "\n")
 
 
 if __name__ == "__main__":

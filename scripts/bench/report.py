@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -23,7 +24,6 @@ TICKS = (1, 2, 5, 10, 20, 50)
 
 
 def update(page: str, folder: Path) -> str:
-    """Return the page with its generated parts replaced by those of the rows in `folder`."""
     return re.sub(
         r"(?s)(<!-- rows: (\S+) -->\n).*?(<!-- end of rows -->)",
         lambda match: f"{match[1]}\n{PARTS[match[2]](folder) or 'No rows.'}\n\n{match[3]}",
@@ -32,7 +32,6 @@ def update(page: str, folder: Path) -> str:
 
 
 def network_error(folder: Path) -> str:
-    """Return the median error of the cost model over all network runs."""
     rows = [row for suite in ("paper", "real", "tiles") for row in read(folder / f"network-{suite}.csv")]
     errors = [abs(_ratio(row, "predicted_s", "seconds") - 1) for row in rows if row["mode"] != "none"]
     if not errors:
@@ -40,30 +39,20 @@ def network_error(folder: Path) -> str:
     return f"The median error of the planner's cost model is {median(errors):.1%} over the {len(errors)} rows below."
 
 
-def network_clusters(name: str) -> Callable[[Path], str]:
-    """Return the part for the clusters of the paper: a summary, a figure, and a table per setting."""
-
-    def part(folder: Path) -> str:
-        rows = read(folder / f"{name}.csv")
-        settings, path = groups(rows, "setting"), folder / f"{name}.png"
-        panels = {
-            f"{setting}: time over none": [
-                (row["mode"], float(row["over_none"]), _ratio(row, "predicted_s", "seconds") * float(row["over_none"]))
-                for row in modes
-                if row["mode"] != "none"
-            ]
-            for setting, modes in settings.items()
-        }
-        bar_figure(path, panels, log_scale=True)
-        details = [setting_table(modes) for modes in settings.values()]
-        figure = shown(path, "Time of each mode over that of mode none; marks: predicted")
-        return joined(rows, ratio_table(list(settings.values())), figure, *details)
-
-    return part
+def network_clusters(folder: Path, name: str) -> str:
+    rows, path = read(folder / f"{name}.csv"), folder / f"{name}.png"
+    settings, panels = groups(rows, "setting"), {}
+    for setting, modes in settings.items():
+        bars = [(row, float(row["over_none"])) for row in modes if row["mode"] != "none"]
+        panels[f"{setting}: time over none"] = [
+            (row["mode"], length, _ratio(row, "predicted_s", "seconds") * length) for row, length in bars
+        ]
+    bar_figure(path, panels, log_scale=True)
+    figure = shown(path, "Time of each mode over that of mode none; marks: predicted")
+    return joined(rows, ratio_table(list(settings.values())), figure, *map(setting_table, settings.values()))
 
 
 def ratio_table(settings: Sequence[Sequence[Row]]) -> str:
-    """Return a table of the times of Ring Attention over LV-XAttn, with one line per setting."""
     lines = []
     for rows in settings:
         modes = {row["mode"]: row for row in rows}
@@ -75,20 +64,13 @@ def ratio_table(settings: Sequence[Sequence[Row]]) -> str:
         if "paper_ring_s" in lv:
             line["paper"] = str(_ratio(lv, "paper_ring_s", "paper_lv_xattn_s"))
         lines.append(line)
-    columns = {
-        "setting": text("setting"),
-        "ring / LV-XAttn": number("ring", ".2f"),
-        "predicted": number("ring_predicted", ".2f"),
-        "expanded / LV-XAttn": number("expanded", ".2f"),
-        "predicted ": number("expanded_predicted", ".2f"),
-        "paper": number("paper", ".2f"),
-        "LV-XAttn / none": number("over_none", ".3f"),
-    }
-    return table(lines, columns)
+    names = {"ring / LV-XAttn": "ring", "predicted": "ring_predicted", "expanded / LV-XAttn": "expanded"}
+    names |= {"predicted ": "expanded_predicted", "paper": "paper"}
+    ratios = {name: number(column, ".2f") for name, column in names.items()}
+    return table(lines, {"setting": text("setting"), **ratios, "LV-XAttn / none": number("over_none", ".3f")})
 
 
 def setting_table(rows: Sequence[Row]) -> str:
-    """Return the description of one setting of the network benchmark and a table of its modes."""
     row, origin = rows[0], ""
     if "paper_model" in row:
         origin = (
@@ -102,20 +84,14 @@ def setting_table(rows: Sequence[Row]) -> str:
         f"{row['heads']} heads, {row['kv_heads']} KV heads of {row['dim']}, {row['dtype']}; a block's forward pass "
         f"{float(row['block_ms']):.3g} ms, links {link}."
     )
-    columns = {
-        "mode": text("mode"),
-        "ms": number("seconds", ".1f", 1e3),
-        "min": number("least_s", ".1f", 1e3),
-        "max": number("most_s", ".1f", 1e3),
-        "over none": number("over_none", ".3f"),
-        "MB sent": number("sent_bytes", ".2f", 1e-6),
-        "predicted, ms": number("predicted_s", ".1f", 1e3),
-    }
+    times = {"ms": "seconds", "min": "least_s", "max": "most_s"}
+    columns = {"mode": text("mode")} | {name: number(column, ".1f", 1e3) for name, column in times.items()}
+    columns |= {"over none": number("over_none", ".3f"), "MB sent": number("sent_bytes", ".2f", 1e-6)}
+    columns |= {"predicted, ms": number("predicted_s", ".1f", 1e3)}
     return f"{description}\n\n{table(rows, columns)}"
 
 
 def mesh_shapes(folder: Path) -> str:
-    """Return the part for all mesh shapes on both sides of the crossover."""
     rows, path = read(folder / "network-tiles.csv"), folder / "network-tiles.png"
     settings = groups([row for row in rows if row["mode"] != "none"], "setting")
     panels = {
@@ -128,28 +104,20 @@ def mesh_shapes(folder: Path) -> str:
 
 
 def mesh_table(settings: Sequence[Sequence[Row]]) -> str:
-    """Return a table of the times of all mesh shapes, with one line per setting."""
     lines = []
     for shapes in settings:
         best = min(shapes, key=lambda row: float(row["predicted_s"]))
         place = 1 + sum(float(row["seconds"]) < float(best["seconds"]) for row in shapes)
-        ms = {
-            name: ", ".join(f"{row['tile']}: {float(row[name]) * 1e3:.0f}" for row in shapes)
-            for name in ("seconds", "predicted_s")
-        }
-        lines.append(ms | {"setting": best["setting"], "best": best["tile"], "place": f"{place} of {len(shapes)}"})
-    columns = {
-        "setting": text("setting"),
-        "measured, ms": text("seconds"),
-        "predicted, ms": text("predicted_s"),
-        "best as predicted": text("best"),
-        "its place as measured": text("place"),
-    }
-    return table(lines, columns)
+        line = {"setting": best["setting"], "best": best["tile"], "place": f"{place} of {len(shapes)}"}
+        for name in ("seconds", "predicted_s"):
+            line[name] = ", ".join(f"{row['tile']}: {float(row[name]) * 1e3:.0f}" for row in shapes)
+        lines.append(line)
+    columns = {"setting": "setting", "measured, ms": "seconds", "predicted, ms": "predicted_s"}
+    columns |= {"best as predicted": "best", "its place as measured": "place"}
+    return table(lines, {name: text(column) for name, column in columns.items()})
 
 
 def memory(folder: Path) -> str:
-    """Return the part for memory: a figure, and per family a table and the cost of recomputation."""
     rows, path = read(folder / "memory.csv"), folder / "memory.png"
     panels = {}
     for family, measured in groups(rows, "family").items():
@@ -170,28 +138,18 @@ def memory(folder: Path) -> str:
 
 
 def memory_of_family(rows: Sequence[Row]) -> str:
-    """Return the table of one family's memory and longest videos, and the cost of recomputation."""
     mode = ("ranks", "strategy", "recompute")
     longest = {tuple(row[name] for name in mode): row for row in rows if row["measure"] == "largest"}
     lines = []
     for row in (row for row in rows if row["measure"] == "bytes"):
         fits = longest.get(tuple(row[name] for name in mode), {})
         at_least = ">= " if "capped" in fits else ""  # the text cannot hold more placeholders
-        extra = {"longest": at_least + fits.get("frames", "")}
-        if "longer" in fits:
-            extra["longer"] = f"{at_least}{float(fits['longer']):.2f}"
-        lines.append(row | extra)
-    columns = {
-        "ranks": text("ranks"),
-        "strategy": text("strategy"),
-        "K and V": _key_values,
-        "frames": text("frames"),
-        "saved, MiB": number("kept_bytes", ".2f", 2**-20),
-        "peak, MiB": number("peak_bytes", ".2f", 2**-20),
-        "planner, MiB": number("planned_bytes", ".2f", 2**-20),
-        "longest video": text("longest"),
-        "ratio": text("longer"),
-    }
+        longer = f"{at_least}{float(fits['longer']):.2f}" if "longer" in fits else ""
+        lines.append(row | {"longest": at_least + fits.get("frames", ""), "longer": longer})
+    sizes = {"saved, MiB": "kept_bytes", "peak, MiB": "peak_bytes", "planner, MiB": "planned_bytes"}
+    columns = {"ranks": text("ranks"), "strategy": text("strategy"), "K and V": _key_values, "frames": text("frames")}
+    columns |= {name: number(column, ".2f", 2**-20) for name, column in sizes.items()}
+    columns |= {"longest video": text("longest"), "ratio": text("longer")}
     costs = "\n".join(
         f"- {row['ranks']} rank{'' if row['ranks'] == '1' else 's'}, {row['frames']} frames, {row['text']} tokens: a "
         f"step takes {float(row['again_s']):.3f} s with recomputation and {float(row['kept_s']):.3f} s without; "
@@ -209,7 +167,6 @@ def _key_values(row: Row) -> str:
 
 
 def decoding(folder: Path) -> str:
-    """Return the part for decoding: a table, and a figure over the number of images."""
     rows, path = read(folder / "decode.csv"), folder / "decode.png"
     lines = {}
     families = groups([row for row in rows if row["ranks"] == "1"], "family")
@@ -223,21 +180,17 @@ def decoding(folder: Path) -> str:
 
 def decoding_table(rows: Sequence[Row]) -> str:
     columns = {name.replace("_", " "): text(name) for name in ("family", "images", "visual_keys", "ranks")}
-    columns |= {
-        "tokens/s": lambda row: f"{1 / float(row['patched_s_per_token']):.1f}",
-        "unpatched": lambda row: f"{1 / float(row['unpatched_s_per_token']):.1f}",
-        "ratio": number("ratio", ".1f"),
-        "prompt, s": number("patched_prompt_s", ".2f"),
-        "unpatched, s": number("unpatched_prompt_s", ".2f"),
-    }
-    return table(rows, columns)
+    for name, column in {"tokens/s": "patched_s_per_token", "unpatched": "unpatched_s_per_token"}.items():
+        columns[name] = lambda row, column=column: f"{1 / float(row[column]):.1f}"
+    columns |= {"ratio": number("ratio", ".1f"), "prompt, s": number("patched_prompt_s", ".2f")}
+    return table(rows, columns | {"unpatched, s": number("unpatched_prompt_s", ".2f")})
 
 
 PARTS: dict[str, Callable[[Path], str]] = {
     "network-error": network_error,
-    "network-paper": network_clusters("network-paper"),
+    "network-paper": partial(network_clusters, name="network-paper"),
     "network-tiles": mesh_shapes,
-    "network-real": network_clusters("network-real"),
+    "network-real": partial(network_clusters, name="network-real"),
     "memory": memory,
     "decode": decoding,
 }
@@ -255,14 +208,9 @@ def joined(rows: Sequence[Row], *parts: str) -> str:
 def table(rows: Sequence[Row], columns: Mapping[str, Cell]) -> str:
     """Return a Markdown table; columns of numbers are aligned right."""
     body = [[cell(row) for cell in columns.values()] for row in rows]
-    right = [all(_is_number(line[i]) for line in body) for i in range(len(columns))]
-    head = [name.strip() for name in columns]
-    lines = [head, ["---:" if is_right else "---" for is_right in right], *body]
+    numeric = [all(re.match(r"(>= )?[-+\d]|$", line[i]) for line in body) for i in range(len(columns))]
+    lines = [[name.strip() for name in columns], ["---:" if right else "---" for right in numeric], *body]
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
-
-
-def _is_number(cell: str) -> bool:
-    return not cell or cell.removeprefix(">= ")[0] in "-+0123456789"
 
 
 def text(column: str) -> Cell:
@@ -338,11 +286,11 @@ def _figure(path: Path, panels: Mapping[str, Any], columns: int, height: float) 
 
     rows = -(-len(panels) // columns)
     drawn, axes = pyplot.subplots(rows, columns, figsize=(9, height * rows), squeeze=False, layout="constrained")
-    for number_of_axis, axis in enumerate(axes.flat):
+    for axis in axes.flat:
         axis.spines[["top", "right"]].set_visible(False)
         axis.tick_params(labelsize=7)
-        if number_of_axis >= len(panels):
-            axis.set_axis_off()
+    for axis in axes.flat[len(panels) :]:
+        axis.set_axis_off()
     yield list(axes.flat)
     drawn.savefig(path, dpi=110, metadata={"Software": None})
     pyplot.close(drawn)

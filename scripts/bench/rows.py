@@ -10,13 +10,11 @@ from typing import Any
 
 def append(path: str | Path, rows: Sequence[Mapping[str, Any]]) -> None:
     """Append rows to a CSV file. Rows may add columns to the file and may lack some of its columns."""
-    path = Path(path)
-    found = read(path)
-    columns = list(dict.fromkeys(name for row in [*found, *rows] for name in row))
-    with path.open("w", newline="") as file:
-        writer = csv.DictWriter(file, columns, restval="")
+    everything = [*read(path), *rows]
+    with Path(path).open("w", newline="") as file:
+        writer = csv.DictWriter(file, dict.fromkeys(name for row in everything for name in row), restval="")
         writer.writeheader()
-        writer.writerows([*found, *rows])
+        writer.writerows(everything)
 
 
 def read(path: str | Path) -> list[dict[str, str]]:
@@ -29,7 +27,6 @@ def read(path: str | Path) -> list[dict[str, str]]:
 
 
 def digits(row: Mapping[str, Any], count: int = 5) -> dict[str, Any]:
-    """Return the row with its floats rounded to `count` significant digits."""
     return {name: float(f"{x:.{count}g}") if isinstance(x, float) else x for name, x in row.items()}
 
 
@@ -39,7 +36,6 @@ def as_text(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, str]]:
 
 
 def groups(rows: Sequence[dict[str, str]], *columns: str) -> dict[str, list[dict[str, str]]]:
-    """Return the rows by the values of some columns, in the order of the rows."""
     found: dict[str, list[dict[str, str]]] = {}
     for row in rows:
         found.setdefault(" ".join(row.get(name, "") for name in columns), []).append(row)

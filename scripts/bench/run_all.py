@@ -57,8 +57,7 @@ def run(name: str, folder: Path, quick: bool) -> bool:
     print(f"== {name}: {' '.join(command[1:])}", flush=True)
     done = subprocess.run(command)
     print(f"== {name}: status {done.returncode} after {time.monotonic() - start:.0f} s", flush=True)
-    succeeded = done.returncode == 0 and new.exists()
-    if succeeded:
+    if succeeded := done.returncode == 0 and new.exists():
         new.replace(folder / f"{name}.csv")
     new.unlink(missing_ok=True)
     return succeeded

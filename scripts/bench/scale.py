@@ -39,55 +39,47 @@ def main(argv: list[str] | None = None) -> None:
         for gpus in args.gpus
     }
     print(f"{model.name}, {args.text} text tokens, {cluster.name}\n")
+    rows = {key: {row.spec.strategy: row for row in reversed(plan.rows)} for key, plan in plans.items()}
     print_table(
         ["video", "GPUs", *STRATEGIES, "whole step"],
         [
-            [_length(minutes), str(gpus), *(_cell(plan, name) for name in STRATEGIES), _whole_step(plan)]
-            for (minutes, gpus), plan in plans.items()
+            [_length(minutes), str(n), *(_cell(plan, rows[minutes, n].get(s)) for s in STRATEGIES), _whole_step(plan)]
+            for (minutes, n), plan in plans.items()
         ],
     )
     print("\nLongest video that fits\n")
     print_table(
         ["GPUs", *STRATEGIES],
-        [[str(n), *(_longest(plans[args.minutes[0], n], name) for name in STRATEGIES)] for n in args.gpus],
+        [[str(n), *(_longest(rows[args.minutes[0], n].get(name)) for name in STRATEGIES)] for n in args.gpus],
     )
 
 
 def print_table(head: list[str], rows: list[list[str]]) -> None:
-    """Print a Markdown table."""
     for line in (head, ["---"] * len(head), *rows):
         print("| " + " | ".join(line) + " |")
 
 
-def _row(plan: Plan, strategy: str) -> StrategyPlan | None:
-    return next((row for row in plan.rows if row.spec.strategy == strategy), None)
-
-
-def _cell(plan: Plan, strategy: str) -> str:
-    row = _row(plan, strategy)
+def _cell(plan: Plan, row: StrategyPlan | None) -> str:
     if row is None:
         return "not legal"
     if not row.fits:
         return "-"
     cross = row.parts["cross-attention"]
     a, b = row.spec.mesh_shape
-    shape = ""
-    if strategy == "mesh":
-        shape = f" {a}x{b}"
-    elif strategy == "ulysses":
-        shape = f" {row.spec.head_degree}" + (f" x {a}x{b}" if a * b > 1 else "")
+    shape = {
+        "mesh": f" {a}x{b}",
+        "ulysses": f" {row.spec.head_degree}" + (f" x {a}x{b}" if a * b > 1 else ""),
+    }.get(row.spec.strategy, "")
     text = f"{_seconds(cross.seconds)} ({cross.exposed / cross.seconds:.0%}){shape}"
     return f"**{text}**" if row is _selected(plan) else text
 
 
 def _selected(plan: Plan) -> StrategyPlan | None:
     """Return the first row, in the order of STRATEGIES, within 2% of the fastest that fits, as the planner selects."""
-    fitting = [row for row in plan.rows if row.fits]
-    if not fitting:
-        return None
-    limit = 1.02 * min(row.parts["cross-attention"].seconds for row in fitting)
-    near = [row for row in fitting if row.parts["cross-attention"].seconds <= limit]
-    return min(near, key=lambda row: STRATEGIES.index(row.spec.strategy))
+    fitting = [(row, row.parts["cross-attention"].seconds) for row in plan.rows if row.fits]
+    limit = 1.02 * min((seconds for _, seconds in fitting), default=0.0)
+    near = [row for row, seconds in fitting if seconds <= limit]
+    return min(near, key=lambda row: STRATEGIES.index(row.spec.strategy), default=None)
 
 
 def _whole_step(plan: Plan) -> str:
@@ -105,8 +97,7 @@ def _whole_step(plan: Plan) -> str:
     return f"{_seconds(seconds[kind])}, self {kind}"
 
 
-def _longest(plan: Plan, strategy: str) -> str:
-    row = _row(plan, strategy)
+def _longest(row: StrategyPlan | None) -> str:
     if row is None:
         return "not legal"
     return _length(row.max_frames / 60) if row.max_frames else "none"

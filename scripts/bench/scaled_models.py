@@ -27,17 +27,9 @@ Inputs = dict[str, Any]
 
 @dataclass(frozen=True)
 class Subject:
-    """A model and its inputs.
-
-    Attributes:
-        sizes: the sizes that the planner takes.
-        model: the argument of `patch_model`.
-        inputs: maps ids (1, L), this rank's features (f, tokens, width) and its frame shard to the arguments of
-            forward, without labels.
-    """
-
     sizes: ModelSizes
     model: Any
+    # ids (1, L), this rank's features (f, tokens, width), its frame shard -> arguments of forward without labels
     inputs: Callable[[Tensor, Tensor, FrameShard], Inputs]
 
     def arguments(self, text: int, features: Tensor, shard: FrameShard) -> Inputs:
@@ -45,38 +37,25 @@ class Subject:
         ids = torch.randint(3, WORDS - 2, (1, text), generator=torch.Generator().manual_seed(1))
         ids[:, : shard.total] = MEDIA
         labels = ids.clone()
-        labels[:, : text // 2] = -100
-        labels[:, : shard.total] = -100
-        device = features.device
-        return self.inputs(ids.to(device), features, shard) | {"labels": labels.to(device)}
+        labels[:, : max(text // 2, shard.total)] = -100
+        return self.inputs(ids.to(features.device), features, shard) | {"labels": labels.to(features.device)}
 
 
 def scaled(name: str, scale: int, layers: int) -> ModelSizes:
     """Return the sizes of `configs/models/<name>.yaml` with all widths divided by `scale` and `layers` layers."""
+
+    def divided(part: Any, *widths: str) -> Any:
+        return part and replace(part, **{width: getattr(part, width) // scale for width in widths})
+
     model = read_model(CONFIGS / f"{name}.yaml")
-    text, cross, vision = model.text, model.cross, model.vision
-    text = replace(
-        text,
-        hidden=text.hidden // scale,
-        head_dim=text.head_dim // scale,
-        mlp_inner=text.mlp_inner // scale,
-        layers=layers,
-        vocabulary=WORDS,
+    return replace(
+        model,
+        text=replace(divided(model.text, "hidden", "head_dim", "mlp_inner"), layers=layers, vocabulary=WORDS),
+        cross=divided(model.cross, "head_dim", "visual_dim", "mlp_inner"),
+        vision=divided(model.vision, "width", "mlp_inner"),
+        resampler=divided(model.resampler, "head_dim", "mlp_inner"),
+        projector=model.projector and tuple(channels // scale for channels in model.projector),
     )
-    cross = replace(
-        cross,
-        head_dim=cross.head_dim // scale,
-        visual_dim=cross.visual_dim // scale,
-        mlp_inner=cross.mlp_inner // scale,
-    )
-    vision = replace(vision, width=vision.width // scale, mlp_inner=vision.mlp_inner // scale)
-    resampler = model.resampler and replace(
-        model.resampler,
-        head_dim=model.resampler.head_dim // scale,
-        mlp_inner=model.resampler.mlp_inner // scale,
-    )
-    projector = model.projector and tuple(channels // scale for channels in model.projector)
-    return replace(model, text=text, cross=cross, vision=vision, resampler=resampler, projector=projector)
 
 
 def mplug_owl3(scale: int) -> Subject:
@@ -100,14 +79,9 @@ def open_flamingo(scale: int) -> Subject:
     model = make_flamingo(_text(sizes), nn.Identity(), cross.visual_dim, every=1)
     from open_flamingo.src.helpers import MaskedCrossAttention  # after make_flamingo, which works without open_clip
 
-    for block in model.lang_encoder.gated_cross_attn_layers:
-        block.attn = MaskedCrossAttention(  # the model class takes neither heads nor head_dim
-            dim=sizes.text.hidden,
-            dim_visual=cross.visual_dim,
-            dim_head=cross.head_dim,
-            heads=cross.heads,
-            only_attend_immediate_media=False,
-        )
+    shape = {"dim": sizes.text.hidden, "dim_visual": cross.visual_dim, "dim_head": cross.head_dim, "heads": cross.heads}
+    for block in model.lang_encoder.gated_cross_attn_layers:  # the model class takes neither heads nor head_dim
+        block.attn = MaskedCrossAttention(**shape, only_attend_immediate_media=False)
 
     def inputs(ids: Tensor, features: Tensor, shard: FrameShard) -> Inputs:
         return {"lang_x": ids, "attention_mask": torch.ones_like(ids), "vision_x": features, "visual_shard": shard}
@@ -125,28 +99,16 @@ def idefics(scale: int) -> Subject:
 
     def inputs(ids: Tensor, features: Tensor, shard: FrameShard) -> Inputs:
         visible = torch.ones(1, ids.shape[1], shard.total, dtype=torch.long, device=ids.device)
-        return {
-            "input_ids": ids,
-            "image_attention_mask": visible,
-            "perceiver_embeddings": features,
-            "visual_shard": shard,
-        }
+        arguments = {"input_ids": ids, "image_attention_mask": visible}
+        return arguments | {"perceiver_embeddings": features, "visual_shard": shard}
 
     return Subject(sizes, model, inputs)
 
 
 def _text(sizes: ModelSizes) -> dict[str, int]:
     text = sizes.text
-    return TEXT | {
-        "hidden_size": text.hidden,
-        "intermediate_size": text.mlp_inner,
-        "num_hidden_layers": text.layers,
-        "num_attention_heads": text.heads,
-    }
+    widths = {"hidden_size": text.hidden, "intermediate_size": text.mlp_inner}
+    return TEXT | widths | {"num_hidden_layers": text.layers, "num_attention_heads": text.heads}
 
 
-FAMILIES: dict[str, Callable[[int], Subject]] = {
-    "mplug_owl3": mplug_owl3,
-    "open_flamingo": open_flamingo,
-    "idefics": idefics,
-}
+FAMILIES = {"mplug_owl3": mplug_owl3, "open_flamingo": open_flamingo, "idefics": idefics}

@@ -11,6 +11,7 @@ import sys
 import types
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -25,30 +26,20 @@ TOWER: dict[str, Any] = {"image_size": PICTURE, "patch_size": PATCH, "num_hidden
 
 @dataclass(frozen=True)
 class Subject:
-    """A model and the arguments of its `generate`.
-
-    Attributes:
-        model: the argument of `patch_model`.
-        inputs: arguments of `generate`.
-        keys: number of visual keys of each cross-attention layer.
-        unpatched_generate: replacement for the unpatched model's `generate`, if that does not work as published.
-    """
+    """A model and the arguments of its `generate`."""
 
     model: Any
     inputs: dict[str, Tensor]
-    keys: int
-    unpatched_generate: Callable[..., Tensor] | None = None
+    keys: int  # number of visual keys of each cross-attention layer
+    unpatched_generate: Callable[..., Tensor] | None = None  # if the unpatched model's does not work as published
 
 
 def idefics(images: int, prompt: int) -> Subject:
     """Build IDEFICS with its resampler: 64 latents per image."""
     tower = TOWER | {"embed_dim": 160, "intermediate_size": 640, "num_attention_heads": 4}
     model = make_idefics(text_sizes(), interval=4, tower=tower, heads=4, head_dim=40)
-    inputs = {
-        "input_ids": words(prompt),
-        "image_attention_mask": torch.ones(1, prompt, images, dtype=torch.long),
-        "pixel_values": pictures(1, images),
-    }
+    visible = torch.ones(1, prompt, images, dtype=torch.long)
+    inputs = {"input_ids": words(prompt), "image_attention_mask": visible, "pixel_values": pictures(1, images)}
     return Subject(model, inputs, images * 64)
 
 
@@ -81,46 +72,25 @@ def open_flamingo(images: int, prompt: int, immediate: bool = True) -> Subject:
     return Subject(model, inputs, images * 64, generate)
 
 
-def open_flamingo_all(images: int, prompt: int) -> Subject:
-    """Build OpenFlamingo whose tokens attend to all images before them (`only_attend_immediate_media=False`)."""
-    return open_flamingo(images, prompt, immediate=False)
-
-
 def mllama(images: int, prompt: int) -> Subject:
     """Build Llama 3.2 Vision: an image tile of 65 patches per image; it has a visual KV cache unpatched, too."""
     from transformers import MllamaConfig, MllamaForConditionalGeneration
     from transformers.models.mllama.configuration_mllama import MllamaTextConfig, MllamaVisionConfig
 
-    text = MllamaTextConfig(
-        **text_sizes(),
-        num_key_value_heads=2,
-        cross_attention_layers=[1, 5],
-        rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
-    )
-    tower = MllamaVisionConfig(
-        hidden_size=160,
-        attention_heads=4,
-        intermediate_size=640,
-        num_hidden_layers=2,
-        num_global_layers=1,
-        intermediate_layers_indices=[0],
-        vision_output_dim=320,
-        image_size=PICTURE,
-        patch_size=PATCH,
-        max_num_tiles=1,
-        supported_aspect_ratios=[[1, 1]],
-    )
+    heads = {"num_key_value_heads": 2, "cross_attention_layers": [1, 5]}
+    rope = {"rope_type": "default", "rope_theta": 10000.0}
+    text = MllamaTextConfig(**text_sizes(), **heads, rope_parameters=rope)
+    sizes = {"hidden_size": 160, "attention_heads": 4, "intermediate_size": 640, "vision_output_dim": 320}
+    layers = {"num_hidden_layers": 2, "num_global_layers": 1, "intermediate_layers_indices": [0]}
+    tiles = {"image_size": PICTURE, "patch_size": PATCH, "max_num_tiles": 1, "supported_aspect_ratios": [[1, 1]]}
+    tower = MllamaVisionConfig(**sizes, **layers, **tiles)
     config = MllamaConfig(vision_config=tower, text_config=text, image_token_index=WORDS)
-    inputs = {
-        "input_ids": words(prompt),
-        "pixel_values": pictures(1, images, 1),
-        "aspect_ratio_ids": torch.ones(1, images, dtype=torch.long),
-        "aspect_ratio_mask": torch.ones(1, images, 1, dtype=torch.long),
-        "cross_attention_mask": torch.ones(1, prompt, images, 1, dtype=torch.long),
-    }
-    return Subject(
-        random_weights(MllamaForConditionalGeneration(config)), inputs, images * ((PICTURE // PATCH) ** 2 + 1)
-    )
+    model = random_weights(MllamaForConditionalGeneration(config))
+    ones = partial(torch.ones, dtype=torch.long)
+    inputs = {"input_ids": words(prompt), "pixel_values": pictures(1, images, 1)}
+    inputs |= {"aspect_ratio_ids": ones(1, images), "aspect_ratio_mask": ones(1, images, 1)}
+    inputs |= {"cross_attention_mask": ones(1, prompt, images, 1)}
+    return Subject(model, inputs, images * ((PICTURE // PATCH) ** 2 + 1))
 
 
 def mplug_owl3(images: int, prompt: int) -> Subject:
@@ -135,14 +105,13 @@ def mplug_owl3(images: int, prompt: int) -> Subject:
 FAMILIES: dict[str, Callable[[int, int], Subject]] = {
     "idefics": idefics,
     "open_flamingo": open_flamingo,
-    "open_flamingo_all": open_flamingo_all,
+    "open_flamingo_all": partial(open_flamingo, immediate=False),  # tokens attend to all images before them
     "mllama": mllama,
     "mplug_owl3": mplug_owl3,
 }
 
 
 def text_sizes() -> dict[str, int]:
-    """Return the arguments of a language model's configuration."""
     sizes = {"intermediate_size": 4 * WIDTH, "num_hidden_layers": LAYERS, "num_attention_heads": HEADS}
     return TEXT | {"hidden_size": WIDTH} | sizes
 
@@ -151,17 +120,10 @@ def make_idefics(text: dict[str, int], *, interval: int, tower: dict[str, Any], 
     """Return IDEFICS with cross-attention in every `interval`-th layer and a resampler of given heads."""
     from transformers import IdeficsConfig, IdeficsForVisionText2Text
 
-    config = IdeficsConfig(
-        **text,
-        additional_vocab_size=0,
-        cross_layer_interval=interval,
-        qk_layer_norms=True,
-        use_resampler=True,
-        alpha_type="vector",
-        tie_word_embeddings=False,
-        vision_config=tower,
-        perceiver_config={"resampler_depth": 1, "resampler_n_heads": heads, "resampler_head_dim": head_dim},
-    )
+    resampler = {"resampler_depth": 1, "resampler_n_heads": heads, "resampler_head_dim": head_dim}
+    options = {"additional_vocab_size": 0, "qk_layer_norms": True, "alpha_type": "vector", "tie_word_embeddings": False}
+    options |= {"cross_layer_interval": interval, "use_resampler": True}
+    config = IdeficsConfig(**text, **options, vision_config=tower, perceiver_config=resampler)
     return random_weights(IdeficsForVisionText2Text(config))
 
 
@@ -169,34 +131,38 @@ def make_flamingo(text: dict[str, int], tower: nn.Module, visual_dim: int, *, ev
     """Return OpenFlamingo over LLaMA with cross-attention before every `every`-th layer, as initialised."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    flamingo, mixin, extend = _flamingo_package()
+    try:
+        import open_clip  # type: ignore[import-not-found]  # noqa: F401
+    except ImportError:  # open_flamingo imports it, but these models do not use it
+        sys.modules["open_clip"] = types.ModuleType("open_clip")
+    try:
+        from open_flamingo import Flamingo
+        from open_flamingo.src.flamingo_lm import FlamingoLMMixin
+        from open_flamingo.src.utils import extend_instance
+    except ImportError as error:
+        raise SystemExit(
+            f"{error}: run pip install --no-deps open-flamingo==2.0.1 (it pins an old torch), and install einops and "
+            "einops-exts"
+        ) from error
     language_model = LlamaForCausalLM(LlamaConfig(**text))
-    extend(language_model, mixin)
+    extend_instance(language_model, FlamingoLMMixin)
     language_model.set_decoder_layers_attr_name("model.layers")
     encoder = types.SimpleNamespace(visual=tower)
-    return flamingo(encoder, language_model, WORDS - 2, MEDIA, visual_dim, cross_attn_every_n_layers=every)
+    return Flamingo(encoder, language_model, WORDS - 2, MEDIA, visual_dim, cross_attn_every_n_layers=every)
 
 
 def make_owl(text: dict[str, int], *, kv_heads: int, hyper_layers: list[int], tower: dict[str, Any]) -> Any:
-    """Return mPLUG-Owl3 with gates per head."""
     from transformers import SiglipVisionConfig
 
     from mllm_seqpar.models.mplug_owl3 import MPlugOwl3Config, MPlugOwl3ForConditionalGeneration
 
-    config = MPlugOwl3Config(
-        **text,
-        gate="per_head",
-        hyper_layers=hyper_layers,
-        image_token_id=MEDIA,
-        num_key_value_heads=kv_heads,
-        max_position_embeddings=32768,
-        vision_config=SiglipVisionConfig(**tower),
-    )
+    options = {"gate": "per_head", "hyper_layers": hyper_layers, "num_key_value_heads": kv_heads}
+    options |= {"image_token_id": MEDIA, "max_position_embeddings": 32768}
+    config = MPlugOwl3Config(**text, **options, vision_config=SiglipVisionConfig(**tower))
     return random_weights(MPlugOwl3ForConditionalGeneration(config))
 
 
 def words(count: int) -> Tensor:
-    """Return (1, count) token ids without special tokens."""
     return torch.randint(3, WORDS - 2, (1, count), generator=torch.Generator().manual_seed(1))
 
 
@@ -206,10 +172,7 @@ def pictures(*counts: int) -> Tensor:
 
 
 def random_weights(model: Any) -> Any:
-    """Set random weights and eval mode: matrices keep the scale of activations, and gates are open.
-
-    Gates are zero as initialised, which would hide the images.
-    """
+    """Set eval mode and weights that keep the scale of activations; open the gates, which are zero as initialised."""
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for name, weight in model.named_parameters():
@@ -231,21 +194,3 @@ class _Patches(nn.Module):
     def forward(self, pixels: Tensor) -> tuple[Tensor, Tensor]:
         tokens = self.project(pixels).flatten(2).transpose(1, 2)
         return tokens.mean(1), tokens
-
-
-def _flamingo_package() -> tuple[Any, Any, Any]:
-    """Return open_flamingo's Flamingo, FlamingoLMMixin and extend_instance, with a stub if open_clip is missing."""
-    try:
-        import open_clip  # type: ignore[import-not-found]  # noqa: F401
-    except ImportError:
-        sys.modules["open_clip"] = types.ModuleType("open_clip")
-    try:
-        from open_flamingo import Flamingo
-        from open_flamingo.src.flamingo_lm import FlamingoLMMixin
-        from open_flamingo.src.utils import extend_instance
-    except ImportError as error:
-        raise SystemExit(
-            f"{error}: run pip install --no-deps open-flamingo==2.0.1 (it pins an old torch), and install einops and "
-            "einops-exts"
-        ) from error
-    return Flamingo, FlamingoLMMixin, extend_instance

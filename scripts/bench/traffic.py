@@ -14,12 +14,10 @@ from mllm_seqpar.schedules.bytes_sent import Problem, expanded, lv_xattn_bytes, 
 
 def row(problem: Problem, *, backward: bool) -> str:
     """Return one line: MB per rank and layer of LV-XAttn and of both rings, and LV-XAttn's percentage of each ring."""
-    lv = sum(lv_xattn_bytes(problem, backward=backward).values())
-    grouped = sum(ring_bytes(problem, backward=backward).values())
-    repeated = sum(ring_bytes(expanded(problem), backward=backward).values())
-    megabytes = " | ".join(f"{x / 1e6:,.1f}" for x in (lv, grouped, repeated))
-    name = "backward" if backward else "forward"
-    return f"| {problem.ranks} | {name} | {megabytes} | {lv / grouped:.2%} | {lv / repeated:.2%} |"
+    formulas = ((lv_xattn_bytes, problem), (ring_bytes, problem), (ring_bytes, expanded(problem)))
+    sent = [sum(formula(call, backward=backward).values()) for formula, call in formulas]
+    cells = [*(f"{x / 1e6:,.1f}" for x in sent), *(f"{sent[0] / x:.2%}" for x in sent[1:])]
+    return f"| {problem.ranks} | {'backward' if backward else 'forward'} | {' | '.join(cells)} |"
 
 
 def main(argv: list[str] | None = None) -> None:

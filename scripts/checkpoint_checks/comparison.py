@@ -19,40 +19,27 @@ SECONDS = 3600.0
 """Time limit of a transfer: a rank of a large model on a CPU may compute for long before it sends."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Comparison:
     """Results of the patched and the unpatched model for one question.
 
-    Attributes:
-        finite: whether all logits of the unpatched model are finite.
-        difference: mean absolute difference of the logits, relative to their standard deviation; the largest of all
-            ranks.
-        disagreement: how far the unpatched model's logit of a generated token is below its largest logit, relative to
-            the logits' standard deviation; the largest of all tokens. 0: both models choose the same tokens.
-        prompt: the prompt as text.
-        prompt_tokens: length of the prompt.
-        frames: number of frames in the prompt.
-        answer: the patched model's greedy answer.
+    `difference` is the mean absolute difference of the logits; `disagreement` is how far the unpatched model's logit of
+    a generated token is below its largest logit (0: both choose the same tokens). Both are relative to the standard
+    deviation of the logits; they are the largest of all ranks and of all tokens.
     """
 
-    finite: bool
+    finite: bool  # all logits of the unpatched model
     difference: float
     disagreement: float
     prompt: str
     prompt_tokens: int
     frames: int
-    answer: str
+    answer: str  # the patched model's, greedy
 
 
 @torch.no_grad()
 def compare(
-    model: nn.Module,
-    family: ChatFamily,
-    media: FrameSource,
-    kind: str,
-    question: str,
-    ranks: int,
-    max_new_tokens: int,
+    model: nn.Module, family: ChatFamily, media: FrameSource, kind: str, question: str, ranks: int, max_new_tokens: int
 ) -> Comparison:
     """Ask about `media`, an "image" or a "video", with the model unpatched and patched on `ranks` ranks."""
     weight = next(model.parameters())
@@ -70,7 +57,8 @@ def compare(
 
     def one_rank(comm: Communicator) -> tuple[float, Tensor]:
         with torch.no_grad():
-            patched: Any = patch_model(shared_copy(model), group=comm)
+            shared = {id(x): x for x in chain(model.parameters(), model.buffers())}
+            patched: Any = patch_model(copy.deepcopy(model, shared), group=comm)
             difference = (patched(**arguments, **frames).logits[0].float() - logits).abs().mean() / logits.std()
             options = family.generation(patched) | {"do_sample": False, "max_new_tokens": max_new_tokens}
             return float(difference), patched.generate(**arguments, **frames, **options)[0]
@@ -78,20 +66,10 @@ def compare(
     results = run_loopback(ranks, one_rank, timeout=SECONDS)
     length = text.input_ids.shape[1]
     tokens = results[0][1][length:]
-    return Comparison(
-        finite=bool(logits.isfinite().all()),
-        difference=max(difference for difference, _ in results),
-        disagreement=disagreement(model, family, arguments, frames, tokens),
-        prompt=family.tokenizer.decode(text.input_ids[0]),
-        prompt_tokens=length,
-        frames=len(text.slots),
-        answer=family.tokenizer.decode(tokens, skip_special_tokens=True),
-    )
-
-
-def shared_copy(model: nn.Module) -> nn.Module:
-    """Return a copy of the model with separate modules and shared parameters and buffers."""
-    return copy.deepcopy(model, {id(x): x for x in chain(model.parameters(), model.buffers())})
+    finite, difference = bool(logits.isfinite().all()), max(difference for difference, _ in results)
+    largest, decode = disagreement(model, family, arguments, frames, tokens), family.tokenizer.decode
+    prompt, reply = decode(text.input_ids[0]), decode(tokens, skip_special_tokens=True)
+    return Comparison(finite, difference, largest, prompt, length, len(text.slots), reply)
 
 
 def disagreement(

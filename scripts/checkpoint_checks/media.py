@@ -24,11 +24,9 @@ class Frames:
         return self.frames.shape[0]
 
     def sizes(self) -> list[tuple[int, int]]:
-        """Return (height, width) of each frame."""
         return [(self.frames.shape[2], self.frames.shape[3])] * len(self)
 
     def read(self, start: int, stop: int, **_: Any) -> Iterator[Tensor]:
-        """Yield the frames start <= i < stop."""
         yield self.frames[start:stop]
 
 
@@ -51,5 +49,4 @@ def picture_file(folder: Path) -> Path:
 
 
 def drawn_video(frames: int) -> Frames:
-    """Return a blue disc that moves from left to right."""
     return Frames(torch.stack([disc(x, 0.5, (30, 60, 220)) for x in torch.linspace(0.2, 0.8, frames).tolist()]))

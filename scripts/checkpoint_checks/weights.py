@@ -21,11 +21,7 @@ MEMORY_FACTOR = 1.25
 
 
 def headers(path: str) -> dict[str, tuple[str, list[int]]]:
-    """Return dtype and shape of each tensor of a directory from the headers of its safetensors files.
-
-    Raises:
-        ConfigError: there are no safetensors.
-    """
+    """Return dtype and shape of each tensor of a directory from the headers of its safetensors files."""
     found = {}
     for file in sorted(Path(path).glob("*.safetensors")):
         with safe_open(file, framework="pt") as tensors:
@@ -45,57 +41,40 @@ def describe_files(path: str) -> str:
     try:
         config = json.loads((Path(path) / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise ConfigError(
-            f"{path}: config.json cannot be read ({error}); pass the directory of a checkpoint"
-        ) from error
+        message = f"{path}: config.json cannot be read ({error}); pass the directory of a checkpoint"
+        raise ConfigError(message) from error
     tensors = headers(path)
     kinds = Counter(dtype for dtype, _ in tensors.values())
     total = sum(prod(shape) * BYTES.get(dtype, 4) for dtype, shape in tensors.values())
     others = sorted(file.name for file in Path(path).iterdir() if file.suffix != ".safetensors")
-    return (
-        f"model_type {config.get('model_type')!r}, {len(tensors)} tensors, {total / 2**30:.2f} GiB, "
-        + ", ".join(f"{count} {dtype}" for dtype, count in kinds.items())
-        + "\nother files: "
-        + ", ".join(others)
-    )
+    numbers = ", ".join(f"{count} {dtype}" for dtype, count in kinds.items())
+    size = f"{len(tensors)} tensors, {total / 2**30:.2f} GiB, {numbers}"
+    return f"model_type {config.get('model_type')!r}, {size}\nother files: {', '.join(others)}"
 
 
 def names_and_shapes(path: str) -> str:
-    """Compare the names and shapes in the files with the model's, on the meta device: nothing is read or allocated.
-
-    Raises:
-        ConfigError: tensors are missing or unexpected, or have other shapes.
-    """
+    """Compare the names and shapes in the files with the model's, on the meta device: nothing is read or allocated."""
     model: Any = load_model(path, dtype="auto", device_map="meta")
     config = model.config
-    facts = {
-        name: getattr(config, name)
-        for name in ("gate", "projector_layers", "hyper_layers", "cross_layer_interval", "additional_vocab_size")
-        if hasattr(config, name)
-    }
-    total = sum(p.numel() for p in model.parameters())
-    named = ", ".join(f"{name}={value}" for name, value in facts.items())
-    return (
-        f"{type(model).__name__} of {total / 1e9:.3f} billion parameters: all names and shapes match\n{named}".strip()
-    )
+    names = ("gate", "projector_layers", "hyper_layers", "cross_layer_interval", "additional_vocab_size")
+    facts = ", ".join(f"{name}={getattr(config, name)}" for name in names if hasattr(config, name))
+    size = sum(p.numel() for p in model.parameters()) / 1e9
+    return f"{type(model).__name__} of {size:.3f} billion parameters: all names and shapes match\n{facts}".strip()
 
 
 def missing_memory(path: str, dtype: str, device: str) -> tuple[torch.dtype, str | None]:
     """Return the dtype to load in, and an explanation if the model does not fit into the memory of `device`."""
-    tensors = headers(path)
-    elements = sum(prod(shape) for _, shape in tensors.values())
     kinds = Counter({name: 0 for name in DTYPES})
-    for kind, shape in tensors.values():
+    for kind, shape in headers(path).values():
         kinds[kind] += prod(shape)
     published = DTYPES.get(kinds.most_common(1)[0][0], torch.float32)
     free = free_memory(device)
-    wanted = [torch.float32, published] if dtype == "auto" else [getattr(torch, dtype)]
-    for kind in wanted:
-        need = MEMORY_FACTOR * elements * kind.itemsize
+    for wanted in [torch.float32, published] if dtype == "auto" else [getattr(torch, dtype)]:
+        need = MEMORY_FACTOR * kinds.total() * wanted.itemsize
         if free is None or need <= free:
-            return kind, None
-    return wanted[-1], (
-        f"{need / 2**30:.1f} GiB are needed in {wanted[-1]}, {free / 2**30:.1f} GiB are free on {device}; "
+            return wanted, None
+    return wanted, (
+        f"{need / 2**30:.1f} GiB are needed in {wanted}, {free / 2**30:.1f} GiB are free on {device}; "
         "run this on a machine with more memory"
     )
 

@@ -39,24 +39,14 @@ Fraction = Callable[[int, int], float]
 
 @dataclass(frozen=True)
 class Block:
-    """One attention block.
-
-    Attributes:
-        q, kv: the labels of its Q shard and KV shard.
-        q_owners, kv_owners: the ranks that own them, which give the colours; empty for replicated shards.
-        part, parts: only queries part/parts to (part + 1)/parts are computed.
-        own: whether the computing rank owns both shards.
-        hidden: whether the mask hides the whole block.
-    """
-
-    q: str
-    kv: str
-    q_owners: Sequence[int] = ()
+    q: str  # label of the Q shard
+    kv: str  # label of the KV shard
+    q_owners: Sequence[int] = ()  # ranks, which give the colours; empty for replicated shards
     kv_owners: Sequence[int] = ()
-    part: int = 0
+    part: int = 0  # only queries part/parts to (part + 1)/parts are computed
     parts: int = 1
-    own: bool = False
-    hidden: bool = False
+    own: bool = False  # whether the computing rank owns both shards
+    hidden: bool = False  # whether the mask hides the whole block
 
 
 @dataclass(frozen=True)
@@ -70,8 +60,6 @@ class Sent:
 
 @dataclass(frozen=True)
 class Cell:
-    """What one rank does in one step."""
-
     blocks: Sequence[Block] = ()
     sent: Sequence[Sent] = ()
 
@@ -105,44 +93,30 @@ def transfer_label(transfer: Transfer, backward: bool) -> str:
 def schedule_panel(
     title: str, mesh_shape: tuple[int, int], *, backward: bool, fraction: Fraction | None = None, pruned: bool = False
 ) -> Panel:
-    """Return the panel of one pass.
-
-    Args:
-        title: of the panel.
-        mesh_shape: (a, b).
-        backward: the direction.
-        fraction: what a mask shows; None for no mask.
-        pruned: whether Q shards are sent point-to-point, and only where they see any key.
-    """
+    """Return the panel of one pass; if `pruned`, Q shards are sent point-to-point, only where they see any key."""
 
     def block(b: AttentionBlock) -> Block:
-        visible = 1.0 if fraction is None else fraction(b.q_shard, b.kv_shard)
-        kv = f"KV{b.kv_shard}" + (f" {visible:.0%}" if 0 < visible < 1 else "")
-        own, hidden = b.q_shard == b.kv_shard, visible == 0
-        return Block(f"Q{b.q_shard}", kv, [b.q_shard], [b.kv_shard], b.part, b.parts, own, hidden)
+        i, j = b.q_shard, b.kv_shard
+        visible = 1.0 if fraction is None else fraction(i, j)
+        kv = f"KV{j}" + (f" {visible:.0%}" if 0 < visible < 1 else "")
+        return Block(f"Q{i}", kv, [i], [j], b.part, b.parts, i == j, visible == 0)
 
     def is_sent(transfer: Transfer, rank: int) -> bool:
         computed_by = transfer.dst if transfer.kind == "input" else rank
         return not (pruned and fraction and fraction(transfer.send_shard, computed_by) == 0)
 
+    def sent(t: Transfer) -> Sent:
+        return Sent(f"{transfer_label(t, backward)}{t.send_shard}", t.send_shard, str(t.dst))
+
     rows = []
     for rank in range(mesh_shape[0] * mesh_shape[1]):
-        cells = []
-        for step in schedule_for(mesh_shape, rank, backward=backward, direct=pruned):
-            sent = [
-                Sent(
-                    f"{transfer_label(transfer, backward)}{transfer.send_shard}", transfer.send_shard, str(transfer.dst)
-                )
-                for transfer in step.transfers
-                if is_sent(transfer, rank)
-            ]
-            cells.append(Cell([block(b) for b in step.blocks], sent))
+        steps = schedule_for(mesh_shape, rank, backward=backward, direct=pruned)
+        cells = [Cell([*map(block, s.blocks)], [sent(t) for t in s.transfers if is_sent(t, rank)]) for s in steps]
         rows.append((f"rank {rank}", cells))
     return Panel(title, [f"step {i + 1}" for i in range(len(rows[0][1]))], rows)
 
 
 def legend_of(panels: Sequence[Panel]) -> str:
-    """Return the meanings of the transfer labels that the panels use."""
     labels = {sent.label.rstrip("0123456789") for p in panels for _, cells in p.rows for c in cells for sent in c.sent}
     return "; ".join(meaning for label, meaning in MEANING.items() if label in labels) + "."
 
@@ -209,35 +183,23 @@ def head_panel(title: str, size: int, heads: int, kv_heads: int, mesh_shape: tup
         group, member = divmod(rank, size)
         others = [(i, peer) for i, peer in enumerate(members(group)) if i != member]
         own_heads = span(shards.query_heads_of(member))
+
+        def block(b: AttentionBlock, heads: str = own_heads) -> Block:
+            q, kv = members(b.q_shard), members(b.kv_shard)
+            return Block(f"Q{span(q)}", f"KV{span(kv)} h{heads}", [*q], [*kv], b.part, b.parts, q == kv)
+
+        def sent(t: Transfer, member: int = member) -> Sent:
+            label = f"{transfer_label(t, False)}{span(members(t.send_shard))}"
+            return Sent(label, t.send_shard * size, str(t.dst * size + member))
+
         scatter = [
             Sent(f"Q{rank} h{span(shards.query_heads_of(i))}, KV{rank} h{span(shards.kv_heads_of(i))}", rank, str(peer))
             for i, peer in others
         ]
-        cells = [Cell((), scatter)]
-        for step in schedule_for(mesh_shape, group, backward=False):
-            blocks = [
-                Block(
-                    f"Q{span(members(b.q_shard))}",
-                    f"KV{span(members(b.kv_shard))} h{own_heads}",
-                    list(members(b.q_shard)),
-                    list(members(b.kv_shard)),
-                    b.part,
-                    b.parts,
-                    b.q_shard == b.kv_shard,
-                )
-                for b in step.blocks
-            ]
-            sent = [
-                Sent(
-                    f"{transfer_label(transfer, False)}{span(members(transfer.send_shard))}",
-                    transfer.send_shard * size,
-                    str(transfer.dst * size + member),
-                )
-                for transfer in step.transfers
-            ]
-            cells.append(Cell(blocks, sent))
-        cells.append(Cell((), [Sent(f"O{peer} h{own_heads}", peer, str(peer)) for _, peer in others]))
-        rows.append((f"rank {rank}", cells))
+        steps = schedule_for(mesh_shape, group, backward=False)
+        cells = [Cell([*map(block, step.blocks)], [*map(sent, step.transfers)]) for step in steps]
+        merge = [Sent(f"O{peer} h{own_heads}", peer, str(peer)) for _, peer in others]
+        rows.append((f"rank {rank}", [Cell((), scatter), *cells, Cell((), merge)]))
     count = len(rows[0][1]) - 2
     steps = ["compute"] if count == 1 else [f"step {i + 1}" for i in range(count)]
     return Panel(title, ["all-to-all", *steps, "all-to-all"], rows)
@@ -294,8 +256,7 @@ def decoding() -> FigureData:
     """The merge of partial results of replicated queries, recorded in runs with few rows and with many."""
 
     def one_rank(comm: Communicator, rows: int) -> Recorder:
-        recorder = Recorder(comm)
-        merge_over_ranks(torch.zeros(1, 1, rows, 1), torch.zeros(1, 1, rows), recorder)
+        merge_over_ranks(torch.zeros(1, 1, rows, 1), torch.zeros(1, 1, rows), recorder := Recorder(comm))
         return recorder
 
     many = f"{SCATTER_ROWS} rows or more: each rank merges its shard of them"

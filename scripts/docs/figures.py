@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import figure_data
-from figure_data import Block, Cell, FigureData, Panel, Sent
+from figure_data import Block, FigureData, Panel, Sent
 from matplotlib import rc_context
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -48,18 +48,15 @@ SVG = {"svg.fonttype": "none", "svg.hashsalt": "mllm-seqpar", "font.family": "sa
 
 
 def save(data: FigureData, path: Path) -> None:
-    """Draw a figure to an SVG file."""
     with rc_context(SVG):
         draw(data).savefig(path, format="svg", metadata={"Date": None, "Description": as_json(data)})
 
 
 def as_json(data: FigureData) -> str:
-    """Return the description of a figure's file."""
     return json.dumps(asdict(data), separators=(",", ":"))
 
 
 def draw(data: FigureData) -> Figure:
-    """Return the figure: the panels one above the other, then the legend."""
     layouts = [_widths(panel) for panel in data.panels]
     width = max(NARROWEST, CHARACTER * len(data.title) * 1.25, *(left + sum(steps) for left, steps in layouts))
     legend = [line for words in data.legend for line in textwrap.wrap(words, int(1.15 * width / CHARACTER))]
@@ -89,15 +86,11 @@ def _has_blocks(panel: Panel) -> list[bool]:
 
 def _widths(panel: Panel) -> tuple[float, list[float]]:
     """Return the left edge of the first step, and the width of every step."""
-
-    def width(cell: Cell) -> float:
-        return max([sum(_halves(b)) for b in cell.blocks] + [_sent_width(s) for s in cell.sent], default=0)
-
-    columns = zip(*(cells for _, cells in panel.rows), strict=True)
-    steps = [
-        max(CHARACTER * len(name), *map(width, cells)) + 2 * PADDING
-        for name, cells in zip(panel.steps, columns, strict=True)
-    ]
+    steps = []
+    for name, cells in zip(panel.steps, zip(*(cells for _, cells in panel.rows), strict=True), strict=True):
+        widths = [sum(_halves(b)) for cell in cells for b in cell.blocks]
+        widths += [_sent_width(sent) for cell in cells for sent in cell.sent]
+        steps.append(max(CHARACTER * len(name), *widths, 0) + 2 * PADDING)
     return PADDING + CHARACTER * max(len(name) for name, _ in panel.rows) + 12, steps
 
 
@@ -105,9 +98,8 @@ def _heights(panel: Panel) -> list[float]:
     heights = []
     for _, cells in panel.rows:
         blocks = max(len(cell.blocks) for cell in cells)
-        below = max([len(c.sent) for c, has in zip(cells, _has_blocks(panel), strict=True) if has], default=0)
-        alone = max([len(c.sent) for c, has in zip(cells, _has_blocks(panel), strict=True) if not has], default=0)
-        heights.append(max(blocks * BLOCK + below * SENT, alone * SENT) + 3 * PADDING)
+        columns = zip(cells, _has_blocks(panel), strict=True)
+        heights.append(max(blocks * BLOCK * has + len(c.sent) * SENT for c, has in columns) + 3 * PADDING)
     return heights
 
 
@@ -184,11 +176,9 @@ def _text(axes: Axes, x: float, y: float, text: str, **options: Any) -> None:
 
 
 def main() -> None:
-    """Write the figures."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "--tile", type=int, nargs=2, metavar=("A", "B"), help="draw only the schedule of this mesh shape"
-    )
+    text = "draw only the schedule of this mesh shape"
+    parser.add_argument("--tile", type=int, nargs=2, metavar=("A", "B"), help=text)
     parser.add_argument("--backward", action="store_true", help="with --tile: the backward pass")
     parser.add_argument("--output", type=Path, help="a file with --tile, else a folder")
     args = parser.parse_args()

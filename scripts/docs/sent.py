@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from mllm_seqpar.schedules.bytes_sent import Problem, lv_xattn_bytes, mesh_bytes, ring_bytes, ulysses_bytes, video_mme
+from mllm_seqpar.schedules.bytes_sent import Problem, mesh_bytes, ulysses_bytes, video_mme
 from mllm_seqpar.schedules.mesh_shapes import mesh_shapes_of
 
 RANKS = 8
@@ -27,22 +27,15 @@ TEXT = Problem(rows=4096, keys=(4096,) * RANKS, heads=32, kv_heads=8, dim=128)
 CASES = {"video": VIDEO, "text": TEXT}
 
 
-def bytes_of_busiest_rank(problem: Problem, strategy: str, backward: bool, mesh_shape: tuple[int, int] = (1, 1)) -> int:
-    """Return the bytes of the rank that sends most."""
+def bytes_of_busiest_rank(problem: Problem, strategy: str, backward: bool, mesh_shape: tuple[int, int]) -> int:
     if strategy == "replicate":  # features are gathered, or their gradients summed, once for all layers
         features = (problem.ranks - 1) * max(problem.keys) * WIDTH
         return features * (problem.accumulated if backward else problem.element) // LAYERS
 
     def sent(rank: int) -> int:
-        on_rank = replace(problem, rank=rank)
-        if strategy == "lv-xattn":
-            return sum(lv_xattn_bytes(on_rank, backward=backward).values())
-        if strategy == "ring":
-            return sum(ring_bytes(on_rank, backward=backward).values())
-        if strategy == "mesh":
-            return sum(mesh_bytes(on_rank, mesh_shape, backward=backward).values())
-        size = sum(ulysses_bytes(on_rank, mesh_shape, backward=backward).values())
-        if backward and problem is VIDEO:  # K and V are recomputed and sharded again
+        formula = ulysses_bytes if strategy == "ulysses" else mesh_bytes
+        size = sum(formula(replace(problem, rank=rank), mesh_shape, backward=backward).values())
+        if strategy == "ulysses" and backward and problem is VIDEO:  # K and V are recomputed and sharded again
             degree = problem.ranks // (mesh_shape[0] * mesh_shape[1])
             group, member = divmod(rank, degree)
             keys = problem.keys[group * degree : (group + 1) * degree]
@@ -57,10 +50,10 @@ def rows(case: str) -> Iterator[tuple[str, str, tuple[int, int]]]:
     """Yield (name in the table, strategy, mesh shape)."""
     heads = CASES[case].heads
     if case == "video":
-        yield '`"lv-xattn"`', "lv-xattn", (1, 1)
+        yield '`"lv-xattn"`', "lv-xattn", (RANKS, 1)
     for mesh_shape in mesh_shapes_of(RANKS)[1:-1]:
         yield f'`"mesh"`, tile {mesh_shape}', "mesh", mesh_shape
-    yield '`"ring"`', "ring", (1, 1)
+    yield '`"ring"`', "ring", (1, RANKS)
     groups = next(n for n in range(1, RANKS) if RANKS % n == 0 and heads % (RANKS // n) == 0)
     for mesh_shape in mesh_shapes_of(groups):
         yield '`"ulysses"`' + (f", tile {mesh_shape}" if groups > 1 else ""), "ulysses", mesh_shape
@@ -79,11 +72,6 @@ def table(case: str) -> str:
     return "\n".join(lines)
 
 
-def main() -> None:
-    """Print both tables."""
+if __name__ == "__main__":
     for case in CASES:
         print(f"{case}\n\n{table(case)}\n")
-
-
-if __name__ == "__main__":
-    main()

@@ -38,16 +38,13 @@ class Problem:
 
     @property
     def options(self) -> dict[str, Any]:
-        """The keyword arguments of a kernel's forward and backward."""
         return {"scale": self.q.shape[-1] ** -0.5, "causal": self.causal, "mask": self.mask}
 
 
 def check(name: str, device: str) -> Iterator[Row]:
     """Yield the rows of one kernel: exactness for each dtype, then speed for each shape."""
-    for dtype in (torch.bfloat16, torch.float16, torch.float32):
-        yield exactness(name, dtype, device)
-    for shape in SPEED[device]:
-        yield speed(name, shape, device)
+    yield from (exactness(name, dtype, device) for dtype in (torch.bfloat16, torch.float16, torch.float32))
+    yield from (speed(name, shape, device) for shape in SPEED[device])
 
 
 def exactness(name: str, dtype: torch.dtype, device: str) -> Row:
@@ -62,18 +59,18 @@ def exactness(name: str, dtype: torch.dtype, device: str) -> Row:
             refusals.append(f"{kind}: {reason}")
             continue
         try:
-            errors, allowed = errors_of(kernel, p)
+            found, allowed = errors_of(kernel, p)
         except (RuntimeError, AssertionError) as error:
             problems.append(f"{kind}: {str(error).splitlines()[0]}")
             continue
-        worst = max(worst, *((value, f"{tensor}, {kind}") for tensor, value in errors.items()))
+        worst = max(worst, *((value, f"{tensor}, {kind}") for tensor, value in found.items()))
     if problems:
         return Row("kernel exact", subject, "; ".join(problems), "", False)
     if not worst[1]:
         return Row("kernel exact", subject, refusals[0].split(": ", 1)[1])
     unit = "" if dtype == torch.float32 else " x sdpa's error"
-    found = f"{worst[0]:.2g}{unit} ({worst[1]})" + "".join(f"; {x}" for x in refusals)
-    return Row("kernel exact", subject, found, f"{allowed:g}{unit}", worst[0] <= allowed)
+    text = "; ".join([f"{worst[0]:.2g}{unit} ({worst[1]})", *refusals])
+    return Row("kernel exact", subject, text, f"{allowed:g}{unit}", worst[0] <= allowed)
 
 
 def make(kind: str, dtype: torch.dtype, device: str) -> Problem:
@@ -96,29 +93,31 @@ def make(kind: str, dtype: torch.dtype, device: str) -> Problem:
 
 def errors_of(kernel: BlockKernel, p: Problem) -> tuple[dict[str, float], float]:
     """Return the errors of o, dq, dk, dv in the unit of the limit, and the limit."""
-    exact, found, dtype = reference(p), in_two_blocks(kernel, p), p.q.dtype
+    found = in_two_blocks(kernel, p)
     for name, x in found.items():
         assert x.isfinite().all(), f"{name} is not finite"
-    errors = {name: relative(x.to(dtype), exact[name]) for name, x in found.items()}
-    if dtype == torch.float32:
-        return errors, FLOAT32
-    theirs = sdpa_errors(p)
+    if p.q.dtype == torch.float32:
+        return errors(p, found), FLOAT32
     partials = kernel.forward(p.q[:, :, :1], p.k, p.v, scale=1.0)[0].dtype
-    limit = FLOAT32_PARTIALS if partials == torch.float32 else ROUNDED_PARTIALS
-    return {name: errors[name] / theirs[name] for name in errors}, limit
+    return errors(p, found), FLOAT32_PARTIALS if partials == torch.float32 else ROUNDED_PARTIALS
+
+
+def errors(p: Problem, found: dict[str, Tensor]) -> dict[str, float]:
+    """Return the errors against float64; in 16-bit dtypes, as multiples of those of PyTorch's attention."""
+    exact = reference(p)
+    absolute = {name: relative(x.to(p.q.dtype), exact[name]) for name, x in found.items()}
+    if p.q.dtype == torch.float32:
+        return absolute
+    theirs = sdpa_errors(p)
+    return {name: error / theirs[name] for name, error in absolute.items()}
 
 
 def in_two_blocks(kernel: BlockKernel, p: Problem) -> dict[str, Tensor]:
-    """Return o, dq, dk, dv as two ranks compute them: in two blocks of keys, with the merged output in backward.
-
-    A causal problem is one block.
-    """
+    """Return o, dq, dk, dv as two ranks compute them: in two key blocks (causal: one), merged output in backward."""
     keys = p.k.shape[2]
     cuts = [slice(0, keys)] if p.causal else [slice(0, keys // 2), slice(keys // 2, keys)]
-    blocks = []
-    for s in cuts:
-        options = p.options | {"mask": None if p.mask is None else p.mask[:, :, s]}
-        blocks.append((p.k[:, :, s], p.v[:, :, s], options))
+    masks = [{"mask": None if p.mask is None else p.mask[:, :, s]} for s in cuts]
+    blocks = [(p.k[:, :, s], p.v[:, :, s], p.options | mask) for s, mask in zip(cuts, masks, strict=True)]
     parts = [kernel.forward(p.q, k, v, **options) for k, v, options in blocks]
     o, lse = parts[0][0].float(), parts[0][1]
     for part in parts[1:]:
@@ -137,10 +136,8 @@ def reference(p: Problem) -> dict[str, Tensor]:
 
 
 def sdpa_errors(p: Problem) -> dict[str, float]:
-    """Return the errors of one `scaled_dot_product_attention`.
-
-    Rows without a visible key see all keys here, because PyTorch does not define their result.
-    """
+    """Return the errors of one `scaled_dot_product_attention`."""
+    # Rows without a visible key see all keys here, because PyTorch does not define their result.
     mask = p.mask if p.mask is None else p.mask | ~p.mask.any(-1, keepdim=True)
     exact = reference(Problem(p.q, p.k, p.v, p.do, p.causal, mask))
     leaves = [x.detach().requires_grad_() for x in (p.q, p.k, p.v)]
@@ -151,7 +148,6 @@ def sdpa_errors(p: Problem) -> dict[str, float]:
 
 
 def relative(x: Tensor, exact: Tensor) -> float:
-    """Return |x - exact| / |exact|."""
     return float((x.double() - exact).norm() / exact.norm())
 
 

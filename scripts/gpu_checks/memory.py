@@ -39,15 +39,10 @@ def check(device: str) -> Iterator[Row]:
         unpatch_model(model)
     growth = {name: second - first for name, (first, second) in saved.items()}
     allowed = GROWTH * growth["stored"]
+    limits = {"recomputed": (f"growth {mib(allowed)}", growth["recomputed"] <= allowed), "stored": ("", None)}
     for name, (first, second) in saved.items():
-        limited = name == "recomputed"
-        yield Row(
-            "memory",
-            f"K and V {name}, 1 hyper layer",
-            f"{mib(first)} for {frames} frames, {mib(second)} for {2 * frames}",
-            f"growth {mib(allowed)}" if limited else "",
-            growth[name] <= allowed if limited else None,
-        )
+        found = f"{mib(first)} for {frames} frames, {mib(second)} for {2 * frames}"
+        yield Row("memory", f"K and V {name}, 1 hyper layer", found, *limits[name])
     ratio = times["recomputed"] / times["stored"]
     found = f"{times['recomputed']:.1f} ms recomputed, {times['stored']:.1f} ms stored: {ratio:.3f} x"
     yield Row("memory", f"forward and backward, {frames} frames, 2 layers", found)
@@ -58,10 +53,7 @@ def mib(size: float) -> str:
 
 
 def saved_bytes(run: Callable[[], torch.Tensor], excluded: list[torch.Tensor]) -> int:
-    """Return the bytes that the graph of a result holds beside the excluded tensors.
-
-    On CUDA they come from the allocator, on a CPU from what autograd saves.
-    """
+    """Return the bytes that a result's graph holds beside `excluded`, from the allocator (CUDA) or autograd (CPU)."""
     from measure import SavedBytes
 
     if excluded[0].is_cuda:

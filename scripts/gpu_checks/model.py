@@ -24,15 +24,8 @@ def build(device: str, gate: str | None = None) -> MPlugOwl3ForConditionalGenera
     """Return a model of two layers, the first of them a hyper layer, and a vision tower of two layers."""
     torch.manual_seed(0)
     vision = SiglipVisionConfig(**VISION[device], num_hidden_layers=2, patch_size=14)
-    config = MPlugOwl3Config(
-        **TEXT[device],
-        gate=gate,
-        hyper_layers=[1],
-        num_hidden_layers=2,
-        vocab_size=8192,
-        image_token_id=IMAGE_TOKEN,
-        vision_config=vision,
-    )
+    options = {"num_hidden_layers": 2, "hyper_layers": [1], "vocab_size": 8192, "image_token_id": IMAGE_TOKEN}
+    config = MPlugOwl3Config(**TEXT[device], **options, gate=gate, vision_config=vision)
     with torch.device(device):
         model = MPlugOwl3ForConditionalGeneration(config).to(DTYPE[device]).train()
     # As initialised, scores are close to 0 and every row averages all keys, which would hide errors of attention.
@@ -71,5 +64,4 @@ def embeds(frames: int, device: str) -> dict[str, Tensor]:
 
 
 def gradients(model: torch.nn.Module) -> dict[str, Tensor]:
-    """Return copies of the gradients by parameter name."""
     return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}

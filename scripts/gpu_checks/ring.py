@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from gpu_checks.kernels import FLOAT32, ROUNDED_PARTIALS, Problem, reference, relative, sdpa_errors
+from gpu_checks.kernels import FLOAT32, ROUNDED_PARTIALS, Problem, errors
 from gpu_checks.rows import Row
 from torch import Tensor
 
@@ -26,7 +26,7 @@ SIZES = {
 
 def check(device: str) -> Iterator[Row]:
     """Yield errors and times of every algorithm, for cross-attention and for causal self-attention."""
-    algorithms: list[tuple[str, str, Callable[..., Any]]] = [
+    algorithms = [
         ("lv_xattn", "cross", lv_xattn),
         ("ring", "cross", ring_attention),
         ("ring", "causal", functools.partial(ring_attention, causal=True, layout="zigzag")),
@@ -35,8 +35,7 @@ def check(device: str) -> Iterator[Row]:
         ("ulysses", "causal", functools.partial(ulysses_attention, causal=True)),
     ]
     for dtype in (torch.bfloat16, torch.float32):
-        for name, kind, attend in algorithms:
-            yield compare(name, kind, dtype, device, attend)
+        yield from (compare(name, kind, dtype, device, attend) for name, kind, attend in algorithms)
 
 
 def compare(name: str, kind: str, dtype: torch.dtype, device: str, attend: Callable[..., Any]) -> Row:
@@ -55,15 +54,10 @@ def compare(name: str, kind: str, dtype: torch.dtype, device: str, attend: Calla
         seconds = time.perf_counter() - start
     except (RuntimeError, ValueError) as error:
         return Row("ring exact", subject, str(error).splitlines()[0], "", False)
-    exact = reference(problem)
-    errors = {name: relative(x, exact[name]) for name, x in results.items()}
-    if dtype != torch.float32:
-        theirs = sdpa_errors(problem)
-        errors = {name: errors[name] / theirs[name] for name in errors}
-    worst = max(errors, key=lambda name: errors[name])
+    worst, tensor = max((error, tensor) for tensor, error in errors(problem, results).items())
     allowed, unit = (FLOAT32, "") if dtype == torch.float32 else (ROUNDED_PARTIALS, " x sdpa's error")
-    found = f"{errors[worst]:.2g}{unit} ({worst}); forward and backward {seconds * 1e3:.1f} ms"
-    return Row("ring exact", subject, found, f"{allowed:g}{unit}", errors[worst] <= allowed)
+    found = f"{worst:.2g}{unit} ({tensor}); forward and backward {seconds * 1e3:.1f} ms"
+    return Row("ring exact", subject, found, f"{allowed:g}{unit}", worst <= allowed)
 
 
 def run(attend: Callable[..., Any], p: Problem, layout: str) -> dict[str, Tensor]:

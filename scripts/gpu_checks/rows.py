@@ -9,7 +9,7 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class Row:
-    """One check: its kind, its subject, the result, the limit, and the verdict (None: there is no limit)."""
+    """One check; `ok` is None if there is no limit."""
 
     check: str
     subject: str
@@ -19,7 +19,6 @@ class Row:
 
 
 def write(path: Path, row: Row) -> None:
-    """Append a row to a file."""
     with path.open("a") as file:
         file.write(json.dumps(asdict(row)) + "\n")
 
@@ -36,12 +35,8 @@ def read(path: Path) -> list[Row]:
 
 
 def table(rows: list[Row]) -> str:
-    """Return the rows as a text table."""
     verdict = {True: "ok", False: "FAILED", None: "-"}
     lines = [("check", "on", "found", "allowed", "")]
     lines += [(row.check, row.subject, row.found, row.allowed, verdict[row.ok]) for row in rows]
     widths = [max(len(line[i]) for line in lines) for i in range(4)]
-    return "\n".join(
-        "  ".join(text.ljust(width) for text, width in zip(line[:4], widths, strict=True)) + "  " + line[4]
-        for line in lines
-    )
+    return "\n".join("  ".join([*map(str.ljust, line, widths), line[4]]) for line in lines)

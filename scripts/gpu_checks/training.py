@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import torch
@@ -30,8 +30,7 @@ The two computations round differently through two layers and a vision tower, to
 
 def check(device: str) -> Iterator[Row]:
     """Yield loss and gradients against the unpatched model, and time and memory of a step, for each kind of gate."""
-    for gate in GATES:
-        yield from check_gate(gate, device)
+    return chain.from_iterable(check_gate(gate, device) for gate in GATES)
 
 
 def check_gate(gate: str | None, device: str) -> Iterator[Row]:
@@ -51,13 +50,14 @@ def check_gate(gate: str | None, device: str) -> Iterator[Row]:
     steps = run_loopback(RANKS, lambda comm: train(models[comm.rank], inputs, comm))
     loss_limit, gradient_limit = ALLOWED[DTYPE[device]]
     subject = f"gate {gate}, {RANKS} ranks, {count:.0f} M parameters"
-    error = max(abs(step.loss - exact_loss) / abs(exact_loss) for step in steps)
-    found = f"loss {steps[0].loss:.5f}, error {error:.1e}"
+    losses, found_gradients, seconds = zip(*steps, strict=True)
+    error = max(abs(loss - exact_loss) / abs(exact_loss) for loss in losses)
+    found = f"loss {losses[0]:.5f}, error {error:.1e}"
     yield Row("training", subject, found, f"{loss_limit:g}", error <= loss_limit)
     # A bias of keys adds one number to all scores of a row, and softmax is invariant to that: its gradient is rounding
     # error only. (In the language model, keys are rotated after the bias, so this does not hold there.)
     names = [name for name in exact if not (name.startswith("vision_model") and name.endswith("k_proj.bias"))]
-    worst, name = max((relative(steps[0].gradients[name], exact[name].double()), name) for name in names)
+    worst, name = max((relative(found_gradients[0][name], exact[name].double()), name) for name in names)
     found = f"largest error of a gradient {worst:.1e} ({name})"
     yield Row("training", subject, found, f"{gradient_limit:g}", worst <= gradient_limit)
     same = all(torch.equal(a, b) for a, b in zip(models[0].parameters(), models[1].parameters(), strict=True))
@@ -65,24 +65,15 @@ def check_gate(gate: str | None, device: str) -> Iterator[Row]:
     yield Row("training", f"gate {gate}, after two AdamW steps", found, "", same)
     peak = f", peak {torch.cuda.max_memory_allocated() / 2**30:.1f} GiB for all ranks" if device == "cuda" else ""
     tokens = frames * (inputs["pixel_values"].shape[-1] // 14) ** 2
-    found = f"{max(step.seconds for step in steps) * 1e3:.0f} ms a step{peak}"
+    found = f"{max(seconds) * 1e3:.0f} ms a step{peak}"
     yield Row("training", f"gate {gate}, {frames} frames, {tokens} visual tokens", found)
 
 
-@dataclass
-class Trained:
-    """Loss and gradients of the first step on one rank, and the time of the second step."""
-
-    loss: float
-    gradients: dict[str, torch.Tensor]
-    seconds: float
-
-
-def train(model: Any, inputs: dict, comm: Communicator) -> Trained:
-    """Take two steps on one rank: forward, backward, average of every gradient over the group, AdamW."""
+def train(model: Any, inputs: dict, comm: Communicator) -> tuple[float, dict[str, torch.Tensor], float]:
+    """Take two steps of AdamW on averaged gradients; return loss and gradients of the first, seconds of the second."""
     patch_model(model, group=comm)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, foreach=False)
-    result: Trained | None = None
+    first: tuple[float, dict[str, torch.Tensor]] | None = None
     for _ in range(2):
         start = time.perf_counter()
         loss = model(**inputs, use_cache=False).loss
@@ -90,11 +81,9 @@ def train(model: Any, inputs: dict, comm: Communicator) -> Trained:
         for p in model.parameters():
             if p.grad is not None:
                 p.grad.copy_(comm.all_reduce(p.grad) / comm.size)
-        result = result or Trained(float(loss.detach()), gradients(model), 0.0)
+        first = first or (float(loss.detach()), gradients(model))
         optimizer.step()
         optimizer.zero_grad()
         if loss.is_cuda:
             torch.cuda.synchronize()
-        result.seconds = time.perf_counter() - start
-    assert result is not None
-    return result
+    return *first, time.perf_counter() - start
