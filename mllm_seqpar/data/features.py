@@ -45,8 +45,7 @@ def save_features(
     Args:
         directory: created if it does not exist. A store that it already contains is replaced.
         embeds: (frames, tokens, hidden), the features of this rank's `frame_range`, which may be empty.
-        start: the number of this rank's first frame.
-        total: number of frames of the whole video.
+        start, total: the number of this rank's first frame; number of frames of the whole video.
         rank, world: this rank and the number of ranks.
         meta: metadata about the origin of the features, serialisable as JSON and equal on every rank; see
             `source_meta` and `model_fingerprint`.
@@ -90,10 +89,7 @@ def save_features(
 class FeatureStore:
     """A complete feature store, opened for reading. It keeps no tensor in memory and no file open.
 
-    Attributes:
-        total_frames, tokens_per_frame, hidden: shape of the features.
-        dtype: dtype of the features.
-        meta: the writer's metadata about their origin.
+    The features have the shape (total_frames, tokens_per_frame, hidden); `meta` is the writer's metadata.
     """
 
     def __init__(self, directory: Path, index: Mapping[str, Any]) -> None:
@@ -148,12 +144,8 @@ def open_features(directory: str | os.PathLike[str]) -> FeatureStore:
         raise DataError(f"{folder}: {found} ({INDEX} is missing); {_REDO}") from error
     except (KeyError, TypeError, ValueError) as error:
         raise DataError(f"{folder / INDEX}: not an index of features ({error!r}); {_REDO}") from error
-    faults = [
-        f"{path.name} ({fault})"
-        for start, stop, path in store._files
-        if (fault := _fault(store, identity, start, stop, path))
-    ]
-    if faults:
+    checked = ((path.name, _fault(store, identity, start, stop, path)) for start, stop, path in store._files)
+    if faults := [f"{name} ({fault})" for name, fault in checked if fault]:
         listed = ", ".join(faults[:4])
         raise DataError(f"{folder}: {len(faults)} of {len(store._files)} shards cannot be used: {listed}; {_REDO}")
     return store
@@ -181,10 +173,7 @@ def model_fingerprint(
 
     Args:
         directory: the model directory.
-        prefixes: name prefixes of the weights that compute features.
-
-    Raises:
-        DataError: the directory has no such weights.
+        prefixes: name prefixes of the weights that compute features; DataError if it has none of them.
     """
     from safetensors import safe_open
 

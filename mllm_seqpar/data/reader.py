@@ -41,7 +41,7 @@ def read_frames(
         start, stop: the range of entries; `stop=None` is the end of the plan.
         size: (height, width) to scale to (bicubic); None keeps the video's size.
         batch: frames per tensor, which bounds the memory used.
-        threads: number of decoder threads.
+        threads: of the decoder.
 
     Yields:
         uint8 tensors (up to `batch`, 3, H, W), RGB, in the plan's order.
@@ -136,17 +136,16 @@ class _Cursor:
         if self._current is None:
             raise self._undecodable(number, "the file ends before its first decodable frame")
         if self._ended and self._end is not None and self._latest < self._end:
-            raise self._undecodable(number, f"the file ends at {self._seconds(self._latest):.3f} s, its index does not")
+            raise self._undecodable(
+                number, f"the file ends at {self._plan.time(self._latest):.3f} s, its index does not"
+            )
         return self._current
 
     def _advance(self, tick: int) -> None:
         while not self._ended:
-            if self._next is None:
-                self._next = next(self._frames, None)
-                if self._next is None:
-                    self._ended = True
-                    return
-            if self._current is not None and self._next[0] > tick:
+            self._next = self._next or next(self._frames, None)
+            self._ended = self._next is None
+            if self._next is None or (self._current is not None and self._next[0] > tick):
                 return
             self._current, self._next = self._next, None
 
@@ -203,7 +202,7 @@ class _Cursor:
                 if pts is None or pts < key:
                     continue
                 if frame.is_corrupt:
-                    raise _Damaged(f"the picture at {self._seconds(pts):.3f} s is damaged")
+                    raise _Damaged(f"the picture at {self._plan.time(pts):.3f} s is damaged")
                 yield pts, frame
 
     def _record(self, packet: Any) -> None:
@@ -216,9 +215,6 @@ class _Cursor:
             if self._newest_key is not None:
                 self._longest_gop = max(self._longest_gop, time - self._newest_key)
             self._newest_key = time
-
-    def _seconds(self, tick: int) -> float:
-        return float((tick - self._plan.start) * self._plan.time_base)
 
     def _undecodable(self, number: int, why: str) -> VideoError:
         return VideoError(

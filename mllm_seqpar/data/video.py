@@ -36,8 +36,6 @@ class VideoInfo:
     """Metadata of a video, read without decoding.
 
     Attributes:
-        path: the file.
-        frames: number of frames.
         fps: average frames per second.
         duration: seconds from the start of the first frame to the end of the last.
         width, height: pixels of a coded frame, before a phone's rotation is applied.
@@ -79,7 +77,11 @@ class FramePlan:
 
     def seconds(self, index: int) -> float:
         """Return the time of entry `index` in seconds after the first frame."""
-        return float((self.ticks[index] - self.start) * self.time_base)
+        return self.time(self.ticks[index])
+
+    def time(self, tick: int) -> float:
+        """Return the time of a tick in seconds after the first frame."""
+        return float((tick - self.start) * self.time_base)
 
 
 @contextmanager
@@ -97,7 +99,7 @@ def open_video(path: str | os.PathLike[str]) -> Iterator[tuple[Any, Any]]:
     except (av.error.FFmpegError, OSError) as error:
         raise VideoError(f"{name}: not a readable video ({reason(error)}); is it complete, is it a video?") from error
     with container:
-        streams = [s for s in container.streams.video if not _is_cover_picture(s)]
+        streams = [s for s in container.streams.video if "attached_pic" not in str(getattr(s, "disposition", None))]
         if not streams:
             kinds = ", ".join(sorted({str(s.type) for s in container.streams})) or "nothing"
             raise VideoError(f"{name}: holds no video stream (found: {kinds}); give a file with moving pictures")
@@ -158,9 +160,7 @@ def _evenly_spaced(info: VideoInfo, count: int) -> FramePlan:
     if count < info.frames:
         step = Fraction(info.length, count)
         return _plan(info, [info.start + int((i + Fraction(1, 2)) * step) for i in range(count)])
-    ticks = info.ticks if info.ticks is not None else scan(info.path).ticks
-    assert ticks is not None
-    return _plan(info, ticks)
+    return _plan(info, info.ticks if info.ticks is not None else scan(info.path).ticks)
 
 
 def _plan(info: VideoInfo, ticks: Any) -> FramePlan:
@@ -221,11 +221,6 @@ def index_of(stream: Any) -> Any:
 def _index_agrees(stream: Any) -> bool:
     # A fragmented mp4 that was not read to its end counts only the frames of the fragments read so far.
     return not hasattr(stream, "index_entries") or len(index_of(stream)) > 0
-
-
-def _is_cover_picture(stream: Any) -> bool:
-    disposition = getattr(stream, "disposition", None)
-    return bool(disposition and "attached_pic" in str(disposition))
 
 
 def reason(error: Exception) -> str:

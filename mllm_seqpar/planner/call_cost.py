@@ -45,14 +45,8 @@ class VisualProjection:
 class CallCost:
     """The cost of one direction of one call: seconds of the slowest rank, bytes of the rank that sends most.
 
-    Attributes:
-        seconds: from the start to the end of the last rank, projections included.
-        attention: seconds of attention blocks.
-        projection: seconds of projecting features to K and V, and of its gradients.
-        exposed: seconds in which a rank waits for transfers or for other ranks.
-        hidden: seconds of transfers that run under computation.
-        node_bytes, network_bytes: bytes sent inside the node and to other nodes.
-        timeline: the simulated ranks.
+    `seconds` include `projection`, that of features to K and V with its gradients. In `exposed` seconds a rank waits
+    for transfers or for other ranks; `hidden` ones are those of transfers that run under computation.
     """
 
     seconds: float
@@ -81,19 +75,15 @@ def call_cost(
 
     Args:
         problem: the shapes of the call; `rank` is ignored.
-        spec: how the ranks share the call.
-        cluster: rates and links.
-        backward: the direction.
         visible: fraction of visible entries, for all blocks or for each (0.5 for balanced causal layouts).
         visible_rows: the argument of `lv_xattn_bytes`, for LV-XAttn only: Q shards are sent point-to-point, and of each
             only the rows that see a key of the receiver.
-        visual: the projection of K and V, if they are projected from visual features.
         overlap: False waits for transfers before computing.
         record: whether the timeline keeps its spans.
     """
-    degree = spec.head_degree
+    degree, replicated = spec.head_degree, spec.strategy == "replicate"
     inner = problem_between_groups(problem, degree)
-    if spec.strategy == "replicate":  # every rank attends to all keys, which it projects itself
+    if replicated:  # every rank attends to all keys, which it projects itself
         inner = replace(inner, keys=(sum(problem.keys),) * problem.ranks)
     by_group = _group_means(visible, degree)
     ratios = None
@@ -115,12 +105,12 @@ def call_cost(
             label = f"{_LABELS[transfer.kind, transfer.axis][backward]}{transfer.send_shard}"
             return SentMessage(transfer.dst * degree + member, size, label)
 
-        schedule = (
-            schedule_for((1, 1), 0, backward=backward)
-            if spec.strategy == "replicate"
-            else schedule_for(
-                spec.mesh_shape, group, backward=backward, direct=visible_rows is not None, overlap_ratios=ratios
-            )
+        schedule = schedule_for(
+            (1, 1) if replicated else spec.mesh_shape,
+            0 if replicated else group,
+            backward=backward,
+            direct=visible_rows is not None and not replicated,
+            overlap_ratios=ratios,
         )
         return [
             Phase(
@@ -177,21 +167,15 @@ def transfer_bytes(
 ) -> int:
     """Return the bytes of one transfer; their sums over a schedule equal the formulas of `schedules.bytes_sent`.
 
-    Args:
-        problem: the call.
-        transfer: the transfer.
-        backward: the direction.
-        sender: the rank that sends; with `visible_rows`, it determines which rows are sent.
-        visible_rows: the argument of `lv_xattn_bytes`.
+    With `visible_rows`, the argument of `lv_xattn_bytes`, the rank `sender` determines which rows are sent.
     """
     if transfer.axis == "kv":
         width = 2 * problem.key_batch * problem.kv_heads * problem.dim * problem.keys[transfer.send_shard]
         return width * (problem.element if transfer.kind == "input" else problem.accumulated)
     rows = problem.batch * problem.rows
     if visible_rows is not None:
-        rows = (
-            problem.key_batch * visible_rows[transfer.send_shard][transfer.dst if transfer.kind == "input" else sender]
-        )
+        receiver = transfer.dst if transfer.kind == "input" else sender
+        rows = problem.key_batch * visible_rows[transfer.send_shard][receiver]
     if transfer.kind == "input":
         per_row = 3 * problem.dim * problem.element + LSE_BYTES if backward else problem.dim * problem.element
     else:
@@ -210,20 +194,18 @@ def overlap_ratios_by_rates(
 ) -> OverlapRatios:
     """Return how many blocks hide one transfer of each kind; a mesh orders its steps by these ratios.
 
-    The ratios are rounded to two digits, so that similar lengths share one (cached) order.
+    They are rounded to two digits, so that similar lengths share one (cached) order.
     """
     inner = problem_between_groups(problem, head_degree)
     keys = ceil(sum(inner.keys) / len(inner.keys))
     block = block_seconds(inner, cluster, keys, backward=backward, visible=visible)
     a, b = mesh_shape
-    hops = {
-        "q": _slowest_hop(cluster, problem.ranks, distance=head_degree, span=a * head_degree),
-        "kv": _slowest_hop(cluster, problem.ranks, distance=a * head_degree, span=a * b * head_degree),
-    }
+    q_hop = _slowest_hop(cluster, problem.ranks, distance=head_degree, span=a * head_degree)
+    kv_hop = _slowest_hop(cluster, problem.ranks, distance=a * head_degree, span=a * b * head_degree)
 
     def blocks(kind: TransferKind, axis: Axis) -> float:
         size = transfer_bytes(inner, Transfer(kind, axis, 0, 0, 0, 0), backward=backward, sender=0)
-        rate, latency, _ = hops[axis]
+        rate, latency, _ = q_hop if axis == "q" else kv_hop
         seconds = latency + size / rate + cluster.step_overhead_s
         return float(f"{seconds / block:.2g}") if block else 1.0
 
@@ -232,15 +214,13 @@ def overlap_ratios_by_rates(
         kv=blocks("input", "kv"),
         o=blocks("result", "q"),
         dkv=blocks("result", "kv"),
-        one_link=hops["q"][2] == hops["kv"][2],
+        one_link=q_hop[2] == kv_hop[2],
     )
 
 
 def _slowest_hop(cluster: Cluster, ranks: int, *, distance: int, span: int) -> tuple[float, float, bool]:
-    """Return the slowest hop of rings of `span` ranks whose neighbours are `distance` ranks apart.
-
-    It is described by its bytes/s, its latency in seconds, and whether it crosses nodes.
-    """
+    """Return bytes/s, latency in seconds, and whether nodes are crossed, of the slowest hop of rings of `span` ranks
+    whose neighbours are `distance` ranks apart."""
     node = cluster.gpus_per_node
     if ranks <= node or (span <= node and node % span == 0):
         return cluster.node_link, cluster.node_latency_s, False

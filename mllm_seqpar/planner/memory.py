@@ -16,7 +16,7 @@ from __future__ import annotations
 from mllm_seqpar.schedules.bytes_sent import LSE_BYTES, Problem
 
 from .candidates import ParallelSpec
-from .model import ResamplerSizes, VisionSizes
+from .model import CrossAttentionSizes, ResamplerSizes, TextSizes, VisionSizes
 from .workload import Workload
 
 FLOAT32 = 4
@@ -34,7 +34,8 @@ def peak_memory(workload: Workload, spec: ParallelSpec) -> dict[str, int]:
     kinds = memory_behind_features(workload, spec)
     if workload.training:
         kinds["activations"] += saved_before_features(workload)
-    kinds["buffers"] += _gathered_layers(workload)
+    if n > 1:  # FSDP2: the current layer and the next one, gathered; in backward, one unsharded gradient
+        kinds["buffers"] += workload.model.largest_layer * workload.element * (3 if workload.training else 2)
     tower = frozen_tower_memory(workload) - kinds["features"] - kinds["activations"]
     return {
         "parameters": workload.model.parameters * workload.parameter // n,
@@ -48,21 +49,22 @@ def peak_memory(workload: Workload, spec: ParallelSpec) -> dict[str, int]:
 def memory_behind_features(workload: Workload, spec: ParallelSpec) -> dict[str, int]:
     """Return features, activations and buffers of the language model and cross-attention."""
     text, element, tokens = workload.model.text, workload.element, workload.tokens
-    features = _visual_tokens(workload, spec) * workload.model.cross.visual_dim * element
+    features = _visual_tokens(workload, spec) * workload.model.cross.visual_dim
+    backward = workload.training and workload.visual.trained
+    buffers = max(_cross_attention_buffers(workload, spec), _mlp_buffers(workload))
+    if spec.strategy == "replicate" and workload.gpus > 1:
+        # The shards before concatenation; in backward, the gradient's shards, float32 sums and whole.
+        buffers = max(buffers, features * (element + (2 * FLOAT32 if backward else 0)))
     if workload.training:
         activations = saved_for_backward(workload, spec)
     else:  # one layer at a time
-        activations = 2 * tokens * text.hidden * element + _attention_layer(
-            workload, text.heads, text.kv_heads, text.head_dim
-        )
+        activations = 2 * tokens * text.hidden * element + _attention_layer(workload, text)
         activations += workload.mlp_tokens * _mlp_token(element, text.mlp_inner, text.mlp_matrices)
     logits = tokens * text.vocabulary * (element + (2 * FLOAT32 if workload.training else 0))
     return {
-        "features": features * (2 if workload.training and workload.visual.trained else 1),
+        "features": features * element * (2 if backward else 1),
         "activations": activations + logits,
-        "buffers": max(
-            _cross_attention_buffers(workload, spec), _mlp_buffers(workload), _gathered_features(workload, spec)
-        ),
+        "buffers": buffers,
     }
 
 
@@ -72,16 +74,15 @@ def memory_behind_features(workload: Workload, spec: ParallelSpec) -> dict[str, 
 def saved_for_backward(workload: Workload, spec: ParallelSpec) -> int:
     """Return the bytes that the language model and cross-attention save, without the logits."""
     text, cross = workload.model.text, workload.model.cross
-    decoder = _attention_layer(workload, text.heads, text.kv_heads, text.head_dim)
-    decoder += _mlp_layer(workload, text.mlp_inner, text.mlp_matrices)
-    crossing = _attention_layer(workload, cross.heads, 0, cross.head_dim)
+    decoder = _attention_layer(workload, text) + _mlp_layer(workload, text)
+    crossing = _attention_layer(workload, cross)
     if cross.own_queries:  # the two results that the gates scale, and the norm of Q
         token = 2 * text.hidden * workload.element + _head_norm(workload, cross.heads)
         crossing += workload.tokens * token
     if cross.gate == "per_head":  # the visual and the text part that it weights
         crossing += workload.tokens * 2 * cross.heads * cross.head_dim * workload.element
     if cross.mlp_inner:
-        crossing += _mlp_layer(workload, cross.mlp_inner, cross.mlp_matrices)
+        crossing += _mlp_layer(workload, cross)
     visual = 0 if workload.recompute else _keys_values_and_norms(workload, spec)
     if workload.checkpointing:  # the input of every layer, and the inside of one
         layer_input = workload.tokens * text.hidden * workload.element
@@ -105,17 +106,20 @@ def saved_before_features(workload: Workload) -> int:
     return workload.local_frames * frame
 
 
-def _attention_layer(workload: Workload, heads: int, kv_heads: int, dim: int) -> int:
-    """The norm before attention; q, k, v; o, and o as its projection takes it; the log-sum-exp."""
-    elements = 3 * heads * dim + 2 * kv_heads * dim
-    return _norm(workload) + workload.tokens * (workload.element * elements + heads * LSE_BYTES)
+def _attention_layer(workload: Workload, sizes: TextSizes | CrossAttentionSizes) -> int:
+    """The norm before attention; q, k, v; o, and o as its projection takes it; the log-sum-exp.
+
+    K and V of frames are counted separately.
+    """
+    kv_heads = sizes.kv_heads if isinstance(sizes, TextSizes) else 0
+    elements = (3 * sizes.heads + 2 * kv_heads) * sizes.head_dim
+    return _norm(workload) + workload.tokens * (workload.element * elements + sizes.heads * LSE_BYTES)
 
 
-def _mlp_layer(workload: Workload, inner: int, matrices: int) -> int:
+def _mlp_layer(workload: Workload, sizes: TextSizes | CrossAttentionSizes) -> int:
     """The norm before the MLP, whose output is the MLP's input; the inner activations, unless chunks recompute them."""
-    if workload.chunked:
-        return _norm(workload)
-    return _norm(workload) + workload.tokens * _mlp_token(workload.element, inner, matrices)
+    inner = 0 if workload.chunked else _mlp_token(workload.element, sizes.mlp_inner, sizes.mlp_matrices)
+    return _norm(workload) + workload.tokens * inner
 
 
 def _mlp_token(element: int, inner: int, matrices: int) -> int:
@@ -146,7 +150,6 @@ def _visual_tokens(workload: Workload, spec: ParallelSpec) -> int:
 
 
 def _keys_values(workload: Workload, spec: ParallelSpec, element: int) -> int:
-    """K and V of one layer."""
     cross = workload.model.cross
     return 2 * _visual_tokens(workload, spec) * cross.kv_heads * cross.head_dim * element
 
@@ -172,12 +175,12 @@ def _resampler_layer(resampler: ResamplerSizes, vision: VisionSizes, element: in
     the GELU of Flamingo's two. A layer norm saves a mean and a factor per normalized row.
     """
     latents, both, attended = vision.keys, vision.keys + vision.tokens, resampler.heads * resampler.head_dim
-    idefics = resampler.code == "idefics"
-    elements = both * ((2 if idefics else 1) * vision.width + (3 if idefics else 2) * attended)  # concatenation; k, v
-    elements += latents * (4 * vision.width + (3 if idefics else 2) * attended)  # two norms; q, o
+    idefics = resampler.code == "idefics"  # a bool counts as 0 or 1
+    elements = both * ((1 + idefics) * vision.width + (2 + idefics) * attended)  # concatenation; k, v
+    elements += latents * (4 * vision.width + (2 + idefics) * attended)  # two norms; q, o
     elements += 2 * resampler.heads * latents * both  # probabilities, and their copy for the product with V
-    elements += latents * (1 if idefics else 2) * resampler.mlp_inner
-    normalized = vision.tokens + 2 * latents + (resampler.heads * (both + latents) if idefics else 0)
+    elements += latents * (2 - idefics) * resampler.mlp_inner
+    normalized = vision.tokens + 2 * latents + idefics * resampler.heads * (both + latents)
     return element * elements + 2 * FLOAT32 * normalized
 
 
@@ -197,22 +200,6 @@ def frozen_tower_memory(workload: Workload) -> int:
     elements += vision.tokens if vision.tiles > 1 else 0
     frames = min(workload.local_frames, workload.vision_chunk_size or workload.local_frames)
     return frames * vision.tokens * elements * workload.element
-
-
-def _gathered_layers(workload: Workload) -> int:
-    """FSDP2: the current layer and the next one, gathered; in backward, one unsharded gradient."""
-    if workload.gpus == 1:
-        return 0
-    return workload.model.largest_layer * workload.element * (3 if workload.training else 2)
-
-
-def _gathered_features(workload: Workload, spec: ParallelSpec) -> int:
-    """Replication: the shards before concatenation; in backward, the gradient's shards, float32 sums and whole."""
-    if spec.strategy != "replicate" or workload.gpus == 1:
-        return 0
-    backward = workload.training and workload.visual.trained
-    width = workload.element + (2 * FLOAT32 if backward else 0)
-    return _visual_tokens(workload, spec) * workload.model.cross.visual_dim * width
 
 
 def _cross_attention_buffers(workload: Workload, spec: ParallelSpec) -> int:
@@ -253,15 +240,11 @@ def _schedule_buffers(problem: Problem, spec: ParallelSpec, *, backward: bool) -
 def _mlp_buffers(workload: Workload) -> int:
     """One MLP in backward: gradients of two inner activations; in chunks, also one chunk's inner activations and the
     float32 sums of the weight gradients."""
-    if not workload.training:
-        return 0
-    text, cross, element = workload.model.text, workload.model.cross, workload.element
-
-    def buffers(inner: int, matrices: int) -> int:
-        size = workload.mlp_tokens * 2 * inner * element
+    model, tokens, element, largest = workload.model, workload.mlp_tokens, workload.element, 0
+    for sizes in (model.text, model.cross) if workload.training else ():
+        inner, matrices = sizes.mlp_inner, sizes.mlp_matrices
+        size = tokens * 2 * inner * element
         if workload.chunked:
-            size += workload.mlp_tokens * _mlp_token(element, inner, matrices)
-            size += matrices * text.hidden * inner * FLOAT32
-        return size
-
-    return max(buffers(text.mlp_inner, text.mlp_matrices), buffers(cross.mlp_inner, cross.mlp_matrices))
+            size += tokens * _mlp_token(element, inner, matrices) + matrices * model.text.hidden * inner * FLOAT32
+        largest = max(largest, size)
+    return largest

@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from mllm_seqpar.errors import ConfigError
 
@@ -26,17 +26,17 @@ class _Sizes:
 
     def __post_init__(self) -> None:
         for field in fields(self):  # type: ignore[arg-type]
-            value = getattr(self, field.name)
-            if str(field.type) == "bool":
-                if not isinstance(value, bool):
-                    raise ConfigError(f"{field.name} is {value!r}; expected true or false")
-            elif str(field.type) == "str":
-                if value not in self.choices[field.name]:
-                    raise ConfigError(f"{field.name} is {value!r}; choose one of {', '.join(self.choices[field.name])}")
+            name, value = field.name, getattr(self, field.name)
+            if name in self.choices:
+                valid, allowed = value in self.choices[name], f"choose one of {', '.join(self.choices[name])}"
+            elif str(field.type) == "bool":
+                valid, allowed = isinstance(value, bool), "expected true or false"
             else:
-                least = 0 if field.name in self.may_be_zero else 1
-                if not isinstance(value, int) or isinstance(value, bool) or value < least:
-                    raise ConfigError(f"{field.name} is {value!r}; expected a whole number, {least} or more")
+                least = 0 if name in self.may_be_zero else 1
+                valid = isinstance(value, int) and not isinstance(value, bool) and value >= least
+                allowed = f"expected a whole number, {least} or more"
+            if not valid:
+                raise ConfigError(f"{name} is {value!r}; {allowed}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,11 +70,6 @@ class TextSizes(_Sizes):
     @property
     def mlp_parameters(self) -> int:
         return self.mlp_matrices * self.hidden * self.mlp_inner
-
-    @property
-    def embedding_parameters(self) -> int:
-        """The input embeddings, and the language model head unless it is tied to them."""
-        return self.vocabulary * self.hidden * (1 if self.tied_embeddings else 2)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -192,11 +187,9 @@ class ModelSizes:
 
     @property
     def connector_parameters(self) -> int:
-        count = self.projector_parameters
-        if self.resampler:
-            width, r = self.vision.width, self.resampler
-            count += r.layers * (4 * width * r.heads * r.head_dim + 2 * width * r.mlp_inner)
-        return count
+        width, r = self.vision.width, self.resampler
+        resampler = r.layers * (4 * width * r.heads * r.head_dim + 2 * width * r.mlp_inner) if r else 0
+        return self.projector_parameters + resampler
 
     @property
     def connector_work(self) -> int:
@@ -209,14 +202,16 @@ class ModelSizes:
         return work
 
     @property
-    def language_parameters(self) -> int:
-        text = self.text
-        return text.layers * (text.attention_parameters + text.mlp_parameters) + text.embedding_parameters
-
-    @property
     def parameters(self) -> int:
-        cross = self.cross.layers * self.cross_parameters
-        return self.language_parameters + cross + self.vision.parameters + self.connector_parameters
+        text = self.text
+        embeddings = text.vocabulary * text.hidden * (1 if text.tied_embeddings else 2)  # tied: no separate head
+        return (
+            text.layers * (text.attention_parameters + text.mlp_parameters)
+            + embeddings
+            + self.cross.layers * self.cross_parameters
+            + self.vision.parameters
+            + self.connector_parameters
+        )
 
     @property
     def largest_layer(self) -> int:
@@ -232,19 +227,14 @@ _SECTIONS = {"text": TextSizes, "cross": CrossAttentionSizes, "vision": VisionSi
 def read_model(path: str | Path) -> ModelSizes:
     """Read a model file (YAML, the sections of `ModelSizes`), a Hugging Face model directory, or its `config.json`.
 
-    Raises:
-        ConfigError: no such file, or invalid contents.
+    Raise ConfigError if there is no such file or its contents are invalid.
     """
     path = Path(path)
     if path.is_dir() or path.suffix == ".json":
         from .hf_config import read_hf_config
 
         return read_hf_config(path)
-    return _model_from(read_yaml(path, "model"), str(path))
-
-
-def _model_from(values: dict[str, Any], origin: str) -> ModelSizes:
-    sections: dict[str, Any] = dict(values)
+    sections, origin = read_yaml(path, "model"), str(path)
     for name, cls in _SECTIONS.items():
         if name not in sections or (name == "resampler" and sections[name] is None):
             continue
