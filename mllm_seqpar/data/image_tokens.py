@@ -5,8 +5,6 @@ only appends text, so an answer is the text between the conversation that opens 
 it. The labels are the tokens whose character offsets lie in such a span.
 """
 
-from __future__ import annotations
-
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any

@@ -41,7 +41,6 @@ def read_frames(
         start, stop: the range of entries; `stop=None` is the end of the plan.
         size: (height, width) to scale to (bicubic); None keeps the video's size.
         batch: frames per tensor, which bounds the memory used.
-        threads: of the decoder.
 
     Yields:
         uint8 tensors (up to `batch`, 3, H, W), RGB, in the plan's order.
@@ -66,7 +65,6 @@ def read_frames(
 
 
 def check_range(start: int, stop: int, total: int, batch: int) -> None:
-    """Raise ConfigError for a range outside [0, total] and for a batch below 1."""
     if not 0 <= start <= stop <= total:
         raise ConfigError(f"frames {start} to {stop} asked of a source that has {total}; pass a range within them")
     if batch < 1:
@@ -89,13 +87,10 @@ class _Converter:
         height, width = self._size or self._coded_size
         if self._size and turns % 2:
             height, width = width, height
-        rgb = self._reformatter.reformat(
-            frame, width=width, height=height, format="rgb24", interpolation="BICUBIC"
-        ).to_ndarray()
+        rgb = self._reformatter.reformat(frame, width, height, "rgb24", interpolation="BICUBIC").to_ndarray()
         image = torch.from_numpy(rgb).permute(2, 0, 1)
-        image = torch.rot90(image, turns, (1, 2)) if turns else image
-        self._last = (pts, image)
-        return image
+        self._last = pts, torch.rot90(image, turns, (1, 2)) if turns else image
+        return self._last[1]
 
 
 class _Cursor:
@@ -136,9 +131,8 @@ class _Cursor:
         if self._current is None:
             raise self._undecodable(number, "the file ends before its first decodable frame")
         if self._ended and self._end is not None and self._latest < self._end:
-            raise self._undecodable(
-                number, f"the file ends at {self._plan.time(self._latest):.3f} s, its index does not"
-            )
+            seconds = self._plan.time(self._latest)
+            raise self._undecodable(number, f"the file ends at {seconds:.3f} s, its index does not")
         return self._current
 
     def _advance(self, tick: int) -> None:
@@ -206,7 +200,6 @@ class _Cursor:
                 yield pts, frame
 
     def _record(self, packet: Any) -> None:
-        """Update the latest time, the delay and the longest GOP from a packet."""
         time = _time(packet)
         self._latest = max(self._latest, time)
         if packet.is_keyframe:

@@ -21,7 +21,6 @@ _log = get_logger(__name__)
 
 
 def require_av() -> Any:
-    """Return the PyAV module; raise an ImportError that names the extra to install if it is missing."""
     try:
         import av
     except ImportError as error:
@@ -39,8 +38,7 @@ class VideoInfo:
         fps: average frames per second.
         duration: seconds from the start of the first frame to the end of the last.
         width, height: pixels of a coded frame, before a phone's rotation is applied.
-        start: presentation time of the first frame, in ticks of `time_base` seconds.
-        length: `duration` in ticks.
+        start, length: presentation time of the first frame, and `duration`, in ticks of `time_base` seconds.
         ticks: presentation time of every frame, ascending, if the packets were scanned; otherwise None.
     """
 
@@ -76,7 +74,6 @@ class FramePlan:
         return len(self.ticks)
 
     def seconds(self, index: int) -> float:
-        """Return the time of entry `index` in seconds after the first frame."""
         return self.time(self.ticks[index])
 
     def time(self, tick: int) -> float:
@@ -113,7 +110,9 @@ def probe(path: str | os.PathLike[str]) -> VideoInfo:
         VideoError: the file is missing, corrupt, empty, without video, or without presentation times.
     """
     with open_video(path) as (container, stream):
-        if stream.frames > 0 and stream.duration and stream.start_time is not None and _index_agrees(stream):
+        # A fragmented mp4 that was not read to its end counts only the frames of the fragments read so far.
+        index_agrees = not hasattr(stream, "index_entries") or len(index_of(stream)) > 0
+        if stream.frames > 0 and stream.duration and stream.start_time is not None and index_agrees:
             return _info(path, stream, stream.frames, stream.start_time, stream.duration, None)
         return _scan(path, container, stream)
 
@@ -130,13 +129,9 @@ def plan_frames(
     """Choose frames of a video: `fps` per second, `num_frames` evenly spaced, or all of them.
 
     Args:
-        info: from `probe` or `scan`.
         fps: take frames at 0, 1/fps, 2/fps, ... seconds; every frame once if the video's rate is not higher.
         num_frames: take the frames in the middle of this many equal parts; every frame once if there are not more.
         max_frames: if `fps` (or all frames) gives more than this, take this many as by `num_frames`.
-
-    Returns:
-        A plan with at least one frame, the same on every rank that reads the same file.
 
     Raises:
         ConfigError: a value that is not positive, or both `fps` and `num_frames`.
@@ -151,20 +146,15 @@ def plan_frames(
         step = 1 / (Fraction(fps).limit_denominator(1_000_000) * info.time_base)  # ticks between planned frames
         count = -(-info.length // step)  # ceil: all k with k * step < length
         if max_frames is None or count <= max_frames:
-            return _plan(info, [info.start + round(k * step) for k in range(int(count))])
-        return _evenly_spaced(info, max_frames)
-    return _evenly_spaced(info, min(n for n in (num_frames, max_frames, info.frames) if n is not None))
-
-
-def _evenly_spaced(info: VideoInfo, count: int) -> FramePlan:
+            ticks = [info.start + round(k * step) for k in range(int(count))]
+            return FramePlan(info.path, tuple(ticks), info.time_base, info.start)
+    count = min(n for n in (num_frames, max_frames, info.frames) if n is not None)
     if count < info.frames:
         step = Fraction(info.length, count)
-        return _plan(info, [info.start + int((i + Fraction(1, 2)) * step) for i in range(count)])
-    return _plan(info, info.ticks if info.ticks is not None else scan(info.path).ticks)
-
-
-def _plan(info: VideoInfo, ticks: Any) -> FramePlan:
-    return FramePlan(info.path, tuple(ticks), info.time_base, info.start)
+        ticks = [info.start + int((i + Fraction(1, 2)) * step) for i in range(count)]
+    else:
+        ticks = info.ticks if info.ticks is not None else scan(info.path).ticks
+    return FramePlan(info.path, tuple(ticks or ()), info.time_base, info.start)
 
 
 def _scan(path: str | os.PathLike[str], container: Any, stream: Any) -> VideoInfo:
@@ -216,11 +206,6 @@ def index_of(stream: Any) -> Any:
     """Return the container's index of a stream if it lists every frame, otherwise an empty tuple."""
     entries = getattr(stream, "index_entries", ())  # Newer PyAV only; without it, packets are scanned.
     return entries if stream.frames and len(entries) == stream.frames else ()
-
-
-def _index_agrees(stream: Any) -> bool:
-    # A fragmented mp4 that was not read to its end counts only the frames of the fragments read so far.
-    return not hasattr(stream, "index_entries") or len(index_of(stream)) > 0
 
 
 def reason(error: Exception) -> str:

@@ -3,8 +3,6 @@
 `ClusterSelector` implements `runtime.selection.StrategySelector` with the planner's cost model.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field, replace
 from math import ceil, log2
 

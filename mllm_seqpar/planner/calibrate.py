@@ -5,8 +5,6 @@ result is the same on every rank. Sizes grow until a measurement is long enough 
 quick on a slow machine and does not measure latency alone on a fast one.
 """
 
-from __future__ import annotations
-
 import os
 import socket
 import time

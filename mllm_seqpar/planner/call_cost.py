@@ -5,8 +5,6 @@ Projecting K and V from visual features costs 4 d_vis G D FLOPs per key; backwar
 and once more where K and V are recomputed.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import ceil
@@ -26,10 +24,9 @@ VisibleFraction = float | Sequence[Sequence[float]]
 
 @dataclass(frozen=True, kw_only=True)
 class VisualProjection:
-    """The projection of visual features to the K and V of a cross-attention call.
+    """The projection of visual features with `dim` channels to the K and V of a cross-attention call.
 
     Attributes:
-        dim: channels of the visual features.
         layers: cross-attention layers of the model; the cost of gathering the features is divided by it.
         recompute: whether backward projects K and V again.
         trained: whether the features require gradients (the vision tower or the projector is trained).
@@ -183,6 +180,11 @@ def transfer_bytes(
     return rows * problem.heads * per_row
 
 
+def shard_bytes(problem: Problem, kind: TransferKind, axis: Axis, *, backward: bool) -> int:
+    """Return the bytes of a transfer of the first shard, without a mask."""
+    return transfer_bytes(problem, Transfer(kind, axis, 0, 0, 0, 0), backward=backward, sender=0)
+
+
 def overlap_ratios_by_rates(
     problem: Problem,
     mesh_shape: tuple[int, int],
@@ -204,7 +206,7 @@ def overlap_ratios_by_rates(
     kv_hop = _slowest_hop(cluster, problem.ranks, distance=a * head_degree, span=a * b * head_degree)
 
     def blocks(kind: TransferKind, axis: Axis) -> float:
-        size = transfer_bytes(inner, Transfer(kind, axis, 0, 0, 0, 0), backward=backward, sender=0)
+        size = shard_bytes(inner, kind, axis, backward=backward)
         rate, latency, _ = q_hop if axis == "q" else kv_hop
         seconds = latency + size / rate + cluster.step_overhead_s
         return float(f"{seconds / block:.2g}") if block else 1.0
@@ -252,10 +254,8 @@ def _collectives(
 
 
 def _replication(problem: Problem, cluster: Cluster, backward: bool, visual: VisualProjection | None) -> CollectiveCost:
-    """Return one layer's part of gathering the features once per step, or of summing their gradients.
-
-    Without features, every layer gathers K and V.
-    """
+    """Return one layer's part of gathering the features once per step, or of summing their gradients; without
+    features, of gathering K and V."""
     keys, layers = problem.key_batch * max(problem.keys), 1
     size = 2 * keys * problem.kv_heads * problem.dim
     if visual is not None:
@@ -269,15 +269,13 @@ def _replication(problem: Problem, cluster: Cluster, backward: bool, visual: Vis
 def _projection_seconds(
     problem: Problem, spec: ParallelSpec, cluster: Cluster, visual: VisualProjection | None, backward: bool
 ) -> float:
-    """Return the seconds of projecting K and V; backward, those of the gradients and of the recomputation."""
     if visual is None:
         return 0.0
     keys = max(problem.keys) * (problem.ranks if spec.strategy == "replicate" else 1)
     forward = 4 * problem.key_batch * keys * visual.dim * problem.kv_heads * problem.dim / cluster.matmul
     if not backward:
         return forward
-    gradients = 2 if visual.trained else 1  # of the weights, and of the features
-    return forward * (gradients + visual.recompute)
+    return forward * (1 + visual.trained + visual.recompute)  # gradients of the weights, and of the features
 
 
 def _group_means(visible: VisibleFraction, degree: int) -> VisibleFraction:

@@ -1,7 +1,5 @@
 """Candidate parallel specs of one attention call, and how a spec changes the problem that its schedule solves."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 

@@ -6,8 +6,6 @@ own link. Between nodes each node has one link (`network_link`), of which a sing
 card per GPU: `network_link_per_gpu`).
 """
 
-from __future__ import annotations
-
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -24,7 +22,6 @@ class Cluster:
         gpus_per_node: ranks r and s share a node if r // gpus_per_node == s // gpus_per_node.
         attention_forward, attention_backward: rate of block attention, counting 4 (backward: 10) FLOPs per query, key,
             head and channel of the head.
-        matmul: rate of linear layers.
         node_link: link of one GPU to the other GPUs of its node.
         network_link: link of one node to the other nodes, shared by its GPUs.
         node_latency_s, network_latency_s: time from posting a transfer to its first byte, inside and between nodes.

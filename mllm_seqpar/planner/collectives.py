@@ -1,7 +1,5 @@
 """Costs of collectives by closed formulas. All ranks do the same at once, so no simulation is needed."""
 
-from __future__ import annotations
-
 from collections import Counter
 from typing import NamedTuple
 

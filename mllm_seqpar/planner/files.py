@@ -1,7 +1,5 @@
 """Reading YAML files into frozen dataclasses, with errors that name the file, the field and the allowed values."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import MISSING, Field, fields

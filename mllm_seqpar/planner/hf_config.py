@@ -4,8 +4,6 @@ The file is read as JSON, so that planning needs no model library. Each family t
 `patches/<family>/planner.py`.
 """
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

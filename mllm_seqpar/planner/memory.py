@@ -11,10 +11,9 @@ the formulas with real, patched models. Dropout and position embeddings are left
 that compute in float32, which save most; layer norms, as in OpenFlamingo, save less.
 """
 
-from __future__ import annotations
-
 from mllm_seqpar.schedules.bytes_sent import LSE_BYTES, Problem
 
+from .call_cost import shard_bytes
 from .candidates import ParallelSpec
 from .model import CrossAttentionSizes, ResamplerSizes, TextSizes, VisionSizes
 from .workload import Workload
@@ -144,7 +143,6 @@ def _head_norm(workload: Workload, heads: int) -> int:
 
 
 def _visual_tokens(workload: Workload, spec: ParallelSpec) -> int:
-    """Visual tokens of all samples from which a rank projects K and V."""
     copies = workload.gpus if spec.strategy == "replicate" else 1
     return workload.local_frames * workload.model.vision.keys * copies
 
@@ -155,14 +153,10 @@ def _keys_values(workload: Workload, spec: ParallelSpec, element: int) -> int:
 
 
 def _keys_values_and_norms(workload: Workload, spec: ParallelSpec) -> int:
-    """K and V of one layer, and what the norms before them save.
-
-    A norm of the features saves their float32 copy (a copy only if they have another dtype), a factor per token, the
-    normalized features if its weight is trained, and its result.
-    """
+    """K and V of one layer, and what the norms before them save."""
     cross, element = workload.model.cross, workload.element
     token = _head_norm(workload, cross.kv_heads)
-    if cross.features_norm:
+    if cross.features_norm:  # a float32 copy of another dtype, the normalized features to train its weight, its result
         copies = (FLOAT32 if element < FLOAT32 else 0) + (element if workload.language_trained else 0)
         token += cross.visual_dim * (copies + element) + FLOAT32
     return _keys_values(workload, spec, element) + _visual_tokens(workload, spec) * token
@@ -171,8 +165,8 @@ def _keys_values_and_norms(workload: Workload, spec: ParallelSpec) -> int:
 def _resampler_layer(resampler: ResamplerSizes, vision: VisionSizes, element: int) -> int:
     """One layer on one frame: latents and patches are normalized and concatenated, and latents attend to both; an MLP.
 
-    IDEFICS concatenates twice, for K and for V, and normalizes Q and K. The ReLU of its MLP saves one inner activation,
-    the GELU of Flamingo's two. A layer norm saves a mean and a factor per normalized row.
+    IDEFICS concatenates for K and for V, and normalizes Q and K. Its ReLU saves one inner activation, Flamingo's GELU
+    two. A layer norm saves a mean and a factor per normalized row.
     """
     latents, both, attended = vision.keys, vision.keys + vision.tokens, resampler.heads * resampler.head_dim
     idefics = resampler.code == "idefics"  # a bool counts as 0 or 1
@@ -220,14 +214,11 @@ def _cross_attention_buffers(workload: Workload, spec: ParallelSpec) -> int:
 def _schedule_buffers(problem: Problem, spec: ParallelSpec, *, backward: bool) -> int:
     """Shards of other ranks that a rank holds at one time, and results in flight.
 
-    A ring holds two of each kind, a mesh those of all other ranks of its groups. Ulysses holds its heads of everything
-    once more.
+    A ring holds two of each kind, a mesh those of all other ranks of its groups. Ulysses holds all its heads once more.
     """
-    rows = problem.batch * problem.rows * problem.heads
-    columns = 2 * problem.key_batch * max(problem.keys) * problem.kv_heads * problem.dim
-    q = rows * (3 * problem.dim * problem.element + LSE_BYTES if backward else problem.dim * problem.element)
-    o = rows * (problem.dim * problem.accumulated + (0 if backward else LSE_BYTES))
-    kv = columns * problem.element + (columns * problem.accumulated if backward else 0)
+    q, o = (shard_bytes(problem, kind, "q", backward=backward) for kind in ("input", "result"))
+    kv = shard_bytes(problem, "input", "kv", backward=backward)
+    kv += shard_bytes(problem, "result", "kv", backward=backward) if backward else 0
     if spec.strategy == "replicate":
         return o
     a, b = spec.mesh_shape

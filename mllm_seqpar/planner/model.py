@@ -41,10 +41,9 @@ class _Sizes:
 
 @dataclass(frozen=True, kw_only=True)
 class TextSizes(_Sizes):
-    """The language model.
+    """The language model; `layers` does not count cross-attention layers that replace a decoder layer.
 
     Attributes:
-        layers: decoder layers with self-attention; cross-attention layers that replace one are not counted.
         mlp_matrices: 3 for gated MLPs, 2 for others.
         norm: what its norms save, see `CrossAttentionSizes.key_norm`.
     """
@@ -64,7 +63,6 @@ class TextSizes(_Sizes):
 
     @property
     def attention_parameters(self) -> int:
-        """The q, k, v and o projections of one layer."""
         return self.hidden * self.head_dim * (2 * self.heads + 2 * self.kv_heads)
 
     @property
@@ -74,10 +72,9 @@ class TextSizes(_Sizes):
 
 @dataclass(frozen=True, kw_only=True)
 class CrossAttentionSizes(_Sizes):
-    """Cross-attention, whose K and V are projected from visual features.
+    """Cross-attention, whose K and V are projected from visual features of `visual_dim` channels.
 
     Attributes:
-        visual_dim: channels of the visual features.
         own_queries: whether it has its own q and o projections (mPLUG-Owl3 shares those of self-attention).
         mlp_inner, mlp_matrices: its own MLP; 0 for none.
         features_norm: whether each layer normalizes the features before it projects them (mPLUG-Owl3).

@@ -1,7 +1,5 @@
 """A plan: for each strategy the time of a step by part, the memory by kind, and the longest video that fits."""
 
-from __future__ import annotations
-
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace

@@ -1,7 +1,5 @@
 """A plan as a text for people and as a mapping for programs."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from typing import Any

@@ -3,8 +3,6 @@
 The result is deterministic: ranks with the same problem and cluster select the same spec.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 

@@ -9,8 +9,6 @@ Where the schedules of all ranks are equal up to a shift by `period` ranks, it i
 then represents all ranks that equal r modulo the period, and what it sends to such a copy arrives at itself.
 """
 
-from __future__ import annotations
-
 from collections import defaultdict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -39,8 +37,7 @@ class Computation(NamedTuple):
 class Phase:
     """One step of one rank: transfers that are posted together, and computations.
 
-    Between two ranks, transfers match in the order in which they are posted. `sources` has one entry per incoming
-    transfer.
+    Between two ranks, transfers match in the order of posting. `sources` has one entry per incoming transfer.
     """
 
     sends: tuple[SentMessage, ...] = ()
@@ -86,12 +83,10 @@ class Timeline:
 
     @property
     def all_node_bytes(self) -> int:
-        """Bytes that all ranks together send inside nodes."""
         return sum(self.node_bytes) * self.ranks // self.period
 
     @property
     def all_network_bytes(self) -> int:
-        """Bytes that all ranks together send between nodes."""
         return sum(self.network_bytes) * self.ranks // self.period
 
 
@@ -256,12 +251,10 @@ class _Simulation:
         transfers = {key: transfer for port in changed for key, transfer in self.on_port[port].items()}
         for transfer in transfers.values():
             rate = min(self.capacity[port[0]] / len(self.on_port[port]) for port in transfer.ports)
-            if rate == transfer.rate:
-                continue
-            transfer.remaining = max(0.0, transfer.remaining - transfer.rate * (now - transfer.since))
-            transfer.since, transfer.rate = now, rate
-            transfer.version += 1
-            self._push(now + transfer.remaining / rate, _DONE, transfer, transfer.version)
+            if rate != transfer.rate:
+                transfer.remaining = max(0.0, transfer.remaining - transfer.rate * (now - transfer.since))
+                transfer.since, transfer.rate, transfer.version = now, rate, transfer.version + 1
+                self._push(now + transfer.remaining / rate, _DONE, transfer, transfer.version)
 
     def _finish(self, transfer: _Transfer, now: float) -> None:
         if self.record and transfer.message.size:
@@ -292,12 +285,11 @@ class _Simulation:
         self._push(end, _BEGIN, rank)
 
     def _record(self, state: _Rank, phase: Phase, end: float, busy: float) -> None:
-        at = state.begin if self.serial < 1.0 else end - busy
-        if self.serial == 1.0 and end - busy > state.begin:
-            state.spans.append(TimelineSpan("wait", state.begin, end - busy, state.step))
+        at = begin = state.begin if self.serial < 1.0 else end - busy
         for item in phase.work:
             if item.seconds:
                 state.spans.append(TimelineSpan("compute", at, at + item.seconds, state.step, item.label))
             at += item.seconds
-        if self.serial < 1.0 and end > at:
-            state.spans.append(TimelineSpan("wait", at, end, state.step))
+        wait = (at, end) if self.serial < 1.0 else (state.begin, begin)
+        if wait[1] > wait[0]:
+            state.spans.append(TimelineSpan("wait", *wait, state.step))

@@ -3,8 +3,6 @@
 What runs around a schedule (Ulysses' all-to-all, gathering of features, projections) is not drawn.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any

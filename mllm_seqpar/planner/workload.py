@@ -1,7 +1,5 @@
 """What is planned: one training step, or one forward pass, of a model on a video and a text."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from mllm_seqpar.errors import ConfigError
@@ -93,12 +91,10 @@ class Workload:
 
     @property
     def tokens(self) -> int:
-        """Text tokens of all samples on each rank."""
         return self.batch * self.rows
 
     @property
     def mlp_tokens(self) -> int:
-        """Tokens that an MLP computes at once."""
         return self.tokens if self.mlp_chunk_size is None else min(self.tokens, self.mlp_chunk_size)
 
     @property

@@ -1,7 +1,5 @@
 """IDEFICS: the dialogue format of its instructed models, and its mask of images by text token."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Llama 3.2 Vision: the processor's own chat template, pictures of several tiles, and the mask of tiles."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 

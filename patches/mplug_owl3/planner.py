@@ -1,7 +1,5 @@
 """The sizes of an mPLUG-Owl3 model from its configuration, for the planner."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from mllm_seqpar.planner.model import CrossAttentionSizes, ModelSizes, TextSizes, VisionSizes
