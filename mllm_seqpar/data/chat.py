@@ -139,9 +139,7 @@ class ChatDataset:
     def batch(self, indices: Sequence[int]) -> ChatBatch:
         """Return the samples with these indices as one micro-batch; nothing is decoded.
 
-        Raises:
-            DataError: a sample is longer than `max_length`.
-            VideoError: a video cannot be opened; names its line and path.
+        A sample longer than `max_length` raises DataError, a video that cannot be opened VideoError.
         """
         return collate([self[index] for index in indices], self.processor, self.max_length, str(self.path))
 

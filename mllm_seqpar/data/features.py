@@ -40,7 +40,7 @@ def save_features(
     world: int,
     meta: Mapping[str, Any] | None = None,
 ) -> Path:
-    """Write this rank's frames; every rank calls this function, and rank 0 also writes the index.
+    """Write this rank's frames and return the file's path; every rank calls this, and rank 0 also writes the index.
 
     Args:
         directory: created if it does not exist. A store that it already contains is replaced.
@@ -49,9 +49,6 @@ def save_features(
         rank, world: this rank and the number of ranks.
         meta: metadata about the origin of the features, serialisable as JSON and equal on every rank; see
             `source_meta` and `model_fingerprint`.
-
-    Returns:
-        The path of this rank's file.
 
     Raises:
         ConfigError: the frames are not this rank's frame range.
@@ -129,11 +126,7 @@ class FeatureStore:
 
 
 def open_features(directory: str | os.PathLike[str]) -> FeatureStore:
-    """Open a store after checking that it is complete and that its files belong to one run.
-
-    Raises:
-        DataError: there is no store, it is incomplete, or it mixes files of different runs; names the files.
-    """
+    """Open a store whose files are complete and belong to one run; otherwise a DataError names the files."""
     folder = Path(directory)
     try:
         index = json.loads((folder / INDEX).read_text())

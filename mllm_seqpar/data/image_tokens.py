@@ -87,11 +87,7 @@ class ImageTokenFamily(ChatFamily):
 
 
 def expand_media(messages: Messages, media: Sequence[FrameSource]) -> list[dict[str, Any]]:
-    """Return the messages with all contents as parts, and one image part for each frame of a media part.
-
-    Raises:
-        DataError: the number of media parts is not the number of sources.
-    """
+    """Return the messages with all contents as parts, and one image part for each frame of a media part."""
     expected = len(media_parts(messages))
     if expected != len(media):
         found = "more" if expected > len(media) else "fewer"

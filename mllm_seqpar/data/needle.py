@@ -57,7 +57,7 @@ def make_needle_videos(
     rate: int = 1,
     seed: int = 0,
 ) -> list[NeedleVideo]:
-    """Write videos with equally frequent colours and random positions of the marker.
+    """Write videos with equally frequent colours and random positions of the marker; ConfigError outside these ranges.
 
     Args:
         directory: created if it does not exist; the files are `00000.mp4` and so on.
@@ -66,9 +66,6 @@ def make_needle_videos(
         colours: at least two names from `COLOURS`.
         rate: frames per second. At 1, sampling at 1 fps selects every frame.
         seed: the same arguments with the same seed give the same videos.
-
-    Raises:
-        ConfigError: an argument outside these ranges.
     """
     unknown = [name for name in colours if name not in COLOURS]
     if unknown or len(colours) < 2:

@@ -7,7 +7,7 @@ not after it, or for the first frame if there is none. `reader.read_frames` deco
 """
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from fractions import Fraction
@@ -52,6 +52,9 @@ class VideoInfo:
     length: int
     time_base: Fraction
     ticks: tuple[int, ...] | None = field(default=None, repr=False)
+
+    def plan(self, ticks: Iterable[int]) -> "FramePlan":
+        return FramePlan(self.path, tuple(ticks), self.time_base, self.start)
 
 
 @dataclass(frozen=True)
@@ -106,8 +109,7 @@ def open_video(path: str | os.PathLike[str]) -> Iterator[tuple[Any, Any]]:
 def probe(path: str | os.PathLike[str]) -> VideoInfo:
     """Return the metadata of a video, from the container if it is complete, otherwise from a scan of the packets.
 
-    Raises:
-        VideoError: the file is missing, corrupt, empty, without video, or without presentation times.
+    A VideoError says that the file is missing, corrupt, empty, without video, or without presentation times.
     """
     with open_video(path) as (container, stream):
         # A fragmented mp4 that was not read to its end counts only the frames of the fragments read so far.
@@ -146,15 +148,12 @@ def plan_frames(
         step = 1 / (Fraction(fps).limit_denominator(1_000_000) * info.time_base)  # ticks between planned frames
         count = -(-info.length // step)  # ceil: all k with k * step < length
         if max_frames is None or count <= max_frames:
-            ticks = [info.start + round(k * step) for k in range(int(count))]
-            return FramePlan(info.path, tuple(ticks), info.time_base, info.start)
+            return info.plan(info.start + round(k * step) for k in range(int(count)))
     count = min(n for n in (num_frames, max_frames, info.frames) if n is not None)
     if count < info.frames:
         step = Fraction(info.length, count)
-        ticks = [info.start + int((i + Fraction(1, 2)) * step) for i in range(count)]
-    else:
-        ticks = info.ticks if info.ticks is not None else scan(info.path).ticks
-    return FramePlan(info.path, tuple(ticks or ()), info.time_base, info.start)
+        return info.plan(info.start + int((i + Fraction(1, 2)) * step) for i in range(count))
+    return info.plan((info if info.ticks is not None else scan(info.path)).ticks or ())
 
 
 def _scan(path: str | os.PathLike[str], container: Any, stream: Any) -> VideoInfo:

@@ -103,11 +103,8 @@ class ClusterSelector:
 def selector_for(config: SeqParConfig, comm: Communicator, device: torch.device, dtype: torch.dtype) -> ClusterSelector:
     """Return the selector of a model that is being patched. Collective.
 
-    The rates come from the file `config.cluster`, whose contents the ranks compare, or are measured if it is None.
-
-    Raises:
-        ConfigError: the cluster file cannot be used.
-        AgreementError: the cluster files of the ranks differ.
+    The rates come from the file `config.cluster`, or are measured if it is None. A file that cannot be used raises
+    ConfigError; files that differ between the ranks raise AgreementError.
     """
     path = config.cluster
     if path is None:

@@ -37,11 +37,7 @@ class ParallelSpec:
 
 
 def candidate_specs(problem: Problem, strategies: Sequence[str] = STRATEGIES) -> Iterator[ParallelSpec]:
-    """Yield all legal specs of `strategies` for a problem, in the order of STRATEGIES.
-
-    Raises:
-        ConfigError: an unknown strategy.
-    """
+    """Yield all legal specs of `strategies` in the order of STRATEGIES; raise ConfigError for an unknown strategy."""
     unknown = sorted(set(strategies) - set(STRATEGIES))
     if unknown:
         raise ConfigError(f"strategies: cannot plan {', '.join(unknown)}; choose from {', '.join(STRATEGIES)}")

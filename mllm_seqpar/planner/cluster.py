@@ -33,9 +33,6 @@ class Cluster:
         peak_flops: peak of one GPU according to its maker, dense bf16; None if unknown.
         links: which links the figures describe: "all", "node" (measured on one node) or "none" (measured on one GPU);
             see `check_ranks`.
-
-    Raises:
-        ConfigError: an invalid value, by name.
     """
 
     name: str
@@ -100,18 +97,10 @@ class Cluster:
 
 _UNITS = {
     "gpus_per_node": "a whole number of GPUs",
-    "attention_forward": "FLOP/s",
-    "attention_backward": "FLOP/s",
-    "matmul": "FLOP/s",
-    "peak_flops": "FLOP/s",
+    **dict.fromkeys(("attention_forward", "attention_backward", "matmul", "peak_flops"), "FLOP/s"),
     "memory_bytes": "bytes",
-    "node_link": "bytes/s",
-    "network_link": "bytes/s",
-    "network_link_per_gpu": "bytes/s",
-    "node_latency_s": "seconds",
-    "network_latency_s": "seconds",
-    "block_overhead_s": "seconds",
-    "step_overhead_s": "seconds",
+    **dict.fromkeys(("node_link", "network_link", "network_link_per_gpu"), "bytes/s"),
+    **dict.fromkeys(("node_latency_s", "network_latency_s", "block_overhead_s", "step_overhead_s"), "seconds"),
     "overlap": "a fraction",
 }
 

@@ -48,12 +48,9 @@ def read_yaml(path: str | Path, what: str) -> dict[str, Any]:
 
 
 def build(cls: type[T], values: Mapping[str, Any], origin: str, units: Mapping[str, str] | None = None) -> T:
-    """Return an instance of the dataclass `cls` with the fields `values`.
+    """Return an instance of the dataclass `cls` with the fields `values`; ConfigErrors begin with their `origin`.
 
     YAML reads 25e9, without a dot, as text; such values of float fields are converted to numbers.
-
-    Raises:
-        ConfigError: fields that are missing, unknown or invalid; `origin` says where they stand.
     """
     units = units or {}
     all_fields: tuple[Field[Any], ...] = fields(cls)  # type: ignore[arg-type]

@@ -72,11 +72,7 @@ class Plan:
 
 
 def make_plan(workload: Workload, cluster: Cluster, strategies: Sequence[str] = STRATEGIES) -> Plan:
-    """Return the plan of a workload.
-
-    Raises:
-        ConfigError: an unknown strategy, no legal strategy, or a cluster without the link speeds that are needed.
-    """
+    """Return the plan; a ConfigError names an unknown or no legal strategy, or link speeds that the cluster lacks."""
     cluster.check_ranks(workload.gpus)
     by_strategy = cross_attention_candidates(workload, cluster, tuple(strategies))
     text = self_attention_candidate(workload, cluster)

@@ -101,8 +101,7 @@ def simulate(
         overlap: False computes a step's blocks after its transfers.
 
     Raises:
-        ValueError: the number of simulated ranks does not divide `ranks`, or a transfer is never posted at its other
-            end.
+        ValueError: `phases` do not divide `ranks`, or a transfer is never posted at its other end.
     """
     if not phases or ranks % len(phases):
         raise ValueError(f"simulate: {len(phases)} simulated ranks do not divide {ranks} ranks")

@@ -41,11 +41,7 @@ def draw_plan(plan: Plan, path: str | Path) -> None:
 
 
 def timeline_figure(title: str, panels: Sequence[tuple[str, Timeline]]) -> Any:
-    """Return a matplotlib Figure with one panel per (name, timeline), on one time scale; the first MAX_RANKS ranks.
-
-    Raises:
-        ConfigError: matplotlib is not installed.
-    """
+    """Return a matplotlib Figure with one panel per (name, timeline), on one time scale; the first MAX_RANKS ranks."""
     try:
         from matplotlib.figure import Figure
     except ImportError as error:

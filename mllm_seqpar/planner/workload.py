@@ -31,9 +31,6 @@ class Workload:
         element: bytes of an element of an activation (bf16: 2).
         parameter: bytes of an element of a stored parameter and of its gradient (float32: 4).
         optimizer: bytes of optimizer state per trained parameter (AdamW in float32: 8).
-
-    Raises:
-        ConfigError: an invalid value, by name.
     """
 
     model: ModelSizes
@@ -54,10 +51,9 @@ class Workload:
     optimizer: int = 8
 
     def __post_init__(self) -> None:
-        counted = {name: name for name in ("frames", "text", "gpus", "batch")}
-        counted |= {name: "bytes" for name in ("element", "parameter", "optimizer")}
-        counted |= {"mlp_chunk_size": "tokens", "vision_chunk_size": "frames"}
-        for name, unit in counted.items():
+        counted = {"frames": "frames", "text": "text", "gpus": "gpus", "batch": "batch"}
+        counted |= dict.fromkeys(("element", "parameter", "optimizer"), "bytes")
+        for name, unit in (counted | {"mlp_chunk_size": "tokens", "vision_chunk_size": "frames"}).items():
             value, least = getattr(self, name), 0 if name == "optimizer" else 1
             if value is None and name.endswith("chunk_size"):
                 continue
