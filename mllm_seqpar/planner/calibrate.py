@@ -147,14 +147,14 @@ def _links(clock: _Clock, per_node: int) -> dict[str, Any]:
     Links between nodes are measured twice: all ranks of a node share its link; then one rank of each node uses it
     alone, or uses a slower network card of its own.
     """
-    comm, nodes = clock.comm, clock.comm.size // per_node
+    comm = clock.comm
     inside = outside = _Link(1e15, 0.0, 0.0)  # one rank alone transfers nothing
     per_gpu: float | None = None
     if per_node > 1:
         first = comm.rank - comm.rank % per_node
         after, before = (first + (comm.rank - first + step) % per_node for step in (1, -1))
         inside = outside = _measure_link(clock, after, before)
-    if nodes > 1:
+    if comm.size > per_node:
         after, before = (comm.rank + per_node) % comm.size, (comm.rank - per_node) % comm.size
         outside = _measure_link(clock, after, before)
         outside = outside._replace(rate=outside.rate * per_node)

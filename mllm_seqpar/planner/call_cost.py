@@ -82,20 +82,21 @@ def call_cost(
     inner = problem_between_groups(problem, degree)
     if replicated:  # every rank attends to all keys, which it projects itself
         inner = replace(inner, keys=(sum(problem.keys),) * problem.ranks)
-    by_group = _group_means(visible, degree)
-    ratios = None
+    by_group, ratios = _group_means(visible, degree), None
     if 1 not in spec.mesh_shape:
+        mean = visible if isinstance(visible, float | int) else sum(map(sum, visible)) / sum(map(len, visible))
         ratios = overlap_ratios_by_rates(
-            problem, spec.mesh_shape, cluster, backward=backward, head_degree=degree, visible=_mean(visible)
+            problem, spec.mesh_shape, cluster, backward=backward, head_degree=degree, visible=mean
         )
 
     def rank_phases(rank: int) -> list[Phase]:
         group, member = divmod(rank, degree)
 
         def computation(block: AttentionBlock) -> Computation:
-            fraction = by_group if isinstance(by_group, float | int) else by_group[block.q_shard][block.kv_shard]
-            seconds = block_seconds(inner, cluster, inner.keys[block.kv_shard], backward=backward, visible=fraction)
-            return Computation(seconds / block.parts, f"Q{block.q_shard} KV{block.kv_shard}")
+            i, j = block.q_shard, block.kv_shard
+            fraction = by_group if isinstance(by_group, float | int) else by_group[i][j]
+            seconds = block_seconds(inner, cluster, inner.keys[j], backward=backward, visible=fraction)
+            return Computation(seconds / block.parts, f"Q{i} KV{j}")
 
         def message(transfer: Transfer) -> SentMessage:
             size = transfer_bytes(inner, transfer, backward=backward, sender=group, visible_rows=visible_rows)
@@ -279,7 +280,6 @@ def _projection_seconds(
 
 
 def _group_means(visible: VisibleFraction, degree: int) -> VisibleFraction:
-    """Return the visible fractions of the blocks between groups of `degree` ranks."""
     if isinstance(visible, float | int) or degree == 1:
         return visible
     groups, members = range(len(visible) // degree), range(degree)
@@ -287,7 +287,3 @@ def _group_means(visible: VisibleFraction, degree: int) -> VisibleFraction:
         [sum(visible[i * degree + x][j * degree + y] for x in members for y in members) / degree**2 for j in groups]
         for i in groups
     ]
-
-
-def _mean(visible: VisibleFraction) -> float:
-    return visible if isinstance(visible, float | int) else sum(map(sum, visible)) / sum(map(len, visible))

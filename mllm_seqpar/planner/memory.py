@@ -67,9 +67,6 @@ def memory_behind_features(workload: Workload, spec: ParallelSpec) -> dict[str, 
     }
 
 
-# What autograd saves for backward
-
-
 def saved_for_backward(workload: Workload, spec: ParallelSpec) -> int:
     """Return the bytes that the language model and cross-attention save, without the logits."""
     text, cross = workload.model.text, workload.model.cross
@@ -178,9 +175,6 @@ def _resampler_layer(resampler: ResamplerSizes, vision: VisionSizes, element: in
     return element * elements + 2 * FLOAT32 * normalized
 
 
-# Temporary memory
-
-
 def frozen_tower_memory(workload: Workload) -> int:
     """Return the bytes of a vision tower without backward at work on one chunk of frames.
 
@@ -222,8 +216,7 @@ def _schedule_buffers(problem: Problem, spec: ParallelSpec, *, backward: bool) -
     if spec.strategy == "replicate":
         return o
     a, b = spec.mesh_shape
-    held_q = min(a - 1, 2) if b == 1 else a - 1
-    held_kv = min(b - 1, 2) if a == 1 else b - 1
+    held_q, held_kv = min(a - 1, 2) if b == 1 else a - 1, min(b - 1, 2) if a == 1 else b - 1
     head_shards = q + o + kv if spec.head_degree > 1 else 0
     return head_shards + held_q * (q + o) + held_kv * kv + o
 

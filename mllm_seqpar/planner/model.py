@@ -169,7 +169,6 @@ class ModelSizes:
 
     @property
     def cross_parameters(self) -> int:
-        """One cross-attention layer, its own MLP included."""
         hidden, cross = self.text.hidden, self.cross
         return (
             2 * cross.visual_dim * cross.kv_heads * cross.head_dim

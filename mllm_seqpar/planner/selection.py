@@ -61,12 +61,10 @@ class Candidate:
 
     @property
     def exposed(self) -> float:
-        """Seconds of transfers that no computation hides."""
         return sum(cost.exposed for cost in self.passes)
 
     @property
     def bytes_sent(self) -> int:
-        """Bytes of the rank that sends most."""
         return sum(cost.node_bytes + cost.network_bytes for cost in self.passes)
 
 
@@ -129,9 +127,9 @@ def _reason(best: Candidate, by_time: Sequence[Candidate], problem: Problem) -> 
     hidden = "all transfers hidden" if best.exposed < 0.01 * best.seconds else exposed
     fastest: dict[str, Candidate] = {}
     for candidate in by_time:
-        if candidate.spec.strategy != best.spec.strategy:
-            fastest.setdefault(candidate.spec.strategy, candidate)
-    others = ", ".join(f"{candidate.spec} {duration(candidate.seconds)}" for candidate in list(fastest.values())[:3])
+        fastest.setdefault(candidate.spec.strategy, candidate)
+    slower = [candidate for name, candidate in fastest.items() if name != best.spec.strategy]
+    others = ", ".join(f"{candidate.spec} {duration(candidate.seconds)}" for candidate in slower[:3])
     return (
         f"{best.spec}: {duration(best.seconds)} a call, {hidden}, {best.bytes_sent / 1e6:.3g} MB sent per rank "
         f"({problem.batch * problem.rows} rows, {sum(problem.keys)} keys, {problem.ranks} ranks)"

@@ -219,15 +219,15 @@ class _Simulation:
             self._end_step(rank)
 
     def _post(self, rank: int, message: SentMessage, now: float) -> None:
-        to, network = message.to % self.period, not self.cluster.same_node(rank, message.to)
+        to, node, state = message.to % self.period, self.cluster.gpus_per_node, self.state[rank]
+        network = not self.cluster.same_node(rank, message.to)
         ports: tuple[_Port, ...] = (("out", rank), ("in", to))
         if network:
-            nodes = rank // self.cluster.gpus_per_node, to // self.cluster.gpus_per_node
-            ports = (("card out", rank), ("card in", to), ("node out", nodes[0]), ("node in", nodes[1]))
-            self.state[rank].network_bytes += message.size
+            ports = (("card out", rank), ("card in", to), ("node out", rank // node), ("node in", to // node))
+            state.network_bytes += message.size
         else:
-            self.state[rank].node_bytes += message.size
-        transfer = _Transfer(rank, to, message, self.state[rank].step, network, ports, remaining=float(message.size))
+            state.node_bytes += message.size
+        transfer = _Transfer(rank, to, message, state.step, network, ports, remaining=float(message.size))
         self.posted[rank, to].append((now, transfer))
         self._match(rank, to)
 

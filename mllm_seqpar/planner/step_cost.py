@@ -139,9 +139,8 @@ def _gathered_rows(workload: Workload, cluster: Cluster) -> Part:
     costs = [all_gather(cluster, workload.gpus, elements * problem.element)]
     if workload.training:
         costs += [all_gather(cluster, workload.gpus, elements * problem.accumulated)] + costs * workload.checkpointing
-    seconds = [cost.seconds for cost in costs]
-    node, network = sum(cost.node_bytes for cost in costs), sum(cost.network_bytes for cost in costs)
-    return Part(seconds[0], sum(seconds[1:]), sum(seconds), 0.0, node, network)
+    seconds, node_bytes, network_bytes = zip(*costs, strict=True)
+    return Part(seconds[0], sum(seconds[1:]), sum(seconds), 0.0, sum(node_bytes), sum(network_bytes))
 
 
 def _mlp(workload: Workload, cluster: Cluster) -> Part:

@@ -20,10 +20,7 @@ class IdeficsChats(ImageTokenFamily):
 
     marks = (IMAGE, AROUND, END, VIDEO_MARK)
     model_class = "IdeficsForVisionText2Text"
-    feature_weights = (
-        *("model.vision_model.", "model.perceiver_resampler."),
-        *("vision_model.", "perceiver_resampler."),
-    )
+    feature_weights = ("model.vision_model.", "model.perceiver_resampler.", "vision_model.", "perceiver_resampler.")
     image_token = IMAGE
     min_pictures = 1  # the model requires pictures, also for text without any
 
