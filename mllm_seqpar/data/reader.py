@@ -124,10 +124,8 @@ class _Cursor:
             if not self._from_start and (self._current is None or self._current[0] > tick):
                 self._reopen()  # the decoder returned no frame for the keyframe that the seek found
                 self._advance(tick)
-        except self._errors as error:
+        except (self._errors, _Damaged) as error:
             raise self._undecodable(number, reason(error)) from error
-        except _Damaged as error:
-            raise self._undecodable(number, str(error)) from error
         if self._current is None:
             raise self._undecodable(number, "the file ends before its first decodable frame")
         if self._ended and self._end is not None and self._latest < self._end:
@@ -193,11 +191,10 @@ class _Cursor:
                 self._record(packet)
             for frame in packet.decode():
                 pts = frame.pts if frame.pts is not None else frame.dts
-                if pts is None or pts < key:
-                    continue
-                if frame.is_corrupt:
-                    raise _Damaged(f"the picture at {self._plan.time(pts):.3f} s is damaged")
-                yield pts, frame
+                if pts is not None and pts >= key:
+                    if frame.is_corrupt:
+                        raise _Damaged(f"the picture at {self._plan.time(pts):.3f} s is damaged")
+                    yield pts, frame
 
     def _record(self, packet: Any) -> None:
         time = _time(packet)

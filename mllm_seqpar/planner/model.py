@@ -178,23 +178,19 @@ class ModelSizes:
         )
 
     @property
-    def projector_parameters(self) -> int:
-        return sum(a * b for a, b in pairwise(self.projector or ()))
-
-    @property
     def connector_parameters(self) -> int:
-        width, r = self.vision.width, self.resampler
-        resampler = r.layers * (4 * width * r.heads * r.head_dim + 2 * width * r.mlp_inner) if r else 0
-        return self.projector_parameters + resampler
+        return self._connector(1, 0)
 
     @property
     def connector_work(self) -> int:
         """Multiply-adds of resampler and projector for one frame: parameters times tokens."""
-        latents, width = self.vision.keys, self.vision.width
-        work = latents * self.projector_parameters
-        if self.resampler:  # K and V are projected from latents and patches
-            r, tokens = self.resampler, 4 * latents + 2 * self.vision.tokens
-            work += r.layers * width * (tokens * r.heads * r.head_dim + latents * 2 * r.mlp_inner)
+        return self._connector(self.vision.keys, self.vision.tokens)
+
+    def _connector(self, latents: int, patches: int) -> int:
+        work, r = latents * sum(a * b for a, b in pairwise(self.projector or ())), self.resampler
+        if r:  # K and V are projected from latents and patches
+            attention = (4 * latents + 2 * patches) * r.heads * r.head_dim
+            work += r.layers * self.vision.width * (attention + latents * 2 * r.mlp_inner)
         return work
 
     @property

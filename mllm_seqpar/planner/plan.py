@@ -50,7 +50,7 @@ class Plan:
 
     Attributes:
         rows: one per strategy; those that fit come first, the fastest first.
-        illegal: strategies that are not legal, with the reason.
+        illegal: the reason by strategy.
         text: one self-attention call, the same in all rows.
         min_gpus: the smallest power of two of GPUs on which LV-XAttn, which needs least memory, fits; or None.
     """
@@ -114,6 +114,4 @@ def _why_illegal(strategy: str, workload: Workload) -> str:
         return "one GPU has no other GPU to share with"
     if strategy == "mesh":
         return f"{workload.gpus} GPUs have no tile (a, b) except (n, 1) and (1, n)"
-    if strategy == "ulysses":
-        return f"no group of the {workload.gpus} GPUs divides {workload.model.cross.heads} heads"
-    return "not legal"
+    return f"no group of the {workload.gpus} GPUs divides {workload.model.cross.heads} heads"  # Ulysses

@@ -52,9 +52,7 @@ def _row_json(row: StrategyPlan) -> dict[str, Any]:
     return {
         "strategy": row.spec.strategy,
         **_shape_json(row.spec),
-        "seconds": row.seconds,
-        "forward": row.forward,
-        "backward": row.backward,
+        **{name: getattr(row, name) for name in ("seconds", "forward", "backward")},
         "parts": {name: asdict(row.parts[name]) for name in PARTS},
         "memory": dict(row.memory),
         "memory_total": sum(row.memory.values()),
