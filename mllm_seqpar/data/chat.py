@@ -11,7 +11,6 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -30,13 +29,7 @@ DEFAULT_FPS = 1.0
 
 @dataclass(frozen=True)
 class ChatSample:
-    """One conversation with its media sources; nothing is decoded.
-
-    Attributes:
-        line: line number in the JSONL file, from 1.
-        messages: validated messages.
-        sources: the frame source of each media part, in order.
-    """
+    """One conversation with the source of each media part; nothing is decoded. `line` counts lines from 1."""
 
     line: int
     messages: list[Mapping[str, Any]]
@@ -44,7 +37,6 @@ class ChatSample:
 
     @property
     def frames(self) -> int:
-        """Number of frames of all sources."""
         return sum(len(source) for source in self.sources)
 
 
@@ -53,10 +45,10 @@ class ChatBatch:
     """A micro-batch: padded text, and the sources of its frames.
 
     Attributes:
-        text: tokens and labels; labels are -100 except at the answers and their ends.
+        text: tokens and labels (B, L); labels are -100 except at the answers and their ends.
         sources: the sources of all samples, in the order of the flat list of frames.
         frames: length of that list.
-        lines: line numbers of the samples in the JSONL file.
+        lines: line numbers of the samples.
     """
 
     text: ChatText
@@ -66,17 +58,14 @@ class ChatBatch:
 
     @property
     def input_ids(self) -> Tensor:
-        """(B, L)."""
         return self.text.input_ids
 
     @property
     def attention_mask(self) -> Tensor:
-        """(B, L)."""
         return self.text.attention_mask
 
     @property
     def labels(self) -> Tensor:
-        """(B, L)."""
         assert self.text.labels is not None  # `collate` asks for labels
         return self.text.labels
 
@@ -100,7 +89,6 @@ class ChatDataset:
     """The conversations of a JSONL file. Opening it validates all lines; a sample's videos are opened on access.
 
     Args:
-        path: the JSONL file.
         processor: the model's processor; its family (`chat_family`) turns conversations into tokens.
         fps, num_frames, max_frames: sampling of videos, as for `plan_frames`. `fps` and `num_frames` override what a
             line states; `max_frames` is an additional limit.
@@ -151,9 +139,7 @@ class ChatDataset:
     def batch(self, indices: Sequence[int]) -> ChatBatch:
         """Return the samples with these indices as one micro-batch; nothing is decoded.
 
-        Raises:
-            DataError: a sample is longer than `max_length`.
-            VideoError: a video cannot be opened; names its line and path.
+        A sample longer than `max_length` raises DataError, a video that cannot be opened VideoError.
         """
         return collate([self[index] for index in indices], self.processor, self.max_length, str(self.path))
 
@@ -162,42 +148,34 @@ class ChatDataset:
             return self._family.image_source(self.path.parent / part["path"])
         if "images" in part:
             names = part["images"]
-            counts = (part.get("num_frames"), part.get("max_frames"), self._max_frames, len(names))
-            chosen = _evenly_spaced(names, min(count for count in counts if count is not None))
+            count = _least(part.get("num_frames"), part.get("max_frames"), self._max_frames, len(names))
+            # The middle of each of `count` equal parts; all of them if there are no more.
+            chosen = [names[(2 * number + 1) * len(names) // (2 * count)] for number in range(count)]
             return ImageListSource([self.path.parent / name for name in chosen])
         sampling = {name: part.get(name) for name in SAMPLING}
         if any(self._sampling.values()):
             sampling |= self._sampling
         if not (sampling["fps"] or sampling["num_frames"]):
             sampling["fps"] = DEFAULT_FPS
-        limits = [limit for limit in (sampling["max_frames"], self._max_frames) if limit is not None]
-        sampling["max_frames"] = min(limits, default=None)
+        sampling["max_frames"] = _least(sampling["max_frames"], self._max_frames)
         return self._open_video(str(self.path.parent / part["path"]), **sampling)
 
     def _messages(self, number: int, row: bytes) -> list[Mapping[str, Any]]:
         try:
-            record = json.loads(row)
-        except ValueError as error:
-            raise DataError(f"{self.path}:{number}: not JSON ({error}); each line holds one conversation") from error
-        try:
-            return check_record(record, self.path.parent, self._family.marks)
+            return check_record(json.loads(row), self.path.parent, self._family.marks)
         except DataError as error:
             raise DataError(f"{self.path}:{number}: {error}") from error
+        except ValueError as error:
+            raise DataError(f"{self.path}:{number}: not JSON ({error}); each line holds one conversation") from error
 
 
 def collate(
     samples: Sequence[ChatSample], processor: Any, max_length: int | None = None, name: str = "data"
 ) -> ChatBatch:
-    """Return the samples as one micro-batch, padded on the right.
-
-    Args:
-        samples: at least one.
-        processor: the model's processor.
-        max_length: the largest number of tokens of a sample; None for no limit.
-        name: the data's name in error messages.
+    """Return the samples, at least one, as one micro-batch, padded on the right; `name` is the data's in errors.
 
     Raises:
-        DataError: a sample is longer than `max_length`, or the family cannot tokenize it; names its line.
+        DataError: a sample has more than `max_length` tokens, or the family cannot tokenize it; names its line.
     """
     try:
         text = chat_family(processor).text(
@@ -226,12 +204,8 @@ def collate(
 def load_local_frames(batch: ChatBatch, frames: range, image_processor: Any, *, at_once: int = 32) -> Tensor:
     """Decode this rank's frames of a batch; return `pixel_values` (len(frames), 3, S, S).
 
-    Args:
-        batch: the micro-batch.
-        frames: this rank's range of the flat list, `frame_range(batch.frames, group)`. It may be empty, and may span
-            several samples.
-        image_processor: takes uint8 frames (n, 3, H, W) and returns `pixel_values`.
-        at_once: number of decoded frames held at a time besides the result.
+    `frames` is this rank's range of the flat list, `frame_range(batch.frames, group)`; it may be empty, and may span
+    several samples. `image_processor` takes at most `at_once` uint8 frames (n, 3, H, W).
     """
     parts = [image_processor(decoded)["pixel_values"] for decoded in _decode(batch, frames, at_once)]
     return torch.cat(parts) if parts else image_processor(torch.empty(0, 3, 1, 1))["pixel_values"]
@@ -240,12 +214,8 @@ def load_local_frames(batch: ChatBatch, frames: range, image_processor: Any, *, 
 def load_local_pictures(batch: ChatBatch, slots: range, family: ChatFamily, *, at_once: int = 32) -> tuple[Tensor, ...]:
     """Decode this rank's pictures of the model's flat list; return tensors (len(slots), ...) as `family.pixels` does.
 
-    Args:
-        batch: the micro-batch.
-        slots: this rank's range of `batch.text.slots`, `frame_range(len(batch.text.slots), group)`. Padding pictures
-            among them are not decoded.
-        family: the chat family of the batch.
-        at_once: number of decoded frames held at a time besides the result.
+    `slots` is this rank's range of `batch.text.slots`, `frame_range(len(batch.text.slots), group)`. Padding pictures
+    among them are not decoded; at most `at_once` decoded frames are held besides the result.
     """
     numbers = [batch.text.slots[slot] for slot in slots]
     real = [number for number in numbers if number >= 0]
@@ -265,16 +235,13 @@ def load_local_pictures(batch: ChatBatch, slots: range, family: ChatFamily, *, a
 
 def _decode(batch: ChatBatch, frames: range, at_once: int) -> Iterator[Tensor]:
     """Yield a range of a batch's frames as uint8 tensors (at most `at_once`, 3, H, W), each of one size."""
-    ends = list(accumulate(len(source) for source in batch.sources))
-    for source, end in zip(batch.sources, ends, strict=True):
-        first = end - len(source)
-        low, high = max(frames.start, first), min(frames.stop, end)
+    first = 0
+    for source in batch.sources:
+        low, high = max(frames.start - first, 0), min(frames.stop - first, len(source))
         if low < high:
-            yield from source.read(low - first, high - first, batch=at_once)
+            yield from source.read(low, high, batch=at_once)
+        first += len(source)
 
 
-def _evenly_spaced(names: list[str], count: int) -> list[str]:
-    """Return `count` of the names, each from the middle of one of `count` equal parts."""
-    if count >= len(names):
-        return names
-    return [names[(2 * number + 1) * len(names) // (2 * count)] for number in range(count)]
+def _least(*limits: int | None) -> Any:
+    return min((limit for limit in limits if limit is not None), default=None)

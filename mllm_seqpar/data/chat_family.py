@@ -33,8 +33,7 @@ VIDEO_MARK = "<|video|>"
 def chat_family(processor: Any) -> ChatFamily:
     """Return the family of a processor, found by the names of its class and base classes.
 
-    A processor of an unknown class gets the first registered family, whose methods raise if the processor does not
-    have what they need.
+    A processor of an unknown class gets the first registered family, whose methods raise if it lacks what they need.
     """
     specs = family_specs()
     names = [c.__name__ for c in type(processor).__mro__]
@@ -66,11 +65,9 @@ class ChatFamily(ABC):
     """The chat format of one model family, for one processor.
 
     Attributes:
-        processor: the processor of the model directory.
         marks: strings that a message must not contain because the chat format gives them a meaning.
         ids_name: the argument name of the token ids in the model's forward.
         frame_names: the argument names of the tensors that `pixels` returns, in the same order.
-        model_class: the class name of the family's models.
         feature_weights: name prefixes of the weights that compute visual features.
         always_sharded: whether the patched forward takes pictures as one flat list on a single process too.
     """
@@ -105,7 +102,6 @@ class ChatFamily(ABC):
             conversations: validated messages.
             media: for each conversation, the sources of its media parts, in order.
             add_generation_prompt: end each conversation with the beginning of an answer.
-            labels: also return labels.
             padding_side: "left" or "right"; the tokenizer's default if None.
 
         Raises:
@@ -113,7 +109,6 @@ class ChatFamily(ABC):
         """
 
     def check(self, model: Any) -> None:
-        """Raise ConfigError unless the model is one of this family's."""
         if not any(c.__name__ == self.model_class for c in type(model).__mro__):
             raise ConfigError(
                 f"the model is {type(model).__name__}, and its directory has a {type(self.processor).__name__}, which "

@@ -32,12 +32,7 @@ _REFUSED_KEYS = {"image", "images", "video", "videos", "audio", "audios", "tools
 
 
 def check_record(record: Any, folder: Path, marks: Sequence[str] = ()) -> list[Mapping[str, Any]]:
-    """Return the messages of one line of the JSONL file.
-
-    Args:
-        record: the decoded line.
-        folder: where relative paths start.
-        marks: strings that no message may contain.
+    """Return the messages of one decoded line; relative paths start at `folder`, and no text may contain `marks`.
 
     Raises:
         DataError: the line is malformed, or a file does not exist; names the message and the problem.
@@ -55,16 +50,14 @@ def check_record(record: Any, folder: Path, marks: Sequence[str] = ()) -> list[M
         role = message.get("role") if isinstance(message, dict) else None
         if role not in ("system", "user", "assistant"):
             raise DataError(f"message {number} has the role {role!r}; expected one of system, user, assistant")
-        unknown = sorted(set(message) - {"role", "content"})
-        if unknown:
-            raise DataError(f"message {number} ({role}): unknown key {unknown[0]!r}; a message has role and content")
-        content = message.get("content")
+        content, where = message.get("content"), f"message {number} ({role})"
+        if unknown := sorted(set(message) - {"role", "content"}):
+            raise DataError(f"{where}: unknown key {unknown[0]!r}; a message has role and content")
         if not isinstance(content, (str, list)):
-            raise DataError(f"message {number} ({role}): its content is {content!r:.80}; a text or a list of parts")
+            raise DataError(f"{where}: its content is {content!r:.80}; a text or a list of parts")
         for part in [{"type": "text", "text": content}] if isinstance(content, str) else content or [None]:
-            fault = _part_fault(part, role, folder, marks)
-            if fault:
-                raise DataError(f"message {number} ({role}): {fault}")
+            if fault := _part_fault(part, role, folder, marks):
+                raise DataError(f"{where}: {fault}")
     if all(message["role"] != "assistant" for message in messages):
         raise DataError("has no message of the assistant, so there are no target tokens to learn")
     return messages

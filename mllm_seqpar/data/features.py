@@ -40,19 +40,15 @@ def save_features(
     world: int,
     meta: Mapping[str, Any] | None = None,
 ) -> Path:
-    """Write this rank's frames; every rank calls this function, and rank 0 also writes the index.
+    """Write this rank's frames and return the file's path; every rank calls this, and rank 0 also writes the index.
 
     Args:
         directory: created if it does not exist. A store that it already contains is replaced.
         embeds: (frames, tokens, hidden), the features of this rank's `frame_range`, which may be empty.
-        start: the number of this rank's first frame.
-        total: number of frames of the whole video.
+        start, total: the number of this rank's first frame; number of frames of the whole video.
         rank, world: this rank and the number of ranks.
         meta: metadata about the origin of the features, serialisable as JSON and equal on every rank; see
             `source_meta` and `model_fingerprint`.
-
-    Returns:
-        The path of this rank's file.
 
     Raises:
         ConfigError: the frames are not this rank's frame range.
@@ -90,10 +86,7 @@ def save_features(
 class FeatureStore:
     """A complete feature store, opened for reading. It keeps no tensor in memory and no file open.
 
-    Attributes:
-        total_frames, tokens_per_frame, hidden: shape of the features.
-        dtype: dtype of the features.
-        meta: the writer's metadata about their origin.
+    The features have the shape (total_frames, tokens_per_frame, hidden); `meta` is the writer's metadata.
     """
 
     def __init__(self, directory: Path, index: Mapping[str, Any]) -> None:
@@ -133,11 +126,7 @@ class FeatureStore:
 
 
 def open_features(directory: str | os.PathLike[str]) -> FeatureStore:
-    """Open a store after checking that it is complete and that its files belong to one run.
-
-    Raises:
-        DataError: there is no store, it is incomplete, or it mixes files of different runs; names the files.
-    """
+    """Open a store whose files are complete and belong to one run; otherwise a DataError names the files."""
     folder = Path(directory)
     try:
         index = json.loads((folder / INDEX).read_text())
@@ -148,12 +137,8 @@ def open_features(directory: str | os.PathLike[str]) -> FeatureStore:
         raise DataError(f"{folder}: {found} ({INDEX} is missing); {_REDO}") from error
     except (KeyError, TypeError, ValueError) as error:
         raise DataError(f"{folder / INDEX}: not an index of features ({error!r}); {_REDO}") from error
-    faults = [
-        f"{path.name} ({fault})"
-        for start, stop, path in store._files
-        if (fault := _fault(store, identity, start, stop, path))
-    ]
-    if faults:
+    checked = ((path.name, _fault(store, identity, start, stop, path)) for start, stop, path in store._files)
+    if faults := [f"{name} ({fault})" for name, fault in checked if fault]:
         listed = ", ".join(faults[:4])
         raise DataError(f"{folder}: {len(faults)} of {len(store._files)} shards cannot be used: {listed}; {_REDO}")
     return store
@@ -181,10 +166,7 @@ def model_fingerprint(
 
     Args:
         directory: the model directory.
-        prefixes: name prefixes of the weights that compute features.
-
-    Raises:
-        DataError: the directory has no such weights.
+        prefixes: name prefixes of the weights that compute features; DataError if it has none of them.
     """
     from safetensors import safe_open
 

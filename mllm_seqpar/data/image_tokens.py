@@ -5,8 +5,6 @@ only appends text, so an answer is the text between the conversation that opens 
 it. The labels are the tokens whose character offsets lie in such a span.
 """
 
-from __future__ import annotations
-
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -17,19 +15,17 @@ from torch import Tensor
 from mllm_seqpar.errors import DataError
 
 from .chat_family import ChatFamily, ChatText, Messages
+from .chat_format import media_parts
 from .sources import FrameSource
 
 Span = tuple[int, int]
 
 
 class ImageTokenFamily(ChatFamily):
-    """A chat format with one special token for each picture; every sample is padded to equally many pictures.
-
-    Attributes:
-        min_pictures: the number of pictures that each sample has at least, padding included.
-    """
+    """A chat format with one special token for each picture; every sample is padded to equally many pictures."""
 
     min_pictures = 0
+    """The number of pictures that each sample has at least, padding included."""
 
     @property
     @abstractmethod
@@ -39,9 +35,7 @@ class ImageTokenFamily(ChatFamily):
     def write(self, messages: Sequence[dict[str, Any]], open_answer: bool) -> str:
         """Return the text of a conversation whose contents are parts of type text or image.
 
-        Args:
-            messages: the conversation.
-            open_answer: end with the beginning of an answer.
+        With `open_answer`, it ends with the beginning of an answer.
         """
 
     def needs_special_tokens(self, texts: Sequence[str]) -> bool:
@@ -73,13 +67,11 @@ class ImageTokenFamily(ChatFamily):
         )
         counts = picture_counts(media)
         self._check_image_tokens(ids, counts)
-        return ChatText(
-            input_ids=ids,
-            attention_mask=mask,
-            labels=targets,
-            slots=_padded_slots(counts, self.min_pictures),
-            extras=self.masks(ids, media),
-        )
+        most, first, slots = max([self.min_pictures, *counts]), 0, []
+        for count in counts:
+            slots += [*range(first, first + count), *[-1] * (most - count)]
+            first += count
+        return ChatText(input_ids=ids, attention_mask=mask, labels=targets, slots=slots, extras=self.masks(ids, media))
 
     def _check_image_tokens(self, ids: Tensor, counts: Sequence[int]) -> None:
         mark = self.image_token
@@ -95,32 +87,23 @@ class ImageTokenFamily(ChatFamily):
 
 
 def expand_media(messages: Messages, media: Sequence[FrameSource]) -> list[dict[str, Any]]:
-    """Return the messages with all contents as parts, and one image part for each frame of a media part.
-
-    Raises:
-        DataError: the number of media parts is not the number of sources.
-    """
-    sources = iter(media)
-    expanded = []
+    """Return the messages with all contents as parts, and one image part for each frame of a media part."""
+    expected = len(media_parts(messages))
+    if expected != len(media):
+        found = "more" if expected > len(media) else "fewer"
+        raise DataError(f"{len(media)} videos and images were passed; the conversation has {found} media parts")
+    sources, expanded = iter(media), []
     for message in messages:
         content = message["content"]
         parts: list[dict[str, Any]] = []
         for part in [{"type": "text", "text": content}] if isinstance(content, str) else content:
-            if part["type"] == "text":
-                parts.append({"type": "text", "text": part["text"]})
-                continue
-            source = next(sources, None)
-            if source is None:
-                raise DataError(f"{len(media)} videos and images were passed; the conversation has more media parts")
-            parts += [{"type": "image"}] * len(source)
+            is_text = part["type"] == "text"
+            parts += [{"type": "text", "text": part["text"]}] if is_text else [{"type": "image"}] * len(next(sources))
         expanded.append({"role": message["role"], "content": parts})
-    if next(sources, None) is not None:
-        raise DataError(f"{len(media)} videos and images were passed; the conversation has fewer media parts")
     return expanded
 
 
 def picture_counts(media: Sequence[Sequence[FrameSource]]) -> list[int]:
-    """Return the number of pictures of each conversation."""
     return [sum(len(source) for source in sources) for sources in media]
 
 
@@ -183,25 +166,12 @@ def tokenize(
         return_offsets_mapping=spans is not None,
         **({} if padding_side is None else {"padding_side": padding_side}),
     )
-    ids = encoded["input_ids"]
-    labels = None if spans is None else _labels(ids, encoded["offset_mapping"], spans)
+    ids, labels = encoded["input_ids"], None
+    if spans is not None:  # the tokens that begin within a span; padding and added tokens have an empty offset range
+        begin, end = encoded["offset_mapping"].unbind(-1)
+        is_target = torch.zeros_like(ids, dtype=torch.bool)
+        for sample, sample_spans in enumerate(spans):
+            for start, stop in sample_spans:
+                is_target[sample] |= (begin[sample] >= start) & (begin[sample] < stop)
+        labels = ids.masked_fill(~(is_target & (end > begin)), -100)
     return ids, encoded["attention_mask"], labels
-
-
-def _labels(ids: Tensor, offsets: Tensor, spans: Sequence[Sequence[Span]]) -> Tensor:
-    """Label the tokens that begin within a span. Padding and added special tokens have an empty offset range."""
-    begin, end = offsets[..., 0], offsets[..., 1]
-    is_target = torch.zeros_like(ids, dtype=torch.bool)
-    for sample, sample_spans in enumerate(spans):
-        for start, stop in sample_spans:
-            is_target[sample] |= (begin[sample] >= start) & (begin[sample] < stop)
-    return ids.masked_fill(~(is_target & (end > begin)), -100)
-
-
-def _padded_slots(counts: Sequence[int], least: int) -> list[int]:
-    """Return `ChatText.slots` for samples padded to the largest number of pictures, and at least `least`."""
-    most, first, slots = max([least, *counts]), 0, []
-    for count in counts:
-        slots += [*range(first, first + count), *[-1] * (most - count)]
-        first += count
-    return slots

@@ -32,14 +32,7 @@ QUESTION = "Which colour is the marker?"
 
 @dataclass(frozen=True, kw_only=True)
 class NeedleVideo:
-    """One video of the task.
-
-    Attributes:
-        path: the file.
-        colour: the answer, a key of `COLOURS`.
-        frames: number of frames.
-        marker: index of the frame that shows the marker.
-    """
+    """One video of the task: `colour` is the answer, `marker` the index of the frame that shows the marker."""
 
     path: str
     colour: str
@@ -49,15 +42,9 @@ class NeedleVideo:
     def sample(self, folder: Path) -> dict[str, Any]:
         """Return the question about this video as a line of a chat file in `folder`."""
         video = {"type": "video", "path": os.path.relpath(self.path, folder)}
-        question = {"type": "text", "text": QUESTION}
-        return {
-            "messages": [
-                {"role": "user", "content": [video, question]},
-                {"role": "assistant", "content": self.colour},
-            ],
-            "frames": self.frames,
-            "marker": self.marker,
-        }
+        question = {"role": "user", "content": [video, {"type": "text", "text": QUESTION}]}
+        answer = {"role": "assistant", "content": self.colour}
+        return {"messages": [question, answer], "frames": self.frames, "marker": self.marker}
 
 
 def make_needle_videos(
@@ -70,19 +57,15 @@ def make_needle_videos(
     rate: int = 1,
     seed: int = 0,
 ) -> list[NeedleVideo]:
-    """Write videos with equally frequent colours and random positions of the marker.
+    """Write videos with equally frequent colours and random positions of the marker; ConfigError outside these ranges.
 
     Args:
         directory: created if it does not exist; the files are `00000.mp4` and so on.
-        count: number of videos.
         frames: (fewest, most) frames of a video; lengths are uniform on a logarithmic scale.
         size: height and width; even, at least 8.
         colours: at least two names from `COLOURS`.
         rate: frames per second. At 1, sampling at 1 fps selects every frame.
         seed: the same arguments with the same seed give the same videos.
-
-    Raises:
-        ConfigError: an argument outside these ranges.
     """
     unknown = [name for name in colours if name not in COLOURS]
     if unknown or len(colours) < 2:
@@ -107,9 +90,7 @@ def make_needle_videos(
 def write_needle_jsonl(path: str | os.PathLike[str], videos: Sequence[NeedleVideo]) -> None:
     """Write a chat file with one question per video; its paths are relative to the file."""
     target = Path(path)
-    with target.open("w") as file:
-        for video in videos:
-            file.write(json.dumps(video.sample(target.parent)) + "\n")
+    target.write_text("".join(json.dumps(video.sample(target.parent)) + "\n" for video in videos))
 
 
 def make_tokenizer(texts: Sequence[str] = ()) -> Any:

@@ -41,7 +41,6 @@ def read_frames(
         start, stop: the range of entries; `stop=None` is the end of the plan.
         size: (height, width) to scale to (bicubic); None keeps the video's size.
         batch: frames per tensor, which bounds the memory used.
-        threads: number of decoder threads.
 
     Yields:
         uint8 tensors (up to `batch`, 3, H, W), RGB, in the plan's order.
@@ -66,7 +65,6 @@ def read_frames(
 
 
 def check_range(start: int, stop: int, total: int, batch: int) -> None:
-    """Raise ConfigError for a range outside [0, total] and for a batch below 1."""
     if not 0 <= start <= stop <= total:
         raise ConfigError(f"frames {start} to {stop} asked of a source that has {total}; pass a range within them")
     if batch < 1:
@@ -89,13 +87,10 @@ class _Converter:
         height, width = self._size or self._coded_size
         if self._size and turns % 2:
             height, width = width, height
-        rgb = self._reformatter.reformat(
-            frame, width=width, height=height, format="rgb24", interpolation="BICUBIC"
-        ).to_ndarray()
+        rgb = self._reformatter.reformat(frame, width, height, "rgb24", interpolation="BICUBIC").to_ndarray()
         image = torch.from_numpy(rgb).permute(2, 0, 1)
-        image = torch.rot90(image, turns, (1, 2)) if turns else image
-        self._last = (pts, image)
-        return image
+        self._last = pts, torch.rot90(image, turns, (1, 2)) if turns else image
+        return self._last[1]
 
 
 class _Cursor:
@@ -129,24 +124,20 @@ class _Cursor:
             if not self._from_start and (self._current is None or self._current[0] > tick):
                 self._reopen()  # the decoder returned no frame for the keyframe that the seek found
                 self._advance(tick)
-        except self._errors as error:
+        except (self._errors, _Damaged) as error:
             raise self._undecodable(number, reason(error)) from error
-        except _Damaged as error:
-            raise self._undecodable(number, str(error)) from error
         if self._current is None:
             raise self._undecodable(number, "the file ends before its first decodable frame")
         if self._ended and self._end is not None and self._latest < self._end:
-            raise self._undecodable(number, f"the file ends at {self._seconds(self._latest):.3f} s, its index does not")
+            seconds = self._plan.time(self._latest)
+            raise self._undecodable(number, f"the file ends at {seconds:.3f} s, its index does not")
         return self._current
 
     def _advance(self, tick: int) -> None:
         while not self._ended:
-            if self._next is None:
-                self._next = next(self._frames, None)
-                if self._next is None:
-                    self._ended = True
-                    return
-            if self._current is not None and self._next[0] > tick:
+            self._next = self._next or next(self._frames, None)
+            self._ended = self._next is None
+            if self._next is None or (self._current is not None and self._next[0] > tick):
                 return
             self._current, self._next = self._next, None
 
@@ -200,14 +191,12 @@ class _Cursor:
                 self._record(packet)
             for frame in packet.decode():
                 pts = frame.pts if frame.pts is not None else frame.dts
-                if pts is None or pts < key:
-                    continue
-                if frame.is_corrupt:
-                    raise _Damaged(f"the picture at {self._seconds(pts):.3f} s is damaged")
-                yield pts, frame
+                if pts is not None and pts >= key:
+                    if frame.is_corrupt:
+                        raise _Damaged(f"the picture at {self._plan.time(pts):.3f} s is damaged")
+                    yield pts, frame
 
     def _record(self, packet: Any) -> None:
-        """Update the latest time, the delay and the longest GOP from a packet."""
         time = _time(packet)
         self._latest = max(self._latest, time)
         if packet.is_keyframe:
@@ -216,9 +205,6 @@ class _Cursor:
             if self._newest_key is not None:
                 self._longest_gop = max(self._longest_gop, time - self._newest_key)
             self._newest_key = time
-
-    def _seconds(self, tick: int) -> float:
-        return float((tick - self._plan.start) * self._plan.time_base)
 
     def _undecodable(self, number: int, why: str) -> VideoError:
         return VideoError(

@@ -5,6 +5,7 @@ A source only names the files, so it is cheap to create and to pickle. `read` op
 
 import os
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, Protocol, runtime_checkable
@@ -107,37 +108,31 @@ def _first_size(source: VideoSource) -> tuple[int, int]:
 
 @lru_cache(maxsize=65_536)
 def _picture_size(name: str) -> tuple[int, int]:
-    image, _ = _pillow()
-    try:
-        with image.open(name) as file:
-            width, height = file.size
-            turned = file.getexif().get(_ORIENTATION, 1) >= 5
-    except (OSError, SyntaxError, ValueError) as error:
-        raise _unreadable(name, error) from error
+    with _open_picture(name) as (file, _):
+        width, height = file.size
+        turned = file.getexif().get(_ORIENTATION, 1) >= 5
     return (width, height) if turned else (height, width)
 
 
-def _pillow() -> tuple[Any, Any]:
+@contextmanager
+def _open_picture(name: str) -> Iterator[tuple[Any, Any]]:
+    """Open a picture file; yield it and the module PIL.ImageOps."""
     try:
         from PIL import Image, ImageOps
     except ImportError as error:
         raise ImportError(
             "Reading pictures needs Pillow, which is not installed: pip install 'mllm-seqpar[video]'"
         ) from error
-    return Image, ImageOps
-
-
-def _unreadable(name: str, error: Exception) -> VideoError:
-    return VideoError(f"{name}: not a readable picture ({error}); replace or convert it")
+    try:
+        with Image.open(name) as file:
+            yield file, ImageOps
+    except (OSError, SyntaxError, ValueError) as error:  # Pillow raises any of these for broken files
+        raise VideoError(f"{name}: not a readable picture ({error}); replace or convert it") from error
 
 
 def _read_picture(name: str, size: tuple[int, int] | None) -> Tensor:
-    image, ops = _pillow()
-    try:
-        with image.open(name) as file:
-            picture: Any = ops.exif_transpose(file).convert("RGB")
-    except (OSError, SyntaxError, ValueError) as error:  # Pillow raises any of these for broken files
-        raise _unreadable(name, error) from error
+    with _open_picture(name) as (file, ops):
+        picture: Any = ops.exif_transpose(file).convert("RGB")
     if size is not None:
-        picture = picture.resize((size[1], size[0]), image.Resampling.BICUBIC)
+        picture = picture.resize((size[1], size[0]), resample=3)  # bicubic
     return torch.from_numpy(np.array(picture)).permute(2, 0, 1)

@@ -7,7 +7,7 @@ not after it, or for the first frame if there is none. `reader.read_frames` deco
 """
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from fractions import Fraction
@@ -21,7 +21,6 @@ _log = get_logger(__name__)
 
 
 def require_av() -> Any:
-    """Return the PyAV module; raise an ImportError that names the extra to install if it is missing."""
     try:
         import av
     except ImportError as error:
@@ -36,13 +35,10 @@ class VideoInfo:
     """Metadata of a video, read without decoding.
 
     Attributes:
-        path: the file.
-        frames: number of frames.
         fps: average frames per second.
         duration: seconds from the start of the first frame to the end of the last.
         width, height: pixels of a coded frame, before a phone's rotation is applied.
-        start: presentation time of the first frame, in ticks of `time_base` seconds.
-        length: `duration` in ticks.
+        start, length: presentation time of the first frame, and `duration`, in ticks of `time_base` seconds.
         ticks: presentation time of every frame, ascending, if the packets were scanned; otherwise None.
     """
 
@@ -56,6 +52,9 @@ class VideoInfo:
     length: int
     time_base: Fraction
     ticks: tuple[int, ...] | None = field(default=None, repr=False)
+
+    def plan(self, ticks: Iterable[int]) -> "FramePlan":
+        return FramePlan(self.path, tuple(ticks), self.time_base, self.start)
 
 
 @dataclass(frozen=True)
@@ -78,8 +77,11 @@ class FramePlan:
         return len(self.ticks)
 
     def seconds(self, index: int) -> float:
-        """Return the time of entry `index` in seconds after the first frame."""
-        return float((self.ticks[index] - self.start) * self.time_base)
+        return self.time(self.ticks[index])
+
+    def time(self, tick: int) -> float:
+        """Return the time of a tick in seconds after the first frame."""
+        return float((tick - self.start) * self.time_base)
 
 
 @contextmanager
@@ -97,7 +99,7 @@ def open_video(path: str | os.PathLike[str]) -> Iterator[tuple[Any, Any]]:
     except (av.error.FFmpegError, OSError) as error:
         raise VideoError(f"{name}: not a readable video ({reason(error)}); is it complete, is it a video?") from error
     with container:
-        streams = [s for s in container.streams.video if not _is_cover_picture(s)]
+        streams = [s for s in container.streams.video if "attached_pic" not in str(getattr(s, "disposition", None))]
         if not streams:
             kinds = ", ".join(sorted({str(s.type) for s in container.streams})) or "nothing"
             raise VideoError(f"{name}: holds no video stream (found: {kinds}); give a file with moving pictures")
@@ -107,11 +109,12 @@ def open_video(path: str | os.PathLike[str]) -> Iterator[tuple[Any, Any]]:
 def probe(path: str | os.PathLike[str]) -> VideoInfo:
     """Return the metadata of a video, from the container if it is complete, otherwise from a scan of the packets.
 
-    Raises:
-        VideoError: the file is missing, corrupt, empty, without video, or without presentation times.
+    A VideoError says that the file is missing, corrupt, empty, without video, or without presentation times.
     """
     with open_video(path) as (container, stream):
-        if stream.frames > 0 and stream.duration and stream.start_time is not None and _index_agrees(stream):
+        # A fragmented mp4 that was not read to its end counts only the frames of the fragments read so far.
+        index_agrees = not hasattr(stream, "index_entries") or len(index_of(stream)) > 0
+        if stream.frames > 0 and stream.duration and stream.start_time is not None and index_agrees:
             return _info(path, stream, stream.frames, stream.start_time, stream.duration, None)
         return _scan(path, container, stream)
 
@@ -128,13 +131,9 @@ def plan_frames(
     """Choose frames of a video: `fps` per second, `num_frames` evenly spaced, or all of them.
 
     Args:
-        info: from `probe` or `scan`.
         fps: take frames at 0, 1/fps, 2/fps, ... seconds; every frame once if the video's rate is not higher.
         num_frames: take the frames in the middle of this many equal parts; every frame once if there are not more.
         max_frames: if `fps` (or all frames) gives more than this, take this many as by `num_frames`.
-
-    Returns:
-        A plan with at least one frame, the same on every rank that reads the same file.
 
     Raises:
         ConfigError: a value that is not positive, or both `fps` and `num_frames`.
@@ -149,22 +148,12 @@ def plan_frames(
         step = 1 / (Fraction(fps).limit_denominator(1_000_000) * info.time_base)  # ticks between planned frames
         count = -(-info.length // step)  # ceil: all k with k * step < length
         if max_frames is None or count <= max_frames:
-            return _plan(info, [info.start + round(k * step) for k in range(int(count))])
-        return _evenly_spaced(info, max_frames)
-    return _evenly_spaced(info, min(n for n in (num_frames, max_frames, info.frames) if n is not None))
-
-
-def _evenly_spaced(info: VideoInfo, count: int) -> FramePlan:
+            return info.plan(info.start + round(k * step) for k in range(int(count)))
+    count = min(n for n in (num_frames, max_frames, info.frames) if n is not None)
     if count < info.frames:
         step = Fraction(info.length, count)
-        return _plan(info, [info.start + int((i + Fraction(1, 2)) * step) for i in range(count)])
-    ticks = info.ticks if info.ticks is not None else scan(info.path).ticks
-    assert ticks is not None
-    return _plan(info, ticks)
-
-
-def _plan(info: VideoInfo, ticks: Any) -> FramePlan:
-    return FramePlan(info.path, tuple(ticks), info.time_base, info.start)
+        return info.plan(info.start + int((i + Fraction(1, 2)) * step) for i in range(count))
+    return info.plan((info if info.ticks is not None else scan(info.path)).ticks or ())
 
 
 def _scan(path: str | os.PathLike[str], container: Any, stream: Any) -> VideoInfo:
@@ -216,16 +205,6 @@ def index_of(stream: Any) -> Any:
     """Return the container's index of a stream if it lists every frame, otherwise an empty tuple."""
     entries = getattr(stream, "index_entries", ())  # Newer PyAV only; without it, packets are scanned.
     return entries if stream.frames and len(entries) == stream.frames else ()
-
-
-def _index_agrees(stream: Any) -> bool:
-    # A fragmented mp4 that was not read to its end counts only the frames of the fragments read so far.
-    return not hasattr(stream, "index_entries") or len(index_of(stream)) > 0
-
-
-def _is_cover_picture(stream: Any) -> bool:
-    disposition = getattr(stream, "disposition", None)
-    return bool(disposition and "attached_pic" in str(disposition))
 
 
 def reason(error: Exception) -> str:

@@ -5,8 +5,6 @@ call for a parallel spec, `selection` takes the fastest spec, and `plan` estimat
 Python. `calibrate`, which measures the machine at hand, and `auto`, which implements `strategy="auto"`, need torch.
 """
 
-from __future__ import annotations
-
 from .call_cost import CallCost, VisualProjection, call_cost, overlap_ratios_by_rates
 from .candidates import ParallelSpec
 from .cluster import Cluster, read_cluster, write_cluster

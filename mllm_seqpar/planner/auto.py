@@ -3,9 +3,6 @@
 `ClusterSelector` implements `runtime.selection.StrategySelector` with the planner's cost model.
 """
 
-from __future__ import annotations
-
-from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from math import ceil, log2
 
@@ -22,7 +19,7 @@ from mllm_seqpar.schedules import OverlapRatios
 from mllm_seqpar.schedules.bytes_sent import Problem
 
 from .calibrate import AttentionShape, calibrate
-from .call_cost import VisualProjection, overlap_ratios_by_rates
+from .call_cost import VisibleFraction, VisualProjection, overlap_ratios_by_rates
 from .cluster import Cluster, read_cluster
 from .selection import Selection, SelectionOptions, select_strategy
 
@@ -49,14 +46,39 @@ class ClusterSelector:
         *,
         training: bool,
         mesh_shape: tuple[int, int] | None = None,
+        visual: VisualProjection | None = None,
     ) -> Selection:
-        return self._select(problem, blocks, candidates, training, mesh_shape, None)
+        visible: VisibleFraction = _visible_fraction(blocks)
+        pruned = blocks if isinstance(blocks, FrameBlockMasks) and blocks.prunes else None
+        problem = _round_lengths(problem)
+        key = problem, training, visual, visible, pruned is not None, candidates, mesh_shape
+        if key not in self._selections:
+            visible_rows = None
+            if pruned is not None and problem.ranks <= 4 * MAX_RANKS_WITH_BLOCK_FRACTIONS:
+                visible_rows = pruned.visible_row_counts()
+                if problem.ranks <= MAX_RANKS_WITH_BLOCK_FRACTIONS:
+                    visible = pruned.visible_fractions()
+            options = SelectionOptions(
+                training=training,
+                visible=visible,
+                visible_rows=visible_rows,
+                visual=visual,
+                strategies=[s for s in candidates.strategies if s != "replicate" or visual is not None],
+                causal=candidates.causal,
+                mesh_shape=mesh_shape,
+            )
+            selection = self._selections[key] = select_strategy(problem, self.cluster, options=options)
+            logged = candidates.option, selection.spec
+            if logged not in self._logged:
+                self._logged.add(logged)
+                _log.info("%s on %s: %s", candidates.option, self.cluster.name, selection.reason)
+        return self._selections[key]
 
     def select_for_pass(
         self, problem: Problem, blocks: BlockMasks, *, training: bool, visual_dim: int, layers: int, recompute: bool
     ) -> Selection:
         visual = VisualProjection(dim=visual_dim, layers=layers, recompute=recompute, trained=training)
-        return self._select(problem, blocks, CROSS, training, None, visual)
+        return self.select(problem, blocks, CROSS, training=training, visual=visual)
 
     def overlap_ratios(
         self, selection: SelectedStrategy, problem: Problem, blocks: BlockMasks, *, causal: bool
@@ -77,52 +99,12 @@ class ClusterSelector:
         )
         return forward, backward
 
-    def _select(
-        self,
-        problem: Problem,
-        blocks: BlockMasks,
-        candidates: CandidateStrategies,
-        training: bool,
-        mesh_shape: tuple[int, int] | None,
-        visual: VisualProjection | None,
-    ) -> Selection:
-        fraction = _visible_fraction(blocks)
-        pruned = isinstance(blocks, FrameBlockMasks) and blocks.prunes
-        problem = _round_lengths(problem)
-        key = problem, training, visual, fraction, pruned, candidates, mesh_shape
-        if key not in self._selections:
-            visible_rows: list[list[int]] | None = None
-            visible: float | Sequence[Sequence[float]] = fraction
-            if pruned and isinstance(blocks, FrameBlockMasks):
-                if problem.ranks <= 4 * MAX_RANKS_WITH_BLOCK_FRACTIONS:
-                    visible_rows = blocks.visible_row_counts()
-                if problem.ranks <= MAX_RANKS_WITH_BLOCK_FRACTIONS:
-                    visible = blocks.visible_fractions()
-            options = SelectionOptions(
-                training=training,
-                visible=visible,
-                visible_rows=visible_rows,
-                visual=visual,
-                strategies=[s for s in candidates.strategies if s != "replicate" or visual is not None],
-                causal=candidates.causal,
-                mesh_shape=mesh_shape,
-            )
-            selection = self._selections[key] = select_strategy(problem, self.cluster, options=options)
-            logged = candidates.option, selection.spec
-            if logged not in self._logged:
-                self._logged.add(logged)
-                _log.info("%s on %s: %s", candidates.option, self.cluster.name, selection.reason)
-        return self._selections[key]
-
 
 def selector_for(config: SeqParConfig, comm: Communicator, device: torch.device, dtype: torch.dtype) -> ClusterSelector:
     """Return the selector of a model that is being patched. Collective.
 
-    The rates come from the file `config.cluster`, whose contents the ranks compare, or are measured if it is None.
-
-    Raises:
-        ConfigError: the cluster file cannot be used.
-        AgreementError: the cluster files of the ranks differ.
+    The rates come from the file `config.cluster`, or are measured if it is None. A file that cannot be used raises
+    ConfigError; files that differ between the ranks raise AgreementError.
     """
     path = config.cluster
     if path is None:
@@ -145,11 +127,10 @@ def _round_lengths(problem: Problem) -> Problem:
     Training meets videos and texts of every length. Simulating each length anew, rank by rank where the shards are
     uneven, would cost more time than the best selection saves.
     """
-    return replace(problem, rows=_round_up(problem.rows), keys=(_round_up(max(problem.keys)),) * problem.ranks)
-
-
-def _round_up(length: int) -> int:
-    return ceil(2 ** (ceil(4 * log2(length)) / 4)) if length > 0 else 0
+    rows, keys = (
+        ceil(2 ** (ceil(4 * log2(length)) / 4)) if length > 0 else 0 for length in (problem.rows, max(problem.keys))
+    )
+    return replace(problem, rows=rows, keys=(keys,) * problem.ranks)
 
 
 def _visible_fraction(blocks: BlockMasks) -> float:

@@ -5,8 +5,6 @@ the result is the same on every rank. Sizes grow until a measurement is long eno
 calibration is quick on a slow machine and does not measure latency alone on a fast one.
 """
 
-from __future__ import annotations
-
 import os
 import socket
 import time
@@ -46,31 +44,20 @@ def calibrate(
 ) -> Cluster:
     """Measure rates and links. Collective; takes less than half a second once connections are established.
 
-    Args:
-        comm: the ranks that measure.
-        device: the device that computes and holds what is sent.
-        shape: the attention to measure.
-        name: the name of the cluster.
-
-    Returns:
-        The same Cluster on every rank. If all ranks share a node, the network is given the speed of the node's links,
-        and the other way round if every rank has its own node. One rank alone cannot measure links; `Cluster.links`
-        records this.
+    Returns the same Cluster on every rank. If all ranks share a node, the network is given the speed of the node's
+    links, and the other way round if every rank has its own node. One rank alone cannot measure links; `Cluster.links`
+    records this.
     """
     device, shape = torch.device(device), shape or AttentionShape()
     clock = _Clock(comm, device)
     per_node = _ranks_per_node(comm)
-    forward, backward, overhead = _attention_rates(clock, shape)
-    links = _links(clock, per_node)
     return Cluster(
         name=name,
         gpus_per_node=per_node,
-        attention_forward=forward,
-        attention_backward=backward,
+        **_attention_rates(clock, shape),
+        **_links(clock, per_node),
         matmul=_matmul_rate(clock, shape.dtype),
         memory_bytes=_memory(clock, per_node),
-        block_overhead_s=overhead,
-        **links,
         links="none" if comm.size == 1 else "node" if comm.size == per_node else "all",
         source=f"measured: {comm.size} ranks on {device.type}, {str(shape.dtype).removeprefix('torch.')}, "
         f"{shape.heads} heads of {shape.dim}, torch {torch.__version__}",
@@ -84,7 +71,6 @@ class _Clock:
         self.comm, self.device = comm, device
 
     def seconds(self, work: Callable[[], object], repeats: int = 3) -> float:
-        """Return the shortest of several runs."""
         times = []
         for _ in range(repeats):
             self.barrier()
@@ -94,22 +80,20 @@ class _Clock:
             times.append(time.perf_counter() - begin)
         return min(self.slowest(*times))
 
-    def synchronize(self) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-
     def barrier(self) -> None:
         self.synchronize()
         self.comm.gather_ints([0])
 
+    def synchronize(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
     def slowest(self, *seconds: float) -> list[float]:
-        """Return the maximum over the ranks of each duration."""
         by_rank = self.comm.gather_ints([max(1, round(1e9 * value)) for value in seconds])
         return [max(column) / 1e9 for column in zip(*by_rank, strict=True)]
 
 
-def _attention_rates(clock: _Clock, shape: AttentionShape) -> tuple[float, float, float]:
-    """Return the rates of block attention forward and backward, and the seconds of the smallest block."""
+def _attention_rates(clock: _Clock, shape: AttentionShape) -> dict[str, float]:
     rows, keys = (1024, 2048) if clock.device.type == "cuda" else (64, 256)
     while True:
         forward, backward = _block(clock, shape, rows, keys)
@@ -119,8 +103,11 @@ def _attention_rates(clock: _Clock, shape: AttentionShape) -> tuple[float, float
         keys *= 2 if seconds > MIN_SECONDS / 8 else 4
         rows = min(2 * rows, 4096)
     flops = rows * keys * shape.heads * shape.dim
-    rates = 4 * flops / clock.seconds(forward), 10 * flops / clock.seconds(backward)
-    return *rates, clock.seconds(_block(clock, shape, 1, 1)[0])
+    return {
+        "attention_forward": 4 * flops / clock.seconds(forward),
+        "attention_backward": 10 * flops / clock.seconds(backward),
+        "block_overhead_s": clock.seconds(_block(clock, shape, 1, 1)[0]),
+    }
 
 
 def _block(
@@ -128,12 +115,10 @@ def _block(
 ) -> tuple[Callable[[], object], Callable[[], object]]:
     """Return functions that compute one block forward and backward; the kernel has run once."""
     generator = torch.Generator().manual_seed(0)
-
-    def tensor(heads: int, length: int) -> torch.Tensor:
-        return torch.randn(1, heads, length, shape.dim, generator=generator).to(clock.device, shape.dtype)
-
-    q, do = tensor(shape.heads, rows), tensor(shape.heads, rows)
-    k, v = tensor(shape.kv_heads, keys), tensor(shape.kv_heads, keys)
+    q, do, k, v = (
+        torch.randn(1, heads, length, shape.dim, generator=generator).to(clock.device, shape.dtype)
+        for heads, length in 2 * [(shape.heads, rows)] + 2 * [(shape.kv_heads, keys)]
+    )
     kernel, _ = choose_kernel(shape.kernel, q, k, causal=False, masked=False)
     scale = shape.dim**-0.5
     o, lse = kernel.forward(q, k, v, scale=scale)
@@ -162,14 +147,14 @@ def _links(clock: _Clock, per_node: int) -> dict[str, Any]:
     Links between nodes are measured twice: all ranks of a node share its link; then one rank of each node uses it
     alone, or uses a slower network card of its own.
     """
-    comm, nodes = clock.comm, clock.comm.size // per_node
+    comm = clock.comm
     inside = outside = _Link(1e15, 0.0, 0.0)  # one rank alone transfers nothing
     per_gpu: float | None = None
     if per_node > 1:
         first = comm.rank - comm.rank % per_node
         after, before = (first + (comm.rank - first + step) % per_node for step in (1, -1))
         inside = outside = _measure_link(clock, after, before)
-    if nodes > 1:
+    if comm.size > per_node:
         after, before = (comm.rank + per_node) % comm.size, (comm.rank - per_node) % comm.size
         outside = _measure_link(clock, after, before)
         outside = outside._replace(rate=outside.rate * per_node)
@@ -196,15 +181,12 @@ def _measure_link(clock: _Clock, after: int, before: int, *, active: bool = True
     def post(out: torch.Tensor, into: torch.Tensor) -> Pending:
         return comm.exchange(*(([Send(after, out, "calibration")], [Recv(before, into)]) if active else ([], [])))
 
-    def exchange(out: torch.Tensor, into: torch.Tensor) -> None:
-        post(out, into).wait()
-
-    def buffers(size: int) -> tuple[torch.Tensor, torch.Tensor]:
-        return tuple(torch.zeros(size, dtype=torch.uint8, device=clock.device) for _ in range(2))  # type: ignore[return-value]
+    def buffers(size: int) -> list[torch.Tensor]:
+        return [torch.zeros(size, dtype=torch.uint8, device=clock.device) for _ in range(2)]
 
     small = buffers(8)
-    exchange(*small)  # establishes the connection
-    round_trip = clock.seconds(lambda: exchange(*small), 5)
+    post(*small).wait()  # establishes the connection
+    round_trip = clock.seconds(lambda: post(*small).wait(), 5)
     postings = []
     for _ in range(5):
         clock.barrier()
@@ -216,8 +198,8 @@ def _measure_link(clock: _Clock, after: int, before: int, *, active: bool = True
     size, limit = 2**18, 2**28 if clock.device.type == "cuda" else 2**24
     while True:
         large = buffers(size)
-        exchange(*large)
-        seconds = clock.seconds(lambda large=large: exchange(*large), 3)  # type: ignore[misc]
+        post(*large).wait()
+        seconds = clock.seconds(lambda large=large: post(*large).wait(), 3)  # type: ignore[misc]
         if seconds >= max(MIN_SECONDS, 10 * round_trip) or size >= limit:
             break
         size *= 4

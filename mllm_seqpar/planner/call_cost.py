@@ -5,8 +5,6 @@ Projecting K and V from visual features costs 4 d_vis G D FLOPs per key; backwar
 and once more where K and V are recomputed.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import ceil
@@ -26,10 +24,9 @@ VisibleFraction = float | Sequence[Sequence[float]]
 
 @dataclass(frozen=True, kw_only=True)
 class VisualProjection:
-    """The projection of visual features to the K and V of a cross-attention call.
+    """The projection of visual features with `dim` channels to the K and V of a cross-attention call.
 
     Attributes:
-        dim: channels of the visual features.
         layers: cross-attention layers of the model; the cost of gathering the features is divided by it.
         recompute: whether backward projects K and V again.
         trained: whether the features require gradients (the vision tower or the projector is trained).
@@ -45,14 +42,8 @@ class VisualProjection:
 class CallCost:
     """The cost of one direction of one call: seconds of the slowest rank, bytes of the rank that sends most.
 
-    Attributes:
-        seconds: from the start to the end of the last rank, projections included.
-        attention: seconds of attention blocks.
-        projection: seconds of projecting features to K and V, and of its gradients.
-        exposed: seconds in which a rank waits for transfers or for other ranks.
-        hidden: seconds of transfers that run under computation.
-        node_bytes, network_bytes: bytes sent inside the node and to other nodes.
-        timeline: the simulated ranks.
+    `seconds` include `projection`, that of features to K and V with its gradients. In `exposed` seconds a rank waits
+    for transfers or for other ranks; `hidden` ones are those of transfers that run under computation.
     """
 
     seconds: float
@@ -81,46 +72,43 @@ def call_cost(
 
     Args:
         problem: the shapes of the call; `rank` is ignored.
-        spec: how the ranks share the call.
-        cluster: rates and links.
-        backward: the direction.
         visible: fraction of visible entries, for all blocks or for each (0.5 for balanced causal layouts).
         visible_rows: the argument of `lv_xattn_bytes`, for LV-XAttn only: Q shards are sent point-to-point, and of each
             only the rows that see a key of the receiver.
-        visual: the projection of K and V, if they are projected from visual features.
         overlap: False waits for transfers before computing.
         record: whether the timeline keeps its spans.
     """
-    degree = spec.head_degree
+    degree, replicated = spec.head_degree, spec.strategy == "replicate"
     inner = problem_between_groups(problem, degree)
-    if spec.strategy == "replicate":  # every rank attends to all keys, which it projects itself
+    if replicated:  # every rank attends to all keys, which it projects itself
         inner = replace(inner, keys=(sum(problem.keys),) * problem.ranks)
-    by_group = _group_means(visible, degree)
-    ratios = None
+    by_group, ratios = _group_means(visible, degree), None
     if 1 not in spec.mesh_shape:
+        mean = visible if isinstance(visible, float | int) else sum(map(sum, visible)) / sum(map(len, visible))
         ratios = overlap_ratios_by_rates(
-            problem, spec.mesh_shape, cluster, backward=backward, head_degree=degree, visible=_mean(visible)
+            problem, spec.mesh_shape, cluster, backward=backward, head_degree=degree, visible=mean
         )
 
     def rank_phases(rank: int) -> list[Phase]:
         group, member = divmod(rank, degree)
 
         def computation(block: AttentionBlock) -> Computation:
-            fraction = by_group if isinstance(by_group, float | int) else by_group[block.q_shard][block.kv_shard]
-            seconds = block_seconds(inner, cluster, inner.keys[block.kv_shard], backward=backward, visible=fraction)
-            return Computation(seconds / block.parts, f"Q{block.q_shard} KV{block.kv_shard}")
+            i, j = block.q_shard, block.kv_shard
+            fraction = by_group if isinstance(by_group, float | int) else by_group[i][j]
+            seconds = block_seconds(inner, cluster, inner.keys[j], backward=backward, visible=fraction)
+            return Computation(seconds / block.parts, f"Q{i} KV{j}")
 
         def message(transfer: Transfer) -> SentMessage:
             size = transfer_bytes(inner, transfer, backward=backward, sender=group, visible_rows=visible_rows)
             label = f"{_LABELS[transfer.kind, transfer.axis][backward]}{transfer.send_shard}"
             return SentMessage(transfer.dst * degree + member, size, label)
 
-        schedule = (
-            schedule_for((1, 1), 0, backward=backward)
-            if spec.strategy == "replicate"
-            else schedule_for(
-                spec.mesh_shape, group, backward=backward, direct=visible_rows is not None, overlap_ratios=ratios
-            )
+        schedule = schedule_for(
+            (1, 1) if replicated else spec.mesh_shape,
+            0 if replicated else group,
+            backward=backward,
+            direct=visible_rows is not None and not replicated,
+            overlap_ratios=ratios,
         )
         return [
             Phase(
@@ -177,26 +165,25 @@ def transfer_bytes(
 ) -> int:
     """Return the bytes of one transfer; their sums over a schedule equal the formulas of `schedules.bytes_sent`.
 
-    Args:
-        problem: the call.
-        transfer: the transfer.
-        backward: the direction.
-        sender: the rank that sends; with `visible_rows`, it determines which rows are sent.
-        visible_rows: the argument of `lv_xattn_bytes`.
+    With `visible_rows`, the argument of `lv_xattn_bytes`, the rank `sender` determines which rows are sent.
     """
     if transfer.axis == "kv":
         width = 2 * problem.key_batch * problem.kv_heads * problem.dim * problem.keys[transfer.send_shard]
         return width * (problem.element if transfer.kind == "input" else problem.accumulated)
     rows = problem.batch * problem.rows
     if visible_rows is not None:
-        rows = (
-            problem.key_batch * visible_rows[transfer.send_shard][transfer.dst if transfer.kind == "input" else sender]
-        )
+        receiver = transfer.dst if transfer.kind == "input" else sender
+        rows = problem.key_batch * visible_rows[transfer.send_shard][receiver]
     if transfer.kind == "input":
         per_row = 3 * problem.dim * problem.element + LSE_BYTES if backward else problem.dim * problem.element
     else:
         per_row = problem.dim * problem.accumulated + (0 if backward else LSE_BYTES)
     return rows * problem.heads * per_row
+
+
+def shard_bytes(problem: Problem, kind: TransferKind, axis: Axis, *, backward: bool) -> int:
+    """Return the bytes of a transfer of the first shard, without a mask."""
+    return transfer_bytes(problem, Transfer(kind, axis, 0, 0, 0, 0), backward=backward, sender=0)
 
 
 def overlap_ratios_by_rates(
@@ -210,20 +197,18 @@ def overlap_ratios_by_rates(
 ) -> OverlapRatios:
     """Return how many blocks hide one transfer of each kind; a mesh orders its steps by these ratios.
 
-    The ratios are rounded to two digits, so that similar lengths share one (cached) order.
+    They are rounded to two digits, so that similar lengths share one (cached) order.
     """
     inner = problem_between_groups(problem, head_degree)
     keys = ceil(sum(inner.keys) / len(inner.keys))
     block = block_seconds(inner, cluster, keys, backward=backward, visible=visible)
     a, b = mesh_shape
-    hops = {
-        "q": _slowest_hop(cluster, problem.ranks, distance=head_degree, span=a * head_degree),
-        "kv": _slowest_hop(cluster, problem.ranks, distance=a * head_degree, span=a * b * head_degree),
-    }
+    q_hop = _slowest_hop(cluster, problem.ranks, distance=head_degree, span=a * head_degree)
+    kv_hop = _slowest_hop(cluster, problem.ranks, distance=a * head_degree, span=a * b * head_degree)
 
     def blocks(kind: TransferKind, axis: Axis) -> float:
-        size = transfer_bytes(inner, Transfer(kind, axis, 0, 0, 0, 0), backward=backward, sender=0)
-        rate, latency, _ = hops[axis]
+        size = shard_bytes(inner, kind, axis, backward=backward)
+        rate, latency, _ = q_hop if axis == "q" else kv_hop
         seconds = latency + size / rate + cluster.step_overhead_s
         return float(f"{seconds / block:.2g}") if block else 1.0
 
@@ -232,15 +217,13 @@ def overlap_ratios_by_rates(
         kv=blocks("input", "kv"),
         o=blocks("result", "q"),
         dkv=blocks("result", "kv"),
-        one_link=hops["q"][2] == hops["kv"][2],
+        one_link=q_hop[2] == kv_hop[2],
     )
 
 
 def _slowest_hop(cluster: Cluster, ranks: int, *, distance: int, span: int) -> tuple[float, float, bool]:
-    """Return the slowest hop of rings of `span` ranks whose neighbours are `distance` ranks apart.
-
-    It is described by its bytes/s, its latency in seconds, and whether it crosses nodes.
-    """
+    """Return bytes/s, latency in seconds, and whether nodes are crossed, of the slowest hop of rings of `span` ranks
+    whose neighbours are `distance` ranks apart."""
     node = cluster.gpus_per_node
     if ranks <= node or (span <= node and node % span == 0):
         return cluster.node_link, cluster.node_latency_s, False
@@ -272,10 +255,8 @@ def _collectives(
 
 
 def _replication(problem: Problem, cluster: Cluster, backward: bool, visual: VisualProjection | None) -> CollectiveCost:
-    """Return one layer's part of gathering the features once per step, or of summing their gradients.
-
-    Without features, every layer gathers K and V.
-    """
+    """Return one layer's part of gathering the features once per step, or of summing their gradients; without
+    features, of gathering K and V."""
     keys, layers = problem.key_batch * max(problem.keys), 1
     size = 2 * keys * problem.kv_heads * problem.dim
     if visual is not None:
@@ -289,19 +270,16 @@ def _replication(problem: Problem, cluster: Cluster, backward: bool, visual: Vis
 def _projection_seconds(
     problem: Problem, spec: ParallelSpec, cluster: Cluster, visual: VisualProjection | None, backward: bool
 ) -> float:
-    """Return the seconds of projecting K and V; backward, those of the gradients and of the recomputation."""
     if visual is None:
         return 0.0
     keys = max(problem.keys) * (problem.ranks if spec.strategy == "replicate" else 1)
     forward = 4 * problem.key_batch * keys * visual.dim * problem.kv_heads * problem.dim / cluster.matmul
     if not backward:
         return forward
-    gradients = 2 if visual.trained else 1  # of the weights, and of the features
-    return forward * (gradients + visual.recompute)
+    return forward * (1 + visual.trained + visual.recompute)  # gradients of the weights, and of the features
 
 
 def _group_means(visible: VisibleFraction, degree: int) -> VisibleFraction:
-    """Return the visible fractions of the blocks between groups of `degree` ranks."""
     if isinstance(visible, float | int) or degree == 1:
         return visible
     groups, members = range(len(visible) // degree), range(degree)
@@ -309,7 +287,3 @@ def _group_means(visible: VisibleFraction, degree: int) -> VisibleFraction:
         [sum(visible[i * degree + x][j * degree + y] for x in members for y in members) / degree**2 for j in groups]
         for i in groups
     ]
-
-
-def _mean(visible: VisibleFraction) -> float:
-    return visible if isinstance(visible, float | int) else sum(map(sum, visible)) / sum(map(len, visible))

@@ -1,7 +1,5 @@
 """Candidate parallel specs of one attention call, and how a spec changes the problem that its schedule solves."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
@@ -39,28 +37,20 @@ class ParallelSpec:
 
 
 def candidate_specs(problem: Problem, strategies: Sequence[str] = STRATEGIES) -> Iterator[ParallelSpec]:
-    """Yield all legal specs of `strategies` for a problem, in the order of STRATEGIES.
-
-    Raises:
-        ConfigError: an unknown strategy.
-    """
+    """Yield all legal specs of `strategies` in the order of STRATEGIES; raise ConfigError for an unknown strategy."""
     unknown = sorted(set(strategies) - set(STRATEGIES))
     if unknown:
         raise ConfigError(f"strategies: cannot plan {', '.join(unknown)}; choose from {', '.join(STRATEGIES)}")
     n = problem.ranks
-    if "lv-xattn" in strategies:
-        yield ParallelSpec("lv-xattn", (n, 1))
-    if "ring" in strategies:
-        yield ParallelSpec("ring", (1, n))
-    if "mesh" in strategies:
-        yield from (ParallelSpec("mesh", (a, n // a)) for a in _divisors(n) if 1 < a < n)
-    if "ulysses" in strategies:
-        for degree in reversed(_divisors(n)):
-            if degree > 1 and problem.heads % degree == 0:
-                groups = n // degree
-                yield from (ParallelSpec("ulysses", (a, groups // a), degree) for a in _divisors(groups))
-    if "replicate" in strategies:
-        yield ParallelSpec("replicate", (n, 1))
+    degrees = [degree for degree in reversed(_divisors(n)) if degree > 1 and problem.heads % degree == 0]
+    specs = (
+        ParallelSpec("lv-xattn", (n, 1)),
+        ParallelSpec("ring", (1, n)),
+        *(ParallelSpec("mesh", (a, n // a)) for a in _divisors(n)[1:-1]),
+        *(ParallelSpec("ulysses", (a, n // d // a), d) for d in degrees for a in _divisors(n // d)),
+        ParallelSpec("replicate", (n, 1)),
+    )
+    yield from (spec for spec in specs if spec.strategy in strategies)
 
 
 def _divisors(n: int) -> list[int]:
@@ -85,8 +75,7 @@ def problem_between_groups(problem: Problem, head_degree: int) -> Problem:
 def symmetry_period(spec: ParallelSpec, ranks: int, cluster: Cluster) -> int:
     """Return how many ranks represent all ranks if the shards are even: the smallest shift that preserves the schedule.
 
-    A shift preserves the schedule if it moves by whole Q groups, or within every Q group. It must also map nodes to
-    nodes.
+    It moves by whole Q groups, or within every Q group, and maps nodes to nodes.
     """
     a, degree, node = spec.mesh_shape[0], spec.head_degree, cluster.gpus_per_node
     one_node = ranks <= node

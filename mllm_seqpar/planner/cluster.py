@@ -6,9 +6,7 @@ own link. Between nodes each node has one link (`network_link`), of which a sing
 card per GPU: `network_link_per_gpu`).
 """
 
-from __future__ import annotations
-
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from mllm_seqpar.errors import ConfigError
@@ -21,28 +19,20 @@ class Cluster:
     """Nodes of equal GPUs. Rates in FLOP/s, links in bytes/s per direction, times in seconds, memory in bytes.
 
     Attributes:
-        name: the name shown in tables.
         gpus_per_node: ranks r and s share a node if r // gpus_per_node == s // gpus_per_node.
         attention_forward, attention_backward: rate of block attention, counting 4 (backward: 10) FLOPs per query, key,
             head and channel of the head.
-        matmul: rate of linear layers.
-        memory_bytes: memory of one GPU.
         node_link: link of one GPU to the other GPUs of its node.
-        node_latency_s: time from posting a transfer to its first byte, inside a node.
         network_link: link of one node to the other nodes, shared by its GPUs.
-        network_latency_s: like node_latency_s, between nodes.
+        node_latency_s, network_latency_s: time from posting a transfer to its first byte, inside and between nodes.
         network_link_per_gpu: what one GPU alone reaches of network_link; None for all of it.
         block_overhead_s: fixed cost of one block: kernel launches, merging.
         step_overhead_s: fixed cost of posting one step's transfers.
         overlap: fraction of computation that can run while transfers are in flight: 1 if transfers do not slow it down,
             0 if a step takes the sum of both.
         peak_flops: peak of one GPU according to its maker, dense bf16; None if unknown.
-        source: where the figures come from.
         links: which links the figures describe: "all", "node" (measured on one node) or "none" (measured on one GPU);
             see `check_ranks`.
-
-    Raises:
-        ConfigError: an invalid value, by name.
     """
 
     name: str
@@ -71,20 +61,17 @@ class Cluster:
         if self.links not in ("all", "node", "none"):
             raise ConfigError(f"cluster {self.name!r}: links is {self.links!r}; expected all, node or none")
         for name, unit in _UNITS.items():
-            self._check_number(name, unit)
+            value = getattr(self, name)
+            if value is None and name in ("network_link_per_gpu", "peak_flops"):
+                continue
+            found = f"cluster {self.name!r}: {name} is {value!r}; expected {unit}"
+            if isinstance(value, bool) or not isinstance(value, int if name == "gpus_per_node" else int | float):
+                raise ConfigError(found)
+            may_be_zero = name.endswith("_s") or name == "overlap"
+            if not 0 <= value < float("inf") or (value == 0 and not may_be_zero):
+                raise ConfigError(f"{found}, {'0 or more' if may_be_zero else 'above 0'}")
         if self.overlap > 1:
             raise ConfigError(f"cluster {self.name!r}: overlap is {self.overlap}; expected a fraction from 0 to 1")
-
-    def _check_number(self, name: str, unit: str) -> None:
-        value = getattr(self, name)
-        if value is None and name in ("network_link_per_gpu", "peak_flops"):
-            return
-        if isinstance(value, bool) or not isinstance(value, int if name == "gpus_per_node" else int | float):
-            raise ConfigError(f"cluster {self.name!r}: {name} is {value!r}; expected {unit}")
-        may_be_zero = name.endswith("_s") or name == "overlap"
-        if not 0 <= value < float("inf") or (value == 0 and not may_be_zero):
-            least = "0 or more" if may_be_zero else "above 0"
-            raise ConfigError(f"cluster {self.name!r}: {name} is {value!r}; expected {unit}, {least}")
 
     def check_ranks(self, ranks: int) -> None:
         """Raise ConfigError if `ranks` ranks use links whose speeds were not measured."""
@@ -100,7 +87,6 @@ class Cluster:
             )
 
     def same_node(self, rank: int, other: int) -> bool:
-        """Return whether two ranks share a node."""
         return rank // self.gpus_per_node == other // self.gpus_per_node
 
     @property
@@ -111,28 +97,16 @@ class Cluster:
 
 _UNITS = {
     "gpus_per_node": "a whole number of GPUs",
-    "attention_forward": "FLOP/s",
-    "attention_backward": "FLOP/s",
-    "matmul": "FLOP/s",
-    "peak_flops": "FLOP/s",
+    **dict.fromkeys(("attention_forward", "attention_backward", "matmul", "peak_flops"), "FLOP/s"),
     "memory_bytes": "bytes",
-    "node_link": "bytes/s",
-    "network_link": "bytes/s",
-    "network_link_per_gpu": "bytes/s",
-    "node_latency_s": "seconds",
-    "network_latency_s": "seconds",
-    "block_overhead_s": "seconds",
-    "step_overhead_s": "seconds",
+    **dict.fromkeys(("node_link", "network_link", "network_link_per_gpu"), "bytes/s"),
+    **dict.fromkeys(("node_latency_s", "network_latency_s", "block_overhead_s", "step_overhead_s"), "seconds"),
     "overlap": "a fraction",
 }
 
 
 def read_cluster(path: str | Path) -> Cluster:
-    """Read a cluster file (YAML, the fields of `Cluster`).
-
-    Raises:
-        ConfigError: no such file, invalid YAML, or invalid fields.
-    """
+    """Read a cluster file (YAML, the fields of `Cluster`); raise ConfigError if it is missing or invalid."""
     return build(Cluster, read_yaml(path, "cluster"), str(path), _UNITS)
 
 
@@ -140,6 +114,5 @@ def write_cluster(cluster: Cluster, path: str | Path) -> None:
     """Write a cluster file that `read_cluster` reads back to an equal Cluster."""
     import yaml
 
-    values = {field.name: getattr(cluster, field.name) for field in fields(cluster)}
-    present = {name: value for name, value in values.items() if value is not None}
+    present = {name: value for name, value in asdict(cluster).items() if value is not None}
     Path(path).write_text(yaml.safe_dump(present, sort_keys=False, width=110))

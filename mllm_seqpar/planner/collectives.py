@@ -1,7 +1,5 @@
 """Costs of collectives by closed formulas. All ranks do the same at once, so no simulation is needed."""
 
-from __future__ import annotations
-
 from collections import Counter
 from typing import NamedTuple
 
@@ -17,10 +15,9 @@ class CollectiveCost(NamedTuple):
 
 
 def all_to_all(cluster: Cluster, ranks: int, group: int, size: int) -> CollectiveCost:
-    """Return the cost of all-to-all in all groups of `group` consecutive ranks at once.
+    """Return the cost of all-to-all in all groups of `group` consecutive ranks at once, with `size` bytes per rank.
 
-    Each rank holds `size` bytes, keeps size / group of them, and sends as many to each other rank of its group. The
-    ranks of a node share the node's network link.
+    The ranks of a node share the node's network link.
     """
     if group == 1 or size == 0:
         return CollectiveCost()

@@ -1,8 +1,7 @@
 """Reading YAML files into frozen dataclasses, with errors that name the file, the field and the allowed values."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import MISSING, Field, fields
 from pathlib import Path
 from typing import Any, TypeVar
@@ -19,18 +18,11 @@ CONFIGS = _PACKAGE / "configs" if (_PACKAGE / "configs").is_dir() else _PACKAGE.
 def find_file(what: str, name: str) -> Path:
     """Return the path `name`, or the file that `name` stands for ("a100-80g-4x4" in configs/clusters).
 
-    Args:
-        what: "model" or "cluster".
-        name: a path, or the name of a file without its suffix.
-
-    Raises:
-        ConfigError: there is neither; the message lists the names.
+    `what` is "model" or "cluster". A ConfigError lists the known names.
     """
-    if Path(name).exists():
-        return Path(name)
     path = CONFIGS / f"{what}s" / f"{name}.yaml"
-    if path.is_file():
-        return path
+    if Path(name).exists() or path.is_file():
+        return Path(name) if Path(name).exists() else path
     raise ConfigError(f"{what}: {name!r} is neither a file nor a known name; known names: {known_files(what)}")
 
 
@@ -40,11 +32,7 @@ def known_files(what: str) -> str:
 
 
 def read_yaml(path: str | Path, what: str) -> dict[str, Any]:
-    """Return the mapping that a YAML file holds.
-
-    Raises:
-        ConfigError: no such file, invalid YAML, or not a mapping.
-    """
+    """Return the mapping that a YAML file holds; raise ConfigError if it is missing, invalid or no mapping."""
     import yaml  # not at the top: simulating needs no YAML
 
     path = Path(path)
@@ -60,12 +48,9 @@ def read_yaml(path: str | Path, what: str) -> dict[str, Any]:
 
 
 def build(cls: type[T], values: Mapping[str, Any], origin: str, units: Mapping[str, str] | None = None) -> T:
-    """Return an instance of the dataclass `cls` with the fields `values`.
+    """Return an instance of the dataclass `cls` with the fields `values`; ConfigErrors begin with their `origin`.
 
     YAML reads 25e9, without a dot, as text; such values of float fields are converted to numbers.
-
-    Raises:
-        ConfigError: fields that are missing, unknown or invalid; `origin` says where they stand.
     """
     units = units or {}
     all_fields: tuple[Field[Any], ...] = fields(cls)  # type: ignore[arg-type]
@@ -85,8 +70,6 @@ def build(cls: type[T], values: Mapping[str, Any], origin: str, units: Mapping[s
 
 def _number(field: Field[Any], value: Any) -> Any:
     if isinstance(value, str) and "float" in str(field.type):
-        try:
+        with suppress(ValueError):  # the dataclass rejects it with a message that names the field
             return float(value)
-        except ValueError:
-            return value  # the dataclass rejects it with a message that names the field
     return value

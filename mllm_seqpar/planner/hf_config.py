@@ -4,8 +4,6 @@ The file is read as JSON, so that planning needs no model library. Each family t
 `patches/<family>/planner.py`.
 """
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 
@@ -16,11 +14,7 @@ from .model import ModelSizes
 
 
 def read_hf_config(path: Path) -> ModelSizes:
-    """Return the sizes of a model directory, or of its `config.json`.
-
-    Raises:
-        ConfigError: no such file, invalid JSON, an unknown model type, or invalid values.
-    """
+    """Return the sizes of a model directory, or of its `config.json`; raise ConfigError if they cannot be read."""
     file = path / "config.json" if path.is_dir() else path
     if not file.is_file():
         raise ConfigError(f"model: there is no {file}; pass a model directory, its config.json or a model file")

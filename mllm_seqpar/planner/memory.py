@@ -11,12 +11,11 @@ the formulas with real, patched models. Dropout and position embeddings are left
 that compute in float32, which save most; layer norms, as in OpenFlamingo, save less.
 """
 
-from __future__ import annotations
-
 from mllm_seqpar.schedules.bytes_sent import LSE_BYTES, Problem
 
+from .call_cost import shard_bytes
 from .candidates import ParallelSpec
-from .model import ResamplerSizes, VisionSizes
+from .model import CrossAttentionSizes, ResamplerSizes, TextSizes, VisionSizes
 from .workload import Workload
 
 FLOAT32 = 4
@@ -34,7 +33,8 @@ def peak_memory(workload: Workload, spec: ParallelSpec) -> dict[str, int]:
     kinds = memory_behind_features(workload, spec)
     if workload.training:
         kinds["activations"] += saved_before_features(workload)
-    kinds["buffers"] += _gathered_layers(workload)
+    if n > 1:  # FSDP2: the current layer and the next one, gathered; in backward, one unsharded gradient
+        kinds["buffers"] += workload.model.largest_layer * workload.element * (3 if workload.training else 2)
     tower = frozen_tower_memory(workload) - kinds["features"] - kinds["activations"]
     return {
         "parameters": workload.model.parameters * workload.parameter // n,
@@ -48,40 +48,37 @@ def peak_memory(workload: Workload, spec: ParallelSpec) -> dict[str, int]:
 def memory_behind_features(workload: Workload, spec: ParallelSpec) -> dict[str, int]:
     """Return features, activations and buffers of the language model and cross-attention."""
     text, element, tokens = workload.model.text, workload.element, workload.tokens
-    features = _visual_tokens(workload, spec) * workload.model.cross.visual_dim * element
+    features = _visual_tokens(workload, spec) * workload.model.cross.visual_dim
+    backward = workload.training and workload.visual.trained
+    buffers = max(_cross_attention_buffers(workload, spec), _mlp_buffers(workload))
+    if spec.strategy == "replicate" and workload.gpus > 1:
+        # The shards before concatenation; in backward, the gradient's shards, float32 sums and whole.
+        buffers = max(buffers, features * (element + (2 * FLOAT32 if backward else 0)))
     if workload.training:
         activations = saved_for_backward(workload, spec)
     else:  # one layer at a time
-        activations = 2 * tokens * text.hidden * element + _attention_layer(
-            workload, text.heads, text.kv_heads, text.head_dim
-        )
+        activations = 2 * tokens * text.hidden * element + _attention_layer(workload, text)
         activations += workload.mlp_tokens * _mlp_token(element, text.mlp_inner, text.mlp_matrices)
     logits = tokens * text.vocabulary * (element + (2 * FLOAT32 if workload.training else 0))
     return {
-        "features": features * (2 if workload.training and workload.visual.trained else 1),
+        "features": features * element * (2 if backward else 1),
         "activations": activations + logits,
-        "buffers": max(
-            _cross_attention_buffers(workload, spec), _mlp_buffers(workload), _gathered_features(workload, spec)
-        ),
+        "buffers": buffers,
     }
-
-
-# What autograd saves for backward
 
 
 def saved_for_backward(workload: Workload, spec: ParallelSpec) -> int:
     """Return the bytes that the language model and cross-attention save, without the logits."""
     text, cross = workload.model.text, workload.model.cross
-    decoder = _attention_layer(workload, text.heads, text.kv_heads, text.head_dim)
-    decoder += _mlp_layer(workload, text.mlp_inner, text.mlp_matrices)
-    crossing = _attention_layer(workload, cross.heads, 0, cross.head_dim)
+    decoder = _attention_layer(workload, text) + _mlp_layer(workload, text)
+    crossing = _attention_layer(workload, cross)
     if cross.own_queries:  # the two results that the gates scale, and the norm of Q
         token = 2 * text.hidden * workload.element + _head_norm(workload, cross.heads)
         crossing += workload.tokens * token
     if cross.gate == "per_head":  # the visual and the text part that it weights
         crossing += workload.tokens * 2 * cross.heads * cross.head_dim * workload.element
     if cross.mlp_inner:
-        crossing += _mlp_layer(workload, cross.mlp_inner, cross.mlp_matrices)
+        crossing += _mlp_layer(workload, cross)
     visual = 0 if workload.recompute else _keys_values_and_norms(workload, spec)
     if workload.checkpointing:  # the input of every layer, and the inside of one
         layer_input = workload.tokens * text.hidden * workload.element
@@ -105,17 +102,20 @@ def saved_before_features(workload: Workload) -> int:
     return workload.local_frames * frame
 
 
-def _attention_layer(workload: Workload, heads: int, kv_heads: int, dim: int) -> int:
-    """The norm before attention; q, k, v; o, and o as its projection takes it; the log-sum-exp."""
-    elements = 3 * heads * dim + 2 * kv_heads * dim
-    return _norm(workload) + workload.tokens * (workload.element * elements + heads * LSE_BYTES)
+def _attention_layer(workload: Workload, sizes: TextSizes | CrossAttentionSizes) -> int:
+    """The norm before attention; q, k, v; o, and o as its projection takes it; the log-sum-exp.
+
+    K and V of frames are counted separately.
+    """
+    kv_heads = sizes.kv_heads if isinstance(sizes, TextSizes) else 0
+    elements = (3 * sizes.heads + 2 * kv_heads) * sizes.head_dim
+    return _norm(workload) + workload.tokens * (workload.element * elements + sizes.heads * LSE_BYTES)
 
 
-def _mlp_layer(workload: Workload, inner: int, matrices: int) -> int:
+def _mlp_layer(workload: Workload, sizes: TextSizes | CrossAttentionSizes) -> int:
     """The norm before the MLP, whose output is the MLP's input; the inner activations, unless chunks recompute them."""
-    if workload.chunked:
-        return _norm(workload)
-    return _norm(workload) + workload.tokens * _mlp_token(workload.element, inner, matrices)
+    inner = 0 if workload.chunked else _mlp_token(workload.element, sizes.mlp_inner, sizes.mlp_matrices)
+    return _norm(workload) + workload.tokens * inner
 
 
 def _mlp_token(element: int, inner: int, matrices: int) -> int:
@@ -140,26 +140,20 @@ def _head_norm(workload: Workload, heads: int) -> int:
 
 
 def _visual_tokens(workload: Workload, spec: ParallelSpec) -> int:
-    """Visual tokens of all samples from which a rank projects K and V."""
     copies = workload.gpus if spec.strategy == "replicate" else 1
     return workload.local_frames * workload.model.vision.keys * copies
 
 
 def _keys_values(workload: Workload, spec: ParallelSpec, element: int) -> int:
-    """K and V of one layer."""
     cross = workload.model.cross
     return 2 * _visual_tokens(workload, spec) * cross.kv_heads * cross.head_dim * element
 
 
 def _keys_values_and_norms(workload: Workload, spec: ParallelSpec) -> int:
-    """K and V of one layer, and what the norms before them save.
-
-    A norm of the features saves their float32 copy (a copy only if they have another dtype), a factor per token, the
-    normalized features if its weight is trained, and its result.
-    """
+    """K and V of one layer, and what the norms before them save."""
     cross, element = workload.model.cross, workload.element
     token = _head_norm(workload, cross.kv_heads)
-    if cross.features_norm:
+    if cross.features_norm:  # a float32 copy of another dtype, the normalized features to train its weight, its result
         copies = (FLOAT32 if element < FLOAT32 else 0) + (element if workload.language_trained else 0)
         token += cross.visual_dim * (copies + element) + FLOAT32
     return _keys_values(workload, spec, element) + _visual_tokens(workload, spec) * token
@@ -168,20 +162,17 @@ def _keys_values_and_norms(workload: Workload, spec: ParallelSpec) -> int:
 def _resampler_layer(resampler: ResamplerSizes, vision: VisionSizes, element: int) -> int:
     """One layer on one frame: latents and patches are normalized and concatenated, and latents attend to both; an MLP.
 
-    IDEFICS concatenates twice, for K and for V, and normalizes Q and K. The ReLU of its MLP saves one inner activation,
-    the GELU of Flamingo's two. A layer norm saves a mean and a factor per normalized row.
+    IDEFICS concatenates for K and for V, and normalizes Q and K. Its ReLU saves one inner activation, Flamingo's GELU
+    two. A layer norm saves a mean and a factor per normalized row.
     """
     latents, both, attended = vision.keys, vision.keys + vision.tokens, resampler.heads * resampler.head_dim
-    idefics = resampler.code == "idefics"
-    elements = both * ((2 if idefics else 1) * vision.width + (3 if idefics else 2) * attended)  # concatenation; k, v
-    elements += latents * (4 * vision.width + (3 if idefics else 2) * attended)  # two norms; q, o
+    idefics = resampler.code == "idefics"  # a bool counts as 0 or 1
+    elements = both * ((1 + idefics) * vision.width + (2 + idefics) * attended)  # concatenation; k, v
+    elements += latents * (4 * vision.width + (2 + idefics) * attended)  # two norms; q, o
     elements += 2 * resampler.heads * latents * both  # probabilities, and their copy for the product with V
-    elements += latents * (1 if idefics else 2) * resampler.mlp_inner
-    normalized = vision.tokens + 2 * latents + (resampler.heads * (both + latents) if idefics else 0)
+    elements += latents * (2 - idefics) * resampler.mlp_inner
+    normalized = vision.tokens + 2 * latents + idefics * resampler.heads * (both + latents)
     return element * elements + 2 * FLOAT32 * normalized
-
-
-# Temporary memory
 
 
 def frozen_tower_memory(workload: Workload) -> int:
@@ -197,22 +188,6 @@ def frozen_tower_memory(workload: Workload) -> int:
     elements += vision.tokens if vision.tiles > 1 else 0
     frames = min(workload.local_frames, workload.vision_chunk_size or workload.local_frames)
     return frames * vision.tokens * elements * workload.element
-
-
-def _gathered_layers(workload: Workload) -> int:
-    """FSDP2: the current layer and the next one, gathered; in backward, one unsharded gradient."""
-    if workload.gpus == 1:
-        return 0
-    return workload.model.largest_layer * workload.element * (3 if workload.training else 2)
-
-
-def _gathered_features(workload: Workload, spec: ParallelSpec) -> int:
-    """Replication: the shards before concatenation; in backward, the gradient's shards, float32 sums and whole."""
-    if spec.strategy != "replicate" or workload.gpus == 1:
-        return 0
-    backward = workload.training and workload.visual.trained
-    width = workload.element + (2 * FLOAT32 if backward else 0)
-    return _visual_tokens(workload, spec) * workload.model.cross.visual_dim * width
 
 
 def _cross_attention_buffers(workload: Workload, spec: ParallelSpec) -> int:
@@ -233,19 +208,15 @@ def _cross_attention_buffers(workload: Workload, spec: ParallelSpec) -> int:
 def _schedule_buffers(problem: Problem, spec: ParallelSpec, *, backward: bool) -> int:
     """Shards of other ranks that a rank holds at one time, and results in flight.
 
-    A ring holds two of each kind, a mesh those of all other ranks of its groups. Ulysses holds its heads of everything
-    once more.
+    A ring holds two of each kind, a mesh those of all other ranks of its groups. Ulysses holds all its heads once more.
     """
-    rows = problem.batch * problem.rows * problem.heads
-    columns = 2 * problem.key_batch * max(problem.keys) * problem.kv_heads * problem.dim
-    q = rows * (3 * problem.dim * problem.element + LSE_BYTES if backward else problem.dim * problem.element)
-    o = rows * (problem.dim * problem.accumulated + (0 if backward else LSE_BYTES))
-    kv = columns * problem.element + (columns * problem.accumulated if backward else 0)
+    q, o = (shard_bytes(problem, kind, "q", backward=backward) for kind in ("input", "result"))
+    kv = shard_bytes(problem, "input", "kv", backward=backward)
+    kv += shard_bytes(problem, "result", "kv", backward=backward) if backward else 0
     if spec.strategy == "replicate":
         return o
     a, b = spec.mesh_shape
-    held_q = min(a - 1, 2) if b == 1 else a - 1
-    held_kv = min(b - 1, 2) if a == 1 else b - 1
+    held_q, held_kv = min(a - 1, 2) if b == 1 else a - 1, min(b - 1, 2) if a == 1 else b - 1
     head_shards = q + o + kv if spec.head_degree > 1 else 0
     return head_shards + held_q * (q + o) + held_kv * kv + o
 
@@ -253,15 +224,11 @@ def _schedule_buffers(problem: Problem, spec: ParallelSpec, *, backward: bool) -
 def _mlp_buffers(workload: Workload) -> int:
     """One MLP in backward: gradients of two inner activations; in chunks, also one chunk's inner activations and the
     float32 sums of the weight gradients."""
-    if not workload.training:
-        return 0
-    text, cross, element = workload.model.text, workload.model.cross, workload.element
-
-    def buffers(inner: int, matrices: int) -> int:
-        size = workload.mlp_tokens * 2 * inner * element
+    model, tokens, element, largest = workload.model, workload.mlp_tokens, workload.element, 0
+    for sizes in (model.text, model.cross) if workload.training else ():
+        inner, matrices = sizes.mlp_inner, sizes.mlp_matrices
+        size = tokens * 2 * inner * element
         if workload.chunked:
-            size += workload.mlp_tokens * _mlp_token(element, inner, matrices)
-            size += matrices * text.hidden * inner * FLOAT32
-        return size
-
-    return max(buffers(text.mlp_inner, text.mlp_matrices), buffers(cross.mlp_inner, cross.mlp_matrices))
+            size += tokens * _mlp_token(element, inner, matrices) + matrices * model.text.hidden * inner * FLOAT32
+        largest = max(largest, size)
+    return largest

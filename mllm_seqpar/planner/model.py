@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from mllm_seqpar.errors import ConfigError
 
@@ -26,25 +26,24 @@ class _Sizes:
 
     def __post_init__(self) -> None:
         for field in fields(self):  # type: ignore[arg-type]
-            value = getattr(self, field.name)
-            if str(field.type) == "bool":
-                if not isinstance(value, bool):
-                    raise ConfigError(f"{field.name} is {value!r}; expected true or false")
-            elif str(field.type) == "str":
-                if value not in self.choices[field.name]:
-                    raise ConfigError(f"{field.name} is {value!r}; choose one of {', '.join(self.choices[field.name])}")
+            name, value = field.name, getattr(self, field.name)
+            if name in self.choices:
+                valid, allowed = value in self.choices[name], f"choose one of {', '.join(self.choices[name])}"
+            elif str(field.type) == "bool":
+                valid, allowed = isinstance(value, bool), "expected true or false"
             else:
-                least = 0 if field.name in self.may_be_zero else 1
-                if not isinstance(value, int) or isinstance(value, bool) or value < least:
-                    raise ConfigError(f"{field.name} is {value!r}; expected a whole number, {least} or more")
+                least = 0 if name in self.may_be_zero else 1
+                valid = isinstance(value, int) and not isinstance(value, bool) and value >= least
+                allowed = f"expected a whole number, {least} or more"
+            if not valid:
+                raise ConfigError(f"{name} is {value!r}; {allowed}")
 
 
 @dataclass(frozen=True, kw_only=True)
 class TextSizes(_Sizes):
-    """The language model.
+    """The language model; `layers` does not count cross-attention layers that replace a decoder layer.
 
     Attributes:
-        layers: decoder layers with self-attention; cross-attention layers that replace one are not counted.
         mlp_matrices: 3 for gated MLPs, 2 for others.
         norm: what its norms save, see `CrossAttentionSizes.key_norm`.
     """
@@ -64,25 +63,18 @@ class TextSizes(_Sizes):
 
     @property
     def attention_parameters(self) -> int:
-        """The q, k, v and o projections of one layer."""
         return self.hidden * self.head_dim * (2 * self.heads + 2 * self.kv_heads)
 
     @property
     def mlp_parameters(self) -> int:
         return self.mlp_matrices * self.hidden * self.mlp_inner
 
-    @property
-    def embedding_parameters(self) -> int:
-        """The input embeddings, and the language model head unless it is tied to them."""
-        return self.vocabulary * self.hidden * (1 if self.tied_embeddings else 2)
-
 
 @dataclass(frozen=True, kw_only=True)
 class CrossAttentionSizes(_Sizes):
-    """Cross-attention, whose K and V are projected from visual features.
+    """Cross-attention, whose K and V are projected from visual features of `visual_dim` channels.
 
     Attributes:
-        visual_dim: channels of the visual features.
         own_queries: whether it has its own q and o projections (mPLUG-Owl3 shares those of self-attention).
         mlp_inner, mlp_matrices: its own MLP; 0 for none.
         features_norm: whether each layer normalizes the features before it projects them (mPLUG-Owl3).
@@ -177,7 +169,6 @@ class ModelSizes:
 
     @property
     def cross_parameters(self) -> int:
-        """One cross-attention layer, its own MLP included."""
         hidden, cross = self.text.hidden, self.cross
         return (
             2 * cross.visual_dim * cross.kv_heads * cross.head_dim
@@ -187,36 +178,32 @@ class ModelSizes:
         )
 
     @property
-    def projector_parameters(self) -> int:
-        return sum(a * b for a, b in pairwise(self.projector or ()))
-
-    @property
     def connector_parameters(self) -> int:
-        count = self.projector_parameters
-        if self.resampler:
-            width, r = self.vision.width, self.resampler
-            count += r.layers * (4 * width * r.heads * r.head_dim + 2 * width * r.mlp_inner)
-        return count
+        return self._connector(1, 0)
 
     @property
     def connector_work(self) -> int:
         """Multiply-adds of resampler and projector for one frame: parameters times tokens."""
-        latents, width = self.vision.keys, self.vision.width
-        work = latents * self.projector_parameters
-        if self.resampler:  # K and V are projected from latents and patches
-            r, tokens = self.resampler, 4 * latents + 2 * self.vision.tokens
-            work += r.layers * width * (tokens * r.heads * r.head_dim + latents * 2 * r.mlp_inner)
+        return self._connector(self.vision.keys, self.vision.tokens)
+
+    def _connector(self, latents: int, patches: int) -> int:
+        work, r = latents * sum(a * b for a, b in pairwise(self.projector or ())), self.resampler
+        if r:  # K and V are projected from latents and patches
+            attention = (4 * latents + 2 * patches) * r.heads * r.head_dim
+            work += r.layers * self.vision.width * (attention + latents * 2 * r.mlp_inner)
         return work
 
     @property
-    def language_parameters(self) -> int:
-        text = self.text
-        return text.layers * (text.attention_parameters + text.mlp_parameters) + text.embedding_parameters
-
-    @property
     def parameters(self) -> int:
-        cross = self.cross.layers * self.cross_parameters
-        return self.language_parameters + cross + self.vision.parameters + self.connector_parameters
+        text = self.text
+        embeddings = text.vocabulary * text.hidden * (1 if text.tied_embeddings else 2)  # tied: no separate head
+        return (
+            text.layers * (text.attention_parameters + text.mlp_parameters)
+            + embeddings
+            + self.cross.layers * self.cross_parameters
+            + self.vision.parameters
+            + self.connector_parameters
+        )
 
     @property
     def largest_layer(self) -> int:
@@ -232,19 +219,14 @@ _SECTIONS = {"text": TextSizes, "cross": CrossAttentionSizes, "vision": VisionSi
 def read_model(path: str | Path) -> ModelSizes:
     """Read a model file (YAML, the sections of `ModelSizes`), a Hugging Face model directory, or its `config.json`.
 
-    Raises:
-        ConfigError: no such file, or invalid contents.
+    Raise ConfigError if there is no such file or its contents are invalid.
     """
     path = Path(path)
     if path.is_dir() or path.suffix == ".json":
         from .hf_config import read_hf_config
 
         return read_hf_config(path)
-    return _model_from(read_yaml(path, "model"), str(path))
-
-
-def _model_from(values: dict[str, Any], origin: str) -> ModelSizes:
-    sections: dict[str, Any] = dict(values)
+    sections, origin = read_yaml(path, "model"), str(path)
     for name, cls in _SECTIONS.items():
         if name not in sections or (name == "resampler" and sections[name] is None):
             continue

@@ -1,7 +1,5 @@
 """A plan: for each strategy the time of a step by part, the memory by kind, and the longest video that fits."""
 
-from __future__ import annotations
-
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -22,13 +20,8 @@ POWERS_OF_TWO = tuple(2**i for i in range(17))
 class StrategyPlan:
     """The estimate of a step with one strategy.
 
-    Attributes:
-        spec: the strategy, with the fastest mesh shape that fits.
-        parts: times and bytes by part, see `step_cost.PARTS`.
-        memory: bytes of a rank by kind, see `memory.KINDS`.
-        fits: whether that is within the usable fraction of a GPU's memory.
-        max_frames: the most frames that fit; 0 if not even one does.
-        cross: one cross-attention call.
+    `spec` has the fastest mesh shape that fits, `parts` the keys `step_cost.PARTS`, `memory` the bytes of a rank by
+    kind (`memory.KINDS`). `max_frames` are the most frames that fit, `cross` is one cross-attention call.
     """
 
     spec: ParallelSpec
@@ -57,10 +50,9 @@ class Plan:
 
     Attributes:
         rows: one per strategy; those that fit come first, the fastest first.
-        illegal: strategies that are not legal, with the reason.
+        illegal: the reason by strategy.
         text: one self-attention call, the same in all rows.
-        min_gpus: the smallest power of two of GPUs on which LV-XAttn, which needs least memory, fits; None if there is
-            none.
+        min_gpus: the smallest power of two of GPUs on which LV-XAttn, which needs least memory, fits; or None.
     """
 
     workload: Workload
@@ -80,54 +72,41 @@ class Plan:
 
 
 def make_plan(workload: Workload, cluster: Cluster, strategies: Sequence[str] = STRATEGIES) -> Plan:
-    """Return the plan of a workload.
-
-    Raises:
-        ConfigError: an unknown strategy, no legal strategy, or a cluster without the link speeds that are needed.
-    """
+    """Return the plan; a ConfigError names an unknown or no legal strategy, or link speeds that the cluster lacks."""
     cluster.check_ranks(workload.gpus)
     by_strategy = cross_attention_candidates(workload, cluster, tuple(strategies))
     text = self_attention_candidate(workload, cluster)
     rows = [_strategy_plan(workload, cluster, candidates, text) for candidates in by_strategy.values()]
     rows.sort(key=lambda row: (not row.fits, row.seconds, STRATEGIES.index(row.spec.strategy)))
     illegal = {name: _why_illegal(name, workload) for name in strategies if name not in by_strategy}
-    return Plan(workload, cluster, tuple(rows), illegal, text, _min_gpus(workload, cluster))
+    enough = (n for n in POWERS_OF_TWO if _fits(replace(workload, gpus=n), ParallelSpec("lv-xattn", (n, 1)), cluster))
+    return Plan(workload, cluster, tuple(rows), illegal, text, next(enough, None))
 
 
 def _strategy_plan(
     workload: Workload, cluster: Cluster, candidates: Sequence[Candidate], text: Candidate
 ) -> StrategyPlan:
     """Plan the fastest candidate that fits; if none fits, the fastest."""
-    cross = next((c for c in candidates if _fits(peak_memory(workload, c.spec), cluster)), candidates[0])
-    memory = peak_memory(workload, cross.spec)
+    fitting = next((candidate for candidate in candidates if _fits(workload, candidate.spec, cluster)), None)
+    cross = fitting or candidates[0]
     return StrategyPlan(
         spec=cross.spec,
         parts=step_parts(workload, cluster, cross, text),
-        memory=memory,
-        fits=_fits(memory, cluster),
+        memory=peak_memory(workload, cross.spec),
+        fits=fitting is not None,
         max_frames=max_frames(workload, cluster, cross.spec),
         cross=cross,
     )
 
 
-def _fits(memory: Mapping[str, int], cluster: Cluster) -> bool:
-    return sum(memory.values()) <= USABLE * cluster.memory_bytes
+def _fits(workload: Workload, spec: ParallelSpec, cluster: Cluster) -> bool:
+    return sum(peak_memory(workload, spec).values()) <= USABLE * cluster.memory_bytes
 
 
 def max_frames(workload: Workload, cluster: Cluster, spec: ParallelSpec) -> int:
     """Return the most frames that fit with the same text; 0 if one frame does not fit."""
-
-    def fits(frames: int) -> bool:
-        return _fits(peak_memory(replace(workload, frames=frames), spec), cluster)
-
-    return bisect_left(range(1, MAX_FRAMES + 1), True, key=lambda frames: not fits(frames))
-
-
-def _min_gpus(workload: Workload, cluster: Cluster) -> int | None:
-    def fits(gpus: int) -> bool:
-        return _fits(peak_memory(replace(workload, gpus=gpus), ParallelSpec("lv-xattn", (gpus, 1))), cluster)
-
-    return next((gpus for gpus in POWERS_OF_TWO if fits(gpus)), None)
+    frames = range(1, MAX_FRAMES + 1)
+    return bisect_left(frames, True, key=lambda count: not _fits(replace(workload, frames=count), spec, cluster))
 
 
 def _why_illegal(strategy: str, workload: Workload) -> str:
@@ -135,6 +114,4 @@ def _why_illegal(strategy: str, workload: Workload) -> str:
         return "one GPU has no other GPU to share with"
     if strategy == "mesh":
         return f"{workload.gpus} GPUs have no tile (a, b) except (n, 1) and (1, n)"
-    if strategy == "ulysses":
-        return f"no group of the {workload.gpus} GPUs divides {workload.model.cross.heads} heads"
-    return "not legal"
+    return f"no group of the {workload.gpus} GPUs divides {workload.model.cross.heads} heads"  # Ulysses

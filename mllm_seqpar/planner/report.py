@@ -1,8 +1,6 @@
 """A plan as a text for people and as a mapping for programs."""
 
-from __future__ import annotations
-
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -17,18 +15,19 @@ from .workload import Workload
 def as_text(plan: Plan) -> str:
     """Return a heading, tables of times, transfers and memory, and the best strategy."""
     passes, size = "forward + backward" if plan.workload.training else "forward", plan.cluster.memory_bytes / 1e9
+    kinds = ["cross exposed", "hidden", "self exposed", "hidden", "cross GB in node", "network", "network of all parts"]
     return "\n".join(
         [
             *_heading(plan),
             "",
             f"Seconds of a step, {passes}; parameters: the wait for them",
-            *_aligned(_times(plan)),
+            *_table(plan, _times, ["step", "forward", "backward", *PARTS]),
             "",
             "Transfers of attention in seconds; bytes of the GPU that sends most in a step",
-            *_aligned(_transfers(plan)),
+            *_table(plan, _transfers, kinds),
             "",
             f"GB of a GPU at the peak (of {size:.0f}; {USABLE:.0%} may be filled); longest video with the same text",
-            *_aligned(_memory(plan)),
+            *_table(plan, _memory, ["total", *KINDS, "fits", "longest video"]),
             "",
             *_verdict(plan),
         ]
@@ -43,11 +42,7 @@ def as_json(plan: Plan) -> dict[str, Any]:
         "cluster": asdict(plan.cluster),
         "best": {"strategy": best.strategy, "tile": list(best.mesh_shape), "patch_model": patch_options(plan)},
         "enough_gpus": plan.min_gpus,
-        "self_attention": {
-            "tile": list(text.spec.mesh_shape),
-            "heads_over": text.spec.head_degree,
-            "call": _call_json(text),
-        },
+        "self_attention": {**_shape_json(text.spec), "call": _call_json(text)},
         "strategies": [_row_json(row) for row in plan.rows],
         "not legal": dict(plan.illegal),
     }
@@ -56,11 +51,8 @@ def as_json(plan: Plan) -> dict[str, Any]:
 def _row_json(row: StrategyPlan) -> dict[str, Any]:
     return {
         "strategy": row.spec.strategy,
-        "tile": list(row.spec.mesh_shape),
-        "heads_over": row.spec.head_degree,
-        "seconds": row.seconds,
-        "forward": row.forward,
-        "backward": row.backward,
+        **_shape_json(row.spec),
+        **{name: getattr(row, name) for name in ("seconds", "forward", "backward")},
         "parts": {name: asdict(row.parts[name]) for name in PARTS},
         "memory": dict(row.memory),
         "memory_total": sum(row.memory.values()),
@@ -68,6 +60,10 @@ def _row_json(row: StrategyPlan) -> dict[str, Any]:
         "longest_frames": row.max_frames,
         "cross_attention_call": _call_json(row.cross),
     }
+
+
+def _shape_json(spec: ParallelSpec) -> dict[str, Any]:
+    return {"tile": list(spec.mesh_shape), "heads_over": spec.head_degree}
 
 
 def _call_json(candidate: Candidate) -> dict[str, dict[str, Any]]:
@@ -85,14 +81,10 @@ def patch_options(plan: Plan) -> dict[str, Any]:
         options["tile"] = spec.mesh_shape
     elif spec.strategy not in ("mesh", "ulysses") and workload.self_attention != "auto" and _needs_tile(plan.text.spec):
         options["tile"] = plan.text.spec.mesh_shape
-    if not workload.recompute:
-        options["recompute_visual"] = False
-    if not workload.overlap:
-        options["overlap"] = False
-    if workload.mlp_chunk_size is not None:
-        options["mlp_chunk_size"] = workload.mlp_chunk_size
-    if workload.vision_chunk_size != Workload.vision_chunk_size:
-        options["vision_chunk_size"] = workload.vision_chunk_size
+    for name in ("recompute", "overlap", "mlp_chunk_size", "vision_chunk_size"):
+        value = getattr(workload, name)
+        if value != getattr(Workload, name):
+            options["recompute_visual" if name == "recompute" else name] = value
     return options
 
 
@@ -124,32 +116,20 @@ def _heading(plan: Plan) -> list[str]:
     ]
 
 
-def _times(plan: Plan) -> list[list[str]]:
-    rows = [["strategy", "step", "forward", "backward", *PARTS]]
-    for row in plan.rows:
-        seconds = (row.seconds, row.forward, row.backward, *(row.parts[name].seconds for name in PARTS))
-        rows.append([str(row.spec), *map(_seconds, seconds)])
-    return rows
+def _times(row: StrategyPlan) -> list[str]:
+    return [*map(_seconds, (row.seconds, row.forward, row.backward, *(row.parts[name].seconds for name in PARTS)))]
 
 
-def _transfers(plan: Plan) -> list[list[str]]:
-    names = ["cross exposed", "hidden", "self exposed", "hidden", "cross GB in node", "network", "network of all parts"]
-    rows = [["strategy", *names]]
-    for row in plan.rows:
-        cross, text = row.parts["cross-attention"], row.parts["self-attention"]
-        network = sum(part.network_bytes for part in row.parts.values())
-        seconds = map(_seconds, (cross.exposed, cross.hidden, text.exposed, text.hidden))
-        rows.append([str(row.spec), *seconds, *map(_gigabytes, (cross.node_bytes, cross.network_bytes, network))])
-    return rows
+def _transfers(row: StrategyPlan) -> list[str]:
+    cross, text = row.parts["cross-attention"], row.parts["self-attention"]
+    network = sum(part.network_bytes for part in row.parts.values())
+    seconds = map(_seconds, (cross.exposed, cross.hidden, text.exposed, text.hidden))
+    return [*seconds, *map(_gigabytes, (cross.node_bytes, cross.network_bytes, network))]
 
 
-def _memory(plan: Plan) -> list[list[str]]:
-    rows = [["strategy", "total", *KINDS, "fits", "longest video"]]
-    for row in plan.rows:
-        sizes = (sum(row.memory.values()), *(row.memory[kind] for kind in KINDS))
-        fits = "yes" if row.fits else "no"
-        rows.append([str(row.spec), *map(_gigabytes, sizes), fits, f"{row.max_frames} frames"])
-    return rows
+def _memory(row: StrategyPlan) -> list[str]:
+    sizes = (sum(row.memory.values()), *(row.memory[kind] for kind in KINDS))
+    return [*map(_gigabytes, sizes), "yes" if row.fits else "no", f"{row.max_frames} frames"]
 
 
 def _verdict(plan: Plan) -> list[str]:
@@ -177,8 +157,9 @@ def _verdict(plan: Plan) -> list[str]:
     return lines
 
 
-def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Align the first column to the left, the others to the right."""
+def _table(plan: Plan, cells: Callable[[StrategyPlan], list[str]], names: Sequence[str]) -> list[str]:
+    """Return a table with a line per strategy; the first column is aligned to the left, the others to the right."""
+    rows = [["strategy", *names], *([str(row.spec), *cells(row)] for row in plan.rows)]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return [
         "  " + "  ".join([row[0].ljust(widths[0]), *(c.rjust(w) for c, w in zip(row[1:], widths[1:], strict=True))])

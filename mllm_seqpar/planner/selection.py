@@ -3,8 +3,6 @@
 The result is deterministic: ranks with the same problem and cluster select the same spec.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -25,12 +23,10 @@ class SelectionOptions:
 
     Attributes:
         training: forward and backward; False for forward only.
-        strategies: the candidate strategies.
         visible: fraction of visible entries, for all blocks or for each.
         causal: whether a query sees no later keys, in a balanced layout: half of every block.
         visible_rows: rows of rank i that see any key of rank j, if the mask reduces what LV-XAttn sends.
         visual: the projection of K and V; None if every layer computes K and V anyway, as for text.
-        overlap: whether transfers run under computation.
         mesh_shape: the only mesh shape to consider; None for any.
         margin: the fraction by which another candidate must be faster than LV-XAttn (or Ring Attention, if LV-XAttn is
             not a candidate) to be selected.
@@ -57,7 +53,6 @@ class Candidate:
 
     @property
     def passes(self) -> tuple[CallCost, ...]:
-        """The forward pass, and the backward pass if there is one."""
         return (self.forward,) if self.backward is None else (self.forward, self.backward)
 
     @property
@@ -66,25 +61,16 @@ class Candidate:
 
     @property
     def exposed(self) -> float:
-        """Seconds of transfers that no computation hides."""
         return sum(cost.exposed for cost in self.passes)
 
     @property
     def bytes_sent(self) -> int:
-        """Bytes of the rank that sends most."""
         return sum(cost.node_bytes + cost.network_bytes for cost in self.passes)
 
 
 @dataclass(frozen=True)
 class Selection:
-    """The selected spec.
-
-    Attributes:
-        spec: the spec.
-        seconds: its estimate for all passes.
-        reason: one line for the log.
-        candidates: all candidates, fastest first.
-    """
+    """The selected spec, its estimate for all passes, a line for the log, and all candidates, fastest first."""
 
     spec: ParallelSpec
     seconds: float
@@ -101,19 +87,26 @@ class Selection:
 
 
 def select_strategy(problem: Problem, cluster: Cluster, *, options: SelectionOptions | None = None) -> Selection:
-    """Return the fastest legal spec.
-
-    Args:
-        problem: the shapes of the call; `rank` is ignored.
-        cluster: rates and links.
-        options: what to take into account.
-
-    Raises:
-        ConfigError: no candidate is legal.
-    """
+    """Return the fastest legal spec; raise ConfigError if none is legal. `problem.rank` is ignored."""
     options = options or SelectionOptions()
+    visible = options.visible
+    if options.causal:
+        visible = visible / 2 if isinstance(visible, float | int) else [[x / 2 for x in row] for row in visible]
+
+    def cost(spec: ParallelSpec, backward: bool) -> CallCost:
+        return call_cost(
+            problem,
+            spec,
+            cluster,
+            backward=backward,
+            visible=visible,
+            visible_rows=options.visible_rows if spec.strategy == "lv-xattn" else None,
+            visual=options.visual,
+            overlap=options.overlap,
+        )
+
     candidates = [
-        _candidate(problem, spec, cluster, options)
+        Candidate(spec, cost(spec, False), cost(spec, True) if options.training else None)
         for spec in candidate_specs(problem, options.strategies)
         if options.mesh_shape in (None, spec.mesh_shape)
     ]
@@ -129,34 +122,14 @@ def select_strategy(problem: Problem, cluster: Cluster, *, options: SelectionOpt
     return Selection(best.spec, best.seconds, _reason(best, by_time, problem), tuple(by_time))
 
 
-def _candidate(problem: Problem, spec: ParallelSpec, cluster: Cluster, options: SelectionOptions) -> Candidate:
-    visible = options.visible
-    if options.causal:
-        visible = visible / 2 if isinstance(visible, float | int) else [[x / 2 for x in row] for row in visible]
-
-    def cost(backward: bool) -> CallCost:
-        return call_cost(
-            problem,
-            spec,
-            cluster,
-            backward=backward,
-            visible=visible,
-            visible_rows=options.visible_rows if spec.strategy == "lv-xattn" else None,
-            visual=options.visual,
-            overlap=options.overlap,
-        )
-
-    return Candidate(spec, cost(False), cost(True) if options.training else None)
-
-
 def _reason(best: Candidate, by_time: Sequence[Candidate], problem: Problem) -> str:
     exposed = f"{duration(best.exposed)} of it waiting"
     hidden = "all transfers hidden" if best.exposed < 0.01 * best.seconds else exposed
     fastest: dict[str, Candidate] = {}
     for candidate in by_time:
-        if candidate.spec.strategy != best.spec.strategy:
-            fastest.setdefault(candidate.spec.strategy, candidate)
-    others = ", ".join(f"{candidate.spec} {duration(candidate.seconds)}" for candidate in list(fastest.values())[:3])
+        fastest.setdefault(candidate.spec.strategy, candidate)
+    slower = [candidate for name, candidate in fastest.items() if name != best.spec.strategy]
+    others = ", ".join(f"{candidate.spec} {duration(candidate.seconds)}" for candidate in slower[:3])
     return (
         f"{best.spec}: {duration(best.seconds)} a call, {hidden}, {best.bytes_sent / 1e6:.3g} MB sent per rank "
         f"({problem.batch * problem.rows} rows, {sum(problem.keys)} keys, {problem.ranks} ranks)"

@@ -9,8 +9,6 @@ Where the schedules of all ranks are equal up to a shift by `period` ranks, it i
 then represents all ranks that equal r modulo the period, and what it sends to such a copy arrives at itself.
 """
 
-from __future__ import annotations
-
 from collections import defaultdict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -39,8 +37,7 @@ class Computation(NamedTuple):
 class Phase:
     """One step of one rank: transfers that are posted together, and computations.
 
-    Between two ranks, transfers match in the order in which they are posted. `sources` has one entry per incoming
-    transfer.
+    Between two ranks, transfers match in the order of posting. `sources` has one entry per incoming transfer.
     """
 
     sends: tuple[SentMessage, ...] = ()
@@ -65,10 +62,8 @@ class Timeline:
     Attributes:
         ranks: the number of ranks, of which `period` were simulated.
         end: seconds at which each rank ends.
-        computing: seconds in which it computes.
         exposed: seconds in which it waits for transfers.
         hidden: seconds in which it computes while its step's transfers are in flight.
-        node_bytes, network_bytes: bytes that it sends inside its node and to other nodes.
         spans: activities by rank, ordered by time; empty unless they were recorded.
     """
 
@@ -88,12 +83,10 @@ class Timeline:
 
     @property
     def all_node_bytes(self) -> int:
-        """Bytes that all ranks together send inside nodes."""
         return sum(self.node_bytes) * self.ranks // self.period
 
     @property
     def all_network_bytes(self) -> int:
-        """Bytes that all ranks together send between nodes."""
         return sum(self.network_bytes) * self.ranks // self.period
 
 
@@ -105,13 +98,10 @@ def simulate(
     Args:
         phases: the phases of each simulated rank; those of all ranks, unless a period of them represents the others.
         ranks: the size of the whole group; transfers name its ranks.
-        cluster: links, latencies and overheads.
         overlap: False computes a step's blocks after its transfers.
-        record: whether the timeline keeps its spans.
 
     Raises:
-        ValueError: the number of simulated ranks does not divide `ranks`, or a transfer is never posted at its other
-            end.
+        ValueError: `phases` do not divide `ranks`, or a transfer is never posted at its other end.
     """
     if not phases or ranks % len(phases):
         raise ValueError(f"simulate: {len(phases)} simulated ranks do not divide {ranks} ranks")
@@ -128,8 +118,7 @@ class _Transfer:
 
     source: int
     to: int
-    size: int
-    label: str
+    message: SentMessage
     step: int
     network: bool
     ports: tuple[_Port, ...]
@@ -172,14 +161,8 @@ class _Simulation:
         self.posted: defaultdict[tuple[int, int], deque[tuple[float, _Transfer]]] = defaultdict(deque)
         self.expected: defaultdict[tuple[int, int], deque[float]] = defaultdict(deque)
         self.on_port: defaultdict[_Port, dict[int, _Transfer]] = defaultdict(dict)
-        self.capacity = {
-            "out": cluster.node_link,
-            "in": cluster.node_link,
-            "card out": cluster.gpu_network_link,
-            "card in": cluster.gpu_network_link,
-            "node out": cluster.network_link,
-            "node in": cluster.network_link,
-        }
+        rates = {"": cluster.node_link, "card ": cluster.gpu_network_link, "node ": cluster.network_link}
+        self.capacity = {f"{link}{way}": rate for link, rate in rates.items() for way in ("out", "in")}
 
     def run(self) -> Timeline:
         for rank in range(self.period):
@@ -193,20 +176,26 @@ class _Simulation:
                     self._begin_step(subject, now)
                 elif kind == _ACTIVE:
                     subject.since = now
+                    changed.update(subject.ports)
                     for port in subject.ports:
                         self.on_port[port][id(subject)] = subject
-                    changed.update(subject.ports)
                 elif version == subject.version:  # otherwise the rate has changed since this event was pushed
+                    changed.update(subject.ports)
                     for port in subject.ports:
                         del self.on_port[port][id(subject)]
-                    changed.update(subject.ports)
                     self._finish(subject, now)
             if changed:
                 self._update_rates(changed, now)
         for rank, state in enumerate(self.state):
             if state.step < len(self.phases[rank]):
                 raise ValueError(f"simulate: rank {rank} waits forever in step {state.step}")
-        return self._timeline()
+        names = ("end", "computing", "exposed", "hidden", "node_bytes", "network_bytes")
+        return Timeline(
+            ranks=self.ranks,
+            period=self.period,
+            **{name: tuple(getattr(state, name) for state in self.state) for name in names},
+            spans=tuple(tuple(sorted(state.spans, key=lambda span: (span.start, span.end))) for state in self.state),
+        )
 
     def _push(self, time: float, kind: int, subject: int | _Transfer, version: int = 0) -> None:
         self.event_count += 1
@@ -230,16 +219,15 @@ class _Simulation:
             self._end_step(rank)
 
     def _post(self, rank: int, message: SentMessage, now: float) -> None:
-        to, network = message.to % self.period, not self.cluster.same_node(rank, message.to)
+        to, node, state = message.to % self.period, self.cluster.gpus_per_node, self.state[rank]
+        network = not self.cluster.same_node(rank, message.to)
         ports: tuple[_Port, ...] = (("out", rank), ("in", to))
         if network:
-            nodes = rank // self.cluster.gpus_per_node, to // self.cluster.gpus_per_node
-            ports = (("card out", rank), ("card in", to), ("node out", nodes[0]), ("node in", nodes[1]))
-            self.state[rank].network_bytes += message.size
+            ports = (("card out", rank), ("card in", to), ("node out", rank // node), ("node in", to // node))
+            state.network_bytes += message.size
         else:
-            self.state[rank].node_bytes += message.size
-        size, step = message.size, self.state[rank].step
-        transfer = _Transfer(rank, to, size, message.label, step, network, ports, remaining=float(size))
+            state.node_bytes += message.size
+        transfer = _Transfer(rank, to, message, state.step, network, ports, remaining=float(message.size))
         self.posted[rank, to].append((now, transfer))
         self._match(rank, to)
 
@@ -251,7 +239,7 @@ class _Simulation:
         time, transfer = posted.popleft()
         transfer.start = max(time, expected.popleft())
         latency = self.cluster.network_latency_s if transfer.network else self.cluster.node_latency_s
-        if transfer.size:
+        if transfer.message.size:
             self._push(transfer.start + latency, _ACTIVE, transfer)
         else:  # empty shards are not sent
             self._push(transfer.start, _DONE, transfer)
@@ -262,16 +250,14 @@ class _Simulation:
         transfers = {key: transfer for port in changed for key, transfer in self.on_port[port].items()}
         for transfer in transfers.values():
             rate = min(self.capacity[port[0]] / len(self.on_port[port]) for port in transfer.ports)
-            if rate == transfer.rate:
-                continue
-            transfer.remaining = max(0.0, transfer.remaining - transfer.rate * (now - transfer.since))
-            transfer.since, transfer.rate = now, rate
-            transfer.version += 1
-            self._push(now + transfer.remaining / rate, _DONE, transfer, transfer.version)
+            if rate != transfer.rate:
+                transfer.remaining = max(0.0, transfer.remaining - transfer.rate * (now - transfer.since))
+                transfer.since, transfer.rate, transfer.version = now, rate, transfer.version + 1
+                self._push(now + transfer.remaining / rate, _DONE, transfer, transfer.version)
 
     def _finish(self, transfer: _Transfer, now: float) -> None:
-        if self.record and transfer.size:
-            span = TimelineSpan("transfer", transfer.start, now, transfer.step, transfer.label)
+        if self.record and transfer.message.size:
+            span = TimelineSpan("transfer", transfer.start, now, transfer.step, transfer.message.label)
             self.state[transfer.source].spans.append(span)
         for rank in (transfer.source, transfer.to):
             state = self.state[rank]
@@ -298,25 +284,11 @@ class _Simulation:
         self._push(end, _BEGIN, rank)
 
     def _record(self, state: _Rank, phase: Phase, end: float, busy: float) -> None:
-        at = state.begin if self.serial < 1.0 else end - busy
-        if self.serial == 1.0 and end - busy > state.begin:
-            state.spans.append(TimelineSpan("wait", state.begin, end - busy, state.step))
+        at = begin = state.begin if self.serial < 1.0 else end - busy
         for item in phase.work:
             if item.seconds:
                 state.spans.append(TimelineSpan("compute", at, at + item.seconds, state.step, item.label))
             at += item.seconds
-        if self.serial < 1.0 and end > at:
-            state.spans.append(TimelineSpan("wait", at, end, state.step))
-
-    def _timeline(self) -> Timeline:
-        return Timeline(
-            ranks=self.ranks,
-            period=self.period,
-            end=tuple(state.end for state in self.state),
-            computing=tuple(state.computing for state in self.state),
-            exposed=tuple(state.exposed for state in self.state),
-            hidden=tuple(state.hidden for state in self.state),
-            node_bytes=tuple(state.node_bytes for state in self.state),
-            network_bytes=tuple(state.network_bytes for state in self.state),
-            spans=tuple(tuple(sorted(state.spans, key=lambda span: (span.start, span.end))) for state in self.state),
-        )
+        wait = (at, end) if self.serial < 1.0 else (state.begin, begin)
+        if wait[1] > wait[0]:
+            state.spans.append(TimelineSpan("wait", *wait, state.step))

@@ -22,13 +22,7 @@ PARTS = ("vision tower", "self-attention", "cross-attention", "MLP", "vocabulary
 
 @dataclass(frozen=True)
 class Part:
-    """The cost of one part of a step.
-
-    Attributes:
-        forward, backward: seconds.
-        exposed, hidden: seconds of its transfers in both directions.
-        node_bytes, network_bytes: bytes that a rank sends for it, inside its node and to other nodes.
-    """
+    """The cost of one part of a step: seconds, those of its transfers included, and bytes that a rank sends for it."""
 
     forward: float = 0.0
     backward: float = 0.0
@@ -66,11 +60,7 @@ def cross_attention_candidates(
 
 
 def self_attention_candidate(workload: Workload, cluster: Cluster) -> Candidate:
-    """Return the fastest candidate of the configured self-attention for one call.
-
-    Raises:
-        ConfigError: no candidate is legal.
-    """
+    """Return the fastest candidate of the configured self-attention; raise ConfigError if none is legal."""
     strategies: tuple[str, ...] = (workload.self_attention,)
     if workload.self_attention == "local" or workload.gpus == 1:
         strategies = ("ring",)
@@ -88,12 +78,14 @@ def self_attention_candidate(workload: Workload, cluster: Cluster) -> Candidate:
 
 def step_parts(workload: Workload, cluster: Cluster, cross: Candidate, text: Candidate) -> Mapping[str, Part]:
     """Return the parts of a step (PARTS) with one candidate for cross-attention and one for self-attention."""
+    sizes, trained = workload.model.text, workload.language_trained
+    layer = _linear(workload, cluster, sizes.attention_parameters, trained=trained, recomputed=workload.checkpointing)
     parts = {
         "vision tower": _vision(workload, cluster),
-        "self-attention": _self_attention(workload, cluster, text),
+        "self-attention": (layer + _attention_call(workload, text)) * sizes.layers,
         "cross-attention": _cross_attention(workload, cluster, cross),
         "MLP": _mlp(workload, cluster),
-        "vocabulary": _vocabulary(workload, cluster),
+        "vocabulary": _linear(workload, cluster, sizes.vocabulary * sizes.hidden, trained=trained),
     }
     return parts | {"parameters": _parameters(workload, cluster, parts)}
 
@@ -119,12 +111,6 @@ def _vision(workload: Workload, cluster: Cluster) -> Part:
     return Part(forward + connector, backward + (2 * connector if workload.training else 0.0))
 
 
-def _self_attention(workload: Workload, cluster: Cluster, text: Candidate) -> Part:
-    sizes, trained = workload.model.text, workload.language_trained
-    linear = _linear(workload, cluster, sizes.attention_parameters, trained=trained, recomputed=workload.checkpointing)
-    return (linear + _attention_call(workload, text)) * sizes.layers
-
-
 def _cross_attention(workload: Workload, cluster: Cluster, cross: Candidate) -> Part:
     sizes = workload.model.cross
     queries = 2 * workload.model.text.hidden * sizes.heads * sizes.head_dim if sizes.own_queries else 0
@@ -140,14 +126,10 @@ def _attention_call(workload: Workload, candidate: Candidate) -> Part:
     calls = list(candidate.passes)
     if workload.training and workload.checkpointing:
         calls.append(candidate.forward)
-    return Part(
-        candidate.forward.seconds,
-        sum(call.seconds for call in calls[1:]),
-        sum(call.exposed for call in calls),
-        sum(call.hidden for call in calls),
-        sum(call.node_bytes for call in calls),
-        sum(call.network_bytes for call in calls),
+    totals = (
+        sum(getattr(call, name) for call in calls) for name in ("exposed", "hidden", "node_bytes", "network_bytes")
     )
+    return Part(candidate.forward.seconds, sum(call.seconds for call in calls[1:]), *totals)
 
 
 def _gathered_rows(workload: Workload, cluster: Cluster) -> Part:
@@ -157,9 +139,8 @@ def _gathered_rows(workload: Workload, cluster: Cluster) -> Part:
     costs = [all_gather(cluster, workload.gpus, elements * problem.element)]
     if workload.training:
         costs += [all_gather(cluster, workload.gpus, elements * problem.accumulated)] + costs * workload.checkpointing
-    seconds = [cost.seconds for cost in costs]
-    node, network = sum(cost.node_bytes for cost in costs), sum(cost.network_bytes for cost in costs)
-    return Part(seconds[0], sum(seconds[1:]), sum(seconds), 0.0, node, network)
+    seconds, node_bytes, network_bytes = zip(*costs, strict=True)
+    return Part(seconds[0], sum(seconds[1:]), sum(seconds), 0.0, sum(node_bytes), sum(network_bytes))
 
 
 def _mlp(workload: Workload, cluster: Cluster) -> Part:
@@ -177,11 +158,6 @@ def _mlp(workload: Workload, cluster: Cluster) -> Part:
     )
 
 
-def _vocabulary(workload: Workload, cluster: Cluster) -> Part:
-    text = workload.model.text
-    return _linear(workload, cluster, text.vocabulary * text.hidden, trained=workload.language_trained)
-
-
 def _parameters(workload: Workload, cluster: Cluster, parts: Mapping[str, Part]) -> Part:
     """FSDP2: parameters are gathered forward and again in backward, and gradients are reduced.
 
@@ -190,10 +166,8 @@ def _parameters(workload: Workload, cluster: Cluster, parts: Mapping[str, Part])
     gpus = workload.gpus
     if gpus == 1:
         return Part()
-    parameters, gradients = (
-        workload.model.parameters * workload.element,
-        workload.trained_parameters * workload.parameter,
-    )
+    parameters = workload.model.parameters * workload.element
+    gradients = workload.trained_parameters * workload.parameter
     gather = all_gather_seconds(cluster, gpus, parameters / gpus)
     backward_seconds = gather + all_gather_seconds(cluster, gpus, gradients / gpus) if workload.training else 0.0
     forward = max(0.0, gather - sum(part.forward for part in parts.values()))

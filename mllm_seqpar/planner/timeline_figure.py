@@ -3,8 +3,6 @@
 Operations before and after a schedule (Ulysses' all-to-all, gathering of features, projections) are not drawn.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -22,11 +20,7 @@ MAX_RANKS = 16
 
 
 def draw_plan(plan: Plan, path: str | Path) -> None:
-    """Draw one cross-attention layer of the best strategy to a file; its suffix chooses the format.
-
-    Raises:
-        ConfigError: matplotlib is not installed.
-    """
+    """Draw one cross-attention layer of the best strategy to a file; its suffix chooses the format."""
     workload, spec = plan.workload, plan.best.spec
     panels = []
     for name, backward in (("forward", False), ("backward", True))[: 2 if workload.training else 1]:
@@ -47,10 +41,7 @@ def draw_plan(plan: Plan, path: str | Path) -> None:
 
 
 def timeline_figure(title: str, panels: Sequence[tuple[str, Timeline]]) -> Any:
-    """Return a matplotlib Figure with one panel per (name, timeline), on one time scale.
-
-    Of a timeline with more than MAX_RANKS ranks, only the first are drawn.
-    """
+    """Return a matplotlib Figure with one panel per (name, timeline), on one time scale; the first MAX_RANKS ranks."""
     try:
         from matplotlib.figure import Figure
     except ImportError as error:

@@ -1,14 +1,12 @@
 """The workload of a plan: one training step, or one forward pass, of a model on a video and a text."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from mllm_seqpar.errors import ConfigError
 from mllm_seqpar.schedules.bytes_sent import Problem
 
 from .call_cost import VisualProjection
-from .model import ModelSizes
+from .model import CrossAttentionSizes, ModelSizes, TextSizes
 
 TRAINED = ("all", "no-vision", "connector", "none")
 SELF_ATTENTION = ("ring", "mesh", "ulysses", "local", "auto")
@@ -19,10 +17,8 @@ class Workload:
     """A step of `model` on `gpus` ranks that share one batch.
 
     Attributes:
-        model: its sizes.
         frames, text: frames and text tokens of one sample.
         gpus: the number of ranks; FSDP2 shards the parameters over them too.
-        batch: the number of samples.
         trained: "all"; "no-vision": all but the vision tower; "connector": cross-attention and what follows the tower;
             "none": forward only.
         self_attention: "ring", "mesh", "ulysses", "local" (every rank computes all text), or "auto" (the fastest of the
@@ -32,13 +28,9 @@ class Workload:
         mlp_chunk_size: tokens per MLP chunk, recomputed in backward if a rank has more; None for all tokens.
         vision_chunk_size: frames that the vision tower encodes at once; None for all of a rank's frames.
         content_tiles: image tiles of a frame with content, which are the only ones that text attends to; None for all.
-        overlap: whether transfers run under computation.
         element: bytes of an element of an activation (bf16: 2).
         parameter: bytes of an element of a stored parameter and of its gradient (float32: 4).
         optimizer: bytes of optimizer state per trained parameter (AdamW in float32: 8).
-
-    Raises:
-        ConfigError: an invalid value, by name.
     """
 
     model: ModelSizes
@@ -59,27 +51,19 @@ class Workload:
     optimizer: int = 8
 
     def __post_init__(self) -> None:
-        for name, counted, least in (
-            ("frames", "frames", 1),
-            ("text", "text", 1),
-            ("gpus", "gpus", 1),
-            ("batch", "batch", 1),
-            ("element", "bytes", 1),
-            ("parameter", "bytes", 1),
-            ("optimizer", "bytes", 0),
-            ("mlp_chunk_size", "tokens", 1),
-            ("vision_chunk_size", "frames", 1),
-        ):
-            value = getattr(self, name)
+        counted = {"frames": "frames", "text": "text", "gpus": "gpus", "batch": "batch"}
+        counted |= dict.fromkeys(("element", "parameter", "optimizer"), "bytes")
+        for name, unit in (counted | {"mlp_chunk_size": "tokens", "vision_chunk_size": "frames"}).items():
+            value, least = getattr(self, name), 0 if name == "optimizer" else 1
             if value is None and name.endswith("chunk_size"):
                 continue
             if type(value) is not int or value < least:
-                raise ConfigError(f"{name}: {value!r} is not a number of {counted}; pass {least} or more")
+                raise ConfigError(f"{name}: {value!r} is not a number of {unit}; pass {least} or more")
         if self.element not in (1, 2, 4, 8):
             raise ConfigError(f"element: no floating-point number has {self.element} bytes; pass 1, 2, 4 or 8")
         tiles = self.model.vision.tiles
-        if self.content_tiles is not None and not (
-            type(self.content_tiles) is int and 1 <= self.content_tiles <= tiles
+        if self.content_tiles is not None and (
+            type(self.content_tiles) is not int or not 1 <= self.content_tiles <= tiles
         ):
             raise ConfigError(
                 f"content_tiles: {self.content_tiles!r} is not a number of tiles that a frame of {self.model.name} can "
@@ -103,12 +87,10 @@ class Workload:
 
     @property
     def tokens(self) -> int:
-        """Text tokens of all samples on each rank."""
         return self.batch * self.rows
 
     @property
     def mlp_tokens(self) -> int:
-        """Tokens that an MLP computes at once."""
         return self.tokens if self.mlp_chunk_size is None else min(self.tokens, self.mlp_chunk_size)
 
     @property
@@ -129,27 +111,21 @@ class Workload:
     @property
     def cross_problem(self) -> Problem:
         """One cross-attention call; every rank is given as many keys as the rank that has most."""
-        cross, frames = self.model.cross, -(-self.frames // self.gpus)
-        return Problem(
-            rows=-(-self.text // self.gpus),
-            keys=(frames * self.model.vision.keys,) * self.gpus,
-            heads=cross.heads,
-            kv_heads=cross.kv_heads,
-            dim=cross.head_dim,
-            batch=self.batch,
-            key_batch=self.batch,
-            element=self.element,
-        )
+        keys = -(-self.frames // self.gpus) * self.model.vision.keys
+        return self._problem(self.model.cross, -(-self.text // self.gpus), (keys,) * self.gpus)
 
     @property
     def text_problem(self) -> Problem:
-        text = self.model.text
+        keys = (self.rows,) * (1 if self.self_attention == "local" else self.gpus)
+        return self._problem(self.model.text, self.rows, keys)
+
+    def _problem(self, sizes: TextSizes | CrossAttentionSizes, rows: int, keys: tuple[int, ...]) -> Problem:
         return Problem(
-            rows=self.rows,
-            keys=(self.rows,) * (1 if self.self_attention == "local" else self.gpus),
-            heads=text.heads,
-            kv_heads=text.kv_heads,
-            dim=text.head_dim,
+            rows=rows,
+            keys=keys,
+            heads=sizes.heads,
+            kv_heads=sizes.kv_heads,
+            dim=sizes.head_dim,
             batch=self.batch,
             key_batch=self.batch,
             element=self.element,
@@ -163,7 +139,6 @@ class Workload:
 
     @property
     def language_trained(self) -> bool:
-        """Whether the language model's own parameters are trained."""
         return self.trained in ("all", "no-vision")
 
     @property

@@ -1,7 +1,5 @@
 """IDEFICS: the dialogue format of its instructed models, and its mask of images by text token."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 
@@ -22,10 +20,7 @@ class IdeficsChats(ImageTokenFamily):
 
     marks = (IMAGE, AROUND, END, VIDEO_MARK)
     model_class = "IdeficsForVisionText2Text"
-    feature_weights = (
-        *("model.vision_model.", "model.perceiver_resampler."),
-        *("vision_model.", "perceiver_resampler."),
-    )
+    feature_weights = ("model.vision_model.", "model.perceiver_resampler.", "vision_model.", "perceiver_resampler.")
     image_token = IMAGE
     min_pictures = 1  # the model requires pictures, also for text without any
 

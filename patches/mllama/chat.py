@@ -1,7 +1,5 @@
 """Llama 3.2 Vision: the processor's own chat template, pictures of several tiles, and the mask of tiles."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -23,10 +21,7 @@ class MllamaChats(ImageTokenFamily):
     marks = ("<|image|>", _START, _STOP, _END, "<|begin_of_text|>", "<|end_of_text|>", VIDEO_MARK)
     frame_names = ("pixel_values", "aspect_ratio_ids", "aspect_ratio_mask")
     model_class = "MllamaForConditionalGeneration"
-    feature_weights = (
-        *("model.vision_model.", "model.multi_modal_projector."),
-        *("vision_model.", "multi_modal_projector."),
-    )
+    feature_weights = ("model.vision_model.", "model.multi_modal_projector.", "vision_model.", "multi_modal_projector.")
 
     @property
     def image_token(self) -> str:

@@ -1,7 +1,5 @@
 """mPLUG-Owl3, and any model whose processor has the same interface: `encode` tokenizes chats without their frames."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """The sizes of an mPLUG-Owl3 model from its configuration, for the planner."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from mllm_seqpar.planner.model import CrossAttentionSizes, ModelSizes, TextSizes, VisionSizes
@@ -24,9 +22,7 @@ def model_sizes(config: dict[str, Any], name: str) -> ModelSizes:
         "kv_heads": config.get("num_key_value_heads") or heads,
         "head_dim": config.get("head_dim") or hidden // heads,
     }
-    tower = config.get("vision_config")
-    if tower is None:
-        tower = _SO400M
+    tower = config["vision_config"] if config.get("vision_config") is not None else _SO400M
     patches = (tower.get("image_size", 224) // tower.get("patch_size", 16)) ** 2
     vision = VisionSizes(
         width=tower.get("hidden_size", 768),

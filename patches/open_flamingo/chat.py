@@ -1,7 +1,5 @@
 """OpenFlamingo: interleaved pictures and text in the published form, `<image>...<|endofchunk|>`."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The sizes of an OpenFlamingo model from its configuration, for the planner."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from mllm_seqpar.planner.model import CrossAttentionSizes, ModelSizes, ResamplerSizes, TextSizes, VisionSizes
