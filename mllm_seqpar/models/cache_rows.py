@@ -89,13 +89,7 @@ def layer_of(cache: Any, kind: type[LayerT]) -> LayerT | None:
 
 
 def attach(cache: Any, layer: RowsLayer, own_layers: int) -> None:
-    """Append the layer to the model's own layers, in place of an earlier one of its class.
-
-    Args:
-        cache: the cache.
-        layer: the layer.
-        own_layers: number of the model's own layers. A cache that creates them on demand gets all of them now.
-    """
+    """Append the layer to the model's own layers, created now if need be, in place of an earlier one of its class."""
     detach(cache, type(layer))
     while len(cache.layers) < own_layers and cache.layer_class_to_replicate is not None:
         cache.layers.append(cache.layer_class_to_replicate())

@@ -100,13 +100,8 @@ class MPlugOwl3GenerationMixin(GenerationMixin):
         **kwargs: Any,
     ) -> dict[str, Any]:
         """Prepare the inputs like transformers; frames are passed only until their K and V are in the cache."""
-        inputs = super().prepare_inputs_for_generation(
-            input_ids,
-            past_key_values=past_key_values,
-            inputs_embeds=inputs_embeds,
-            is_first_iteration=is_first_iteration,
-            **kwargs,
-        )
+        kwargs |= {"inputs_embeds": inputs_embeds, "is_first_iteration": is_first_iteration}
+        inputs = super().prepare_inputs_for_generation(input_ids, past_key_values=past_key_values, **kwargs)
         cached = visual_cache(past_key_values)
         if past_key_values is None or cached is None or past_key_values.get_seq_length() == 0:
             return inputs

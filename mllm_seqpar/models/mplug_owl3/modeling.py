@@ -44,7 +44,9 @@ class MPlugOwl3ForConditionalGeneration(MPlugOwl3PreTrainedModel, MPlugOwl3Gener
         super().__init__(config)
         self.language_model = HyperQwen2ForCausalLM(config)
         self.vision_model = MPlugOwl3VisionModel(config.vision_config)
-        self.vision2text_model = _projector(config)
+        first, width = nn.Linear(config.vision.hidden_size, config.hidden_size), config.hidden_size
+        more = [] if config.projector_layers == 1 else [nn.GELU(), nn.Linear(width, width)]
+        self.vision2text_model: nn.Module = nn.Sequential(first, *more) if more else first
         self.post_init()
 
     def get_input_embeddings(self) -> nn.Module:
@@ -68,26 +70,12 @@ class MPlugOwl3ForConditionalGeneration(MPlugOwl3PreTrainedModel, MPlugOwl3Gener
         features = [self.vision_model.penultimate(chunk) for chunk in pixel_values.split(size)]
         return self.vision2text_model(features[0] if len(features) == 1 else torch.cat(features))
 
-    def media_layout(
-        self,
-        total_frames: int,
-        *,
-        input_ids: Tensor | None = None,
-        media_offset: MediaOffset | None = None,
-        position_ids: Tensor | None = None,
-    ) -> MediaLayout:
+    def media_layout(self, total_frames: int, **placement: Any) -> MediaLayout:
         """Return `media.media_layout` with this model's gate and placeholder token."""
-        return media_layout(
-            self.config.gate,
-            total_frames=total_frames,
-            input_ids=input_ids,
-            image_token_id=self.config.image_token_id,
-            media_offset=media_offset,
-            position_ids=position_ids,
-        )
+        token = self.config.image_token_id
+        return media_layout(self.config.gate, total_frames=total_frames, image_token_id=token, **placement)
 
     def _frame_features(self, pixel_values: Tensor | None, image_embeds: Tensor | None) -> Tensor | None:
-        """Return the visual features (F, T, hidden) of pixels or embeddings, or None without frames."""
         if pixel_values is not None and image_embeds is not None:
             raise ShapeError("pass either pixel_values or image_embeds, not both")
         if pixel_values is not None and pixel_values.shape[0]:
@@ -105,8 +93,7 @@ class MPlugOwl3ForConditionalGeneration(MPlugOwl3PreTrainedModel, MPlugOwl3Gener
 
     def _cache_for(self, past_key_values: Cache | None, use_cache: bool | None) -> tuple[Cache | None, bool]:
         """Return the cache of this call, created here if needed, since the visual K and V are kept with it."""
-        if use_cache is None:
-            use_cache = self.config.use_cache
+        use_cache = self.config.use_cache if use_cache is None else use_cache
         if self.training and self.language_model.model.gradient_checkpointing:
             use_cache = False  # Each layer would drop the cache with a warning.
         if use_cache and past_key_values is None:
@@ -193,16 +180,13 @@ class MPlugOwl3ForConditionalGeneration(MPlugOwl3PreTrainedModel, MPlugOwl3Gener
         embeds = self._frame_features(pixel_values, image_embeds)
         visual = _cached_visual(past_key_values, past_length, inputs_embeds, embeds)
         if visual is None and (embeds is not None or past_length == 0):
-            row_offset = past_length if media_layout is None else 0
-            if media_layout is None:
-                total = 0 if embeds is None else embeds.shape[0]
-                media_layout = self.media_layout(
-                    total, input_ids=input_ids, media_offset=media_offset, position_ids=position_ids
-                )
+            layout, row_offset = media_layout, 0
+            if layout is None:
+                total, row_offset = 0 if embeds is None else embeds.shape[0], past_length
+                placement = {"input_ids": input_ids, "media_offset": media_offset, "position_ids": position_ids}
+                layout = self.media_layout(total, **placement)
             frames = pixel_values if image_embeds is None else image_embeds
-            visual = self._new_visual(
-                media_layout, row_offset, embeds, frames, past_key_values, past_length, inputs_embeds
-            )
+            visual = self._new_visual(layout, row_offset, embeds, frames, past_key_values, past_length, inputs_embeds)
         outputs = self.language_model.model(
             attention_mask=attention_mask,
             position_ids=position_ids,
@@ -220,29 +204,17 @@ class MPlugOwl3ForConditionalGeneration(MPlugOwl3PreTrainedModel, MPlugOwl3Gener
             loss = self.loss_function(
                 logits=logits, labels=labels, vocab_size=self.config.vocab_size, shift_labels=shift_labels, **kwargs
             )
-        return CausalLMOutputWithPast(
-            loss=loss,
-            logits=logits,
-            past_key_values=outputs.past_key_values,
-            hidden_states=outputs.hidden_states,
-            attentions=outputs.attentions,
-        )
-
-
-def _projector(config: MPlugOwl3Config) -> nn.Module:
-    first = nn.Linear(config.vision.hidden_size, config.hidden_size)
-    if config.projector_layers == 1:
-        return first
-    return nn.Sequential(first, nn.GELU(), nn.Linear(config.hidden_size, config.hidden_size))
+        kept = {name: getattr(outputs, name) for name in ("past_key_values", "hidden_states", "attentions")}
+        return CausalLMOutputWithPast(loss=loss, logits=logits, **kept)
 
 
 def _cached_visual(cache: Any, past_length: int, inputs_embeds: Tensor, embeds: Tensor | None) -> VisualInputs | None:
     """Return the visual inputs of tokens that continue a cache with visual K and V, or None."""
     cached = visual_cache(cache)
-    if cached is not None and past_length <= cached.row_offset:
-        detach(cache, VisualCache)  # The cache was reset, or cropped to before the text of these frames.
-        cached = None
     if cached is None:
+        return None
+    if past_length <= cached.row_offset:  # the cache was reset, or cropped to before the text of these frames
+        detach(cache, VisualCache)
         return None
     if embeds is not None:
         raise ShapeError(

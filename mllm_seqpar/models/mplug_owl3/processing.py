@@ -28,14 +28,12 @@ from .chat import (
     text_pieces,
     video_text,
 )
-from .checkpoint import processor_options
+from .checkpoint import hub_options, processor_options
 from .image_processing import Frame, Grid, ImageOptions, MPlugOwl3ImageProcessor, frame_list, to_tensor
 
 _END_OF_DOCUMENT = "<|endoftext|>"
 _OPTIONS = ("video_span", "cut_enable", "cut_template")
 _IMAGE_OPTIONS = tuple(ImageOptions.__annotations__)
-
-_HUB = ("cache_dir", "force_download", "local_files_only", "proxies", "revision", "subfolder", "token")
 
 
 class MPlugOwl3Processor(NativeProcessor):
@@ -95,9 +93,8 @@ class MPlugOwl3Processor(NativeProcessor):
             DataError: an option is not stated anywhere, and no weights identify the generation.
         """
         explicit = {name: kwargs.pop(name) for name in (*_OPTIONS, *_IMAGE_OPTIONS) if name in kwargs}
-        hub = {name: kwargs[name] for name in _HUB if kwargs.get(name) is not None}
         files = {IMAGE_PROCESSOR_NAME: _IMAGE_OPTIONS, PROCESSOR_NAME: _OPTIONS}
-        options = processor_options(pretrained_model_name_or_path, files, explicit, **hub)
+        options = processor_options(pretrained_model_name_or_path, files, explicit, **hub_options(kwargs))
         tokenizer = AutoTokenizer.from_pretrained(pretrained_model_name_or_path, **kwargs)
         image_options = {name: options.pop(name) for name in _IMAGE_OPTIONS if name in options}
         return cls(MPlugOwl3ImageProcessor(**image_options), tokenizer, **options)
@@ -225,9 +222,8 @@ class MPlugOwl3Processor(NativeProcessor):
         if isinstance(videos, (np.ndarray, Tensor)) and videos.ndim == 4:
             videos = [videos]  # a single video
         videos = [] if videos is None else list(videos)
-        pictures = [
-            to_tensor(image, number) for number, image in enumerate([] if images is None else frame_list(images))
-        ]
+        images = [] if images is None else frame_list(images)
+        pictures = [to_tensor(image, number) for number, image in enumerate(images)]
         kinds = placeholders(samples)
         if (wanted := kinds.count(IMAGE)) != len(pictures):
             raise DataError(f"the text has {wanted} {IMAGE} and {len(pictures)} images were passed; pass one for each")
@@ -291,21 +287,20 @@ class MPlugOwl3Processor(NativeProcessor):
         }
         if return_labels:
             data["labels"] = torch.full((len(rows), length), -100)
-        for sample, (ids, is_target, positions) in enumerate(rows):
+        for sample, (ids, labels, positions) in enumerate(rows):
             start = length - len(ids) if side == "left" else 0
             columns = slice(start, start + len(ids))
             data["input_ids"][sample, columns] = torch.tensor(ids, dtype=torch.long)
             data["attention_mask"][sample, columns] = 1
             data["media_offset"][sample, : len(positions)] = torch.tensor(positions, dtype=torch.long) + start
             if return_labels:
-                labels = [token if target else -100 for token, target in zip(ids, is_target, strict=True)]
                 data["labels"][sample, columns] = torch.tensor(labels, dtype=torch.long)
         return BatchFeature(data)
 
-    def _row(self, pieces: Iterable[Piece]) -> tuple[list[int], list[bool], list[int]]:
-        """Return the tokens of a sample, whether each is a target, and where the placeholders begin."""
+    def _row(self, pieces: Iterable[Piece]) -> tuple[list[int], list[int], list[int]]:
+        """Return the tokens of a sample, its labels, and where the placeholders begin."""
         ids: list[int] = []
-        is_target: list[bool] = []
+        labels: list[int] = []
         positions: list[int] = []
         placeholder = self._tokens(IMAGE)
         for piece in pieces:
@@ -314,8 +309,9 @@ class MPlugOwl3Processor(NativeProcessor):
                     positions.append(len(ids))
                     ids += placeholder
                 ids += self._tokens(text) if text else []
-            is_target += [piece.is_target] * (len(ids) - len(is_target))
-        return ids, is_target, positions
+            added = ids[len(labels) :]
+            labels += added if piece.is_target else [-100] * len(added)
+        return ids, labels, positions
 
     def _tokens(self, text: str) -> list[int]:
         return self.tokenizer(text, add_special_tokens=False)["input_ids"]

@@ -27,17 +27,14 @@ SHORT_RUN = 32
 
 @dataclass(frozen=True, kw_only=True)
 class RowBlock:
-    """Rows [start, stop) of one sample, and the frames [first_frame, stop_frame) that at least one of them sees.
-
-    Attributes:
-        uniform: every row sees all of these frames, so no mask is needed. True for a block without frames.
-    """
+    """Rows [start, stop) of one sample, and the frames [first_frame, stop_frame) that at least one of them sees."""
 
     start: int
     stop: int
     first_frame: int
     stop_frame: int
     uniform: bool
+    """Every row sees all of these frames, so no mask is needed. True for a block without frames."""
 
 
 class VisualInputs:
@@ -50,7 +47,6 @@ class VisualInputs:
         embeds: (F, T, hidden), the output of `vision2text_model`; None while decoding, when K and V are cached.
         frame_position: (F,) int64, the rotary position of each frame's keys.
         first, stop: (B, L) int64. A row sees the frames first <= f < stop, by global number.
-        tokens_per_frame: T.
     """
 
     def __init__(
@@ -68,16 +64,13 @@ class VisualInputs:
         return self.stop > self.first
 
     def keys_of(self, block: RowBlock) -> slice:
-        """Return the range of visual keys that a block's frames have."""
         return slice(block.first_frame * self.tokens_per_frame, block.stop_frame * self.tokens_per_frame)
 
     @cached_property
     def blocks(self) -> list[list[RowBlock]]:
         """The row blocks of each sample, computed once for all hyper layers."""
-        return [
-            row_blocks(first, stop, self.tokens_per_frame)
-            for first, stop in zip(self.first.tolist(), self.stop.tolist(), strict=True)
-        ]
+        bounds = zip(self.first.tolist(), self.stop.tolist(), strict=True)
+        return [row_blocks(first, stop, self.tokens_per_frame) for first, stop in bounds]
 
 
 class VisualCache(RowsLayer):
@@ -88,10 +81,8 @@ class VisualCache(RowsLayer):
     Attributes:
         layout: the layout of the text that was passed with the frames.
         row_offset: number of tokens in the cache before that text.
-        tokens_per_frame: T.
         inclusive: whether a placeholder sees its own frame.
         states: for each layer index, k (rotated) and v, (1, G, F * T, D).
-        frame_fingerprints: fingerprints of the frame tensors that were passed.
         is_complete: False if `states` contains only this rank's frames, because a patched model filled the cache.
     """
 
@@ -121,13 +112,8 @@ class VisualCache(RowsLayer):
         if embeds is None:
             self.layout = self.layout.cropped(past_length - self.row_offset, self.inclusive)
         first, stop = (bound[rows] for bound in self.layout.rows(past_length - self.row_offset, length))
-        return VisualInputs(
-            embeds=embeds,
-            frame_position=self.layout.frame_position,
-            first=first,
-            stop=stop,
-            tokens_per_frame=self.tokens_per_frame,
-        )
+        position, tokens = self.layout.frame_position, self.tokens_per_frame
+        return VisualInputs(embeds=embeds, frame_position=position, first=first, stop=stop, tokens_per_frame=tokens)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "VisualCache":
         copied = copy.copy(self)  # All operations replace rows, layout and states; none changes them in place.

@@ -56,16 +56,11 @@ class OpenFlamingoConfig(PreTrainedConfig):
 
     @property
     def vision(self) -> CLIPVisionConfig:
-        """`vision_config` as a config object."""
         return cast(CLIPVisionConfig, self.vision_config)
 
     @property
     def layers(self) -> str:
-        """The attribute path of the language model's decoder layers.
-
-        Raises:
-            ConfigError: the language model is not supported, or the config lacks a token id.
-        """
+        """The path of the decoder layers; ConfigError without a supported language model or a token id."""
         kind = getattr(self.text_config, "model_type", None)
         if kind not in LAYERS:
             raise ConfigError(f"text_config has model_type {kind!r}; OpenFlamingo supports {', '.join(LAYERS)}")

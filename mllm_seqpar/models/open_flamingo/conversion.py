@@ -62,7 +62,8 @@ def convert(
     state = None if checkpoint is None else _read(checkpoint)
     every = _interval(checkpoint, state, cross_attn_every_n_layers)
     text = load_language_model(language_model)
-    embedding = _name_of_embedding(text)
+    weight = text.get_input_embeddings().weight
+    embedding = "lang_encoder." + next(name for name, parameter in text.named_parameters() if parameter is weight)
     rows = None if state is None else _rows(checkpoint, state, embedding)
     tokenizer, length = _tokenizer(language_model, rows)
     fit_vocabulary(text, length)
@@ -88,7 +89,6 @@ def convert(
 
 
 def _read(checkpoint: Any) -> dict[str, Tensor]:
-    """Return the tensors of a checkpoint.pt; only tensors are unpickled."""
     try:
         state = torch.load(checkpoint, map_location="cpu", weights_only=True)
     except (OSError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
@@ -98,7 +98,6 @@ def _read(checkpoint: Any) -> dict[str, Tensor]:
 
 
 def _interval(checkpoint: Any, state: dict[str, Tensor] | None, asked: int | None) -> int:
-    """Return the distance of the cross-attention blocks, from the layer numbers of the gates in the checkpoint."""
     if state is None:
         return asked or 1
     gated = {int(found[1] or found[2]) for found in map(_GATE.search, state) if found}
@@ -110,11 +109,6 @@ def _interval(checkpoint: Any, state: dict[str, Tensor] | None, asked: int | Non
             f"cross_attn_every_n_layers={asked}, but {checkpoint} has {every}; pass that, or leave it out"
         )
     return every
-
-
-def _name_of_embedding(text: Any) -> str:
-    embedding = text.get_input_embeddings().weight
-    return "lang_encoder." + next(name for name, weight in text.named_parameters() if weight is embedding)
 
 
 def _rows(checkpoint: Any, state: dict[str, Tensor], embedding: str) -> int:

@@ -29,11 +29,7 @@ _IGNORED |= {"revision", "token", "cache_dir", "force_download", "local_files_on
 
 
 def open_flamingo() -> tuple[Any, Any, Any]:
-    """Import `Flamingo`, `FlamingoLMMixin` and `extend_instance` from the package open-flamingo.
-
-    Raises:
-        ConfigError: the package is not installed.
-    """
+    """Import `Flamingo`, `FlamingoLMMixin` and `extend_instance`; raise ConfigError without the package."""
     # The package imports open_clip for a factory that is not used here, and open_clip imports torchvision, which has no
     # build for some machines. If open_clip cannot be imported, an empty module replaces it during this import.
     replaced = _lacks_open_clip()
@@ -77,11 +73,7 @@ class ClipTower(CLIPVisionModel):
 
 
 class OpenFlamingo(_Flamingo):  # type: ignore[valid-type,misc]
-    """`open_flamingo.Flamingo` with the interface of transformers' models for loading, saving and sharding.
-
-    Attributes:
-        config: an `OpenFlamingoConfig`.
-    """
+    """`open_flamingo.Flamingo` with the interface of transformers' models for loading, saving and sharding."""
 
     config_class = OpenFlamingoConfig
 
@@ -129,8 +121,7 @@ class OpenFlamingo(_Flamingo):  # type: ignore[valid-type,misc]
         Args:
             path: the directory.
             config: the directory's config, if it has already been read.
-            dtype: dtype of the parameters; "auto" is the file's.
-            torch_dtype: the former name of `dtype`.
+            dtype: dtype of the parameters; "auto" is the file's. `torch_dtype` is its former name.
             device_map: "meta" only compares names and shapes and returns a model without values; otherwise the CPU.
             **options: options of `PreTrainedModel.from_pretrained` that locate files on the hub; ignored.
 
