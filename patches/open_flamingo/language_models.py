@@ -25,13 +25,11 @@ from .mpt import MptLM
 class RotaryLM:
     """LLaMA and GPT-NeoX: rotary positions that count every token, attention through transformers' interface.
 
-    Attributes:
-        model: the Flamingo language model.
-        stack: the module within it that holds the decoder layers.
-        detects_packing: whether positions separate packed sequences if there is no attention mask and no cache.
+    `stack` is the module within the Flamingo language model that holds the decoder layers.
     """
 
     detects_packing = True
+    """Whether positions separate packed sequences if there is no attention mask and no cache."""
 
     def __init__(self, language_model: Any) -> None:
         self.model = self.stack = language_model

@@ -150,7 +150,7 @@ def cross_attention_forward(attention: Any, index: int) -> Any:
     return types.MethodType(forward, attention)
 
 
-class FlamingoFamily(Family):
+class FlamingoFamily(Family[MediaInputs]):
     """OpenFlamingo. `model` is its language model, through which every pass goes.
 
     The placement is the token of the media in the cache.
@@ -168,9 +168,8 @@ class FlamingoFamily(Family):
         heads = attentions[0].heads
         return CrossAttentionShape(heads, heads, attentions[0].to_q.out_features // heads, len(attentions))
 
-    def check(self, inputs: ForwardInputs, kwargs: Mapping[str, Any]) -> None:
+    def check(self, inputs: MediaInputs, kwargs: Mapping[str, Any]) -> None:
         super().check(inputs, kwargs)
-        assert isinstance(inputs, MediaInputs)
         media = inputs.media
         if media is None:
             raise ShapeError(
@@ -201,13 +200,13 @@ class FlamingoFamily(Family):
         """Raise ShapeError: `check` refuses a pass without media before this is called."""
         raise ShapeError("vision_x: OpenFlamingo has no pass without media")
 
-    def placement(self, inputs: ForwardInputs) -> str:
-        assert isinstance(inputs, MediaInputs) and inputs.media is not None
+    def placement(self, inputs: MediaInputs) -> str:
+        assert inputs.media is not None
         return inputs.media.token
 
-    def visibility(self, inputs: ForwardInputs, units: int, tokens: int, placement: Any) -> Visibility:
+    def visibility(self, inputs: MediaInputs, units: int, tokens: int, placement: Any) -> Visibility:
         """Return the rule that is tabulated in the module's docstring."""
-        assert isinstance(inputs, MediaInputs) and inputs.media is not None
+        assert inputs.media is not None
         samples, time = inputs.media.samples, inputs.time
         if inputs.batch % samples:  # the media belong to the model's conditioning, not to the rows of the cache
             raise ShapeError(

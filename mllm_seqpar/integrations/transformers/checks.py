@@ -77,11 +77,8 @@ def require_same_inputs(
     rank has all of them. Features may differ in their last bits between devices and are compared by shape.
 
     Args:
-        comm: the group.
-        inputs: this rank's inputs.
         check: the model family's own checks. If it raises, the other ranks raise too.
         model: the patched model, whose modes are compared; None compares the inputs only.
-        kwargs: further arguments of the pass.
         compare_weights: compare a sample of the weights, and which of them train. It walks over all parameters.
 
     Raises:
@@ -96,7 +93,9 @@ def require_same_inputs(
         if model is not None:
             numbers += _pass_numbers(model, inputs, kwargs or {})
             if compare_weights:
-                numbers += _module_numbers(model)
+                trained = "".join(str(int(p.requires_grad)) for p in model.parameters())
+                checkpointing = any(getattr(m, "gradient_checkpointing", False) for m in model.modules())
+                numbers += [int(checkpointing), fingerprint(trained)]
         return dict(zip(_COMPARED, numbers, strict=False))
 
     require_agreement(comm, "forward pass", _COMPARED, describe)
@@ -139,12 +138,8 @@ def _sampled_weights(model: nn.Module) -> list[Tensor]:
     """Return the bits of some values of each parameter that every rank has whole, which FSDP does not shard."""
     if any(isinstance(module, FullyShardedDataParallel) for module in model.modules()):
         return []
-    sampled = []
-    for p in model.parameters():
-        if not isinstance(p, DTensor) and p.numel() and not p.is_meta:
-            flat = p.detach().reshape(-1)
-            sampled.append(flat[:: max(1, flat.numel() // _SAMPLED_WEIGHTS)].float().view(torch.int32))
-    return sampled
+    whole = [p.detach().reshape(-1) for p in model.parameters() if not isinstance(p, DTensor) and not p.is_meta]
+    return [x[:: max(1, x.numel() // _SAMPLED_WEIGHTS)].float().view(torch.int32) for x in whole if x.numel()]
 
 
 def _pass_numbers(model: nn.Module, inputs: ForwardInputs, kwargs: Mapping[str, Any]) -> list[int]:
@@ -161,12 +156,6 @@ def _pass_numbers(model: nn.Module, inputs: ForwardInputs, kwargs: Mapping[str, 
         -1 if num_items is None else int(num_items),
         fingerprint(repr(sorted(settings.items()))),
     ]
-
-
-def _module_numbers(model: nn.Module) -> list[int]:
-    trained = "".join(str(int(p.requires_grad)) for p in model.parameters())
-    checkpointing = any(getattr(m, "gradient_checkpointing", False) for m in model.modules())
-    return [int(checkpointing), fingerprint(trained)]
 
 
 def _check_frames(comm: Communicator, inputs: ForwardInputs) -> None:
@@ -188,11 +177,11 @@ def _check_frames(comm: Communicator, inputs: ForwardInputs) -> None:
             f"visual_shard: {shard} was given and none of {', '.join(inputs.frame_names)}; a rank without frames "
             "passes an empty tensor, for example of shape (0, 3, height, width)"
         )
-    for tensor in (frames, *inputs.extras):
-        if tensor.shape[0] != shard.stop - shard.start:
+    local = shard.stop - shard.start
+    for shape in (tuple(tensor.shape) for tensor in (frames, *inputs.extras)):
+        if shape[0] != local:
             raise ShapeError(
-                f"visual_shard: {shard} means {shard.stop - shard.start} frames, {tensor.shape[0]} were passed, in a "
-                f"tensor of shape {tuple(tensor.shape)}"
+                f"visual_shard: {shard} means {local} frames, {shape[0]} were passed, in a tensor of shape {shape}"
             )
 
 

@@ -116,9 +116,8 @@ def frame_arguments(
     frames = FrameState.of(visual, visibility.mask, text, family.units_per_frame(inputs))
     if visual_cache is None:
         frames = _select_strategy(family, inputs, text, frames)
-    rows = visibility.rows
-    if family.context.config.self_attention != "local":
-        rows = {name: text.shard(x, 1) for name, x in rows.items()}
+    local = family.context.config.self_attention == "local"
+    rows = {name: x if local else text.shard(x, 1) for name, x in visibility.rows.items()}
     return {"frames": frames, "rows": rows, "visual_cache": visual_cache}
 
 
@@ -165,7 +164,6 @@ def mask_over_samples(
 
     Args:
         visible: (B, L, U) bool, over the units of the row's sample.
-        tokens: keys of a unit.
         units: units of all samples and ranks. With beams, B is a multiple of the number of samples, and the beams of a
             sample share its units.
         rows: (B,) for each row, the row of the frames' own pass that it continues; None if this is that pass.

@@ -89,10 +89,6 @@ class HyperAttention(Qwen2Attention):
         weight = weight.to(text_out.dtype)
         return torch.where(has_frames[..., None], text_out * (1 - weight) + visual_out * weight, text_out)
 
-    def output(self, mixed: Tensor) -> Tensor:
-        """Concatenated heads (B, L, C) -> (B, L, hidden)."""
-        return self.o_proj(mixed)
-
     def visual_states(
         self, visual: VisualInputs, visual_norm: nn.Module, past_key_values: Cache | None
     ) -> tuple[Tensor, Tensor]:
@@ -124,7 +120,7 @@ class HyperAttention(Qwen2Attention):
             k, v = past_key_values.update(k, v, self.layer_idx)
         if visual is None:
             mixed, weights = self._attend_text(q, k, v, attention_mask, **kwargs)
-            return self.output(mixed), weights
+            return self.o_proj(mixed), weights
         if visual_norm is None:
             raise TypeError("visual_norm is missing: hyper attention normalises the frames with its layer's input norm")
         visual_k, visual_v = self.visual_states(visual, visual_norm, past_key_values)
@@ -133,7 +129,7 @@ class HyperAttention(Qwen2Attention):
         else:
             text_out, weights = self._attend_text(q, k, v, attention_mask, **kwargs)
             mixed = self.mix(text_out, self._attend_frames(q, visual_k, visual_v, visual), visual.has_frames)
-        return self.output(mixed), weights
+        return self.o_proj(mixed), weights
 
     @property
     def _dropout(self) -> float:

@@ -74,6 +74,16 @@ class MediaLayout:
         return replace(self, **repeated)
 
 
+def check_layout(layout: MediaLayout, batch: int, total_frames: int) -> None:
+    """Raise ShapeError unless the layout is for that many samples and frames."""
+    samples, frames = layout.first.shape[0], layout.total_frames
+    if (samples, frames) != (batch, total_frames):
+        raise ShapeError(
+            f"media_layout is for {samples} samples and {frames} frames; the call has {batch} samples and "
+            f"{total_frames} frames"
+        )
+
+
 def media_layout(
     gate: str | None,
     *,

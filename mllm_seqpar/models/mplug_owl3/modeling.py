@@ -19,7 +19,7 @@ from mllm_seqpar.runtime.visual_features import fingerprint_of
 from .backbones import HyperQwen2ForCausalLM, MPlugOwl3VisionModel
 from .configuration import AUTO, GATES, MPlugOwl3Config
 from .generation import MPlugOwl3GenerationMixin
-from .media import MediaLayout, MediaOffset, media_layout
+from .media import MediaLayout, MediaOffset, check_layout, media_layout
 from .pretrained import MPlugOwl3PreTrainedModel
 from .visual_inputs import VisualCache, VisualInputs, visual_cache
 
@@ -113,11 +113,7 @@ class MPlugOwl3ForConditionalGeneration(MPlugOwl3PreTrainedModel, MPlugOwl3Gener
         """Return the visual inputs for the frames of this call; with a cache, also attach their KV cache to it."""
         total = 0 if embeds is None else embeds.shape[0]
         batch, length, _ = inputs_embeds.shape
-        if layout.total_frames != total or layout.first.shape[0] != batch:
-            raise ShapeError(
-                f"media_layout is for {layout.first.shape[0]} samples and {layout.total_frames} frames; the call has "
-                f"{batch} samples and {total} frames"
-            )
+        check_layout(layout, batch, total)
         if embeds is None:
             return None
         inclusive = self.config.gate is None
