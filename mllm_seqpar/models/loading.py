@@ -21,10 +21,9 @@ _BYTES = 4096
 
 
 def load_model(path: str, dtype: torch.dtype | str = torch.float32, device_map: str | None = None) -> nn.Module:
-    """Load the model of a directory.
+    """Load the model of a directory that `save_pretrained` wrote, or of a published checkpoint.
 
     Args:
-        path: a directory that `save_pretrained` wrote, or a published checkpoint.
         dtype: dtype of the parameters; "auto" is the checkpoint's. Training needs float32: optimizers need master
             weights, and FSDP casts for computation.
         device_map: "meta" validates names and shapes without reading the weights.

@@ -21,7 +21,7 @@ from transformers.cache_utils import Cache
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 from transformers.utils.output_capturing import capture_outputs
 
-from mllm_seqpar.errors import AdapterError, ShapeError
+from mllm_seqpar.adapting import AdapterError, ForwardState, FrameShard, Patch, SeqParContext, ShapeError
 from mllm_seqpar.integrations.transformers.attention import (
     causal_mask,
     keys_values,
@@ -35,12 +35,8 @@ from mllm_seqpar.integrations.transformers.frames import mask_over_samples
 from mllm_seqpar.integrations.transformers.generation import patch_generate
 from mllm_seqpar.integrations.transformers.inputs import ForwardInputs, as_compared_tensors, makes_cache
 from mllm_seqpar.integrations.transformers.passes import as_forward, run_pass
-from mllm_seqpar.patching import Patch
 from mllm_seqpar.patching.registry import is_instance_by_name
-from mllm_seqpar.runtime.context import SeqParContext
-from mllm_seqpar.runtime.forward_state import ForwardState
 from mllm_seqpar.runtime.selection import CrossAttentionShape
-from mllm_seqpar.sharding import FrameShard
 
 _FRAME_ARGUMENTS = ("pixel_values", "image_encoder_embeddings", "perceiver_embeddings")
 

@@ -26,7 +26,7 @@ from transformers.cache_utils import Cache
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from mllm_seqpar._logging import get_logger
-from mllm_seqpar.errors import AdapterError, ConfigError
+from mllm_seqpar.adapting import AdapterError, ConfigError, ForwardState, FrameMask, FrameShard, Patch, SeqParContext
 from mllm_seqpar.integrations.transformers.attention import (
     causal_mask,
     keys_values,
@@ -40,13 +40,8 @@ from mllm_seqpar.integrations.transformers.family import Family, Visibility
 from mllm_seqpar.integrations.transformers.generation import patch_generate
 from mllm_seqpar.integrations.transformers.inputs import as_compared_tensors, makes_cache
 from mllm_seqpar.integrations.transformers.passes import as_forward, run_pass
-from mllm_seqpar.masks import FrameMask
-from mllm_seqpar.patching import Patch
 from mllm_seqpar.patching.registry import is_instance_by_name
-from mllm_seqpar.runtime.context import SeqParContext
-from mllm_seqpar.runtime.forward_state import ForwardState
 from mllm_seqpar.runtime.selection import CrossAttentionShape
-from mllm_seqpar.sharding import FrameShard
 
 from .generation import patch_image_arguments
 from .inputs import ASPECT_RATIOS, MllamaInputs, flat_images

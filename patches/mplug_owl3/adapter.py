@@ -17,8 +17,17 @@ from torch import Tensor, nn
 from transformers.cache_utils import Cache
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
+from mllm_seqpar.adapting import (
+    AdapterError,
+    ForwardState,
+    FrameMask,
+    FrameShard,
+    Patch,
+    Projection,
+    SeqParContext,
+    ShapeError,
+)
 from mllm_seqpar.attention.block_math import BlockMath, PartialResult
-from mllm_seqpar.errors import AdapterError, ShapeError
 from mllm_seqpar.integrations.transformers.attention import (
     causal_mask,
     merge_heads,
@@ -30,15 +39,11 @@ from mllm_seqpar.integrations.transformers.generation import patch_generate
 from mllm_seqpar.integrations.transformers.inputs import ForwardInputs, as_compared_tensors, makes_cache
 from mllm_seqpar.integrations.transformers.passes import as_forward
 from mllm_seqpar.integrations.transformers.text import causal_rectangles
-from mllm_seqpar.masks import FrameMask, GivenBlockMask
+from mllm_seqpar.masks import GivenBlockMask
 from mllm_seqpar.models.mplug_owl3.media import MediaLayout, check_layout
-from mllm_seqpar.patching import Patch
 from mllm_seqpar.patching.registry import is_instance_by_name
-from mllm_seqpar.runtime.context import SeqParContext
-from mllm_seqpar.runtime.forward_state import ForwardState, as_attended
+from mllm_seqpar.runtime.forward_state import as_attended
 from mllm_seqpar.runtime.selection import CrossAttentionShape
-from mllm_seqpar.runtime.visual_features import Projection
-from mllm_seqpar.sharding import FrameShard
 
 from .cache import FramePlacement, MediaLayoutCache, run_with_native_cache
 

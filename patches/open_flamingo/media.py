@@ -24,17 +24,14 @@ from uuid import uuid4
 import torch
 from torch import Tensor
 
+from mllm_seqpar.adapting import AdapterError, ForwardState, FrameMask, FrameShard, SeqParContext, ShapeError
 from mllm_seqpar.comm import Communicator
-from mllm_seqpar.errors import AdapterError, ShapeError
 from mllm_seqpar.integrations.transformers.attention import merge_heads
 from mllm_seqpar.integrations.transformers.family import Family, Visibility
 from mllm_seqpar.integrations.transformers.inputs import ForwardInputs
-from mllm_seqpar.masks import FrameMask
 from mllm_seqpar.patching.registry import is_instance_by_name
-from mllm_seqpar.runtime.context import SeqParContext
-from mllm_seqpar.runtime.forward_state import ForwardState
 from mllm_seqpar.runtime.selection import CrossAttentionShape
-from mllm_seqpar.sharding import FrameShard, frame_bounds
+from mllm_seqpar.sharding import frame_bounds
 
 from .language_models import language_model_of
 

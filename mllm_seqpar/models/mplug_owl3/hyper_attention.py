@@ -35,7 +35,6 @@ class HyperAttention(Qwen2Attention):
 
     Attributes:
         v_kv_proj: projects visual features to K and V; its output channels are (KV head, {K, V}, head dim).
-        fused: one softmax over visual and text keys; `config.gate` is None.
         gate: (hidden,) logits of the weight of the visual output per channel; None unless `config.gate` is "vector".
         gate_proj: maps one head of the text output to the weight of the visual output; None unless `config.gate` is
             "per_head".
@@ -45,7 +44,7 @@ class HyperAttention(Qwen2Attention):
         super().__init__(config, layer_idx)
         self.num_kv_heads = config.num_key_value_heads
         self.v_kv_proj = nn.Linear(config.hidden_size, 2 * self.num_kv_heads * self.head_dim, bias=True)
-        self.fused = config.gate is None
+        self.fused = config.gate is None  # one softmax over visual and text keys
         self.gate = nn.Parameter(torch.zeros(config.hidden_size)) if config.gate == "vector" else None
         self.gate_proj: nn.Module | None = None
         if config.gate == "per_head":

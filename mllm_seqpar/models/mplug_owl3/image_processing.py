@@ -46,11 +46,8 @@ class MPlugOwl3ImageProcessor(ImageProcessingMixin):
     """Resize frames of any aspect ratio to a square, bicubic with antialiasing, and normalise them.
 
     A call returns one frame for each picture. `tiles` cuts a still image; its result can be passed to a call.
-
-    Attributes:
-        image_size: side of the square. A vision tower of 27 x 27 patches of 14 accepts both 378 and 384.
-        image_mean: per channel, of values from 0 to 1.
-        image_std: per channel.
+    `image_size` is the side of the square: a vision tower of 27 x 27 patches of 14 accepts both 378 and 384.
+    `image_mean` and `image_std` are per channel, of values from 0 to 1.
     """
 
     model_input_names = ["pixel_values"]
@@ -64,18 +61,14 @@ class MPlugOwl3ImageProcessor(ImageProcessingMixin):
         **kwargs: Any,
     ) -> None:
         super().__init__(**kwargs)
-        self.image_size = image_size
-        self.image_mean = list(image_mean)
-        self.image_std = list(image_std)
+        self.image_size, self.image_mean, self.image_std = image_size, list(image_mean), list(image_std)
 
     def __call__(
         self, images: Frame | Iterable[Frame], return_tensors: str | None = None, **unknown: Any
     ) -> BatchFeature:
         """Return `pixel_values` (F, 3, size, size), float32, of one frame, several frames, or an array of frames.
 
-        Args:
-            images: the frames.
-            return_tensors: accepted for transformers' callers; the result is always a torch tensor.
+        `return_tensors` is accepted for transformers' callers; the result is always a torch tensor.
 
         Raises:
             ShapeError: a frame is not a colour picture.

@@ -99,10 +99,8 @@ def media_layout(
         gate: `config.gate`. With a gate, a placeholder does not see its own frame, and the frame's keys are rotated by
             the position of the first token that sees it. Without a gate, a placeholder sees its own frame, and the keys
             are rotated by the placeholder's position.
-        total_frames: frames of all samples.
         input_ids: (B, L); without it, `media_offset` and `position_ids` are required.
         image_token_id: the placeholder token; ignored if `media_offset` is given.
-        media_offset: the positions of the frames, in either published form.
         position_ids: (B, L) or (1, L), the rotary positions of the text; 0, 1, 2, ... if None.
 
     Raises:

@@ -27,10 +27,7 @@ from .visual_inputs import VisualCache, VisualInputs, visual_cache
 class MPlugOwl3ForConditionalGeneration(MPlugOwl3PreTrainedModel, MPlugOwl3GenerationMixin):
     """A language model conditioned on text and frames.
 
-    Attributes:
-        language_model: `HyperQwen2ForCausalLM`.
-        vision_model: SigLIP's vision tower.
-        vision2text_model: the projector to the text's width: a linear layer, or two with an exact GELU between.
+    `vision2text_model` is the projector to the text's width: a linear layer, or two with an exact GELU between.
     """
 
     def __init__(self, config: MPlugOwl3Config) -> None:
@@ -156,7 +153,6 @@ class MPlugOwl3ForConditionalGeneration(MPlugOwl3PreTrainedModel, MPlugOwl3Gener
             shift_labels: (B, L), already shifted, in place of `labels`.
             image_embeds: (F, T, hidden), the result of `encode_frames`, in place of `pixel_values`.
             media_layout: the visibility from the cache's first token on, in place of `media_offset`.
-            use_cache: whether to return a cache; `config.use_cache` if None.
             logits_to_keep: number of last positions, or the positions, to compute logits for; 0 for all.
             **kwargs: passed to the language model, its layers, its attention function, and the loss
                 (`num_items_in_batch`).

@@ -17,8 +17,6 @@ _CONFIG_OVERRIDES = {field.name for field in fields(MPlugOwl3Config)} - {"dtype"
 
 
 class MPlugOwl3PreTrainedModel(PreTrainedModel):
-    """The base class of the model."""
-
     config: MPlugOwl3Config
     base_model_prefix = ""
     input_modalities = ("image", "video", "text")

@@ -52,11 +52,8 @@ class VisualInputs:
     def __init__(
         self, *, embeds: Tensor | None, frame_position: Tensor, first: Tensor, stop: Tensor, tokens_per_frame: int
     ) -> None:
-        self.embeds = embeds
-        self.frame_position = frame_position
-        self.first = first
-        self.stop = stop
-        self.tokens_per_frame = tokens_per_frame
+        self.embeds, self.frame_position, self.tokens_per_frame = embeds, frame_position, tokens_per_frame
+        self.first, self.stop = first, stop
 
     @cached_property
     def has_frames(self) -> Tensor:
@@ -88,21 +85,14 @@ class VisualCache(RowsLayer):
 
     def __init__(self, layout: MediaLayout, *, row_offset: int, tokens_per_frame: int, inclusive: bool) -> None:
         super().__init__(layout.first.shape[0])
-        self.layout = layout
-        self.row_offset = row_offset
-        self.tokens_per_frame = tokens_per_frame
-        self.inclusive = inclusive
+        self.layout, self.row_offset = layout, row_offset
+        self.tokens_per_frame, self.inclusive = tokens_per_frame, inclusive
         self.states: dict[Hashable, tuple[Tensor, Tensor]] = {}
         self.frame_fingerprints: set[tuple[int, ...]] = set()
         self.is_complete = True
 
     def inputs(self, past_length: int, length: int, batch: int, embeds: Tensor | None = None) -> VisualInputs:
-        """Return the visual inputs of the `length` tokens that follow `past_length` cached tokens.
-
-        Raises:
-            ConfigError: the K and V of some frames are on other ranks.
-            ShapeError: the cache has another number of rows than the call.
-        """
+        """Return the visual inputs of the `length` tokens that follow `past_length` cached tokens."""
         if not self.is_complete:
             raise ConfigError(
                 "past_key_values holds K and V of the frames of one rank only, because a patched model filled it; "

@@ -41,7 +41,6 @@ def convert(
     """Write an OpenFlamingo directory.
 
     Args:
-        output: the directory to write.
         language_model: directory of a published causal language model with its tokenizer.
         vision_model: directory of a CLIP, or of its vision tower, with its image processor.
         checkpoint: the published checkpoint.pt; None for untrained cross-attention with closed gates.
@@ -70,7 +69,12 @@ def convert(
     tower = load_complete(CLIPVisionModel, vision_model, _NOT_THE_TOWER)
     tower.__class__ = ClipTower
     images = CLIPImageProcessorPil.from_pretrained(vision_model)
-    _check_images(vision_model, images, tower.config)
+    crop = images.crop_size
+    if not crop["height"] == crop["width"] == tower.config.image_size:
+        raise ConfigError(
+            f"{vision_model}: preprocessor_config.json crops pictures to {crop['height']} x {crop['width']}, but the "
+            f"vision tower takes {tower.config.image_size} x {tower.config.image_size}"
+        )
     config = OpenFlamingoConfig(
         text_config=text.config,
         vision_config=tower.config,
@@ -155,15 +159,6 @@ def _published_tokenizer(directory: Location) -> Any:
         raise ConfigError(f"language_model={directory}: its tokenizer cannot be read: {error}") from error
     special = {name: token for name, token in tokenizer.special_tokens_map.items() if isinstance(token, str)}
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer.backend_tokenizer, **special)
-
-
-def _check_images(vision_model: Location, images: Any, tower: Any) -> None:
-    crop = images.crop_size
-    if not crop["height"] == crop["width"] == tower.image_size:
-        raise ConfigError(
-            f"{vision_model}: preprocessor_config.json crops pictures to {crop['height']} x {crop['width']}, but the "
-            f"vision tower takes {tower.image_size} x {tower.image_size}"
-        )
 
 
 def _fill(model: Any, state: dict[str, Tensor], embedding: str, checkpoint: Any) -> None:

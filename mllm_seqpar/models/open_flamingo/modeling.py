@@ -97,10 +97,8 @@ class OpenFlamingo(_Flamingo):  # type: ignore[valid-type,misc]
         self.config = config
         # The cross-attention block and the decoder layer are in the module tree twice: in lists of their own, and in
         # the layer that runs both. The outer layer cannot be a unit, since it would overlap with them.
-        self._no_split_modules = [
-            *("GatedCrossAttentionBlock", "PerceiverResampler"),
-            *sorted({*(language_model._no_split_modules or ()), *(tower._no_split_modules or ())}),
-        ]
+        own = {*(language_model._no_split_modules or ()), *(tower._no_split_modules or ())}
+        self._no_split_modules = ["GatedCrossAttentionBlock", "PerceiverResampler", *sorted(own)]
         for block in language_model.gated_cross_attn_layers:
             if block is not None:
                 block.attn.only_attend_immediate_media = config.only_attend_immediate_media
