@@ -44,7 +44,7 @@ def load_model(path: str, dtype: torch.dtype | str = torch.float32, device_map: 
     cls = next((auto._model_mapping[type(config)] for auto in autos if type(config) in auto._model_mapping), None)
     if cls is None:
         raise ConfigError(f"--model {path}: no model class is registered for {type(config).__name__}")
-    options = {} if device_map is None else {"device_map": device_map}
+    options: dict[str, Any] = {} if device_map is None else {"device_map": device_map}
     try:
         return load_clean(cls.from_pretrained, path, f"--model {path}", config=config, dtype=dtype, **options)[0]
     except (OSError, SafetensorError, RuntimeError) as error:

@@ -158,10 +158,8 @@ def _in_cache(media: Media | None, cache: Cache | None) -> bool:
 
     In grad mode K and V are projected in every pass, as in the unpatched model, so those in the cache are removed too.
     """
-    if media is None or cache is None or not cache.get_seq_length():
-        return False
-    state = cache_state_of(cache)
-    if state is None or state.visual is None:
+    state = None if media is None or cache is None or not cache.get_seq_length() else cache_state_of(cache)
+    if media is None or state is None or state.visual is None:
         return False
     if state.placement != media.token or torch.is_grad_enabled():
         state.visual = None
@@ -174,11 +172,9 @@ def _conditioning(language_model: Any, input_ids: Tensor) -> tuple[Media | None,
     Generated tokens, and texts after `cache_media`, come without media tokens. They follow the last media token of the
     earlier text.
     """
-    layers = language_model._get_decoder_layers()
-    locations = input_ids == language_model.media_token_id
-    uses_cached_media = bool(
-        language_model._use_cached_vision_x and language_model.is_conditioned() and not bool(locations.any())
-    )
+    layers, locations = language_model._get_decoder_layers(), input_ids == language_model.media_token_id
+    may_use_cached = language_model._use_cached_vision_x and language_model.is_conditioned()
+    uses_cached_media = bool(may_use_cached and not bool(locations.any()))
     for layer in layers:
         if not uses_cached_media:
             layer.condition_media_locations(locations)

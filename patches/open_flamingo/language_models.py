@@ -91,8 +91,7 @@ class OptLM(RotaryLM):
     def positions(self, given: Tensor | None, mask: Tensor | None, cache: Any) -> Tensor | None:
         if given is not None or mask is None or mask.dim() != 2:
             return given
-        past = 0 if cache is None else cache.get_seq_length()
-        return (mask.cumsum(dim=1) * mask - 1).long()[:, past:]
+        return (mask.cumsum(dim=1) * mask - 1).long()[:, 0 if cache is None else cache.get_seq_length() :]
 
 
 def _opt_layer_forward(layer: Any, size: int) -> Any:

@@ -44,7 +44,6 @@ class Media:
         pixels: (media of all samples, 1, C, H, W), or with `shard` those of this rank; or features (f, tokens, width)
             that the caller encoded.
         samples: number of samples that the media belong to.
-        shard: which part of all media `pixels` is; None: all.
         features: (f, tokens, width) of this rank, if they were encoded by `cache_media` or by the caller.
         token: identifies these media in copies of a cache, without a reference to them.
     """
@@ -75,14 +74,9 @@ class Media:
 
 @dataclass(frozen=True, kw_only=True)
 class MediaInputs(ForwardInputs):
-    """The inputs of one pass, with the media.
+    """The inputs of one pass, with the media and (B, L) the number of media tokens at or before each row."""
 
-    Attributes:
-        media: what the model is conditioned on, or None, which is refused.
-        time: (B, L), the number of media tokens at or before each row.
-    """
-
-    media: Media | None
+    media: Media | None  # None is refused
     time: Tensor
 
     @classmethod
@@ -96,16 +90,8 @@ class MediaInputs(ForwardInputs):
             if features is not None:
                 shard = shard or FrameShard(*frame_bounds(media.total, comm.size)[comm.rank], media.total)
                 frames = features
-        return cls(
-            **arguments,
-            frames=frames,
-            frames_are_features=features is not None,
-            visual_shard=shard,
-            compared_tensors=(time,),
-            frame_names=("vision_x",),
-            media=media,
-            time=time,
-        )
+        arguments |= {"frames": frames, "frames_are_features": features is not None, "visual_shard": shard}
+        return cls(**arguments, compared_tensors=(time,), frame_names=("vision_x",), media=media, time=time)
 
 
 def cross_attentions(language_model: Any) -> Iterator[tuple[int, Any]]:

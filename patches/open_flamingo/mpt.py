@@ -51,13 +51,8 @@ MAX_POSITIONS = 65536
 def bias_dims(slopes: Tensor, scale: float, rows: Tensor, keys: Tensor) -> tuple[Tensor, Tensor]:
     """Return the additional dimensions of q and k, whose dot product times `scale` is slope * (key - row).
 
-    Args:
-        slopes: (H,) float32.
-        scale: factor of q k^T.
-        rows, keys: (s,) and (t,) int64 positions, on the device of `slopes`.
-
-    Returns:
-        (H, s, BIAS_DIMS) and (H, t, BIAS_DIMS) float32, whose values are all bfloat16 numbers.
+    slopes (H,) float32; rows (s,) and keys (t,) int64 positions -> (H, s, BIAS_DIMS) and (H, t, BIAS_DIMS) float32,
+    whose values are all bfloat16 numbers.
     """
     rest = slopes.double() / scale
     row_digits, key_digits = (torch.stack([x // 256, x % 256], -1).float() for x in (rows, keys))
@@ -74,20 +69,13 @@ def bias_dims(slopes: Tensor, scale: float, rows: Tensor, keys: Tensor) -> tuple
 
 @dataclass
 class ShardedBias:
-    """Takes the place of the bias that MPT's blocks pass on, if text K and V are sharded. All layers share it.
-
-    Attributes:
-        state: the pass.
-        slopes: (H,) float32.
-        rows, keys: positions of this rank's rows, and of the keys that it stores.
-        blind: (B, s) bool, rows that see no key; None if there are none on any rank.
-    """
+    """Takes the place of the bias that MPT's blocks pass on, if text K and V are sharded. All layers share it."""
 
     state: ForwardState
-    slopes: Tensor
-    rows: Tensor
-    keys: Tensor
-    blind: Tensor | None = None
+    slopes: Tensor  # (H,) float32
+    rows: Tensor  # positions of this rank's rows
+    keys: Tensor  # positions of the keys that this rank stores
+    blind: Tensor | None = None  # (B, s) bool, rows that see no key; None if there are none on any rank
     _dims: tuple[Tensor, Tensor] | None = None
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:

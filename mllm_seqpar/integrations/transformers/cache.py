@@ -64,7 +64,6 @@ class SequenceParallelCacheState(RowsLayer):
 
 
 def cache_state_of(cache: Any) -> SequenceParallelCacheState | None:
-    """Return what a patched model has stored with this cache, if any."""
     return layer_of(cache, SequenceParallelCacheState)
 
 

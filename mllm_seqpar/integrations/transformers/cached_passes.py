@@ -169,8 +169,10 @@ class _CachedPass:
             return self._outputs(self._rows_asked_for(text, decoded.last_hidden_state), states)
         query = self._run_replicated_rows(positions, visibility, start=text.length)
         hidden = self._rows_asked_for(text, decoded.last_hidden_state, query.last_hidden_state)
-        pairs = None if states is None or query.hidden_states is None else zip(states, query.hidden_states, strict=True)
-        states = pairs and tuple(None if x is None else torch.cat([x, y], dim=1) for x, y in pairs)
+        later = query.hidden_states
+        if states is not None:
+            pairs = None if later is None else zip(states, later, strict=True)
+            states = None if pairs is None else tuple(None if x is None else torch.cat([x, y], 1) for x, y in pairs)
         return self._outputs(self._broadcast(hidden), states)
 
     def _visibility(self) -> Visibility | None:

@@ -76,14 +76,8 @@ def require_same_inputs(
     Token ids, masks, positions and labels are compared by checksums. Pixels are compared by a sample of them if every
     rank has all of them. Features may differ in their last bits between devices and are compared by shape.
 
-    Args:
-        check: the model family's own checks. If it raises, the other ranks raise too.
-        model: the patched model, whose modes are compared; None compares the inputs only.
-        compare_weights: compare a sample of the weights, and which of them train. It walks over all parameters.
-
-    Raises:
-        SeqParError: on the rank whose own inputs are invalid.
-        AgreementError: on the other ranks, or on all ranks if their inputs differ.
+    `check` is the family's own; if it raises on one rank, the others raise an AgreementError. The modes of `model` are
+    compared if it is given, and with `compare_weights` a sample of its weights and which of them train.
     """
 
     def describe() -> dict[str, int]:

@@ -168,9 +168,6 @@ def mask_over_samples(
             sample share its units.
         rows: (B,) for each row, the row of the frames' own pass that it continues; None if this is that pass.
         prompt_batch: rows of the frames' own pass; None: B.
-
-    Raises:
-        ShapeError: `units` does not fit the table.
     """
     visible = visible.detach().cpu()
     batch, length, per_sample = visible.shape

@@ -37,11 +37,7 @@ PROCESSOR_OPTIONS: dict[str | None, dict[str, Any]] = {
 
 
 def checkpoint_keys(path: str | os.PathLike, variant: str | None = None, **hub: Any) -> set[str]:
-    """Return the tensor names of a checkpoint; raise DataError if there are no safetensors.
-
-    `variant` names a variant of the files, such as "fp16"; `hub` are options of `from_pretrained` that locate
-    files.
-    """
+    """Return the tensor names of a checkpoint; raise DataError if there are no safetensors of this variant."""
 
     def find(name: str) -> str | None:
         return cached_file(path, name, _raise_exceptions_for_missing_entries=False, **hub)
@@ -54,10 +50,9 @@ def checkpoint_keys(path: str | os.PathLike, variant: str | None = None, **hub: 
     if (index := find(index_name)) is not None:
         with open(index, encoding="utf-8") as file:
             return set(json.load(file)["weight_map"])
-    pickled = [name for name in _PICKLED if find(name) is not None]
-    if pickled:
+    if pickled := next((name for name in _PICKLED if find(name) is not None), None):
         raise DataError(
-            f"{os.fspath(path)!r} holds {pickled[0]} and no safetensors; only safetensors are loaded. If you trust the "
+            f"{os.fspath(path)!r} holds {pickled} and no safetensors; only safetensors are loaded. If you trust the "
             "file, convert it: load the pickled state dict and write it with safetensors.torch.save_file"
         )
     raise DataError(
@@ -120,11 +115,8 @@ def processor_options(
 ) -> dict[str, Any]:
     """Return the options of a processor: explicit ones, else those in files, else those of the published generation.
 
-    `files` has the names of JSON files, and the options that each may state.
-
-    Raises:
-        DataError: an option is neither passed nor stated, and there are no weights that identify the generation.
-        ConfigError: the weights belong to no published generation.
+    `files` has the names of JSON files, and the options that each may state. DataError says that an option is neither
+    passed nor stated, and that no weights identify the generation.
     """
     options: dict[str, Any] = {}
     for name, allowed in files.items():

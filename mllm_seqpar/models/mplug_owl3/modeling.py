@@ -98,27 +98,15 @@ class MPlugOwl3ForConditionalGeneration(MPlugOwl3PreTrainedModel, MPlugOwl3Gener
         return past_key_values, use_cache
 
     def _new_visual(
-        self,
-        layout: MediaLayout,
-        row_offset: int,
-        embeds: Tensor | None,
-        frames: Tensor | None,
-        cache: Cache | None,
-        past_length: int,
-        inputs_embeds: Tensor,
-    ) -> VisualInputs | None:
-        """Return the visual inputs for the frames of this call; with a cache, also attach their KV cache to it."""
-        total = 0 if embeds is None else embeds.shape[0]
-        batch, length, _ = inputs_embeds.shape
-        check_layout(layout, batch, total)
-        if embeds is None:
-            return None
+        self, layout: MediaLayout, row_offset: int, embeds: Tensor, frames: Tensor | None, cache: Cache | None
+    ) -> VisualCache:
+        """Return the visual KV cache for the frames of this call, attached to the text cache if there is one."""
         inclusive = self.config.gate is None
         visual = VisualCache(layout, row_offset=row_offset, tokens_per_frame=embeds.shape[1], inclusive=inclusive)
         if cache is not None:
             attach(cache, visual, self.config.num_hidden_layers)
             visual.frame_fingerprints = set() if frames is None else {fingerprint_of(frames)}
-        return visual.inputs(past_length, length, batch, embeds)
+        return visual
 
     @can_return_tuple
     def forward(
@@ -172,13 +160,16 @@ class MPlugOwl3ForConditionalGeneration(MPlugOwl3PreTrainedModel, MPlugOwl3Gener
         embeds = self._frame_features(pixel_values, image_embeds)
         visual = _cached_visual(past_key_values, past_length, inputs_embeds, embeds)
         if visual is None and (embeds is not None or past_length == 0):
+            total, (batch, length) = 0 if embeds is None else embeds.shape[0], inputs_embeds.shape[:2]
             layout, row_offset = media_layout, 0
             if layout is None:
-                total, row_offset = 0 if embeds is None else embeds.shape[0], past_length
                 placement = {"input_ids": input_ids, "media_offset": media_offset, "position_ids": position_ids}
-                layout = self.media_layout(total, **placement)
-            frames = pixel_values if image_embeds is None else image_embeds
-            visual = self._new_visual(layout, row_offset, embeds, frames, past_key_values, past_length, inputs_embeds)
+                layout, row_offset = self.media_layout(total, **placement), past_length
+            check_layout(layout, batch, total)
+            if embeds is not None:
+                frames = pixel_values if image_embeds is None else image_embeds
+                cached = self._new_visual(layout, row_offset, embeds, frames, past_key_values)
+                visual = cached.inputs(past_length, length, batch, embeds)
         outputs = self.language_model.model(
             attention_mask=attention_mask,
             position_ids=position_ids,

@@ -27,15 +27,10 @@ _SYNONYMS = (("lang_encoder.embed_out.", "lang_encoder.lm_head."), ("vision_enco
 
 
 def load_complete(cls: Any, directory: str | os.PathLike[str], ignored: str, **options: Any) -> Any:
-    """Load `cls.from_pretrained(directory)` in float32; all weights of the class must be in the files.
+    """Load `cls.from_pretrained(directory)` in float32; all weights of the class must be in the files, and only those.
 
-    Args:
-        cls: a model class of transformers. A subclass does not work: transformers renames tensors by class names.
-        ignored: a regular expression for names of unexpected tensors that are allowed.
-
-    Raises:
-        ConfigError: the files cannot be read.
-        DataError: weights are missing, unexpected or of another shape.
+    A subclass of a transformers class does not work: transformers renames tensors by class names. `ignored` is a
+    regular expression for names of unexpected tensors that are allowed.
     """
     from safetensors import SafetensorError
 
@@ -78,11 +73,9 @@ def load_weights(model: nn.Module, directory: Path, dtype: torch.dtype | None) -
         found |= load_file(path)
     if not found:
         raise ConfigError(f"{directory}: no {FILE} there; mllm_seqpar.models.open_flamingo.convert writes one")
-    kinds = {x.dtype for x in found.values() if x.is_floating_point()}
-    if dtype is None and len(kinds) == 1:
-        dtype = kinds.pop()
-    if dtype is not None:
-        cast(model, dtype)
+    kinds = {x.dtype for x in found.values() if x.is_floating_point()} if dtype is None else {dtype}
+    if len(kinds) == 1:
+        cast(model, kinds.pop())
     require_clean({"missing_keys": set_weights(model, found, directory)}, str(directory))
 
 
