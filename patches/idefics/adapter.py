@@ -145,8 +145,7 @@ class IdeficsFamily(Family[_IdeficsInputs]):
 
     @property
     def _image_size(self) -> tuple[int, int]:
-        size = self.model.config.vision_config.image_size
-        return size, size
+        return (self.model.config.vision_config.image_size,) * 2
 
     def blank_frame(self) -> tuple[Tensor, ...]:
         return (torch.zeros((1, 3, *self._image_size), device=self.embedding_weight().device),)
@@ -216,9 +215,8 @@ class IdeficsFamily(Family[_IdeficsInputs]):
         from transformers.models.idefics.modeling_idefics import IdeficsCausalLMOutputWithPast
 
         has_all = self.context.comm.size == 1 and inputs.visual_shard is None and inputs.total_frames > 0
-        whole = None
-        if features is not None and has_all:
-            whole = features.unflatten(0, (-1, inputs.image_attention_mask.shape[2]))
+        images = inputs.image_attention_mask.shape[2] if features is not None and has_all else None
+        whole = None if features is None or images is None else features.unflatten(0, (-1, images))
         return IdeficsCausalLMOutputWithPast(**out, image_hidden_states=whole)
 
 

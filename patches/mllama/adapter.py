@@ -36,7 +36,7 @@ from mllm_seqpar.integrations.transformers.attention import (
     use_seqpar_attention,
 )
 from mllm_seqpar.integrations.transformers.cache import SequenceParallelCacheState, mark_visual_layers
-from mllm_seqpar.integrations.transformers.family import Family, Visibility
+from mllm_seqpar.integrations.transformers.family import Family, Visibility, decoder_arguments
 from mllm_seqpar.integrations.transformers.generation import patch_generate
 from mllm_seqpar.integrations.transformers.inputs import as_compared_tensors, makes_cache
 from mllm_seqpar.integrations.transformers.passes import as_forward, run_pass
@@ -192,14 +192,9 @@ class MllamaFamily(Family[MllamaInputs]):
     ) -> Any:
         gate = state.rows.get("mlp_gate")
         return self.model.model.language_model(
-            inputs_embeds=embeds,
-            attention_mask=mask,
-            position_ids=positions,
+            **decoder_arguments(embeds, positions, mask, cache, state),
             cross_attention_states=state if state.frames is not None or state.visual_cache is not None else None,
             full_text_row_masked_out_mask=None if gate is None else gate[:, None, :, None].to(self.model.dtype),
-            past_key_values=cache,
-            use_cache=cache is not None,
-            seqpar=state,
             **kwargs,
         )
 

@@ -34,7 +34,7 @@ from mllm_seqpar.integrations.transformers.attention import (
     refuse_dropout,
     use_seqpar_attention,
 )
-from mllm_seqpar.integrations.transformers.family import VISUAL_SHARD_DOC, Visibility
+from mllm_seqpar.integrations.transformers.family import VISUAL_SHARD_DOC, Visibility, decoder_arguments
 from mllm_seqpar.integrations.transformers.generation import patch_generate
 from mllm_seqpar.integrations.transformers.inputs import ForwardInputs, as_compared_tensors, makes_cache
 from mllm_seqpar.integrations.transformers.passes import as_forward
@@ -246,15 +246,7 @@ class MPlugOwl3Family(MediaLayoutCache):
     def run_decoder(
         self, embeds: Tensor, positions: Tensor, mask: Any, cache: Cache | None, state: ForwardState, **kwargs: Any
     ) -> Any:
-        return self.model.language_model.model(
-            inputs_embeds=embeds,
-            position_ids=positions,
-            attention_mask=mask,
-            past_key_values=cache,
-            use_cache=cache is not None,
-            seqpar=state,
-            **kwargs,
-        )
+        return self.model.language_model.model(**decoder_arguments(embeds, positions, mask, cache, state), **kwargs)
 
 
 def _model_forward(model: Any, context: SeqParContext) -> Any:

@@ -37,8 +37,8 @@ class MediaLayoutCache(Family):
     def crop_placement(self, placement: FramePlacement | None, past_length: int) -> FramePlacement | None:
         if placement is None:
             return None
-        layout = placement.layout.cropped(past_length - placement.row_offset, placement.inclusive)
-        return replace(placement, layout=layout)
+        kept = past_length - placement.row_offset
+        return replace(placement, layout=placement.layout.cropped(kept, placement.inclusive))
 
     def adopt_cache(self, cache: Any, cache_state: SequenceParallelCacheState) -> None:
         """Take over K and V of frames that the native model stored on one process; refuse them on several ranks."""
@@ -62,8 +62,7 @@ def run_with_native_cache(family: Family, inputs: ForwardInputs, logits_to_keep:
     if native is not None and inputs.past_length <= native.row_offset:
         # The cache was reset, or cropped to before the text that the frames came with.
         detach(cache, VisualCache)
-        state = cache_state_of(cache)
-        if state is not None:
+        if (state := cache_state_of(cache)) is not None:
             state.visual = state.placement = None
     out = run_pass(family, inputs, logits_to_keep, kwargs)
     cache = out.past_key_values

@@ -15,6 +15,7 @@ from torch.nn import functional as F
 from mllm_seqpar.adapting import ConfigError, ForwardState, Patch
 from mllm_seqpar.checkpointing.chunked_mlp import TokenwiseFunction, run_in_chunks
 from mllm_seqpar.integrations.transformers.attention import causal_mask, use_seqpar_attention
+from mllm_seqpar.integrations.transformers.family import decoder_arguments
 from mllm_seqpar.patching.registry import is_instance_by_name
 
 from .mpt import MptLM
@@ -58,15 +59,7 @@ class RotaryLM:
     def run_decoder(
         self, embeds: Tensor, positions: Tensor, mask: Any, cache: Any, state: ForwardState, **kwargs: Any
     ) -> Any:
-        return self.stack(
-            inputs_embeds=embeds,
-            position_ids=positions,
-            attention_mask=mask,
-            past_key_values=cache,
-            use_cache=cache is not None,
-            seqpar=state,
-            **kwargs,
-        )
+        return self.stack(**decoder_arguments(embeds, positions, mask, cache, state), **kwargs)
 
 
 class OptLM(RotaryLM):

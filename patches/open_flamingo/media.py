@@ -208,13 +208,11 @@ class FlamingoFamily(Family[MediaInputs]):
         mask = FrameMask.from_intervals(first, stop, tokens, units)
         return Visibility(mask, {"uniform": uniform} if bool(uniform.any()) else {})
 
-    def text_mask(self, embeds: Tensor, mask: Any, positions: Tensor, cache: Any) -> Any:
-        return self.language_model.text_mask(embeds, mask, positions, cache)
+    def text_mask(self, *arguments: Any) -> Any:
+        return self.language_model.text_mask(*arguments)
 
-    def run_decoder(
-        self, embeds: Tensor, positions: Tensor, mask: Any, cache: Any, state: ForwardState, **kwargs: Any
-    ) -> Any:
-        return self.language_model.run_decoder(embeds, positions, mask, cache, state, **kwargs)
+    def run_decoder(self, *arguments: Any, **kwargs: Any) -> Any:
+        return self.language_model.run_decoder(*arguments, **kwargs)
 
     def _only_immediate(self) -> bool:
         """Return `only_attend_immediate_media`, which is read in every pass, as in the unpatched model."""

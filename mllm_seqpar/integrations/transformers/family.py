@@ -186,6 +186,12 @@ class Family(ABC, Generic[InputsT]):
         return True
 
 
+def decoder_arguments(embeds: Tensor, positions: Tensor, mask: Any, cache: Any, state: ForwardState) -> dict[str, Any]:
+    """Return the arguments of `run_decoder` under the names that transformers' decoders have for them."""
+    text = {"inputs_embeds": embeds, "position_ids": positions, "attention_mask": mask}
+    return text | {"past_key_values": cache, "use_cache": cache is not None, "seqpar": state}
+
+
 def require_same_pass(
     family: Family, inputs: ForwardInputs, logits_to_keep: int | Tensor, kwargs: Mapping[str, Any]
 ) -> None:

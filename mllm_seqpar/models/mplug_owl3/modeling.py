@@ -170,23 +170,17 @@ class MPlugOwl3ForConditionalGeneration(MPlugOwl3PreTrainedModel, MPlugOwl3Gener
                 frames = pixel_values if image_embeds is None else image_embeds
                 cached = self._new_visual(layout, row_offset, embeds, frames, past_key_values)
                 visual = cached.inputs(past_length, length, batch, embeds)
+        text = {"inputs_embeds": inputs_embeds, "attention_mask": attention_mask, "position_ids": position_ids}
         outputs = self.language_model.model(
-            attention_mask=attention_mask,
-            position_ids=position_ids,
-            past_key_values=past_key_values,
-            inputs_embeds=inputs_embeds,
-            use_cache=use_cache,
-            visual=visual,
-            **kwargs,
+            **text, past_key_values=past_key_values, use_cache=use_cache, visual=visual, **kwargs
         )
         logits = self.language_model.lm_head(rows_kept(outputs.last_hidden_state, logits_to_keep))
         if shift_labels is not None:
             shift_labels = shift_labels.contiguous()  # transformers' loss needs a view of it
         loss = None
         if labels is not None or shift_labels is not None:
-            loss = self.loss_function(
-                logits=logits, labels=labels, vocab_size=self.config.vocab_size, shift_labels=shift_labels, **kwargs
-            )
+            kwargs |= {"labels": labels, "shift_labels": shift_labels, "vocab_size": self.config.vocab_size}
+            loss = self.loss_function(logits=logits, **kwargs)
         kept = {name: getattr(outputs, name) for name in ("past_key_values", "hidden_states", "attentions")}
         return CausalLMOutputWithPast(loss=loss, logits=logits, **kept)
 
