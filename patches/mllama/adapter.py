@@ -94,8 +94,12 @@ def _cross_attention(
     refuse_dropout(self.dropout if self.training else 0.0)
     q = self.q_norm(split_heads(self.q_proj(hidden_states), self.head_dim))
     modules = [self.k_proj, self.v_proj, self.k_norm]
-    o = seqpar.cross_attend(q, self.layer_idx, functools.partial(keys_values, self, self.k_norm), modules, self.scaling)
+    o = seqpar.cross_attend(q, self.layer_idx, functools.partial(_keys_values, self), modules, self.scaling)
     return self.o_proj(merge_heads(o)), None
+
+
+def _keys_values(attention: Any, features: Tensor, index: Tensor) -> tuple[Tensor, Tensor]:
+    return keys_values(attention, attention.k_norm, features, index)
 
 
 class MllamaFamily(Family[MllamaInputs]):

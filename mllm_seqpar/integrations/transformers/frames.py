@@ -55,9 +55,7 @@ def local_features(family: Family, inputs: ForwardInputs) -> Tensor | None:
     assert frames is not None
     local = given = (frames, *inputs.extras)
     if inputs.visual_shard is None:
-        start, stop = bounds[rank]
-        if inputs.frames_are_features:
-            start, stop = start * units, stop * units
+        start, stop = (bound * (units if inputs.frames_are_features else 1) for bound in bounds[rank])
         local = tuple(x[start:stop] for x in given)
     if inputs.frames_are_features:
         features = local[0].flatten(0, local[0].dim() - 3)  # by units, if they came by frames
@@ -91,12 +89,10 @@ def _encode_in_runs(family: Family, local: Sequence[Tensor], spare: Sequence[Ten
     """Encode `local` in `runs` runs of the tower; a run with nothing left encodes a frame of `spare`, and drops it."""
     count = local[0].shape[0]
     chunk = max(1, -(-count // runs))
-    parts = []
-    for start in range(0, runs * chunk, chunk):
-        if start < count:
-            parts.append(family.encode(*(x[start : start + chunk] for x in local)))
-        else:  # an empty slice, so that the run stays in the graph for backward
-            parts.append(family.encode(*(x[:1] for x in spare))[:0])
+    used = range(0, count, chunk)
+    parts = [family.encode(*(x[start : start + chunk] for x in local)) for start in used]
+    # An empty slice, so that the run stays in the graph for backward.
+    parts += [family.encode(*(x[:1] for x in spare))[:0] for _ in range(runs - len(used))]
     return parts[0] if runs == 1 else torch.cat(parts)
 
 

@@ -68,8 +68,8 @@ def _describe_settings(config: Any, kwargs: dict[str, Any]) -> str:
             f"max_time={settings['max_time']}: the ranks' clocks would end generation at different tokens; use "
             "max_new_tokens"
         )
-    texts = {name: _describe_value(value) for name, value in sorted(settings.items())}
-    return ", ".join(f"{name}={text}" for name, text in texts.items() if text)
+    texts = ((name, _describe_value(value)) for name, value in sorted(settings.items()))
+    return ", ".join(f"{name}={text}" for name, text in texts if text)
 
 
 def _describe_value(value: Any) -> str:

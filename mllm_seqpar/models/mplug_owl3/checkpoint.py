@@ -8,6 +8,7 @@ import json
 import os
 import re
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from safetensors import safe_open
@@ -48,8 +49,7 @@ def checkpoint_keys(path: str | os.PathLike, variant: str | None = None, **hub: 
         with safe_open(single, framework="pt") as file:
             return set(file.keys())
     if (index := find(index_name)) is not None:
-        with open(index, encoding="utf-8") as file:
-            return set(json.load(file)["weight_map"])
+        return set(json.loads(Path(index).read_text(encoding="utf-8"))["weight_map"])
     if pickled := next((name for name in _PICKLED if find(name) is not None), None):
         raise DataError(
             f"{os.fspath(path)!r} holds {pickled} and no safetensors; only safetensors are loaded. If you trust the "
@@ -121,10 +121,8 @@ def processor_options(
     options: dict[str, Any] = {}
     for name, allowed in files.items():
         file = cached_file(path, name, _raise_exceptions_for_missing_entries=False, **hub)
-        if file is not None:
-            with open(file, encoding="utf-8") as stream:
-                stated = json.load(stream)
-            options |= {option: stated[option] for option in allowed if option in stated}
+        stated = {} if file is None else json.loads(Path(file).read_text(encoding="utf-8"))
+        options |= {option: stated[option] for option in allowed if option in stated}
     options |= explicit
     lacking = [name for name in PROCESSOR_OPTIONS[None] if name not in options]
     if not lacking:

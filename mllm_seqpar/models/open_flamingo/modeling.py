@@ -86,14 +86,9 @@ class OpenFlamingo(_Flamingo):  # type: ignore[valid-type,misc]
         language_model.tie_weights()  # no_init_weights skips this
         _extend(language_model, _Mixin)
         language_model.set_decoder_layers_attr_name(layers)
-        super().__init__(
-            types.SimpleNamespace(visual=tower),
-            language_model,
-            config.eoc_token_id,
-            config.media_token_id,
-            vis_dim=config.vision.hidden_size,
-            cross_attn_every_n_layers=config.cross_attn_every_n_layers,
-        )
+        tokens = config.eoc_token_id, config.media_token_id
+        options = {"vis_dim": config.vision.hidden_size, "cross_attn_every_n_layers": config.cross_attn_every_n_layers}
+        super().__init__(types.SimpleNamespace(visual=tower), language_model, *tokens, **options)
         self.config = config
         # The cross-attention block and the decoder layer are in the module tree twice: in lists of their own, and in
         # the layer that runs both. The outer layer cannot be a unit, since it would overlap with them.
@@ -117,7 +112,6 @@ class OpenFlamingo(_Flamingo):  # type: ignore[valid-type,misc]
         """Load the model of a directory in eval mode.
 
         Args:
-            path: the directory.
             config: the directory's config, if it has already been read.
             dtype: dtype of the parameters; "auto" is the file's. `torch_dtype` is its former name.
             device_map: "meta" only compares names and shapes and returns a model without values; otherwise the CPU.
