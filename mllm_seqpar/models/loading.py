@@ -5,7 +5,8 @@ from __future__ import annotations
 import hashlib
 import importlib
 import pkgutil
-from collections.abc import Callable, Mapping
+import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -63,20 +64,14 @@ def load_processor(path: str) -> Any:
 
 
 def load_clean(
-    from_pretrained: Callable[..., Any],
-    path: Any,
-    what: str,
-    *,
-    expected: str = "",
-    ignored: Callable[[str], bool] = lambda name: False,
-    **options: Any,
+    from_pretrained: Any, path: Any, what: str, *, expected: str = "", ignored: str = "$^", **options: Any
 ) -> tuple[Any, Mapping[str, Any]]:
     """Load a model and return it with its loading report; raise unless the weights are exactly the model's.
 
     Args:
         from_pretrained: a model class's method, called with `path` and `options`.
         what: the checkpoint's name in error messages; `expected` is the model's, by default the class of the result.
-        ignored: returns True for the names of unexpected tensors that are allowed.
+        ignored: a regular expression for names of unexpected tensors that are allowed.
     """
     from transformers import PreTrainedModel
 
@@ -86,7 +81,7 @@ def load_clean(
         options["ignore_mismatched_sizes"] = True
     loaded = from_pretrained(path, **options)
     model, report = loaded if isinstance(loaded, tuple) else (loaded, {})
-    unexpected = [name for name in report.get("unexpected_keys") or () if not ignored(name)]
+    unexpected = [name for name in report.get("unexpected_keys") or () if not re.search(ignored, name)]
     require_clean({**report, "unexpected_keys": unexpected}, what, expected=expected or type(model).__name__)
     return model, report
 

@@ -200,15 +200,8 @@ class IdeficsFamily(Family[_IdeficsInputs]):
     ) -> Any:
         if "gate" not in state.rows:
             raise ShapeError(f"IDEFICS needs images: none of {', '.join(_FRAME_ARGUMENTS)} holds one")
-        return self.model.model(
-            inputs_embeds=embeds,
-            attention_mask=mask,
-            position_ids=positions,
-            past_key_values=cache,
-            return_dict=True,
-            seqpar=state,
-            **kwargs,
-        )
+        text = {"attention_mask": mask, "position_ids": positions, "past_key_values": cache}
+        return self.model.model(inputs_embeds=embeds, return_dict=True, seqpar=state, **text, **kwargs)
 
     def model_output(self, out: CausalLMOutputWithPast, features: Tensor | None, inputs: _IdeficsInputs) -> Any:
         """Add `image_hidden_states` if this process has all of them."""

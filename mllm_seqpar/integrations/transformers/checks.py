@@ -24,42 +24,18 @@ from mllm_seqpar.sharding import FrameShard, frame_bounds
 from .inputs import ForwardInputs
 
 _COMPARED = (
-    "samples",
-    "text tokens",
-    "frames",
-    "frames given by visual_shard",
-    "values per frame",
-    "kind of frames (1 pixels, 2 features)",
-    "cached tokens",
-    "cache asked for",
-    "gradients wanted",
-    "labels given",
-    "attention mask given",
-    "checksum of token ids",
-    "checksum of labels",
-    "checksum of the attention mask",
-    "checksum of position ids",
-    "checksum of what says where the frames belong",
-    "checksum of pixels",
-    "checksum of weights",
-    "training mode",
-    "autocast (checksum of its dtype)",
-    "checksum of the inputs' dtypes",
-    "num_items_in_batch",
-    "checksum of further arguments",
-    "gradient checkpointing",
-    "checksum of which parameters train",
+    *("samples", "text tokens", "frames", "frames given by visual_shard", "values per frame"),
+    *("kind of frames (1 pixels, 2 features)", "cached tokens", "cache asked for", "gradients wanted"),
+    *("labels given", "attention mask given", "checksum of token ids", "checksum of labels"),
+    *("checksum of the attention mask", "checksum of position ids"),
+    *("checksum of what says where the frames belong", "checksum of pixels", "checksum of weights"),
+    *("training mode", "autocast (checksum of its dtype)", "checksum of the inputs' dtypes", "num_items_in_batch"),
+    *("checksum of further arguments", "gradient checkpointing", "checksum of which parameters train"),
 )
 _SAMPLED_WEIGHTS = 16
 """Values compared of each parameter."""
-_KNOWN_ARGUMENTS = {
-    *TransformersKwargs.__annotations__,
-    "cache_position",
-    "ignore_index",
-    "logits_to_keep",
-    "return_dict",
-    "token_type_ids",  # tokenizers return them for all models
-}
+_KNOWN_ARGUMENTS = {*TransformersKwargs.__annotations__, "cache_position", "ignore_index", "logits_to_keep"}
+_KNOWN_ARGUMENTS |= {"return_dict", "token_type_ids"}  # tokenizers return token_type_ids for all models
 
 
 def require_same_inputs(
@@ -99,19 +75,9 @@ def _input_numbers(inputs: ForwardInputs, compared_weights: nn.Module | None) ->
     labels = inputs.shift_labels if inputs.shift_labels is not None else inputs.labels
     frames, mask = inputs.frames, inputs.attention_mask
     kind = 0 if frames is None else 1 + inputs.frames_are_features
-    counts = [
-        inputs.batch,
-        inputs.length,
-        inputs.total_frames,
-        inputs.visual_shard is not None,
-        0 if frames is None else math.prod(frames.shape[1:]),
-        kind,
-        inputs.past_length,
-        inputs.use_cache,
-        torch.is_grad_enabled(),
-        labels is not None,
-        mask is not None,
-    ]
+    counts = [inputs.batch, inputs.length, inputs.total_frames, inputs.visual_shard is not None]
+    counts += [0 if frames is None else math.prod(frames.shape[1:]), kind, inputs.past_length, inputs.use_cache]
+    counts += [torch.is_grad_enabled(), labels is not None, mask is not None]
     all_have_pixels = kind == 1 and inputs.visual_shard is None and inputs.compare_frames
     moved_rows = inputs.prompt_rows.to(inputs.text.device) if inputs.past_length else None
     checksums = [

@@ -6,7 +6,7 @@ dim.
 
 import copy
 from collections.abc import Hashable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import groupby
 from typing import Any
@@ -143,10 +143,5 @@ def _can_join(left: RowBlock, right: RowBlock, tokens_per_frame: int) -> bool:
 
 
 def _join(left: RowBlock, right: RowBlock) -> RowBlock:
-    return RowBlock(
-        start=left.start,
-        stop=right.stop,
-        first_frame=min(left.first_frame, right.first_frame),
-        stop_frame=max(left.stop_frame, right.stop_frame),
-        uniform=False,
-    )
+    low, high = min(left.first_frame, right.first_frame), max(left.stop_frame, right.stop_frame)
+    return replace(left, stop=right.stop, first_frame=low, stop_frame=high, uniform=False)

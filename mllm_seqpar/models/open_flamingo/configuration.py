@@ -5,12 +5,8 @@ from transformers.configuration_utils import PreTrainedConfig
 
 from mllm_seqpar.errors import ConfigError
 
-LAYERS = {
-    "gpt_neox": "gpt_neox.layers",
-    "llama": "model.layers",
-    "mpt": "transformer.blocks",
-    "opt": "model.decoder.layers",
-}
+LAYERS = {"gpt_neox": "gpt_neox.layers", "llama": "model.layers", "mpt": "transformer.blocks"}
+LAYERS |= {"opt": "model.decoder.layers"}
 """The attribute path of the decoder layers in transformers' language models, by model type."""
 
 

@@ -8,7 +8,6 @@ names of published checkpoints (those of the layers). Loading accepts any of the
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -41,7 +40,7 @@ def load_complete(cls: Any, directory: str | os.PathLike[str], ignored: str, **o
                 directory,
                 str(directory),
                 expected=f"the {cls.__name__} that its config.json describes",
-                ignored=lambda name: re.search(ignored, name) is not None,
+                ignored=ignored,
                 dtype=torch.float32,
                 **options,
             )[0]
