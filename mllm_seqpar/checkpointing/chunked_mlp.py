@@ -154,18 +154,12 @@ class _ChunkGradients:
     """The gradients of the inputs, written chunk by chunk, and of the parameters, summed over chunks."""
 
     def __init__(
-        self,
-        function: TokenwiseFunction,
-        inputs: Sequence[Tensor],
-        needs_grad: Sequence[bool],
-        parameters: list[Tensor],
+        self, function: TokenwiseFunction, inputs: Sequence[Tensor], needs: Sequence[bool], parameters: list[Tensor]
     ) -> None:
         self._function, self._parameters, self._checked = function, parameters, False
         self._shapes = [x.shape for x in inputs]
         self._inputs = [_flat_tokens(x) for x in inputs]
-        self._grads = [
-            torch.zeros_like(x) if needed else None for x, needed in zip(self._inputs, needs_grad, strict=True)
-        ]
+        self._grads = [torch.zeros_like(x) if needed else None for x, needed in zip(self._inputs, needs, strict=True)]
         self._sums: list[Tensor | None] = [None] * len(parameters)  # float32 or wider; None if no chunk used it
         for index, parameter in enumerate(parameters):  # hooks must not refer to `self`: the cycle would keep inputs
             parameter.register_post_accumulate_grad_hook(functools.partial(_add_to_sum, self._sums, index))

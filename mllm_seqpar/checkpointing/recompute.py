@@ -13,18 +13,12 @@ from torch.utils.checkpoint import get_device_states, set_device_states
 
 @dataclass(frozen=True)
 class RNGState:
-    """The state of the CPU's random number generator and of the generators of one device type.
-
-    Attributes:
-        cpu: the CPU generator's state.
-        device_type: for example "cuda".
-        devices, states: device indices and their generators' states; both empty for the CPU.
-    """
+    """The state of the CPU's random number generator and of the generators of one device type."""
 
     cpu: Tensor
     device_type: str
-    devices: list[int]
-    states: list[Tensor]
+    devices: list[int]  # indices, empty for the CPU
+    states: list[Tensor]  # of the generators of `devices`
 
     @classmethod
     def current(cls, x: Tensor) -> RNGState:
@@ -43,12 +37,7 @@ class RNGState:
 
 @contextmanager
 def rng_replay(state: RNGState | None, x: Tensor) -> Iterator[None]:
-    """Replay the random numbers drawn after `state` inside the context, and restore the generators afterwards.
-
-    Args:
-        state: the state to start from; None replays nothing.
-        x: a tensor on the device whose generator is replayed.
-    """
+    """Replay on the CPU and the device of `x` what was drawn after `state` (None: nothing), and restore afterwards."""
     if state is None:
         yield
         return

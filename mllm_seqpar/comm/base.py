@@ -63,9 +63,16 @@ class Recv(NamedTuple):
 class Pending(ABC):
     """A posted exchange. Sent tensors must not change, and buffers must not be read, before `wait` returns."""
 
+    _waited = False
+
     @abstractmethod
     def wait(self) -> None:
         """Block until every tensor is sent and received (on CUDA: make the current stream wait). Call it once."""
+
+    def _require_first_wait(self) -> None:
+        if self._waited:
+            raise RuntimeError("Pending.wait: this exchange was waited for already")
+        self._waited = True
 
 
 class Communicator(ABC):

@@ -55,12 +55,9 @@ class LoopbackWorld:
 class _PendingCopies(Pending):
     def __init__(self, world: LoopbackWorld, rank: int, recvs: Sequence[Recv]) -> None:
         self._world, self._rank, self._recvs = world, rank, list(recvs)
-        self._waited = False
 
     def wait(self) -> None:
-        if self._waited:
-            raise RuntimeError("Pending.wait: this exchange was waited for already")
-        self._waited = True
+        self._require_first_wait()
         for peer, buffer in self._recvs:
             arrived = self._world.get(peer, self._rank)
             if arrived.shape != buffer.shape or arrived.dtype != buffer.dtype:

@@ -24,12 +24,9 @@ class _PendingWorks(Pending):
 
     def __init__(self, owner: ProcessGroupCommunicator, works: list[Any], what: str) -> None:
         self._owner, self._works, self._what = owner, works, what
-        self._waited = False
 
     def wait(self) -> None:
-        if self._waited:
-            raise RuntimeError("Pending.wait: this exchange was waited for already")
-        self._waited = True
+        self._require_first_wait()
         while self._works:
             work = self._works.pop(0)
             self._owner._guard(self._what, work.wait)

@@ -144,11 +144,6 @@ def empty_backward(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Ten
     return q.new_zeros(q.shape, dtype=dtype), k.new_zeros(k.shape, dtype=dtype), v.new_zeros(v.shape, dtype=dtype)
 
 
-def unit_stride(x: Tensor) -> Tensor:
-    """Return x with stride 1 in the last dim, copied only if necessary. Some fused operators assume it unchecked."""
-    return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
-
-
 def fold_groups(x: Tensor, groups: int) -> Tensor:
     """(B, H, S, ...) -> (B, G, H/G * S, ...): the query heads that share a KV head become rows of one head.
 

@@ -20,11 +20,7 @@ LayerT = TypeVar("LayerT", bound="RowsLayer")
 
 
 class RowsLayer(getattr(cache_utils, "DummyLayer", object)):  # type: ignore[misc]
-    """A layer without text K and V that records which row of the prompt each row of the cache continues.
-
-    Attributes:
-        rows: (B,) int64 on the CPU; None after `reset`.
-    """
+    """A layer without text K and V that records which row of the prompt each row of the cache continues."""
 
     is_initialized = True
     is_compileable = True
@@ -34,7 +30,7 @@ class RowsLayer(getattr(cache_utils, "DummyLayer", object)):  # type: ignore[mis
     keys = values = None
 
     def __init__(self, batch: int) -> None:
-        self.rows: Tensor | None = torch.arange(batch)
+        self.rows: Tensor | None = torch.arange(batch)  # (B,) on the CPU; None after `reset`
 
     def rows_of(self, batch: int) -> Tensor:
         """Return `rows` for a pass of `batch` rows; raise ShapeError if the cache has another number of rows."""
@@ -89,13 +85,7 @@ def layer_of(cache: Any, kind: type[LayerT]) -> LayerT | None:
 
 
 def attach(cache: Any, layer: RowsLayer, own_layers: int) -> None:
-    """Append the layer to the model's own layers, in place of an earlier one of its class.
-
-    Args:
-        cache: the cache.
-        layer: the layer.
-        own_layers: number of the model's own layers. A cache that creates them on demand gets all of them now.
-    """
+    """Append the layer to the model's own layers, created now if need be, in place of an earlier one of its class."""
     detach(cache, type(layer))
     while len(cache.layers) < own_layers and cache.layer_class_to_replicate is not None:
         cache.layers.append(cache.layer_class_to_replicate())

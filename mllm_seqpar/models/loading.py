@@ -5,7 +5,8 @@ from __future__ import annotations
 import hashlib
 import importlib
 import pkgutil
-from collections.abc import Callable, Iterable, Mapping
+import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +22,9 @@ _BYTES = 4096
 
 
 def load_model(path: str, dtype: torch.dtype | str = torch.float32, device_map: str | None = None) -> nn.Module:
-    """Load the model of a directory.
+    """Load the model of a directory that `save_pretrained` wrote, or of a published checkpoint.
 
     Args:
-        path: a directory that `save_pretrained` wrote, or a published checkpoint.
         dtype: dtype of the parameters; "auto" is the checkpoint's. Training needs float32: optimizers need master
             weights, and FSDP casts for computation.
         device_map: "meta" validates names and shapes without reading the weights.
@@ -36,8 +36,7 @@ def load_model(path: str, dtype: torch.dtype | str = torch.float32, device_map: 
     from safetensors import SafetensorError
     from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForImageTextToText
 
-    _register_native_models()
-    _require_model_directory(path)
+    _prepare(path)
     try:
         config = AutoConfig.from_pretrained(path)
     except (OSError, ValueError) as error:
@@ -46,10 +45,9 @@ def load_model(path: str, dtype: torch.dtype | str = torch.float32, device_map: 
     cls = next((auto._model_mapping[type(config)] for auto in autos if type(config) in auto._model_mapping), None)
     if cls is None:
         raise ConfigError(f"--model {path}: no model class is registered for {type(config).__name__}")
-    options: dict[str, Any] = {"config": config, "dtype": dtype}
-    options |= {} if device_map is None else {"device_map": device_map}
+    options: dict[str, Any] = {} if device_map is None else {"device_map": device_map}
     try:
-        return load_clean(cls.from_pretrained, path, f"--model {path}", **options)[0]
+        return load_clean(cls.from_pretrained, path, f"--model {path}", config=config, dtype=dtype, **options)[0]
     except (OSError, SafetensorError, RuntimeError) as error:
         raise ConfigError(f"--model {path}: {_first_line(error)}") from error
 
@@ -58,8 +56,7 @@ def load_processor(path: str) -> Any:
     """Load the processor of a model directory; raise ConfigError if it has none."""
     from transformers import AutoProcessor
 
-    _register_native_models()
-    _require_model_directory(path)
+    _prepare(path)
     try:
         return AutoProcessor.from_pretrained(path)
     except (OSError, ValueError, ImportError) as error:
@@ -67,67 +64,44 @@ def load_processor(path: str) -> Any:
 
 
 def load_clean(
-    from_pretrained: Callable[..., Any],
-    path: Any,
-    what: str,
-    *,
-    expected: str = "",
-    ignored: Callable[[str], bool] = lambda name: False,
-    **options: Any,
+    from_pretrained: Any, path: Any, what: str, *, expected: str = "", ignored: str = "$^", **options: Any
 ) -> tuple[Any, Mapping[str, Any]]:
     """Load a model and return it with its loading report; raise unless the weights are exactly the model's.
 
     Args:
-        from_pretrained: a model class's method. If the class overrides transformers' method, `ignore_mismatched_sizes`
-            is not passed: the override checks the shapes itself.
-        path: its first argument.
-        what: the checkpoint's name in error messages.
-        expected: the model's name in error messages; by default the class of the loaded model.
-        ignored: returns True for the names of unexpected tensors that are allowed.
-        **options: further arguments of `from_pretrained`.
-
-    Raises:
-        DataError: the weights differ; names the first of them.
+        from_pretrained: a model class's method, called with `path` and `options`.
+        what: the checkpoint's name in error messages; `expected` is the model's, by default the class of the result.
+        ignored: a regular expression for names of unexpected tensors that are allowed.
     """
     from transformers import PreTrainedModel
 
     options["output_loading_info"] = True
     if getattr(from_pretrained, "__func__", None) is PreTrainedModel.from_pretrained.__func__:
-        options["ignore_mismatched_sizes"] = True  # reports other shapes instead of raising an error about the first
+        # Reports other shapes instead of raising an error about the first. An override checks the shapes itself.
+        options["ignore_mismatched_sizes"] = True
     loaded = from_pretrained(path, **options)
     model, report = loaded if isinstance(loaded, tuple) else (loaded, {})
-    allowed = [name for name in report.get("unexpected_keys") or () if ignored(name)]
-    require_clean(report, what, expected=expected or type(model).__name__, allowed=allowed)
+    unexpected = [name for name in report.get("unexpected_keys") or () if not re.search(ignored, name)]
+    require_clean({**report, "unexpected_keys": unexpected}, what, expected=expected or type(model).__name__)
     return model, report
 
 
-def require_clean(report: Any, what: str, *, expected: str = "", allowed: Iterable[str] = ()) -> None:
+def require_clean(report: Mapping[str, Any], what: str, *, expected: str = "") -> None:
     """Raise DataError if loading left weights out, found unexpected weights, or found other shapes.
 
-    transformers initialises missing weights randomly and drops unexpected ones, both with a warning only.
-
-    Args:
-        report: what `from_pretrained(..., output_loading_info=True)` reported, or a part of it.
-        what: the checkpoint's name; the message begins with it.
-        expected: the model that the weights were expected for.
-        allowed: names that may be missing or unexpected.
+    transformers initialises missing weights randomly and drops unexpected ones, both with a warning only. `report` is
+    what `from_pretrained(..., output_loading_info=True)` reported, or a part of it; the message begins with `what`.
     """
-    parts = report if isinstance(report, Mapping) else vars(report) if hasattr(report, "__dict__") else report._asdict()
-    allowed = set(allowed)
-    missing = sorted(set(map(str, parts.get("missing_keys") or ())) - allowed)
-    unexpected = sorted(set(map(str, parts.get("unexpected_keys") or ())) - allowed)
-    shapes = sorted(_shapes(entry) for entry in parts.get("mismatched_keys") or ())
-    errors = [*map(str, parts.get("error_msgs") or ()), *map(str, parts.get("conversion_errors") or ())]
-    found = [
-        f"{text} {len(names)} {'tensor' if len(names) == 1 else 'tensors'} ({_first(names)})"
-        for text, names in (
-            ("it lacks", missing),
-            ("the model does not have", unexpected),
-            ("other shapes have", shapes),
-            ("loading failed for", errors),
-        )
-        if names
-    ]
+    found = []
+    for text, names in (
+        ("it lacks", sorted(set(map(str, report.get("missing_keys") or ())))),
+        ("the model does not have", sorted(set(map(str, report.get("unexpected_keys") or ())))),
+        ("other shapes have", sorted(map(_shapes, report.get("mismatched_keys") or ()))),
+        ("loading failed for", [str(x) for key in ("error_msgs", "conversion_errors") for x in report.get(key) or ()]),
+    ):
+        if names:
+            shown = ", ".join(names[:_SHOWN]) + (", ..." if len(names) > _SHOWN else "")
+            found.append(f"{text} {len(names)} {'tensor' if len(names) == 1 else 'tensors'} ({shown})")
     if found:
         raise DataError(
             f"{what}: the checkpoint's weights are not the model's: {'; '.join(found)}. Expected exactly the weights "
@@ -169,7 +143,11 @@ def model_digest(path: str) -> str:
     return digest.hexdigest()[:16]
 
 
-def _require_model_directory(path: str) -> None:
+def _prepare(path: str) -> None:
+    """Import the native models, which register themselves with the Auto classes, and check the directory."""
+    for module in pkgutil.iter_modules(models.__path__, models.__name__ + "."):
+        if module.ispkg:
+            importlib.import_module(module.name)
     if not (Path(path) / "config.json").is_file():
         raise ConfigError(f"--model {path}: no config.json there; give a directory that save_pretrained wrote")
     if (Path(path) / "adapter_config.json").is_file():
@@ -180,22 +158,11 @@ def _require_model_directory(path: str) -> None:
         )
 
 
-def _register_native_models() -> None:
-    """Import the native models, each of which registers itself with transformers' Auto classes."""
-    for module in pkgutil.iter_modules(models.__path__, models.__name__ + "."):
-        if module.ispkg:
-            importlib.import_module(module.name)
-
-
 def _shapes(entry: Any) -> str:
     if not isinstance(entry, tuple) or len(entry) != 3:
         return str(entry)
     name, stored, wanted = entry
     return f"{name}: {tuple(stored)} in the checkpoint, {tuple(wanted)} in the model"
-
-
-def _first(names: list[str]) -> str:
-    return ", ".join(names[:_SHOWN]) + (", ..." if len(names) > _SHOWN else "")
 
 
 def _first_line(error: Exception) -> str:

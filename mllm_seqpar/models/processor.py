@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from transformers.processing_utils import ProcessorMixin
@@ -16,13 +17,10 @@ _IGNORED = {"return_tensors", "return_dict", "padding", "add_special_tokens"}
 
 
 class NativeProcessor(ProcessorMixin):
-    """Base of the native processors; subclasses have the attributes `image_processor` and `tokenizer`.
-
-    Attributes:
-        saved_options: names of the attributes that processor_config.json states.
-    """
+    """Base of the native processors; subclasses have the attributes `image_processor` and `tokenizer`."""
 
     saved_options: tuple[str, ...] = ()
+    """Names of the attributes that processor_config.json states."""
 
     @classmethod
     def get_attributes(cls) -> list[str]:
@@ -32,15 +30,13 @@ class NativeProcessor(ProcessorMixin):
         """Write tokenizer, image processor and options to a model directory; return the paths of the files."""
         if push_to_hub:
             raise DataError("push_to_hub is True; save to a directory and upload that")
-        os.makedirs(save_directory, exist_ok=True)
-        written = [*self.tokenizer.save_pretrained(save_directory, **kwargs)]
-        written += self.image_processor.save_pretrained(save_directory)
-        written.append(os.path.join(save_directory, PROCESSOR_NAME))
+        path = Path(save_directory, PROCESSOR_NAME)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        files = [*self.tokenizer.save_pretrained(save_directory, **kwargs)]
+        files += self.image_processor.save_pretrained(save_directory)
         options = {"processor_class": type(self).__name__} | {name: getattr(self, name) for name in self.saved_options}
-        with open(written[-1], "w", encoding="utf-8") as stream:
-            json.dump(options, stream, indent=2)
-            stream.write("\n")
-        return written
+        path.write_text(json.dumps(options, indent=2) + "\n", encoding="utf-8")
+        return [*files, os.path.join(save_directory, PROCESSOR_NAME)]
 
     @staticmethod
     def check_arguments(arguments: Mapping[str, Any]) -> None:

@@ -29,14 +29,7 @@ class _Change(NamedTuple):
 
 @dataclass
 class Patch:
-    """The changes made to one model instance, and how to undo them.
-
-    Adapters change a model only through this object.
-
-    Attributes:
-        adapter: name of the family.
-        context: group and configuration.
-    """
+    """The changes made to one model instance, and how to undo them. Adapters change a model only through it."""
 
     adapter: str
     context: SeqParContext
@@ -157,11 +150,8 @@ class Patch:
 
         @functools.wraps(unpatched)
         def forward(*args: Any, **kwargs: Any) -> Any:
-            # Some modules take the state under another name or by position.
-            in_pass = kwargs.get("seqpar") is not None or any(
-                isinstance(x, ForwardState) for x in (*args, *kwargs.values())
-            )
-            if not in_pass:
+            given = (*args, *kwargs.values())  # some modules take the state under another name or by position
+            if kwargs.get("seqpar") is None and not any(isinstance(x, ForwardState) for x in given):
                 self._refuse_call_outside_pass(module)
             return unpatched(*args, **kwargs)
 

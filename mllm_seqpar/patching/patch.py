@@ -84,11 +84,10 @@ def patch_model(
         context = SeqParContext(comm, _resolve_config(strategy, config, options), assumed_alone=assumed_alone)
         context.config.check_ranks(comm.size)
         adapter, inner = find_adapter(model)
-        if _ATTRIBUTE in vars(inner):
-            patched_config = vars(inner)[_ATTRIBUTE].context.config
+        if (patched := vars(inner).get(_ATTRIBUTE)) is not None:
             raise AdapterError(
-                f"patch_model: this {type(inner).__name__} is patched already ({patched_config}); to change its "
-                "options, call unpatch_model first"
+                f"patch_model: this {type(inner).__name__} is patched already ({patched.context.config}); to change "
+                "its options, call unpatch_model first"
             )
         adapter.check(inner, context)
         checked.append((adapter, inner, context))
@@ -132,11 +131,7 @@ def unpatch_model(model: ModelT) -> ModelT:
 
 
 def patch_of(model: nn.Module) -> Patch | None:
-    """Return the patch of `model` or of a module within it; its context holds the configuration and the byte counter.
-
-    Returns:
-        None if nothing within `model` is patched.
-    """
+    """Return the patch of `model` or of a module within it, or None; it has the configuration and the byte counter."""
     return next((vars(m)[_ATTRIBUTE] for m in model.modules() if _ATTRIBUTE in vars(m)), None)
 
 
@@ -170,6 +165,5 @@ def _selector(context: SeqParContext, model: nn.Module) -> StrategySelector | No
 
 def _parameter_fingerprint(model: nn.Module) -> int:
     """Return a hash of the names, shapes, dtypes and `requires_grad` of all parameters."""
-    return fingerprint(
-        " ".join(f"{name}{tuple(p.shape)}{p.dtype}{p.requires_grad}" for name, p in model.named_parameters())
-    )
+    facts = (f"{name}{tuple(p.shape)}{p.dtype}{p.requires_grad}" for name, p in model.named_parameters())
+    return fingerprint(" ".join(facts))

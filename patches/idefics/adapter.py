@@ -21,9 +21,10 @@ from transformers.cache_utils import Cache
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 from transformers.utils.output_capturing import capture_outputs
 
-from mllm_seqpar.errors import AdapterError, ShapeError
+from mllm_seqpar.adapting import AdapterError, ForwardState, FrameShard, Patch, SeqParContext, ShapeError
 from mllm_seqpar.integrations.transformers.attention import (
     causal_mask,
+    keys_values,
     merge_heads,
     refuse_dropout,
     split_heads,
@@ -34,13 +35,8 @@ from mllm_seqpar.integrations.transformers.frames import mask_over_samples
 from mllm_seqpar.integrations.transformers.generation import patch_generate
 from mllm_seqpar.integrations.transformers.inputs import ForwardInputs, as_compared_tensors, makes_cache
 from mllm_seqpar.integrations.transformers.passes import as_forward, run_pass
-from mllm_seqpar.patching import Patch
 from mllm_seqpar.patching.registry import is_instance_by_name
-from mllm_seqpar.runtime.context import SeqParContext
-from mllm_seqpar.runtime.forward_state import ForwardState
 from mllm_seqpar.runtime.selection import CrossAttentionShape
-from mllm_seqpar.runtime.visual_features import Projection
-from mllm_seqpar.sharding import FrameShard
 
 _FRAME_ARGUMENTS = ("pixel_values", "image_encoder_embeddings", "perceiver_embeddings")
 
@@ -86,18 +82,10 @@ def _cross_attention(
     q = split_heads(self.q_proj(hidden_states), self.head_dim)
     if self.qk_layer_norms:
         q = self.q_layer_norm(q)
-    modules = [self.k_proj, self.v_proj, *([self.k_layer_norm] if self.qk_layer_norms else [])]
-    o = seqpar.cross_attend(q, index, _projection(self), modules, self.scaling)
+    norm = self.k_layer_norm if self.qk_layer_norms else None
+    modules = [self.k_proj, self.v_proj, *([norm] if norm is not None else [])]
+    o = seqpar.cross_attend(q, index, functools.partial(keys_values, self, norm), modules, self.scaling)
     return self.o_proj(merge_heads(o)), None
-
-
-def _projection(self: Any) -> Projection:
-    def project(features: Tensor, index: Tensor) -> tuple[Tensor, Tensor]:
-        flat = features.flatten(0, 1)[None]
-        k, v = (split_heads(projection(flat), self.head_dim) for projection in (self.k_proj, self.v_proj))
-        return (self.k_layer_norm(k) if self.qk_layer_norms else k), v
-
-    return project
 
 
 @capture_outputs
@@ -120,14 +108,8 @@ def _run_decoder_layers(
             block = self.gated_cross_attn_layers[number // self.cross_layer_interval]
             gate = seqpar.rows["gate"]
             hidden = block(hidden, mask, no_images, cross_attention_gate=gate, seqpar=seqpar, **kwargs)
-        hidden = layer(
-            hidden,
-            attention_mask=mask,
-            position_ids=position_ids,
-            past_key_values=past_key_values,
-            seqpar=seqpar,
-            **kwargs,
-        )
+        text = {"attention_mask": mask, "position_ids": position_ids, "past_key_values": past_key_values}
+        hidden = layer(hidden, seqpar=seqpar, **text, **kwargs)
     return BaseModelOutputWithPast(last_hidden_state=self.norm(hidden))
 
 
@@ -139,7 +121,7 @@ class _IdeficsInputs(ForwardInputs):
     """Whether `frames` are the output of the resampler."""
 
 
-class IdeficsFamily(Family):
+class IdeficsFamily(Family[_IdeficsInputs]):
     """IDEFICS. The images of all samples are one flat list; a table says which row attends to which image.
 
     The placement is the number of rows of the pass that the images came with.
@@ -163,23 +145,20 @@ class IdeficsFamily(Family):
 
     @property
     def _image_size(self) -> tuple[int, int]:
-        size = self.model.config.vision_config.image_size
-        return size, size
+        return (self.model.config.vision_config.image_size,) * 2
 
     def blank_frame(self) -> tuple[Tensor, ...]:
         return (torch.zeros((1, 3, *self._image_size), device=self.embedding_weight().device),)
 
-    def check(self, inputs: ForwardInputs, kwargs: Mapping[str, Any]) -> None:
+    def check(self, inputs: _IdeficsInputs, kwargs: Mapping[str, Any]) -> None:
         super().check(inputs, kwargs)
-        assert isinstance(inputs, _IdeficsInputs)
         if inputs.resampled and not self.model.config.use_resampler:
             raise ShapeError(
                 "perceiver_embeddings were passed to a model without resampler (config.use_resampler); pass "
                 "pixel_values or image_encoder_embeddings"
             )
 
-    def placement(self, inputs: ForwardInputs) -> int:
-        assert isinstance(inputs, _IdeficsInputs)
+    def placement(self, inputs: _IdeficsInputs) -> int:
         mask, frames = inputs.image_attention_mask, inputs.frames
         if frames is None:
             raise ShapeError(f"IDEFICS needs images: pass one of {', '.join(_FRAME_ARGUMENTS)}")
@@ -196,21 +175,19 @@ class IdeficsFamily(Family):
             )
         return inputs.batch
 
-    def rows_match_frames(self, inputs: ForwardInputs, placement: int) -> bool:
+    def rows_match_frames(self, inputs: _IdeficsInputs, placement: int) -> bool:
         """Return whether each row continues a row of the same sample; beams may move within their sample."""
-        assert isinstance(inputs, _IdeficsInputs)
         images = inputs.image_attention_mask.shape[2] or 1
         beams = max(1, placement * images // inputs.total_frames)
         rows = torch.arange(inputs.batch)
         return inputs.batch == placement and torch.equal(inputs.prompt_rows // beams, rows // beams)
 
-    def visibility(self, inputs: ForwardInputs, units: int, tokens: int, placement: int) -> Visibility:
-        assert isinstance(inputs, _IdeficsInputs)
+    def visibility(self, inputs: _IdeficsInputs, units: int, tokens: int, placement: int) -> Visibility:
         visible = inputs.image_attention_mask.bool()
         mask = mask_over_samples(visible, tokens, units, inputs.prompt_rows, placement)
         return Visibility(mask, self._gate(visible.any(-1)))
 
-    def empty_visibility(self, inputs: ForwardInputs, units: int, tokens: int) -> Visibility:
+    def empty_visibility(self, inputs: _IdeficsInputs, units: int, tokens: int) -> Visibility:
         closed = torch.zeros(inputs.batch, inputs.length)
         return Visibility(super().empty_visibility(inputs, units, tokens).mask, self._gate(closed))
 
@@ -223,25 +200,16 @@ class IdeficsFamily(Family):
     ) -> Any:
         if "gate" not in state.rows:
             raise ShapeError(f"IDEFICS needs images: none of {', '.join(_FRAME_ARGUMENTS)} holds one")
-        return self.model.model(
-            inputs_embeds=embeds,
-            attention_mask=mask,
-            position_ids=positions,
-            past_key_values=cache,
-            return_dict=True,
-            seqpar=state,
-            **kwargs,
-        )
+        text = {"attention_mask": mask, "position_ids": positions, "past_key_values": cache}
+        return self.model.model(inputs_embeds=embeds, return_dict=True, seqpar=state, **text, **kwargs)
 
-    def model_output(self, out: CausalLMOutputWithPast, features: Tensor | None, inputs: ForwardInputs) -> Any:
+    def model_output(self, out: CausalLMOutputWithPast, features: Tensor | None, inputs: _IdeficsInputs) -> Any:
         """Add `image_hidden_states` if this process has all of them."""
         from transformers.models.idefics.modeling_idefics import IdeficsCausalLMOutputWithPast
 
-        assert isinstance(inputs, _IdeficsInputs)
         has_all = self.context.comm.size == 1 and inputs.visual_shard is None and inputs.total_frames > 0
-        whole = None
-        if features is not None and has_all:
-            whole = features.unflatten(0, (-1, inputs.image_attention_mask.shape[2]))
+        images = inputs.image_attention_mask.shape[2] if features is not None and has_all else None
+        whole = None if features is None or images is None else features.unflatten(0, (-1, images))
         return IdeficsCausalLMOutputWithPast(**out, image_hidden_states=whole)
 
 

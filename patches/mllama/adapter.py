@@ -26,26 +26,22 @@ from transformers.cache_utils import Cache
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from mllm_seqpar._logging import get_logger
-from mllm_seqpar.errors import AdapterError, ConfigError
+from mllm_seqpar.adapting import AdapterError, ConfigError, ForwardState, FrameMask, FrameShard, Patch, SeqParContext
 from mllm_seqpar.integrations.transformers.attention import (
     causal_mask,
+    keys_values,
     merge_heads,
     refuse_dropout,
     split_heads,
     use_seqpar_attention,
 )
 from mllm_seqpar.integrations.transformers.cache import SequenceParallelCacheState, mark_visual_layers
-from mllm_seqpar.integrations.transformers.family import Family, Visibility
+from mllm_seqpar.integrations.transformers.family import Family, Visibility, decoder_arguments
 from mllm_seqpar.integrations.transformers.generation import patch_generate
-from mllm_seqpar.integrations.transformers.inputs import ForwardInputs, as_compared_tensors, makes_cache
+from mllm_seqpar.integrations.transformers.inputs import as_compared_tensors, makes_cache
 from mllm_seqpar.integrations.transformers.passes import as_forward, run_pass
-from mllm_seqpar.masks import FrameMask
-from mllm_seqpar.patching import Patch
 from mllm_seqpar.patching.registry import is_instance_by_name
-from mllm_seqpar.runtime.context import SeqParContext
-from mllm_seqpar.runtime.forward_state import ForwardState
 from mllm_seqpar.runtime.selection import CrossAttentionShape
-from mllm_seqpar.sharding import FrameShard
 
 from .generation import patch_image_arguments
 from .inputs import ASPECT_RATIOS, MllamaInputs, flat_images
@@ -71,9 +67,8 @@ class MllamaAdapter:
             )
         for index, layer in enumerate(decoder.layers):
             if hasattr(layer, "cross_attn") is not (index in cross_layers):
-                raise AdapterError(
-                    f"layer {index} is {type(layer).__name__}, but cross_attention_layers is {sorted(cross_layers)}"
-                )
+                found = f"layer {index} is {type(layer).__name__}"
+                raise AdapterError(f"{found}, but cross_attention_layers is {sorted(cross_layers)}")
 
     def install(self, model: Any, context: SeqParContext, patch: Patch) -> None:
         layers = model.model.language_model.layers
@@ -104,13 +99,10 @@ def _cross_attention(
 
 
 def _keys_values(attention: Any, features: Tensor, index: Tensor) -> tuple[Tensor, Tensor]:
-    """Project the features of t tiles (t, patches, C) to k, v (1, G, t * patches, D)."""
-    flat = features.flatten(0, 1)[None]
-    k, v = (split_heads(project(flat), attention.head_dim) for project in (attention.k_proj, attention.v_proj))
-    return attention.k_norm(k), v
+    return keys_values(attention, attention.k_norm, features, index)
 
 
-class MllamaFamily(Family):
+class MllamaFamily(Family[MllamaInputs]):
     """Llama 3.2 Vision. A frame is an image of `max_num_tiles` tiles, and a unit is a tile.
 
     The placement is (number of samples that the images belong to, sample of each row of the images' pass).
@@ -123,8 +115,7 @@ class MllamaFamily(Family):
         heads, layers = config.num_attention_heads, len(config.cross_attention_layers)
         return CrossAttentionShape(heads, config.num_key_value_heads, config.hidden_size // heads, layers)
 
-    def units_per_frame(self, inputs: ForwardInputs) -> int:
-        assert isinstance(inputs, MllamaInputs)
+    def units_per_frame(self, inputs: MllamaInputs) -> int:
         return inputs.units_per_frame
 
     def encode(self, frames: Tensor, *extras: Tensor) -> Tensor:
@@ -132,8 +123,8 @@ class MllamaFamily(Family):
 
         The extras are the aspect ratio ids (f,) and the aspect ratio mask (f, tiles).
         """
-        arguments = dict(zip(("pixel_values", *ASPECT_RATIOS), (frames, *extras), strict=True))
-        states = self.model.model.vision_model(**{name: x[None] for name, x in arguments.items()}).last_hidden_state
+        arguments = zip(("pixel_values", *ASPECT_RATIOS), (frames, *extras), strict=True)
+        states = self.model.model.vision_model(**{name: x[None] for name, x in arguments}).last_hidden_state
         return self.model.model.multi_modal_projector(states).flatten(0, 2)
 
     def blank_frame(self) -> tuple[Tensor, ...]:
@@ -144,12 +135,10 @@ class MllamaFamily(Family):
         ratio_mask[:, 0] = 1
         return torch.zeros(shape, device=weight.device, dtype=weight.dtype), ratio_mask.new_zeros(1), ratio_mask
 
-    def placement(self, inputs: ForwardInputs) -> tuple[int, Tensor]:
-        assert isinstance(inputs, MllamaInputs)
+    def placement(self, inputs: MllamaInputs) -> tuple[int, Tensor]:
         return inputs.samples, torch.arange(inputs.batch) // (inputs.batch // inputs.samples)
 
-    def visibility(self, inputs: ForwardInputs, units: int, tokens: int, placement: tuple[int, Tensor]) -> Visibility:
-        assert isinstance(inputs, MllamaInputs)
+    def visibility(self, inputs: MllamaInputs, units: int, tokens: int, placement: tuple[int, Tensor]) -> Visibility:
         samples, sample_of_row = placement
         per_sample, sample = units // samples, sample_of_row[inputs.prompt_rows]
         in_mask = inputs.visible_tiles(per_sample)
@@ -161,7 +150,7 @@ class MllamaFamily(Family):
         visible[torch.arange(inputs.batch), :, sample] = in_mask | ~any_visible[..., None]
         return Visibility(FrameMask.from_dense(visible.flatten(2), tokens), self._mlp_gate(any_visible))
 
-    def empty_visibility(self, inputs: ForwardInputs, units: int, tokens: int) -> Visibility:
+    def empty_visibility(self, inputs: MllamaInputs, units: int, tokens: int) -> Visibility:
         """Return a visibility under which the layers give what the skipped layers of the unpatched model give."""
         closed = torch.zeros(inputs.batch, inputs.length, dtype=torch.bool)
         return Visibility(super().empty_visibility(inputs, units, tokens).mask, self._mlp_gate(closed))
@@ -172,9 +161,8 @@ class MllamaFamily(Family):
 
     def adopt_cache(self, cache: Any, cache_state: SequenceParallelCacheState) -> None:
         """Refuse a cache in which the unpatched model stored K and V of tiles, all of them on every rank."""
-        filled = [
-            i for i in self._cross_layers(cache) if cache.layers[i].is_initialized and cache.layers[i].keys.numel()
-        ]
+        layers = {i: cache.layers[i] for i in self._cross_layers(cache)}
+        filled = [i for i, layer in layers.items() if layer.is_initialized and layer.keys.numel()]
         if filled:
             raise ConfigError(
                 f"past_key_values holds K and V of images that an unpatched model computed (layers {filled}); continue "
@@ -192,9 +180,8 @@ class MllamaFamily(Family):
         config = self.model.model.language_model.layers[0].self_attn.config  # names the patched attention
         return causal_mask(config, embeds, mask, positions, cache)
 
-    def check(self, inputs: ForwardInputs, kwargs: Mapping[str, Any]) -> None:
+    def check(self, inputs: MllamaInputs, kwargs: Mapping[str, Any]) -> None:
         super().check(inputs, kwargs)
-        assert isinstance(inputs, MllamaInputs)
         inputs.check()
         unmasked = inputs.total_frames and inputs.cross_attention_mask is None
         if unmasked and not self._warned_of_missing_mask and self.text_config._attn_implementation == "sdpa":
@@ -209,14 +196,9 @@ class MllamaFamily(Family):
     ) -> Any:
         gate = state.rows.get("mlp_gate")
         return self.model.model.language_model(
-            inputs_embeds=embeds,
-            attention_mask=mask,
-            position_ids=positions,
+            **decoder_arguments(embeds, positions, mask, cache, state),
             cross_attention_states=state if state.frames is not None or state.visual_cache is not None else None,
             full_text_row_masked_out_mask=None if gate is None else gate[:, None, :, None].to(self.model.dtype),
-            past_key_values=cache,
-            use_cache=cache is not None,
-            seqpar=state,
             **kwargs,
         )
 
@@ -246,10 +228,8 @@ def _model_forward(model: Any, context: SeqParContext) -> Any:
     ) -> CausalLMOutputWithPast:
         text, vision = input_ids if input_ids is not None else inputs_embeds, self.model.vision_model
         samples = visual_samples or (0 if text is None else text.shape[0])
-        ratios = (aspect_ratio_ids, aspect_ratio_mask)
-        frames, extras = flat_images(
-            pixel_values, ratios, cross_attention_states, visual_shard, samples, vision.num_patches
-        )
+        images = (pixel_values, (aspect_ratio_ids, aspect_ratio_mask), cross_attention_states)
+        frames, extras = flat_images(*images, visual_shard, samples, vision.num_patches)
         mask = None if cross_attention_mask is None else cross_attention_mask == 1
         inputs = MllamaInputs(
             input_ids=input_ids,
@@ -291,7 +271,5 @@ _VISUAL_SHARD_DOC = """
 def _unpatched_caches(model: Any, past: Cache | None, use_cache: bool | None) -> bool:
     """Return whether the unpatched model would use a cache; it then does not detect packed sequences by positions."""
     decoder = model.model.language_model
-    if past is not None:
-        return True
     wanted = model.config.get_text_config(decoder=True).use_cache if use_cache is None else use_cache
-    return bool(wanted) and not (decoder.gradient_checkpointing and decoder.training)
+    return past is not None or (bool(wanted) and not (decoder.gradient_checkpointing and decoder.training))

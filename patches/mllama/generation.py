@@ -14,53 +14,44 @@ _VISUAL_ARGUMENTS = ("pixel_values", "aspect_ratio_ids", "aspect_ratio_mask", "c
 
 def patch_image_arguments(model: Any, patch: Patch) -> None:
     """Replace the methods of `generate` that handle the arguments by which images are passed."""
-    for name, wrap in (
-        ("prepare_inputs_for_generation", _pass_once),
-        ("_expand_inputs_for_generation", _share_among_beams),
-        ("_maybe_initialize_input_ids_for_generation", _ignore_in_batch_size),
+    for replacement in (
+        prepare_inputs_for_generation,
+        _expand_inputs_for_generation,
+        _maybe_initialize_input_ids_for_generation,
     ):
-        patch.set(model, name, wrap(getattr(model, name)))
+        unpatched = getattr(model, replacement.__name__)
+        wrapped = functools.wraps(unpatched)(functools.partial(replacement, unpatched))
+        patch.set(model, replacement.__name__, wrapped)
 
 
-def _pass_once(unpatched: Any) -> Any:
+def prepare_inputs_for_generation(unpatched: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
     """Pass images in any form only until their K and V are stored. transformers does so for pixels only."""
-
-    @functools.wraps(unpatched)
-    def prepare_inputs_for_generation(*args: Any, **kwargs: Any) -> dict[str, Any]:
-        inputs = unpatched(*args, **kwargs)
-        if kwargs.get("use_cache") and not kwargs.get("is_first_iteration"):
-            inputs |= dict.fromkeys(_VISUAL_ARGUMENTS)
-        return inputs
-
-    return prepare_inputs_for_generation
+    inputs = unpatched(*args, **kwargs)
+    if kwargs.get("use_cache") and not kwargs.get("is_first_iteration"):
+        inputs |= dict.fromkeys(_VISUAL_ARGUMENTS)
+    return inputs
 
 
-def _share_among_beams(unpatched: Any) -> Any:
+def _expand_inputs_for_generation(
+    unpatched: Any,
+    expand_size: int = 1,
+    is_encoder_decoder: bool = False,
+    input_ids: Tensor | None = None,
+    **model_kwargs: Any,
+) -> tuple[Tensor | None, dict[str, Any]]:
     """Repeat each sample for its beams, but not its images, which are encoded and stored once."""
-
-    @functools.wraps(unpatched)
-    def _expand_inputs_for_generation(
-        expand_size: int = 1, is_encoder_decoder: bool = False, input_ids: Tensor | None = None, **model_kwargs: Any
-    ) -> tuple[Tensor | None, dict[str, Any]]:
-        visual = {name: model_kwargs.pop(name) for name in _VISUAL_ARGUMENTS if name in model_kwargs}
-        embeds = model_kwargs.get("inputs_embeds")
-        prompt = input_ids if embeds is None else embeds
-        if visual and expand_size > 1 and prompt is not None:
-            visual["visual_samples"] = prompt.shape[0]
-        ids, others = unpatched(expand_size, is_encoder_decoder, input_ids, **model_kwargs)
-        return ids, others | visual
-
-    return _expand_inputs_for_generation
+    visual = {name: model_kwargs.pop(name) for name in _VISUAL_ARGUMENTS if name in model_kwargs}
+    embeds = model_kwargs.get("inputs_embeds")
+    prompt = input_ids if embeds is None else embeds
+    if visual and expand_size > 1 and prompt is not None:
+        visual["visual_samples"] = prompt.shape[0]
+    ids, others = unpatched(expand_size, is_encoder_decoder, input_ids, **model_kwargs)
+    return ids, others | visual
 
 
-def _ignore_in_batch_size(unpatched: Any) -> Any:
+def _maybe_initialize_input_ids_for_generation(
+    unpatched: Any, inputs: Tensor | None, bos_token_id: Tensor | None, model_kwargs: dict[str, Any]
+) -> Tensor:
     """Hide images where transformers takes the batch size from the first tensor, if there are embeddings and no ids."""
-
-    @functools.wraps(unpatched)
-    def _maybe_initialize_input_ids_for_generation(
-        inputs: Tensor | None, bos_token_id: Tensor | None, model_kwargs: dict[str, Any]
-    ) -> Tensor:
-        others = {name: x for name, x in model_kwargs.items() if name not in _VISUAL_ARGUMENTS}
-        return unpatched(inputs, bos_token_id, others)
-
-    return _maybe_initialize_input_ids_for_generation
+    others = {name: x for name, x in model_kwargs.items() if name not in _VISUAL_ARGUMENTS}
+    return unpatched(inputs, bos_token_id, others)

@@ -20,15 +20,12 @@ ASPECT_RATIOS = ("aspect_ratio_ids", "aspect_ratio_mask")
 
 @dataclass(frozen=True, kw_only=True)
 class MllamaInputs(ForwardInputs):
-    """The inputs of one pass, with the mask and sizes of the images.
+    """The inputs of one pass, with the mask and sizes of the images: tiles, patches of a tile, width of a patch.
 
     Attributes:
         cross_attention_mask: (B, L or all tokens so far, images, tiles), 1 where a row attends to a tile; None: rows
             attend to all tiles of their sample.
         samples: number of samples that the images belong to; `B / samples` rows of the batch are beams of one sample.
-        tiles: tiles of an image.
-        patches: patches of a tile.
-        width: width of the projector's output.
     """
 
     cross_attention_mask: Tensor | None
@@ -44,11 +41,7 @@ class MllamaInputs(ForwardInputs):
         return self.tiles if by_images else 1
 
     def visible_tiles(self, per_sample: int) -> Tensor | None:
-        """Return (B, L, per_sample) bool, the mask of the rows of this pass; None without a mask.
-
-        Raises:
-            MaskError: the mask does not fit the rows or the tiles.
-        """
+        """Return (B, L, per_sample) bool, the mask of the rows of this pass; None without a mask."""
         given = mask = self.cross_attention_mask
         if given is None or mask is None:
             return None
@@ -108,31 +101,25 @@ def flat_images(
     samples: int,
     patches: int,
 ) -> tuple[Tensor | None, tuple[Any, ...]]:
-    """Return the images of all samples in one list, and their aspect ratios.
+    """Return the images of all samples in one list, and their aspect ratios. With `shard` they are flat lists already.
 
     Args:
-        pixels: (B, images, tiles, channels, height, width); with `shard` a flat list already.
-        ratios: ids (B, images) and mask (B, images, tiles); with `shard` flat lists already.
+        pixels: (B, images, tiles, channels, height, width).
+        ratios: ids (B, images) and mask (B, images, tiles).
         states: (..., patches, width), or all of a sample in one: (B, images * tiles * patches, width); with `shard` by
             tiles (t, patches, width), or by images (f, tiles, patches, width).
-        shard: which part of all images these are, or None for all.
-        samples: B.
-        patches: patches of a tile.
     """
     if pixels is not None:
         if shard is not None:
             return pixels, ratios
-        return _merge_batch(pixels), tuple(None if x is None else _merge_batch(x) for x in ratios)
+        # (B, images, ...) -> (B * images, ...). A tensor with too few dimensions stays, for the check to report.
+        merged = [x.flatten(0, 1) if x is not None and x.dim() > 1 else x for x in (pixels, *ratios)]
+        return merged[0], tuple(merged[1:])
     if states is None:
         return None, ()
     if states.dim() > 3 and shard is None:
         states = states.flatten(0, -3)
-    merged = shard is None and states.dim() == 3 and states.shape[1] != patches
-    if merged and samples and states[..., 0].numel() % (samples * patches) == 0:
+    whole = shard is None and states.dim() == 3 and states.shape[1] != patches
+    if whole and samples and states[..., 0].numel() % (samples * patches) == 0:
         states = states.reshape(-1, patches, states.shape[2])
     return states, ()
-
-
-def _merge_batch(x: Tensor) -> Tensor:
-    """(B, images, ...) -> (B * images, ...). A tensor with too few dimensions stays, for the check to report."""
-    return x.flatten(0, 1) if x.dim() > 1 else x

@@ -17,28 +17,33 @@ from torch import Tensor, nn
 from transformers.cache_utils import Cache
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
+from mllm_seqpar.adapting import (
+    AdapterError,
+    ForwardState,
+    FrameMask,
+    FrameShard,
+    Patch,
+    Projection,
+    SeqParContext,
+    ShapeError,
+)
 from mllm_seqpar.attention.block_math import BlockMath, PartialResult
-from mllm_seqpar.errors import AdapterError, ShapeError
 from mllm_seqpar.integrations.transformers.attention import (
     causal_mask,
     merge_heads,
     refuse_dropout,
     use_seqpar_attention,
 )
-from mllm_seqpar.integrations.transformers.family import VISUAL_SHARD_DOC, Visibility
+from mllm_seqpar.integrations.transformers.family import VISUAL_SHARD_DOC, Visibility, decoder_arguments
 from mllm_seqpar.integrations.transformers.generation import patch_generate
 from mllm_seqpar.integrations.transformers.inputs import ForwardInputs, as_compared_tensors, makes_cache
 from mllm_seqpar.integrations.transformers.passes import as_forward
 from mllm_seqpar.integrations.transformers.text import causal_rectangles
-from mllm_seqpar.masks import FrameMask, GivenBlockMask
-from mllm_seqpar.models.mplug_owl3.media import MediaLayout
-from mllm_seqpar.patching import Patch
+from mllm_seqpar.masks import GivenBlockMask
+from mllm_seqpar.models.mplug_owl3.media import MediaLayout, check_layout
 from mllm_seqpar.patching.registry import is_instance_by_name
-from mllm_seqpar.runtime.context import SeqParContext
-from mllm_seqpar.runtime.forward_state import ForwardState, as_attended
+from mllm_seqpar.runtime.forward_state import as_attended
 from mllm_seqpar.runtime.selection import CrossAttentionShape
-from mllm_seqpar.runtime.visual_features import Projection
-from mllm_seqpar.sharding import FrameShard
 
 from .cache import FramePlacement, MediaLayoutCache, run_with_native_cache
 
@@ -102,8 +107,8 @@ def _hyper_attention(
     if past_key_values is not None:
         k, v = past_key_values.update(k, v, self.layer_idx)
     if seqpar.text is not None:
-        return self.output(_attend_sharded(self, q, k, v, visual_norm, seqpar)), None
-    return self.output(_attend_replicated(self, q, k, v, attention_mask, visual_norm, seqpar)), None
+        return self.o_proj(_attend_sharded(self, q, k, v, visual_norm, seqpar)), None
+    return self.o_proj(_attend_replicated(self, q, k, v, attention_mask, visual_norm, seqpar)), None
 
 
 def _attend_sharded(self: Any, q: Tensor, k: Tensor, v: Tensor, visual_norm: Any, seqpar: ForwardState) -> Tensor:
@@ -116,18 +121,15 @@ def _attend_sharded(self: Any, q: Tensor, k: Tensor, v: Tensor, visual_norm: Any
     shards_text = seqpar.shards_text
     if not shards_text:  # every rank has all text, and its rows are sharded for this attention only
         q, k, v = (seqpar.text.shard(x, 2) for x in (q, k, v))
-    text = seqpar.text_keys(k, v, self.sliding_window, q.shape[1])
-    if seqpar.frames is None:
-        o = merge_heads(seqpar.attend(q, [text], self.scaling))
-    else:
+    text, visual = seqpar.text_keys(k, v, self.sliding_window, q.shape[1]), []
+    if seqpar.frames is not None:
         modules = [visual_norm, self.v_kv_proj]
-        visual = seqpar.visual_keys(q, self.layer_idx, _projection(self, visual_norm), modules)
-        if self.fused:
-            o = merge_heads(seqpar.attend(q, [text, visual], self.scaling))
-        else:
-            text_out = merge_heads(seqpar.attend(q, [text], self.scaling))
-            visual_out = merge_heads(seqpar.attend(q, [visual], self.scaling))
-            o = self.mix(text_out, visual_out, seqpar.frames.any_frame_visible.to(q.device))
+        visual = [seqpar.visual_keys(q, self.layer_idx, _projection(self, visual_norm), modules)]
+    if seqpar.frames is None or self.fused:
+        o = merge_heads(seqpar.attend(q, [text, *visual], self.scaling))
+    else:
+        text_out, visual_out = (merge_heads(seqpar.attend(q, keys, self.scaling)) for keys in ([text], visual))
+        o = self.mix(text_out, visual_out, seqpar.frames.any_frame_visible.to(q.device))
     return o if shards_text else seqpar.text.unshard(o, 1)
 
 
@@ -180,19 +182,9 @@ class _MPlugOwl3Inputs(ForwardInputs):
         """The placement of the frames; raises what the unpatched model raises."""
         inclusive = self.model.config.gate is None
         if self.media_layout is None:
-            layout = self.model.media_layout(
-                self.total_frames,
-                input_ids=self.input_ids,
-                media_offset=self.media_offset,
-                position_ids=self.positions(),
-            )
-            return FramePlacement(layout, self.past_length, inclusive)
-        samples, frames = self.media_layout.first.shape[0], self.media_layout.total_frames
-        if (samples, frames) != (self.batch, self.total_frames):
-            raise ShapeError(
-                f"media_layout is for {samples} samples and {frames} frames; the call has {self.batch} samples and "
-                f"{self.total_frames} frames"
-            )
+            where = {"input_ids": self.input_ids, "media_offset": self.media_offset, "position_ids": self.positions()}
+            return FramePlacement(self.model.media_layout(self.total_frames, **where), self.past_length, inclusive)
+        check_layout(self.media_layout, self.batch, self.total_frames)
         return FramePlacement(self.media_layout, 0, inclusive)
 
 
@@ -213,20 +205,16 @@ class MPlugOwl3Family(MediaLayoutCache):
         shape = (1, vision.num_channels, vision.image_size, vision.image_size)
         return (torch.zeros(shape, device=weight.device, dtype=weight.dtype),)
 
-    def placement(self, inputs: ForwardInputs) -> FramePlacement:
-        assert isinstance(inputs, _MPlugOwl3Inputs)
+    def placement(self, inputs: _MPlugOwl3Inputs) -> FramePlacement:
         return inputs.placement
 
-    def unit_index(self, inputs: ForwardInputs, units: int) -> Tensor:
+    def unit_index(self, inputs: _MPlugOwl3Inputs, units: int) -> Tensor:
         """Return the rotary positions of the frames."""
-        if not inputs.total_frames:
-            return super().unit_index(inputs, units)
-        return self.placement(inputs).layout.frame_position
+        return inputs.placement.layout.frame_position if inputs.total_frames else super().unit_index(inputs, units)
 
     def visibility(self, inputs: ForwardInputs, units: int, tokens: int, placement: FramePlacement) -> Visibility:
-        rows = inputs.prompt_rows.to(placement.layout.first.device)
-        bounds = placement.layout.rows(inputs.past_length - placement.row_offset, inputs.length)
-        first, stop = (x[rows] for x in bounds)
+        layout, rows = placement.layout, inputs.prompt_rows.to(placement.layout.first.device)
+        first, stop = (x[rows] for x in layout.rows(inputs.past_length - placement.row_offset, inputs.length))
         return self._with_rows(FrameMask.from_intervals(first, stop, tokens, units))
 
     def empty_visibility(self, inputs: ForwardInputs, units: int, tokens: int) -> Visibility:
@@ -258,15 +246,7 @@ class MPlugOwl3Family(MediaLayoutCache):
     def run_decoder(
         self, embeds: Tensor, positions: Tensor, mask: Any, cache: Cache | None, state: ForwardState, **kwargs: Any
     ) -> Any:
-        return self.model.language_model.model(
-            inputs_embeds=embeds,
-            position_ids=positions,
-            attention_mask=mask,
-            past_key_values=cache,
-            use_cache=cache is not None,
-            seqpar=state,
-            **kwargs,
-        )
+        return self.model.language_model.model(**decoder_arguments(embeds, positions, mask, cache, state), **kwargs)
 
 
 def _model_forward(model: Any, context: SeqParContext) -> Any:

@@ -23,15 +23,10 @@ from mllm_seqpar.runtime.visual_features import VisualKVCache
 
 @dataclass(frozen=True)
 class FramePlacement:
-    """Which frames each row may attend to.
-
-    Attributes:
-        layout: the intervals of frames, for rows counted from text token `row_offset` of the cache.
-        row_offset: see `layout`.
-        inclusive: whether a placeholder attends to its own frame.
-    """
+    """Which frames each row may attend to; `inclusive`: a placeholder attends to its own frame."""
 
     layout: MediaLayout
+    """The intervals of frames, for rows counted from text token `row_offset` of the cache."""
     row_offset: int
     inclusive: bool
 
@@ -42,8 +37,8 @@ class MediaLayoutCache(Family):
     def crop_placement(self, placement: FramePlacement | None, past_length: int) -> FramePlacement | None:
         if placement is None:
             return None
-        layout = placement.layout.cropped(past_length - placement.row_offset, placement.inclusive)
-        return replace(placement, layout=layout)
+        kept = past_length - placement.row_offset
+        return replace(placement, layout=placement.layout.cropped(kept, placement.inclusive))
 
     def adopt_cache(self, cache: Any, cache_state: SequenceParallelCacheState) -> None:
         """Take over K and V of frames that the native model stored on one process; refuse them on several ranks."""
@@ -67,8 +62,7 @@ def run_with_native_cache(family: Family, inputs: ForwardInputs, logits_to_keep:
     if native is not None and inputs.past_length <= native.row_offset:
         # The cache was reset, or cropped to before the text that the frames came with.
         detach(cache, VisualCache)
-        state = cache_state_of(cache)
-        if state is not None:
+        if (state := cache_state_of(cache)) is not None:
             state.visual = state.placement = None
     out = run_pass(family, inputs, logits_to_keep, kwargs)
     cache = out.past_key_values
@@ -76,12 +70,8 @@ def run_with_native_cache(family: Family, inputs: ForwardInputs, logits_to_keep:
     if state is not None and state.visual is not None and state.visual.total_frames:
         placement, native = state.placement, visual_cache(cache)
         if native is None:
-            native = VisualCache(
-                placement.layout,
-                row_offset=placement.row_offset,
-                tokens_per_frame=state.visual.tokens_per_unit,
-                inclusive=placement.inclusive,
-            )
+            options = {"row_offset": placement.row_offset, "inclusive": placement.inclusive}
+            native = VisualCache(placement.layout, tokens_per_frame=state.visual.tokens_per_unit, **options)
             attach(cache, native, family.text_config.num_hidden_layers)
             native.states, native.frame_fingerprints = state.visual.states, state.frame_fingerprints
             native.is_complete = family.context.comm.size == 1

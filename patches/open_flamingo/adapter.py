@@ -18,16 +18,13 @@ from torch import Tensor, nn
 from transformers.cache_utils import Cache
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from mllm_seqpar.errors import AdapterError, ShapeError
+from mllm_seqpar.adapting import AdapterError, FrameShard, Patch, SeqParContext, ShapeError
 from mllm_seqpar.integrations.transformers.cache import cache_state_of
 from mllm_seqpar.integrations.transformers.checks import require_same_inputs
 from mllm_seqpar.integrations.transformers.frames import local_features
 from mllm_seqpar.integrations.transformers.generation import patch_generate
 from mllm_seqpar.integrations.transformers.passes import as_forward, run_pass
-from mllm_seqpar.patching import Patch
 from mllm_seqpar.patching.registry import is_instance_by_name
-from mllm_seqpar.runtime.context import SeqParContext
-from mllm_seqpar.sharding import FrameShard
 
 from .language_models import LANGUAGE_MODELS, language_model_of
 from .media import FlamingoFamily, Media, MediaInputs, cross_attention_forward, cross_attentions, run_layer
@@ -161,10 +158,8 @@ def _in_cache(media: Media | None, cache: Cache | None) -> bool:
 
     In grad mode K and V are projected in every pass, as in the unpatched model, so those in the cache are removed too.
     """
-    if media is None or cache is None or not cache.get_seq_length():
-        return False
-    state = cache_state_of(cache)
-    if state is None or state.visual is None:
+    state = None if media is None or cache is None or not cache.get_seq_length() else cache_state_of(cache)
+    if media is None or state is None or state.visual is None:
         return False
     if state.placement != media.token or torch.is_grad_enabled():
         state.visual = None
@@ -177,11 +172,9 @@ def _conditioning(language_model: Any, input_ids: Tensor) -> tuple[Media | None,
     Generated tokens, and texts after `cache_media`, come without media tokens. They follow the last media token of the
     earlier text.
     """
-    layers = language_model._get_decoder_layers()
-    locations = input_ids == language_model.media_token_id
-    uses_cached_media = bool(
-        language_model._use_cached_vision_x and language_model.is_conditioned() and not bool(locations.any())
-    )
+    layers, locations = language_model._get_decoder_layers(), input_ids == language_model.media_token_id
+    may_use_cached = language_model._use_cached_vision_x and language_model.is_conditioned()
+    uses_cached_media = bool(may_use_cached and not bool(locations.any()))
     for layer in layers:
         if not uses_cached_media:
             layer.condition_media_locations(locations)

@@ -12,12 +12,11 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from mllm_seqpar.adapting import ConfigError, ForwardState, Patch
 from mllm_seqpar.checkpointing.chunked_mlp import TokenwiseFunction, run_in_chunks
-from mllm_seqpar.errors import ConfigError
 from mllm_seqpar.integrations.transformers.attention import causal_mask, use_seqpar_attention
-from mllm_seqpar.patching import Patch
+from mllm_seqpar.integrations.transformers.family import decoder_arguments
 from mllm_seqpar.patching.registry import is_instance_by_name
-from mllm_seqpar.runtime.forward_state import ForwardState
 
 from .mpt import MptLM
 
@@ -25,13 +24,11 @@ from .mpt import MptLM
 class RotaryLM:
     """LLaMA and GPT-NeoX: rotary positions that count every token, attention through transformers' interface.
 
-    Attributes:
-        model: the Flamingo language model.
-        stack: the module within it that holds the decoder layers.
-        detects_packing: whether positions separate packed sequences if there is no attention mask and no cache.
+    `stack` is the module within the Flamingo language model that holds the decoder layers.
     """
 
     detects_packing = True
+    """Whether positions separate packed sequences if there is no attention mask and no cache."""
 
     def __init__(self, language_model: Any) -> None:
         self.model = self.stack = language_model
@@ -62,15 +59,7 @@ class RotaryLM:
     def run_decoder(
         self, embeds: Tensor, positions: Tensor, mask: Any, cache: Any, state: ForwardState, **kwargs: Any
     ) -> Any:
-        return self.stack(
-            inputs_embeds=embeds,
-            position_ids=positions,
-            attention_mask=mask,
-            past_key_values=cache,
-            use_cache=cache is not None,
-            seqpar=state,
-            **kwargs,
-        )
+        return self.stack(**decoder_arguments(embeds, positions, mask, cache, state), **kwargs)
 
 
 class OptLM(RotaryLM):
@@ -95,8 +84,7 @@ class OptLM(RotaryLM):
     def positions(self, given: Tensor | None, mask: Tensor | None, cache: Any) -> Tensor | None:
         if given is not None or mask is None or mask.dim() != 2:
             return given
-        past = 0 if cache is None else cache.get_seq_length()
-        return (mask.cumsum(dim=1) * mask - 1).long()[:, past:]
+        return (mask.cumsum(dim=1) * mask - 1).long()[:, 0 if cache is None else cache.get_seq_length() :]
 
 
 def _opt_layer_forward(layer: Any, size: int) -> Any:

@@ -24,17 +24,14 @@ from uuid import uuid4
 import torch
 from torch import Tensor
 
+from mllm_seqpar.adapting import AdapterError, ForwardState, FrameMask, FrameShard, SeqParContext, ShapeError
 from mllm_seqpar.comm import Communicator
-from mllm_seqpar.errors import AdapterError, ShapeError
 from mllm_seqpar.integrations.transformers.attention import merge_heads
 from mllm_seqpar.integrations.transformers.family import Family, Visibility
 from mllm_seqpar.integrations.transformers.inputs import ForwardInputs
-from mllm_seqpar.masks import FrameMask
 from mllm_seqpar.patching.registry import is_instance_by_name
-from mllm_seqpar.runtime.context import SeqParContext
-from mllm_seqpar.runtime.forward_state import ForwardState
 from mllm_seqpar.runtime.selection import CrossAttentionShape
-from mllm_seqpar.sharding import FrameShard, frame_bounds
+from mllm_seqpar.sharding import frame_bounds
 
 from .language_models import language_model_of
 
@@ -47,7 +44,6 @@ class Media:
         pixels: (media of all samples, 1, C, H, W), or with `shard` those of this rank; or features (f, tokens, width)
             that the caller encoded.
         samples: number of samples that the media belong to.
-        shard: which part of all media `pixels` is; None: all.
         features: (f, tokens, width) of this rank, if they were encoded by `cache_media` or by the caller.
         token: identifies these media in copies of a cache, without a reference to them.
     """
@@ -78,14 +74,9 @@ class Media:
 
 @dataclass(frozen=True, kw_only=True)
 class MediaInputs(ForwardInputs):
-    """The inputs of one pass, with the media.
+    """The inputs of one pass, with the media and (B, L) the number of media tokens at or before each row."""
 
-    Attributes:
-        media: what the model is conditioned on, or None, which is refused.
-        time: (B, L), the number of media tokens at or before each row.
-    """
-
-    media: Media | None
+    media: Media | None  # None is refused
     time: Tensor
 
     @classmethod
@@ -99,16 +90,8 @@ class MediaInputs(ForwardInputs):
             if features is not None:
                 shard = shard or FrameShard(*frame_bounds(media.total, comm.size)[comm.rank], media.total)
                 frames = features
-        return cls(
-            **arguments,
-            frames=frames,
-            frames_are_features=features is not None,
-            visual_shard=shard,
-            compared_tensors=(time,),
-            frame_names=("vision_x",),
-            media=media,
-            time=time,
-        )
+        arguments |= {"frames": frames, "frames_are_features": features is not None, "visual_shard": shard}
+        return cls(**arguments, compared_tensors=(time,), frame_names=("vision_x",), media=media, time=time)
 
 
 def cross_attentions(language_model: Any) -> Iterator[tuple[int, Any]]:
@@ -150,7 +133,7 @@ def cross_attention_forward(attention: Any, index: int) -> Any:
     return types.MethodType(forward, attention)
 
 
-class FlamingoFamily(Family):
+class FlamingoFamily(Family[MediaInputs]):
     """OpenFlamingo. `model` is its language model, through which every pass goes.
 
     The placement is the token of the media in the cache.
@@ -168,9 +151,8 @@ class FlamingoFamily(Family):
         heads = attentions[0].heads
         return CrossAttentionShape(heads, heads, attentions[0].to_q.out_features // heads, len(attentions))
 
-    def check(self, inputs: ForwardInputs, kwargs: Mapping[str, Any]) -> None:
+    def check(self, inputs: MediaInputs, kwargs: Mapping[str, Any]) -> None:
         super().check(inputs, kwargs)
-        assert isinstance(inputs, MediaInputs)
         media = inputs.media
         if media is None:
             raise ShapeError(
@@ -201,13 +183,13 @@ class FlamingoFamily(Family):
         """Raise ShapeError: `check` refuses a pass without media before this is called."""
         raise ShapeError("vision_x: OpenFlamingo has no pass without media")
 
-    def placement(self, inputs: ForwardInputs) -> str:
-        assert isinstance(inputs, MediaInputs) and inputs.media is not None
+    def placement(self, inputs: MediaInputs) -> str:
+        assert inputs.media is not None
         return inputs.media.token
 
-    def visibility(self, inputs: ForwardInputs, units: int, tokens: int, placement: Any) -> Visibility:
+    def visibility(self, inputs: MediaInputs, units: int, tokens: int, placement: Any) -> Visibility:
         """Return the rule that is tabulated in the module's docstring."""
-        assert isinstance(inputs, MediaInputs) and inputs.media is not None
+        assert inputs.media is not None
         samples, time = inputs.media.samples, inputs.time
         if inputs.batch % samples:  # the media belong to the model's conditioning, not to the rows of the cache
             raise ShapeError(
@@ -226,13 +208,11 @@ class FlamingoFamily(Family):
         mask = FrameMask.from_intervals(first, stop, tokens, units)
         return Visibility(mask, {"uniform": uniform} if bool(uniform.any()) else {})
 
-    def text_mask(self, embeds: Tensor, mask: Any, positions: Tensor, cache: Any) -> Any:
-        return self.language_model.text_mask(embeds, mask, positions, cache)
+    def text_mask(self, *arguments: Any) -> Any:
+        return self.language_model.text_mask(*arguments)
 
-    def run_decoder(
-        self, embeds: Tensor, positions: Tensor, mask: Any, cache: Any, state: ForwardState, **kwargs: Any
-    ) -> Any:
-        return self.language_model.run_decoder(embeds, positions, mask, cache, state, **kwargs)
+    def run_decoder(self, *arguments: Any, **kwargs: Any) -> Any:
+        return self.language_model.run_decoder(*arguments, **kwargs)
 
     def _only_immediate(self) -> bool:
         """Return `only_attend_immediate_media`, which is read in every pass, as in the unpatched model."""

@@ -36,6 +36,7 @@ from mllm_seqpar.comm.autograd import gather_shards
 from mllm_seqpar.errors import ConfigError, ShapeError
 from mllm_seqpar.integrations.transformers.attention import merge_heads, refuse_dropout
 from mllm_seqpar.integrations.transformers.cache import cache_state_of
+from mllm_seqpar.models.open_flamingo.language import mpt_projections
 from mllm_seqpar.patching import Patch
 from mllm_seqpar.patching.registry import is_instance_by_name
 from mllm_seqpar.runtime.forward_state import ForwardState, as_attended
@@ -50,13 +51,8 @@ MAX_POSITIONS = 65536
 def bias_dims(slopes: Tensor, scale: float, rows: Tensor, keys: Tensor) -> tuple[Tensor, Tensor]:
     """Return the additional dimensions of q and k, whose dot product times `scale` is slope * (key - row).
 
-    Args:
-        slopes: (H,) float32.
-        scale: factor of q k^T.
-        rows, keys: (s,) and (t,) int64 positions, on the device of `slopes`.
-
-    Returns:
-        (H, s, BIAS_DIMS) and (H, t, BIAS_DIMS) float32, whose values are all bfloat16 numbers.
+    slopes (H,) float32; rows (s,) and keys (t,) int64 positions -> (H, s, BIAS_DIMS) and (H, t, BIAS_DIMS) float32,
+    whose values are all bfloat16 numbers.
     """
     rest = slopes.double() / scale
     row_digits, key_digits = (torch.stack([x // 256, x % 256], -1).float() for x in (rows, keys))
@@ -73,20 +69,13 @@ def bias_dims(slopes: Tensor, scale: float, rows: Tensor, keys: Tensor) -> tuple
 
 @dataclass
 class ShardedBias:
-    """Takes the place of the bias that MPT's blocks pass on, if text K and V are sharded. All layers share it.
-
-    Attributes:
-        state: the pass.
-        slopes: (H,) float32.
-        rows, keys: positions of this rank's rows, and of the keys that it stores.
-        blind: (B, s) bool, rows that see no key; None if there are none on any rank.
-    """
+    """Takes the place of the bias that MPT's blocks pass on, if text K and V are sharded. All layers share it."""
 
     state: ForwardState
-    slopes: Tensor
-    rows: Tensor
-    keys: Tensor
-    blind: Tensor | None = None
+    slopes: Tensor  # (H,) float32
+    rows: Tensor  # positions of this rank's rows
+    keys: Tensor  # positions of the keys that this rank stores
+    blind: Tensor | None = None  # (B, s) bool, rows that see no key; None if there are none on any rank
     _dims: tuple[Tensor, Tensor] | None = None
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
@@ -217,16 +206,7 @@ def _attention_forward(attention: Any) -> Any:
         refuse_dropout(self.attn_dropout_p if self.training else 0.0)
         if not isinstance(position_bias, ShardedBias):
             return unpatched(hidden_states, position_bias, past_key_values, attention_mask, **kwargs)
-        qkv = self.Wqkv(hidden_states)
-        if self.clip_qkv:
-            qkv = qkv.clamp(min=-self.clip_qkv, max=self.clip_qkv)
-        q, k, v = qkv.chunk(3, dim=2)
-        if hasattr(self, "q_ln"):  # MPT-1B normalises over the full width, before the heads are split
-            q, k = self.q_ln(q).to(v.dtype), self.k_ln(k).to(v.dtype)
-        q, k, v = (x.unflatten(-1, (self.n_heads, -1)).transpose(1, 2) for x in (q, k, v))
-        if past_key_values is not None:
-            k, v = past_key_values.update(k, v, self.layer_idx)
-        o = position_bias.attend(q, k, v, self.softmax_scale)
+        o = position_bias.attend(*mpt_projections(self, hidden_states, past_key_values), self.softmax_scale)
         return self.out_proj(merge_heads(o)), None
 
     return types.MethodType(forward, attention)

@@ -70,11 +70,7 @@ def set_parallelism_on_cpu(accelerator, parallelism) -> None:
 def shard_model(accelerator, model: nn.Module, optimizer: torch.optim.Optimizer):
     """Shard every parameter over all ranks by FSDP2; do nothing in a single process.
 
-    Returns:
-        (model, optimizer). The optimizer is torch's own, on the sharded parameters.
-
-    Raises:
-        ConfigError: if a parameter is not sharded after `prepare`.
+    Return the model and torch's own optimizer on the sharded parameters. Raise ConfigError if one is not sharded.
     """
     set_fsdp_units(accelerator, model)
     model, optimizer = accelerator.prepare(model, optimizer)

@@ -65,6 +65,13 @@ def merge_heads(o: Tensor) -> Tensor:
     return o.transpose(1, 2).flatten(2)
 
 
+def keys_values(attention: Any, norm: nn.Module | None, features: Tensor, _: Tensor) -> tuple[Tensor, Tensor]:
+    """Project features (t, tokens, C) of frames or tiles to k, normalised by `norm`, and v: (1, G, t * tokens, D)."""
+    flat = features.flatten(0, 1)[None]
+    k, v = (split_heads(project(flat), attention.head_dim) for project in (attention.k_proj, attention.v_proj))
+    return k if norm is None else norm(k), v
+
+
 def refuse_dropout(dropout: float) -> None:
     """Raise ConfigError for dropout of attention weights, which would differ from the unpatched model's."""
     if dropout:
@@ -108,12 +115,9 @@ class _ConfigView:
 
 
 def causal_mask(config: Any, embeds: Tensor, mask: Any, positions: Tensor, cache: Any, sliding: bool = False) -> Any:
-    """Return the causal mask that transformers makes for `seqpar_attention`.
+    """Return the causal mask that transformers makes for `seqpar_attention`; `sliding`, of layers with a window.
 
-    Args:
-        config: the config of an attention module of the patched model.
-        embeds, mask, positions, cache: the decoder's arguments. A four-dimensional mask is returned unchanged.
-        sliding: make the mask of layers with a sliding window.
+    `config` is that of an attention module of the patched model. A four-dimensional mask is returned unchanged.
     """
     make = create_sliding_window_causal_mask if sliding else create_causal_mask
     return make(config=config, inputs_embeds=embeds, attention_mask=mask, past_key_values=cache, position_ids=positions)

@@ -33,7 +33,6 @@ class SequenceParallelCacheState(RowsLayer):
         placement: what `Family.placement` returned for the text that came with the frames.
         text: which text tokens this rank stores K and V of, if the text is sharded.
         replaced_layers: the cache's original layers that were replaced, by index.
-        frame_fingerprints: fingerprints of the frames.
         group: (rank, size) of the group that K and V are sharded over.
         active: whether a pass of the patched model is running.
     """
@@ -65,7 +64,6 @@ class SequenceParallelCacheState(RowsLayer):
 
 
 def cache_state_of(cache: Any) -> SequenceParallelCacheState | None:
-    """Return what a patched model has stored with this cache, if any."""
     return layer_of(cache, SequenceParallelCacheState)
 
 
@@ -131,11 +129,7 @@ class VisualLayerPlaceholder(CacheLayerMixin):
 
     @property
     def keys(self) -> Any:
-        """K of the original layer. In a pass of the patched model, which uses the state's K, an empty tensor.
-
-        Raises:
-            ConfigError: the unpatched model reads K while the K of the frames are in the state.
-        """
+        """K of the original layer; empty in a pass of the patched model; ConfigError if only the state has K."""
         if self._state.visual is None:
             return self._original.keys
         if not self._state.active:
@@ -176,10 +170,8 @@ class ShardedTextLayer(DynamicLayer):
         """Store this rank's part of K and V, and return those that attention computes with.
 
         The first call takes (B, G, s, D), this rank's shard of the prompt, and returns it with its padding. Later calls
-        take (B, G, L, D), new tokens that every rank has, and return all K and V that this rank stores.
-
-        Raises:
-            ConfigError: the unpatched model calls, which would lack the K and V of the other ranks.
+        take (B, G, L, D), new tokens that every rank has, and return all K and V that this rank stores. An unpatched
+        model, which would lack the K and V of the other ranks, gets a ConfigError.
         """
         if self._text is None:
             return super().update(key_states, value_states)

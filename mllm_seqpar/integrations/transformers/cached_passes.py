@@ -32,7 +32,7 @@ from .family import Family, Visibility, require_same_pass
 from .frames import frame_arguments, local_features, log_shard_sizes, visibility_of, visual_features
 from .inputs import ForwardInputs
 from .outputs import gather_hidden_states, whole_text_outputs
-from .text import dummy_mask, rows_of_pass, star_text_shards, text_shards
+from .text import dummy_mask, embeddings, rows_of_pass, star_text_shards, text_shards
 
 BROADCAST_ROWS = 64
 """Up to this number of rows, hidden states are broadcast from rank 0.
@@ -83,12 +83,7 @@ class _CachedPass:
         return self.family.model_output(out, features, self.inputs)
 
     def _continue_cache(self) -> SequenceParallelCacheState:
-        """Return the state of a cache that holds some text.
-
-        Raises:
-            ConfigError: K and V are sharded over another group, or an unpatched model stored those of frames.
-            ShapeError: the cache has another number of rows than the inputs.
-        """
+        """Return the state of a cache that holds some text; raise if this pass cannot continue it."""
         state, comm = cache_state_of(self.cache), self.context.comm
         if state is None:
             state = SequenceParallelCacheState(self.inputs.batch, comm)
@@ -118,8 +113,7 @@ class _CachedPass:
     def _replaces_frames(self, visual_cache: VisualKVCache) -> bool:
         """Return whether the frames of this pass replace those in the cache. The same frames do not.
 
-        Raises:
-            ShapeError: other frames in a family whose earlier text would then lack its own frames.
+        ShapeError refuses other frames in a family whose earlier text would then lack its own frames.
         """
         inputs, state, family = self.inputs, self.cache_state, self.family
         if inputs.frames is None or not inputs.total_frames:
@@ -175,11 +169,10 @@ class _CachedPass:
             return self._outputs(self._rows_asked_for(text, decoded.last_hidden_state), states)
         query = self._run_replicated_rows(positions, visibility, start=text.length)
         hidden = self._rows_asked_for(text, decoded.last_hidden_state, query.last_hidden_state)
-        if states is not None and query.hidden_states is not None:
-            pairs = zip(states, query.hidden_states, strict=True)
-            states = tuple(None if x is None else torch.cat([x, y], dim=1) for x, y in pairs)
-        else:
-            states = None
+        later = query.hidden_states
+        if states is not None:
+            pairs = None if later is None else zip(states, later, strict=True)
+            states = None if pairs is None else tuple(None if x is None else torch.cat([x, y], 1) for x, y in pairs)
         return self._outputs(self._broadcast(hidden), states)
 
     def _visibility(self) -> Visibility | None:
@@ -187,35 +180,24 @@ class _CachedPass:
         visual = self.cache_state.visual
         if visual is None:
             return None
-        return visibility_of(
-            self.family,
-            self.inputs,
-            visual.units,
-            visual.tokens_per_unit,
-            visual.total_frames,
-            self.cache_state.placement,
-        )
+        sizes = visual.units, visual.tokens_per_unit, visual.total_frames
+        return visibility_of(self.family, self.inputs, *sizes, self.cache_state.placement)
 
     def _run_replicated_rows(self, positions: Tensor, visibility: Visibility | None, start: int = 0) -> Any:
         """Run the decoder on the rows from `start` on, on every rank, over the K and V in the cache.
 
-        Args:
-            positions, visibility: of all rows of the pass, made before any of them was cached.
+        Positions and visibility are those of all rows of the pass, made before any of them was cached.
         """
-        family, inputs, state = self.family, self.inputs, self.cache_state
-        ids, embeds = (None if x is None else x[:, start:] for x in (inputs.input_ids, inputs.inputs_embeds))
-        if embeds is None:
-            assert ids is not None
-            embeds = family.embed(ids)
-        length, mask, cached_text, visual = embeds.shape[1], inputs.attention_mask, None, state.visual
+        family, state = self.family, self.cache_state
+        embeds = embeddings(family, self.inputs, lambda text: text[:, start:])
+        length, mask, cached_text, visual = embeds.shape[1], self.inputs.attention_mask, None, state.visual
         if state.text is not None:
             state.text.extend(length)
             cached_text = CachedTextMask(state.text, length, mask)
             mask = dummy_mask(embeds)
         mask = family.text_mask(embeds, mask, positions[:, start:], self.cache)
         frames: dict[str, Any] = {}
-        if visual is not None:
-            assert visibility is not None
+        if visual is not None and visibility is not None:
             frame_mask = visibility.mask.take(torch.arange(start, start + length)) if start else visibility.mask
             frames = {
                 "frame_mask": frame_mask,
@@ -230,10 +212,7 @@ class _CachedPass:
     def _rows_asked_for(self, text: TextShards, local: Tensor, query: Tensor | None = None) -> Tensor:
         """Return, on every rank, the hidden states of the rows that `logits_to_keep` asks for.
 
-        Args:
-            text: how the first rows of the prompt are sharded.
-            local: (B, s, C), this rank's shard of them.
-            query: (B, r, C), the rows after them, which every rank has; None if there are none.
+        `local` (B, s, C) is the shard of the first rows; `query` (B, r, C) are those after, on every rank.
         """
         wanted = self.logits_to_keep
         every_row = isinstance(wanted, int) and wanted == 0

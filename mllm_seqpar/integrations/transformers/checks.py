@@ -24,42 +24,18 @@ from mllm_seqpar.sharding import FrameShard, frame_bounds
 from .inputs import ForwardInputs
 
 _COMPARED = (
-    "samples",
-    "text tokens",
-    "frames",
-    "frames given by visual_shard",
-    "values per frame",
-    "kind of frames (1 pixels, 2 features)",
-    "cached tokens",
-    "cache asked for",
-    "gradients wanted",
-    "labels given",
-    "attention mask given",
-    "checksum of token ids",
-    "checksum of labels",
-    "checksum of the attention mask",
-    "checksum of position ids",
-    "checksum of what says where the frames belong",
-    "checksum of pixels",
-    "checksum of weights",
-    "training mode",
-    "autocast (checksum of its dtype)",
-    "checksum of the inputs' dtypes",
-    "num_items_in_batch",
-    "checksum of further arguments",
-    "gradient checkpointing",
-    "checksum of which parameters train",
+    *("samples", "text tokens", "frames", "frames given by visual_shard", "values per frame"),
+    *("kind of frames (1 pixels, 2 features)", "cached tokens", "cache asked for", "gradients wanted"),
+    *("labels given", "attention mask given", "checksum of token ids", "checksum of labels"),
+    *("checksum of the attention mask", "checksum of position ids"),
+    *("checksum of what says where the frames belong", "checksum of pixels", "checksum of weights"),
+    *("training mode", "autocast (checksum of its dtype)", "checksum of the inputs' dtypes", "num_items_in_batch"),
+    *("checksum of further arguments", "gradient checkpointing", "checksum of which parameters train"),
 )
 _SAMPLED_WEIGHTS = 16
 """Values compared of each parameter."""
-_KNOWN_ARGUMENTS = {
-    *TransformersKwargs.__annotations__,
-    "cache_position",
-    "ignore_index",
-    "logits_to_keep",
-    "return_dict",
-    "token_type_ids",  # tokenizers return them for all models
-}
+_KNOWN_ARGUMENTS = {*TransformersKwargs.__annotations__, "cache_position", "ignore_index", "logits_to_keep"}
+_KNOWN_ARGUMENTS |= {"return_dict", "token_type_ids"}  # tokenizers return token_type_ids for all models
 
 
 def require_same_inputs(
@@ -76,17 +52,8 @@ def require_same_inputs(
     Token ids, masks, positions and labels are compared by checksums. Pixels are compared by a sample of them if every
     rank has all of them. Features may differ in their last bits between devices and are compared by shape.
 
-    Args:
-        comm: the group.
-        inputs: this rank's inputs.
-        check: the model family's own checks. If it raises, the other ranks raise too.
-        model: the patched model, whose modes are compared; None compares the inputs only.
-        kwargs: further arguments of the pass.
-        compare_weights: compare a sample of the weights, and which of them train. It walks over all parameters.
-
-    Raises:
-        SeqParError: on the rank whose own inputs are invalid.
-        AgreementError: on the other ranks, or on all ranks if their inputs differ.
+    `check` is the family's own; if it raises on one rank, the others raise an AgreementError. The modes of `model` are
+    compared if it is given, and with `compare_weights` a sample of its weights and which of them train.
     """
 
     def describe() -> dict[str, int]:
@@ -96,7 +63,9 @@ def require_same_inputs(
         if model is not None:
             numbers += _pass_numbers(model, inputs, kwargs or {})
             if compare_weights:
-                numbers += _module_numbers(model)
+                trained = "".join(str(int(p.requires_grad)) for p in model.parameters())
+                checkpointing = any(getattr(m, "gradient_checkpointing", False) for m in model.modules())
+                numbers += [int(checkpointing), fingerprint(trained)]
         return dict(zip(_COMPARED, numbers, strict=False))
 
     require_agreement(comm, "forward pass", _COMPARED, describe)
@@ -106,19 +75,9 @@ def _input_numbers(inputs: ForwardInputs, compared_weights: nn.Module | None) ->
     labels = inputs.shift_labels if inputs.shift_labels is not None else inputs.labels
     frames, mask = inputs.frames, inputs.attention_mask
     kind = 0 if frames is None else 1 + inputs.frames_are_features
-    counts = [
-        inputs.batch,
-        inputs.length,
-        inputs.total_frames,
-        inputs.visual_shard is not None,
-        0 if frames is None else math.prod(frames.shape[1:]),
-        kind,
-        inputs.past_length,
-        inputs.use_cache,
-        torch.is_grad_enabled(),
-        labels is not None,
-        mask is not None,
-    ]
+    counts = [inputs.batch, inputs.length, inputs.total_frames, inputs.visual_shard is not None]
+    counts += [0 if frames is None else math.prod(frames.shape[1:]), kind, inputs.past_length, inputs.use_cache]
+    counts += [torch.is_grad_enabled(), labels is not None, mask is not None]
     all_have_pixels = kind == 1 and inputs.visual_shard is None and inputs.compare_frames
     moved_rows = inputs.prompt_rows.to(inputs.text.device) if inputs.past_length else None
     checksums = [
@@ -139,12 +98,8 @@ def _sampled_weights(model: nn.Module) -> list[Tensor]:
     """Return the bits of some values of each parameter that every rank has whole, which FSDP does not shard."""
     if any(isinstance(module, FullyShardedDataParallel) for module in model.modules()):
         return []
-    sampled = []
-    for p in model.parameters():
-        if not isinstance(p, DTensor) and p.numel() and not p.is_meta:
-            flat = p.detach().reshape(-1)
-            sampled.append(flat[:: max(1, flat.numel() // _SAMPLED_WEIGHTS)].float().view(torch.int32))
-    return sampled
+    whole = [p.detach().reshape(-1) for p in model.parameters() if not isinstance(p, DTensor) and not p.is_meta]
+    return [x[:: max(1, x.numel() // _SAMPLED_WEIGHTS)].float().view(torch.int32) for x in whole if x.numel()]
 
 
 def _pass_numbers(model: nn.Module, inputs: ForwardInputs, kwargs: Mapping[str, Any]) -> list[int]:
@@ -161,12 +116,6 @@ def _pass_numbers(model: nn.Module, inputs: ForwardInputs, kwargs: Mapping[str, 
         -1 if num_items is None else int(num_items),
         fingerprint(repr(sorted(settings.items()))),
     ]
-
-
-def _module_numbers(model: nn.Module) -> list[int]:
-    trained = "".join(str(int(p.requires_grad)) for p in model.parameters())
-    checkpointing = any(getattr(m, "gradient_checkpointing", False) for m in model.modules())
-    return [int(checkpointing), fingerprint(trained)]
 
 
 def _check_frames(comm: Communicator, inputs: ForwardInputs) -> None:
@@ -188,11 +137,11 @@ def _check_frames(comm: Communicator, inputs: ForwardInputs) -> None:
             f"visual_shard: {shard} was given and none of {', '.join(inputs.frame_names)}; a rank without frames "
             "passes an empty tensor, for example of shape (0, 3, height, width)"
         )
-    for tensor in (frames, *inputs.extras):
-        if tensor.shape[0] != shard.stop - shard.start:
+    local = shard.stop - shard.start
+    for shape in (tuple(tensor.shape) for tensor in (frames, *inputs.extras)):
+        if shape[0] != local:
             raise ShapeError(
-                f"visual_shard: {shard} means {shard.stop - shard.start} frames, {tensor.shape[0]} were passed, in a "
-                f"tensor of shape {tuple(tensor.shape)}"
+                f"visual_shard: {shard} means {local} frames, {shape[0]} were passed, in a tensor of shape {shape}"
             )
 
 

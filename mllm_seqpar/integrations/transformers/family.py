@@ -9,7 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
@@ -33,6 +33,8 @@ from .checks import (
 )
 from .inputs import ForwardInputs
 
+InputsT = TypeVar("InputsT", bound=ForwardInputs)
+
 VISUAL_SHARD_DOC = """
         Sequence-parallel (patched by mllm_seqpar): `visual_shard` says that {frames} hold only this rank's frames of
         `visual_shard.total`, in one flat list without a batch dimension. On several ranks a cache is returned only with
@@ -42,26 +44,21 @@ VISUAL_SHARD_DOC = """
 
 @dataclass(frozen=True)
 class Visibility:
-    """What the text rows of a pass may attend to.
-
-    Attributes:
-        mask: which units of all ranks each row (B, L) may attend to.
-        rows: further tensors with one entry per row, (B, L) each, on the model's device. They are sharded like tokens.
-    """
+    """What the text rows of a pass may attend to."""
 
     mask: FrameMask
+    """Which units of all ranks each row (B, L) may attend to."""
     rows: Mapping[str, Tensor] = field(default_factory=dict)
+    """Further tensors with one entry per row, (B, L) each, on the model's device. They are sharded like tokens."""
 
 
-class Family(ABC):
+class Family(ABC, Generic[InputsT]):
     """One patched model, as the forward passes use it.
 
     The abstract methods are the minimum: how frames are encoded, what rows may attend to, and how the decoder runs. The
     other methods have defaults that suit a model with one frame per unit and no state of its own in the cache.
 
     Attributes:
-        model: the patched model.
-        context: its group and configuration.
         repeats_frames: whether its `generate` passes the frames again with every token.
         checkpoints_visual_layers: whether transformers' gradient checkpointing recomputes layers that attend to frames.
     """
@@ -82,16 +79,16 @@ class Family(ABC):
     def blank_frame(self) -> tuple[Tensor, ...]:
         """Return one empty frame and its extras, as `encode` takes them, on the model's device."""
 
-    def units_per_frame(self, inputs: ForwardInputs) -> int:
+    def units_per_frame(self, inputs: InputsT) -> int:
         return 1
 
-    def unit_index(self, inputs: ForwardInputs, units: int) -> Tensor:
+    def unit_index(self, inputs: InputsT, units: int) -> Tensor:
         """Return (units,) int64: for each unit of all ranks, a number that projections may need, such as a position."""
         return torch.zeros(units, dtype=torch.long)
 
     # What rows may attend to.
 
-    def placement(self, inputs: ForwardInputs) -> Any:
+    def placement(self, inputs: InputsT) -> Any:
         """Return what `visibility` must know of the prompt's frames, in this pass and in later ones over its cache.
 
         It is called once the ranks agree on their inputs. An exception raised here is therefore raised on all ranks.
@@ -99,10 +96,10 @@ class Family(ABC):
         return None
 
     @abstractmethod
-    def visibility(self, inputs: ForwardInputs, units: int, tokens: int, placement: Any) -> Visibility:
+    def visibility(self, inputs: InputsT, units: int, tokens: int, placement: Any) -> Visibility:
         """Return which of `units` units of `tokens` keys each the rows of this pass may attend to."""
 
-    def empty_visibility(self, inputs: ForwardInputs, units: int, tokens: int) -> Visibility:
+    def empty_visibility(self, inputs: InputsT, units: int, tokens: int) -> Visibility:
         """Return the visibility of a pass without frames, over the empty frame that keeps the ranks of FSDP in step."""
         none = torch.zeros(inputs.batch, inputs.length, dtype=torch.long)
         return Visibility(FrameMask.from_intervals(none, none, tokens, units))
@@ -156,7 +153,7 @@ class Family(ABC):
 
     # Inputs, outputs and the cache.
 
-    def check(self, inputs: ForwardInputs, kwargs: Mapping[str, Any]) -> None:
+    def check(self, inputs: InputsT, kwargs: Mapping[str, Any]) -> None:
         """Raise for inputs of this rank that are invalid or not supported; the other ranks then raise too."""
         for config in (self.model.config, self.text_config):
             refuse_unsupported_attention(config, kwargs)
@@ -166,7 +163,7 @@ class Family(ABC):
         if shards_text and not inputs.use_cache and inputs.target_labels() is not None:
             refuse_custom_loss(self.model)
 
-    def model_output(self, out: CausalLMOutputWithPast, features: Tensor | None, inputs: ForwardInputs) -> Any:
+    def model_output(self, out: CausalLMOutputWithPast, features: Tensor | None, inputs: InputsT) -> Any:
         """Return the model's own output class; `features` are those that this rank encoded in this pass, or None."""
         return out
 
@@ -176,19 +173,23 @@ class Family(ABC):
         Raises:
             ConfigError: the cache holds K and V of frames that cannot be taken over.
         """
-        return None
 
     def mark_cache(self, cache: Any, cache_state: SequenceParallelCacheState) -> None:
         """Make the unpatched model fail on a cache whose K and V of frames are stored in `cache_state`, if needed."""
-        return None
 
     def crop_placement(self, placement: Any, past_length: int) -> Any:
         """Return the placement for a text of which the cache holds `past_length` tokens, perhaps after a crop."""
         return placement
 
-    def rows_match_frames(self, inputs: ForwardInputs, placement: Any) -> bool:
+    def rows_match_frames(self, inputs: InputsT, placement: Any) -> bool:
         """Return whether the rows of the cache are still in the order of the samples that the frames came with."""
         return True
+
+
+def decoder_arguments(embeds: Tensor, positions: Tensor, mask: Any, cache: Any, state: ForwardState) -> dict[str, Any]:
+    """Return the arguments of `run_decoder` under the names that transformers' decoders have for them."""
+    text = {"inputs_embeds": embeds, "position_ids": positions, "attention_mask": mask}
+    return text | {"past_key_values": cache, "use_cache": cache is not None, "seqpar": state}
 
 
 def require_same_pass(
@@ -203,7 +204,5 @@ def require_same_pass(
         check_star(family.context.config, inputs)
         family.check(inputs, kwargs)
 
-    compare_weights = family.context.compares_weights()
-    require_same_inputs(
-        family.context.comm, inputs, check, model=family.model, kwargs=kwargs, compare_weights=compare_weights
-    )
+    compare = family.context.compares_weights()
+    require_same_inputs(family.context.comm, inputs, check, model=family.model, kwargs=kwargs, compare_weights=compare)

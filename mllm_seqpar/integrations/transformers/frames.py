@@ -55,9 +55,7 @@ def local_features(family: Family, inputs: ForwardInputs) -> Tensor | None:
     assert frames is not None
     local = given = (frames, *inputs.extras)
     if inputs.visual_shard is None:
-        start, stop = bounds[rank]
-        if inputs.frames_are_features:
-            start, stop = start * units, stop * units
+        start, stop = (bound * (units if inputs.frames_are_features else 1) for bound in bounds[rank])
         local = tuple(x[start:stop] for x in given)
     if inputs.frames_are_features:
         features = local[0].flatten(0, local[0].dim() - 3)  # by units, if they came by frames
@@ -91,12 +89,10 @@ def _encode_in_runs(family: Family, local: Sequence[Tensor], spare: Sequence[Ten
     """Encode `local` in `runs` runs of the tower; a run with nothing left encodes a frame of `spare`, and drops it."""
     count = local[0].shape[0]
     chunk = max(1, -(-count // runs))
-    parts = []
-    for start in range(0, runs * chunk, chunk):
-        if start < count:
-            parts.append(family.encode(*(x[start : start + chunk] for x in local)))
-        else:  # an empty slice, so that the run stays in the graph for backward
-            parts.append(family.encode(*(x[:1] for x in spare))[:0])
+    used = range(0, count, chunk)
+    parts = [family.encode(*(x[start : start + chunk] for x in local)) for start in used]
+    # An empty slice, so that the run stays in the graph for backward.
+    parts += [family.encode(*(x[:1] for x in spare))[:0] for _ in range(runs - len(used))]
     return parts[0] if runs == 1 else torch.cat(parts)
 
 
@@ -116,9 +112,8 @@ def frame_arguments(
     frames = FrameState.of(visual, visibility.mask, text, family.units_per_frame(inputs))
     if visual_cache is None:
         frames = _select_strategy(family, inputs, text, frames)
-    rows = visibility.rows
-    if family.context.config.self_attention != "local":
-        rows = {name: text.shard(x, 1) for name, x in rows.items()}
+    local = family.context.config.self_attention == "local"
+    rows = {name: x if local else text.shard(x, 1) for name, x in visibility.rows.items()}
     return {"frames": frames, "rows": rows, "visual_cache": visual_cache}
 
 
@@ -165,14 +160,10 @@ def mask_over_samples(
 
     Args:
         visible: (B, L, U) bool, over the units of the row's sample.
-        tokens: keys of a unit.
         units: units of all samples and ranks. With beams, B is a multiple of the number of samples, and the beams of a
             sample share its units.
         rows: (B,) for each row, the row of the frames' own pass that it continues; None if this is that pass.
         prompt_batch: rows of the frames' own pass; None: B.
-
-    Raises:
-        ShapeError: `units` does not fit the table.
     """
     visible = visible.detach().cpu()
     batch, length, per_sample = visible.shape

@@ -20,11 +20,8 @@ def patch_generate(model: Any, patch: Patch, frame_arguments: tuple[str, ...] = 
     A rank that stopped after fewer tokens would leave the others waiting; a rank that drew other random numbers would
     continue with another text.
 
-    Args:
-        model: the module that has `generate`.
-        patch: the patch that records the changes.
-        frame_arguments: arguments that hold frames. They are not repeated for beams: the beams of a sample share its
-            frames, and the model's mask takes that into account (as `frames.mask_over_samples` does).
+    Arguments that hold frames (`frame_arguments`) are not repeated for beams: the beams of a sample share its frames,
+    and the model's mask takes that into account (as `frames.mask_over_samples` does).
     """
     unpatched, comm = model.generate, patch.context.comm
 
@@ -71,8 +68,8 @@ def _describe_settings(config: Any, kwargs: dict[str, Any]) -> str:
             f"max_time={settings['max_time']}: the ranks' clocks would end generation at different tokens; use "
             "max_new_tokens"
         )
-    texts = {name: _describe_value(value) for name, value in sorted(settings.items())}
-    return ", ".join(f"{name}={text}" for name, text in texts.items() if text)
+    texts = ((name, _describe_value(value)) for name, value in sorted(settings.items()))
+    return ", ".join(f"{name}={text}" for name, text in texts if text)
 
 
 def _describe_value(value: Any) -> str:

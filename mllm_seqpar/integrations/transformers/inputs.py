@@ -29,11 +29,8 @@ class ForwardInputs:
         position_ids: (B or 1, L) or None.
         labels, shift_labels: (B, L) or None.
         frames: (F, ...) pixels or features; with `visual_shard` this rank's (f, ...); None without frames.
-        frames_are_features: whether `frames` are features.
         pixels_and_features: whether the caller passed both, which is an error.
-        visual_shard: this rank's part of all frames, if `frames` holds only that.
         compared_tensors: further tensors that must be equal on all ranks: they say where frames belong in the text.
-        past_key_values: the cache, or None.
         use_cache: whether the pass uses or makes a cache.
         detects_packing: whether positions separate packed sequences if there is no mask. As everywhere in transformers,
             that is so where the unpatched model would not make a cache.
@@ -63,11 +60,10 @@ class ForwardInputs:
     @property
     def text(self) -> Tensor:
         """`input_ids` or `inputs_embeds`, whichever was given."""
-        if (self.input_ids is None) == (self.inputs_embeds is None):
+        given = [x for x in (self.input_ids, self.inputs_embeds) if x is not None]
+        if len(given) != 1:
             raise ShapeError("pass either input_ids or inputs_embeds")
-        text = self.input_ids if self.input_ids is not None else self.inputs_embeds
-        assert text is not None
-        return text
+        return given[0]
 
     @property
     def batch(self) -> int:
@@ -98,8 +94,7 @@ class ForwardInputs:
         """Return (B or 1, L) rotary positions; if none were given, they start at the length of the cache."""
         if self.position_ids is not None:
             return self.position_ids
-        start = self.past_length
-        return torch.arange(start, start + self.length, device=self.text.device)[None]
+        return torch.arange(self.length, device=self.text.device)[None] + self.past_length
 
     def target_labels(self, ignore_index: int | None = None) -> Tensor | None:
         """Return (B, L) shifted labels, or None. The last token's is `ignore_index` (None: -100)."""

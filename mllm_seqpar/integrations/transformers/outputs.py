@@ -17,20 +17,11 @@ from .inputs import ForwardInputs
 
 
 def whole_text_outputs(
-    family: Family,
-    inputs: ForwardInputs,
-    hidden: Tensor,
-    hidden_states: Any,
-    kwargs: Mapping[str, Any],
-    cache: Any = None,
+    family: Family, inputs: ForwardInputs, hidden: Tensor, states: Any, kwargs: Mapping[str, Any], cache: Any = None
 ) -> CausalLMOutputWithPast:
     """Return loss and logits of a pass in which every rank has all text.
 
-    Args:
-        hidden: (B, r, C), last hidden states of the rows whose logits are returned.
-        hidden_states: those of every layer, or None if they were not asked for.
-        kwargs: the caller's further arguments, among them those of the loss.
-        cache: the cache that the pass filled, if any.
+    `hidden` (B, r, C) are the last hidden states of the rows whose logits are returned, `states` those of every layer.
     """
     logits, loss = family.lm_head(hidden), None
     if inputs.labels is not None or inputs.shift_labels is not None:
@@ -39,27 +30,23 @@ def whole_text_outputs(
         # Labels are passed unchanged, because a loss function of the user may take unshifted ones only. Logits may have
         # more columns than `config.vocab_size` (IDEFICS' `additional_vocab_size`).
         loss = family.model.loss_function(logits=logits, labels=inputs.labels, vocab_size=logits.shape[-1], **kwargs)
-    return CausalLMOutputWithPast(loss=loss, logits=logits, past_key_values=cache, hidden_states=hidden_states)
+    return CausalLMOutputWithPast(loss=loss, logits=logits, past_key_values=cache, hidden_states=states)
 
 
 def uncached_outputs(
     family: Family,
     inputs: ForwardInputs,
     state: ForwardState,
-    hidden: Tensor,
-    hidden_states: Sequence[Tensor] | None,
+    decoded: Any,
     logits_to_keep: int | Tensor,
     kwargs: Mapping[str, Any],
 ) -> CausalLMOutputWithPast:
     """Return loss, and logits as `config.logits` says, of a pass without a cache.
 
-    Args:
-        hidden: (B, s, C), last hidden states of this rank's tokens; of all tokens if the text is not sharded.
-        hidden_states: those of every layer, or None if they were not asked for.
-        logits_to_keep: rows of the whole text. If only some are asked for, they are returned whatever `config.logits`
-            says.
-        kwargs: the caller's further arguments, among them those of the loss (`num_items_in_batch`).
+    `decoded` has the hidden states (B, s, C) of this rank's tokens; of all tokens if the text is not sharded. If
+    `logits_to_keep` asks for some rows of the whole text only, they are returned whatever `config.logits` says.
     """
+    hidden, hidden_states = decoded.last_hidden_state, decoded.hidden_states
     text, targets = state.text, inputs.target_labels(kwargs.get("ignore_index"))
     assert text is not None
     if not state.shards_text or text.comm.size == 1:

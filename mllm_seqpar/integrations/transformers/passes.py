@@ -59,7 +59,5 @@ def _uncached_pass(
     if not state.shards_text:
         mask = family.text_mask(embeds, mask, positions, None)
     decoded = family.run_decoder(embeds, positions, mask, None, state, **kwargs)
-    out = uncached_outputs(
-        family, inputs, state, decoded.last_hidden_state, decoded.hidden_states, logits_to_keep, kwargs
-    )
+    out = uncached_outputs(family, inputs, state, decoded, logits_to_keep, kwargs)
     return family.model_output(out, features, inputs)

@@ -5,7 +5,7 @@ Shape legend: B samples, L text tokens of the pass, s of them on this rank, K ke
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,11 +24,7 @@ from .inputs import ForwardInputs
 
 
 def text_shards(context: SeqParContext, inputs: ForwardInputs) -> TextShards:
-    """Return how the text of a pass is sharded, with its padding mask and packed sequences.
-
-    Raises:
-        MaskError: the attention mask is not (B, L).
-    """
+    """Return how the text of a pass is sharded; raise MaskError if the attention mask is not (B, L)."""
     valid, first = _padding_and_packing(inputs)
     return TextShards(inputs.batch, inputs.length, context.comm, context.config.text_layout, valid, first)
 
@@ -36,10 +32,8 @@ def text_shards(context: SeqParContext, inputs: ForwardInputs) -> TextShards:
 def star_text_shards(context: SeqParContext, inputs: ForwardInputs) -> StarText:
     """Return how Star Attention shards the context of a prompt; warn once per patched model that it is approximate.
 
-    With two ranks it is exact: the anchor and the second rank's block are the whole context.
-
-    Raises:
-        MaskError: the attention mask is not (B, L), or a sample is all padding in the anchor.
+    With two ranks it is exact: the anchor and the second rank's block are the whole context. MaskError refuses a mask
+    that is not (B, L), and samples that are all padding in the anchor.
     """
     valid, first = _padding_and_packing(inputs)
     text = StarText(inputs.batch, inputs.length, context.comm, valid, first)
@@ -67,19 +61,19 @@ def _padding_and_packing(inputs: ForwardInputs) -> tuple[Tensor | None, Tensor |
 
 def rows_of_pass(family: Family, inputs: ForwardInputs, state: ForwardState) -> tuple[Tensor, Tensor, Any]:
     """Return (embeds, positions, attention mask) of the rows that this rank computes."""
-    ids, embeds, positions = inputs.input_ids, inputs.inputs_embeds, inputs.positions()
-    mask = inputs.attention_mask
-    if state.shards_text:
-        assert state.text is not None
-        positions = state.text.shard(positions, 1)
-        ids, embeds = (None if x is None else state.text.shard(x, 1) for x in (ids, embeds))
-        mask = dummy_mask(inputs.text)
-    elif mask is None and not inputs.detects_packing:  # a mask of ones keeps transformers from looking at positions
+    text, mask = state.text, inputs.attention_mask
+    if state.shards_text and text is not None:
+        embeds = embeddings(family, inputs, lambda x: text.shard(x, 1))
+        return embeds, text.shard(inputs.positions(), 1), dummy_mask(inputs.text)
+    if mask is None and not inputs.detects_packing:  # a mask of ones keeps transformers from looking at positions
         mask = torch.ones(inputs.batch, inputs.length, dtype=torch.long, device=inputs.text.device)
-    if embeds is None:
-        assert ids is not None
-        embeds = family.embed(ids)
-    return embeds, positions, mask
+    return embeddings(family, inputs, lambda x: x), inputs.positions(), mask
+
+
+def embeddings(family: Family, inputs: ForwardInputs, select: Callable[[Tensor], Tensor]) -> Tensor:
+    """Return the embeddings (B, s, C) of the rows that `select` takes from the text."""
+    rows = select(inputs.text)
+    return family.embed(rows) if inputs.inputs_embeds is None else rows
 
 
 def dummy_mask(text: Tensor) -> Tensor:
@@ -99,8 +93,7 @@ class _DenseMaskRule:
 def causal_rectangles(mask: Tensor | None, q: Tensor, k: Tensor) -> Iterable[Rectangle]:
     """Yield the mask rectangles of rows q (B, H, L, D) and the cached and new keys k (B, G, K, D).
 
-    Args:
-        mask: (B or 1, 1, L, K) as transformers prepares it; None for a causal mask without padding.
+    `mask` is (B or 1, 1, L, K) as transformers prepares it, or None for a causal mask without padding.
     """
     batch, length, keys = q.shape[0], q.shape[2], k.shape[2]
     if mask is None:

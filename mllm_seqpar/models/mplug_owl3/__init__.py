@@ -13,19 +13,9 @@ from .modeling import MPlugOwl3ForConditionalGeneration
 from .processing import MPlugOwl3Processor
 from .visual_inputs import VisualCache, VisualInputs
 
-__all__ = [
-    "HyperAttention",
-    "HyperDecoderLayer",
-    "MPlugOwl3Config",
-    "MPlugOwl3ForConditionalGeneration",
-    "MPlugOwl3ImageProcessor",
-    "MPlugOwl3Processor",
-    "MediaLayout",
-    "VisualCache",
-    "VisualInputs",
-    "media_layout",
-    "register",
-]
+__all__ = ["MPlugOwl3Config", "MPlugOwl3ForConditionalGeneration", "MPlugOwl3ImageProcessor", "MPlugOwl3Processor"]
+__all__ += ["HyperAttention", "HyperDecoderLayer", "MediaLayout", "VisualCache", "VisualInputs"]
+__all__ += ["media_layout", "register"]
 
 
 def register() -> None:

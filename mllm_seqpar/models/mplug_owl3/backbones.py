@@ -19,11 +19,7 @@ class MPlugOwl3VisionModel(SiglipVisionModel):
     """SigLIP's vision tower; a separate class, so that transformers' renaming rules for SigLIP do not apply to it."""
 
     def penultimate(self, pixel_values: Tensor) -> Tensor:
-        """Frames (F, 3, H, W) -> `hidden_states[-2]` (F, T, width), without computing the last layer.
-
-        Raises:
-            ShapeError: frames of another size than the tower's.
-        """
+        """Frames (F, 3, H, W) -> `hidden_states[-2]` (F, T, width), without computing the last layer."""
         config = self.config
         grid = config.image_size // config.patch_size
         if pixel_values.dim() != 4 or any(side // config.patch_size != grid for side in pixel_values.shape[2:]):
@@ -42,9 +38,8 @@ class HyperQwen2Model(Qwen2Model):
 
     config: MPlugOwl3Config
     _no_split_modules = ["Qwen2DecoderLayer", "HyperDecoderLayer"]
-    _supports_flash_attn = False  # flash and flex attention cannot express the frame masks and the joint softmax
-    _supports_flex_attn = False
-    _can_compile_fullgraph = False
+    # Flash and flex attention cannot express the frame masks and the joint softmax.
+    _supports_flash_attn = _supports_flex_attn = _can_compile_fullgraph = False
 
     def __init__(self, config: MPlugOwl3Config) -> None:
         super().__init__(config)
@@ -63,10 +58,8 @@ class HyperQwen2ForCausalLM(Qwen2ForCausalLM):
     """The language model: `HyperQwen2Model` and the output projection."""
 
     config: MPlugOwl3Config
-    _no_split_modules = ["Qwen2DecoderLayer", "HyperDecoderLayer"]
-    _supports_flash_attn = False
-    _supports_flex_attn = False
-    _can_compile_fullgraph = False
+    _no_split_modules = HyperQwen2Model._no_split_modules
+    _supports_flash_attn = _supports_flex_attn = _can_compile_fullgraph = False
 
     def __init__(self, config: MPlugOwl3Config) -> None:
         super(Qwen2ForCausalLM, self).__init__(config)  # Qwen2ForCausalLM.__init__ would build a second Qwen2Model.

@@ -29,31 +29,19 @@ _ANSWER = f"\n{IM_START}assistant\n"
 
 @dataclass(frozen=True)
 class Piece:
-    """A piece of text that is tokenized separately.
-
-    Attributes:
-        text: the text, with placeholders for media.
-        is_target: part of an answer, and therefore of the labels.
-    """
+    """A piece of text that is tokenized separately; a target is part of an answer, and therefore of the labels."""
 
     text: str
     is_target: bool = False
 
 
 def conversation_pieces(
-    messages: Sequence[Message],
-    *,
-    add_generation_prompt: bool = False,
-    end_of_document: str = "",
-    training: bool = False,
+    messages: Sequence[Message], *, add_generation_prompt: bool, end_of_document: str = "", training: bool = False
 ) -> list[Piece]:
     """Return the pieces of one conversation. Without a system message it gets an empty one, as in training.
 
-    Args:
-        messages: in order. A final assistant message of empty content is the beginning of an answer, as published.
-        add_generation_prompt: end with the beginning of an answer.
-        end_of_document: text that follows each answer and is part of the labels.
-        training: treat a final empty answer as an answer with labels.
+    A final assistant message of empty content is the beginning of an answer, as published; in `training` it is an
+    answer with labels. `end_of_document` follows each answer and is part of the labels.
 
     Raises:
         DataError: an unknown role or part type, or media in a message that is not the user's.
@@ -129,9 +117,7 @@ def video_text(frames: int, *, span: bool) -> str:
 def image_text(grid: tuple[int, int] | None, template: str) -> str:
     """Return the text of a still image: one placeholder for each tile of the grid (rows, columns) and the whole image.
 
-    Args:
-        grid: None for an image that is not cut, which has one placeholder.
-        template: "v2" or "v3", the published forms of the text.
+    An image without grid is not cut and has one placeholder. `template` is "v2" or "v3", the published forms.
     """
     if grid is None:
         return IMAGE

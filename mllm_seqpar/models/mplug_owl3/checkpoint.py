@@ -8,6 +8,7 @@ import json
 import os
 import re
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from safetensors import safe_open
@@ -17,6 +18,7 @@ from mllm_seqpar.errors import ConfigError, DataError
 
 from .configuration import AUTO, MPlugOwl3Config
 
+_HUB_ARGUMENTS = ("cache_dir", "force_download", "local_files_only", "token", "revision", "subfolder", "proxies")
 _SINGLE, _INDEX = "model{}.safetensors", "model.safetensors.index{}.json"
 _PICKLED = ("pytorch_model.bin", "pytorch_model.bin.index.json")
 _VISUAL = "self_attn.v_kv_proj."
@@ -36,26 +38,10 @@ PROCESSOR_OPTIONS: dict[str | None, dict[str, Any]] = {
 
 
 def checkpoint_keys(path: str | os.PathLike, variant: str | None = None, **hub: Any) -> set[str]:
-    """Return the tensor names of a checkpoint: one safetensors file, or several with an index.
-
-    Args:
-        path: directory or hub repository, as for `from_pretrained`.
-        variant: transformers' name of a file variant, such as "fp16".
-        **hub: options of `from_pretrained` that locate files (cache_dir, revision, token, subfolder, ...).
-
-    Raises:
-        DataError: there are no safetensors.
-    """
+    """Return the tensor names of a checkpoint; raise DataError if there are no safetensors of this variant."""
 
     def find(name: str) -> str | None:
-        return cached_file(
-            path,
-            name,
-            _raise_exceptions_for_missing_entries=False,
-            _raise_exceptions_for_gated_repo=True,
-            _raise_exceptions_for_connection_errors=True,
-            **hub,
-        )
+        return cached_file(path, name, _raise_exceptions_for_missing_entries=False, **hub)
 
     suffix = f".{variant}" if variant else ""
     single_name, index_name = _SINGLE.format(suffix), _INDEX.format(suffix)
@@ -63,12 +49,10 @@ def checkpoint_keys(path: str | os.PathLike, variant: str | None = None, **hub: 
         with safe_open(single, framework="pt") as file:
             return set(file.keys())
     if (index := find(index_name)) is not None:
-        with open(index, encoding="utf-8") as file:
-            return set(json.load(file)["weight_map"])
-    pickled = [name for name in _PICKLED if find(name) is not None]
-    if pickled:
+        return set(json.loads(Path(index).read_text(encoding="utf-8"))["weight_map"])
+    if pickled := next((name for name in _PICKLED if find(name) is not None), None):
         raise DataError(
-            f"{os.fspath(path)!r} holds {pickled[0]} and no safetensors; only safetensors are loaded. If you trust the "
+            f"{os.fspath(path)!r} holds {pickled} and no safetensors; only safetensors are loaded. If you trust the "
             "file, convert it: load the pickled state dict and write it with safetensors.torch.save_file"
         )
     raise DataError(
@@ -76,12 +60,13 @@ def checkpoint_keys(path: str | os.PathLike, variant: str | None = None, **hub: 
     )
 
 
-def gate_of(keys: set[str]) -> str | None:
-    """Return the gate of the model with these tensors: "per_head", "vector", or None for one joint softmax.
+def hub_options(kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options of `from_pretrained` that locate files on the hub."""
+    return {name: kwargs[name] for name in _HUB_ARGUMENTS if kwargs.get(name) is not None}
 
-    Raises:
-        ConfigError: no published generation has these names.
-    """
+
+def gate_of(keys: set[str]) -> str | None:
+    """Return "per_head", "vector", or None for one joint softmax; raise ConfigError if no published model fits."""
     if not any(_VISUAL in key for key in keys):
         raise ConfigError("the weights have no self_attn.v_kv_proj: this is not an mPLUG-Owl3 checkpoint")
     names = {match[1] for key in keys if (match := _GATE.search(key))}
@@ -95,11 +80,7 @@ def gate_of(keys: set[str]) -> str | None:
 
 
 def projector_layers_of(keys: set[str]) -> int:
-    """Return the number of linear layers, 1 or 2, of the projector of the model with these tensors.
-
-    Raises:
-        ConfigError: no published generation has these names.
-    """
+    """Return the number of linear layers, 1 or 2, of the projector; raise ConfigError if no published model fits."""
     names = {key.partition(_PROJECTOR)[2] for key in keys if _PROJECTOR in key}
     for layers, parts in _PROJECTORS.items():
         if names and names <= parts:
@@ -111,11 +92,7 @@ def projector_layers_of(keys: set[str]) -> int:
 
 
 def complete_config(config: MPlugOwl3Config, keys: set[str]) -> None:
-    """Set, in place, the fields that a published config does not state: gate, projector, head of the vision tower.
-
-    Raises:
-        ConfigError: the config contradicts the weights.
-    """
+    """Set, in place, the gate, the projector and the tower's head; raise ConfigError if the config contradicts them."""
     found: dict[str, Any] = {"projector_layers": projector_layers_of(keys)}
     if config.hyper_layers or any(_VISUAL in key for key in keys):
         found["gate"] = gate_of(keys)
@@ -138,23 +115,14 @@ def processor_options(
 ) -> dict[str, Any]:
     """Return the options of a processor: explicit ones, else those in files, else those of the published generation.
 
-    Args:
-        path: directory or hub repository.
-        files: names of JSON files, and the options that each may state.
-        explicit: the options that the caller passed.
-        **hub: as for `checkpoint_keys`.
-
-    Raises:
-        DataError: an option is neither passed nor stated, and there are no weights that identify the generation.
-        ConfigError: the weights belong to no published generation.
+    `files` has the names of JSON files, and the options that each may state. DataError says that an option is neither
+    passed nor stated, and that no weights identify the generation.
     """
     options: dict[str, Any] = {}
     for name, allowed in files.items():
         file = cached_file(path, name, _raise_exceptions_for_missing_entries=False, **hub)
-        if file is not None:
-            with open(file, encoding="utf-8") as stream:
-                stated = json.load(stream)
-            options |= {option: stated[option] for option in allowed if option in stated}
+        stated = {} if file is None else json.loads(Path(file).read_text(encoding="utf-8"))
+        options |= {option: stated[option] for option in allowed if option in stated}
     options |= explicit
     lacking = [name for name in PROCESSOR_OPTIONS[None] if name not in options]
     if not lacking:

@@ -10,14 +10,8 @@ AUTO = "auto"
 """The gate of a config that does not state it; `from_pretrained` replaces it by the gate of the weights."""
 
 _DEFAULT_HYPER_LAYERS = (1, 9, 17, 25)
-_DEFAULT_VISION = {
-    "hidden_size": 1152,
-    "image_size": 384,
-    "intermediate_size": 4304,
-    "num_attention_heads": 16,
-    "num_hidden_layers": 27,
-    "patch_size": 14,
-}
+_DEFAULT_VISION = {"hidden_size": 1152, "intermediate_size": 4304, "num_attention_heads": 16, "num_hidden_layers": 27}
+_DEFAULT_VISION |= {"image_size": 384, "patch_size": 14}
 
 # Rotary types whose frequencies depend on the longest position of a call. Text and frames are rotated separately and
 # would get different frequencies.

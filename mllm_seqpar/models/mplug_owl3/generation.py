@@ -79,17 +79,12 @@ class MPlugOwl3GenerationMixin(GenerationMixin):
         cached = visual_cache(model_kwargs.get("past_key_values"))
         if cached is not None and total == 0:
             return cached.layout  # The conversation continues; its frames are in the cache.
-        embeds = model_kwargs.get("inputs_embeds")
+        embeds, positions, offset = (model_kwargs.get(x) for x in ("inputs_embeds", "position_ids", "media_offset"))
         prompt = input_ids if embeds is None else embeds
-        position_ids = model_kwargs.get("position_ids")
-        if position_ids is not None and prompt is not None:
-            position_ids = position_ids[:, -prompt.shape[1] :]
-        return self.media_layout(
-            total,
-            input_ids=input_ids if embeds is None else None,
-            media_offset=model_kwargs.get("media_offset"),
-            position_ids=position_ids,
-        )
+        if positions is not None and prompt is not None:
+            positions = positions[:, -prompt.shape[1] :]
+        ids = input_ids if embeds is None else None
+        return self.media_layout(total, input_ids=ids, media_offset=offset, position_ids=positions)
 
     def prepare_inputs_for_generation(
         self,
@@ -100,13 +95,8 @@ class MPlugOwl3GenerationMixin(GenerationMixin):
         **kwargs: Any,
     ) -> dict[str, Any]:
         """Prepare the inputs like transformers; frames are passed only until their K and V are in the cache."""
-        inputs = super().prepare_inputs_for_generation(
-            input_ids,
-            past_key_values=past_key_values,
-            inputs_embeds=inputs_embeds,
-            is_first_iteration=is_first_iteration,
-            **kwargs,
-        )
+        kwargs |= {"inputs_embeds": inputs_embeds, "is_first_iteration": is_first_iteration}
+        inputs = super().prepare_inputs_for_generation(input_ids, past_key_values=past_key_values, **kwargs)
         cached = visual_cache(past_key_values)
         if past_key_values is None or cached is None or past_key_values.get_seq_length() == 0:
             return inputs
@@ -116,8 +106,7 @@ class MPlugOwl3GenerationMixin(GenerationMixin):
                 f"the cache holds {cached.layout.total_frames} frames and {passed} were passed; {_SAME_FRAMES}"
             )
         given = [inputs[name] for name in _FRAMES if inputs.get(name) is not None] if is_first_iteration else []
-        if cached.frame_fingerprints and any(
-            fingerprint_of(frames) not in cached.frame_fingerprints for frames in given
-        ):
+        known = cached.frame_fingerprints
+        if known and any(fingerprint_of(frames) not in known for frames in given):
             raise ShapeError(f"other frames were passed than those whose K and V the cache holds; {_SAME_FRAMES}")
         return {name: value for name, value in inputs.items() if name not in (*_FRAMES, "media_layout", "media_offset")}

@@ -35,7 +35,6 @@ class HyperAttention(Qwen2Attention):
 
     Attributes:
         v_kv_proj: projects visual features to K and V; its output channels are (KV head, {K, V}, head dim).
-        fused: one softmax over visual and text keys; `config.gate` is None.
         gate: (hidden,) logits of the weight of the visual output per channel; None unless `config.gate` is "vector".
         gate_proj: maps one head of the text output to the weight of the visual output; None unless `config.gate` is
             "per_head".
@@ -45,7 +44,7 @@ class HyperAttention(Qwen2Attention):
         super().__init__(config, layer_idx)
         self.num_kv_heads = config.num_key_value_heads
         self.v_kv_proj = nn.Linear(config.hidden_size, 2 * self.num_kv_heads * self.head_dim, bias=True)
-        self.fused = config.gate is None
+        self.fused = config.gate is None  # one softmax over visual and text keys
         self.gate = nn.Parameter(torch.zeros(config.hidden_size)) if config.gate == "vector" else None
         self.gate_proj: nn.Module | None = None
         if config.gate == "per_head":
@@ -56,13 +55,9 @@ class HyperAttention(Qwen2Attention):
         self, hidden_states: Tensor, position_embeddings: tuple[Tensor, Tensor]
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Normalised text (B, L, hidden) -> q (B, H, L, D), k and v (B, G, L, D); q and k are rotated."""
-        heads = (*hidden_states.shape[:-1], -1, self.head_dim)
-        q, k, v = (
-            projection(hidden_states).view(heads).transpose(1, 2)
-            for projection in (self.q_proj, self.k_proj, self.v_proj)
-        )
-        q, k = apply_rotary_pos_emb(q, k, *position_embeddings)
-        return q, k, v
+        heads, projections = (*hidden_states.shape[:-1], -1, self.head_dim), (self.q_proj, self.k_proj, self.v_proj)
+        q, k, v = (project(hidden_states).view(heads).transpose(1, 2) for project in projections)
+        return *apply_rotary_pos_emb(q, k, *position_embeddings), v
 
     def project_visual(self, embeds: Tensor, frame_position: Tensor) -> tuple[Tensor, Tensor]:
         """Normalised frames (F, T, hidden) -> k (rotated) and v, each (1, G, F * T, D).
@@ -72,16 +67,12 @@ class HyperAttention(Qwen2Attention):
         frames, tokens, _ = embeds.shape
         kv = self.v_kv_proj(embeds).view(frames, tokens, self.num_kv_heads, 2, self.head_dim)
         k, v = kv.unbind(-2)
-        k = self._rotate_frames(k, frame_position)
+        wide = k.to(torch.promote_types(k.dtype, torch.float32))
+        cos, sin = (x[0, :, None, None] for x in self.rotary_emb(wide, frame_position[None].to(k.device)))  # (1, F, D)
+        k = (wide * cos + rotate_half(wide) * sin).to(k.dtype)
         v = v.contiguous()  # A view would keep the unrotated K, which shares its storage, alive.
         k, v = (part.reshape(1, frames * tokens, self.num_kv_heads, self.head_dim).transpose(1, 2) for part in (k, v))
         return k, v
-
-    def _rotate_frames(self, k: Tensor, frame_position: Tensor) -> Tensor:
-        wide = k.to(torch.promote_types(k.dtype, torch.float32))
-        cos, sin = self.rotary_emb(wide, frame_position[None].to(k.device))  # (1, F, D)
-        cos, sin = cos[0, :, None, None], sin[0, :, None, None]
-        return (wide * cos + rotate_half(wide) * sin).to(k.dtype)
 
     def mix(self, text_out: Tensor, visual_out: Tensor, has_frames: Tensor) -> Tensor:
         """Return text_out (1 - w) + visual_out w, (B, L, C), where the gate gives the weight w.
@@ -96,10 +87,6 @@ class HyperAttention(Qwen2Attention):
             raise TypeError("config.gate is None: visual and text keys share one softmax, so there is nothing to mix")
         weight = weight.to(text_out.dtype)
         return torch.where(has_frames[..., None], text_out * (1 - weight) + visual_out * weight, text_out)
-
-    def output(self, mixed: Tensor) -> Tensor:
-        """Concatenated heads (B, L, C) -> (B, L, hidden)."""
-        return self.o_proj(mixed)
 
     def visual_states(
         self, visual: VisualInputs, visual_norm: nn.Module, past_key_values: Cache | None
@@ -123,26 +110,16 @@ class HyperAttention(Qwen2Attention):
         visual_norm: nn.Module | None = None,
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor | None]:
-        """Compute attention of normalised text over text and frames.
+        """Normalised text (B, L, hidden) -> (B, L, hidden), and with eager attention the weights of the text keys.
 
-        Args:
-            hidden_states: (B, L, hidden), the output of the layer's input norm.
-            position_embeddings: cos and sin of the text.
-            attention_mask: the mask that transformers prepared for this layer's attention implementation.
-            past_key_values: the text cache, which also keeps the visual K and V.
-            visual: visual features and visibility; None in a pass without frames.
-            visual_norm: the layer's input norm, which is applied to the visual features too.
-            **kwargs: passed to the attention function.
-
-        Returns:
-            (B, L, hidden), and with eager attention the attention weights of the text keys.
+        `visual` is None in a pass without frames. `visual_norm` is the layer's input norm, applied to the frames too.
         """
         q, k, v = self.project_text(hidden_states, position_embeddings)
         if past_key_values is not None:
             k, v = past_key_values.update(k, v, self.layer_idx)
         if visual is None:
             mixed, weights = self._attend_text(q, k, v, attention_mask, **kwargs)
-            return self.output(mixed), weights
+            return self.o_proj(mixed), weights
         if visual_norm is None:
             raise TypeError("visual_norm is missing: hyper attention normalises the frames with its layer's input norm")
         visual_k, visual_v = self.visual_states(visual, visual_norm, past_key_values)
@@ -151,7 +128,7 @@ class HyperAttention(Qwen2Attention):
         else:
             text_out, weights = self._attend_text(q, k, v, attention_mask, **kwargs)
             mixed = self.mix(text_out, self._attend_frames(q, visual_k, visual_v, visual), visual.has_frames)
-        return self.output(mixed), weights
+        return self.o_proj(mixed), weights
 
     @property
     def _dropout(self) -> float:
@@ -161,72 +138,44 @@ class HyperAttention(Qwen2Attention):
         self, q: Tensor, k: Tensor, v: Tensor, attention_mask: Tensor | None, **kwargs: Any
     ) -> tuple[Tensor, Tensor | None]:
         """Return Qwen2's own self-attention (B, L, C), before the output projection."""
-        attend: Callable = ALL_ATTENTION_FUNCTIONS.get_interface(
-            self.config._attn_implementation, eager_attention_forward
-        )
-        out, weights = attend(
-            self,
-            q,
-            k,
-            v,
-            attention_mask,
-            dropout=self._dropout,
-            scaling=self.scaling,
-            sliding_window=self.sliding_window,
-            **kwargs,
-        )
+        name = self.config._attn_implementation
+        attend: Callable = ALL_ATTENTION_FUNCTIONS.get_interface(name, eager_attention_forward)
+        kwargs |= {"dropout": self._dropout, "scaling": self.scaling, "sliding_window": self.sliding_window}
+        out, weights = attend(self, q, k, v, attention_mask, **kwargs)
         return out.flatten(2), weights
 
     def _attend_frames(self, q: Tensor, k: Tensor, v: Tensor, visual: VisualInputs) -> Tensor:
         """Return the attention of every row over its visible frames, (B, L, C); 0 for rows without visible frames."""
-        samples = []
-        for sample, blocks in enumerate(visual.blocks):
-            parts = []
-            for block in blocks:
-                rows = q[sample : sample + 1, :, block.start : block.stop]
-                if block.first_frame == block.stop_frame:
-                    parts.append(torch.zeros_like(rows).transpose(1, 2))
-                    continue
-                keys = visual.keys_of(block)
-                mask = _visible_keys(visual, sample, block)
-                parts.append(self._attend(rows, k[:, :, keys], v[:, :, keys], mask)[0])
-            samples.append(torch.cat(parts, dim=1))
-        return torch.cat(samples).flatten(2)
+
+        def attend(sample: int, block: RowBlock) -> tuple[Tensor, None]:
+            rows = q[sample : sample + 1, :, block.start : block.stop]
+            if block.first_frame == block.stop_frame:
+                return torch.zeros_like(rows).transpose(1, 2), None
+            keys = visual.keys_of(block)
+            return self._attend(rows, k[:, :, keys], v[:, :, keys], _visible_keys(visual, sample, block))[0], None
+
+        return _by_blocks(visual, attend)[0]
 
     def _attend_jointly(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        visual_k: Tensor,
-        visual_v: Tensor,
-        attention_mask: Tensor | None,
-        visual: VisualInputs,
+        self, q: Tensor, k: Tensor, v: Tensor, visual_k: Tensor, visual_v: Tensor, mask: Any, visual: VisualInputs
     ) -> tuple[Tensor, Tensor | None]:
         """Return the attention with one softmax over [visual keys; text keys], (B, L, C)."""
-        text_mask = _text_visibility(attention_mask, q, k)
-        samples, sample_weights = [], []
-        for sample, blocks in enumerate(visual.blocks):
-            parts, part_weights = [], []
-            one = slice(sample, sample + 1)
-            for block in blocks:
-                keys = visual.keys_of(block)
-                visible = _visible_keys(visual, sample, block)
-                mask_rows = None
-                if text_mask is not None:
-                    mask_rows = text_mask[sample % text_mask.shape[0], block.start : block.stop]
-                mask = _joint_mask(visible, keys.stop - keys.start, mask_rows, block.stop - block.start, k.shape[2])
-                out, weights = self._attend(
-                    q[one, :, block.start : block.stop],
-                    torch.cat([visual_k[:, :, keys], k[one]], dim=2),
-                    torch.cat([visual_v[:, :, keys], v[one]], dim=2),
-                    mask,
-                )
-                parts.append(out)
-                part_weights.append(None if weights is None else weights[..., keys.stop - keys.start :])
-            samples.append(torch.cat(parts, dim=1))
-            sample_weights.append(_concatenate(part_weights, dim=2))
-        return torch.cat(samples).flatten(2), _concatenate(sample_weights, dim=0)
+        text_mask = _text_visibility(mask, q, k)
+
+        def attend(sample: int, block: RowBlock) -> tuple[Tensor, Tensor | None]:
+            one, rows, keys = slice(sample, sample + 1), slice(block.start, block.stop), visual.keys_of(block)
+            visual_keys = keys.stop - keys.start
+            visible = _visible_keys(visual, sample, block)
+            mask_rows = None if text_mask is None else text_mask[sample % text_mask.shape[0], rows]
+            out, weights = self._attend(
+                q[one, :, rows],
+                torch.cat([visual_k[:, :, keys], k[one]], dim=2),
+                torch.cat([visual_v[:, :, keys], v[one]], dim=2),
+                _joint_mask(visible, visual_keys, mask_rows, block.stop - block.start, k.shape[2]),
+            )
+            return out, None if weights is None else weights[..., visual_keys:]
+
+        return _by_blocks(visual, attend)
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """q (1, H, rows, D) -> (1, rows, H, D); mask (rows, keys), boolean (True: visible) or additive, or None."""
@@ -252,13 +201,18 @@ class HyperDecoderLayer(Qwen2DecoderLayer):
         self.self_attn = HyperAttention(config, layer_idx)
 
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        """Compute Qwen2's decoder layer; `visual` among the keyword arguments is passed on to the attention."""
         return super().forward(hidden_states, *args, visual_norm=self.input_layernorm, **kwargs)
 
 
-def _concatenate(weights: list[Tensor | None], dim: int) -> Tensor | None:
-    present = [part for part in weights if part is not None]  # all of them with eager attention, otherwise none
-    return torch.cat(present, dim) if present else None
+def _by_blocks(
+    visual: VisualInputs, attend: Callable[[int, RowBlock], tuple[Tensor, Tensor | None]]
+) -> tuple[Tensor, Tensor | None]:
+    """Concatenate outputs (1, rows, H, D) of all row blocks to (B, L, C), and weights (1, H, rows, keys) if any."""
+    samples = [[attend(number, block) for block in blocks] for number, blocks in enumerate(visual.blocks)]
+    outs = torch.cat([torch.cat([out for out, _ in parts], dim=1) for parts in samples]).flatten(2)
+    # Every block has weights with eager attention, otherwise none has.
+    weights = [torch.cat(found, 2) for parts in samples if (found := [w for _, w in parts if w is not None])]
+    return outs, torch.cat(weights) if weights else None
 
 
 def _visible_keys(visual: VisualInputs, sample: int, block: RowBlock) -> Tensor | None:

@@ -11,6 +11,7 @@ followed by the whole image once more, which gives rows * columns + 1 tiles. Eac
 
 from collections.abc import Iterable, Sequence
 from functools import cache
+from itertools import groupby
 from typing import Any, TypedDict
 
 import numpy as np
@@ -45,11 +46,8 @@ class MPlugOwl3ImageProcessor(ImageProcessingMixin):
     """Resize frames of any aspect ratio to a square, bicubic with antialiasing, and normalise them.
 
     A call returns one frame for each picture. `tiles` cuts a still image; its result can be passed to a call.
-
-    Attributes:
-        image_size: side of the square. A vision tower of 27 x 27 patches of 14 accepts both 378 and 384.
-        image_mean: per channel, of values from 0 to 1.
-        image_std: per channel.
+    `image_size` is the side of the square: a vision tower of 27 x 27 patches of 14 accepts both 378 and 384.
+    `image_mean` and `image_std` are per channel, of values from 0 to 1.
     """
 
     model_input_names = ["pixel_values"]
@@ -63,18 +61,14 @@ class MPlugOwl3ImageProcessor(ImageProcessingMixin):
         **kwargs: Any,
     ) -> None:
         super().__init__(**kwargs)
-        self.image_size = image_size
-        self.image_mean = list(image_mean)
-        self.image_std = list(image_std)
+        self.image_size, self.image_mean, self.image_std = image_size, list(image_mean), list(image_std)
 
     def __call__(
         self, images: Frame | Iterable[Frame], return_tensors: str | None = None, **unknown: Any
     ) -> BatchFeature:
         """Return `pixel_values` (F, 3, size, size), float32, of one frame, several frames, or an array of frames.
 
-        Args:
-            images: the frames.
-            return_tensors: accepted for transformers' callers; the result is always a torch tensor.
+        `return_tensors` is accepted for transformers' callers; the result is always a torch tensor.
 
         Raises:
             ShapeError: a frame is not a colour picture.
@@ -85,15 +79,11 @@ class MPlugOwl3ImageProcessor(ImageProcessingMixin):
                 f"unknown arguments: {', '.join(sorted(unknown))}; size and normalisation are set when it is created"
             )
         frames = [to_tensor(frame, number) for number, frame in enumerate(frame_list(images))]
-        parts = [torch.zeros(0, 3, self.image_size, self.image_size)]
-        start = 0
-        while start < len(frames):
-            stop = start
-            while stop < min(len(frames), start + _AT_ONCE) and _can_stack(frames[stop], frames[start]):
-                stop += 1
-            parts.append(self._preprocess(torch.stack(frames[start:stop])))
-            start = stop
-        return BatchFeature({"pixel_values": torch.cat(parts[1:] or parts)})
+        parts = []
+        for _, run in groupby(frames, key=lambda frame: (frame.shape, frame.dtype, frame.device)):
+            parts += [self._preprocess(chunk) for chunk in torch.stack(list(run)).split(_AT_ONCE)]
+        empty = torch.zeros(0, 3, self.image_size, self.image_size)
+        return BatchFeature({"pixel_values": torch.cat(parts or [empty])})
 
     preprocess = __call__
 
@@ -104,11 +94,7 @@ class MPlugOwl3ImageProcessor(ImageProcessingMixin):
     def tiles(self, picture: Frame, grid: Grid | None = None) -> Tensor:
         """Return the tiles of a still image and then the whole image, (rows * columns + 1, 3, size, size).
 
-        The result has the picture's dtype, uint8 or floating, and needs no further resizing.
-
-        Args:
-            picture: the image.
-            grid: the best grid if None.
+        The result has the picture's dtype, uint8 or floating, and needs no further resizing. None: the best grid.
         """
         whole, size = to_tensor(picture, 0)[None], self.image_size
         rows, columns = grid or self.grid(*whole.shape[2:])
@@ -119,20 +105,14 @@ class MPlugOwl3ImageProcessor(ImageProcessingMixin):
         """(F, 3, H, W), uint8 or floating -> (F, 3, size, size) float32, normalised."""
         frames = resized(frames, self.image_size, self.image_size)
         frames = frames.float() / 255 if frames.dtype == torch.uint8 else frames.float()
-        mean, std = (
-            torch.tensor(part, device=frames.device)[:, None, None] for part in (self.image_mean, self.image_std)
-        )
+        mean, std = (torch.tensor(x, device=frames.device)[:, None, None] for x in (self.image_mean, self.image_std))
         return (frames - mean) / std
 
 
 def best_grid(height: int, width: int, size: int) -> Grid:
-    """Return the grid that fits a picture best: the closest shape first, then the closest resolution.
+    """Return the grid of tiles of side `size` that fits best: the closest shape first, then the closest resolution.
 
     The published code computes in float32 and in whole pixels, which decides near ties; this function does the same.
-
-    Args:
-        height, width: size of the picture.
-        size: side of a tile.
     """
     boxes = torch.tensor([(columns * size, rows * size) for rows, columns in GRIDS])
     same_shape = boxes.clone()
@@ -203,7 +183,3 @@ def to_tensor(frame: Any, number: int) -> Tensor:
             "uint8"
         )
     return frame
-
-
-def _can_stack(one: Tensor, other: Tensor) -> bool:
-    return one.shape == other.shape and one.dtype == other.dtype and one.device == other.device

@@ -44,24 +44,19 @@ class MediaLayout:
 
     @property
     def total_frames(self) -> int:
-        """F."""
         return self.frame_position.shape[0]
 
     def rows(self, start: int, length: int) -> tuple[Tensor, Tensor]:
         """Return first and stop, (B, length) each, of the tokens from `start` on; tokens after the layout see all."""
         known = max(0, min(self.first.shape[1] - start, length))
-        first, stop = (
-            torch.cat([part[:, start : start + known], edge[:, None].expand(-1, length - known)], dim=1)
-            for part, edge in zip((self.first, self.stop), self.sample_range.unbind(1), strict=True)
-        )
-        return first, stop
+        low, high = (edge[:, None].expand(-1, length - known) for edge in self.sample_range.unbind(1))
+        first, stop = (part[:, start : start + known] for part in (self.first, self.stop))
+        return torch.cat([first, low], dim=1), torch.cat([stop, high], dim=1)
 
     def cropped(self, length: int, inclusive: bool) -> "MediaLayout":
         """Return the layout of the first `length` tokens; later rows see the frames of the remaining text.
 
-        Args:
-            length: number of tokens; a shorter layout is returned unchanged.
-            inclusive: whether a placeholder sees its own frame.
+        `inclusive` says whether a placeholder sees its own frame. A layout that is not longer is returned unchanged.
         """
         if length >= self.first.shape[1]:
             return self
@@ -75,10 +70,18 @@ class MediaLayout:
         """Return the layout of a batch that repeats each sample `times` times (beams); repetitions share the frames."""
         if times == 1:
             return self
-        first, stop, sample_range = (
-            part.repeat_interleave(times, dim=0) for part in (self.first, self.stop, self.sample_range)
+        repeated = {name: getattr(self, name).repeat_interleave(times, 0) for name in ("first", "stop", "sample_range")}
+        return replace(self, **repeated)
+
+
+def check_layout(layout: MediaLayout, batch: int, total_frames: int) -> None:
+    """Raise ShapeError unless the layout is for that many samples and frames."""
+    samples, frames = layout.first.shape[0], layout.total_frames
+    if (samples, frames) != (batch, total_frames):
+        raise ShapeError(
+            f"media_layout is for {samples} samples and {frames} frames; the call has {batch} samples and "
+            f"{total_frames} frames"
         )
-        return replace(self, first=first, stop=stop, sample_range=sample_range)
 
 
 def media_layout(
@@ -96,10 +99,8 @@ def media_layout(
         gate: `config.gate`. With a gate, a placeholder does not see its own frame, and the frame's keys are rotated by
             the position of the first token that sees it. Without a gate, a placeholder sees its own frame, and the keys
             are rotated by the placeholder's position.
-        total_frames: frames of all samples.
         input_ids: (B, L); without it, `media_offset` and `position_ids` are required.
         image_token_id: the placeholder token; ignored if `media_offset` is given.
-        media_offset: the positions of the frames, in either published form.
         position_ids: (B, L) or (1, L), the rotary positions of the text; 0, 1, 2, ... if None.
 
     Raises:
@@ -154,16 +155,11 @@ def _check_count(placeholders: Tensor, total_frames: int) -> None:
     found = int(placeholders.sum())
     if found == total_frames:
         return
-    per_sample = placeholders.sum(1).tolist()
+    passed = f"{total_frames} were passed; each frame needs exactly one placeholder"
     if total_frames == 0:
-        raise ShapeError(
-            f"the text has placeholders for {found} frames (by sample: {per_sample}), and neither pixel_values nor "
-            "image_embeds was passed: pass the frames, or remove the placeholders"
-        )
-    raise ShapeError(
-        f"the text has placeholders for {found} frames (by sample: {per_sample}), and {total_frames} were passed; "
-        "each frame needs exactly one placeholder"
-    )
+        passed = "neither pixel_values nor image_embeds was passed: pass the frames, or remove the placeholders"
+    by_sample = placeholders.sum(1).tolist()
+    raise ShapeError(f"the text has placeholders for {found} frames (by sample: {by_sample}), and {passed}")
 
 
 def _placeholders_of_positions(media_offset: MediaOffset, positions: Tensor) -> Tensor:

@@ -19,7 +19,7 @@ from mllm_seqpar.runtime.visual_features import fingerprint_of
 from .backbones import HyperQwen2ForCausalLM, MPlugOwl3VisionModel
 from .configuration import AUTO, GATES, MPlugOwl3Config
 from .generation import MPlugOwl3GenerationMixin
-from .media import MediaLayout, MediaOffset, media_layout
+from .media import MediaLayout, MediaOffset, check_layout, media_layout
 from .pretrained import MPlugOwl3PreTrainedModel
 from .visual_inputs import VisualCache, VisualInputs, visual_cache
 
@@ -27,10 +27,7 @@ from .visual_inputs import VisualCache, VisualInputs, visual_cache
 class MPlugOwl3ForConditionalGeneration(MPlugOwl3PreTrainedModel, MPlugOwl3GenerationMixin):
     """A language model conditioned on text and frames.
 
-    Attributes:
-        language_model: `HyperQwen2ForCausalLM`.
-        vision_model: SigLIP's vision tower.
-        vision2text_model: the projector to the text's width: a linear layer, or two with an exact GELU between.
+    `vision2text_model` is the projector to the text's width: a linear layer, or two with an exact GELU between.
     """
 
     def __init__(self, config: MPlugOwl3Config) -> None:
@@ -44,7 +41,9 @@ class MPlugOwl3ForConditionalGeneration(MPlugOwl3PreTrainedModel, MPlugOwl3Gener
         super().__init__(config)
         self.language_model = HyperQwen2ForCausalLM(config)
         self.vision_model = MPlugOwl3VisionModel(config.vision_config)
-        self.vision2text_model = _projector(config)
+        first, width = nn.Linear(config.vision.hidden_size, config.hidden_size), config.hidden_size
+        more = [] if config.projector_layers == 1 else [nn.GELU(), nn.Linear(width, width)]
+        self.vision2text_model: nn.Module = nn.Sequential(first, *more) if more else first
         self.post_init()
 
     def get_input_embeddings(self) -> nn.Module:
@@ -68,26 +67,12 @@ class MPlugOwl3ForConditionalGeneration(MPlugOwl3PreTrainedModel, MPlugOwl3Gener
         features = [self.vision_model.penultimate(chunk) for chunk in pixel_values.split(size)]
         return self.vision2text_model(features[0] if len(features) == 1 else torch.cat(features))
 
-    def media_layout(
-        self,
-        total_frames: int,
-        *,
-        input_ids: Tensor | None = None,
-        media_offset: MediaOffset | None = None,
-        position_ids: Tensor | None = None,
-    ) -> MediaLayout:
+    def media_layout(self, total_frames: int, **placement: Any) -> MediaLayout:
         """Return `media.media_layout` with this model's gate and placeholder token."""
-        return media_layout(
-            self.config.gate,
-            total_frames=total_frames,
-            input_ids=input_ids,
-            image_token_id=self.config.image_token_id,
-            media_offset=media_offset,
-            position_ids=position_ids,
-        )
+        token = self.config.image_token_id
+        return media_layout(self.config.gate, total_frames=total_frames, image_token_id=token, **placement)
 
     def _frame_features(self, pixel_values: Tensor | None, image_embeds: Tensor | None) -> Tensor | None:
-        """Return the visual features (F, T, hidden) of pixels or embeddings, or None without frames."""
         if pixel_values is not None and image_embeds is not None:
             raise ShapeError("pass either pixel_values or image_embeds, not both")
         if pixel_values is not None and pixel_values.shape[0]:
@@ -105,8 +90,7 @@ class MPlugOwl3ForConditionalGeneration(MPlugOwl3PreTrainedModel, MPlugOwl3Gener
 
     def _cache_for(self, past_key_values: Cache | None, use_cache: bool | None) -> tuple[Cache | None, bool]:
         """Return the cache of this call, created here if needed, since the visual K and V are kept with it."""
-        if use_cache is None:
-            use_cache = self.config.use_cache
+        use_cache = self.config.use_cache if use_cache is None else use_cache
         if self.training and self.language_model.model.gradient_checkpointing:
             use_cache = False  # Each layer would drop the cache with a warning.
         if use_cache and past_key_values is None:
@@ -114,31 +98,15 @@ class MPlugOwl3ForConditionalGeneration(MPlugOwl3PreTrainedModel, MPlugOwl3Gener
         return past_key_values, use_cache
 
     def _new_visual(
-        self,
-        layout: MediaLayout,
-        row_offset: int,
-        embeds: Tensor | None,
-        frames: Tensor | None,
-        cache: Cache | None,
-        past_length: int,
-        inputs_embeds: Tensor,
-    ) -> VisualInputs | None:
-        """Return the visual inputs for the frames of this call; with a cache, also attach their KV cache to it."""
-        total = 0 if embeds is None else embeds.shape[0]
-        batch, length, _ = inputs_embeds.shape
-        if layout.total_frames != total or layout.first.shape[0] != batch:
-            raise ShapeError(
-                f"media_layout is for {layout.first.shape[0]} samples and {layout.total_frames} frames; the call has "
-                f"{batch} samples and {total} frames"
-            )
-        if embeds is None:
-            return None
+        self, layout: MediaLayout, row_offset: int, embeds: Tensor, frames: Tensor | None, cache: Cache | None
+    ) -> VisualCache:
+        """Return the visual KV cache for the frames of this call, attached to the text cache if there is one."""
         inclusive = self.config.gate is None
         visual = VisualCache(layout, row_offset=row_offset, tokens_per_frame=embeds.shape[1], inclusive=inclusive)
         if cache is not None:
             attach(cache, visual, self.config.num_hidden_layers)
             visual.frame_fingerprints = set() if frames is None else {fingerprint_of(frames)}
-        return visual.inputs(past_length, length, batch, embeds)
+        return visual
 
     @can_return_tuple
     def forward(
@@ -173,7 +141,6 @@ class MPlugOwl3ForConditionalGeneration(MPlugOwl3PreTrainedModel, MPlugOwl3Gener
             shift_labels: (B, L), already shifted, in place of `labels`.
             image_embeds: (F, T, hidden), the result of `encode_frames`, in place of `pixel_values`.
             media_layout: the visibility from the cache's first token on, in place of `media_offset`.
-            use_cache: whether to return a cache; `config.use_cache` if None.
             logits_to_keep: number of last positions, or the positions, to compute logits for; 0 for all.
             **kwargs: passed to the language model, its layers, its attention function, and the loss
                 (`num_items_in_batch`).
@@ -193,56 +160,38 @@ class MPlugOwl3ForConditionalGeneration(MPlugOwl3PreTrainedModel, MPlugOwl3Gener
         embeds = self._frame_features(pixel_values, image_embeds)
         visual = _cached_visual(past_key_values, past_length, inputs_embeds, embeds)
         if visual is None and (embeds is not None or past_length == 0):
-            row_offset = past_length if media_layout is None else 0
-            if media_layout is None:
-                total = 0 if embeds is None else embeds.shape[0]
-                media_layout = self.media_layout(
-                    total, input_ids=input_ids, media_offset=media_offset, position_ids=position_ids
-                )
-            frames = pixel_values if image_embeds is None else image_embeds
-            visual = self._new_visual(
-                media_layout, row_offset, embeds, frames, past_key_values, past_length, inputs_embeds
-            )
+            total, (batch, length) = 0 if embeds is None else embeds.shape[0], inputs_embeds.shape[:2]
+            layout, row_offset = media_layout, 0
+            if layout is None:
+                placement = {"input_ids": input_ids, "media_offset": media_offset, "position_ids": position_ids}
+                layout, row_offset = self.media_layout(total, **placement), past_length
+            check_layout(layout, batch, total)
+            if embeds is not None:
+                frames = pixel_values if image_embeds is None else image_embeds
+                cached = self._new_visual(layout, row_offset, embeds, frames, past_key_values)
+                visual = cached.inputs(past_length, length, batch, embeds)
+        text = {"inputs_embeds": inputs_embeds, "attention_mask": attention_mask, "position_ids": position_ids}
         outputs = self.language_model.model(
-            attention_mask=attention_mask,
-            position_ids=position_ids,
-            past_key_values=past_key_values,
-            inputs_embeds=inputs_embeds,
-            use_cache=use_cache,
-            visual=visual,
-            **kwargs,
+            **text, past_key_values=past_key_values, use_cache=use_cache, visual=visual, **kwargs
         )
         logits = self.language_model.lm_head(rows_kept(outputs.last_hidden_state, logits_to_keep))
         if shift_labels is not None:
             shift_labels = shift_labels.contiguous()  # transformers' loss needs a view of it
         loss = None
         if labels is not None or shift_labels is not None:
-            loss = self.loss_function(
-                logits=logits, labels=labels, vocab_size=self.config.vocab_size, shift_labels=shift_labels, **kwargs
-            )
-        return CausalLMOutputWithPast(
-            loss=loss,
-            logits=logits,
-            past_key_values=outputs.past_key_values,
-            hidden_states=outputs.hidden_states,
-            attentions=outputs.attentions,
-        )
-
-
-def _projector(config: MPlugOwl3Config) -> nn.Module:
-    first = nn.Linear(config.vision.hidden_size, config.hidden_size)
-    if config.projector_layers == 1:
-        return first
-    return nn.Sequential(first, nn.GELU(), nn.Linear(config.hidden_size, config.hidden_size))
+            kwargs |= {"labels": labels, "shift_labels": shift_labels, "vocab_size": self.config.vocab_size}
+            loss = self.loss_function(logits=logits, **kwargs)
+        kept = {name: getattr(outputs, name) for name in ("past_key_values", "hidden_states", "attentions")}
+        return CausalLMOutputWithPast(loss=loss, logits=logits, **kept)
 
 
 def _cached_visual(cache: Any, past_length: int, inputs_embeds: Tensor, embeds: Tensor | None) -> VisualInputs | None:
     """Return the visual inputs of tokens that continue a cache with visual K and V, or None."""
     cached = visual_cache(cache)
-    if cached is not None and past_length <= cached.row_offset:
-        detach(cache, VisualCache)  # The cache was reset, or cropped to before the text of these frames.
-        cached = None
     if cached is None:
+        return None
+    if past_length <= cached.row_offset:  # the cache was reset, or cropped to before the text of these frames
+        detach(cache, VisualCache)
         return None
     if embeds is not None:
         raise ShapeError(

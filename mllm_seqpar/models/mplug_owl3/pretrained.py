@@ -10,16 +10,13 @@ from transformers import PreTrainedModel
 from mllm_seqpar.errors import ConfigError
 from mllm_seqpar.models.loading import load_clean
 
-from .checkpoint import checkpoint_keys, complete_config
+from .checkpoint import checkpoint_keys, complete_config, hub_options
 from .configuration import MPlugOwl3Config
 
-_HUB_ARGUMENTS = ("cache_dir", "force_download", "local_files_only", "token", "revision", "subfolder", "proxies")
 _CONFIG_OVERRIDES = {field.name for field in fields(MPlugOwl3Config)} - {"dtype"} | {"output_attentions"}
 
 
 class MPlugOwl3PreTrainedModel(PreTrainedModel):
-    """The base class of the model."""
-
     config: MPlugOwl3Config
     base_model_prefix = ""
     input_modalities = ("image", "video", "text")
@@ -54,12 +51,12 @@ class MPlugOwl3PreTrainedModel(PreTrainedModel):
                 "ignore_mismatched_sizes is True, which would leave weights at random values: leave it out, and use "
                 "resize_token_embeddings after loading for another vocabulary"
             )
-        hub = {name: kwargs[name] for name in _HUB_ARGUMENTS if kwargs.get(name) is not None}
+        hub = hub_options(kwargs)
         if isinstance(config, MPlugOwl3Config):
             complete = copy.deepcopy(config)
         else:
             complete = MPlugOwl3Config.from_pretrained(config or pretrained_model_name_or_path, **hub)
-        for name in [name for name in kwargs if name in _CONFIG_OVERRIDES]:
+        for name in _CONFIG_OVERRIDES & set(kwargs):
             setattr(complete, name, kwargs.pop(name))
         complete.check()
         if kwargs.get("state_dict") is not None:

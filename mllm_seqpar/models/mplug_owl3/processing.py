@@ -14,28 +14,14 @@ from transformers.utils import IMAGE_PROCESSOR_NAME, PROCESSOR_NAME
 from mllm_seqpar.errors import ConfigError, DataError
 from mllm_seqpar.models.processor import NativeProcessor
 
-from .chat import (
-    IMAGE,
-    TEMPLATES,
-    VIDEO,
-    Message,
-    Piece,
-    conversation_pieces,
-    expand_media,
-    image_text,
-    media_of,
-    placeholders,
-    text_pieces,
-    video_text,
-)
-from .checkpoint import processor_options
+from . import chat
+from .chat import IMAGE, TEMPLATES, VIDEO, Message, Piece
+from .checkpoint import hub_options, processor_options
 from .image_processing import Frame, Grid, ImageOptions, MPlugOwl3ImageProcessor, frame_list, to_tensor
 
 _END_OF_DOCUMENT = "<|endoftext|>"
 _OPTIONS = ("video_span", "cut_enable", "cut_template")
 _IMAGE_OPTIONS = tuple(ImageOptions.__annotations__)
-
-_HUB = ("cache_dir", "force_download", "local_files_only", "proxies", "revision", "subfolder", "token")
 
 
 class MPlugOwl3Processor(NativeProcessor):
@@ -50,7 +36,6 @@ class MPlugOwl3Processor(NativeProcessor):
     image has its own grid. That model was not trained on several cut images; `cut_enable=False` passes them whole.
 
     Attributes:
-        image_processor: preprocesses frames to `pixel_values`.
         tokenizer: any tokenizer with ChatML's marks.
         video_span: put the frames of a video between `<|start_video_frame|>` and `<|end_video_frame|>`, as in the
             training of later published models.
@@ -73,9 +58,7 @@ class MPlugOwl3Processor(NativeProcessor):
     ) -> None:
         if cut_template not in TEMPLATES:
             raise ConfigError(f"cut_template is {cut_template!r}; expected one of {', '.join(TEMPLATES)}")
-        self.video_span = video_span
-        self.cut_enable = cut_enable
-        self.cut_template = cut_template
+        self.video_span, self.cut_enable, self.cut_template = video_span, cut_enable, cut_template
         super().__init__(image_processor, tokenizer)
 
     @classmethod
@@ -86,7 +69,6 @@ class MPlugOwl3Processor(NativeProcessor):
         states are those of the generation that the names of the weights identify (`checkpoint.processor_options`).
 
         Args:
-            pretrained_model_name_or_path: directory or hub repository.
             **kwargs: options of the processor (`video_span`, `cut_enable`, `cut_template`) and of its image processor
                 (`image_size`, `image_mean`, `image_std`), which take precedence over files and weights; further
                 arguments are passed to the tokenizer.
@@ -95,9 +77,8 @@ class MPlugOwl3Processor(NativeProcessor):
             DataError: an option is not stated anywhere, and no weights identify the generation.
         """
         explicit = {name: kwargs.pop(name) for name in (*_OPTIONS, *_IMAGE_OPTIONS) if name in kwargs}
-        hub = {name: kwargs[name] for name in _HUB if kwargs.get(name) is not None}
         files = {IMAGE_PROCESSOR_NAME: _IMAGE_OPTIONS, PROCESSOR_NAME: _OPTIONS}
-        options = processor_options(pretrained_model_name_or_path, files, explicit, **hub)
+        options = processor_options(pretrained_model_name_or_path, files, explicit, **hub_options(kwargs))
         tokenizer = AutoTokenizer.from_pretrained(pretrained_model_name_or_path, **kwargs)
         image_options = {name: options.pop(name) for name in _IMAGE_OPTIONS if name in options}
         return cls(MPlugOwl3ImageProcessor(**image_options), tokenizer, **options)
@@ -129,7 +110,6 @@ class MPlugOwl3Processor(NativeProcessor):
                 answer, as published; with `return_labels` it is an empty answer.
             chat_template: must be None; there is only one format.
             add_generation_prompt: end with the beginning of an answer.
-            tokenize: return tensors.
             images, videos: with `tokenize`, used in place of the media in the parts, in the form of `__call__`.
             **kwargs: with `tokenize`, arguments of `__call__`, and `return_labels`.
         """
@@ -138,8 +118,8 @@ class MPlugOwl3Processor(NativeProcessor):
         pieces = self._conversation(conversation, add_generation_prompt, kwargs.get("return_labels", False))
         if not tokenize:
             return "".join(piece.text for piece in pieces)
-        images = media_of(conversation, "image") if images is None else images
-        videos = media_of(conversation, "video") if videos is None else videos
+        images = chat.media_of(conversation, "image") if images is None else images
+        videos = chat.media_of(conversation, "video") if videos is None else videos
         return self._call([pieces], images, videos, **kwargs)
 
     def __call__(
@@ -166,7 +146,7 @@ class MPlugOwl3Processor(NativeProcessor):
         """
         if text is None:
             raise DataError("text is None; pass text with a placeholder for each image and video")
-        samples = [text_pieces(sample) for sample in ([text] if isinstance(text, str) else text)]
+        samples = [chat.text_pieces(sample) for sample in ([text] if isinstance(text, str) else text)]
         return self._call(samples, images, videos, **kwargs)
 
     def encode(
@@ -189,7 +169,6 @@ class MPlugOwl3Processor(NativeProcessor):
                 `cut_enable` is False.
             add_generation_prompt: end each conversation with the beginning of an answer.
             return_labels: add `labels`: the tokens of the answers and their ends, -100 elsewhere.
-            padding_side: "left" or "right"; the tokenizer's default if None.
 
         Returns:
             `input_ids`, `attention_mask` and, on request, `labels`, (B, L), and `media_offset` (B, N), whose row has
@@ -200,14 +179,12 @@ class MPlugOwl3Processor(NativeProcessor):
         """
         batch: Any = [conversations] if conversations and "role" in conversations[0] else conversations
         samples = [self._conversation(messages, add_generation_prompt, return_labels) for messages in batch]
-        return self._encode(samples, frames_per_video, image_grids, return_labels, padding_side)
+        return self._encode(self._expand(samples, frames_per_video, image_grids), return_labels, padding_side)
 
     def _conversation(self, messages: Sequence[Message], add_generation_prompt: bool, training: bool) -> list[Piece]:
-        return conversation_pieces(
-            messages,
-            add_generation_prompt=add_generation_prompt,
-            end_of_document=_END_OF_DOCUMENT if _END_OF_DOCUMENT in self.tokenizer.get_vocab() else "",
-            training=training,
+        end = _END_OF_DOCUMENT if _END_OF_DOCUMENT in self.tokenizer.get_vocab() else ""
+        return chat.conversation_pieces(
+            messages, add_generation_prompt=add_generation_prompt, end_of_document=end, training=training
         )
 
     def _call(
@@ -225,23 +202,19 @@ class MPlugOwl3Processor(NativeProcessor):
         if isinstance(videos, (np.ndarray, Tensor)) and videos.ndim == 4:
             videos = [videos]  # a single video
         videos = [] if videos is None else list(videos)
-        pictures = [
-            to_tensor(image, number) for number, image in enumerate([] if images is None else frame_list(images))
-        ]
-        kinds = placeholders(samples)
+        images = [] if images is None else frame_list(images)
+        pictures = [to_tensor(image, number) for number, image in enumerate(images)]
+        kinds = chat.placeholders(samples)
         if (wanted := kinds.count(IMAGE)) != len(pictures):
             raise DataError(f"the text has {wanted} {IMAGE} and {len(pictures)} images were passed; pass one for each")
         cut = self.cut_enable if cut_enable is None else cut_enable
         grids = [self.image_processor.grid(*picture.shape[1:]) if cut else None for picture in pictures]
-        encoded = self._encode(samples, [len(video) for video in videos], grids, return_labels, padding_side)
-        image_iter, video_iter = iter(zip(pictures, grids, strict=True)), iter(videos)
-        frames: list[Frame] = []
-        for kind in kinds:
-            if kind == VIDEO:
-                frames.extend(next(video_iter))
-            else:
-                picture, grid = next(image_iter)
-                frames.extend([picture] if grid is None else self.image_processor.tiles(picture, grid))
+        expanded = self._expand(samples, [len(video) for video in videos], grids)
+        encoded = self._encode(expanded, return_labels, padding_side)
+        tiles = self.image_processor.tiles
+        stills = ([x] if grid is None else tiles(x, grid) for x, grid in zip(pictures, grids, strict=True))
+        media = {VIDEO: iter(videos), IMAGE: stills}
+        frames: list[Frame] = [frame for kind in kinds for frame in next(media[kind])]
         if frames:
             encoded["pixel_values"] = self.image_processor(frames)["pixel_values"]
         return encoded
@@ -250,7 +223,7 @@ class MPlugOwl3Processor(NativeProcessor):
         self, samples: list[list[Piece]], frames_per_video: Sequence[int], image_grids: Sequence[Grid | None] | None
     ) -> list[list[Piece]]:
         """Return the samples with one placeholder for each frame."""
-        kinds = placeholders(samples)
+        kinds = chat.placeholders(samples)
         videos, images = kinds.count(VIDEO), kinds.count(IMAGE)
         if videos != len(frames_per_video):
             raise DataError(
@@ -267,20 +240,13 @@ class MPlugOwl3Processor(NativeProcessor):
             )
         grids = [None] * images if image_grids is None else image_grids
         texts = {
-            VIDEO: (video_text(count, span=self.video_span) for count in frames_per_video),
-            IMAGE: (image_text(grid, self.cut_template) for grid in grids),
+            VIDEO: (chat.video_text(count, span=self.video_span) for count in frames_per_video),
+            IMAGE: (chat.image_text(grid, self.cut_template) for grid in grids),
         }
-        return [expand_media(sample, texts) for sample in samples]
+        return [chat.expand_media(sample, texts) for sample in samples]
 
-    def _encode(
-        self,
-        samples: list[list[Piece]],
-        frames_per_video: Sequence[int],
-        image_grids: Sequence[Grid | None] | None,
-        return_labels: bool,
-        padding_side: str | None,
-    ) -> BatchFeature:
-        rows = [self._row(sample) for sample in self._expand(samples, frames_per_video, image_grids)]
+    def _encode(self, samples: list[list[Piece]], return_labels: bool, padding_side: str | None) -> BatchFeature:
+        rows = [self._row(sample) for sample in samples]
         side = padding_side or getattr(self.tokenizer, "padding_side", "right")
         pad = self.tokenizer.pad_token_id if self.tokenizer.pad_token_id is not None else 0
         length, most = (max((len(row[part]) for row in rows), default=0) for part in (0, 2))
@@ -291,21 +257,20 @@ class MPlugOwl3Processor(NativeProcessor):
         }
         if return_labels:
             data["labels"] = torch.full((len(rows), length), -100)
-        for sample, (ids, is_target, positions) in enumerate(rows):
+        for sample, (ids, labels, positions) in enumerate(rows):
             start = length - len(ids) if side == "left" else 0
             columns = slice(start, start + len(ids))
             data["input_ids"][sample, columns] = torch.tensor(ids, dtype=torch.long)
             data["attention_mask"][sample, columns] = 1
             data["media_offset"][sample, : len(positions)] = torch.tensor(positions, dtype=torch.long) + start
             if return_labels:
-                labels = [token if target else -100 for token, target in zip(ids, is_target, strict=True)]
                 data["labels"][sample, columns] = torch.tensor(labels, dtype=torch.long)
         return BatchFeature(data)
 
-    def _row(self, pieces: Iterable[Piece]) -> tuple[list[int], list[bool], list[int]]:
-        """Return the tokens of a sample, whether each is a target, and where the placeholders begin."""
+    def _row(self, pieces: Iterable[Piece]) -> tuple[list[int], list[int], list[int]]:
+        """Return the tokens of a sample, its labels, and where the placeholders begin."""
         ids: list[int] = []
-        is_target: list[bool] = []
+        labels: list[int] = []
         positions: list[int] = []
         placeholder = self._tokens(IMAGE)
         for piece in pieces:
@@ -314,8 +279,9 @@ class MPlugOwl3Processor(NativeProcessor):
                     positions.append(len(ids))
                     ids += placeholder
                 ids += self._tokens(text) if text else []
-            is_target += [piece.is_target] * (len(ids) - len(is_target))
-        return ids, is_target, positions
+            added = ids[len(labels) :]
+            labels += added if piece.is_target else [-100] * len(added)
+        return ids, labels, positions
 
     def _tokens(self, text: str) -> list[int]:
         return self.tokenizer(text, add_special_tokens=False)["input_ids"]

@@ -6,7 +6,7 @@ dim.
 
 import copy
 from collections.abc import Hashable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import groupby
 from typing import Any
@@ -27,17 +27,14 @@ SHORT_RUN = 32
 
 @dataclass(frozen=True, kw_only=True)
 class RowBlock:
-    """Rows [start, stop) of one sample, and the frames [first_frame, stop_frame) that at least one of them sees.
-
-    Attributes:
-        uniform: every row sees all of these frames, so no mask is needed. True for a block without frames.
-    """
+    """Rows [start, stop) of one sample, and the frames [first_frame, stop_frame) that at least one of them sees."""
 
     start: int
     stop: int
     first_frame: int
     stop_frame: int
     uniform: bool
+    """Every row sees all of these frames, so no mask is needed. True for a block without frames."""
 
 
 class VisualInputs:
@@ -50,17 +47,13 @@ class VisualInputs:
         embeds: (F, T, hidden), the output of `vision2text_model`; None while decoding, when K and V are cached.
         frame_position: (F,) int64, the rotary position of each frame's keys.
         first, stop: (B, L) int64. A row sees the frames first <= f < stop, by global number.
-        tokens_per_frame: T.
     """
 
     def __init__(
         self, *, embeds: Tensor | None, frame_position: Tensor, first: Tensor, stop: Tensor, tokens_per_frame: int
     ) -> None:
-        self.embeds = embeds
-        self.frame_position = frame_position
-        self.first = first
-        self.stop = stop
-        self.tokens_per_frame = tokens_per_frame
+        self.embeds, self.frame_position, self.tokens_per_frame = embeds, frame_position, tokens_per_frame
+        self.first, self.stop = first, stop
 
     @cached_property
     def has_frames(self) -> Tensor:
@@ -68,16 +61,13 @@ class VisualInputs:
         return self.stop > self.first
 
     def keys_of(self, block: RowBlock) -> slice:
-        """Return the range of visual keys that a block's frames have."""
         return slice(block.first_frame * self.tokens_per_frame, block.stop_frame * self.tokens_per_frame)
 
     @cached_property
     def blocks(self) -> list[list[RowBlock]]:
         """The row blocks of each sample, computed once for all hyper layers."""
-        return [
-            row_blocks(first, stop, self.tokens_per_frame)
-            for first, stop in zip(self.first.tolist(), self.stop.tolist(), strict=True)
-        ]
+        bounds = zip(self.first.tolist(), self.stop.tolist(), strict=True)
+        return [row_blocks(first, stop, self.tokens_per_frame) for first, stop in bounds]
 
 
 class VisualCache(RowsLayer):
@@ -88,30 +78,21 @@ class VisualCache(RowsLayer):
     Attributes:
         layout: the layout of the text that was passed with the frames.
         row_offset: number of tokens in the cache before that text.
-        tokens_per_frame: T.
         inclusive: whether a placeholder sees its own frame.
         states: for each layer index, k (rotated) and v, (1, G, F * T, D).
-        frame_fingerprints: fingerprints of the frame tensors that were passed.
         is_complete: False if `states` contains only this rank's frames, because a patched model filled the cache.
     """
 
     def __init__(self, layout: MediaLayout, *, row_offset: int, tokens_per_frame: int, inclusive: bool) -> None:
         super().__init__(layout.first.shape[0])
-        self.layout = layout
-        self.row_offset = row_offset
-        self.tokens_per_frame = tokens_per_frame
-        self.inclusive = inclusive
+        self.layout, self.row_offset = layout, row_offset
+        self.tokens_per_frame, self.inclusive = tokens_per_frame, inclusive
         self.states: dict[Hashable, tuple[Tensor, Tensor]] = {}
         self.frame_fingerprints: set[tuple[int, ...]] = set()
         self.is_complete = True
 
     def inputs(self, past_length: int, length: int, batch: int, embeds: Tensor | None = None) -> VisualInputs:
-        """Return the visual inputs of the `length` tokens that follow `past_length` cached tokens.
-
-        Raises:
-            ConfigError: the K and V of some frames are on other ranks.
-            ShapeError: the cache has another number of rows than the call.
-        """
+        """Return the visual inputs of the `length` tokens that follow `past_length` cached tokens."""
         if not self.is_complete:
             raise ConfigError(
                 "past_key_values holds K and V of the frames of one rank only, because a patched model filled it; "
@@ -121,13 +102,8 @@ class VisualCache(RowsLayer):
         if embeds is None:
             self.layout = self.layout.cropped(past_length - self.row_offset, self.inclusive)
         first, stop = (bound[rows] for bound in self.layout.rows(past_length - self.row_offset, length))
-        return VisualInputs(
-            embeds=embeds,
-            frame_position=self.layout.frame_position,
-            first=first,
-            stop=stop,
-            tokens_per_frame=self.tokens_per_frame,
-        )
+        position, tokens = self.layout.frame_position, self.tokens_per_frame
+        return VisualInputs(embeds=embeds, frame_position=position, first=first, stop=stop, tokens_per_frame=tokens)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "VisualCache":
         copied = copy.copy(self)  # All operations replace rows, layout and states; none changes them in place.
@@ -167,10 +143,5 @@ def _can_join(left: RowBlock, right: RowBlock, tokens_per_frame: int) -> bool:
 
 
 def _join(left: RowBlock, right: RowBlock) -> RowBlock:
-    return RowBlock(
-        start=left.start,
-        stop=right.stop,
-        first_frame=min(left.first_frame, right.first_frame),
-        stop_frame=max(left.stop_frame, right.stop_frame),
-        uniform=False,
-    )
+    low, high = min(left.first_frame, right.first_frame), max(left.stop_frame, right.stop_frame)
+    return replace(left, stop=right.stop, first_frame=low, stop_frame=high, uniform=False)

@@ -5,12 +5,8 @@ from transformers.configuration_utils import PreTrainedConfig
 
 from mllm_seqpar.errors import ConfigError
 
-LAYERS = {
-    "gpt_neox": "gpt_neox.layers",
-    "llama": "model.layers",
-    "mpt": "transformer.blocks",
-    "opt": "model.decoder.layers",
-}
+LAYERS = {"gpt_neox": "gpt_neox.layers", "llama": "model.layers", "mpt": "transformer.blocks"}
+LAYERS |= {"opt": "model.decoder.layers"}
 """The attribute path of the decoder layers in transformers' language models, by model type."""
 
 
@@ -56,16 +52,11 @@ class OpenFlamingoConfig(PreTrainedConfig):
 
     @property
     def vision(self) -> CLIPVisionConfig:
-        """`vision_config` as a config object."""
         return cast(CLIPVisionConfig, self.vision_config)
 
     @property
     def layers(self) -> str:
-        """The attribute path of the language model's decoder layers.
-
-        Raises:
-            ConfigError: the language model is not supported, or the config lacks a token id.
-        """
+        """The path of the decoder layers; ConfigError without a supported language model or a token id."""
         kind = getattr(self.text_config, "model_type", None)
         if kind not in LAYERS:
             raise ConfigError(f"text_config has model_type {kind!r}; OpenFlamingo supports {', '.join(LAYERS)}")

@@ -41,7 +41,6 @@ def convert(
     """Write an OpenFlamingo directory.
 
     Args:
-        output: the directory to write.
         language_model: directory of a published causal language model with its tokenizer.
         vision_model: directory of a CLIP, or of its vision tower, with its image processor.
         checkpoint: the published checkpoint.pt; None for untrained cross-attention with closed gates.
@@ -62,14 +61,20 @@ def convert(
     state = None if checkpoint is None else _read(checkpoint)
     every = _interval(checkpoint, state, cross_attn_every_n_layers)
     text = load_language_model(language_model)
-    embedding = _name_of_embedding(text)
+    weight = text.get_input_embeddings().weight
+    embedding = "lang_encoder." + next(name for name, parameter in text.named_parameters() if parameter is weight)
     rows = None if state is None else _rows(checkpoint, state, embedding)
     tokenizer, length = _tokenizer(language_model, rows)
     fit_vocabulary(text, length)
     tower = load_complete(CLIPVisionModel, vision_model, _NOT_THE_TOWER)
     tower.__class__ = ClipTower
     images = CLIPImageProcessorPil.from_pretrained(vision_model)
-    _check_images(vision_model, images, tower.config)
+    crop = images.crop_size
+    if not crop["height"] == crop["width"] == tower.config.image_size:
+        raise ConfigError(
+            f"{vision_model}: preprocessor_config.json crops pictures to {crop['height']} x {crop['width']}, but the "
+            f"vision tower takes {tower.config.image_size} x {tower.config.image_size}"
+        )
     config = OpenFlamingoConfig(
         text_config=text.config,
         vision_config=tower.config,
@@ -88,7 +93,6 @@ def convert(
 
 
 def _read(checkpoint: Any) -> dict[str, Tensor]:
-    """Return the tensors of a checkpoint.pt; only tensors are unpickled."""
     try:
         state = torch.load(checkpoint, map_location="cpu", weights_only=True)
     except (OSError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
@@ -98,7 +102,6 @@ def _read(checkpoint: Any) -> dict[str, Tensor]:
 
 
 def _interval(checkpoint: Any, state: dict[str, Tensor] | None, asked: int | None) -> int:
-    """Return the distance of the cross-attention blocks, from the layer numbers of the gates in the checkpoint."""
     if state is None:
         return asked or 1
     gated = {int(found[1] or found[2]) for found in map(_GATE.search, state) if found}
@@ -110,11 +113,6 @@ def _interval(checkpoint: Any, state: dict[str, Tensor] | None, asked: int | Non
             f"cross_attn_every_n_layers={asked}, but {checkpoint} has {every}; pass that, or leave it out"
         )
     return every
-
-
-def _name_of_embedding(text: Any) -> str:
-    embedding = text.get_input_embeddings().weight
-    return "lang_encoder." + next(name for name, weight in text.named_parameters() if weight is embedding)
 
 
 def _rows(checkpoint: Any, state: dict[str, Tensor], embedding: str) -> int:
@@ -161,15 +159,6 @@ def _published_tokenizer(directory: Location) -> Any:
         raise ConfigError(f"language_model={directory}: its tokenizer cannot be read: {error}") from error
     special = {name: token for name, token in tokenizer.special_tokens_map.items() if isinstance(token, str)}
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer.backend_tokenizer, **special)
-
-
-def _check_images(vision_model: Location, images: Any, tower: Any) -> None:
-    crop = images.crop_size
-    if not crop["height"] == crop["width"] == tower.image_size:
-        raise ConfigError(
-            f"{vision_model}: preprocessor_config.json crops pictures to {crop['height']} x {crop['width']}, but the "
-            f"vision tower takes {tower.image_size} x {tower.image_size}"
-        )
 
 
 def _fill(model: Any, state: dict[str, Tensor], embedding: str, checkpoint: Any) -> None:

@@ -64,20 +64,27 @@ class QKNormMptAttention(MptAttention):
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor]:
         """Return the output (B, s, C) and the weights (B, H, s, t); `attention_mask` is True where a key is hidden."""
-        qkv = self.Wqkv(hidden_states)
-        if self.clip_qkv:
-            qkv = qkv.clamp(min=-self.clip_qkv, max=self.clip_qkv)
-        q, k, v = qkv.chunk(3, dim=2)
-        q, k = self.q_ln(q).to(v.dtype), self.k_ln(k).to(v.dtype)
-        q, k, v = (x.unflatten(-1, (self.n_heads, -1)).transpose(1, 2) for x in (q, k, v))
-        if past_key_values is not None:
-            k, v = past_key_values.update(k, v, self.layer_idx)
+        q, k, v = mpt_projections(self, hidden_states, past_key_values)
         scores = q @ k.mT * self.softmax_scale + position_bias[:, :, -k.shape[2] :]
         if attention_mask is not None:
             scores = scores.masked_fill(attention_mask, torch.finfo(q.dtype).min)
         weights = scores.float().softmax(dim=-1).to(v.dtype)
         weights = nn.functional.dropout(weights, p=self.attn_dropout_p, training=self.training)
         return self.out_proj((weights @ v).transpose(1, 2).flatten(2)), weights
+
+
+def mpt_projections(attention: Any, hidden_states: Tensor, past_key_values: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """Return q (B, H, s, D) of an MptAttention, and k and v with those of the cache, which they are added to."""
+    qkv = attention.Wqkv(hidden_states)
+    if attention.clip_qkv:
+        qkv = qkv.clamp(min=-attention.clip_qkv, max=attention.clip_qkv)
+    q, k, v = qkv.chunk(3, dim=2)
+    if hasattr(attention, "q_ln"):  # MPT-1B normalises over the full width, before the heads are split
+        q, k = attention.q_ln(q).to(v.dtype), attention.k_ln(k).to(v.dtype)
+    q, k, v = (x.unflatten(-1, (attention.n_heads, -1)).transpose(1, 2) for x in (q, k, v))
+    if past_key_values is not None:
+        k, v = past_key_values.update(k, v, attention.layer_idx)
+    return q, k, v
 
 
 class QKNormMptForCausalLM(MptForCausalLM):
@@ -98,12 +105,7 @@ def language_model_class(config: PreTrainedConfig) -> Any:
 
 
 def load_language_model(directory: str | os.PathLike[str]) -> Any:
-    """Load the language model of a published directory in float32.
-
-    Raises:
-        ConfigError: a configuration that no class here implements.
-        DataError: weights are missing, unexpected or of another shape.
-    """
+    """Load the language model of a published directory in float32; raise ConfigError if no class implements it."""
     file = Path(directory) / "config.json"
     try:
         is_mosaic = json.loads(file.read_text()).get("model_type") == "mosaic_gpt"

@@ -29,11 +29,7 @@ _IGNORED |= {"revision", "token", "cache_dir", "force_download", "local_files_on
 
 
 def open_flamingo() -> tuple[Any, Any, Any]:
-    """Import `Flamingo`, `FlamingoLMMixin` and `extend_instance` from the package open-flamingo.
-
-    Raises:
-        ConfigError: the package is not installed.
-    """
+    """Import `Flamingo`, `FlamingoLMMixin` and `extend_instance`; raise ConfigError without the package."""
     # The package imports open_clip for a factory that is not used here, and open_clip imports torchvision, which has no
     # build for some machines. If open_clip cannot be imported, an empty module replaces it during this import.
     replaced = _lacks_open_clip()
@@ -77,11 +73,7 @@ class ClipTower(CLIPVisionModel):
 
 
 class OpenFlamingo(_Flamingo):  # type: ignore[valid-type,misc]
-    """`open_flamingo.Flamingo` with the interface of transformers' models for loading, saving and sharding.
-
-    Attributes:
-        config: an `OpenFlamingoConfig`.
-    """
+    """`open_flamingo.Flamingo` with the interface of transformers' models for loading, saving and sharding."""
 
     config_class = OpenFlamingoConfig
 
@@ -94,21 +86,14 @@ class OpenFlamingo(_Flamingo):  # type: ignore[valid-type,misc]
         language_model.tie_weights()  # no_init_weights skips this
         _extend(language_model, _Mixin)
         language_model.set_decoder_layers_attr_name(layers)
-        super().__init__(
-            types.SimpleNamespace(visual=tower),
-            language_model,
-            config.eoc_token_id,
-            config.media_token_id,
-            vis_dim=config.vision.hidden_size,
-            cross_attn_every_n_layers=config.cross_attn_every_n_layers,
-        )
+        tokens = config.eoc_token_id, config.media_token_id
+        options = {"vis_dim": config.vision.hidden_size, "cross_attn_every_n_layers": config.cross_attn_every_n_layers}
+        super().__init__(types.SimpleNamespace(visual=tower), language_model, *tokens, **options)
         self.config = config
         # The cross-attention block and the decoder layer are in the module tree twice: in lists of their own, and in
         # the layer that runs both. The outer layer cannot be a unit, since it would overlap with them.
-        self._no_split_modules = [
-            *("GatedCrossAttentionBlock", "PerceiverResampler"),
-            *sorted({*(language_model._no_split_modules or ()), *(tower._no_split_modules or ())}),
-        ]
+        own = {*(language_model._no_split_modules or ()), *(tower._no_split_modules or ())}
+        self._no_split_modules = ["GatedCrossAttentionBlock", "PerceiverResampler", *sorted(own)]
         for block in language_model.gated_cross_attn_layers:
             if block is not None:
                 block.attn.only_attend_immediate_media = config.only_attend_immediate_media
@@ -127,10 +112,8 @@ class OpenFlamingo(_Flamingo):  # type: ignore[valid-type,misc]
         """Load the model of a directory in eval mode.
 
         Args:
-            path: the directory.
             config: the directory's config, if it has already been read.
-            dtype: dtype of the parameters; "auto" is the file's.
-            torch_dtype: the former name of `dtype`.
+            dtype: dtype of the parameters; "auto" is the file's. `torch_dtype` is its former name.
             device_map: "meta" only compares names and shapes and returns a model without values; otherwise the CPU.
             **options: options of `PreTrainedModel.from_pretrained` that locate files on the hub; ignored.
 

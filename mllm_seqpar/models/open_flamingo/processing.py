@@ -17,12 +17,7 @@ IMAGE, END_OF_CHUNK = "<image>", "<|endofchunk|>"
 
 
 class OpenFlamingoProcessor(NativeProcessor):
-    """The language model's tokenizer and CLIP's image processor, used as in the published training.
-
-    Attributes:
-        image_processor: CLIP's.
-        tokenizer: has the tokens `<image>` and `<|endofchunk|>`.
-    """
+    """The language model's tokenizer and CLIP's image processor, used as in the published training."""
 
     def __init__(self, image_processor: Any, tokenizer: Any) -> None:
         vocabulary = tokenizer.get_vocab()
@@ -52,7 +47,6 @@ class OpenFlamingoProcessor(NativeProcessor):
         Args:
             images: the pictures of each text; samples are padded with zeros to equally many pictures.
             text: one text or several, with `<image>` for each picture.
-            padding_side: the tokenizer's default if None.
 
         Returns:
             `lang_x` and `attention_mask` (B, L), `vision_x` (B, media, 1, 3, H, W).
@@ -77,9 +71,8 @@ class OpenFlamingoProcessor(NativeProcessor):
             if images_of_sample:
                 pixels = self.image_processor(images_of_sample, return_tensors="pt")["pixel_values"]
                 vision[sample, : len(pixels), 0] = pixels
-        return BatchFeature(
-            {"lang_x": tokens["input_ids"], "attention_mask": tokens["attention_mask"], "vision_x": vision}
-        )
+        values = (tokens["input_ids"], tokens["attention_mask"], vision)
+        return BatchFeature(dict(zip(self.model_input_names, values, strict=True)))
 
     @property
     def model_input_names(self) -> list[str]:

@@ -8,7 +8,6 @@ names of published checkpoints (those of the layers). Loading accepts any of the
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -27,21 +26,13 @@ _SYNONYMS = (("lang_encoder.embed_out.", "lang_encoder.lm_head."), ("vision_enco
 
 
 def load_complete(cls: Any, directory: str | os.PathLike[str], ignored: str, **options: Any) -> Any:
-    """Load `cls.from_pretrained(directory)` in float32; all weights of the class must be in the files.
+    """Load `cls.from_pretrained(directory)` in float32; all weights of the class must be in the files, and only those.
 
-    Args:
-        cls: a model class of transformers. A subclass does not work: transformers renames tensors by class names.
-        directory: with safetensors or `pytorch_model.bin` files, in one part or several.
-        ignored: a regular expression for names of unexpected tensors that are allowed.
-        **options: further arguments of `from_pretrained`.
-
-    Raises:
-        ConfigError: the files cannot be read.
-        DataError: weights are missing, unexpected or of another shape.
+    A subclass of a transformers class does not work: transformers renames tensors by class names. `ignored` is a
+    regular expression for names of unexpected tensors that are allowed.
     """
     from safetensors import SafetensorError
 
-    pattern = re.compile(ignored)
     try:
         with _without_warnings():
             return load_clean(
@@ -49,7 +40,7 @@ def load_complete(cls: Any, directory: str | os.PathLike[str], ignored: str, **o
                 directory,
                 str(directory),
                 expected=f"the {cls.__name__} that its config.json describes",
-                ignored=lambda name: pattern.search(name) is not None,
+                ignored=ignored,
                 dtype=torch.float32,
                 **options,
             )[0]
@@ -73,17 +64,7 @@ def _without_warnings() -> Iterator[None]:
 
 
 def load_weights(model: nn.Module, directory: Path, dtype: torch.dtype | None) -> None:
-    """Load a directory's safetensors into a model; the files must have exactly the model's weights.
-
-    Args:
-        model: the model.
-        directory: with `model.safetensors`, or several safetensors files.
-        dtype: dtype of the model afterwards; None for the files' dtype.
-
-    Raises:
-        ConfigError: there is no file.
-        DataError: the weights differ from the model's.
-    """
+    """Load a directory's safetensors, in `dtype` or that of the files; raise DataError if the weights differ."""
     from safetensors.torch import load_file
 
     found: dict[str, Tensor] = {}
@@ -91,11 +72,9 @@ def load_weights(model: nn.Module, directory: Path, dtype: torch.dtype | None) -
         found |= load_file(path)
     if not found:
         raise ConfigError(f"{directory}: no {FILE} there; mllm_seqpar.models.open_flamingo.convert writes one")
-    kinds = {x.dtype for x in found.values() if x.is_floating_point()}
-    if dtype is None and len(kinds) == 1:
-        dtype = kinds.pop()
-    if dtype is not None:
-        cast(model, dtype)
+    kinds = {x.dtype for x in found.values() if x.is_floating_point()} if dtype is None else {dtype}
+    if len(kinds) == 1:
+        cast(model, kinds.pop())
     require_clean({"missing_keys": set_weights(model, found, directory)}, str(directory))
 
 
@@ -113,13 +92,8 @@ def cast(model: nn.Module, dtype: torch.dtype) -> None:
 def set_weights(model: nn.Module, given: Mapping[str, Tensor], where: str | os.PathLike[str]) -> list[str]:
     """Copy tensors into a model by any of their names; return the names of the tensors that were not set.
 
-    Args:
-        model: the model.
-        given: the tensors by name.
-        where: the file or directory of the tensors, for error messages.
-
     Raises:
-        DataError: an unknown name, another shape, or two values for one tensor.
+        DataError: an unknown name, another shape, or two values for one tensor of the file `where`.
     """
     state = model.state_dict(keep_vars=True)
     names = {name: _model_name(name, state) for name in given}
@@ -155,8 +129,7 @@ def save_weights(model: nn.Module, directory: Path, state: Mapping[str, Tensor])
     from safetensors.torch import save_file
 
     first: dict[int, str] = {}
-    names = sorted(model.state_dict(keep_vars=True).items(), key=lambda item: item[0].startswith(_UNPUBLISHED))
-    for name, tensor in names:
+    for name, tensor in sorted(model.state_dict(keep_vars=True).items(), key=lambda x: x[0].startswith(_UNPUBLISHED)):
         first.setdefault(id(tensor), name)
     tensors = {name: state[name].detach().cpu().contiguous() for name in first.values()}
     save_file(tensors, directory / FILE, metadata={"format": "pt"})
