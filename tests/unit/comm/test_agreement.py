@@ -79,12 +79,10 @@ def test_failed_description_raises_on_all_ranks(check: str) -> None:
 
 
 def test_failure_of_one_rank_is_quoted_on_the_others() -> None:
-    def run(comm: Communicator) -> None:
-        step = failing(DataError("no such file: x.jsonl")) if comm.rank == 1 else lambda: 1
-        check_collectively(comm, "arguments", step)
-
+    step, fine = failing(DataError("no such file: x.jsonl")), lambda: 1
+    found = raised(lambda comm: check_collectively(comm, "arguments", step if comm.rank == 1 else fine))
     other = (AgreementError, "arguments: rank 1: no such file: x.jsonl")
-    assert raised(run) == [other, (DataError, "no such file: x.jsonl"), other]
+    assert found == [other, (DataError, "no such file: x.jsonl"), other]
 
 
 def printed(errors: list[Exception | None], monkeypatch: pytest.MonkeyPatch) -> list[str]:
@@ -96,20 +94,15 @@ def printed(errors: list[Exception | None], monkeypatch: pytest.MonkeyPatch) -> 
     return lines
 
 
-def test_each_cause_is_printed_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    def lost() -> DataError:
-        return DataError("lost")
-
+def test_each_cause_is_printed_once_and_other_exceptions_keep_their_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    lost, gone = (DataError, "lost"), (DataError, "gone")
     for errors, lines in [
         ([None, None, None], ["no error"] * 3),
-        ([lost(), lost(), lost()], ["error: lost", "", ""]),
-        ([None, lost(), DataError("gone")], ["error: data: rank 1: lost; rank 2: gone", "", ""]),
-        ([lost(), None, DataError("gone")], ["error: lost", "", "error: gone"]),
+        ([lost, lost, lost], ["error: lost", "", ""]),
+        ([None, lost, gone], ["error: data: rank 1: lost; rank 2: gone", "", ""]),
+        ([lost, None, gone], ["error: lost", "", "error: gone"]),
     ]:
-        assert printed(errors, monkeypatch) == lines
-
-
-def test_other_exceptions_keep_their_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+        assert printed([pair and pair[0](pair[1]) for pair in errors], monkeypatch) == lines
     lines = printed([None, KeyError("x"), None], monkeypatch)
     assert lines[0] == "error: data: rank 1: KeyError: 'x'"
     assert lines[1].startswith("Traceback") and lines[1].endswith("KeyError: 'x'")

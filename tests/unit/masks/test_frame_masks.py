@@ -234,10 +234,10 @@ def test_rows_that_see_nothing_may_have_any_bounds() -> None:
 
 
 def test_rows_seen_and_fractions_by_pair_of_ranks() -> None:
-    """Rank 0's samples have 3 rows, rank 1's 2; frame 0 is on rank 0, frames 1 and 2 on rank 1."""
-    first = torch.tensor([[1, 1, 1], [1, 0, 3]]), torch.tensor([[0, 0], [0, 0]])
-    stop = torch.tensor([[2, 2, 3], [2, 1, 0]]), torch.tensor([[1, 3], [1, 3]])
+    """2 samples of 3 rows per rank; frame 0 is on rank 0, frames 1 and 2 are on rank 1."""
+    first = torch.tensor([[1, 1, 1], [1, 0, 3]]), torch.zeros(2, 3).long()
+    stop = torch.tensor([[2, 2, 3], [2, 1, 0]]), torch.tensor([[1, 3, 1], [1, 3, 1]])
     masks = [FrameMask.from_intervals(*pair, 4, 3) for pair in zip(first, stop, strict=True)]
     blocks = FrameBlockMasks(masks, [(0, 1), (1, 3)])
-    assert blocks.visible_row_counts() == [[1, 4], [4, 2]]
-    assert blocks.visible_fractions() == [[pytest.approx(1 / 6), pytest.approx(5 / 12)], [1.0, 0.5]]
+    assert blocks.visible_row_counts() == [[1, 4], [6, 2]]
+    assert blocks.visible_fractions() == [[pytest.approx(1 / 6), pytest.approx(5 / 12)], [1.0, pytest.approx(1 / 3)]]
