@@ -37,11 +37,15 @@ def failing(error: Exception) -> Callable[[], Any]:
 
 
 def test_equal_facts_pass() -> None:
-    facts = {"sp": 1, "tile": None}
-    assert outcomes(3, lambda comm: raise_on_all_ranks(comm, "arguments", None, facts)) == [None] * 3
-    assert outcomes(3, lambda comm: require_agreement(comm, "pass", ("a",), lambda: {"a": 3})) == [None] * 3
-    assert outcomes(3, lambda comm: require_same_text(comm, "options", lambda: "x")) == [None] * 3
-    assert outcomes(3, lambda comm: check_collectively(comm, "data", lambda: comm.rank)) == [0, 1, 2]
+    def run(comm: Communicator) -> list[Any]:
+        return [
+            raise_on_all_ranks(comm, "arguments", None, {"sp": 1, "tile": None}),
+            require_agreement(comm, "pass", ("a",), lambda: {"a": 3}),
+            require_same_text(comm, "options", lambda: "x"),
+            check_collectively(comm, "data", lambda: comm.rank),
+        ]
+
+    assert outcomes(3, run) == [[None, None, None, rank] for rank in range(3)]
 
 
 def test_different_facts_are_quoted_by_rank() -> None:
@@ -63,16 +67,16 @@ def test_different_integers_and_texts_are_quoted_by_rank() -> None:
     assert found == [(AgreementError, message)] * 2
 
 
-@pytest.mark.parametrize("check", ["integers", "text"])
-def test_failed_description_raises_on_all_ranks(check: str) -> None:
-    def run(comm: Communicator) -> None:
-        describe = failing(ConfigError("bad")) if comm.rank == 1 else lambda: {"a": 1} if check == "integers" else "x"
-        if check == "integers":
-            require_agreement(comm, "pass", ("a",), describe)
-        else:
-            require_same_text(comm, "pass", describe)
-
-    (first, message), own, _ = raised(run)
+@pytest.mark.parametrize(
+    "check",
+    [
+        lambda comm, facts: require_agreement(comm, "pass", ("a",), facts),
+        lambda comm, facts: require_same_text(comm, "pass", lambda: str(facts())),
+    ],
+)
+def test_failed_description_raises_on_all_ranks(check: Callable[[Communicator, Callable[[], Any]], None]) -> None:
+    failed = failing(ConfigError("bad"))
+    (first, message), own, _ = raised(lambda comm: check(comm, failed if comm.rank == 1 else lambda: {"a": 1}))
     assert own == (ConfigError, "bad") and first is AgreementError
     assert message.startswith("pass: rank 1 of the group failed while checking its arguments")
     assert "This is rank 0" in message

@@ -1,4 +1,4 @@
-"""Layer: one process. Every kernel against dense float64 attention, as one block and merged from two."""
+"""Layer: one process. Every kernel against dense float64 attention, as one block and merged from two; the merge."""
 
 from __future__ import annotations
 
@@ -7,11 +7,13 @@ import itertools
 import pytest
 import torch
 from kernel_cases import KINDS, Block, Results, block, dense, kernel_for, on_every_kernel, sizes_of_terms
+from torch import Tensor
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from mllm_seqpar.kernels import kernel_by_name
 from mllm_seqpar.kernels.base import BlockKernel
-from mllm_seqpar.kernels.merge import merge_
+from mllm_seqpar.kernels.merge import merge, merge_
 from tolerances import AGAINST_ONE_DEVICE, AGAINST_ONE_DEVICE_FLOAT32_PARTIALS, EXACT, drift, relative_error
 
 pytestmark = pytest.mark.rounding
@@ -198,3 +200,44 @@ def test_sixteen_bit_error_is_near_that_of_one_device(name, device, dtype):
 def test_bf16_query_gradient_over_long_keys_is_summed_in_float32(name, device):
     b = block(batch=1, heads=2, groups=1, rows=4, keys=16384, dim=64, dtype=torch.bfloat16, device=device)
     assert relative_error(run(kernel_for(name, b), b).dq, dense(b).dq) <= 8e-3
+
+
+Partial = tuple[Tensor, Tensor]
+
+
+def partials(sizes: tuple[int, ...], offset: float = 0.0) -> tuple[list[Partial], Partial]:
+    """Return partial results in float64 over parts of the keys, and the result over all keys."""
+    q, k, v = (torch.randn(1, 2, rows, 4, dtype=torch.float64) for rows in (5, sum(sizes), sum(sizes)))
+    forward = kernel_by_name("reference").forward
+    parts = [forward(q, *kv, scale=1.0) for kv in zip(k.split(sizes, 2), v.split(sizes, 2), strict=True)]
+    o, lse = forward(q, k, v, scale=1.0)
+    return [(o, lse + offset) for o, lse in parts], (o, lse + offset)
+
+
+@pytest.mark.parametrize("offset", [0.0, 1e4, -1e4])
+def test_merge_is_associative_and_commutative(offset):
+    parts, (o, lse) = partials((1, 3, 2), offset)
+    for a, b, c in itertools.permutations(parts):
+        for found in (merge(merge(a, b), c), merge(a, merge(b, c))):
+            assert relative_error(found[0], o) < 1e-10 and relative_error(found[1], lse) < 1e-12
+
+
+def test_rows_that_see_nothing_and_much_smaller_partials_are_neutral():
+    (some,), _ = partials((3,))
+    nothing = torch.zeros_like(some[0]), torch.full_like(some[1], -torch.inf)
+    pairs = [(nothing, some), (nothing, nothing)]
+    for gap in (200.0, 1e4, 3e38):
+        pairs.append(tuple((torch.full((2, 4), x), torch.full((2,), x + y)) for x, y in ((1.0, -gap), (2.0, gap))))
+    for small, large in pairs:
+        for found in (merge(small, large), merge(large, small)):
+            assert torch.equal(found[0], large[0]) and torch.equal(found[1], large[1])
+
+
+def test_16_bit_partials_are_merged_in_float32():
+    parts, _ = partials((4, 4))
+    rounded = [(o.bfloat16(), lse.float()) for o, lse in parts]
+    found = merge(*rounded)
+    assert found[0].dtype is torch.bfloat16 and found[1].dtype is torch.float32
+    wide = merge(*((o.float(), lse) for o, lse in rounded))
+    assert torch.equal(found[0], wide[0].bfloat16()), "one rounding, at the end"
+    assert merge(rounded[0], (rounded[1][0].float(), rounded[1][1]))[0].dtype is torch.float32

@@ -10,6 +10,7 @@ import itertools
 from collections import Counter, defaultdict
 from dataclasses import dataclass, field
 from fractions import Fraction
+from typing import Any
 
 import pytest
 
@@ -178,54 +179,41 @@ def test_mesh_receives_each_shard_once_and_holds_one_mesh_shape(
             assert all(step.blocks for step in rank.schedule)
 
 
-@pytest.mark.parametrize(
-    "q,kv,axes",
-    [(0.1, 4, "qqkk"), (4, 0.1, "kkqq"), (1, 1, "qkqk"), (1, 1.9, "qkqk"), (1, 2.1, "qqkk")],
-)
-def test_next_input_unlocks_most_blocks_for_its_cost(q: float, kv: float, axes: str) -> None:
-    """With two Q shards held, a KV shard unlocks two blocks: at a cost of 1.9 it is worth more than a Q shard at 1."""
-    steps = schedule_for((3, 3), 4, backward=False, overlap_ratios=OverlapRatios(q=q, kv=kv))
-    assert "".join(t.axis[0] for step in steps for t in step.transfers if t.kind == "input") == axes
+ORDERS = [
+    # With two Q shards held, a KV shard unlocks two blocks: at a cost of 1.9 it is worth more than a Q shard at 1.
+    ("3x3", False, {"q": 0.1, "kv": 4}, "iq1 00 | iq2 10 | ik1 20 | ik2 11 21 01 | 12 | rq1 22 | rq2 02"),
+    ("3x3", False, {"q": 4, "kv": 0.1}, "ik1 00 | ik2 01 | iq1 | iq2 10 11 12 | rq1 20 21 22 | rq2 02"),
+    ("3x3", False, {}, "iq1 00 | ik1 10 | iq2 11 | ik2 20 | 12 | rq1 21 22 | rq2 01 02"),
+    ("3x3", False, {"kv": 1.9}, "iq1 00 | ik1 10 | iq2 11 | ik2 20 21 | 12 | rq1 22 | rq2 01 02"),
+    ("3x3", False, {"kv": 2.1}, "iq1 00 | iq2 10 | ik1 20 | ik2 11 21 01 | 12 | rq1 22 | rq2 02"),
+    # Just enough blocks to hide each transfer. No result waits for blocks 0x: all but the first of them come last.
+    (
+        *("4x4", False, {"q": 0.3, "kv": 2, "o": 1}),
+        "iq1 00 | iq2 10 | iq3 20 | ik1 30 | ik2 11 21 | ik3 12 22 | 13 | rq1 23 | rq2 31 32 33 | rq3 01 02 03",
+    ),
+    # Results of both axes alternate in the backward pass.
+    (
+        *("4x4", True, {}),
+        "iq1 00 | ik1 10 | iq2 11 | ik2 21 | iq3 12 | ik3 22 | 13 | rq1 31 01 | rk1 23 20 | rq2 32 02 | rk2 33 30 | "
+        "rq3 03 | rk3 00",
+    ),
+    ("3x2", True, {"dkv": 3}, "iq1 00 | ik1 10 | iq2 11 | rq1 21 01 | rk1 20 | rq2 00"),
+    ("2x3", False, {"q": 0.5, "kv": 1.5, "o": 2, "one_link": False}, "iq1 ik1 00 | ik2 10 11 | 12 | rq1 01 02"),
+    (
+        *("3x3", True, {"q": 0.5, "kv": 0.7, "o": 0.9, "dkv": 2, "one_link": False}),
+        "iq1 ik1 00 | iq2 ik2 11 | 12 10 | rq1 21 01 | rk1 22 20 | rq2 02 | rk2 00",
+    ),
+]
 
 
-def test_steps_compute_just_enough_blocks_to_hide_their_transfer() -> None:
-    steps = schedule_for((4, 4), 5, backward=False, overlap_ratios=OverlapRatios(q=0.3, kv=2, o=1))
-    kinds = ["".join(f"{t.kind} {t.axis}" for t in step.transfers) for step in steps]
-    assert kinds == ["input q"] * 3 + ["input kv"] * 3 + [""] + ["result q"] * 3
-    assert [len(step.blocks) for step in steps] == [1, 1, 1, 1, 2, 2, 1, 1, 3, 3], "only one block is ready at first"
-    own = [i for i, step in enumerate(steps) for block in step.blocks if block.q_shard == 5]
-    assert own == [0, 9, 9, 9], "no result waits for the own Q shard, so all but its first block come last"
-
-
-@pytest.mark.parametrize(
-    "shape,backward,ratios,expected",
-    [
-        (
-            (3, 3),
-            True,
-            OverlapRatios(q=0.5, kv=0.7, o=0.9, dkv=2, one_link=False),
-            "iq1 ik1:00 | iq2 ik2:11 | :12 10 | rq1:21 01 | rk1:22 20 | rq2:02 | rk2:00",
-        ),
-        ((2, 3), False, OverlapRatios(q=0.5, kv=1.5, o=2, one_link=False), "iq1 ik1:00 | ik2:10 11 | :12 | rq1:01 02"),
-        ((3, 2), True, OverlapRatios(dkv=3), "iq1:00 | ik1:10 | iq2:11 | rq1:21 01 | rk1:20 | rq2:00"),
-    ],
-)
-def test_order_of_transfers_and_blocks(
-    shape: tuple[int, int], backward: bool, ratios: OverlapRatios, expected: str
-) -> None:
+@pytest.mark.parametrize("name,backward,ratios,expected", ORDERS)
+def test_order_of_transfers_and_blocks(name: str, backward: bool, ratios: dict[str, Any], expected: str) -> None:
     """Each step as its transfers (input or result, axis, hop) and its blocks (hops of the Q and of the KV shard)."""
     steps = [
-        " ".join(f"{t.kind[0]}{t.axis[0]}{t.hop}" for t in step.transfers)
-        + ":"
-        + " ".join(f"{block.q_shard}{block.kv_shard}" for block in step.blocks)
-        for step in mesh_order(shape, backward, ratios)
+        [f"{t.kind[0]}{t.axis[0]}{t.hop}" for t in step.transfers] + [f"{b.q_shard}{b.kv_shard}" for b in step.blocks]
+        for step in mesh_order(shape_of(name, 0), backward, OverlapRatios(**ratios))
     ]
-    assert " | ".join(steps) == expected
-
-
-def test_backward_results_alternate_between_axes() -> None:
-    steps = schedule_for((4, 4), 5, backward=True, overlap_ratios=OverlapRatios())
-    assert "".join(t.axis[0] for step in steps for t in step.transfers if t.kind == "result") == "qkqkqk"
+    assert " | ".join(map(" ".join, steps)) == expected
 
 
 def test_mesh_shape_1_1_computes_only_the_own_block() -> None:
