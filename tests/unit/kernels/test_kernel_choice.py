@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from kernel_cases import CPU_KERNELS, block
+from kernel_cases import CPU_KERNELS, CUDA_KERNELS, block
 
 from mllm_seqpar.attention import lv_xattn
 from mllm_seqpar.comm import run_loopback
@@ -33,17 +33,15 @@ def test_auto_takes_the_first_kernel_that_can_and_says_why(dtype, name):
     assert ("torch_cpu computes in float32" in reason) == (name == "blocked_matmul")
 
 
-@pytest.mark.parametrize(
-    "name,message",
-    [
-        ("flash", r"kernel='flash' does not exist; choose auto or one of .*torch_cpu"),
-        ("torch_cpu", "torch_cpu.*less precise than torch.float64; choose auto or one of blocked_matmul"),
-    ],
-)
-def test_name_that_cannot_be_used_is_rejected_with_the_choices(name, message):
+def test_name_that_cannot_be_used_is_rejected_with_the_choices():
     b = block(dtype=torch.float64)
-    with pytest.raises(ConfigError, match=message):
-        choose_kernel(name, b.q, b.k, causal=False, masked=False)
+    for name, message in {
+        "flash": r"kernel='flash' does not exist; choose auto or one of .*torch_cpu",
+        "torch_cpu": "torch_cpu.*less precise than torch.float64; choose auto or one of blocked_matmul",
+        **{name: f"{name}.*needs .*GPU|{name}.*needs CUDA" for name in CUDA_KERNELS[1:]},
+    }.items():
+        with pytest.raises(ConfigError, match=message):
+            choose_kernel(name, b.q, b.k, causal=False, masked=False)
 
 
 class Maskless(BlockedMatmulKernel):

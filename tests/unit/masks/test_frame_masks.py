@@ -140,12 +140,17 @@ def test_random_tables(density: float) -> None:
         assert_paints(dense_rectangles(visible, tokens), visible.repeat_interleave(tokens, -1), WASTE)
 
 
-def test_scattered_frames_are_gathered_without_the_gaps() -> None:
-    visible = torch.zeros(1, 2, 400, dtype=torch.bool)
-    visible[:, :, ::2] = True
-    (rectangle,) = found = dense_rectangles(visible, 2)
+def test_scattered_frames_are_gathered_but_gaps_of_single_rows_are_masked() -> None:
+    scattered = (torch.arange(400) % 2 == 0).expand(1, 2, -1)
+    (rectangle,) = found = dense_rectangles(scattered, 2)
     assert rectangle.gathered is not None and rectangle.kind == "full"
-    assert_paints(found, visible.repeat_interleave(2, -1), 1.0)
+    assert_paints(found, scattered.repeat_interleave(2, -1), 1.0)
+    together = torch.ones(1, 6, 100, dtype=torch.bool)  # the rows see one run of frames, so there is no gap to skip
+    for row in range(6):
+        together[0, row, row + 1 : -1 : 9] = False
+    (rectangle,) = found = dense_rectangles(together, 2)
+    assert rectangle.gathered is None
+    assert_paints(found, together.repeat_interleave(2, -1), WASTE)
 
 
 @pytest.mark.parametrize("batch", [1, 2])
@@ -161,16 +166,6 @@ def test_gathered_frames_with_a_mask_stay_within_both_limits(
     assert any(rectangle.gathered is not None and rectangle.kind == "masked" for rectangle in found)
     assert all(rectangle.keys[1] <= limits[1] for rectangle in found)
     assert_paints(found, visible.repeat_interleave(5, -1), WASTE)
-
-
-def test_gaps_of_single_rows_are_masked_and_not_gathered() -> None:
-    """Together the rows see one run of frames, so there is no gap to skip."""
-    visible = torch.ones(1, 6, 100, dtype=torch.bool)
-    for row in range(6):
-        visible[0, row, row + 1 : -1 : 9] = False
-    (rectangle,) = found = dense_rectangles(visible, 2)
-    assert rectangle.gathered is None
-    assert_paints(found, visible.repeat_interleave(2, -1), WASTE)
 
 
 @pytest.mark.parametrize("batch", [1, 3])
@@ -221,14 +216,11 @@ def test_invalid_intervals_are_rejected(first, stop, tokens, frames, message) ->
         FrameMask.from_intervals(first, stop, tokens, frames)
 
 
-@pytest.mark.parametrize("visible", [torch.ones(1, 4, 5), torch.ones(4, 5, dtype=torch.bool)])
-def test_invalid_tables_are_rejected(visible) -> None:
-    with pytest.raises(MaskError, match="must be bool of shape"):
-        FrameMask.from_dense(visible, 2)
-
-
-def test_rows_that_see_nothing_may_have_any_bounds() -> None:
-    """mPLUG-Owl3 marks samples without images with a stop of -1000000."""
+def test_invalid_tables_are_rejected_and_rows_that_see_nothing_may_have_any_bounds() -> None:
+    for visible in (torch.ones(1, 4, 5), torch.ones(4, 5, dtype=torch.bool)):
+        with pytest.raises(MaskError, match="must be bool of shape"):
+            FrameMask.from_dense(visible, 2)
+    # mPLUG-Owl3 marks samples without images with a stop of -1000000.
     mask = FrameMask.from_intervals(ROWS + 100, ROWS - 1_000_000, 2, 5)
     assert not mask.any_frame_visible().any() and mask.rectangles(0, 5) == ()
 
