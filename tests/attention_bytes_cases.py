@@ -43,14 +43,14 @@ def visible_row_counts(case: Case, n: int) -> list[list[int]] | None:
 def expected_bytes(case: Case, n: int, rank: int, *, backward: bool) -> dict[str, int]:
     """Bytes that the formulas say a rank sends, by label."""
     by, sizes = case.by if case.op == "causal" else case.op, problem(case, n, rank)
-    if by == "lv" or (by == "mesh" and case.tile == (n, 1) and case.mask is not None):
-        sent = lv_xattn_bytes(sizes, backward=backward, visible_rows=visible_row_counts(case, n))
+    tile, visible = case.tile, visible_row_counts(case, n)
+    if by == "lv" or (by == "mesh" and tile == (n, 1) and visible is not None):
+        sent = lv_xattn_bytes(sizes, backward=backward, visible_rows=visible)
     elif by == "ring":
         sent = ring_bytes(sizes, backward=backward)
-    elif by == "mesh":
-        sent = mesh_bytes(sizes, case.tile or (n, 1), backward=backward)
     else:
-        sent = ulysses_bytes(sizes, case.tile or (1, 1), backward=backward)
+        mesh = by == "mesh"
+        sent = (mesh_bytes if mesh else ulysses_bytes)(sizes, tile or (n if mesh else 1, 1), backward=backward)
     if case.dtype is torch.float64 and "lse" in sent:
         sent["lse"] *= 2  # float64 log-sum-exp
     return {label: size for label, size in sent.items() if size}

@@ -227,7 +227,6 @@ def test_saved_bytes_do_not_grow_with_the_video() -> None:
 
 
 def test_features_of_wrong_shape_raise() -> None:
-    with pytest.raises(ShapeError, match=r"features are \(4, 12\)"):
-        VisualFeatures(torch.zeros(4, 12), torch.zeros(4), 4)
-    with pytest.raises(ShapeError, match=r"index is \(3,\)"):
-        VisualFeatures(torch.zeros(4, 2, 12), torch.zeros(3), 4)
+    for shape, frames, message in (((4, 12), 4, r"features are \(4, 12\)"), ((4, 2, 12), 3, r"index is \(3,\)")):
+        with pytest.raises(ShapeError, match=message):
+            VisualFeatures(torch.zeros(shape), torch.zeros(frames), 4)
