@@ -49,7 +49,7 @@ def groups(rank: int, world: int) -> dict[str, Any]:
         ("mesh", line),
         ("mesh dimension", square["sp"]),
         ("default", None),
-        ("world", dist.group.WORLD),
+        ("all", dist.group.WORLD),
     ):
         found[name] = (as_communicator(group).rank, as_communicator(group).size)
     found["itself"] = as_communicator(mine) is mine
