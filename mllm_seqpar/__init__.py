@@ -29,7 +29,7 @@ __all__ = [
     "unshard_sequence",
 ]
 
-_HOME = {
+_EXPORTED_FROM = {
     "FrameMask": "masks",
     "FrameShard": "sharding",
     "SeqParConfig": "config",
@@ -44,12 +44,12 @@ _HOME = {
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOME:
+    if name not in _EXPORTED_FROM:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(importlib.import_module(f"{__name__}.{_HOME[name]}"), name)
+    value = getattr(importlib.import_module(f"{__name__}.{_EXPORTED_FROM[name]}"), name)
     globals()[name] = value  # the next use finds it without coming here
     return value
 
 
 def __dir__() -> list[str]:
-    return sorted([*globals(), *_HOME])
+    return sorted([*globals(), *_EXPORTED_FROM])

@@ -99,15 +99,15 @@ def sharded_call(
             "text tokens": length,
             "frames": mask.total_frames,
             "tokens per frame": mask.tokens_per_frame,
-            "gradients wanted": torch.is_grad_enabled(),
+            "grad mode": torch.is_grad_enabled(),
         }
 
-    names = ("samples", "text tokens", "frames", "tokens per frame", "gradients wanted")
+    names = ("samples", "text tokens", "frames", "tokens per frame", "grad mode")
     require_agreement(comm, "forward pass", names, describe)
     start, stop = _local_units(context, mask, units_per_frame)
     text = TextShards(batch, length, comm, config.text_layout, valid)
     visual = VisualFeatures(features, torch.arange(start, stop, device=features.device), mask.total_frames)
-    context.report_shares((text.local, length), (stop - start, mask.total_frames))
+    context.log_shard_sizes((text.local, length), (stop - start, mask.total_frames))
     frames = FrameState.of(visual, mask, text, units_per_frame)
     if config.strategy == "replicate" and comm.size > 1:
         frames = frames.gathered(comm, torch.arange(mask.total_frames))

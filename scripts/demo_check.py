@@ -56,7 +56,7 @@ def count_bytes(model_path: Path, data: Path, ranks: int) -> int:
         loss.backward()
         return loss.item(), sum(comm.bytes.sent[label] for label in LABELS)
 
-    # The ring attention of the text uses the labels k and v, too; a step without frames tells how many bytes it sends.
+    # Ring Attention over the text also uses the labels k and v; a step without frames measures its bytes.
     without_frames = run_loopback(ranks, step, "lv-xattn", text_only)
     sent, losses = {}, {}
     for strategy in ("lv-xattn", "ring"):

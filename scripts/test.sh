@@ -3,7 +3,7 @@
 #   bash scripts/test.sh [pytest arguments]            all tests; with arguments in one process: bash scripts/test.sh -k ring
 #   bash scripts/test.sh --quick [pytest arguments]    the tests that are not marked "slow", in under 2 minutes
 #   bash scripts/test.sh --levels [pytest arguments]   the tests marked "rounding", once per set of vector instructions in
-#                                                      TEST_LEVELS (default: "default avx2 avx512"), as on lesser processors
+#                                                      TEST_LEVELS (default: "default avx2 avx512"), as on other processors
 set -euo pipefail
 
 root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"

@@ -16,20 +16,12 @@ CONTROL = ("agreement", "mask")
 
 def problem(case: Case, n: int, rank: int) -> Problem:
     """The sizes of a case for the byte formulas."""
-    total = case.total(n)
-    keys = [(stop - start) * case.tokens for start, stop in frame_bounds(case.frames, n)]
-    if case.op == "causal":
-        keys = [total // n] * n
+    rows = case.total(n) // n
+    frames = tuple((stop - start) * case.tokens for start, stop in frame_bounds(case.frames, n))
     return Problem(
-        rows=total // n,
-        keys=tuple(keys),
-        heads=case.heads,
-        kv_heads=case.groups,
-        dim=case.dim,
-        batch=case.batch,
-        key_batch=1 if case.shared_keys else case.batch,
-        rank=rank,
-        element=case.dtype.itemsize,
+        **{"rows": rows, "keys": (rows,) * n if case.op == "causal" else frames, "rank": rank},
+        **{"heads": case.heads, "kv_heads": case.groups, "dim": case.dim, "element": case.dtype.itemsize},
+        **{"batch": case.batch, "key_batch": 1 if case.shared_keys else case.batch},
         accumulated=torch.promote_types(case.accumulate or case.dtype, case.dtype).itemsize,
     )
 
@@ -50,15 +42,15 @@ def visible_row_counts(case: Case, n: int) -> list[list[int]] | None:
 
 def expected_bytes(case: Case, n: int, rank: int, *, backward: bool) -> dict[str, int]:
     """Bytes that the formulas say a rank sends, by label."""
-    by = case.by if case.op == "causal" else case.op
-    if by == "lv" or (by == "mesh" and case.tile == (n, 1) and case.mask is not None):
-        sent = lv_xattn_bytes(problem(case, n, rank), backward=backward, visible_rows=visible_row_counts(case, n))
-    elif by == "mesh":
-        sent = mesh_bytes(problem(case, n, rank), case.tile or (n, 1), backward=backward)
-    elif by == "ulysses":
-        sent = ulysses_bytes(problem(case, n, rank), case.tile or (1, 1), backward=backward)
+    by, sizes = case.by if case.op == "causal" else case.op, problem(case, n, rank)
+    tile, visible = case.tile, visible_row_counts(case, n)
+    if by == "lv" or (by == "mesh" and tile == (n, 1) and visible is not None):
+        sent = lv_xattn_bytes(sizes, backward=backward, visible_rows=visible)
+    elif by == "ring":
+        sent = ring_bytes(sizes, backward=backward)
     else:
-        sent = ring_bytes(problem(case, n, rank), backward=backward)
+        mesh = by == "mesh"
+        sent = (mesh_bytes if mesh else ulysses_bytes)(sizes, tile or (n if mesh else 1, 1), backward=backward)
     if case.dtype is torch.float64 and "lse" in sent:
         sent["lse"] *= 2  # float64 log-sum-exp
     return {label: size for label, size in sent.items() if size}

@@ -21,14 +21,14 @@ from mllm_seqpar.attention import lv_xattn, mesh_attention, ring_attention, ulys
 from mllm_seqpar.attention.call_spec import accumulation, call_spec_for, problem_of
 from mllm_seqpar.attention.joint import attend
 from mllm_seqpar.attention.kv_sources import GivenKV
-from mllm_seqpar.comm import Communicator, LoopbackCommunicator, as_communicator
+from mllm_seqpar.comm import Communicator, LoopbackCommunicator, as_communicator, run_loopback
 from mllm_seqpar.masks import BlockMasks, CausalBlockMasks, FrameMask, FullBlockMasks
 from mllm_seqpar.sharding import frame_bounds, frame_range, padded_length, sequence_positions
 from strict_loopback import StrictLoopback
 from tolerances import EXACT, relative_error
 
-GRADS = ("dq", "dk", "dv")
-TILED = {"mesh": mesh_attention, "ulysses": ulysses_attention}
+FUNCTIONS = {"lv": lv_xattn, "ring": ring_attention, "mesh": mesh_attention, "ulysses": ulysses_attention}
+TILED = ("mesh", "ulysses")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,10 +37,7 @@ class Case:
 
     Attributes:
         op: "lv", "ring", "mesh" or "ulysses" for cross-attention, "causal" for text, "joint" for text and frames in one
-            softmax.
-        by: the strategy of the text, for "causal" and "joint".
-        frames_by: the strategy of the frames, for "joint".
-        tile: for strategies with a mesh shape.
+            softmax; `by` and `frames_by` are the strategies of the text and of the frames in "causal" and "joint".
         rows: query rows of all ranks, before padding.
         frames, tokens: visual keys of all ranks.
         mask: a name of `frame_table`, or None; with `table`, by FrameMask.from_dense instead of intervals.
@@ -80,50 +77,38 @@ class Case:
 
 def frame_table(case: Case, rows: int) -> tuple[Tensor, Tensor] | Tensor:
     """(first, stop), each (B, rows), or a table (B, rows, F), by the name in `case.mask`."""
-    generator = torch.Generator().manual_seed(case.seed + 7)
+
+    def generator() -> torch.Generator:
+        return torch.Generator().manual_seed(case.seed + 7)
+
     shape, frames = (case.batch, rows), case.frames
-    row = torch.arange(rows).expand(shape)
-    zero = torch.zeros(shape, dtype=torch.int64)
-    match case.mask:
-        case "random":  # about a third of the rows attend to nothing
-            return (
-                torch.randint(0, frames + 1, shape, generator=generator),
-                torch.randint(0, frames + 1, shape, generator=generator),
-            )
-        case "growing":
-            return zero, row * (frames + 1) // rows
-        case "one frame":  # visible on one rank only
-            return row % frames, row % frames + 1
-        case "first frame":  # all ranks but the first have no visible key
-            return zero, zero + 1
-        case "last frame":
-            return zero + frames - 1, zero + frames
-        case "all":
-            return zero, zero + frames
-        case "own sample":  # each sample attends to its own frames, in one list of all
-            item = torch.arange(case.batch)[:, None]
-            return zero + item * frames // case.batch, zero + (item + 1) * frames // case.batch
-        case "same place":  # early rows attend to early frames
-            return row * frames // rows, row * frames // rows + 1
-        case "nothing":
-            return zero, zero
-        case "some rows":  # only rows of one rank attend to anything
-            return zero, torch.where(row < rows // 3, frames, 0)
-        case "holes":
-            return torch.rand(*shape, frames, generator=generator) < 0.5
-        case "all but one":  # a key of every rank with two frames: no pair is empty
-            return torch.arange(frames) != (row % frames)[..., None]
-        case "every third frame":  # scattered frames, almost the same for neighbouring rows
-            third = torch.arange(frames) % 3 == torch.arange(case.batch)[:, None, None] % 3
-            return third & (torch.rand(*shape, frames, generator=generator) < 0.95)
-        case "far frame":  # one frame of the other half; every fifth row attends to nothing
-            first = (row + 2 * rows // 3) % rows * frames // rows
-            return first, torch.where(row % 5 == 0, 0, first + 1)
-        case "one sample in one place":  # the first sample attends to the first frames, others to the rest
-            item = torch.arange(case.batch)[:, None]
-            few = max(1, frames // 8)
-            return zero + (item > 0) * few, torch.where(item == 0, few, zero + frames)
-    raise ValueError(case.mask)
+    row, frame, item = torch.arange(rows).expand(shape), torch.arange(frames), torch.arange(case.batch)[:, None]
+    zero, few = torch.zeros_like(row), max(1, frames // 8)
+    random = torch.rand(*shape, frames, generator=generator())
+    far = (row + 2 * rows // 3) % rows * frames // rows
+    tables: dict[str | None, Any] = {
+        # about a third of the rows attend to nothing
+        "random": torch.randint(0, frames + 1, (2, *shape), generator=generator()).unbind(),
+        "growing": (zero, row * (frames + 1) // rows),
+        "one frame": (row % frames, row % frames + 1),  # visible on one rank only
+        "first frame": (zero, zero + 1),  # all ranks but the first have no visible key
+        "last frame": (zero + frames - 1, zero + frames),
+        "all": (zero, zero + frames),
+        # each sample attends to its own frames, in one list of all
+        "own sample": (zero + item * frames // case.batch, zero + (item + 1) * frames // case.batch),
+        "same place": (row * frames // rows, row * frames // rows + 1),  # early rows attend to early frames
+        "nothing": (zero, zero),
+        "some rows": (zero, torch.where(row < rows // 3, frames, 0)),  # only rows of one rank attend to anything
+        "holes": random < 0.5,
+        "all but one": frame != (row % frames)[..., None],  # a key of every rank with two frames: no pair is empty
+        # scattered frames, almost the same for neighbouring rows
+        "every third frame": (frame % 3 == item[..., None] % 3) & (random < 0.95),
+        # one frame of the other half; every fifth row attends to nothing
+        "far frame": (far, torch.where(row % 5 == 0, 0, far + 1)),
+        # the first sample attends to the first frames, others to the rest
+        "one sample in one place": (zero + (item > 0) * few, torch.where(item == 0, few, zero + frames)),
+    }
+    return tables[case.mask]
 
 
 def frame_mask(case: Case, total: int, rows: Tensor) -> FrameMask | None:
@@ -131,27 +116,20 @@ def frame_mask(case: Case, total: int, rows: Tensor) -> FrameMask | None:
     if case.mask is None:
         return None
     table = frame_table(case, total)
-    real = torch.arange(total) < case.rows
-    if isinstance(table, Tensor):
-        return FrameMask.from_dense((table & real[:, None])[:, rows], case.tokens)
-    first, stop = table[0], torch.where(real, table[1], 0)
-    if case.table:
-        frame = torch.arange(case.frames)
-        return FrameMask.from_dense(((frame >= first[..., None]) & (frame < stop[..., None]))[:, rows], case.tokens)
+    if case.table or isinstance(table, Tensor):
+        return FrameMask.from_dense(visible_frames(case, total)[:, rows, :: case.tokens], case.tokens)
+    first, stop = table[0], torch.where(torch.arange(total) < case.rows, table[1], 0)
     return FrameMask.from_intervals(first[:, rows], stop[:, rows], case.tokens, case.frames)
 
 
 def visible_frames(case: Case, total: int) -> Tensor | None:
     """(B, rows, keys) bool, by definition."""
-    mask = frame_mask(case, total, torch.arange(total))
-    if mask is None:
+    if case.mask is None:
         return None
-    if mask.visible is not None:
-        table = mask.visible
-    else:
-        frame = torch.arange(case.frames)
-        table = (frame >= mask.bounds[0][..., None]) & (frame < mask.bounds[1][..., None])
-    return table.repeat_interleave(case.tokens, -1)
+    table, frame = frame_table(case, total), torch.arange(case.frames)
+    if not isinstance(table, Tensor):
+        table = (frame >= table[0][..., None]) & (frame < table[1][..., None])
+    return (table & (torch.arange(total) < case.rows)[:, None]).repeat_interleave(case.tokens, -1)
 
 
 def text_limits(case: Case, total: int) -> tuple[Tensor | None, Tensor | None]:
@@ -159,27 +137,22 @@ def text_limits(case: Case, total: int) -> tuple[Tensor | None, Tensor | None]:
     position = torch.arange(total)
     real = position < case.rows
     valid = None if bool(real.all()) else real[None]
-    match case.text:
-        case "plain":
-            return None, valid
-        case "window":
-            return (position - 2).clamp(min=0)[None], valid
-        case "packed":
-            return torch.where(position < total // 3, 0, total // 3)[None], valid
-        case "padded":  # on the right, by a different length per sample; the last has one token
-            lengths = torch.linspace(case.rows, 1, case.batch + 1).long()[1:]
-            return None, position < lengths[:, None]
-        case "padded left":  # the first rows attend to nothing
-            starts = torch.arange(1, case.batch + 1) * case.rows // (case.batch + 2)
-            return None, (position >= starts[:, None]) & real
-    raise ValueError(case.text)
+    # on the right, by a different length per sample; the last has one token
+    lengths = torch.linspace(case.rows, 1, case.batch + 1).long()[1:, None]
+    starts = torch.arange(1, case.batch + 1)[:, None] * case.rows // (case.batch + 2)
+    return {
+        "plain": (None, valid),
+        "window": ((position - 2).clamp(min=0)[None], valid),
+        "packed": (torch.where(position < total // 3, 0, total // 3)[None], valid),
+        "padded": (None, position < lengths),
+        "padded left": (None, (position >= starts) & real),  # the first rows attend to nothing
+    }[case.text]
 
 
-def visible_text(case: Case, total: int) -> Tensor:
+def visible_text(batch: int, total: int, first: Tensor | None, valid: Tensor | None) -> Tensor:
     """(B, rows, rows) bool, by definition."""
     position = torch.arange(total)
-    visible = (position <= position[:, None]).expand(case.batch, -1, -1)
-    first, valid = text_limits(case, total)
+    visible = (position <= position[:, None]).expand(batch, -1, -1)
     if first is not None:
         visible = visible & (position >= first[..., None])
     return visible if valid is None else visible & valid[:, None]
@@ -222,34 +195,22 @@ def run_case(comm: Communicator, case: Case, again: int = 1) -> dict[str, Any]:
         forward = dict(comm.bytes.sent)
         comm.bytes.reset()
         o.backward(own["do"])
-    grads = {
-        {"q": "dq", "k": "dk", "v": "dv", "text_k": "text_dk", "text_v": "text_dv"}[n]: x.grad
-        for n, x in leaves.items()
-    }
+    grads = {f"{name[:-1]}d{name[-1]}": x.grad for name, x in leaves.items()}
     return {"o": o.detach(), "lse": lse, **grads, "forward": forward, "backward": dict(comm.bytes.sent)}
 
 
 def _call(
     comm: Communicator, case: Case, x: dict[str, Tensor], mask: FrameMask | None, total: int
 ) -> tuple[Tensor, Tensor]:
-    options: dict[str, Any] = {
-        "group": comm,
-        "kernel": case.kernel,
-        "overlap": case.overlap,
-        "accumulate_dtype": case.accumulate,
-        "return_lse": True,
-    }
-    if case.op == "lv":
-        return lv_xattn(x["q"], x["k"], x["v"], mask=mask, **options)
-    if case.op == "ring":
-        return ring_attention(x["q"], x["k"], x["v"], mask=mask, **options)
-    if case.op in TILED:
-        return TILED[case.op](x["q"], x["k"], x["v"], mask=mask, tile=case.tile, **options)
+    options: dict[str, Any] = {"group": comm, "kernel": case.kernel, "overlap": case.overlap, "return_lse": True}
+    options |= {"accumulate_dtype": case.accumulate}
+    name = case.by if case.op == "causal" else case.op
+    if name in TILED:
+        options["tile"] = case.tile
+    if case.op in FUNCTIONS:
+        return FUNCTIONS[name](x["q"], x["k"], x["v"], mask=mask, **options)
     if case.op == "causal" and case.text == "plain" and total == case.rows:
-        options |= {"causal": True, "layout": case.layout}
-        if case.by in TILED:
-            return TILED[case.by](x["q"], x["text_k"], x["text_v"], tile=case.tile, **options)
-        return ring_attention(x["q"], x["text_k"], x["text_v"], **options)
+        return FUNCTIONS[name](x["q"], x["text_k"], x["text_v"], causal=True, layout=case.layout, **options)
     n, dtype = comm.size, accumulation(case.accumulate, case.dtype)
     first, valid = text_limits(case, total)
     text = CausalBlockMasks(case.batch, total, n, case.layout, first, valid)
@@ -284,18 +245,15 @@ def exact(case: Case, n: int) -> dict[str, Tensor]:
     text = ["text_k", "text_v"]
     names = {"causal": [text], "joint": [["k", "v"], text]}.get(case.op, [["k", "v"]])
     k, v = (torch.cat([x[pair[i]].expand(case.batch, -1, -1, -1) for pair in names], dim=2) for i in (0, 1))
-    parts = []
-    if ["k", "v"] in names:
-        everything = torch.ones(case.batch, total, case.frames * case.tokens, dtype=torch.bool)
-        parts.append(everything if seen is None else seen)
-    if text in names:
-        parts.append(visible_text(case, total))
-    o, lse = dense_attention(x["q"], k, v, torch.cat(parts, dim=-1), case.dim**-0.5)
+    everything = torch.ones(case.batch, total, case.frames * case.tokens, dtype=torch.bool)
+    parts = [everything if seen is None else seen, visible_text(case.batch, total, *text_limits(case, total))]
+    visible = torch.cat({"causal": parts[1:], "joint": parts}.get(case.op, parts[:1]), dim=-1)
+    o, lse = dense_attention(x["q"], k, v, visible, case.dim**-0.5)
     o.backward(x["do"].detach())
     found = {"o": o.detach(), "lse": lse.detach(), "dq": x["q"].grad}
     found |= {f"{p}d{t}": x[f"{p}{t}"].grad for p in ("", "text_") for t in "kv" if x[f"{p}{t}"].grad is not None}
     with torch.no_grad():
-        terms = squared_terms(x["q"], k, v, x["do"], torch.cat(parts, dim=-1), case.dim**-0.5)
+        terms = squared_terms(x["q"], k, v, x["do"], visible, case.dim**-0.5)
     lengths = [x[pair[0]].shape[2] for pair in names]
     for name in ("dk", "dv"):
         pieces = terms.pop(name).split(lengths, dim=-1)
@@ -306,15 +264,10 @@ def exact(case: Case, n: int) -> dict[str, Tensor]:
 def assemble(case: Case, results: list[dict[str, Any]]) -> dict[str, Tensor]:
     """The ranks' results as whole tensors in the original order."""
     n = len(results)
-    total = case.total(n)
-    order = torch.cat([sequence_positions(total, rank, n, case.layout) for rank in range(n)]).argsort()
-    whole = {}
-    for name, x in results[0].items():
-        if not isinstance(x, Tensor):
-            continue
-        parts = torch.cat([result[name] for result in results], dim=2)
-        whole[name] = parts if name in ("dk", "dv") else parts[:, :, order]
-    return whole
+    order = torch.cat([sequence_positions(case.total(n), rank, n, case.layout) for rank in range(n)]).argsort()
+    names = [name for name, x in results[0].items() if isinstance(x, Tensor)]
+    whole = {name: torch.cat([result[name] for result in results], dim=2) for name in names}
+    return {name: x if name in ("dk", "dv") else x[:, :, order] for name, x in whole.items()}
 
 
 def errors(case: Case, results: list[dict[str, Any]]) -> dict[str, float]:
@@ -340,11 +293,15 @@ def assert_exact(case: Case, results: list[dict[str, Any]]) -> None:
         assert error <= EXACT[case.dtype], f"{name} is off by {error:.1e} with {len(results)} ranks: {case}"
 
 
+def check(n: int, **options: Any) -> list[dict[str, Any]]:
+    """Assert that a case is exact on n loopback ranks, and return its results."""
+    case = Case(**options)
+    results = run_loopback(n, run_case, case)
+    assert_exact(case, results)
+    return results
+
+
 def same_bits(first: list[dict[str, Any]], second: list[dict[str, Any]]) -> bool:
     """Whether two runs gave the same bits on every rank."""
-    return all(
-        torch.equal(a[name], b[name])
-        for a, b in zip(first, second, strict=True)
-        for name in a
-        if isinstance(a[name], Tensor)
-    )
+    pairs = [(a[name], b[name]) for a, b in zip(first, second, strict=True) for name in a]
+    return all(torch.equal(a, b) for a, b in pairs if isinstance(a, Tensor))

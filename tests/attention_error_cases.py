@@ -24,42 +24,34 @@ def everything(rows: int, frames: int) -> FrameMask:
 def odd_one_out(comm: Communicator, what: str) -> Any:
     """All ranks but the last agree."""
     odd = comm.rank == comm.size - 1
-    x = qkv(keys=3 if "mask" in what else 6)
+    x, function, options = qkv(keys=3 if "mask" in what else 6), lv_xattn, {}
     mask = everything(4, comm.size)
-    options: dict[str, dict[str, Any]] = {
-        "scale": {"scale": 0.5 if odd else None},
-        "accumulate_dtype": {"accumulate_dtype": None if odd else torch.float32},
-        "mask missing": {"mask": None if odd else mask},
-        "mask form": {"mask": FrameMask.from_intervals(*torch.zeros(2, 2, 4).long(), 3, comm.size) if odd else mask},
-        "mask frames": {"mask": everything(4, comm.size * 3) if odd else mask},
-        "kernel": {"kernel": "none" if odd else "auto"},
-    }
+    intervals = FrameMask.from_intervals(*torch.zeros(2, 2, 4).long(), 3, comm.size)
     match what:
-        case "rows" if odd:
-            x = qkv(rows=5)
-        case "heads" if odd:
-            x = qkv(heads=8)
-        case "batch" if odd:
-            x = qkv(batch=3)
+        case "rows" | "heads" | "batch" if odd:
+            x = qkv(**{what: {"rows": 5, "heads": 8, "batch": 3}[what]})
         case "dtype" if odd:
             x = tuple(t.bfloat16() for t in x)
         case "bad shape" if odd:
             x = (x[0], x[1], x[2][:, :, :2])
+        case "scale" | "kernel" | "accumulate_dtype" if odd:
+            options = {what: {"scale": 0.5, "kernel": "none"}.get(what)}
+        case "mask missing" | "mask form" | "mask frames":
+            options["mask"] = {"mask form": intervals, "mask frames": everything(4, 9)}.get(what) if odd else mask
         case "strategy" if odd:
-            return ring_attention(*x, group=comm)
+            function = ring_attention
         case "tile":
-            return mesh_attention(*x, group=comm, tile=(3, 1) if odd else (1, 3))
+            function, options = mesh_attention, {"tile": (3, 1) if odd else (1, 3)}
         case "tile of other ranks" if odd:
-            return mesh_attention(*x, group=comm, tile=(2, 2))
-        case "heads that cannot be dealt" if odd:
-            return ulysses_attention(*x, group=comm)
+            function, options = mesh_attention, {"tile": (2, 2)}
+        case "heads that cannot be sharded" if odd:
+            function = ulysses_attention
         case "layout":
-            return ring_attention(*qkv(4, 4), group=comm, causal=True, layout="striped" if odd else "zigzag")
-        case "causal" if odd:
-            return ring_attention(*qkv(6, 6), group=comm, causal=True)
+            x, function = qkv(4, 4), ring_attention
+            options = {"causal": True, "layout": "striped" if odd else "zigzag"}
         case "causal":
-            return ring_attention(*qkv(6, 6), group=comm)
-    return lv_xattn(*x, group=comm, **options.get(what, {}))
+            x, function, options = qkv(6, 6), ring_attention, {"causal": odd}
+    return function(*x, group=comm, **options)
 
 
 def caught(comm: Communicator, what: str) -> Exception:

@@ -6,20 +6,24 @@ import torch
 from torch import Tensor
 
 
+def _scores(
+    q: Tensor, k: Tensor, v: Tensor, visible: Tensor | None, scale: float
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """k and v for every sample and query head, the scores, and their log-sum-exp."""
+    k, v = (x.expand(q.shape[0], -1, -1, -1).repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (k, v))
+    scores = scale * q @ k.mT
+    if visible is not None:
+        scores = scores.masked_fill(~visible.unsqueeze(1), float("-inf"))
+    return k, v, scores, torch.logsumexp(scores, dim=-1)
+
+
 def dense_attention(q: Tensor, k: Tensor, v: Tensor, visible: Tensor | None, scale: float) -> tuple[Tensor, Tensor]:
     """softmax(scale q k^T) v in float64; q (B, H, S, D), k and v (B, G, T, D), visible (B or 1, S, T) bool or None.
 
     Rows that see nothing give o = 0, lse = -inf.
     """
-    q, k, v = q.double(), k.double(), v.double()
-    repeat = q.shape[1] // k.shape[1]
-    k, v = (x.expand(q.shape[0], -1, -1, -1).repeat_interleave(repeat, dim=1) for x in (k, v))
-    scores = scale * q @ k.transpose(-1, -2)
-    if visible is not None:
-        scores = scores.masked_fill(~visible.unsqueeze(1), float("-inf"))
-    lse = torch.logsumexp(scores, dim=-1)
-    p = torch.exp(scores - lse.masked_fill(lse == float("-inf"), 0.0).unsqueeze(-1))
-    return p @ v, lse
+    _, v, scores, lse = _scores(q.double(), k.double(), v.double(), visible, scale)
+    return torch.exp(scores - lse.masked_fill(lse == float("-inf"), 0.0).unsqueeze(-1)) @ v, lse
 
 
 def squared_terms(
@@ -31,13 +35,10 @@ def squared_terms(
     the size of the result; where they do, as in dq with a single visible key, the result says nothing about rounding.
     "o", "lse", "dq" are (B, H, S), "dk", "dv" are (B, H, T): key heads are repeated, sums over their rows are left out.
     """
-    q, do, (o, lse) = q.double(), do.double(), dense_attention(q, k, v, visible, scale)
-    repeat = q.shape[1] // k.shape[1]
-    k, v = (x.double().expand(q.shape[0], -1, -1, -1).repeat_interleave(repeat, dim=1) for x in (k, v))
-    scores = scale * q @ k.mT
-    if visible is not None:
-        scores = scores.masked_fill(~visible.unsqueeze(1), float("-inf"))
-    p2 = torch.exp(scores - lse.masked_fill(lse == float("-inf"), 0.0).unsqueeze(-1)).square()
+    q, do = q.double(), do.double()
+    k, v, scores, lse = _scores(q, k.double(), v.double(), visible, scale)
+    p = torch.exp(scores - lse.masked_fill(lse == float("-inf"), 0.0).unsqueeze(-1))
+    p2, o = p.square(), p @ v
     # ds = p (dp - delta), where dp and delta are sums over the head's channels
     ds2 = scale**2 * p2 * (do.square() @ v.square().mT + (do * o).square().sum(-1, keepdim=True))
     scores2 = scale**2 * q.square() @ k.square().mT + scores.square()

@@ -17,7 +17,7 @@ State = dict[str, Tensor]
 
 @dataclass(frozen=True, kw_only=True)
 class Numbers:
-    """The sizes that a state dict does not tell."""
+    """The sizes that do not follow from a state dict."""
 
     gate: str | None
     heads: int

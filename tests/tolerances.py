@@ -68,8 +68,7 @@ def assert_as_near_as_unpatched(
         groups[".".join(parts[:2] if x.numel() == 1 else parts[:-2])].append(name)
     for group, names in groups.items():
         ours, theirs, truth = (
-            torch.cat([results[name].detach().double().flatten() for name in names])
-            for results in (found, unpatched, exact)
+            torch.cat([x[name].detach().double().flatten() for name in names]) for x in (found, unpatched, exact)
         )
         error, allowed = relative_error(ours, truth), AGAINST_UNPATCHED * relative_error(theirs, truth)
         assert error <= allowed, f"{group or names}: {error:.2e} from exact, {allowed:.2e} allowed"

@@ -96,7 +96,7 @@ class CallSpec:
 
     @cached_property
     def derived(self) -> dict[Hashable, Any]:
-        """What was worked out from this spec, by what it depends on: steps, and layouts of head sharding."""
+        """Results derived from this spec (steps, head-sharding layouts), by the arguments they depend on."""
         return {}
 
     @property

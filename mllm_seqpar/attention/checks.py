@@ -94,16 +94,16 @@ def require_same_call(
     k: Tensor,
     comm: Communicator,
     check: Callable[[], Mapping[str, int]],
-    own_number: Callable[[], int],
+    state_number: Callable[[], int],
 ) -> tuple[tuple[int, ...], list[int]]:
-    """Return every rank's number of keys and its `own_number()`, after one small gather.
+    """Return every rank's number of keys and its `state_number()`, after one small gather.
 
     Args:
         q, k: this rank's tensors.
         comm: the group.
         check: raises if this rank's arguments are invalid; returns further facts that must be the same on every rank,
             by their names in `_CALL_FACTS`.
-        own_number: a number that may differ by rank.
+        state_number: a number that may differ by rank.
 
     Raises:
         AgreementError: on every rank if ranks disagree in anything but the number of keys; on the ranks with valid
@@ -116,7 +116,7 @@ def require_same_call(
         call_facts = check()
         tensor_facts = (*q.shape, k.shape[0], k.shape[1], _DTYPES.index(q.dtype))
         facts = [*tensor_facts, *(call_facts.get(name, 0) for name in _CALL_FACTS)]
-        keys, own = k.shape[2], own_number()
+        keys, own = k.shape[2], state_number()
     except SeqParError as caught:
         error = caught
     by_rank = comm.gather_ints([int(error is not None), *facts, keys, own])

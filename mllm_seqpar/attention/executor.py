@@ -27,7 +27,7 @@ Held = dict[tuple[Axis, int], Bundle]
 
 
 class _Direction(Protocol):
-    """What the forward and the backward pass do at each step."""
+    """Interface of the two passes, which `_run` calls at each step."""
 
     local: dict[Axis, Bundle]
     """This rank's Q shard and KV shard."""

@@ -269,11 +269,11 @@ def _attend_once(
             facts["mask tokens per frame"] = mask.tokens_per_frame
         return facts
 
-    def own_number() -> int:
+    def state_number() -> int:
         known = 0 if mask is None else mask.gathered_digest(comm, frames)
         return checks.gradient_state(q, k, v) + checks.GRADIENT_STATES * known
 
-    key_lengths, numbers = checks.require_same_call(q, k, comm, check, own_number)
+    key_lengths, numbers = checks.require_same_call(q, k, comm, check, state_number)
     known = {number // checks.GRADIENT_STATES for number in numbers}
     backward = checks.has_backward([number % checks.GRADIENT_STATES for number in numbers])
     # Every rank must take part in the backward pass. With head sharding, resharding q already requires its gradient.

@@ -128,7 +128,7 @@ class _Reshard(torch.autograd.Function):
 
 
 class HeadLayout:
-    """Who holds which heads, rows and keys in one call with head sharding.
+    """The heads, rows and keys that each rank holds in one call with head sharding.
 
     Attributes:
         inside: the ranks that shard the heads among themselves.
@@ -285,7 +285,7 @@ def attend_head_sharded(
 def forward_head_sharded(
     comm: Communicator, spec: CallSpec, block_math: BlockMath, q: Tensor, k: Tensor, v: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Do what `distributed_forward` does, for a source with head sharding beside sources of one softmax without.
+    """Run `distributed_forward` for a head-sharded source of a joint softmax with other sources.
 
     The final (o, lse) are row-sharded in that case, so backward reshards everything again.
     """

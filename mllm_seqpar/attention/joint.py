@@ -35,7 +35,7 @@ T = TypeVar("T")
 def eager(function: Callable[P, T]) -> Callable[P, T]:
     """Return `function` such that torch.compile runs it eagerly, in a graph break.
 
-    Traced, host-side planning would be compiled anew for every shape and mask, and collectives would be replaced. This
+    Traced, host-side planning would be compiled again for every shape and mask, and collectives would be replaced. This
     is torch.compiler.disable without its cost for callers that do not compile: its import takes as long as the whole
     rest of this package.
     """

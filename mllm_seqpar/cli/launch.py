@@ -75,6 +75,6 @@ def require_rendezvous() -> None:
     processes, variable = launched_processes()
     if processes > 1 and variable != "WORLD_SIZE" and not dist.is_initialized():
         raise ConfigError(
-            f"{variable}={processes}: {processes} processes were started, and each would do all of the work alone; "
+            f"{variable}={processes}: {processes} processes were started, and each would process all of the data; "
             "start the script with torchrun or accelerate launch, once on each node"
         )

@@ -59,7 +59,7 @@ def check_record(record: Any, folder: Path, marks: Sequence[str] = ()) -> list[M
             if fault := _part_fault(part, role, folder, marks):
                 raise DataError(f"{where}: {fault}")
     if all(message["role"] != "assistant" for message in messages):
-        raise DataError("has no message of the assistant, so there are no target tokens to learn")
+        raise DataError("has no message of the assistant, so there are no target tokens")
     return messages
 
 

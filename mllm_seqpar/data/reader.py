@@ -66,7 +66,9 @@ def read_frames(
 
 def check_range(start: int, stop: int, total: int, batch: int) -> None:
     if not 0 <= start <= stop <= total:
-        raise ConfigError(f"frames {start} to {stop} asked of a source that has {total}; pass a range within them")
+        raise ConfigError(
+            f"frames {start} to {stop} requested from a source that has {total}; pass a range within them"
+        )
     if batch < 1:
         raise ConfigError(f"batch must be at least 1, got {batch}")
 

@@ -45,7 +45,8 @@ class InferArguments(CommandOptions):
 
     strategy: str = option(f"cross-attention of long prompts: {', '.join(CHOICES['strategy'])}", "lv-xattn")
     self_attention: str = option(
-        f"self-attention of long prompts: {', '.join(CHOICES['self_attention'])}; star is approximate (docs/star.md)",
+        f"self-attention of long prompts: {', '.join(CHOICES['self_attention'])}; "
+        "star is approximate (docs/concepts/star.md)",
         "ring",
     )
     tile: str | None = option(

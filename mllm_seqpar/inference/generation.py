@@ -22,7 +22,7 @@ _log = get_logger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class Sampling:
-    """How the tokens of an answer are chosen.
+    """Sampling options of an answer.
 
     Attributes:
         max_new_tokens: maximum length of the answer.

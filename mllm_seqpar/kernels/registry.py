@@ -72,11 +72,11 @@ def choose_kernel(name: str, q: Tensor, k: Tensor, *, causal: bool, masked: bool
         ConfigError: there is no kernel of that name, or it cannot compute this block.
     """
     if name == "auto":
-        return _first_able(q, k, causal, masked)
+        return _first_supported(q, k, causal, masked)
     kernel = kernel_by_name(name)
     reason = kernel.unsupported_reason(q, k, causal=causal, masked=masked)
     if reason is not None and masked and kernel.unsupported_reason(q, k, causal=causal, masked=False) is None:
-        fallback, fallback_reason = _first_able(q, k, causal, masked)
+        fallback, fallback_reason = _first_supported(q, k, causal, masked)
         return fallback, f"{name} {reason}; {fallback_reason}"
     if reason is not None:
         able = [x for x in _KERNELS if _KERNELS[x]().unsupported_reason(q, k, causal=causal, masked=masked) is None]
@@ -86,7 +86,7 @@ def choose_kernel(name: str, q: Tensor, k: Tensor, *, causal: bool, masked: bool
     return kernel, f"{name}: selected by name"
 
 
-def _first_able(q: Tensor, k: Tensor, causal: bool, masked: bool) -> tuple[BlockKernel, str]:
+def _first_supported(q: Tensor, k: Tensor, causal: bool, masked: bool) -> tuple[BlockKernel, str]:
     rejected: list[str] = []
     for name in _AUTO:
         kernel = _KERNELS[name]()

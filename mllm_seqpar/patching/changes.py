@@ -54,7 +54,7 @@ class Patch:
         """Replace the forward of `module` in passes of the patched model.
 
         Args:
-            module: a module to which the pass hands its `ForwardState` as the keyword argument `seqpar`.
+            module: a module that receives its `ForwardState` as the keyword argument `seqpar`.
             forward: is called as ``forward(module, *args, seqpar=state, **kwargs)``. A call without `seqpar` calls the
                 unpatched forward; on several ranks it is an error, as for `guard`.
         """

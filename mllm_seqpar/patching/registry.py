@@ -24,7 +24,7 @@ _registered: dict[str, Adapter] = {}
 
 @runtime_checkable
 class Adapter(Protocol):
-    """What `patch_model` calls to patch a model of one family."""
+    """Protocol of the adapter of a model family, which `patch_model` calls."""
 
     name: str
     """The family's name in messages."""

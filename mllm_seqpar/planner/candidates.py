@@ -15,7 +15,7 @@ STRATEGIES = ("lv-xattn", "ring", "mesh", "ulysses", "replicate")
 
 @dataclass(frozen=True)
 class ParallelSpec:
-    """How the ranks share one attention call.
+    """The strategy, mesh shape and head-sharding degree of one attention call.
 
     Attributes:
         strategy: one of STRATEGIES.

@@ -30,7 +30,7 @@ KINDS = ("parameters", "gradients", "optimizer", "features", "activations", "buf
 def peak_memory(workload: Workload, spec: ParallelSpec) -> dict[str, int]:
     """Return the bytes of one rank at its peak, by kind (KINDS)."""
     n, trained = workload.gpus, workload.trained_parameters
-    kinds = memory_behind_features(workload, spec)
+    kinds = memory_after_tower(workload, spec)
     if workload.training:
         kinds["activations"] += saved_before_features(workload)
     if n > 1:  # FSDP2: the current layer and the next one, gathered; in backward, one unsharded gradient
@@ -45,7 +45,7 @@ def peak_memory(workload: Workload, spec: ParallelSpec) -> dict[str, int]:
     }
 
 
-def memory_behind_features(workload: Workload, spec: ParallelSpec) -> dict[str, int]:
+def memory_after_tower(workload: Workload, spec: ParallelSpec) -> dict[str, int]:
     """Return features, activations and buffers of the language model and cross-attention."""
     text, element, tokens = workload.model.text, workload.element, workload.tokens
     features = _visual_tokens(workload, spec) * workload.model.cross.visual_dim

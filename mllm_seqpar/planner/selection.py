@@ -19,7 +19,7 @@ MARGIN = 0.02
 
 @dataclass(frozen=True, kw_only=True)
 class SelectionOptions:
-    """What a selection takes into account.
+    """Options of a selection.
 
     Attributes:
         training: forward and backward; False for forward only.

@@ -40,7 +40,7 @@ class SeqParContext:
             raise ConfigError(
                 f"this model was patched for one process, before the process group of {dist.get_world_size()} ranks "
                 "existed. Call torch.distributed.init_process_group(...) before patch_model(model), or pass "
-                'group="self" if this process is to compute alone'
+                'group="self" if this process is to run without communication'
             )
 
     def compares_weights(self) -> bool:
@@ -53,7 +53,7 @@ class SeqParContext:
         self._passes[0] += 1
         return self.comm.size > 1 and self._passes[0].bit_count() == 1
 
-    def report_shares(self, tokens: tuple[int, int], frames: tuple[int, int]) -> None:
+    def log_shard_sizes(self, tokens: tuple[int, int], frames: tuple[int, int]) -> None:
         """Log once how much of the first pass this rank holds.
 
         Args:

@@ -145,7 +145,7 @@ def select_for_pass(
 
 @dataclass(frozen=True)
 class ForwardState:
-    """What the layers of one forward pass share.
+    """The state that all layers of one forward pass share.
 
     Attributes:
         context: group and configuration.
@@ -316,7 +316,7 @@ class ForwardState:
             return CallSpec((1, 1), frames.masks, frames.key_lengths, dtype, config.overlap)
         candidates = {"auto": CROSS, "mesh": CROSS_MESH}.get(config.strategy)
         if k is None and candidates is not None:
-            with torch.no_grad():  # a projection of no frames tells the number of KV heads
+            with torch.no_grad():  # projecting zero frames gives the number of KV heads
                 k = project(frames.visual.features[:0], frames.visual.index[:0])[0]
         # Decoding leaves K and V where they are, also with "replicate".
         name = "lv-xattn" if config.strategy in ("auto", "replicate") else config.strategy

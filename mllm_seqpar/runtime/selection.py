@@ -28,7 +28,7 @@ class CrossAttentionShape(NamedTuple):
 
 
 class CandidateStrategies(NamedTuple):
-    """What a selection compares.
+    """The strategies that a selection compares, and the option that requested it.
 
     Attributes:
         option: the option of `patch_model` that asks for the selection; it stands in the log.
@@ -61,7 +61,7 @@ class Selection(Protocol):
 
 
 class StrategySelector(Protocol):
-    """Selects strategies for one patched model and remembers what it selected."""
+    """Selects strategies for one patched model and caches its selections."""
 
     def select(
         self,

@@ -63,7 +63,7 @@ class StarText(TextShards):
         context = self.block * comm.size
         valid, first = (None if x is None else x[:, :context] for x in (valid, first))
         super().__init__(batch, context, comm, "contiguous", valid, first)
-        self.keeper = comm.size - 1  # the paper's query host
+        self.new_token_rank = comm.size - 1  # the paper's query host
         self.padded = context + comm.size  # the first column of padding fills the second half of the first rank's rows
 
     @property

@@ -30,7 +30,7 @@ class TextKVCache:
         self.fresh = text.own
         self.positions = text.positions(text.comm.rank)[self.fresh]
         self.total = text.length
-        self._rank, self._size, self._keeper = text.comm.rank, text.comm.size, text.keeper
+        self._rank, self._size, self._keeper = text.comm.rank, text.comm.size, text.new_token_rank
 
     def extend(self, count: int) -> None:
         """Begin a pass of `count` new tokens."""

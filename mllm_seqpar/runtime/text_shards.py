@@ -26,10 +26,10 @@ class TextShards:
         first: (B or 1, L) int64 or None: the first key each row may attend to (packed sequences).
 
     Attributes:
-        keeper: the rank that keeps K and V of all tokens after this text; None: the ranks take turns.
+        new_token_rank: the rank that keeps K and V of all tokens after this text; None: the ranks take turns.
     """
 
-    keeper: int | None = None
+    new_token_rank: int | None = None
 
     def __init__(
         self,
@@ -107,7 +107,7 @@ class TextShards:
         return CausalBlockMasks(self.batch, self.padded, self.comm.size, self.layout, first, valid)
 
 
-def rows_kept(x: Tensor, wanted: int | Tensor) -> Tensor:
+def select_logit_rows(x: Tensor, wanted: int | Tensor) -> Tensor:
     """Return the rows that `logits_to_keep` selects, as transformers 5.23 reads it.
 
     Args:

@@ -62,7 +62,7 @@ def frame_chunks(features: Tensor) -> list[slice]:
 
 
 def sampled_bits(frames: Tensor) -> Tensor:
-    """Return the bits of evenly spread values of the frames, which is enough to tell two videos apart."""
+    """Return the bits of evenly spread values of the frames, which distinguish two videos."""
     x, step = frames.detach(), max(1, frames.numel() // _SAMPLED)
     if x.is_contiguous():
         return x.view(-1)[::step].float().view(torch.int32)

@@ -76,7 +76,7 @@ class ShardedDataLoader:
         chat = self._dataset.batch(samples)
         if chat.targets == 0:
             lines = ", ".join(map(str, chat.lines))
-            raise DataError(f"{self._dataset.path}, line {lines}: no token to learn; the assistant needs a message")
+            raise DataError(f"{self._dataset.path}, line {lines}: no target tokens; add a message of the assistant")
         return ShardedBatch(chat, self._processor, self._dims)
 
 

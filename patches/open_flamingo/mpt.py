@@ -164,7 +164,7 @@ class MptLM:
             assert state.text is not None
             total = state.text.length
             row_positions = key_positions = state.text.positions(state.context.comm.rank)
-            blind = self._blind_rows(state, row_positions)
+            blind = self._fully_masked_rows(state, row_positions)
         elif state.cached_text is not None:
             cache_state = cache_state_of(cache)
             assert cache_state is not None and cache_state.text is not None
@@ -180,7 +180,7 @@ class MptLM:
         blind = None if blind is None else blind.to(device)
         return ShardedBias(state, slopes, row_positions.to(device), key_positions.to(device), blind)
 
-    def _blind_rows(self, state: ForwardState, rows: Tensor) -> Tensor | None:
+    def _fully_masked_rows(self, state: ForwardState, rows: Tensor) -> Tensor | None:
         """Return (B, s) bool, the rows of a sharded text before the first token that the attention mask shows.
 
         Not with Star Attention, whose prompts have no labels: those rows are zeros there, and nothing reads them.

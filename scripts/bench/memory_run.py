@@ -23,7 +23,7 @@ from torch import Tensor
 from mllm_seqpar import FrameShard, frame_range, patch_model, unpatch_model
 from mllm_seqpar.comm import Communicator, as_communicator
 from mllm_seqpar.planner.candidates import ParallelSpec
-from mllm_seqpar.planner.memory import memory_behind_features
+from mllm_seqpar.planner.memory import memory_after_tower
 from mllm_seqpar.planner.model import read_model
 from mllm_seqpar.planner.workload import Workload
 from mllm_seqpar.runtime import visual_features
@@ -32,7 +32,7 @@ DTYPE = torch.bfloat16
 PUBLISHED_FRAMES = 1024
 """Frames of a video at the published sizes, which sets the fraction of a video that is projected at once."""
 WORDS = 8
-"""Least number of text tokens beside the placeholders of the frames."""
+"""Minimum number of text tokens in addition to the frame placeholders."""
 ATTEMPTS = 12
 """Largest number of video lengths that the search for the longest video tries."""
 
@@ -125,7 +125,7 @@ class MemoryBenchmark:
         step = Workload(
             model=sizes, frames=frames, text=self.text, gpus=n, recompute=mode.recompute, element=DTYPE.itemsize
         )
-        planned = sum(memory_behind_features(step, mode.spec(n)).values())
+        planned = sum(memory_after_tower(step, mode.spec(n)).values())
         return {"frames": frames, "kept_bytes": saved_bytes, "peak_bytes": peak_bytes, "planned_bytes": planned}
 
     def largest_in(self, mode: Mode, budget: int, small: dict[str, Any], large: dict[str, Any]) -> dict[str, Any]:

@@ -52,7 +52,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--strategy", default="lv-xattn", help="of the cross-attention")
     parser.add_argument("--images", type=int, default=32)
-    parser.add_argument("--words", type=int, default=128, help="text tokens beside the placeholders of images")
+    parser.add_argument("--words", type=int, default=128, help="text tokens in addition to image placeholders")
     parser.add_argument("--repeats", type=int, default=3, help="number of timed pairs of steps")
     parser.add_argument("--top", type=int, default=0, help="also print the operators with the longest self time")
     parser.add_argument("--threads", type=int, default=1, help="threads of each process, on CPU")
@@ -96,7 +96,7 @@ def profile_family(family: str, args: argparse.Namespace) -> dict[str, Any]:
     with recorded_transfers(comm), profile(activities=activities) as profiled, record_function(STEP):
         train_step(model, inputs, comm)
     unpatch_model(model)
-    parts = [int(1e6 * share) for share in shares_of(profiled, args.device)]
+    parts = [int(1e6 * share) for share in time_fractions(profiled, args.device)]
     computing, waiting = (sum(column) / comm.size / 1e6 for column in zip(*comm.gather_ints(parts), strict=True))
     row = {"family": family, "ranks": comm.size, "step_s": median(seconds for seconds, _ in pairs)}
     row |= {"ratio": median(patched / unpatched for patched, unpatched in pairs), "computing_share": computing}
@@ -160,7 +160,7 @@ class _RecordedPending(Pending):
             self._pending.wait()
 
 
-def shares_of(profiled: profile, device: str) -> tuple[float, float]:
+def time_fractions(profiled: profile, device: str) -> tuple[float, float]:
     """Return the shares of a profiled step spent computing and waiting for transfers."""
     averages = profiled.key_averages()
     step_us = next(event.cpu_time_total for event in averages if event.key == STEP and event.cpu_time_total)

@@ -50,9 +50,9 @@ OWL_ERRORS = {
         "checksum of pixels": {"pixel_values": tiny_frames(3, seed=8)},
         "frames: rank 0 has 3, rank 1 has 2, rank 2 has 3": {"pixel_values": tiny_frames(2)},
         "checksum of position ids": {"position_ids": torch.arange(1, 13)[None]},
-        "checksum of what says where the frames belong": {"media_offset": OFFSETS},
+        "checksum of the placement of frames": {"media_offset": OFFSETS},
         "kind of frames": {"pixel_values": None, "image_embeds": FEATURES},
-        "cache asked for: rank 0 has 0, rank 1 has 1": {"use_cache": True},
+        "use_cache: rank 0 has 0, rank 1 has 1": {"use_cache": True},
         "frames given by visual_shard: rank 0 has 0, rank 1 has 1": {
             "pixel_values": tiny_frames(3)[1:2],
             "visual_shard": FrameShard(1, 2, 3),
@@ -246,7 +246,7 @@ def differing_pass(model: Any, what: str) -> Any:
             model.train()
         case "gradient checkpointing":
             model.gradient_checkpointing_enable()
-        case "checksum of which parameters train":
+        case "checksum of requires_grad of the parameters":
             model.requires_grad_(False)
         case "num_items_in_batch":
             more = {"num_items_in_batch": 3}
@@ -262,7 +262,12 @@ def differing_pass(model: Any, what: str) -> Any:
         return model(ids, frames, labels=ids, **more)
 
 
-DIFFERENCES = ("training mode", "gradient checkpointing", "checksum of which parameters train", "num_items_in_batch")
+DIFFERENCES = (
+    "training mode",
+    "gradient checkpointing",
+    "checksum of requires_grad of the parameters",
+    "num_items_in_batch",
+)
 DIFFERENCES += ("checksum of further arguments", "checksum of the inputs' dtypes", "autocast", "stopping_criteria")
 
 

@@ -17,7 +17,7 @@ from mllm_seqpar._compat import MINIMUM
 ROOT = Path(__file__).resolve().parents[2]
 
 ORDER = (
-    "errors _compat _logging _eager schedules comm sharding config masks kernels attention checkpointing runtime "
+    "errors _compat _logging schedules comm sharding config masks kernels attention checkpointing runtime "
     "families patching models integrations adapting data planner cli inference training patches"
 ).split()
 """Parts of the package. A part imports only parts before it; see CONTRIBUTING.md."""
@@ -161,7 +161,7 @@ import mllm_seqpar.data; absent("transformers", "av")
 
 def test_every_public_name_exists() -> None:
     assert not [name for name in mllm_seqpar.__all__ if not hasattr(mllm_seqpar, name)]
-    assert set(mllm_seqpar.__all__) == set(mllm_seqpar._HOME)
+    assert set(mllm_seqpar.__all__) == set(mllm_seqpar._EXPORTED_FROM)
     with pytest.raises(AttributeError, match="no attribute 'ring'"):
         _ = mllm_seqpar.ring
 

@@ -26,7 +26,7 @@ _OTHER_MODEL = (
 
 
 class SequenceParallelCacheState(RowsLayer):
-    """The cache layer that holds what only a patched model stores.
+    """A cache layer with the sequence-parallel cache state of a patched model.
 
     Attributes:
         visual: K and V of the frames. Copies of the cache share them.

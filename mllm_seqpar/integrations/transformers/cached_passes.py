@@ -23,7 +23,7 @@ from mllm_seqpar.models.cache_rows import attach
 from mllm_seqpar.runtime.forward_state import ForwardState
 from mllm_seqpar.runtime.star import block_length
 from mllm_seqpar.runtime.text_kv_cache import CachedTextMask
-from mllm_seqpar.runtime.text_shards import TextShards, rows_kept
+from mllm_seqpar.runtime.text_shards import TextShards, select_logit_rows
 from mllm_seqpar.runtime.visual_features import VisualKVCache, fingerprint_of
 
 from .cache import SequenceParallelCacheState, begin_prompt, cache_state_of, shard_cached_text, supports_sharded_text
@@ -146,7 +146,7 @@ class _CachedPass:
     def _replicated(self) -> CausalLMOutputWithPast:
         """Run a pass with all text on every rank and the frames sharded."""
         decoded = self._run_replicated_rows(self.inputs.positions(), self._visibility())
-        hidden = self._broadcast(rows_kept(decoded.last_hidden_state, self.logits_to_keep))
+        hidden = self._broadcast(select_logit_rows(decoded.last_hidden_state, self.logits_to_keep))
         return self._outputs(hidden, decoded.hidden_states)
 
     def _sharded_prompt(self, features: Tensor | None) -> CausalLMOutputWithPast:
@@ -166,9 +166,9 @@ class _CachedPass:
         decoded = family.run_decoder(embeds, local_positions, mask, self.cache, forward_state, **self.kwargs)
         states = gather_hidden_states(text, decoded.hidden_states)
         if not star:
-            return self._outputs(self._rows_asked_for(text, decoded.last_hidden_state), states)
+            return self._outputs(self._requested_rows(text, decoded.last_hidden_state), states)
         query = self._run_replicated_rows(positions, visibility, start=text.length)
-        hidden = self._rows_asked_for(text, decoded.last_hidden_state, query.last_hidden_state)
+        hidden = self._requested_rows(text, decoded.last_hidden_state, query.last_hidden_state)
         later = query.hidden_states
         if states is not None:
             pairs = None if later is None else zip(states, later, strict=True)
@@ -209,7 +209,7 @@ class _CachedPass:
         forward_state = ForwardState(self.context, cached_text=cached_text, tokens=tokens, **frames)
         return family.run_decoder(embeds, positions[:, start:], mask, self.cache, forward_state, **self.kwargs)
 
-    def _rows_asked_for(self, text: TextShards, local: Tensor, query: Tensor | None = None) -> Tensor:
+    def _requested_rows(self, text: TextShards, local: Tensor, query: Tensor | None = None) -> Tensor:
         """Return, on every rank, the hidden states of the rows that `logits_to_keep` asks for.
 
         `local` (B, s, C) is the shard of the first rows; `query` (B, r, C) are those after, on every rank.
@@ -218,8 +218,8 @@ class _CachedPass:
         every_row = isinstance(wanted, int) and wanted == 0
         if every_row or (isinstance(wanted, Tensor) and wanted.dim() == 2):
             whole = text.unshard(local, 1)
-            return rows_kept(whole if query is None else torch.cat([whole, query], dim=1), wanted)
-        rows = rows_kept(torch.arange(self.inputs.length)[None], wanted)[0]
+            return select_logit_rows(whole if query is None else torch.cat([whole, query], dim=1), wanted)
+        rows = select_logit_rows(torch.arange(self.inputs.length)[None], wanted)[0]
         sharded = rows < text.length
         if query is None or bool(sharded.all()):
             return text.gather_rows(local, rows)

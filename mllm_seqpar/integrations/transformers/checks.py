@@ -25,12 +25,12 @@ from .inputs import ForwardInputs
 
 _COMPARED = (
     *("samples", "text tokens", "frames", "frames given by visual_shard", "values per frame"),
-    *("kind of frames (1 pixels, 2 features)", "cached tokens", "cache asked for", "gradients wanted"),
+    *("kind of frames (1 pixels, 2 features)", "cached tokens", "use_cache", "grad mode"),
     *("labels given", "attention mask given", "checksum of token ids", "checksum of labels"),
     *("checksum of the attention mask", "checksum of position ids"),
-    *("checksum of what says where the frames belong", "checksum of pixels", "checksum of weights"),
+    *("checksum of the placement of frames", "checksum of pixels", "checksum of weights"),
     *("training mode", "autocast (checksum of its dtype)", "checksum of the inputs' dtypes", "num_items_in_batch"),
-    *("checksum of further arguments", "gradient checkpointing", "checksum of which parameters train"),
+    *("checksum of further arguments", "gradient checkpointing", "checksum of requires_grad of the parameters"),
 )
 _SAMPLED_WEIGHTS = 16
 """Values compared of each parameter."""

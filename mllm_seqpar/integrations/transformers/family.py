@@ -44,7 +44,7 @@ VISUAL_SHARD_DOC = """
 
 @dataclass(frozen=True)
 class Visibility:
-    """What the text rows of a pass may attend to."""
+    """The frames that the text rows of a pass may attend to."""
 
     mask: FrameMask
     """Which units of all ranks each row (B, L) may attend to."""

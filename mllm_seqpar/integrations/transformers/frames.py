@@ -150,7 +150,7 @@ def log_shard_sizes(family: Family, inputs: ForwardInputs, local_tokens: int) ->
     """Log once per model how many text tokens and frames this rank holds."""
     comm = family.context.comm
     start, stop = frame_bounds(inputs.total_frames, comm.size)[comm.rank]
-    family.context.report_shares((local_tokens, inputs.length), (stop - start, inputs.total_frames))
+    family.context.log_shard_sizes((local_tokens, inputs.length), (stop - start, inputs.total_frames))
 
 
 def mask_over_samples(

@@ -10,7 +10,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from mllm_seqpar.runtime.forward_state import ForwardState
 from mllm_seqpar.runtime.loss import sharded_causal_lm_loss
-from mllm_seqpar.runtime.text_shards import TextShards, rows_kept
+from mllm_seqpar.runtime.text_shards import TextShards, select_logit_rows
 
 from .family import Family
 from .inputs import ForwardInputs
@@ -50,7 +50,7 @@ def uncached_outputs(
     text, targets = state.text, inputs.target_labels(kwargs.get("ignore_index"))
     assert text is not None
     if not state.shards_text or text.comm.size == 1:
-        return whole_text_outputs(family, inputs, rows_kept(hidden, logits_to_keep), hidden_states, kwargs)
+        return whole_text_outputs(family, inputs, select_logit_rows(hidden, logits_to_keep), hidden_states, kwargs)
     every_row = isinstance(logits_to_keep, int) and logits_to_keep == 0
     option = state.context.config.logits
     loss = logits = None
@@ -60,7 +60,7 @@ def uncached_outputs(
         loss = sharded_causal_lm_loss(logits, targets, text, **counted)
     if option == "full" or not every_row or (option == "auto" and targets is None):
         # Hidden states are gathered rather than logits, because the vocabulary is wider than they are.
-        logits = family.lm_head(rows_kept(text.unshard(hidden, 1), logits_to_keep))
+        logits = family.lm_head(select_logit_rows(text.unshard(hidden, 1), logits_to_keep))
     elif logits is None:
         logits = family.lm_head(hidden)
     return CausalLMOutputWithPast(loss=loss, logits=logits, hidden_states=gather_hidden_states(text, hidden_states))

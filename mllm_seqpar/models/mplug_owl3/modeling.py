@@ -13,7 +13,7 @@ from transformers.utils import can_return_tuple
 
 from mllm_seqpar.errors import ConfigError, ShapeError
 from mllm_seqpar.models.cache_rows import attach, detach
-from mllm_seqpar.runtime.text_shards import rows_kept
+from mllm_seqpar.runtime.text_shards import select_logit_rows
 from mllm_seqpar.runtime.visual_features import fingerprint_of
 
 from .backbones import HyperQwen2ForCausalLM, MPlugOwl3VisionModel
@@ -174,7 +174,7 @@ class MPlugOwl3ForConditionalGeneration(MPlugOwl3PreTrainedModel, MPlugOwl3Gener
         outputs = self.language_model.model(
             **text, past_key_values=past_key_values, use_cache=use_cache, visual=visual, **kwargs
         )
-        logits = self.language_model.lm_head(rows_kept(outputs.last_hidden_state, logits_to_keep))
+        logits = self.language_model.lm_head(select_logit_rows(outputs.last_hidden_state, logits_to_keep))
         if shift_labels is not None:
             shift_labels = shift_labels.contiguous()  # transformers' loss needs a view of it
         loss = None

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable
 from typing import Any
 
 import pytest
 import torch
 
-from attention_cases import Case, assert_exact, frame_mask, run_case, same_bits, visible_frames
+from attention_cases import Case, check, frame_mask, run_case, visible_frames
 from mllm_seqpar.attention.block_math import BlockMath
 from mllm_seqpar.attention.call_spec import CallSpec
 from mllm_seqpar.comm import run_loopback
@@ -19,66 +18,37 @@ from mllm_seqpar.sharding import frame_bounds, sequence_positions
 WASTE = 1.3
 """The limit of entries computed on all ranks together, per visible entry."""
 
-MASKS = (
-    ("one frame", False),
-    ("one frame", True),
-    ("far frame", False),
-    ("far frame", True),
-    ("same place", False),
-    ("own sample", False),
-    ("one sample in one place", False),
-    ("one sample in one place", True),
-    ("random", True),
-    ("holes", False),
-    ("all but one", False),
-)
+BOTH_FORMS = ("one frame", "far frame", "one sample in one place")
+MASKS = [
+    *itertools.product(BOTH_FORMS, (False, True)),
+    *(("same place", False), ("own sample", False), ("random", True), ("holes", False), ("all but one", False)),
+]
 BATCHES = ((1, False), (2, False), (2, True), (3, True))
-
-
-def cases(mask: str, table: bool, n: int) -> Iterable[Case]:
-    for (batch, shared), (groups, frames) in zip(BATCHES, itertools.cycle([(4, 11), (1, 3)])):
-        yield Case(
-            **{"op": "lv", "rows": 6 * n, "layout": "contiguous", "batch": batch, "shared_keys": shared},
-            **{"groups": groups, "frames": frames, "mask": mask, "table": table},
-        )
 
 
 @pytest.mark.parametrize("n", [2, 3, pytest.param(8, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("mask,table", MASKS)
 def test_pruned_attention_is_exact(mask: str, table: bool, n: int) -> None:
-    for case in cases(mask, table, n):
-        assert_exact(case, run_loopback(n, run_case, case))
-
-
-@pytest.mark.parametrize("n", [1, 2, 4])
-def test_one_row_on_each_rank(n: int) -> None:
-    for mask, (batch, shared) in itertools.product(("one frame", "far frame"), BATCHES):
-        case = Case(op="lv", rows=n, layout="contiguous", batch=batch, shared_keys=shared, mask=mask, frames=2 * n)
-        assert_exact(case, run_loopback(n, run_case, case))
+    options: dict[str, Any] = {"op": "lv", "layout": "contiguous", "mask": mask}
+    for (batch, shared), (groups, frames) in zip(BATCHES, itertools.cycle([(4, 11), (1, 3)])):
+        check(n, rows=6 * n, batch=batch, shared_keys=shared, groups=groups, frames=frames, table=table, **options)
+        if mask in ("one frame", "far frame") and not table and n == 2:
+            for ranks in (1, 2, 4):  # one row on each rank
+                check(ranks, rows=ranks, batch=batch, shared_keys=shared, frames=2 * ranks, **options)
 
 
 @pytest.mark.parametrize("n", [1, 3])
 @pytest.mark.parametrize("op", ["lv", "ring"])
 def test_keys_of_scattered_frames_are_gathered(op: str, n: int) -> None:
     for batch, shared in BATCHES[1:3]:
-        case = Case(op=op, rows=4 * n, batch=batch, shared_keys=shared, mask="every third frame", frames=80 * n)
-        assert_exact(case, run_loopback(n, run_case, case))
+        check(n, op=op, rows=4 * n, batch=batch, shared_keys=shared, mask="every third frame", frames=80 * n)
 
 
 @pytest.mark.parametrize("n", [2, 3])
 @pytest.mark.parametrize("mask", ["far frame", "one sample in one place", "own sample"])
 def test_folded_and_pruned_frames_merge_with_batched_text(mask: str, n: int) -> None:
     for layout, text in (("zigzag", "padded left"), ("striped", "window")):
-        case = Case(op="joint", rows=19, batch=2, layout=layout, text=text, shared_keys=True, mask=mask)
-        assert_exact(case, run_loopback(n, run_case, case))
-
-
-def test_results_are_bit_identical_run_to_run_and_without_overlap() -> None:
-    for mask in ("far frame", "holes"):
-        case = Case(op="lv", rows=24, batch=2, shared_keys=True, mask=mask, frames=9)
-        first = run_loopback(3, run_case, case)
-        assert same_bits(first, run_loopback(3, run_case, case))
-        assert same_bits(first, run_loopback(3, run_case, Case(**{**vars(case), "overlap": False})))
+        check(n, op="joint", rows=19, batch=2, layout=layout, text=text, shared_keys=True, mask=mask)
 
 
 def masks_of(case: Case, n: int) -> FrameBlockMasks:

@@ -108,7 +108,7 @@ def test_inner_activations_of_one_chunk_exist_at_a_time(size: int) -> None:
     assert chunked.peak == 6 * size * 48 * 4
 
 
-def test_one_weight_has_a_chunk_gradient_beside_the_sums() -> None:
+def test_only_one_chunk_gradient_exists_in_addition_to_sums() -> None:
     layer, x = Layer(512, 2), torch.randn(2, TOKENS // 2, WIDTH).requires_grad_()
     y = layer(x).sum()
     with MemoryTracker(512, layer) as found:

@@ -37,11 +37,15 @@ def failing(error: Exception) -> Callable[[], Any]:
 
 
 def test_equal_facts_pass() -> None:
-    facts = {"sp": 1, "tile": None}
-    assert outcomes(3, lambda comm: raise_on_all_ranks(comm, "arguments", None, facts)) == [None] * 3
-    assert outcomes(3, lambda comm: require_agreement(comm, "pass", ("a",), lambda: {"a": 3})) == [None] * 3
-    assert outcomes(3, lambda comm: require_same_text(comm, "options", lambda: "x")) == [None] * 3
-    assert outcomes(3, lambda comm: check_collectively(comm, "data", lambda: comm.rank)) == [0, 1, 2]
+    def run(comm: Communicator) -> list[Any]:
+        return [
+            raise_on_all_ranks(comm, "arguments", None, {"sp": 1, "tile": None}),
+            require_agreement(comm, "pass", ("a",), lambda: {"a": 3}),
+            require_same_text(comm, "options", lambda: "x"),
+            check_collectively(comm, "data", lambda: comm.rank),
+        ]
+
+    assert outcomes(3, run) == [[None, None, None, rank] for rank in range(3)]
 
 
 def test_different_facts_are_quoted_by_rank() -> None:
@@ -63,28 +67,26 @@ def test_different_integers_and_texts_are_quoted_by_rank() -> None:
     assert found == [(AgreementError, message)] * 2
 
 
-@pytest.mark.parametrize("check", ["integers", "text"])
-def test_failed_description_raises_on_all_ranks(check: str) -> None:
-    def run(comm: Communicator) -> None:
-        describe = failing(ConfigError("bad")) if comm.rank == 1 else lambda: {"a": 1} if check == "integers" else "x"
-        if check == "integers":
-            require_agreement(comm, "pass", ("a",), describe)
-        else:
-            require_same_text(comm, "pass", describe)
-
-    (first, message), own, _ = raised(run)
+@pytest.mark.parametrize(
+    "check",
+    [
+        lambda comm, facts: require_agreement(comm, "pass", ("a",), facts),
+        lambda comm, facts: require_same_text(comm, "pass", lambda: str(facts())),
+    ],
+)
+def test_failed_description_raises_on_all_ranks(check: Callable[[Communicator, Callable[[], Any]], None]) -> None:
+    failed = failing(ConfigError("bad"))
+    (first, message), own, _ = raised(lambda comm: check(comm, failed if comm.rank == 1 else lambda: {"a": 1}))
     assert own == (ConfigError, "bad") and first is AgreementError
     assert message.startswith("pass: rank 1 of the group failed while checking its arguments")
     assert "This is rank 0" in message
 
 
 def test_failure_of_one_rank_is_quoted_on_the_others() -> None:
-    def run(comm: Communicator) -> None:
-        step = failing(DataError("no such file: x.jsonl")) if comm.rank == 1 else lambda: 1
-        check_collectively(comm, "arguments", step)
-
+    step, fine = failing(DataError("no such file: x.jsonl")), lambda: 1
+    found = raised(lambda comm: check_collectively(comm, "arguments", step if comm.rank == 1 else fine))
     other = (AgreementError, "arguments: rank 1: no such file: x.jsonl")
-    assert raised(run) == [other, (DataError, "no such file: x.jsonl"), other]
+    assert found == [other, (DataError, "no such file: x.jsonl"), other]
 
 
 def printed(errors: list[Exception | None], monkeypatch: pytest.MonkeyPatch) -> list[str]:
@@ -96,20 +98,15 @@ def printed(errors: list[Exception | None], monkeypatch: pytest.MonkeyPatch) -> 
     return lines
 
 
-def test_each_cause_is_printed_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    def lost() -> DataError:
-        return DataError("lost")
-
+def test_each_cause_is_printed_once_and_other_exceptions_keep_their_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    lost, gone = (DataError, "lost"), (DataError, "gone")
     for errors, lines in [
         ([None, None, None], ["no error"] * 3),
-        ([lost(), lost(), lost()], ["error: lost", "", ""]),
-        ([None, lost(), DataError("gone")], ["error: data: rank 1: lost; rank 2: gone", "", ""]),
-        ([lost(), None, DataError("gone")], ["error: lost", "", "error: gone"]),
+        ([lost, lost, lost], ["error: lost", "", ""]),
+        ([None, lost, gone], ["error: data: rank 1: lost; rank 2: gone", "", ""]),
+        ([lost, None, gone], ["error: lost", "", "error: gone"]),
     ]:
-        assert printed(errors, monkeypatch) == lines
-
-
-def test_other_exceptions_keep_their_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+        assert printed([pair and pair[0](pair[1]) for pair in errors], monkeypatch) == lines
     lines = printed([None, KeyError("x"), None], monkeypatch)
     assert lines[0] == "error: data: rank 1: KeyError: 'x'"
     assert lines[1].startswith("Traceback") and lines[1].endswith("KeyError: 'x'")

@@ -12,7 +12,6 @@ from mllm_seqpar.comm import (
     ByteCounter,
     Communicator,
     LoopbackCommunicator,
-    LoopbackWorld,
     Recv,
     Send,
     Subgroup,
@@ -22,46 +21,23 @@ from mllm_seqpar.comm import (
 )
 from mllm_seqpar.comm.autograd import gather_shards, group_sum
 from mllm_seqpar.errors import TransferError
-
-
-def ring_hop(comm: Communicator) -> list[Tensor]:
-    """Send three tensors to the next rank in one exchange, one of them without elements."""
-    tensors = [torch.full((2,), float(comm.rank)), torch.full((3,), comm.rank, dtype=torch.int64), torch.empty(0, 4)]
-    buffers = [torch.empty_like(x) for x in tensors]
-    after, before = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
-    comm.exchange([Send(after, x, "x") for x in tensors], [Recv(before, b) for b in buffers]).wait()
-    return buffers
+from transport_cases import collectives, exchanges
 
 
 @pytest.mark.parametrize("n", [1, 2, 3])
-def test_messages_of_a_pair_arrive_in_the_order_of_the_list(n: int) -> None:
-    for rank, (a, b, empty) in enumerate(run_loopback(n, ring_hop)):
-        assert a.tolist() == [(rank - 1) % n] * 2 and b.tolist() == [(rank - 1) % n] * 3 and empty.shape == (0, 4)
+def test_exchange_keeps_the_order_and_rejects_misuse(n: int) -> None:
+    assert run_loopback(n, exchanges) == [{"x": 8 + 6 + 32}] * n
 
 
 def test_sender_may_change_its_tensor_after_wait() -> None:
-    def run(comm: Communicator) -> Tensor:
+    def run(comm: Communicator) -> list[float]:
         peer, x, received = 1 - comm.rank, torch.ones(3), torch.empty(3)
         comm.exchange([Send(peer, x, "x")], []).wait()
         x.zero_()
         comm.exchange([], [Recv(peer, received)]).wait()
-        return received
+        return received.tolist()
 
-    assert all(received.tolist() == [1, 1, 1] for received in run_loopback(2, run))
-
-
-def test_waiting_twice_raises() -> None:
-    pending = LoopbackCommunicator(LoopbackWorld(1), 0).exchange([], [])
-    pending.wait()
-    with pytest.raises(RuntimeError, match="waited for already"):
-        pending.wait()
-
-
-def test_tensors_that_are_not_contiguous_are_rejected() -> None:
-    comm, x = LoopbackCommunicator(LoopbackWorld(2), 0), torch.zeros(3, 2).T
-    for sends, recvs in (([Send(1, x, "x")], []), ([], [Recv(1, x)])):
-        with pytest.raises(ValueError, match="not contiguous"):
-            comm.exchange(sends, recvs)
+    assert run_loopback(2, run) == [[1, 1, 1]] * 2
 
 
 def test_bytes_and_messages_are_counted_by_label() -> None:
@@ -79,53 +55,33 @@ def test_bytes_and_messages_are_counted_by_label() -> None:
     assert zero.total == 0 and not zero.messages
 
 
-def test_ranks_that_disagree_on_shapes_raise() -> None:
-    def run(comm: Communicator) -> None:
-        peer = 1 - comm.rank
-        comm.exchange([Send(peer, torch.zeros(2 + comm.rank), "x")], [Recv(peer, torch.zeros(2 + comm.rank))]).wait()
+def test_failures_are_raised_and_stop_all_ranks() -> None:
+    def shapes(comm: Communicator) -> None:
+        peer, x = 1 - comm.rank, torch.zeros(2 + comm.rank)
+        comm.exchange([Send(peer, x, "x")], [Recv(peer, x.clone())]).wait()
 
-    with pytest.raises(TransferError, match="the ranks disagree on shapes"):
-        run_loopback(2, run)
+    def missing(comm: Communicator) -> None:
+        if comm.rank:
+            comm.exchange([], [Recv(0, torch.empty(1))]).wait()
 
-
-def test_failure_of_one_rank_stops_all_and_is_raised() -> None:
-    def run(comm: Communicator) -> None:
+    def failing(comm: Communicator) -> None:
         if comm.rank == 2:
             raise LookupError("rank 2 failed")
         comm.all_gather(torch.zeros(1))
 
+    with pytest.raises(TransferError, match="the ranks disagree on shapes"):
+        run_loopback(2, shapes)
+    with pytest.raises(TransferError, match="nothing arrived from rank 0 within 0.2 s"):
+        run_loopback(2, missing, timeout=0.2)
     start = time.monotonic()
     with pytest.raises(LookupError, match="rank 2 failed"):
-        run_loopback(4, run)
+        run_loopback(4, failing)
     assert time.monotonic() - start < 100  # no rank waits for its time limit of 120 s
-
-
-def test_missing_message_raises_after_the_time_limit() -> None:
-    def run(comm: Communicator) -> None:
-        if comm.rank:
-            comm.exchange([], [Recv(0, torch.empty(1))]).wait()
-
-    with pytest.raises(TransferError, match="nothing arrived from rank 0 within 0.2 s"):
-        run_loopback(2, run, timeout=0.2)
-
-
-def collectives(comm: Communicator) -> None:
-    n = comm.size
-    x = torch.arange(6.0).view(2, 3).T + 10 * comm.rank  # not contiguous
-    for rank, gathered in enumerate(comm.all_gather(x)):
-        assert torch.equal(gathered, torch.arange(6.0).view(2, 3).T + 10 * rank)
-    parts = [torch.full((2,), float(10 * comm.rank + r)) for r in range(n)]
-    assert comm.reduce_scatter(parts).tolist() == [sum(10 * r + comm.rank for r in range(n))] * 2
-    assert comm.all_reduce(torch.ones(2) * comm.rank).tolist() == [sum(range(n))] * 2
-    assert comm.broadcast(torch.ones(2) + comm.rank).tolist() == [1, 1]
-    assert comm.gather_ints([comm.rank, -1]) == [[r, -1] for r in range(n)]
-    for texts in (["", "h\u00e9", "x" * 300, "y"], [""] * 4):
-        assert comm.gather_texts(texts[comm.rank]) == texts[:n]
 
 
 @pytest.mark.parametrize("n", [1, 2, 4])
 def test_collectives(n: int) -> None:
-    run_loopback(n, collectives)
+    assert run_loopback(n, collectives) == [(n - 1) * 48] * n
 
 
 def test_subgroup_uses_the_transport_of_its_parent() -> None:
@@ -160,10 +116,10 @@ def test_gradients_are_those_of_the_sum_of_all_losses(n: int, dtype: torch.dtype
         assert dx.dtype is dtype and dy == n * (1 + rank)
 
 
-def test_without_a_process_group_the_world_is_one_rank() -> None:
-    for group in (None, "self"):
-        comm = as_communicator(group)
-        assert isinstance(comm, LoopbackCommunicator) and (comm.rank, comm.size) == (0, 1)
+@pytest.mark.parametrize("group", [None, "self"])
+def test_without_a_process_group_the_world_is_one_rank(group: str | None) -> None:
+    comm = as_communicator(group)
+    assert isinstance(comm, LoopbackCommunicator) and (comm.rank, comm.size) == (0, 1)
 
 
 @pytest.mark.parametrize(

@@ -161,7 +161,7 @@ def test_size_and_batches(clips: Path) -> None:
     assert all(t.dtype == torch.uint8 for t in parts)
     assert list(read_frames(plan, 7, 7)) == []
     for bad in ((0, 61), (-1, 3), (5, 4)):
-        with pytest.raises(ConfigError, match="asked of a source that has 60"):
+        with pytest.raises(ConfigError, match="requested from a source that has 60"):
             read(plan, *bad)
 
 

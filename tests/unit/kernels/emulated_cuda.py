@@ -8,6 +8,8 @@ nothing. This tests how the kernels adapt the operators; the operators themselve
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from inspect import Parameter, Signature
 from types import SimpleNamespace
 from typing import Any
 
@@ -39,23 +41,12 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool, bias: 
     scores = _scores(q, k, scale, causal, bias)
     lse = scores.logsumexp(-1)
     hidden = lse == -torch.inf
-    p = torch.softmax(scores, -1)
-    o = p @ v.double().repeat_interleave(q.shape[1] // k.shape[1], dim=1)
+    o = torch.softmax(scores, -1) @ v.double().repeat_interleave(q.shape[1] // k.shape[1], dim=1)
     # The operators guarantee nothing for hidden rows.
     return o.masked_fill(hidden.unsqueeze(-1), torch.nan).to(q.dtype), lse.masked_fill(hidden, 0.0).float()
 
 
-def _backward(
-    do: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    o: Tensor,
-    lse: Tensor,
-    scale: float,
-    causal: bool,
-    bias: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
+def _backward(do, q, k, v, o, lse, scale: float, causal: bool, bias: Tensor | None = None) -> tuple[Tensor, ...]:
     _check(q, k, v, o, do)
     assert q.dtype == k.dtype == v.dtype == o.dtype == do.dtype and lse.dtype == torch.float32
     groups, repeat = k.shape[1], q.shape[1] // k.shape[1]
@@ -116,13 +107,11 @@ def _cudnn_backward(do, q, k, v, o, lse, seed, offset, bias, cum_q, cum_k, max_q
     return _backward(do, q, k, v, o, lse.squeeze(-1), scale, causal)
 
 
+_OPERATORS = {"flash": (_flash, _flash_backward), "efficient": (_efficient, _efficient_backward)}
+_OPERATORS["cudnn"] = (_cudnn, _cudnn_backward)
 aten = SimpleNamespace(
-    _scaled_dot_product_flash_attention=_flash,
-    _scaled_dot_product_flash_attention_backward=_flash_backward,
-    _scaled_dot_product_efficient_attention=_efficient,
-    _scaled_dot_product_efficient_attention_backward=_efficient_backward,
-    _scaled_dot_product_cudnn_attention=_cudnn,
-    _scaled_dot_product_cudnn_attention_backward=_cudnn_backward,
+    **{f"_scaled_dot_product_{name}_attention": pair[0] for name, pair in _OPERATORS.items()},
+    **{f"_scaled_dot_product_{name}_attention_backward": pair[1] for name, pair in _OPERATORS.items()},
 )
 
 
@@ -130,88 +119,58 @@ def _bhsd(*tensors: Tensor) -> list[Tensor]:
     return [x.transpose(1, 2) for x in tensors]
 
 
-class FlashAttn28:
-    """The low-level pair as flash-attn 2.7 and 2.8 declare it."""
+def _declaring(names: str, function: Callable[[SimpleNamespace], tuple]) -> Callable[..., tuple]:
+    """Return a function with arguments of these names, of which `rng_state` alone is optional."""
 
-    @staticmethod
-    def _flash_attn_forward(
-        q,
-        k,
-        v,
-        dropout_p,
-        softmax_scale,
-        causal,
-        window_size_left,
-        window_size_right,
-        softcap,
-        alibi_slopes,
-        return_softmax,
-    ) -> tuple:
-        assert (window_size_left, window_size_right, softcap, return_softmax) == (-1, -1, 0.0, False)
-        o, lse = _forward(*_bhsd(q, k, v), softmax_scale, causal)
-        return o.transpose(1, 2), lse, None, None
+    def call(**arguments: Any) -> tuple:
+        bound = call.__signature__.bind(**arguments)
+        bound.apply_defaults()
+        return function(SimpleNamespace(**bound.arguments))
 
-    @staticmethod
-    def _flash_attn_backward(
-        dout,
-        q,
-        k,
-        v,
-        out,
-        softmax_lse,
-        dq,
-        dk,
-        dv,
-        dropout_p,
-        softmax_scale,
-        causal,
-        window_size_left,
-        window_size_right,
-        softcap,
-        alibi_slopes,
-        deterministic,
-        rng_state=None,
-    ) -> Tensor:
-        grads = _backward(*_bhsd(dout, q, k, v, out), softmax_lse, softmax_scale, causal)
-        for into, grad in zip((dq, dk, dv), grads, strict=True):
-            assert into.is_contiguous()
-            into.copy_(grad.transpose(1, 2))
-        return softmax_lse
+    defaults = {"rng_state": {"default": None}}
+    parameters = [Parameter(n, Parameter.POSITIONAL_OR_KEYWORD, **defaults.get(n, {})) for n in names.split()]
+    call.__signature__ = Signature(parameters)
+    return call
 
 
-class FlashAttn26:
-    """The pair as flash-attn 2.5 and 2.6 declare it: a window of two, padded copies among the results."""
+def _package_forward(x: SimpleNamespace) -> tuple[Tensor, Tensor]:
+    assert getattr(x, "window_size", (-1, -1)) == (-1, -1) and getattr(x, "window_size_left", -1) == -1
+    assert getattr(x, "window_size_right", -1) == -1 and getattr(x, "softcap", 0.0) == 0.0 and not x.return_softmax
+    return _forward(*_bhsd(x.q, x.k, x.v), x.softmax_scale, x.causal)
 
-    @staticmethod
-    def _flash_attn_forward(
-        q, k, v, dropout_p, softmax_scale, causal, window_size, alibi_slopes, return_softmax
-    ) -> tuple:
-        assert window_size == (-1, -1)
-        o, lse = _forward(*_bhsd(q, k, v), softmax_scale, causal)
-        return o.transpose(1, 2), q, k, v, o, lse, None, None
 
-    @staticmethod
-    def _flash_attn_backward(
-        dout,
-        q,
-        k,
-        v,
-        out,
-        softmax_lse,
-        dq,
-        dk,
-        dv,
-        dropout_p,
-        softmax_scale,
-        causal,
-        window_size,
-        alibi_slopes,
-        deterministic,
-        rng_state=None,
-    ) -> tuple:
-        minus = {"window_size_left": -1, "window_size_right": -1, "softcap": 0.0}
-        arguments: dict[str, Any] = {"alibi_slopes": None, "deterministic": deterministic, **minus}
-        FlashAttn28._flash_attn_backward(
-            dout, q, k, v, out, softmax_lse, dq, dk, dv, dropout_p, softmax_scale, causal, **arguments
-        )
-        return dq, dk, dv, softmax_lse
+def _package_backward(x: SimpleNamespace) -> tuple:
+    grads = _backward(*_bhsd(x.dout, x.q, x.k, x.v, x.out), x.softmax_lse, x.softmax_scale, x.causal)
+    for into, grad in zip((x.dq, x.dk, x.dv), grads, strict=True):
+        assert into.is_contiguous()
+        into.copy_(grad.transpose(1, 2))
+    return x.dq, x.dk, x.dv, x.softmax_lse
+
+
+def _forward28(x: SimpleNamespace) -> tuple:
+    o, lse = _package_forward(x)
+    return o.transpose(1, 2), lse, None, None
+
+
+def _forward26(x: SimpleNamespace) -> tuple:
+    o, lse = _package_forward(x)
+    return o.transpose(1, 2), x.q, x.k, x.v, o, lse, None, None  # padded copies among the results
+
+
+_BACKWARD = "dout q k v out softmax_lse dq dk dv dropout_p softmax_scale causal"
+_WINDOW28 = "window_size_left window_size_right softcap alibi_slopes"
+
+FLASH_ATTN = {
+    "2.6": SimpleNamespace(  # as 2.5 and 2.6 declare the low-level pair
+        _flash_attn_forward=_declaring(
+            "q k v dropout_p softmax_scale causal window_size alibi_slopes return_softmax", _forward26
+        ),
+        _flash_attn_backward=_declaring(
+            f"{_BACKWARD} window_size alibi_slopes deterministic rng_state", _package_backward
+        ),
+    ),
+    "2.8": SimpleNamespace(  # as 2.7 and 2.8 declare it
+        _flash_attn_forward=_declaring(f"q k v dropout_p softmax_scale causal {_WINDOW28} return_softmax", _forward28),
+        _flash_attn_backward=_declaring(f"{_BACKWARD} {_WINDOW28} deterministic rng_state", _package_backward),
+    ),
+}

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 from torch import Tensor
 
-from dense_attention import squared_terms
+from dense_attention import dense_attention, squared_terms
 from mllm_seqpar.kernels import available_kernels, kernel_by_name
 from mllm_seqpar.kernels.base import BlockKernel
 
@@ -41,20 +42,10 @@ class Block:
 
 
 def block(
-    *,
-    batch: int = 2,
-    heads: int = 4,
-    groups: int = 2,
-    rows: int = 33,
-    keys: int = 70,
-    dim: int = 16,
-    dtype: torch.dtype = torch.float32,
-    device: str = "cpu",
-    causal: bool = False,
-    masked: bool = False,
-    size: float = 1.0,
+    *, batch=2, heads=4, groups=2, rows=33, keys=70, dim=16, size=1.0, causal=False, masked=False, **options: Any
 ) -> Block:
-    """Return a random block; the numbers are drawn on CPU, so they are the same on every device."""
+    """Return a random block of the `device` and `dtype`; the numbers are drawn on CPU, so they are the same on each."""
+    device, dtype = options.get("device", "cpu"), options.get("dtype", torch.float32)
     if device == "cuda" and not torch.cuda.is_available():
         pytest.skip("no CUDA device")
     g = torch.Generator().manual_seed(0)
@@ -82,8 +73,7 @@ def kernel_for(name: str, b: Block) -> BlockKernel:
     return kernel
 
 
-@dataclass
-class Results:
+class Results(NamedTuple):
     """Attention of a block and its gradients."""
 
     o: Tensor
@@ -110,13 +100,5 @@ def sizes_of_terms(b: Block) -> dict[str, Tensor]:
 def dense(b: Block) -> Results:
     """Compute the block in float64 with an ordinary softmax and autograd, independently of every kernel."""
     q, k, v = (x.detach().double().requires_grad_() for x in (b.q, b.k, b.v))
-    repeat = q.shape[1] // k.shape[1]
-    scores = q @ k.repeat_interleave(repeat, dim=1).mT * b.options["scale"]
-    visible = visible_keys(b)
-    scores = scores.masked_fill(~visible[:, None], -torch.inf)
-    lse = torch.logsumexp(scores, dim=-1)
-    sees = visible.any(-1)[:, None, :, None]
-    p = torch.softmax(scores.masked_fill(~sees, 0.0), dim=-1).masked_fill(~sees, 0.0)
-    o = p @ v.repeat_interleave(repeat, dim=1)
-    dq, dk, dv = torch.autograd.grad(o, (q, k, v), b.do.double())
-    return Results(o.detach(), lse.detach(), dq, dk, dv)
+    o, lse = dense_attention(q, k, v, visible_keys(b), b.options["scale"])
+    return Results(o.detach(), lse.detach(), *torch.autograd.grad(o, (q, k, v), b.do.double()))

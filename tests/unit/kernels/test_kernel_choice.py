@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
-from kernel_cases import CPU_KERNELS, block
+from kernel_cases import CPU_KERNELS, CUDA_KERNELS, block
 
 from mllm_seqpar.attention import lv_xattn
 from mllm_seqpar.comm import run_loopback
 from mllm_seqpar.errors import ConfigError, ShapeError
-from mllm_seqpar.kernels import BlockKernel, available_kernels, choose_kernel, kernel_names, registry
+from mllm_seqpar.kernels import BlockKernel, available_kernels, choose_kernel, kernel_by_name, kernel_names, registry
 from mllm_seqpar.kernels.blocked_matmul import BlockedMatmulKernel
 from mllm_seqpar.masks import FrameMask
 
@@ -23,7 +25,7 @@ def test_every_name_gives_a_kernel_of_that_name():
 
 
 @pytest.mark.parametrize(("dtype", "name"), [(torch.float32, "torch_cpu"), (torch.float64, "blocked_matmul")])
-def test_auto_takes_the_first_kernel_that_can_and_says_why(dtype, name):
+def test_auto_selects_first_supported_kernel_and_gives_reason(dtype, name):
     b = block(dtype=dtype)
     kernel, reason = choose_kernel("auto", b.q, b.k, causal=False, masked=True)
     assert kernel.name == name and reason.startswith(f"{name}: ")
@@ -31,17 +33,15 @@ def test_auto_takes_the_first_kernel_that_can_and_says_why(dtype, name):
     assert ("torch_cpu computes in float32" in reason) == (name == "blocked_matmul")
 
 
-def test_unknown_name_is_rejected_with_the_choices():
-    b = block()
-    with pytest.raises(ConfigError, match=r"kernel='flash' does not exist; choose auto or one of .*torch_cpu"):
-        choose_kernel("flash", b.q, b.k, causal=False, masked=False)
-
-
-def test_named_kernel_that_cannot_is_rejected_with_the_reason_and_the_choices():
+def test_name_that_cannot_be_used_is_rejected_with_the_choices():
     b = block(dtype=torch.float64)
-    message = "torch_cpu.*less precise than torch.float64; choose auto or one of blocked_matmul"
-    with pytest.raises(ConfigError, match=message):
-        choose_kernel("torch_cpu", b.q, b.k, causal=False, masked=False)
+    for name, message in {
+        "flash": r"kernel='flash' does not exist; choose auto or one of .*torch_cpu",
+        "torch_cpu": "torch_cpu.*less precise than torch.float64; choose auto or one of blocked_matmul",
+        **{name: f"{name}.*needs .*GPU|{name}.*needs CUDA" for name in CUDA_KERNELS[1:]},
+    }.items():
+        with pytest.raises(ConfigError, match=message):
+            choose_kernel(name, b.q, b.k, causal=False, masked=False)
 
 
 class Maskless(BlockedMatmulKernel):
@@ -75,34 +75,27 @@ def test_masked_blocks_of_a_kernel_without_masks_go_to_auto(monkeypatch):
         torch.testing.assert_close(found, expected)
 
 
-def _change(**changes):
-    b = block()
-    for name, change in changes.items():
-        setattr(b, name, change(getattr(b, name)))
-    return b
-
-
+B = block()
 INVALID = {
-    "multiple": _change(k=lambda x: x[:, [0, 0, 1]], v=lambda x: x[:, [0, 0, 1]]),
-    "agree in batch": _change(k=lambda x: x[:1], v=lambda x: x[:1]),
-    "one shape": _change(v=lambda x: x[:, :, 1:]),
-    "one floating dtype": _change(v=lambda x: x.double()),
-    "must be bool": _change(mask=lambda _: torch.zeros(2, 33, 70)),
-    "mask must be": _change(mask=lambda _: torch.zeros(2, 70, 33, dtype=torch.bool)),
-    "as many keys as rows": _change(causal=lambda _: True),
-    "exclude each other": _change(causal=lambda _: True, mask=lambda _: torch.ones(1, 33, 70, dtype=torch.bool)),
+    "multiple": replace(B, k=B.k[:, [0, 0, 1]], v=B.v[:, [0, 0, 1]]),
+    "agree in batch": replace(B, k=B.k[:1], v=B.v[:1]),
+    "one shape": replace(B, v=B.v[:, :, 1:]),
+    "one floating dtype": replace(B, v=B.v.double()),
+    "must be bool": replace(B, mask=torch.zeros(2, 33, 70)),
+    "mask must be": replace(B, mask=torch.zeros(2, 70, 33, dtype=torch.bool)),
+    "as many keys as rows": replace(B, causal=True),
+    "exclude each other": replace(B, causal=True, mask=torch.ones(1, 33, 70, dtype=torch.bool)),
 }
 
 
 @pytest.mark.parametrize("name", CPU_KERNELS)
 def test_invalid_blocks_are_rejected_by_every_kernel(name):
-    kernel, _ = choose_kernel(name, block().q, block().k, causal=False, masked=False)
+    kernel = kernel_by_name(name)
     for message, b in INVALID.items():
         with pytest.raises(ShapeError, match=message):
             kernel.forward(b.q, b.k, b.v, **b.options)
         with pytest.raises(ShapeError, match=message):
             kernel.backward(b.do, b.q, b.k, b.v, b.q, torch.zeros(b.q.shape[:3]), **b.options)
-    b = block()
-    o, lse = kernel.forward(b.q, b.k, b.v, **b.options)
+    o, lse = kernel.forward(B.q, B.k, B.v, **B.options)
     with pytest.raises(ShapeError, match="q's shape"):
-        kernel.backward(b.do, b.q, b.k, b.v, o, lse[:, :, 1:], **b.options)
+        kernel.backward(B.do, B.q, B.k, B.v, o, lse[:, :, 1:], **B.options)

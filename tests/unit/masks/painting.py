@@ -22,20 +22,18 @@ def paint(rectangles: Sequence[Rectangle], batch: int, rows: int, keys: int) -> 
         assert 0 <= rectangle.rows[0] and rectangle.rows[1] <= rows and 0 <= rectangle.keys[0], rectangle
         assert index.numel() == shape[2] and bool((index.diff() > 0).all()), "each key once, in ascending order"
         mask = rectangle.mask(torch.device("cpu"))
-        if rectangle.kind == "full":
-            assert mask is None
-            visible[where] += 1
-            computed[where] += 1
-        elif rectangle.kind == "causal":
-            assert mask is None and shape[1] == shape[2], "a causal rectangle is a square"
-            lower = torch.ones(shape[1:], dtype=torch.int64).tril()
-            visible[where] += lower
-            computed[where] += lower
-        else:
+        if rectangle.kind == "masked":
             assert mask is not None and mask.dtype is torch.bool and mask.shape == shape
             assert mask.numel() <= module.MAX_MASK, f"a mask of {mask.numel()} entries"
-            visible[where] += mask
-            computed[where] += 1
+            shown = mask
+        else:
+            assert mask is None
+            shown = torch.ones(shape[1:], dtype=torch.bool)
+        if rectangle.kind == "causal":
+            assert shape[1] == shape[2], "a causal rectangle is a square"
+            shown = shown.tril()
+        visible[where] += shown
+        computed[where] += shown if rectangle.kind == "causal" else 1
     return visible, computed
 
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 from painting import assert_paints, paint
 from torch import Tensor
 
+from attention_cases import visible_text
 from mllm_seqpar.errors import MaskError
 from mllm_seqpar.masks import CausalBlockMasks, Rectangle, clip_rows
 from mllm_seqpar.sharding import LAYOUTS, sequence_positions
@@ -36,19 +39,13 @@ def restrictions(batch: int, total: int) -> dict[str, tuple[Tensor | None, Tenso
 def test_every_block_shows_its_part_of_the_causal_mask(name: str, layout: str) -> None:
     for size, total, batch in ((1, 7, 1), (2, 12, 2), (3, 24, 2)):
         first, valid = restrictions(batch, total)[name]
-        position = torch.arange(total)
-        dense = (position <= position[:, None]).expand(batch, -1, -1)
-        if first is not None:
-            dense = dense & (position >= first[..., None])
-        if valid is not None:
-            dense = dense & valid[:, None]
+        dense = visible_text(batch, total, first, valid)
         blocks = CausalBlockMasks(batch, total, size, layout, first, valid)
-        for i in range(size):
-            for j in range(size):
-                rows, keys = (sequence_positions(total, rank, size, layout) for rank in (i, j))
-                expected = dense[:, rows][..., keys]
-                assert_paints(blocks.rectangles(i, j), expected)
-                assert_paints(blocks.folded().rectangles(i, j), expected.flatten(0, 1)[None])
+        for i, j in itertools.product(range(size), repeat=2):
+            rows, keys = (sequence_positions(total, rank, size, layout) for rank in (i, j))
+            expected = dense[:, rows][..., keys]
+            assert_paints(blocks.rectangles(i, j), expected)
+            assert_paints(blocks.folded().rectangles(i, j), expected.flatten(0, 1)[None])
 
 
 def test_past_blocks_are_full_and_future_blocks_are_empty() -> None:
@@ -70,10 +67,10 @@ def test_text_without_padding_needs_no_expanded_mask(layout: str) -> None:
         assert max(work) <= 1.12 * min(work), "zigzag and striped balance the work"
 
 
-@pytest.mark.parametrize("name", ["first", "valid"])
-def test_restriction_of_another_length_is_rejected(name: str) -> None:
-    with pytest.raises(MaskError, match=rf"{name} is \(1, 9\); expected \(2 or 1, 8\)"):
-        CausalBlockMasks(2, 8, 2, "zigzag", **{name: torch.zeros(1, 9, dtype=torch.int64)})
+def test_restriction_of_another_shape_is_rejected() -> None:
+    for name, shape in itertools.product(("first", "valid"), ((1, 9), (3, 8))):
+        with pytest.raises(MaskError, match=rf"{name} is \({shape[0]}, {shape[1]}\); expected \(2 or 1, 8\)"):
+            CausalBlockMasks(2, 8, 2, "zigzag", **{name: torch.zeros(shape, dtype=torch.int64)})
 
 
 @pytest.mark.parametrize("kind", ["full", "causal", "masked"])

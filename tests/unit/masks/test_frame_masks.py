@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 import torch
 from painting import assert_paints, paint
 from torch import Tensor
 
 from mllm_seqpar.errors import MaskError
-from mllm_seqpar.masks import FrameMask, dense, rectangles
+from mllm_seqpar.masks import FrameBlockMasks, FrameMask, dense, rectangles
 from mllm_seqpar.masks.dense import dense_rectangles
 from mllm_seqpar.masks.intervals import interval_rectangles
 
@@ -57,32 +59,65 @@ def test_interval_and_dense_rectangles_show_the_same_table(name: str) -> None:
 
 
 @pytest.mark.parametrize("tokens", [1, 3])
-def test_batch_items_may_differ(tokens: int) -> None:
+def test_batch_items_may_differ_and_equal_ones_share_rectangles(tokens: int) -> None:
     table = patterns(12, 9)
-    low = torch.stack([table[name][0] for name in NAMES])
-    high = torch.stack([table[name][1] for name in NAMES])
+    low, high = (torch.stack([table[name][i] for name in NAMES]) for i in (0, 1))
     assert_paints(interval_rectangles(low, high, 9, tokens), table_of(low, high, 9, tokens), WASTE)
+    low, high = (x.expand(3, -1) for x in table["slow staircase"])
+    for found in (
+        interval_rectangles(low, high, 9, tokens),
+        dense_rectangles(table_of(low, high, 9, 1), tokens),
+    ):
+        assert {rectangle.batch for rectangle in found} == {(0, 3)}
+        assert_paints(found, table_of(low, high, 9, tokens), WASTE)
 
 
-def test_equal_batch_items_share_rectangles() -> None:
-    low, high = (x.expand(3, -1) for x in patterns(8, 8)["slow staircase"])
-    found = interval_rectangles(low, high, 8, 2)
-    assert {rectangle.batch for rectangle in found} == {(0, 3)}
-    assert_paints(found, table_of(low, high, 8, 2), WASTE)
+@pytest.mark.parametrize(
+    "first,items,rows,expected",
+    [
+        (0, 1, 4, [(0, 1, 0, 4)]),
+        (0, 4, 9, [(0, 4, 0, 2), (0, 4, 2, 4), (0, 4, 4, 6), (0, 4, 6, 8), (0, 4, 8, 9)]),
+        (2, 8, 2, [(2, 10, 0, 1), (2, 10, 1, 2)]),
+        (2, 9, 1, [(2, 10, 0, 1), (10, 11, 0, 1)]),  # more batch items than masks of one row of 256 keys
+    ],
+)
+def test_large_masks_are_cut_by_batch_items_then_rows(
+    first: int, items: int, rows: int, expected: list[tuple[int, ...]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rectangles, "MAX_MASK", 8 * 256)
+    found = list(rectangles.masked_rectangles((first, first + items), (0, rows), (3, 5), 100, None))
+    assert [(*r.batch, *r.rows) for r in found] == expected
+    assert {r.keys for r in found} == {(300, 500)}
+    found = list(rectangles.masked_rectangles((0, 8), (5, 6), (0, 3), 100, None))
+    assert [(r.rows, r.keys) for r in found] == [((5, 6), (0, 256)), ((5, 6), (256, 300))]
+
+
+def test_rows_are_merged_while_a_quarter_more_is_computed_than_is_visible() -> None:
+    for low, high, expected in [
+        ([0, 0], [6, 9], [(0, 2, 0, 12, "full"), (0, 2, 12, 18, "masked")]),  # 18 <= 1.25 * 15
+        ([0, 0], [5, 9], [(0, 1, 0, 10, "full"), (1, 2, 0, 18, "full")]),  # 18 > 1.25 * 14
+        ([3, 0], [9, 9], [(0, 2, 6, 18, "full"), (0, 2, 0, 6, "masked")]),
+        ([4, 0], [9, 9], [(0, 1, 8, 18, "full"), (1, 2, 0, 18, "full")]),
+        ([0, 0, 1, 1], [5, 5, 6, 6], [(0, 4, 2, 10, "full"), (0, 4, 0, 2, "masked"), (0, 4, 10, 12, "masked")]),
+        ([0, 0, 2, 2], [5, 5, 7, 7], [(0, 2, 0, 10, "full"), (2, 4, 4, 14, "full")]),
+        ([1, 9, 1, 1, 1], [9, 9, 9, 9, 9], [(0, 5, 2, 18, "masked")]),  # a row between that sees nothing
+    ]:
+        bounds = torch.tensor([low]), torch.tensor([high])
+        found = interval_rectangles(*bounds, 9, 2)
+        assert [(*r.rows, *r.keys, r.kind) for r in found] == expected
+        if 9 not in low:
+            by_table = dense_rectangles(table_of(*bounds, 9, 1), 2)
+            assert sum(r.entries for r in by_table) == sum(r.entries for r in found)
 
 
 def test_random_runs_of_equal_climbing_and_unrelated_rows() -> None:
     for seed in range(30):
-        generator = torch.Generator().manual_seed(seed)
-
-        def number(low: int, high: int, generator: torch.Generator = generator) -> int:
-            return int(torch.randint(low, high, (), generator=generator))
-
+        number = random.Random(seed).randrange
         rows, units, tokens = number(1, 60), number(1, 20), number(1, 4)
         low, high = [], []
         while len(low) < rows:
-            first, last, length = number(-1, units), number(-1, units + 2), number(1, 9)
-            slope_low, slope_high = number(0, 2), number(0, 2)
+            first, last, slope_low, slope_high = number(-1, units), number(-1, units + 2), number(2), number(2)
+            length = number(1, 9)
             low += [first + slope_low * i for i in range(length)]
             high += [last + slope_high * i for i in range(length)]
         bounds = torch.tensor(low[:rows])[None], torch.tensor(high[:rows])[None]
@@ -105,12 +140,17 @@ def test_random_tables(density: float) -> None:
         assert_paints(dense_rectangles(visible, tokens), visible.repeat_interleave(tokens, -1), WASTE)
 
 
-def test_scattered_frames_are_gathered_without_the_gaps() -> None:
-    visible = torch.zeros(1, 2, 400, dtype=torch.bool)
-    visible[:, :, ::2] = True
-    (rectangle,) = found = dense_rectangles(visible, 2)
+def test_scattered_frames_are_gathered_but_gaps_of_single_rows_are_masked() -> None:
+    scattered = (torch.arange(400) % 2 == 0).expand(1, 2, -1)
+    (rectangle,) = found = dense_rectangles(scattered, 2)
     assert rectangle.gathered is not None and rectangle.kind == "full"
-    assert_paints(found, visible.repeat_interleave(2, -1), 1.0)
+    assert_paints(found, scattered.repeat_interleave(2, -1), 1.0)
+    together = torch.ones(1, 6, 100, dtype=torch.bool)  # the rows see one run of frames, so there is no gap to skip
+    for row in range(6):
+        together[0, row, row + 1 : -1 : 9] = False
+    (rectangle,) = found = dense_rectangles(together, 2)
+    assert rectangle.gathered is None
+    assert_paints(found, together.repeat_interleave(2, -1), WASTE)
 
 
 @pytest.mark.parametrize("batch", [1, 2])
@@ -128,16 +168,6 @@ def test_gathered_frames_with_a_mask_stay_within_both_limits(
     assert_paints(found, visible.repeat_interleave(5, -1), WASTE)
 
 
-def test_gaps_of_single_rows_are_masked_and_not_gathered() -> None:
-    """Together the rows see one run of frames, so there is no gap to skip."""
-    visible = torch.ones(1, 6, 100, dtype=torch.bool)
-    for row in range(6):
-        visible[0, row, row + 1 : -1 : 9] = False
-    found = dense_rectangles(visible, 2)
-    assert len(found) == 1 and found[0].gathered is None
-    assert_paints(found, visible.repeat_interleave(2, -1), WASTE)
-
-
 @pytest.mark.parametrize("batch", [1, 3])
 def test_no_expanded_mask_exceeds_the_limit(batch: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rectangles, "MAX_MASK", 1024)
@@ -146,14 +176,6 @@ def test_no_expanded_mask_exceeds_the_limit(batch: int, monkeypatch: pytest.Monk
     assert_paints(interval_rectangles(zero, row // 2 + 1, 40, 60), table_of(zero, row // 2 + 1, 40, 60), WASTE)
     visible = (torch.rand(1, 70, 12) < 0.9).expand(batch, -1, -1)
     assert_paints(dense_rectangles(visible, 90), visible.repeat_interleave(90, -1), WASTE)
-
-
-def test_invisible_frames_are_not_computed() -> None:
-    """One frame per row out of 64: one mask for all of it would compute 64 times as much."""
-    row = torch.arange(64)[None]
-    mask = FrameMask.from_intervals(row, row + 1, 5, 64)
-    assert sum(rectangle.entries for rectangle in mask.rectangles(0, 64)) == 64 * 5
-    assert mask.rectangles(64, 64) == ()
 
 
 @pytest.mark.parametrize("form", ["intervals", "dense"])
@@ -185,6 +207,8 @@ def test_frame_mask_is_cut_to_the_frames_of_a_rank(form: str) -> None:
         (ROWS, ROWS, 0, 5, "tokens_per_frame=0"),
         (ROWS, ROWS, 2, -1, "frames=-1"),
         (ROWS, ROWS, True, 5, "tokens_per_frame=True"),
+        (ROWS, ROWS, 2, False, "frames=False"),
+        (ROWS, ROWS, 2.0, 5, "tokens_per_frame=2.0"),
     ],
 )
 def test_invalid_intervals_are_rejected(first, stop, tokens, frames, message) -> None:
@@ -192,13 +216,20 @@ def test_invalid_intervals_are_rejected(first, stop, tokens, frames, message) ->
         FrameMask.from_intervals(first, stop, tokens, frames)
 
 
-@pytest.mark.parametrize("visible", [torch.ones(1, 4, 5), torch.ones(4, 5, dtype=torch.bool)])
-def test_invalid_tables_are_rejected(visible) -> None:
-    with pytest.raises(MaskError, match="must be bool of shape"):
-        FrameMask.from_dense(visible, 2)
-
-
-def test_rows_that_see_nothing_may_have_any_bounds() -> None:
-    """mPLUG-Owl3 marks samples without images with a stop of -1000000."""
+def test_invalid_tables_are_rejected_and_rows_that_see_nothing_may_have_any_bounds() -> None:
+    for visible in (torch.ones(1, 4, 5), torch.ones(4, 5, dtype=torch.bool)):
+        with pytest.raises(MaskError, match="must be bool of shape"):
+            FrameMask.from_dense(visible, 2)
+    # mPLUG-Owl3 marks samples without images with a stop of -1000000.
     mask = FrameMask.from_intervals(ROWS + 100, ROWS - 1_000_000, 2, 5)
     assert not mask.any_frame_visible().any() and mask.rectangles(0, 5) == ()
+
+
+def test_rows_seen_and_fractions_by_pair_of_ranks() -> None:
+    """2 samples of 3 rows per rank; frame 0 is on rank 0, frames 1 and 2 are on rank 1."""
+    first = torch.tensor([[1, 1, 1], [1, 0, 3]]), torch.zeros(2, 3).long()
+    stop = torch.tensor([[2, 2, 3], [2, 1, 0]]), torch.tensor([[1, 3, 1], [1, 3, 1]])
+    masks = [FrameMask.from_intervals(*pair, 4, 3) for pair in zip(first, stop, strict=True)]
+    blocks = FrameBlockMasks(masks, [(0, 1), (1, 3)])
+    assert blocks.visible_row_counts() == [[1, 4], [6, 2]]
+    assert blocks.visible_fractions() == [[pytest.approx(1 / 6), pytest.approx(5 / 12)], [1.0, pytest.approx(1 / 3)]]

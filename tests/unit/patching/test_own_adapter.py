@@ -122,7 +122,7 @@ def test_broken_entry_point_is_named(
         patch_model(nn.Linear(2, 2))
 
 
-def test_object_that_is_no_adapter_cannot_be_registered() -> None:
+def test_object_without_adapter_protocol_is_refused() -> None:
     with pytest.raises(AdapterError, match="object lacks name, matches, check, install"):
         register_adapter(object())  # type: ignore[arg-type]
     with pytest.raises(AdapterError, match="the class str was given where an instance"):

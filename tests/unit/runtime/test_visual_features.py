@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -53,7 +52,6 @@ class Projector(nn.Module):
 class Setting:
     frames: int = 7
     layers: int = 2
-    dropout: float = 0.0
     frozen: tuple[str, ...] = ()
     features_need_grad: bool = True
     recompute: bool = True
@@ -69,11 +67,27 @@ def whole(setting: Setting) -> tuple[Tensor, Tensor]:
 
 
 def modules(setting: Setting) -> list[Projector]:
-    made = [Projector(setting.dropout, seed) for seed in range(setting.layers)]
+    made = [Projector(seed=seed) for seed in range(setting.layers)]
     for module in made:
         for name, parameter in module.named_parameters():
-            parameter.requires_grad_(not name.startswith(setting.frozen) if setting.frozen else True)
+            parameter.requires_grad_(not (setting.frozen and name.startswith(setting.frozen)))
     return made
+
+
+def call_spec(rows: Tensor, lengths: tuple[int, ...], tile: tuple[int, int] = (1, 1)) -> CallSpec:
+    return CallSpec(tile, FullBlockMasks(rows.shape[0], rows.shape[2], lengths), lengths, torch.float32)
+
+
+def source_of(spec: CallSpec, shared: VisualFeatures, module: Projector, recompute: bool) -> RecomputedKV | GivenKV:
+    if recompute:
+        return RecomputedKV(spec, shared, module, [module], torch.float32)
+    return GivenKV(spec, *(x.float() for x in module(shared.features, shared.index)))
+
+
+def results(o: Tensor, q: Tensor, features: Tensor, made: list[Projector]) -> dict[str, Any]:
+    o.square().sum().backward()
+    grads = {f"{i}.{n}": p.grad for i, m in enumerate(made) for n, p in m.named_parameters()}
+    return {"o": o.detach(), "dq": q.grad, "features": features.grad, "parameters": grads}
 
 
 def run(comm: Communicator, setting: Setting) -> dict[str, Any]:
@@ -83,23 +97,16 @@ def run(comm: Communicator, setting: Setting) -> dict[str, Any]:
     bounds = frame_bounds(setting.frames, comm.size)
     mine = slice(*bounds[comm.rank])
     y = features[mine].clone().requires_grad_(setting.features_need_grad)
-    q = rows[:, :, torch.arange(12).chunk(comm.size)[comm.rank]].clone().requires_grad_()
+    q = o = rows[:, :, torch.arange(12).chunk(comm.size)[comm.rank]].clone().requires_grad_()
     shared = VisualFeatures(y, torch.arange(setting.frames)[mine], setting.frames)
     lengths = tuple((stop - start) * TOKENS for start, stop in bounds)
-    tile = (comm.size, 1) if setting.tile == "lv" else (1, comm.size)
-    spec = CallSpec(tile, FullBlockMasks(2, q.shape[2], lengths), lengths, torch.float32)
+    spec = call_spec(q, lengths, (comm.size, 1) if setting.tile == "lv" else (1, comm.size))
     made = modules(setting)
-    o = q
     with torch.autocast("cpu", torch.bfloat16, enabled=setting.autocast):
         for module in made:
-            if setting.recompute:
-                source = RecomputedKV(spec, shared, module, [module], torch.float32)
-            else:
-                source = GivenKV(spec, *(x.float() for x in module(shared.features, shared.index)))
+            source = source_of(spec, shared, module, setting.recompute)
             o = o + attend(o, [source], comm=comm, scale=DIM**-0.5)[0]
-    o.square().sum().backward()
-    grads = {f"{i}.{n}": p.grad for i, m in enumerate(made) for n, p in m.named_parameters()}
-    return {"o": o.detach(), "dq": q.grad, "features": y.grad, "parameters": grads}
+    return results(o, q, y, made)
 
 
 def dense(setting: Setting) -> dict[str, Any]:
@@ -111,23 +118,21 @@ def dense(setting: Setting) -> dict[str, Any]:
     for module in made:
         k, v = module(features, torch.arange(setting.frames).double())
         o = o + dense_attention(o, k, v, None, DIM**-0.5)[0]
-    o.square().sum().backward()
-    grads = {f"{i}.{n}": p.grad for i, m in enumerate(made) for n, p in m.named_parameters()}
-    return {"o": o.detach(), "dq": q.grad, "features": features.grad, "parameters": grads}
+    return results(o, q, features, made)
 
 
-def assert_exact(setting: Setting, results: list[dict[str, Any]]) -> None:
-    reference = dense(setting)
+def check(setting: Setting, n: int) -> None:
+    found, reference = run_loopback(n, run, setting), dense(setting)
     for name, dim in (("o", 2), ("dq", 2), ("features", 0)):
+        parts = [result[name] for result in found]
         if reference[name] is None:
-            assert all(result[name] is None for result in results)
-            continue
-        found = torch.cat([result[name] for result in results], dim=dim)
-        assert relative_error(found, reference[name]) <= EXACT[torch.float32], name
+            assert parts == [None] * n
+        else:
+            assert relative_error(torch.cat(parts, dim=dim), reference[name]) <= EXACT[torch.float32], name
     for name, grad in reference["parameters"].items():
-        of_ranks = [result["parameters"][name] for result in results]
+        of_ranks = [result["parameters"][name] for result in found]
         if grad is None:
-            assert of_ranks == [None] * len(results), f"{name} is frozen"
+            assert of_ranks == [None] * n, f"{name} is frozen"
         else:
             assert relative_error(sum(of_ranks), grad) <= EXACT[torch.float32], name
 
@@ -136,31 +141,28 @@ def assert_exact(setting: Setting, results: list[dict[str, Any]]) -> None:
 @pytest.mark.parametrize("tile", ["lv", "ring"])
 def test_gradients_of_features_projections_and_adapters_are_summed_over_layers(tile: str, n: int) -> None:
     for frames in (7, 2, 1):
-        assert_exact(Setting(frames=frames, tile=tile), run_loopback(n, run, Setting(frames=frames, tile=tile)))
+        check(Setting(frames=frames, tile=tile), n)
 
 
 @pytest.mark.parametrize(
     "setting",
     [
         Setting(frozen=("kv", "norm")),  # LoRA
-        Setting(frozen=("norm", "kv", "lora_a", "lora_b")),  # the features alone learn
+        Setting(frozen=("norm", "kv", "lora_a", "lora_b")),  # only the features have gradients
         Setting(features_need_grad=False),
         Setting(frozen=("norm", "kv", "lora"), features_need_grad=False),  # only q learns
         Setting(recompute=False),
     ],
 )
 def test_frozen_parameters_get_no_gradient(setting: Setting) -> None:
-    assert_exact(setting, run_loopback(3, run, setting))
+    check(setting, 3)
 
 
 def test_chunks_of_frames_give_the_same_result(monkeypatch: pytest.MonkeyPatch) -> None:
-    setting = Setting()
     monkeypatch.setattr(visual, "CHUNK_BYTES", 2 * TOKENS * WIDTH * 4)
-    source = RecomputedKV(
-        None, VisualFeatures(torch.zeros(7, TOKENS, WIDTH), torch.zeros(7), 7), None, [], torch.float32
-    )
-    assert [chunk.stop - chunk.start for chunk in frame_chunks(source.visual.features)] == [2, 2, 2, 1]
-    assert_exact(setting, run_loopback(2, run, setting))
+    chunks = frame_chunks(torch.zeros(7, TOKENS, WIDTH))
+    assert [chunk.stop - chunk.start for chunk in chunks] == [2, 2, 2, 1]
+    check(Setting(), 2)
 
 
 @pytest.mark.parametrize("frames_at_once", [1, 3, 100])
@@ -170,28 +172,19 @@ def test_dropout_is_replayed_in_recomputation(frames_at_once: int, monkeypatch: 
     module = Projector(dropout=0.5)
     features = torch.randn(5, TOKENS, WIDTH)
     shared = VisualFeatures(features, torch.arange(5), 5)
-    spec = CallSpec((1, 1), FullBlockMasks(1, 2, (15,)), (15,), torch.float32)
-    source = RecomputedKV(spec, shared, module, [module], torch.float32)
+    spec = call_spec(torch.zeros(1, 1, 2, 1), (15,))
+    source, other = (source_of(spec, shared, module, True) for _ in range(2))
     first = source.keys_values(source.inputs())
     torch.rand(100)  # other layers use random numbers meanwhile
     second = source.keys_values(source.inputs())
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
     # v is linear in lora_b: <dv, v> with everything else fixed is <d lora_b, lora_b> plus what kv contributes
     dv = torch.randn_like(first[1])
-    grads = dict(
-        zip(
-            ["features", *(n for n, _ in module.named_parameters())],
-            source.input_grads(source.inputs(), [True] * 7, torch.zeros_like(dv), dv),
-            strict=True,
-        )
-    )
-    found = sum(
-        (grads[name] * dict(module.named_parameters())[name]).sum()
-        for name in ("kv.weight", "kv.bias", "lora_b.weight")
-    )
+    _, *grads = source.input_grads(source.inputs(), [True] * 7, torch.zeros_like(dv), dv)
+    products = {n: (g * p).sum() for (n, p), g in zip(module.named_parameters(), grads, strict=True)}
+    found = products["kv.weight"] + products["kv.bias"] + products["lora_b.weight"]
     terms = dv * first[1]
     assert relative_error(found, terms.sum(), terms.norm()) <= EXACT[torch.float32]
-    other = RecomputedKV(spec, shared, module, [module], torch.float32)
     assert not torch.equal(other.keys_values(other.inputs())[0], first[0]), "each layer uses its own random numbers"
 
 
@@ -205,8 +198,12 @@ def test_autocast_mode_is_restored_in_backward() -> None:
     assert not torch.equal(plain[0]["o"], run_loopback(2, run, Setting())[0]["o"]), "autocast changed nothing"
 
 
-def saved_bytes(call: Callable[[], Tensor], known: list[Tensor]) -> int:
-    """Bytes of all storages that autograd saves, without those of the known tensors."""
+def saved_per_layer(frames: int, recompute: bool) -> int:
+    """Bytes of all storages that autograd saves, without those of the features and parameters."""
+    module = Projector()
+    y = torch.randn(frames, TOKENS, WIDTH, requires_grad=True)
+    shared = VisualFeatures(y, torch.zeros(frames, dtype=torch.int64), frames)
+    q = torch.randn(1, HEADS, 6, DIM, requires_grad=True)
     storages: dict[int, int] = {}
 
     def keep(x: Tensor) -> Tensor:
@@ -214,29 +211,11 @@ def saved_bytes(call: Callable[[], Tensor], known: list[Tensor]) -> int:
         return x
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
-        o = call()
-    for x in known:
-        storages.pop(x.untyped_storage().data_ptr(), None)
+        source = source_of(call_spec(q, (frames * TOKENS,)), shared, module, recompute)
+        o = attend(q, [source], comm=as_communicator(None), scale=1.0)[0]
+    known = {x.untyped_storage().data_ptr() for x in (y, *module.parameters())}
     assert o.requires_grad
-    return sum(storages.values())
-
-
-def saved_per_layer(frames: int, recompute: bool) -> int:
-    module = Projector()
-    y = torch.randn(frames, TOKENS, WIDTH, requires_grad=True)
-    shared = VisualFeatures(y, torch.zeros(frames, dtype=torch.int64), frames)
-    q = torch.randn(1, HEADS, 6, DIM, requires_grad=True)
-    length = (frames * TOKENS,)
-    spec = CallSpec((1, 1), FullBlockMasks(1, 6, length), length, torch.float32)
-
-    def layer() -> Tensor:
-        if recompute:
-            source = RecomputedKV(spec, shared, module, [module], torch.float32)
-        else:
-            source = GivenKV(spec, *module(shared.features, shared.index))
-        return attend(q, [source], comm=as_communicator(None), scale=1.0)[0]
-
-    return saved_bytes(layer, [y, *module.parameters()])
+    return sum(size for pointer, size in storages.items() if pointer not in known)
 
 
 def test_saved_bytes_do_not_grow_with_the_video() -> None:
@@ -248,7 +227,6 @@ def test_saved_bytes_do_not_grow_with_the_video() -> None:
 
 
 def test_features_of_wrong_shape_raise() -> None:
-    with pytest.raises(ShapeError, match=r"features are \(4, 12\)"):
-        VisualFeatures(torch.zeros(4, 12), torch.zeros(4), 4)
-    with pytest.raises(ShapeError, match=r"index is \(3,\)"):
-        VisualFeatures(torch.zeros(4, 2, 12), torch.zeros(3), 4)
+    for shape, frames, message in (((4, 12), 4, r"features are \(4, 12\)"), ((4, 2, 12), 3, r"index is \(3,\)")):
+        with pytest.raises(ShapeError, match=message):
+            VisualFeatures(torch.zeros(shape), torch.zeros(frames), 4)

@@ -6,13 +6,16 @@ or "axb", the mesh of that shape.
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter, defaultdict
 from dataclasses import dataclass, field
 from fractions import Fraction
+from typing import Any
 
 import pytest
 
 from mllm_seqpar.schedules import AttentionBlock, OverlapRatios, Schedule, Transfer, schedule_for
+from mllm_seqpar.schedules.mesh import mesh_order
 from mllm_seqpar.schedules.mesh_shapes import mesh_shapes_of
 
 Shard = tuple[str, int]  # axis, owner
@@ -46,12 +49,13 @@ class Rank:
     max_held: int = 0  # shards of other ranks, held or being received
 
     def uses_later(self, shard: Shard, step: int) -> bool:
-        axis, owner = shard
-        return any(
-            any((b.q_shard if axis == "q" else b.kv_shard) == owner for b in later.blocks)
-            or any(t.kind == "input" and (t.axis, t.send_shard) == shard for t in later.transfers)
-            for later in self.schedule[step + 1 :]
-        )
+        later = self.schedule[step + 1 :]
+        sent = {(t.axis, t.send_shard) for s in later for t in s.transfers if t.kind == "input"}
+        return shard in sent | {pair for s in later for b in s.blocks for pair in shards_of(b)}
+
+
+def shards_of(block: AttentionBlock) -> list[Shard]:
+    return [("q", block.q_shard), ("kv", block.kv_shard)]
 
 
 def part_of(block: AttentionBlock) -> Part:
@@ -100,7 +104,7 @@ def simulate(name: str, size: int, backward: bool, ratios: OverlapRatios | None 
                 wire[rank.rank, t.dst].append((t, rank.results.pop(shard) if t.kind == "result" else []))
         for rank in ranks:
             for block in rank.schedule[step].blocks:
-                for shard in (("q", block.q_shard), ("kv", block.kv_shard)):
+                for shard in shards_of(block):
                     assert shard in rank.held, (rank.rank, step, block)
                     rank.results.setdefault(shard, []).append(part_of(block))
         for rank in ranks:
@@ -141,6 +145,11 @@ def test_schedule_computes_every_block_once_and_returns_every_result(size: int, 
             assert {part[other] for part in result} == set(range(size)) and sum(b - a for *_, a, b in result) == size
     if name in MESHES[size]:
         return
+    if name == "direct":
+        for rank, kind in itertools.product(ranks, ("input", "result")):
+            transfers = [t for step in rank.schedule for t in step.transfers if t.kind == kind]
+            others = [other for other in range(size) if other != rank.rank]
+            assert sorted(t.dst for t in transfers) == sorted(t.src for t in transfers) == others
     axis = "kv" if name == "kv ring" else "q"
     for rank in ranks:
         hops = Counter((t.kind, t.axis) for step in rank.schedule for t in step.transfers)
@@ -148,16 +157,6 @@ def test_schedule_computes_every_block_once_and_returns_every_result(size: int, 
         assert hops == ({kind: size - 1 for kind in kinds} if size > 1 else {})
         assert set(rank.received.values()) <= {1} and len(rank.received) == size - 1
         assert rank.max_held <= 2, "two receive buffers: one in use and one being filled"
-
-
-@pytest.mark.parametrize("size", SIZES)
-def test_direct_schedule_exchanges_once_with_every_other_rank(size: int) -> None:
-    for rank in range(size):
-        steps = schedule_for((size, 1), rank, backward=False, direct=True) if size > 1 else ()
-        others = [other for other in range(size) if other != rank]
-        for kind in ("input", "result"):
-            transfers = [t for step in steps for t in step.transfers if t.kind == kind]
-            assert sorted(t.dst for t in transfers) == sorted(t.src for t in transfers) == others
 
 
 @pytest.mark.parametrize("ratios", [OverlapRatios(), *RATIOS], ids=str)
@@ -180,31 +179,44 @@ def test_mesh_receives_each_shard_once_and_holds_one_mesh_shape(
             assert all(step.blocks for step in rank.schedule)
 
 
-@pytest.mark.parametrize(
-    "q,kv,axes",
-    [(0.1, 4, "qqkk"), (4, 0.1, "kkqq"), (1, 1, "qkqk"), (1, 1.9, "qkqk"), (1, 2.1, "qqkk")],
-)
-def test_next_input_unlocks_most_blocks_for_its_cost(q: float, kv: float, axes: str) -> None:
-    """With two Q shards held, a KV shard unlocks two blocks: at a cost of 1.9 it is worth more than a Q shard at 1."""
-    steps = schedule_for((3, 3), 4, backward=False, overlap_ratios=OverlapRatios(q=q, kv=kv))
-    assert "".join(t.axis[0] for step in steps for t in step.transfers if t.kind == "input") == axes
+ORDERS = [
+    # With two Q shards held, a KV shard unlocks two blocks: at a cost of 1.9 it is worth more than a Q shard at 1.
+    ("3x3", False, {"q": 0.1, "kv": 4}, "iq1 00 | iq2 10 | ik1 20 | ik2 11 21 01 | 12 | rq1 22 | rq2 02"),
+    ("3x3", False, {"q": 4, "kv": 0.1}, "ik1 00 | ik2 01 | iq1 | iq2 10 11 12 | rq1 20 21 22 | rq2 02"),
+    ("3x3", False, {}, "iq1 00 | ik1 10 | iq2 11 | ik2 20 | 12 | rq1 21 22 | rq2 01 02"),
+    ("3x3", False, {"kv": 1.9}, "iq1 00 | ik1 10 | iq2 11 | ik2 20 21 | 12 | rq1 22 | rq2 01 02"),
+    ("3x3", False, {"kv": 2.1}, "iq1 00 | iq2 10 | ik1 20 | ik2 11 21 01 | 12 | rq1 22 | rq2 02"),
+    # Just enough blocks to hide each transfer. No result waits for blocks 0x: all but the first of them come last.
+    (
+        *("4x4", False, {"q": 0.3, "kv": 2, "o": 1}),
+        "iq1 00 | iq2 10 | iq3 20 | ik1 30 | ik2 11 21 | ik3 12 22 | 13 | rq1 23 | rq2 31 32 33 | rq3 01 02 03",
+    ),
+    # Results of both axes alternate in the backward pass.
+    (
+        *("4x4", True, {}),
+        "iq1 00 | ik1 10 | iq2 11 | ik2 21 | iq3 12 | ik3 22 | 13 | rq1 31 01 | rk1 23 20 | rq2 32 02 | rk2 33 30 | "
+        "rq3 03 | rk3 00",
+    ),
+    ("3x2", True, {"dkv": 3}, "iq1 00 | ik1 10 | iq2 11 | rq1 21 01 | rk1 20 | rq2 00"),
+    ("2x3", False, {"q": 0.5, "kv": 1.5, "o": 2, "one_link": False}, "iq1 ik1 00 | ik2 10 11 | 12 | rq1 01 02"),
+    (
+        *("3x3", True, {"q": 0.5, "kv": 0.7, "o": 0.9, "dkv": 2, "one_link": False}),
+        "iq1 ik1 00 | iq2 ik2 11 | 12 10 | rq1 21 01 | rk1 22 20 | rq2 02 | rk2 00",
+    ),
+]
 
 
-def test_steps_compute_just_enough_blocks_to_hide_their_transfer() -> None:
-    steps = schedule_for((4, 4), 5, backward=False, overlap_ratios=OverlapRatios(q=0.3, kv=2, o=1))
-    kinds = ["".join(f"{t.kind} {t.axis}" for t in step.transfers) for step in steps]
-    assert kinds == ["input q"] * 3 + ["input kv"] * 3 + [""] + ["result q"] * 3
-    assert [len(step.blocks) for step in steps] == [1, 1, 1, 1, 2, 2, 1, 1, 3, 3], "only one block is ready at first"
-    own = [i for i, step in enumerate(steps) for block in step.blocks if block.q_shard == 5]
-    assert own == [0, 9, 9, 9], "no result waits for the own Q shard, so all but its first block come last"
+@pytest.mark.parametrize("name,backward,ratios,expected", ORDERS)
+def test_order_of_transfers_and_blocks(name: str, backward: bool, ratios: dict[str, Any], expected: str) -> None:
+    """Each step as its transfers (input or result, axis, hop) and its blocks (hops of the Q and of the KV shard)."""
+    steps = [
+        [f"{t.kind[0]}{t.axis[0]}{t.hop}" for t in step.transfers] + [f"{b.q_shard}{b.kv_shard}" for b in step.blocks]
+        for step in mesh_order(shape_of(name, 0), backward, OverlapRatios(**ratios))
+    ]
+    assert " | ".join(map(" ".join, steps)) == expected
 
 
-def test_backward_results_alternate_between_axes() -> None:
-    steps = schedule_for((4, 4), 5, backward=True, overlap_ratios=OverlapRatios())
-    assert "".join(t.axis[0] for step in steps for t in step.transfers if t.kind == "result") == "qkqkqk"
-
-
-def test_mesh_shape_1_1_computes_only_the_own_block() -> None:
+def test_mesh_shape_1_1_computes_only_the_local_block() -> None:
     for rank in (0, 3):
         (step,) = schedule_for((1, 1), rank, backward=True)
         assert not step.transfers and step.blocks == (AttentionBlock(rank, rank),)

@@ -36,7 +36,7 @@ def opened(path: Path, **options: int) -> ShardedDataLoader:
     return open_data_loader(str(path), processor, args, make_parallel_dims(None, "cpu"))
 
 
-def test_a_batch_has_what_forward_takes(chat_file: Path) -> None:
+def test_batch_has_all_arguments_of_forward(chat_file: Path) -> None:
     batch = opened(chat_file).batch([0, 3])
     inputs = batch.inputs(torch.device("cpu"))
     assert inputs["pixel_values"].shape == (batch.chat.frames, 3, IMAGE_SIZE, IMAGE_SIZE)

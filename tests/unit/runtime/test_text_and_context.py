@@ -1,0 +1,130 @@
+"""Layer: one process. Which tokens a rank owns and caches, what a context reports once, and checksums of frames."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+import torch
+
+from mllm_seqpar.attention.kv_sources import AutocastState
+from mllm_seqpar.comm import Communicator, LoopbackCommunicator, LoopbackWorld, run_loopback
+from mllm_seqpar.config import SeqParConfig
+from mllm_seqpar.masks import Rectangle
+from mllm_seqpar.runtime.context import SeqParContext
+from mllm_seqpar.runtime.forward_state import as_attended
+from mllm_seqpar.runtime.loss import shifted
+from mllm_seqpar.runtime.star import StarText, block_length
+from mllm_seqpar.runtime.text_kv_cache import CachedTextMask, TextKVCache
+from mllm_seqpar.runtime.text_shards import TextShards, packed_starts
+from mllm_seqpar.runtime.visual_features import checksum, sampled_bits
+
+
+def test_packed_sequences_start_where_positions_are_not_consecutive() -> None:
+    for positions, starts in [
+        ([[0, 1, 2, 3]], None),
+        ([[5]], None),
+        ([[0, 0]], [[0, 1]]),
+        ([[0, 1, 0, 1, 2, 0]], [[0, 0, 2, 2, 2, 5]]),
+        ([[0, 1, 2], [0, 1, 0]], [[0, 0, 0], [0, 0, 2]]),
+    ]:
+        found = packed_starts(torch.tensor(positions))
+        assert (found if found is None else found.tolist()) == starts
+
+
+def test_rows_are_gathered_from_their_owners_and_padding_is_nobodys() -> None:
+    x = torch.arange(1.0, 11.0)[None, :, None]
+
+    def run(comm: Communicator) -> None:
+        text = TextShards(1, 10, comm, "zigzag")
+        rows = torch.tensor([9, 0, 4])
+        assert text.gather_rows(text.shard(x, 1), rows).flatten().tolist() == [10.0, 1.0, 5.0]
+        assert text.unshard(text.shard(x, 1, fill=-1), 1).equal(x) and text.local * comm.size == text.padded
+        assert text.positions(comm.rank)[text.own].max() < 10
+        window = text.blocks(3)
+        assert text.blocks(3) is window and text.blocks() is not window
+        visible = sum(r.entries for j in range(comm.size) for r in window.rectangles(comm.rank, j))
+        own = text.positions(comm.rank)
+        assert visible >= sum(min(3, int(p) + 1) for p in own[text.own])
+
+    for n in (1, 2, 3):
+        run_loopback(n, run)
+
+
+def visible_entries(rectangle: Rectangle) -> int:
+    mask = rectangle.mask(torch.device("cpu"))
+    return rectangle.entries if mask is None else int(mask.sum())
+
+
+def test_new_tokens_are_kept_in_turn_and_cropped() -> None:
+    def run(comm: Communicator) -> tuple[list[int], ...]:
+        cache = TextKVCache(TextShards(1, 5, comm, "contiguous"))
+        before = cache.positions.tolist()
+        cache.extend(4)
+        fresh, valid = cache.fresh.tolist(), torch.ones(1, 9).index_fill_(1, torch.tensor([7]), 0)
+        visible = [
+            sum(map(visible_entries, CachedTextMask(cache, 4, mask).rectangles(2, window)))
+            for mask, window in ((None, None), (None, 3), (valid, None))
+        ]
+        cache.crop(20)
+        total = cache.total
+        cache.crop(6)
+        return before, fresh, visible, cache.positions.tolist(), [total, cache.total]
+
+    # Queries 5 to 8. Rank 0 keeps keys 0, 1, 2, 6, 8 and rank 1 keeps 3, 4, 5, 7; both samples have the same keys.
+    assert run_loopback(2, run) == [
+        ([0, 1, 2], [1, 3], [2 * (3 + 4 + 4 + 5), 2 * (0 + 1 + 1 + 2), 2 * (3 + 4 + 4 + 5)], [0, 1, 2], [9, 6]),
+        ([3, 4], [0, 2], [2 * (3 + 3 + 4 + 4), 2 * (3 + 2 + 2 + 1), 2 * (3 + 3 + 3 + 3)], [3, 4, 5], [9, 6]),
+    ]
+
+
+def test_star_prompt_is_split_into_equal_blocks_and_the_query() -> None:
+    lengths = [(1, 1), (2, 1), (33, 4), (4096, 4), (10_000, 3), (3, 4)]
+    assert [block_length(*pair) for pair in lengths] == [0, 1, 7, 960, 3248, 0]
+
+    def run(comm: Communicator) -> tuple[list[int], list[int], int | None, int]:
+        text = StarText(1, 10, comm)
+        return text.positions(comm.rank).tolist(), text.own.tolist(), text.new_token_rank, text.local
+
+    assert run_loopback(2, run) == [
+        ([0, 1, 2, 3, 8, 8, 8, 8], [0, 1, 2, 3], 1, 8),
+        ([0, 1, 2, 3, 4, 5, 6, 7], [4, 5, 6, 7], 1, 8),
+    ]
+
+
+def test_weights_are_compared_in_passes_1_2_4_8_and_reports_are_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    logging.getLogger("mllm_seqpar").addHandler(caplog.handler)
+    for rank, size in ((0, 2), (1, 2), (0, 1)):
+        caplog.clear()
+        context = SeqParContext(LoopbackCommunicator(LoopbackWorld(size), rank), SeqParConfig())
+        assert [context.compares_weights() for _ in range(8)] == [size > 1 and p in (1, 2, 4, 8) for p in range(1, 9)]
+        for _ in range(2):
+            context.report_approximation(16, 4)
+            context.log_shard_sizes((6, 12), (3, 5))
+        texts = [record.getMessage() for record in caplog.records]
+        assert sum("holds 6 of 12 text tokens" in text for text in texts) >= 1
+        assert len(set(texts)) == len(set(map(id, caplog.records))) == (2 if rank == 0 else 1)
+
+
+def test_small_functions_of_a_pass() -> None:
+    labels = torch.tensor([[7, 8, 9]])
+    assert shifted(labels).tolist() == [[8, 9, -100]] and shifted(labels, 0).tolist() == [[8, 9, 0]]
+    with torch.autocast("cpu", torch.bfloat16):
+        wide, narrow = as_attended(torch.zeros(1).double(), torch.zeros(1))
+    assert (wide.dtype, narrow.dtype) == (torch.float64, torch.bfloat16)
+    state = AutocastState("cpu", True, torch.bfloat16)
+    with state.again():
+        assert AutocastState.current("cpu") == state and not torch.is_autocast_cache_enabled()
+
+
+def test_checksum_depends_on_each_entry_and_their_order() -> None:
+    entries = [[0], [0, 0], [1, 0], [0, 1], [1, 2, 3], [3, 2, 1]]
+    assert len({int(checksum(torch.tensor(x))) for x in entries}) == len(entries)
+    assert int(checksum(torch.tensor([4, 5]), None, torch.tensor([6]))) == int(checksum(torch.tensor([4, 5, 6])))
+    assert int(checksum(None)) == 0
+    assert int(checksum(torch.tensor([0]))) == 2654435761 % 2147483647
+    for total, sampled in ((3, 3), (8192, 4096), (8191, 8191)):
+        assert sampled_bits(torch.zeros(total)).numel() == sampled
+    frames = torch.arange(24.0).view(1, 2, 3, 4)
+    assert sampled_bits(frames).equal(sampled_bits(frames.to(memory_format=torch.channels_last)))
