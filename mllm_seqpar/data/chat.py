@@ -215,7 +215,7 @@ def load_local_pictures(batch: ChatBatch, slots: range, family: ChatFamily, *, a
     """Decode this rank's pictures of the model's flat list; return tensors (len(slots), ...) as `family.pixels` does.
 
     `slots` is this rank's range of `batch.text.slots`, `frame_range(len(batch.text.slots), group)`. Padding pictures
-    among them are not decoded; at most `at_once` decoded frames are held besides the result.
+    among them are not decoded; at most `at_once` decoded frames are held in addition to the result.
     """
     numbers = [batch.text.slots[slot] for slot in slots]
     real = [number for number in numbers if number >= 0]

@@ -124,7 +124,7 @@ def selector_for(config: SeqParConfig, comm: Communicator, device: torch.device,
 def _round_lengths(problem: Problem) -> Problem:
     """Round the lengths up to quarter powers of two, the same on every rank.
 
-    Training meets videos and texts of every length. Simulating each length anew, rank by rank where the shards are
+    Videos and texts have many lengths in training. Simulating every length, rank by rank where the shards are
     uneven, would cost more time than the best selection saves.
     """
     rows, keys = (

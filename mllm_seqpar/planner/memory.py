@@ -103,9 +103,10 @@ def saved_before_features(workload: Workload) -> int:
 
 
 def _attention_layer(workload: Workload, sizes: TextSizes | CrossAttentionSizes) -> int:
-    """The norm before attention; q, k, v; o, and o as its projection takes it; the log-sum-exp.
+    """Return the saved bytes of one attention layer.
 
-    K and V of frames are counted separately.
+    The layer saves the norm before it, q, k, v, o twice (once as its projection takes it) and the log-sum-exp. K and V
+    of frames are counted separately.
     """
     kv_heads = sizes.kv_heads if isinstance(sizes, TextSizes) else 0
     elements = (3 * sizes.heads + 2 * kv_heads) * sizes.head_dim
@@ -113,25 +114,28 @@ def _attention_layer(workload: Workload, sizes: TextSizes | CrossAttentionSizes)
 
 
 def _mlp_layer(workload: Workload, sizes: TextSizes | CrossAttentionSizes) -> int:
-    """The norm before the MLP, whose output is the MLP's input; the inner activations, unless chunks recompute them."""
+    """Return the saved bytes of one MLP: the norm before it, and inner activations unless chunks recompute them."""
     inner = 0 if workload.chunked else _mlp_token(workload.element, sizes.mlp_inner, sizes.mlp_matrices)
     return _norm(workload) + workload.tokens * inner
 
 
 def _mlp_token(element: int, inner: int, matrices: int) -> int:
-    """Inner activations of one token: 4 for a gated MLP (gate, its activation, up, product), 2 for others."""
+    """Return the inner activations per token in bytes: 4 in a gated MLP (gate, activation, up, product), else 2."""
     return element * (4 if matrices == 3 else 2) * inner
 
 
 def _norm(workload: Workload) -> int:
-    """The norm's input in float32, the normalized input, and the output; the input itself too for "mixed" norms."""
+    """Return the saved bytes of a norm.
+
+    It saves its input in float32, the normalized input and its output; a "mixed" norm also saves the input itself.
+    """
     text = workload.model.text
     tensors = 3 if text.norm == "mixed" and workload.element < FLOAT32 else 2
     return workload.tokens * text.hidden * (FLOAT32 + tensors * workload.element)
 
 
 def _head_norm(workload: Workload, heads: int) -> int:
-    """One token of Q or K: its float32 copy, the normalized copy, a factor per head; for "mixed" norms itself too."""
+    """Return the saved bytes of a norm over heads: a float32 copy, the normalized copy, one factor per head."""
     cross, element = workload.model.cross, workload.element
     if cross.key_norm == "none":
         return 0
@@ -150,7 +154,7 @@ def _keys_values(workload: Workload, spec: ParallelSpec, element: int) -> int:
 
 
 def _keys_values_and_norms(workload: Workload, spec: ParallelSpec) -> int:
-    """K and V of one layer, and what the norms before them save."""
+    """Return the bytes of K and V of one layer and of what the norms before them save."""
     cross, element = workload.model.cross, workload.element
     token = _head_norm(workload, cross.kv_heads)
     if cross.features_norm:  # a float32 copy of another dtype, the normalized features to train its weight, its result
@@ -160,10 +164,11 @@ def _keys_values_and_norms(workload: Workload, spec: ParallelSpec) -> int:
 
 
 def _resampler_layer(resampler: ResamplerSizes, vision: VisionSizes, element: int) -> int:
-    """One layer on one frame: latents and patches are normalized and concatenated, and latents attend to both; an MLP.
+    """Return the saved bytes of one resampler layer and frame.
 
-    IDEFICS concatenates for K and for V, and normalizes Q and K. Its ReLU saves one inner activation, Flamingo's GELU
-    two. A layer norm saves a mean and a factor per normalized row.
+    Latents and patches are normalized and concatenated, latents attend to both, and an MLP follows. IDEFICS
+    concatenates for K and for V, and normalizes Q and K. Its ReLU saves one inner activation, Flamingo's GELU two. A
+    layer norm saves a mean and a factor per normalized row.
     """
     latents, both, attended = vision.keys, vision.keys + vision.tokens, resampler.heads * resampler.head_dim
     idefics = resampler.code == "idefics"  # a bool counts as 0 or 1
@@ -191,7 +196,7 @@ def frozen_tower_memory(workload: Workload) -> int:
 
 
 def _cross_attention_buffers(workload: Workload, spec: ParallelSpec) -> int:
-    """The larger of forward and backward of one cross-attention call."""
+    """Return the buffer bytes of one cross-attention call, the larger of forward and backward."""
     problem, cross = workload.cross_problem, workload.model.cross
     keys_values = _keys_values(workload, spec, problem.element)  # if they are saved: their gradients in that dtype
     forward = keys_values + _schedule_buffers(problem, spec, backward=False)
@@ -206,7 +211,7 @@ def _cross_attention_buffers(workload: Workload, spec: ParallelSpec) -> int:
 
 
 def _schedule_buffers(problem: Problem, spec: ParallelSpec, *, backward: bool) -> int:
-    """Shards of other ranks that a rank holds at one time, and results in flight.
+    """Return the number of other ranks' shards that a rank holds at one time, and of results in flight.
 
     A ring holds two of each kind, a mesh those of all other ranks of its groups. Ulysses holds all its heads once more.
     """
@@ -222,7 +227,9 @@ def _schedule_buffers(problem: Problem, spec: ParallelSpec, *, backward: bool) -
 
 
 def _mlp_buffers(workload: Workload) -> int:
-    """One MLP in backward: gradients of two inner activations; in chunks, also one chunk's inner activations and the
+    """Return the buffer bytes of one MLP in backward.
+
+    Gradients of two inner activations; in chunks, also one chunk's inner activations and the
     float32 sums of the weight gradients."""
     model, tokens, element, largest = workload.model, workload.mlp_tokens, workload.element, 0
     for sizes in (model.text, model.cross) if workload.training else ():

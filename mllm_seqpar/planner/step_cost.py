@@ -91,13 +91,13 @@ def step_parts(workload: Workload, cluster: Cluster, cross: Candidate, text: Can
 
 
 def _linear(workload: Workload, cluster: Cluster, parameters: int, *, trained: bool, recomputed: int = 0) -> Part:
-    """Linear layers on all tokens of a rank, recomputed so many times in backward."""
+    """Return the cost of linear layers on all tokens of a rank with this number of recomputations."""
     once = 2 * parameters * workload.tokens / cluster.matmul
     return Part(once, once * (1 + trained + recomputed) if workload.training else 0.0)
 
 
 def _vision(workload: Workload, cluster: Cluster) -> Part:
-    """Tower, resampler and projector on a rank's frames; a frozen tower has no backward pass."""
+    """Return the cost of tower, resampler and projector on a rank's frames; a frozen tower has no backward pass."""
     vision, frames = workload.model.vision, workload.local_frames
     tokens = frames * vision.tokens
     linear = 2 * vision.parameters * tokens / cluster.matmul
@@ -122,7 +122,7 @@ def _cross_attention(workload: Workload, cluster: Cluster, cross: Candidate) -> 
 
 
 def _attention_call(workload: Workload, candidate: Candidate) -> Part:
-    """One attention call; with checkpointing, backward repeats the forward pass, transfers included."""
+    """Return the cost of one attention call; with checkpointing, backward repeats the forward pass with transfers."""
     calls = list(candidate.passes)
     if workload.training and workload.checkpointing:
         calls.append(candidate.forward)
@@ -133,7 +133,10 @@ def _attention_call(workload: Workload, candidate: Candidate) -> Part:
 
 
 def _gathered_rows(workload: Workload, cluster: Cluster) -> Part:
-    """Local text: every rank gathers the rows of O of the others; backward sums their gradients in float32."""
+    """Return the cost of gathering rows for local text.
+
+    Every rank gathers the rows of O of the others; backward sums their gradients in float32.
+    """
     problem = workload.cross_problem
     elements = problem.batch * problem.rows * problem.heads * problem.dim
     costs = [all_gather(cluster, workload.gpus, elements * problem.element)]
@@ -144,7 +147,7 @@ def _gathered_rows(workload: Workload, cluster: Cluster) -> Part:
 
 
 def _mlp(workload: Workload, cluster: Cluster) -> Part:
-    """The MLPs. Chunks are recomputed in backward, whether or not the layer is checkpointed.
+    """Return the cost of the MLPs. Chunks are recomputed in backward, whether or not the layer is checkpointed.
 
     The recomputation of a decoder layer stops before its MLP, so that chunks are recomputed once. The MLP of a
     cross-attention layer is followed by a gate that saves its result, so that it is recomputed by both.
@@ -159,7 +162,7 @@ def _mlp(workload: Workload, cluster: Cluster) -> Part:
 
 
 def _parameters(workload: Workload, cluster: Cluster, parts: Mapping[str, Part]) -> Part:
-    """FSDP2: parameters are gathered forward and again in backward, and gradients are reduced.
+    """Return the cost of FSDP2: parameters are gathered forward and again in backward, and gradients are reduced.
 
     These transfers hide under all computation of the step.
     """

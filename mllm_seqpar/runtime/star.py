@@ -31,14 +31,14 @@ from .text_shards import TextShards
 QUERY_TOKENS = 256
 """The number of tokens that a long prompt leaves to phase 2 at least: a question and what may follow it."""
 QUERY_SHARE = 16
-"""A shorter prompt leaves one in so many tokens: every rank computes phase 2, so it must be small beside a block."""
+"""In a shorter prompt, one token in this many is in the query. Every rank computes the query, so it must be short."""
 
 
 def block_length(length: int, size: int) -> int:
     """Return b, the number of tokens of each of `size` blocks of a prompt; 0 if the prompt is too short to be split.
 
-    The query is what the blocks leave: the last 256 tokens, or a sixteenth of a prompt below 4096 (at least one), and
-    up to `size` - 1 more, so that the blocks are equal.
+    The query consists of the tokens after the blocks: the last 256 tokens, or a sixteenth of a prompt below 4096 (at
+    least one), and up to `size` - 1 more, so that the blocks are equal.
     """
     query = min(QUERY_TOKENS, max(1, length // QUERY_SHARE))
     return max(0, length - query) // size

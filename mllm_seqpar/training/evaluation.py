@@ -79,7 +79,7 @@ class _CountedStream(IterableDataset):
 
 @contextmanager
 def count_streamed_samples(loader: Any) -> Iterator[None]:
-    """Tell `loader` how many samples of its last round are not duplicates if it reads a stream.
+    """Set the number of samples in the last round of `loader` that are not duplicates, if it reads a stream.
 
     accelerate computes this number only for datasets with a length.
 

@@ -33,7 +33,7 @@ def export_model(model: nn.Module, processor: Any, directory: Path, dtype: torch
 
     Args:
         model: prepared and resharded. Its parameter names are those of the model before patching and sharding.
-        processor: saved beside the model; None for none.
+        processor: saved into the same directory; None to save none.
         directory: replaced if it exists.
         dtype: of the saved floating-point weights; None keeps their dtype.
     """

@@ -53,7 +53,9 @@ def mib(size: float) -> str:
 
 
 def saved_bytes(run: Callable[[], torch.Tensor], excluded: list[torch.Tensor]) -> int:
-    """Return the bytes that a result's graph holds beside `excluded`, from the allocator (CUDA) or autograd (CPU)."""
+    """Return the bytes that a result's graph holds in addition to `excluded`, from the allocator (CUDA) or autograd
+    (CPU).
+    """
     from measure import SavedBytes
 
     if excluded[0].is_cuda:
