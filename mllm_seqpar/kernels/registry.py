@@ -35,7 +35,7 @@ _AUTO = ("flash_attn", "cuda_flash", "cuda_efficient", "torch_cpu", "blocked_mat
 
 
 def kernel_names() -> list[str]:
-    """Return the names of all kernels, including those that cannot run on this machine."""
+    """Return the names of all kernels, including kernels that cannot run on this machine."""
     return list(_KERNELS)
 
 

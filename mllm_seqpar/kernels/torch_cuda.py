@@ -125,7 +125,7 @@ class CudaCudnnKernel(_CudaKernel):
 
     "auto" does not take it, because it compiles a plan for every new shape, and uneven shards and growing videos have
     many. torch looks up the plan by the shapes and strides of q, k and v only. All inputs are made contiguous, so that
-    the layouts of o, do and the log-sum-exp are those that the plan was built for. cuDNN rejects a single key.
+    the layouts of o, do and the log-sum-exp match the plan. cuDNN rejects a single key.
     """
 
     name = "cuda_cudnn"

@@ -40,7 +40,7 @@ class NativeProcessor(ProcessorMixin):
 
     @staticmethod
     def check_arguments(arguments: Mapping[str, Any]) -> None:
-        """Raise DataError for unknown arguments; ignore those that transformers' callers pass to get padded tensors."""
+        """Raise DataError for unknown arguments; ignore arguments with which transformers requests padded tensors."""
         unknown = sorted(set(arguments) - _IGNORED)
         if unknown:
             raise DataError(f"unknown arguments: {', '.join(unknown)}")

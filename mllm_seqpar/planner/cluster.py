@@ -1,6 +1,6 @@
 """A cluster: nodes of equal GPUs, the rates that kernels reach, and the links inside and between nodes.
 
-Rates are effective ones, those that kernels reach; the hardware's peak is given for comparison only. A link has a speed
+Rates are effective: kernels reach them; the hardware's peak is given for comparison only. A link has a speed
 per direction, sends and receives at once, and is shared evenly by the transfers on it. Inside a node every GPU has its
 own link. Between nodes each node has one link (`network_link`), of which a single GPU may reach less (with one network
 card per GPU: `network_link_per_gpu`).

@@ -49,7 +49,7 @@ class Plan:
     """The estimates of all strategies for one workload on one cluster.
 
     Attributes:
-        rows: one per strategy; those that fit come first, the fastest first.
+        rows: one per strategy; rows that fit come first, the fastest first.
         illegal: the reason by strategy.
         text: one self-attention call, the same in all rows.
         min_gpus: the smallest power of two of GPUs on which LV-XAttn, which needs least memory, fits; or None.

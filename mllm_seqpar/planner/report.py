@@ -72,7 +72,7 @@ def _call_json(candidate: Candidate) -> dict[str, dict[str, Any]]:
 
 
 def patch_options(plan: Plan) -> dict[str, Any]:
-    """Return the options of `patch_model` that run the best row, without those that have their default."""
+    """Return the options of `patch_model` that run the best row, without options at their default."""
     workload, spec = plan.workload, plan.best.spec
     options: dict[str, Any] = {"strategy": spec.strategy}
     if workload.gpus > 1 and workload.self_attention != "ring":

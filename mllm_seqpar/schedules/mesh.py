@@ -182,7 +182,7 @@ class _Search:
 
 
 def _blocks(mesh_shape: MeshShape, backward: bool) -> list[AttentionBlock]:
-    """Return all blocks in the order of computation while inputs arrive; those that no result waits for come last.
+    """Return all blocks in the order of computation while inputs arrive; blocks that no result waits for come last.
 
     In the backward pass the own block has two parts, because it is all that there is to compute during the first
     transfer and during the last.

@@ -1,1 +1,0 @@
-"""The family Llama 3.2 Vision."""

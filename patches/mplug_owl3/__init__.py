@@ -1,1 +1,0 @@
-"""The family mPLUG-Owl3."""

@@ -1,6 +1,6 @@
 """Training steps of one model on the ranks of a group, for `memory.py`: their memory, their time, the longest video.
 
-"Saved" bytes are those that autograd saves for backward, each storage once, without parameters and visual features.
+"Saved" bytes are saved by autograd for backward, each storage once, without parameters and visual features.
 The peak is the largest number of bytes allocated at one time. It includes the visual features and their gradient, but
 neither parameters nor their gradients, which exist before the measurement starts.
 """

@@ -167,7 +167,7 @@ class ShardedTextLayer(DynamicLayer):
         self._length = 0  # tokens on all ranks
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Store this rank's part of K and V, and return those that attention computes with.
+        """Store this rank's part of K and V, and return the tensors that attention computes with.
 
         The first call takes (B, G, s, D), this rank's shard of the prompt, and returns it with its padding. Later calls
         take (B, G, L, D), new tokens that every rank has, and return all K and V that this rank stores. An unpatched

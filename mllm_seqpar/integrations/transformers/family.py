@@ -164,7 +164,7 @@ class Family(ABC, Generic[InputsT]):
             refuse_custom_loss(self.model)
 
     def model_output(self, out: CausalLMOutputWithPast, features: Tensor | None, inputs: InputsT) -> Any:
-        """Return the model's own output class; `features` are those that this rank encoded in this pass, or None."""
+        """Return the model's own output class; `features` are what this rank encoded in this pass, or None."""
         return out
 
     def adopt_cache(self, cache: Any, cache_state: SequenceParallelCacheState) -> None:
@@ -178,7 +178,7 @@ class Family(ABC, Generic[InputsT]):
         """Make the unpatched model fail on a cache whose K and V of frames are stored in `cache_state`, if needed."""
 
     def crop_placement(self, placement: Any, past_length: int) -> Any:
-        """Return the placement for a text of which the cache holds `past_length` tokens, perhaps after a crop."""
+        """Return the placement for a text with `past_length` tokens in the cache, perhaps after a crop."""
         return placement
 
     def rows_match_frames(self, inputs: InputsT, placement: Any) -> bool:

@@ -177,7 +177,7 @@ def _fill(model: Any, state: dict[str, Tensor], embedding: str, checkpoint: Any)
 
 
 def _check_frequencies(model: Any, state: dict[str, Tensor], checkpoint: Any) -> None:
-    """Raise ConfigError unless the rotary frequencies in the checkpoint are those that the language model computes."""
+    """Raise ConfigError unless the rotary frequencies in the checkpoint equal those of the language model."""
     computed = next((m.inv_freq for m in model.lang_encoder.modules() if hasattr(m, "inv_freq")), None)
     for name in filter(_FREQUENCIES.match, state):
         found = state[name].float()
