@@ -7,11 +7,11 @@ from dataclasses import dataclass, fields
 import torch
 
 from .errors import ConfigError
-from .schedules.mesh_shapes import check_tile, resolve_tile
+from .schedules.mesh_shapes import STRATEGIES, check_tile, resolve_tile
 from .sharding import LAYOUTS
 
 CHOICES: dict[str, tuple[str, ...]] = {
-    "strategy": ("lv-xattn", "ring", "mesh", "ulysses", "replicate", "auto"),
+    "strategy": (*STRATEGIES, "auto"),
     "self_attention": ("ring", "mesh", "ulysses", "star", "local", "auto"),
     "text_layout": LAYOUTS,
     "logits": ("auto", "full", "local"),

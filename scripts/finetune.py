@@ -12,7 +12,7 @@ import sys
 
 from transformers.utils.logging import disable_progress_bar
 
-from mllm_seqpar.cli.failure import run
+from mllm_seqpar.cli.program_exit import run
 from mllm_seqpar.training.loop import fine_tune
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ import sys
 
 from transformers.utils import logging
 
-from mllm_seqpar.cli.failure import run
+from mllm_seqpar.cli.program_exit import run
 from mllm_seqpar.inference.run import infer
 
 if __name__ == "__main__":

@@ -17,9 +17,9 @@ from mllm_seqpar.errors import ConfigError, MaskError
 from mllm_seqpar.masks import FrameMask, Rectangle, full_rectangle
 from mllm_seqpar.sharding import frame_range
 
+from .argument_checks import check_flags, check_mask, check_mask_type, check_qkv, check_scale
 from .block_math import BlockMath, PartialResult, fold, unfold
 from .call_spec import accumulation
-from .checks import check_flags, check_mask, check_mask_type, check_qkv, check_scale
 from .joint import eager
 
 SCATTER_ROWS = 64

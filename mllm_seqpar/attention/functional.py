@@ -20,7 +20,7 @@ from mllm_seqpar.schedules.head_sharding import HeadShards
 from mllm_seqpar.schedules.mesh_shapes import check_tile, resolve_tile
 from mllm_seqpar.sharding import LAYOUTS, frame_bounds, sequence_positions
 
-from . import checks
+from . import argument_checks
 from .call_spec import accumulation, call_spec_for, problem_of
 from .joint import attend, eager
 from .kv_sources import GivenKV
@@ -240,20 +240,20 @@ def _attend_once(
     frames = frame_bounds(mask.total_frames, comm.size) if isinstance(mask, FrameMask) else []
 
     def check() -> dict[str, int]:
-        checks.check_qkv(q, k, v)
-        checks.check_accumulation(accumulate_dtype)
-        checks.check_scale(scale)
-        checks.check_flags(overlap=overlap, return_lse=return_lse, causal=causal)
+        argument_checks.check_qkv(q, k, v)
+        argument_checks.check_accumulation(accumulate_dtype)
+        argument_checks.check_scale(scale)
+        argument_checks.check_flags(overlap=overlap, return_lse=return_lse, causal=causal)
         if layout not in LAYOUTS:
             raise ConfigError(f"layout: {layout!r} is unknown; choose one of {', '.join(LAYOUTS)}")
-        checks.check_mask_type(mask)
+        argument_checks.check_mask_type(mask)
         choose_kernel(kernel, q, k, causal=causal, masked=mask is not None)
         shape, head_degree = resolve_tile(strategy, None if tile is None else check_tile(tile), comm.size)
         HeadShards(q.shape[1], k.shape[1], head_degree)
         facts = {
             "strategy": STRATEGIES.index(strategy),
-            "scale": checks.scale_bits(float(factor)),
-            "accumulate_dtype": checks.dtype_code(accumulate_dtype),
+            "scale": argument_checks.scale_bits(float(factor)),
+            "accumulate_dtype": argument_checks.dtype_code(accumulate_dtype),
         }
         facts |= {"tile rows": 0 if shape is None else shape[0], "tile columns": 0 if shape is None else shape[1]}
         if causal:
@@ -264,18 +264,18 @@ def _attend_once(
             sequence_positions(q.shape[2] * comm.size, comm.rank, comm.size, layout)
             facts["layout"] = 1 + LAYOUTS.index(layout)
         if mask is not None:
-            checks.check_mask(mask, q, k, frames[comm.rank])
+            argument_checks.check_mask(mask, q, k, frames[comm.rank])
             facts |= {"mask form": 1 if mask.bounds is not None else 2, "mask frames": mask.total_frames}
             facts["mask tokens per frame"] = mask.tokens_per_frame
         return facts
 
     def state_number() -> int:
         known = 0 if mask is None else mask.gathered_digest(comm, frames)
-        return checks.gradient_state(q, k, v) + checks.GRADIENT_STATES * known
+        return argument_checks.gradient_state(q, k, v) + argument_checks.GRADIENT_STATES * known
 
-    key_lengths, numbers = checks.require_same_call(q, k, comm, check, state_number)
-    known = {number // checks.GRADIENT_STATES for number in numbers}
-    backward = checks.has_backward([number % checks.GRADIENT_STATES for number in numbers])
+    key_lengths, numbers = argument_checks.require_same_call(q, k, comm, check, state_number)
+    known = {number // argument_checks.GRADIENT_STATES for number in numbers}
+    backward = argument_checks.has_backward([number % argument_checks.GRADIENT_STATES for number in numbers])
     # Every rank must take part in the backward pass. With head sharding, resharding q already requires its gradient.
     if backward and not (q.requires_grad or (strategy != "ulysses" and (k.requires_grad or v.requires_grad))):
         q = q.detach().requires_grad_()

@@ -25,8 +25,8 @@ from mllm_seqpar.kernels.merge import merge_
 
 from .block_math import BlockMath
 from .executor import distributed_backward, distributed_forward
-from .head_sharding import attend_head_sharded, backward_head_sharded, forward_head_sharded
 from .kv_sources import KVSource
+from .ulysses import attend_head_sharded, backward_head_sharded, forward_head_sharded
 
 P = ParamSpec("P")
 T = TypeVar("T")

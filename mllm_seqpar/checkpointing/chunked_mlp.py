@@ -26,7 +26,7 @@ from torch.distributed.fsdp import FSDPModule
 from mllm_seqpar.attention.kv_sources import AutocastState
 from mllm_seqpar.errors import ConfigError, ShapeError
 
-from .recompute import RNGState, detached_parameters, rng_replay, trained_parameters
+from .rng_replay import RNGState, detached_parameters, rng_replay, trained_parameters
 
 
 @dataclass(frozen=True)

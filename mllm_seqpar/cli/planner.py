@@ -14,13 +14,13 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from mllm_seqpar.errors import ConfigError, SeqParError
-from mllm_seqpar.planner.candidates import STRATEGIES
 from mllm_seqpar.planner.cluster import read_cluster, write_cluster
 from mllm_seqpar.planner.files import find_file, known_files
-from mllm_seqpar.planner.model import read_model
+from mllm_seqpar.planner.model_sizes import read_model
 from mllm_seqpar.planner.plan import make_plan
 from mllm_seqpar.planner.report import as_json, as_text
 from mllm_seqpar.planner.workload import SELF_ATTENTION, TRAINED, Workload
+from mllm_seqpar.schedules.mesh_shapes import STRATEGIES
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -2,7 +2,7 @@
 
 from .chat import ChatBatch, ChatDataset, ChatSample, collate, load_local_frames, load_local_pictures
 from .chat_family import ChatFamily, ChatText, chat_family
-from .features import FeatureStore, model_fingerprint, open_features, save_features, source_meta
+from .feature_store import FeatureStore, model_fingerprint, open_features, save_features, source_meta
 from .reader import read_frames
 from .sources import FrameSource, ImageListSource, VideoSource
 from .video import FramePlan, VideoInfo, plan_frames, probe, scan

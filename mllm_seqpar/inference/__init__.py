@@ -11,9 +11,9 @@
 from mllm_seqpar.cli.launch import launched_ranks
 
 from .encoding import EncodedVideo, encode_video
-from .feature_files import load_video, open_store, save_video
 from .generation import Answer, Sampling, answer
-from .model import load_for_inference, shard_weights
+from .model_loading import load_for_inference, shard_weights
+from .stored_features import load_video, open_store, save_video
 
 __all__ = [
     "Answer",

@@ -12,9 +12,9 @@ from mllm_seqpar.config import CHOICES, SeqParConfig
 from mllm_seqpar.errors import ConfigError
 from mllm_seqpar.kernels import available_kernels
 
-from .feature_files import FRAME_OPTIONS
 from .generation import Sampling
-from .model import DTYPES
+from .model_loading import DTYPES
+from .stored_features import FRAME_OPTIONS
 
 DEFAULT_FPS = 1.0
 

@@ -20,7 +20,7 @@ from mllm_seqpar.cli.progress import peak_memory
 from mllm_seqpar.comm import Communicator
 from mllm_seqpar.comm.agreement import attempt, check_collectively, raise_on_all_ranks
 from mllm_seqpar.data.chat_family import ChatFamily, chat_family
-from mllm_seqpar.data.features import FeatureStore, source_meta
+from mllm_seqpar.data.feature_store import FeatureStore, source_meta
 from mllm_seqpar.data.sources import VideoSource
 from mllm_seqpar.errors import ConfigError
 from mllm_seqpar.models.loading import load_processor
@@ -28,10 +28,10 @@ from mllm_seqpar.patching import patch_model, patch_of
 
 from .arguments import DEFAULT_FPS, InferArguments, parse
 from .encoding import EncodedVideo, encode_video, encoder_of
-from .feature_files import feature_meta, load_video, open_store, save_video
 from .generation import Answer, answer
-from .model import load_for_inference, model_files_digest, shard_weights
+from .model_loading import load_for_inference, model_files_digest, shard_weights
 from .report import ENCODE_STAGE, Report, StageTimes, frames_bar
+from .stored_features import feature_meta, load_video, open_store, save_video
 
 
 @dataclass(frozen=True)

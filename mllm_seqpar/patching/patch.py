@@ -18,7 +18,7 @@ from mllm_seqpar.config import SeqParConfig
 from mllm_seqpar.errors import AdapterError, ConfigError
 from mllm_seqpar.kernels.registry import kernel_by_name
 from mllm_seqpar.runtime.context import SeqParContext
-from mllm_seqpar.runtime.selection import StrategySelector
+from mllm_seqpar.runtime.strategy_selector import StrategySelector
 
 from .changes import Patch
 from .registry import Adapter, find_adapter

@@ -1,6 +1,6 @@
 """Strategy selection for `strategy="auto"`, `self_attention="auto"` and a mesh whose `cluster` is given.
 
-`ClusterSelector` implements `runtime.selection.StrategySelector` with the planner's cost model.
+`ClusterSelector` implements `runtime.strategy_selector.StrategySelector` with the planner's cost model.
 """
 
 from dataclasses import dataclass, field, replace
@@ -13,8 +13,7 @@ from mllm_seqpar.comm import Communicator
 from mllm_seqpar.comm.agreement import require_same_text
 from mllm_seqpar.config import SeqParConfig
 from mllm_seqpar.masks import BlockMasks, FrameBlockMasks
-from mllm_seqpar.runtime.selection import CROSS, CandidateStrategies
-from mllm_seqpar.runtime.selection import Selection as SelectedStrategy
+from mllm_seqpar.runtime.strategy_selector import CROSS, CandidateStrategies, SelectedStrategy
 from mllm_seqpar.schedules import OverlapRatios
 from mllm_seqpar.schedules.bytes_sent import Problem
 

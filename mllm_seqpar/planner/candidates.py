@@ -6,11 +6,9 @@ from dataclasses import dataclass, replace
 from mllm_seqpar.errors import ConfigError
 from mllm_seqpar.schedules.bytes_sent import Problem
 from mllm_seqpar.schedules.head_sharding import HeadShards
+from mllm_seqpar.schedules.mesh_shapes import STRATEGIES
 
 from .cluster import Cluster
-
-STRATEGIES = ("lv-xattn", "ring", "mesh", "ulysses", "replicate")
-"""The exact strategies. Of candidates with equal cost, the one that comes first here is selected."""
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from pathlib import Path
 from mllm_seqpar.errors import ConfigError
 from mllm_seqpar.families import family_specs
 
-from .model import ModelSizes
+from .model_sizes import ModelSizes
 
 
 def read_hf_config(path: Path) -> ModelSizes:

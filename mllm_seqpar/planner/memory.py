@@ -15,7 +15,7 @@ from mllm_seqpar.schedules.bytes_sent import LSE_BYTES, Problem
 
 from .call_cost import shard_bytes
 from .candidates import ParallelSpec
-from .model import CrossAttentionSizes, ResamplerSizes, TextSizes, VisionSizes
+from .model_sizes import CrossAttentionSizes, ResamplerSizes, TextSizes, VisionSizes
 from .workload import Workload
 
 FLOAT32 = 4

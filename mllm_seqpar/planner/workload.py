@@ -6,7 +6,7 @@ from mllm_seqpar.errors import ConfigError
 from mllm_seqpar.schedules.bytes_sent import Problem
 
 from .call_cost import VisualProjection
-from .model import CrossAttentionSizes, ModelSizes, TextSizes
+from .model_sizes import CrossAttentionSizes, ModelSizes, TextSizes
 
 TRAINED = ("all", "no-vision", "connector", "none")
 SELF_ATTENTION = ("ring", "mesh", "ulysses", "local", "auto")

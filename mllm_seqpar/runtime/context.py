@@ -11,7 +11,7 @@ from mllm_seqpar.comm import Communicator
 from mllm_seqpar.config import SeqParConfig
 from mllm_seqpar.errors import ConfigError
 
-from .selection import StrategySelector
+from .strategy_selector import StrategySelector
 
 _log = get_logger(__name__)
 

@@ -31,14 +31,14 @@ from mllm_seqpar.masks import BlockMasks, FrameBlockMasks, FrameMask
 from mllm_seqpar.sharding import frame_bounds
 
 from .context import SeqParContext
-from .selection import (
+from .strategy_selector import (
     CROSS,
     CROSS_MESH,
     SELF,
     SELF_MESH,
     CandidateStrategies,
     CrossAttentionShape,
-    Selection,
+    SelectedStrategy,
     selected_spec,
 )
 from .text_kv_cache import CachedTextMask
@@ -76,7 +76,7 @@ class FrameState:
     key_lengths: tuple[int, ...]
     any_frame_visible: Tensor
     replicated: bool = False
-    selection: Selection | None = None
+    selection: SelectedStrategy | None = None
 
     @classmethod
     def of(cls, visual: VisualFeatures, mask: FrameMask, text: TextShards, units_per_frame: int = 1) -> FrameState:
@@ -334,7 +334,7 @@ class ForwardState:
         q_shape: Sequence[int],
         k_shape: Sequence[int],
         dtype: torch.dtype,
-        selection: Selection | None = None,
+        selection: SelectedStrategy | None = None,
     ) -> CallSpec:
         """Return the spec of the selection among `candidates` if there is a selector; else that of `strategy`."""
         config, selector = self.context.config, self.context.selector

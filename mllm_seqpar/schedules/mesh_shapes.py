@@ -10,6 +10,9 @@ from mllm_seqpar.errors import ConfigError
 from .bytes_sent import Problem, mesh_bytes
 from .mesh import MeshShape
 
+STRATEGIES = ("lv-xattn", "ring", "mesh", "ulysses", "replicate")
+"""The exact strategies. Of candidates with equal cost, the planner selects the one that comes first here."""
+
 
 def mesh_shapes_of(size: int) -> list[MeshShape]:
     """Return all mesh shapes (a, b) of `size` ranks, from LV-XAttn's (n, 1) to Ring Attention's (1, n)."""

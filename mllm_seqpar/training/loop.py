@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from mllm_seqpar._logging import get_logger
-from mllm_seqpar.cli.failure import first_line
+from mllm_seqpar.cli.program_exit import first_line
 from mllm_seqpar.cli.progress import peak_memory, progress_bar, reset_peak_memory
 from mllm_seqpar.comm import as_communicator
 from mllm_seqpar.comm.agreement import attempt, check_collectively, raise_on_all_ranks

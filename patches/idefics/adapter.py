@@ -36,7 +36,7 @@ from mllm_seqpar.integrations.transformers.generation import patch_generate
 from mllm_seqpar.integrations.transformers.inputs import ForwardInputs, as_compared_tensors, makes_cache
 from mllm_seqpar.integrations.transformers.passes import as_forward, run_pass
 from mllm_seqpar.patching.registry import is_instance_by_name
-from mllm_seqpar.runtime.selection import CrossAttentionShape
+from mllm_seqpar.runtime.strategy_selector import CrossAttentionShape
 
 _FRAME_ARGUMENTS = ("pixel_values", "image_encoder_embeddings", "perceiver_embeddings")
 

@@ -41,7 +41,7 @@ from mllm_seqpar.integrations.transformers.generation import patch_generate
 from mllm_seqpar.integrations.transformers.inputs import as_compared_tensors, makes_cache
 from mllm_seqpar.integrations.transformers.passes import as_forward, run_pass
 from mllm_seqpar.patching.registry import is_instance_by_name
-from mllm_seqpar.runtime.selection import CrossAttentionShape
+from mllm_seqpar.runtime.strategy_selector import CrossAttentionShape
 
 from .generation import patch_image_arguments
 from .inputs import ASPECT_RATIOS, MllamaInputs, flat_images

@@ -20,9 +20,9 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from mllm_seqpar.adapting import AdapterError, FrameShard, Patch, SeqParContext, ShapeError
 from mllm_seqpar.integrations.transformers.cache import cache_state_of
-from mllm_seqpar.integrations.transformers.checks import require_same_inputs
 from mllm_seqpar.integrations.transformers.frames import local_features
 from mllm_seqpar.integrations.transformers.generation import patch_generate
+from mllm_seqpar.integrations.transformers.input_checks import require_same_inputs
 from mllm_seqpar.integrations.transformers.passes import as_forward, run_pass
 from mllm_seqpar.patching.registry import is_instance_by_name
 

@@ -30,7 +30,7 @@ from mllm_seqpar.integrations.transformers.attention import merge_heads
 from mllm_seqpar.integrations.transformers.family import Family, Visibility
 from mllm_seqpar.integrations.transformers.inputs import ForwardInputs
 from mllm_seqpar.patching.registry import is_instance_by_name
-from mllm_seqpar.runtime.selection import CrossAttentionShape
+from mllm_seqpar.runtime.strategy_selector import CrossAttentionShape
 from mllm_seqpar.sharding import frame_bounds
 
 from .language_models import language_model_of

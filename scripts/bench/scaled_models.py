@@ -18,7 +18,7 @@ from small_models import MEDIA, TEXT, WORDS, make_flamingo, make_idefics, make_o
 from torch import Tensor, nn
 
 from mllm_seqpar import FrameShard
-from mllm_seqpar.planner.model import ModelSizes, read_model
+from mllm_seqpar.planner.model_sizes import ModelSizes, read_model
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs" / "models"
 TOWER = {"image_size": 28, "patch_size": 14, "num_hidden_layers": 1}

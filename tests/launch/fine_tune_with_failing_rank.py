@@ -6,7 +6,7 @@ import signal
 import sys
 from typing import Any
 
-from mllm_seqpar.cli.failure import run
+from mllm_seqpar.cli.program_exit import run
 from mllm_seqpar.errors import VideoError
 from mllm_seqpar.training import loop
 

@@ -27,9 +27,9 @@ from mllm_seqpar.runtime.text_shards import TextShards, select_logit_rows
 from mllm_seqpar.runtime.visual_features import VisualKVCache, fingerprint_of
 
 from .cache import SequenceParallelCacheState, begin_prompt, cache_state_of, shard_cached_text, supports_sharded_text
-from .checks import check_star
 from .family import Family, Visibility, require_same_pass
 from .frames import frame_arguments, local_features, log_shard_sizes, visibility_of, visual_features
+from .input_checks import check_star
 from .inputs import ForwardInputs
 from .outputs import gather_hidden_states, whole_text_outputs
 from .text import dummy_mask, embeddings, rows_of_pass, star_text_shards, text_shards

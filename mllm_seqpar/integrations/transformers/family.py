@@ -19,10 +19,10 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from mllm_seqpar.masks import FrameMask
 from mllm_seqpar.runtime.context import SeqParContext
 from mllm_seqpar.runtime.forward_state import ForwardState
-from mllm_seqpar.runtime.selection import CrossAttentionShape
+from mllm_seqpar.runtime.strategy_selector import CrossAttentionShape
 
 from .cache import SequenceParallelCacheState
-from .checks import (
+from .input_checks import (
     check_star,
     check_text,
     refuse_custom_loss,

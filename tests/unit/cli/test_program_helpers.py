@@ -6,9 +6,9 @@ from datetime import timedelta
 import pytest
 import torch
 
-from mllm_seqpar.cli.failure import describe
 from mllm_seqpar.cli.launch import collective_timeout, require_rendezvous, use_cuda
 from mllm_seqpar.cli.options import CommandOptions, option, parse_options
+from mllm_seqpar.cli.program_exit import describe
 from mllm_seqpar.data.prefetch import read_ahead
 from mllm_seqpar.errors import ConfigError
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from mllm_seqpar.cli.failure import describe
+from mllm_seqpar.cli.program_exit import describe
 from mllm_seqpar.comm import Communicator, as_communicator, run_loopback
 from mllm_seqpar.comm.agreement import check_collectively, raise_on_all_ranks, require_agreement, require_same_text
 from mllm_seqpar.errors import AgreementError, ConfigError, DataError

@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from mllm_seqpar.data import plan_frames, probe
-from mllm_seqpar.data.features import model_fingerprint, open_features, save_features, source_meta
+from mllm_seqpar.data.feature_store import model_fingerprint, open_features, save_features, source_meta
 from mllm_seqpar.errors import ConfigError, DataError
 from mllm_seqpar.sharding import frame_bounds
 

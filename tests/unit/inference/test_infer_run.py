@@ -33,7 +33,7 @@ def load_one_model_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
         with lock:
             return load_model(*args, **kwargs)
 
-    monkeypatch.setattr("mllm_seqpar.inference.model.load_model", load)
+    monkeypatch.setattr("mllm_seqpar.inference.model_loading.load_model", load)
 
 
 def run(world: int, *argv: Any, videos: tuple[Path, ...] = ()) -> list[Exception | None]:

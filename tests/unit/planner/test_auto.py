@@ -16,9 +16,9 @@ from mllm_seqpar.masks import FrameBlockMasks, FrameMask, FullBlockMasks
 from mllm_seqpar.planner import Selection, write_cluster
 from mllm_seqpar.planner.auto import ClusterSelector, selector_for
 from mllm_seqpar.planner.calibrate import AttentionShape, calibrate
-from mllm_seqpar.planner.candidates import STRATEGIES
-from mllm_seqpar.runtime.selection import CROSS, CROSS_MESH
+from mllm_seqpar.runtime.strategy_selector import CROSS, CROSS_MESH
 from mllm_seqpar.schedules.bytes_sent import Problem
+from mllm_seqpar.schedules.mesh_shapes import STRATEGIES
 from mllm_seqpar.sharding import frame_bounds
 
 CLUSTER = with_(FAST, gpus_per_node=8, node_latency_s=1e-5, network_link=2e10)

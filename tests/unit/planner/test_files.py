@@ -12,7 +12,7 @@ from clusters import ROUND, with_
 from mllm_seqpar.errors import ConfigError
 from mllm_seqpar.planner import read_cluster, write_cluster
 from mllm_seqpar.planner.files import CONFIGS, find_file
-from mllm_seqpar.planner.model import read_model
+from mllm_seqpar.planner.model_sizes import read_model
 from mllm_seqpar.planner.step_cost import cross_attention_candidates
 from mllm_seqpar.planner.workload import Workload
 

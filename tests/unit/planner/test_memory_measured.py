@@ -22,7 +22,7 @@ from mllm_seqpar.patches.mplug_owl3.planner import model_sizes
 from mllm_seqpar.patches.mplug_owl3.testing import tiny_frames, tiny_model, tiny_text
 from mllm_seqpar.planner import ParallelSpec
 from mllm_seqpar.planner.memory import frozen_tower_memory, peak_memory, saved_before_features, saved_for_backward
-from mllm_seqpar.planner.model import CrossAttentionSizes, ModelSizes, ResamplerSizes, TextSizes, VisionSizes
+from mllm_seqpar.planner.model_sizes import CrossAttentionSizes, ModelSizes, ResamplerSizes, TextSizes, VisionSizes
 from mllm_seqpar.planner.workload import Workload
 
 pytestmark = pytest.mark.rounding

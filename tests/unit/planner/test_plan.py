@@ -11,7 +11,7 @@ from mllm_seqpar.errors import ConfigError
 from mllm_seqpar.planner import Cluster, ParallelSpec, read_cluster
 from mllm_seqpar.planner.files import find_file
 from mllm_seqpar.planner.memory import KINDS, USABLE, peak_memory
-from mllm_seqpar.planner.model import read_model
+from mllm_seqpar.planner.model_sizes import read_model
 from mllm_seqpar.planner.plan import StrategyPlan, make_plan, max_frames
 from mllm_seqpar.planner.step_cost import PARTS
 from mllm_seqpar.planner.workload import Workload

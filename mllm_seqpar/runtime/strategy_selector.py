@@ -16,6 +16,7 @@ from mllm_seqpar.config import SeqParConfig
 from mllm_seqpar.masks import BlockMasks
 from mllm_seqpar.schedules import OverlapRatios
 from mllm_seqpar.schedules.bytes_sent import Problem
+from mllm_seqpar.schedules.mesh_shapes import STRATEGIES
 
 
 class CrossAttentionShape(NamedTuple):
@@ -43,14 +44,14 @@ class CandidateStrategies(NamedTuple):
 
 # Star Attention is approximate, so it is never a candidate. Text has as many queries as keys: moving Q, O and the
 # log-sum-exp (LV-XAttn) never sends less than moving K and V (Ring Attention).
-CROSS = CandidateStrategies('strategy="auto"', ("lv-xattn", "ring", "mesh", "ulysses", "replicate"))
+CROSS = CandidateStrategies('strategy="auto"', STRATEGIES)
 SELF = CandidateStrategies('self_attention="auto"', ("ring", "mesh", "ulysses"), causal=True)
 _ALL_MESH_SHAPES = ("lv-xattn", "ring", "mesh")
 CROSS_MESH = CandidateStrategies('strategy="mesh"', _ALL_MESH_SHAPES)
 SELF_MESH = CandidateStrategies('self_attention="mesh"', _ALL_MESH_SHAPES, causal=True)
 
 
-class Selection(Protocol):
+class SelectedStrategy(Protocol):
     """The selected strategy and its mesh shape (a, b)."""
 
     @property
@@ -71,7 +72,7 @@ class StrategySelector(Protocol):
         *,
         training: bool,
         mesh_shape: tuple[int, int] | None = None,
-    ) -> Selection:
+    ) -> SelectedStrategy:
         """Return the fastest of `candidates` for one attention call; only those of `mesh_shape`, unless it is None.
 
         Replication gathers the features before the first layer runs, so it is not a candidate for a single call.
@@ -79,7 +80,7 @@ class StrategySelector(Protocol):
 
     def select_for_pass(
         self, problem: Problem, blocks: BlockMasks, *, training: bool, visual_dim: int, layers: int, recompute: bool
-    ) -> Selection:
+    ) -> SelectedStrategy:
         """Return the fastest strategy, replication included, for all cross-attention layers of a forward pass.
 
         Args:
@@ -92,14 +93,14 @@ class StrategySelector(Protocol):
         """
 
     def overlap_ratios(
-        self, selection: Selection, problem: Problem, blocks: BlockMasks, *, causal: bool
+        self, selection: SelectedStrategy, problem: Problem, blocks: BlockMasks, *, causal: bool
     ) -> tuple[OverlapRatios, OverlapRatios] | None:
         """Return the ratios that a mesh orders its steps by, forward and backward; None for any other strategy."""
 
 
 def selected_spec(
     selector: StrategySelector,
-    selection: Selection,
+    selection: SelectedStrategy,
     blocks: BlockMasks,
     problem: Problem,
     config: SeqParConfig,

@@ -1,4 +1,4 @@
-"""Writing and reading of encoded videos by all ranks, with collective checks; `data.features` has the file format."""
+"""Write and read encoded videos on all ranks, with collective checks; `data.feature_store` has the file format."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from mllm_seqpar.comm import Communicator
 from mllm_seqpar.comm.agreement import check_collectively
 from mllm_seqpar.data.chat_family import ChatFamily
-from mllm_seqpar.data.features import FeatureStore, model_fingerprint, open_features, save_features, source_meta
+from mllm_seqpar.data.feature_store import FeatureStore, model_fingerprint, open_features, save_features, source_meta
 from mllm_seqpar.data.sources import VideoSource
 from mllm_seqpar.errors import DataError
 from mllm_seqpar.sharding import FrameShard, frame_range
