@@ -112,7 +112,7 @@ class ChatFamily(ABC):
         if not any(c.__name__ == self.model_class for c in type(model).__mro__):
             raise ConfigError(
                 f"the model is {type(model).__name__}, and its directory has a {type(self.processor).__name__}, which "
-                f"goes with {self.model_class}; put the model's own processor beside it"
+                f"goes with {self.model_class}; copy the processor files of this model into the directory"
             )
 
     @abstractmethod

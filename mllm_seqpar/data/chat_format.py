@@ -40,8 +40,8 @@ def check_record(record: Any, folder: Path, marks: Sequence[str] = ()) -> list[M
     record = record if isinstance(record, dict) else {}
     if refused := sorted(_REFUSED_KEYS & set(record)):
         raise DataError(
-            f"has {refused[0]!r} beside the messages, which would be ignored; media are parts of a message, such as "
-            '{"type": "video", "path": "a.mp4"}, and a system prompt is a message'
+            f"has the key {refused[0]!r} outside the messages, which would be ignored; media are parts of a "
+            'message, such as {"type": "video", "path": "a.mp4"}, and a system prompt is a message'
         )
     messages = record.get("messages")
     if not isinstance(messages, list) or not messages:

@@ -114,6 +114,6 @@ def find_adapter(model: nn.Module) -> tuple[Adapter, nn.Module]:
             if adapter.matches(module):
                 return adapter, module
     raise AdapterError(
-        f"patch_model: no adapter knows {type(model).__module__}.{type(model).__name__}. Known families: "
-        f"{', '.join(sorted(known))}. Another family can be added with mllm_seqpar.register_adapter"
+        f"patch_model: no adapter matches {type(model).__module__}.{type(model).__name__}. Supported families: "
+        f"{', '.join(sorted(known))}. To add another family, call mllm_seqpar.register_adapter"
     )

@@ -60,7 +60,7 @@ class MllamaChats(ImageTokenFamily):
             if _END not in self.tokenizer.get_vocab():
                 raise DataError(
                     f"there is no chat template, and the tokenizer has no token {_END}, so chats cannot be written in "
-                    "Llama 3's format; put a chat_template.jinja beside the model"
+                    "Llama 3's format; add a chat_template.jinja to the model directory"
                 )
             text = bos + "".join(
                 f"{_START}{message['role']}{_STOP}\n\n"

@@ -101,7 +101,8 @@ class MPlugOwl3Chats(ChatFamily):
         if not hasattr(model, "encode_frames"):
             raise AdapterError(
                 f"{type(model).__name__} with a {type(self.processor).__name__}: it has no method encode_frames, so "
-                "frames cannot be encoded; if it is of another family, put that family's processor beside it"
+                "frames cannot be encoded; if it is of another family, copy the processor files of that family into "
+                "the model directory"
             )
 
     def arguments(self, text: ChatText) -> dict[str, Tensor]:

@@ -293,7 +293,7 @@ DISAGREE = "the ranks of the group disagree"
         ({"text_lay_out": "striped"}, tiny_model, "unknown option text_lay_out", ELSEWHERE),
         ({}, lambda: tiny_model(intermediate_size=112), DISAGREE, DISAGREE),
         ({}, lambda: tiny_model().requires_grad_(False), DISAGREE, DISAGREE),
-        ({}, lambda: torch.nn.Linear(2, 2), "no adapter knows", ELSEWHERE),
+        ({}, lambda: torch.nn.Linear(2, 2), "no adapter matches", ELSEWHERE),
     ],
     ids=["other options", "unknown option", "other model", "frozen", "no model"],
 )

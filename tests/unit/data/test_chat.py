@@ -159,7 +159,10 @@ VIDEO = {"type": "video", "path": "clips/a.mp4"}
         ([1], 'needs "messages"'),
         ({"messages": []}, 'needs "messages"'),
         ({"messages": ["hello"]}, "message 0 has the role None"),
-        ({"messages": [{"role": "user", "content": "x"}], "images": ["0.png"]}, "has 'images' beside the messages"),
+        (
+            {"messages": [{"role": "user", "content": "x"}], "images": ["0.png"]},
+            "has the key 'images' outside the messages",
+        ),
         ({"messages": [{"role": "user", "content": "x", "images": ["0.png"]}]}, r"message 0 \(user\): unknown key 'im"),
         ({"messages": [{"role": "user", "content": [VIDEO | {"fpss": 2}]}]}, "unknown key 'fpss' in"),
         ({"messages": [{"role": "robot", "content": "x"}]}, "message 0 has the role 'robot'"),

@@ -65,7 +65,7 @@ def test_documentation_shows_the_tested_example_which_imports_only_the_public_to
 def test_model_without_an_adapter_is_refused_with_advice() -> None:
     from captioner import Captioner
 
-    with pytest.raises(AdapterError, match=r"no adapter knows captioner\.Captioner.*mllm_seqpar\.register_adapter"):
+    with pytest.raises(AdapterError, match=r"no adapter matches captioner\.Captioner.*mllm_seqpar\.register_adapter"):
         patch_model(Captioner())
 
 

@@ -42,7 +42,9 @@ def test_options_override_the_config() -> None:
 
 
 def test_unknown_model_is_refused_with_the_known_families() -> None:
-    with pytest.raises(AdapterError, match=r"no adapter knows torch.*Linear\. Known families: IDEFICS, .*register_ad"):
+    with pytest.raises(
+        AdapterError, match=r"no adapter matches torch.*Linear\. Supported families: IDEFICS, .*register_ad"
+    ):
         patch_model(nn.Linear(2, 2))
 
 
