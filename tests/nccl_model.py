@@ -26,6 +26,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import torch
@@ -35,7 +36,7 @@ from mllm_seqpar.comm import ByteCounter, Communicator, Pending, Recv, Send
 from mllm_seqpar.comm.base import check_contiguous
 from nccl_queues import DataRace, Deadlock, End, Group, Mismatch, NcclQueues, Operation, Timing
 
-__all__ = ["DataRace", "Deadlock", "Mismatch", "NcclCommunicator", "PendingCollective", "Timing", "run_nccl_model"]
+__all__ = ["DataRace", "Deadlock", "Mismatch", "NcclCommunicator", "ShardedParameters", "run_nccl_model"]
 
 T = TypeVar("T")
 
@@ -130,6 +131,45 @@ class NcclCommunicator(Communicator):
         op = Operation(self.group, self._world_rank, kind, *ends)
         self.model.post(op)
         return op
+
+
+@dataclass
+class ShardedParameters:
+    """Parameters that FSDP2 would shard: each rank holds 1/n of every weight, by rows.
+
+    Backward gathers the weight of the previous layer while a layer computes, then sums the gradients of the layer.
+    Forward gathers the weight of the next layer while a layer computes, or without `prefetch` when it is needed.
+    """
+
+    comm: NcclCommunicator
+    shards: list[Tensor]
+    prefetch: bool = True
+    grads: dict[int, Tensor] = field(default_factory=dict)
+    _gathers: dict[int, PendingCollective] = field(default_factory=dict)
+    _reduction: tuple[int, PendingCollective] | None = None
+
+    def gather(self, layer: int) -> None:
+        self._gathers[layer] = self.comm.start_all_gather(self.shards[layer], f"weight {layer}")
+
+    def weight(self, layer: int, following: int) -> Tensor:
+        """Return the whole weight of a layer, and gather that of the layer that follows, if there is one."""
+        if layer not in self._gathers:
+            self.gather(layer)
+        whole = torch.cat(self._gathers.pop(layer).wait())
+        if (self.prefetch or following < layer) and 0 <= following < len(self.shards):
+            self.gather(following)
+        return whole
+
+    def reduce(self, layer: int, grad: Tensor) -> None:
+        self.finish()
+        parts = list(grad.chunk(self.comm.size))
+        self._reduction = layer, self.comm.start_reduce_scatter(parts, f"gradient {layer}")
+
+    def finish(self) -> None:
+        if self._reduction is not None:
+            layer, pending = self._reduction
+            self.grads[layer] = pending.wait()
+            self._reduction = None
 
 
 def run_nccl_model(
