@@ -13,8 +13,8 @@ at a time, and a scheduler that is seeded decides which, so a run is the same ev
 - A message moves when the send and the receive are both at the head of their queues. Messages between two ranks match
   in order. A collective moves when it is at the head of the queues of all ranks.
 - A message moves at any time between the post and the wait. `timing` decides: "late", when no rank can go on without
-  it; "early", as soon as both ends are posted; "random", by the seed. The memory that is sent is read when the message
-  moves. Receive buffers are spoiled (NaN, or numbers that make no sense) when they are posted.
+  it; "early", as soon as both ends are posted; "random", between any two torch operations. The memory that is sent is
+  read when the message moves. Receive buffers are spoiled (NaN, or numbers that make no sense) when they are posted.
 
 Violations raise on all ranks: `Deadlock` if no rank can go on, or an operation is never completed or waited for;
 `Mismatch` if both ends disagree on shape, dtype or label; `DataRace` if memory of an operation changes, or is used by
@@ -26,11 +26,13 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Hashable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from mllm_seqpar.comm import ByteCounter, Communicator, Pending, Recv, Send
 from mllm_seqpar.comm.base import check_contiguous
@@ -172,6 +174,18 @@ class ShardedParameters:
             self._reduction = None
 
 
+class _BetweenOperations(TorchDispatchMode):
+    """Calls the model between the torch operations of a rank."""
+
+    def __init__(self, model: NcclQueues) -> None:
+        super().__init__()
+        self._model = model
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self._model.moment()
+        return func(*args, **(kwargs or {}))
+
+
 def run_nccl_model(
     size: int,
     fn: Callable[..., T],
@@ -193,7 +207,8 @@ def run_nccl_model(
         error: BaseException | None = None
         try:
             model.start(rank)
-            with torch.autograd.set_multithreading_enabled(False):
+            between = _BetweenOperations(model) if timing == "random" else nullcontext()
+            with torch.autograd.set_multithreading_enabled(False), between:
                 results[rank] = fn(communicator(model, group, rank), *args)
         except BaseException as raised:  # noqa: BLE001 - raised in the caller's thread below
             error = raised

@@ -142,8 +142,8 @@ class NcclQueues:
         """Append an operation to the queue of its rank; other ranks may run before this returns."""
         with self._changed:
             self._require_no_failure()
-            self._reject_shared_memory(op)
             op.number = self._posts[op.comm, op.rank]
+            self._reject_shared_memory(op)
             self._posts.update([(op.comm, op.rank), op.rank])
             for end in op.sends:
                 end.expected = end.content
@@ -167,6 +167,16 @@ class NcclQueues:
             self._unwaited[op.rank].remove(op)
             for end in op.ends:
                 self._require_unchanged(op, end)
+
+    def moment(self) -> None:
+        """Check memory in use, and at times move a message; called between two operations of the rank that runs."""
+        with self._changed:
+            self._require_no_failure()
+            for op in self._unwaited[self._current]:
+                for end in op.ends:
+                    self._require_unchanged(op, end)
+            if self._random.random() < 0.2 and (movable := self._movable()):
+                self._random.choice(movable)()
 
     # The scheduler.
 
@@ -264,6 +274,7 @@ class NcclQueues:
     def _move(self, src: Operation, dst: Operation, send: End, recv: End) -> None:
         if send.tensor.shape != recv.tensor.shape or send.tensor.dtype != recv.tensor.dtype:
             raise Mismatch(f"rank {src.rank} sends {send} where rank {dst.rank} receives {recv}: {src}; {dst}")
+        self._require_unchanged(src, send)
         self._require_unchanged(dst, recv)
         recv.write(send.content)  # of now, not of the post
         send.moved = recv.moved = True

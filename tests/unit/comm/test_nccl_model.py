@@ -66,6 +66,13 @@ def test_memory_that_is_used_before_wait_is_found() -> None:
         tensors[which][1] = 5
         pending.wait()
 
+    def restored(comm: Communicator) -> None:
+        x = torch.ones(4)
+        pending = hop(comm, x, torch.zeros(4))
+        x.mul_(2)
+        x.div_(2)
+        pending.wait()
+
     def shared(comm: Communicator, first: int, second: int) -> None:
         tensors = [[torch.ones(4), torch.zeros(4)] for _ in range(2)]
         tensors[1][second] = tensors[0][first]
@@ -75,6 +82,8 @@ def test_memory_that_is_used_before_wait_is_found() -> None:
 
     assert "tensor sent as x (4,) float32 changed" in violation(lambda c: changed(c, 0), kind=DataRace, more=EVERY)
     assert "receive buffer for (4,) float32 changed" in violation(lambda c: changed(c, 1), kind=DataRace, more=EVERY)
+    with pytest.raises(DataRace, match="tensor sent as x"):
+        run_nccl_model(2, restored, timing="random")
     for pair in ((0, 1), (1, 0), (1, 1)):
         assert "shares memory" in violation(lambda c, p=pair: shared(c, *p), kind=DataRace, more=EVERY)
     run_nccl_model(2, lambda c: shared(c, 0, 0))  # two sends may read the same memory
