@@ -18,8 +18,9 @@ at a time, and a scheduler that is seeded decides which, so a run is the same ev
 
 Violations raise on all ranks: `Deadlock` if no rank can go on, or an operation is never completed or waited for;
 `Mismatch` if both ends disagree on shape, dtype or label; `DataRace` if memory of an operation changes, or is used by
-another operation, before it is waited for. Other streams than these, and host code that waits for the device, are not
-modelled.
+another operation, before it is waited for. The model is stricter than NCCL in two places: NCCL buffers small messages,
+so that a send may complete without its receive, and does not compare labels. Other streams than these, and host code
+that waits for the device, are not modelled.
 """
 
 from __future__ import annotations
