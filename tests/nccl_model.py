@@ -3,7 +3,8 @@
     results = run_nccl_model(n, fn, *args, timing="late", seed=0)      # fn(comm, *args) on every rank
 
 The thread of a rank stands for its host and its compute stream, which see everything in the same order. One thread runs
-at a time, and a scheduler that is seeded decides which, so a run is the same every time. The model has these rules:
+at a time, and a scheduler that is seeded decides which, so a run is the same every time. Ranks must not wait for each
+other by other means than communicators. The model has these rules:
 
 - A communicator has one queue of operations per rank, in the order in which they are posted. An operation is one
   exchange, with all its sends and receives, or one collective. Only the operation at the head of a queue runs, and it
