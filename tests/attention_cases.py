@@ -1,6 +1,6 @@
 """One distributed attention call as a case: every rank makes its inputs from the seed, runs the call, and reports.
 
-    results = run_loopback(n, run_case, case)           # all ranks in this process
+    results = run_nccl_model(n, run_case, case)         # all ranks in this process
     results = ranks(n).run(over_gloo, [case, ...])      # real processes
     assert_exact(case, results)
 
@@ -21,10 +21,10 @@ from mllm_seqpar.attention import lv_xattn, mesh_attention, ring_attention, ulys
 from mllm_seqpar.attention.call_spec import accumulation, call_spec_for, problem_of
 from mllm_seqpar.attention.joint import attend
 from mllm_seqpar.attention.kv_sources import GivenKV
-from mllm_seqpar.comm import Communicator, LoopbackCommunicator, as_communicator, run_loopback
+from mllm_seqpar.comm import Communicator, as_communicator
 from mllm_seqpar.masks import BlockMasks, CausalBlockMasks, FrameMask, FullBlockMasks
 from mllm_seqpar.sharding import frame_bounds, frame_range, padded_length, sequence_positions
-from strict_loopback import StrictLoopback
+from nccl_model import run_nccl_model
 from tolerances import EXACT, relative_error
 
 FUNCTIONS = {"lv": lv_xattn, "ring": ring_attention, "mesh": mesh_attention, "ulysses": ulysses_attention}
@@ -178,8 +178,6 @@ def inputs(case: Case, total: int) -> dict[str, Tensor]:
 
 def run_case(comm: Communicator, case: Case, again: int = 1) -> dict[str, Any]:
     """This rank's o, lse, dq (its rows, in the order of the layout), dk, dv (its keys), text_dk, text_dv, and bytes."""
-    if isinstance(comm, LoopbackCommunicator):
-        comm = StrictLoopback(comm)
     total = case.total(comm.size)
     whole = inputs(case, total)
     rows = sequence_positions(total, comm.rank, comm.size, case.layout)
@@ -294,9 +292,9 @@ def assert_exact(case: Case, results: list[dict[str, Any]]) -> None:
 
 
 def check(n: int, **options: Any) -> list[dict[str, Any]]:
-    """Assert that a case is exact on n loopback ranks, and return its results."""
+    """Assert that a case is exact on n ranks over the model of NCCL, and return its results."""
     case = Case(**options)
-    results = run_loopback(n, run_case, case)
+    results = run_nccl_model(n, run_case, case)
     assert_exact(case, results)
     return results
 

@@ -13,13 +13,13 @@ from dense_attention import dense_attention
 from mllm_seqpar.attention.call_spec import CallSpec
 from mllm_seqpar.attention.joint import attend
 from mllm_seqpar.attention.kv_sources import GivenKV
-from mllm_seqpar.comm import Communicator, as_communicator, run_loopback
+from mllm_seqpar.comm import Communicator, as_communicator
 from mllm_seqpar.errors import ShapeError
 from mllm_seqpar.masks import FullBlockMasks
 from mllm_seqpar.runtime import visual_features as visual
 from mllm_seqpar.runtime.visual_features import RecomputedKV, VisualFeatures, frame_chunks
 from mllm_seqpar.sharding import frame_bounds
-from strict_loopback import StrictLoopback
+from nccl_model import run_nccl_model
 from tolerances import EXACT, assert_as_near_as_unpatched, relative_error
 
 pytestmark = pytest.mark.rounding
@@ -92,7 +92,6 @@ def results(o: Tensor, q: Tensor, features: Tensor, made: list[Projector]) -> di
 
 def run(comm: Communicator, setting: Setting) -> dict[str, Any]:
     """o of this rank's rows, and the gradients of its features and of all parameters."""
-    comm = StrictLoopback(comm)
     features, rows = whole(setting)
     bounds = frame_bounds(setting.frames, comm.size)
     mine = slice(*bounds[comm.rank])
@@ -122,7 +121,7 @@ def dense(setting: Setting) -> dict[str, Any]:
 
 
 def check(setting: Setting, n: int) -> None:
-    found, reference = run_loopback(n, run, setting), dense(setting)
+    found, reference = run_nccl_model(n, run, setting), dense(setting)
     for name, dim in (("o", 2), ("dq", 2), ("features", 0)):
         parts = [result[name] for result in found]
         if reference[name] is None:
@@ -190,12 +189,12 @@ def test_dropout_is_replayed_in_recomputation(frames_at_once: int, monkeypatch: 
 
 def test_autocast_mode_is_restored_in_backward() -> None:
     """Recomputed K and V are those of the forward pass, so gradients are as near to float64 as without it."""
-    plain, again = (run_loopback(2, run, Setting(autocast=True, recompute=r)) for r in (False, True))
+    plain, again = (run_nccl_model(2, run, Setting(autocast=True, recompute=r)) for r in (False, True))
     assert all(torch.equal(a["o"], b["o"]) and torch.equal(a["dq"], b["dq"]) for a, b in zip(plain, again, strict=True))
     exact = dense(Setting())["parameters"]
     sums = [{name: sum(rank["parameters"][name] for rank in ranks) for name in exact} for ranks in (again, plain)]
     assert_as_near_as_unpatched(*sums, exact)
-    assert not torch.equal(plain[0]["o"], run_loopback(2, run, Setting())[0]["o"]), "autocast changed nothing"
+    assert not torch.equal(plain[0]["o"], run_nccl_model(2, run, Setting())[0]["o"]), "autocast changed nothing"
 
 
 def saved_per_layer(frames: int, recompute: bool) -> int:
