@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any, TypeVar
 
-import torch
 import torch.distributed as dist
 from torch import nn
 
@@ -95,7 +94,7 @@ def patch_model(
 
     require_same_text(comm, "patch_model", check_and_describe)
     adapter, inner, context = checked[0]
-    context = replace(context, selector=_selector(context, inner))
+    context = replace(context, selector=_selector(context))
     patch = Patch(adapter.name, context)
     try:
         adapter.install(inner, context, patch)
@@ -153,14 +152,13 @@ def _resolve_config(strategy: str | None, config: SeqParConfig | None, options: 
     return resolved
 
 
-def _selector(context: SeqParContext, model: nn.Module) -> StrategySelector | None:
+def _selector(context: SeqParContext) -> StrategySelector | None:
     config = context.config
     if config.cluster is None and "auto" not in (config.strategy, config.self_attention):
         return None
     from mllm_seqpar.planner.auto import selector_for  # not at the top: the core does not depend on the planner
 
-    parameter = next(model.parameters(), torch.empty(0))
-    return selector_for(config, context.comm, parameter.device, parameter.dtype)
+    return selector_for(config, context.comm)
 
 
 def _parameter_fingerprint(model: nn.Module) -> int:

@@ -136,6 +136,8 @@ def select_for_pass(
         problem_of(q_shape, k_shape, frames.key_lengths, probe.dtype, config.accumulate_dtype),
         frames.masks,
         training=torch.is_grad_enabled(),
+        device=probe.device,
+        dtype=probe.dtype,
         visual_dim=features.shape[2],
         layers=shape.layers,
         recompute=config.recompute_visual,
@@ -306,7 +308,8 @@ class ForwardState:
         if name in ("local", "auto"):  # "local": for text that shares a softmax with frames and is sharded only there
             name = "ring"
         masks, lengths = self.text.blocks(window), (self.text.local,) * self.context.comm.size
-        return self._spec(name, candidates, masks, lengths, (k.shape[0], heads, *k.shape[2:]), k.shape, k.dtype)
+        q_shape = k.shape[0], heads, *k.shape[2:]
+        return self._spec(name, candidates, masks, lengths, q_shape, k.shape, k.dtype, k.device)
 
     def _visual_spec(self, q: Tensor, k: Tensor | None, project: Projection) -> CallSpec:
         assert self.frames is not None
@@ -322,7 +325,7 @@ class ForwardState:
         name = "lv-xattn" if config.strategy in ("auto", "replicate") else config.strategy
         k_shape = 1, q.shape[1] if k is None else k.shape[1]
         return self._spec(
-            name, candidates, frames.masks, frames.key_lengths, q.shape, k_shape, q.dtype, frames.selection
+            name, candidates, frames.masks, frames.key_lengths, q.shape, k_shape, q.dtype, q.device, frames.selection
         )
 
     def _spec(
@@ -334,6 +337,7 @@ class ForwardState:
         q_shape: Sequence[int],
         k_shape: Sequence[int],
         dtype: torch.dtype,
+        device: torch.device,
         selection: SelectedStrategy | None = None,
     ) -> CallSpec:
         """Return the spec of the selection among `candidates` if there is a selector; else that of `strategy`."""
@@ -341,8 +345,9 @@ class ForwardState:
         problem = problem_of(q_shape, k_shape, key_lengths, dtype, config.accumulate_dtype)
         mesh_shape = config.tile_for(strategy)
         if candidates is not None and selector is not None and problem.ranks > 1:
+            training = torch.is_grad_enabled()
             selection = selection or selector.select(
-                problem, masks, candidates, training=torch.is_grad_enabled(), mesh_shape=mesh_shape
+                problem, masks, candidates, training=training, device=device, dtype=dtype, mesh_shape=mesh_shape
             )
             return selected_spec(selector, selection, masks, problem, config, dtype, causal=candidates.causal)
         accumulate = accumulation(config.accumulate_dtype, dtype)

@@ -2,7 +2,8 @@
 
 `patch_model` imports the implementation, `mllm_seqpar.planner.auto`, only if an option asks for a selection; the core
 depends on `StrategySelector` alone. A selection is a pure function of facts that all ranks share: the shape of the
-call, its mask, and the rates of the cluster. All ranks therefore select the same strategy without communication.
+call, its mask, and the rates of the cluster. All ranks therefore select the same strategy without communication. Only
+the first selection for a device, a dtype and numbers of heads communicates if the rates of the cluster are measured.
 """
 
 from __future__ import annotations
@@ -71,15 +72,27 @@ class StrategySelector(Protocol):
         candidates: CandidateStrategies,
         *,
         training: bool,
+        device: torch.device,
+        dtype: torch.dtype,
         mesh_shape: tuple[int, int] | None = None,
     ) -> SelectedStrategy:
         """Return the fastest of `candidates` for one attention call; only those of `mesh_shape`, unless it is None.
 
+        `device` and `dtype` are those of the queries. All ranks call this at the same place of the forward pass.
         Replication gathers the features before the first layer runs, so it is not a candidate for a single call.
         """
 
     def select_for_pass(
-        self, problem: Problem, blocks: BlockMasks, *, training: bool, visual_dim: int, layers: int, recompute: bool
+        self,
+        problem: Problem,
+        blocks: BlockMasks,
+        *,
+        training: bool,
+        device: torch.device,
+        dtype: torch.dtype,
+        visual_dim: int,
+        layers: int,
+        recompute: bool,
     ) -> SelectedStrategy:
         """Return the fastest strategy, replication included, for all cross-attention layers of a forward pass.
 
@@ -87,6 +100,7 @@ class StrategySelector(Protocol):
             problem: the call of one layer.
             blocks: its mask.
             training: whether a backward pass follows.
+            device, dtype: those of the queries.
             visual_dim: channels of the visual features.
             layers: the number of cross-attention layers.
             recompute: whether backward projects K and V again.
