@@ -12,6 +12,7 @@ from mllm_seqpar._compat import check_versions
 from mllm_seqpar._logging import get_logger
 from mllm_seqpar.comm import Group, as_communicator
 from mllm_seqpar.comm.agreement import fingerprint, require_same_text
+from mllm_seqpar.comm.devices import require_transferable
 from mllm_seqpar.comm.gloo_shutdown import release_gloo_at_exit
 from mllm_seqpar.config import SeqParConfig
 from mllm_seqpar.errors import AdapterError, ConfigError
@@ -60,8 +61,8 @@ def patch_model(
         The same `model` object.
 
     Raises:
-        ConfigError: an option or its value is unknown, an installed package is too old, or a launcher started several
-            processes and there is no process group.
+        ConfigError: an option or its value is unknown, an installed package is too old, a launcher started several
+            processes and there is no process group, or the model is on a GPU from which the group cannot transfer.
         AdapterError: no adapter supports the model, or the model is patched already.
         AgreementError: the ranks passed different models or options. It is raised on every rank.
 
@@ -89,6 +90,7 @@ def patch_model(
                 "its options, call unpatch_model first"
             )
         adapter.check(inner, context)
+        require_transferable(comm, inner, moves_later=True)
         checked.append((adapter, inner, context))
         return f"{adapter.name} {type(inner).__name__}, parameters {_parameter_fingerprint(inner):x}, {context.config}"
 

@@ -3,7 +3,7 @@
 `ClusterSelector` implements `runtime.strategy_selector.StrategySelector` with the planner's cost model.
 """
 
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from math import ceil, log2
 
 import torch
@@ -29,14 +29,18 @@ MAX_RANKS_WITH_BLOCK_FRACTIONS = 16
 many ranks, and with the rows that are sent up to four times as many. Beyond that, a simulation would take seconds."""
 
 
-@dataclass
 class ClusterSelector:
     """Selects for one patched model by the rates of `cluster`, or by those that forward passes measure; logs each
-    selection once, with the reason."""
+    selection once, with the reason.
 
-    cluster: Cluster | Calibrations
-    _selections: dict[object, Selection] = field(default_factory=dict)
-    _logged: set[object] = field(default_factory=set)
+    It is not a dataclass: FSDP2 with mixed precision copies dataclasses among a layer's arguments, and with them its
+    caches.
+    """
+
+    def __init__(self, cluster: Cluster | Calibrations) -> None:
+        self.cluster = cluster
+        self._selections: dict[object, Selection] = {}
+        self._logged: set[object] = set()
 
     def select(
         self,

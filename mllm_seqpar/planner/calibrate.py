@@ -9,7 +9,7 @@ import os
 import socket
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -42,7 +42,6 @@ class AttentionShape:
         return f"{dtype}, {self.heads} heads ({self.kv_heads} KV heads) of {self.dim}"
 
 
-@dataclass
 class Calibrations:
     """The clusters that a patched model measures: one for each device type and attention shape, on first use.
 
@@ -50,14 +49,14 @@ class Calibrations:
     asks for the rates of its own queries. A pass may ask for several shapes, such as those of cross-attention and of
     self-attention; the links are measured once for each device type.
 
-    Attributes:
+    Args:
         comm: the group that measures.
         kernel: the block kernel of the model's attention, or "auto".
     """
 
-    comm: Communicator
-    kernel: str = "auto"
-    _measured: dict[tuple[str, AttentionShape], Cluster] = field(default_factory=dict)
+    def __init__(self, comm: Communicator, kernel: str = "auto") -> None:
+        self.comm, self.kernel = comm, kernel
+        self._measured: dict[tuple[str, AttentionShape], Cluster] = {}
 
     def cluster(self, device: torch.device, shape: AttentionShape) -> Cluster:
         """Return the cluster for queries of `shape` on `device`. Collective when a shape is asked for first.

@@ -15,7 +15,7 @@ from mllm_seqpar.errors import AgreementError, ConfigError
 from mllm_seqpar.masks import FrameBlockMasks, FrameMask, FullBlockMasks
 from mllm_seqpar.planner import Selection, write_cluster
 from mllm_seqpar.planner.auto import ClusterSelector, selector_for
-from mllm_seqpar.planner.calibrate import AttentionShape, Calibrations, calibrate
+from mllm_seqpar.planner.calibrate import AttentionShape, calibrate
 from mllm_seqpar.runtime.strategy_selector import CROSS, CROSS_MESH
 from mllm_seqpar.schedules.bytes_sent import Problem
 from mllm_seqpar.schedules.mesh_shapes import STRATEGIES
