@@ -52,8 +52,9 @@ def require_transferable(
 
 
 def _compute_device(parameter: Tensor) -> torch.device:
-    is_sharded = isinstance(parameter, DTensor) and not parameter.is_meta
-    return torch.device(parameter.device_mesh.device_type) if is_sharded else parameter.device
+    if isinstance(parameter, DTensor) and not parameter.is_meta:
+        return torch.device(parameter.device_mesh.device_type)
+    return parameter.device
 
 
 def _reason(group: dist.ProcessGroup | None, device: torch.device) -> str:
