@@ -47,14 +47,13 @@ class ClusterSelector:
         problem: Problem,
         blocks: BlockMasks,
         candidates: CandidateStrategies,
+        like: torch.Tensor,
         *,
         training: bool,
-        device: torch.device,
-        dtype: torch.dtype,
         mesh_shape: tuple[int, int] | None = None,
         visual: VisualProjection | None = None,
     ) -> Selection:
-        cluster = self._cluster(problem, device, dtype)
+        cluster = self._cluster(problem, like)
         visible: VisibleFraction = _visible_fraction(blocks)
         pruned = blocks if isinstance(blocks, FrameBlockMasks) and blocks.prunes else None
         problem = _round_lengths(problem)
@@ -85,16 +84,15 @@ class ClusterSelector:
         self,
         problem: Problem,
         blocks: BlockMasks,
+        like: torch.Tensor,
         *,
         training: bool,
-        device: torch.device,
-        dtype: torch.dtype,
         visual_dim: int,
         layers: int,
         recompute: bool,
     ) -> Selection:
         visual = VisualProjection(dim=visual_dim, layers=layers, recompute=recompute, trained=training)
-        return self.select(problem, blocks, CROSS, training=training, device=device, dtype=dtype, visual=visual)
+        return self.select(problem, blocks, CROSS, like, training=training, visual=visual)
 
     def overlap_ratios(
         self, selection: SelectedStrategy, problem: Problem, blocks: BlockMasks, *, causal: bool
@@ -116,14 +114,14 @@ class ClusterSelector:
         )
         return forward, backward
 
-    def _cluster(self, problem: Problem, device: torch.device, dtype: torch.dtype) -> Cluster:
+    def _cluster(self, problem: Problem, like: torch.Tensor) -> Cluster:
         """Return the cluster for the queries of a call; on their first use, all ranks measure it."""
         if isinstance(self.cluster, Cluster):
             return self.cluster
         heads, kv_heads, dim = problem.heads, problem.kv_heads, problem.dim
         kernel = self.cluster.kernel
-        shape = AttentionShape(heads=heads, kv_heads=kv_heads, dim=dim, dtype=dtype, kernel=kernel)
-        return self.cluster.cluster(device, shape)
+        shape = AttentionShape(heads=heads, kv_heads=kv_heads, dim=dim, dtype=like.dtype, kernel=kernel)
+        return self.cluster.cluster(like.device, shape)
 
 
 def selector_for(config: SeqParConfig, comm: Communicator) -> ClusterSelector:

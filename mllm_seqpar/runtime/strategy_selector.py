@@ -70,15 +70,14 @@ class StrategySelector(Protocol):
         problem: Problem,
         blocks: BlockMasks,
         candidates: CandidateStrategies,
+        like: torch.Tensor,
         *,
         training: bool,
-        device: torch.device,
-        dtype: torch.dtype,
         mesh_shape: tuple[int, int] | None = None,
     ) -> SelectedStrategy:
         """Return the fastest of `candidates` for one attention call; only those of `mesh_shape`, unless it is None.
 
-        `device` and `dtype` are those of the queries. All ranks call this at the same place of the forward pass.
+        `like` is any tensor with the device and dtype of the queries. All ranks call this at the same place of the forward pass.
         Replication gathers the features before the first layer runs, so it is not a candidate for a single call.
         """
 
@@ -86,10 +85,9 @@ class StrategySelector(Protocol):
         self,
         problem: Problem,
         blocks: BlockMasks,
+        like: torch.Tensor,
         *,
         training: bool,
-        device: torch.device,
-        dtype: torch.dtype,
         visual_dim: int,
         layers: int,
         recompute: bool,
@@ -99,8 +97,8 @@ class StrategySelector(Protocol):
         Args:
             problem: the call of one layer.
             blocks: its mask.
+            like: any tensor with the device and dtype of the queries.
             training: whether a backward pass follows.
-            device, dtype: those of the queries.
             visual_dim: channels of the visual features.
             layers: the number of cross-attention layers.
             recompute: whether backward projects K and V again.

@@ -24,7 +24,7 @@ from mllm_seqpar.sharding import frame_bounds
 CLUSTER = with_(FAST, gpus_per_node=8, node_latency_s=1e-5, network_link=2e10)
 PROBLEM = Problem(rows=512, keys=(400_000,) * 8, heads=28, kv_heads=4, dim=128)
 
-QUERIES = {"device": torch.device("cpu"), "dtype": torch.bfloat16}
+LIKE = torch.empty(0, dtype=torch.bfloat16)
 
 
 def full(problem: Problem) -> FullBlockMasks:
@@ -33,7 +33,7 @@ def full(problem: Problem) -> FullBlockMasks:
 
 def for_pass(selector: ClusterSelector, problem: Problem, training: bool = True) -> Selection:
     rest = {"training": training, "visual_dim": 3584, "layers": 4, "recompute": True}
-    return selector.select_for_pass(problem, full(problem), **rest, **QUERIES)
+    return selector.select_for_pass(problem, full(problem), LIKE, **rest)
 
 
 @pytest.mark.parametrize("dense", [False, True])
@@ -68,7 +68,7 @@ def test_replication_is_selected_for_short_videos_and_whole_passes_only() -> Non
     for keys, strategy in ((400_000, "lv-xattn"), (200, "replicate")):
         problem = replace(PROBLEM, rows=4096, keys=(keys,) * 8)
         assert for_pass(slow, problem).strategy == strategy
-        assert slow.select(problem, full(problem), CROSS, training=True, **QUERIES).strategy != "replicate"
+        assert slow.select(problem, full(problem), CROSS, LIKE, training=True).strategy != "replicate"
 
 
 def test_overlap_ratios_depend_on_the_cluster() -> None:
@@ -76,13 +76,13 @@ def test_overlap_ratios_depend_on_the_cluster() -> None:
     ratios = []
     for link in (1e9, 1e11):
         selector = ClusterSelector(with_(CLUSTER, node_link=link))
-        mesh = selector.select(problem, full(problem), CROSS_MESH, training=True, mesh_shape=(4, 2), **QUERIES)
+        mesh = selector.select(problem, full(problem), CROSS_MESH, LIKE, training=True, mesh_shape=(4, 2))
         found = selector.overlap_ratios(mesh, problem, full(problem), causal=False)
         causal = selector.overlap_ratios(mesh, problem, full(problem), causal=True)
         assert causal[0].q == pytest.approx(2 * found[0].q, rel=0.1)
         ratios.append(found)
     assert ratios[0][0].kv > 10 * ratios[1][0].kv and ratios[0][1].q > ratios[0][0].q
-    ring = selector.select(problem, full(problem), CROSS_MESH, training=True, mesh_shape=(1, 8), **QUERIES)
+    ring = selector.select(problem, full(problem), CROSS_MESH, LIKE, training=True, mesh_shape=(1, 8))
     assert selector.overlap_ratios(ring, problem, full(problem), causal=False) is None
 
 
@@ -94,7 +94,7 @@ def test_pruned_mask_makes_the_links_irrelevant() -> None:
     problem = replace(PROBLEM, keys=(64 * 729,) * 8)
     blocks = FrameBlockMasks(masks, bounds)
     slow, fast = (
-        ClusterSelector(with_(CLUSTER, node_link=rate)).select(problem, blocks, CROSS, training=True, **QUERIES)
+        ClusterSelector(with_(CLUSTER, node_link=rate)).select(problem, blocks, CROSS, LIKE, training=True)
         for rate in (1e5, 1e12)
     )
     assert slow.strategy == fast.strategy == "lv-xattn"
