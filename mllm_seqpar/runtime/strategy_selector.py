@@ -77,7 +77,8 @@ class StrategySelector(Protocol):
     ) -> SelectedStrategy:
         """Return the fastest of `candidates` for one attention call; only those of `mesh_shape`, unless it is None.
 
-        `like` is any tensor with the device and dtype of the queries. All ranks call this at the same place of the forward pass.
+        `like` is any tensor with the device and dtype of the queries. All ranks call this at the same place of the
+        forward pass.
         Replication gathers the features before the first layer runs, so it is not a candidate for a single call.
         """
 
