@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
@@ -45,10 +44,18 @@ def _parser() -> argparse.ArgumentParser:
     )
     _add_plan(plan)
     calibrate.add_argument("--output", metavar="FILE", help="cluster file to write; default: print it")
-    calibrate.add_argument("--device", choices=["cpu", "cuda"], help="default: cuda if available")
-    calibrate.add_argument("--dtype", choices=["float32", "bfloat16", "float16"], help="default: depends on the device")
-    for name, size in (("--heads", 16), ("--kv-heads", 4), ("--dim", 128)):
-        calibrate.add_argument(name, type=int, default=size)
+    text = "auto (default): cuda if this node has a GPU for each process; cuda transfers over NCCL, cpu over gloo"
+    calibrate.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto", help=text)
+    text = "what the model computes in; default: bfloat16 on cuda, float32 on cpu"
+    calibrate.add_argument("--dtype", choices=["float32", "bfloat16", "float16"], help=text)
+    for name, size, text in (
+        ("--heads", 16, "query heads"),
+        ("--kv-heads", 4, "KV heads"),
+        ("--dim", 128, "head dimension"),
+    ):
+        calibrate.add_argument(
+            name, type=int, default=size, help=f"{text} of the attention to measure; default: {size}"
+        )
     calibrate.add_argument("--name", default="measured")
     calibrate.set_defaults(run=_calibrate)
     return parser
@@ -121,37 +128,25 @@ def _plan(args: argparse.Namespace) -> None:
 
 def _calibrate(args: argparse.Namespace) -> None:
     import torch
-    import torch.distributed as dist
 
-    from mllm_seqpar.comm import as_communicator
     from mllm_seqpar.planner.calibrate import AttentionShape, calibrate
 
-    device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
-    if device == "cuda" and not torch.cuda.is_available():
-        raise ConfigError("device: cuda is not available to torch; use --device cpu")
+    from .launch import launched_ranks
+
     for name in ("heads", "kv_heads", "dim"):
         if getattr(args, name) < 1:
             raise ConfigError(f"{name}: {getattr(args, name)} is not a positive number; pass 1 or more")
     if args.heads % args.kv_heads:
         raise ConfigError(f"kv_heads: {args.kv_heads} do not divide {args.heads} heads")
-    starts_group = "RANK" in os.environ and not dist.is_initialized()
-    if starts_group:
-        if device == "cuda":
-            torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
-        dist.init_process_group("nccl" if device == "cuda" else "gloo")
-    try:
-        dtype = getattr(torch, args.dtype or ("bfloat16" if device == "cuda" else "float32"))
+    with launched_ranks(args.device) as (comm, device):
+        dtype = getattr(torch, args.dtype or ("bfloat16" if device.type == "cuda" else "float32"))
         shape = AttentionShape(heads=args.heads, kv_heads=args.kv_heads, dim=args.dim, dtype=dtype)
-        comm = as_communicator(None)
         cluster = calibrate(comm, device=device, shape=shape, name=args.name)
-        if comm.rank:
-            return
-        if comm.size == 1:
-            cluster = replace(cluster, source=cluster.source + "; one rank alone: links are not measured")
-        write_cluster(cluster, args.output or "/dev/stdout")
-    finally:
-        if starts_group:
-            dist.destroy_process_group()
+        if comm.rank == 0:
+            if comm.size == 1:
+                cluster = replace(cluster, source=cluster.source + "; one rank alone: links are not measured")
+            sys.stderr.write(f"mllm-seqpar calibrate: {cluster.source}\n")
+            write_cluster(cluster, args.output or "/dev/stdout")
 
 
 if __name__ == "__main__":

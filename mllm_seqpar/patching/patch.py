@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any, TypeVar
 
-import torch
 import torch.distributed as dist
 from torch import nn
 
@@ -13,6 +12,7 @@ from mllm_seqpar._compat import check_versions
 from mllm_seqpar._logging import get_logger
 from mllm_seqpar.comm import Group, as_communicator
 from mllm_seqpar.comm.agreement import fingerprint, require_same_text
+from mllm_seqpar.comm.devices import require_transferable
 from mllm_seqpar.comm.gloo_shutdown import release_gloo_at_exit
 from mllm_seqpar.config import SeqParConfig
 from mllm_seqpar.errors import AdapterError, ConfigError
@@ -61,8 +61,8 @@ def patch_model(
         The same `model` object.
 
     Raises:
-        ConfigError: an option or its value is unknown, an installed package is too old, or a launcher started several
-            processes and there is no process group.
+        ConfigError: an option or its value is unknown, an installed package is too old, a launcher started several
+            processes and there is no process group, or the model is on a GPU from which the group cannot transfer.
         AdapterError: no adapter supports the model, or the model is patched already.
         AgreementError: the ranks passed different models or options. It is raised on every rank.
 
@@ -90,12 +90,13 @@ def patch_model(
                 "its options, call unpatch_model first"
             )
         adapter.check(inner, context)
+        require_transferable(comm, inner, moves_later=True)
         checked.append((adapter, inner, context))
         return f"{adapter.name} {type(inner).__name__}, parameters {_parameter_fingerprint(inner):x}, {context.config}"
 
     require_same_text(comm, "patch_model", check_and_describe)
     adapter, inner, context = checked[0]
-    context = replace(context, selector=_selector(context, inner))
+    context = replace(context, selector=_selector(context))
     patch = Patch(adapter.name, context)
     try:
         adapter.install(inner, context, patch)
@@ -153,14 +154,13 @@ def _resolve_config(strategy: str | None, config: SeqParConfig | None, options: 
     return resolved
 
 
-def _selector(context: SeqParContext, model: nn.Module) -> StrategySelector | None:
+def _selector(context: SeqParContext) -> StrategySelector | None:
     config = context.config
     if config.cluster is None and "auto" not in (config.strategy, config.self_attention):
         return None
     from mllm_seqpar.planner.auto import selector_for  # not at the top: the core does not depend on the planner
 
-    parameter = next(model.parameters(), torch.empty(0))
-    return selector_for(config, context.comm, parameter.device, parameter.dtype)
+    return selector_for(config, context.comm)
 
 
 def _parameter_fingerprint(model: nn.Module) -> int:

@@ -3,7 +3,7 @@
 `ClusterSelector` implements `runtime.strategy_selector.StrategySelector` with the planner's cost model.
 """
 
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from math import ceil, log2
 
 import torch
@@ -17,7 +17,7 @@ from mllm_seqpar.runtime.strategy_selector import CROSS, CandidateStrategies, Se
 from mllm_seqpar.schedules import OverlapRatios
 from mllm_seqpar.schedules.bytes_sent import Problem
 
-from .calibrate import AttentionShape, calibrate
+from .calibrate import AttentionShape, Calibrations
 from .call_cost import VisibleFraction, VisualProjection, overlap_ratios_by_rates
 from .cluster import Cluster, read_cluster
 from .selection import Selection, SelectionOptions, select_strategy
@@ -29,28 +29,35 @@ MAX_RANKS_WITH_BLOCK_FRACTIONS = 16
 many ranks, and with the rows that are sent up to four times as many. Beyond that, a simulation would take seconds."""
 
 
-@dataclass
 class ClusterSelector:
-    """Selects for one patched model by the rates of `cluster`; logs each selection once, with the reason."""
+    """Selects for one patched model by the rates of `cluster`, or by those that forward passes measure; logs each
+    selection once, with the reason.
 
-    cluster: Cluster
-    _selections: dict[object, Selection] = field(default_factory=dict)
-    _logged: set[object] = field(default_factory=set)
+    It is not a dataclass: FSDP2 with mixed precision copies dataclasses among a layer's arguments, and with them its
+    caches.
+    """
+
+    def __init__(self, cluster: Cluster | Calibrations) -> None:
+        self.cluster = cluster
+        self._selections: dict[object, Selection] = {}
+        self._logged: set[object] = set()
 
     def select(
         self,
         problem: Problem,
         blocks: BlockMasks,
         candidates: CandidateStrategies,
+        like: torch.Tensor,
         *,
         training: bool,
         mesh_shape: tuple[int, int] | None = None,
         visual: VisualProjection | None = None,
     ) -> Selection:
+        cluster = self._cluster(problem, like)
         visible: VisibleFraction = _visible_fraction(blocks)
         pruned = blocks if isinstance(blocks, FrameBlockMasks) and blocks.prunes else None
         problem = _round_lengths(problem)
-        key = problem, training, visual, visible, pruned is not None, candidates, mesh_shape
+        key = problem, training, visual, visible, pruned is not None, candidates, mesh_shape, cluster
         if key not in self._selections:
             visible_rows = None
             if pruned is not None and problem.ranks <= 4 * MAX_RANKS_WITH_BLOCK_FRACTIONS:
@@ -66,18 +73,26 @@ class ClusterSelector:
                 causal=candidates.causal,
                 mesh_shape=mesh_shape,
             )
-            selection = self._selections[key] = select_strategy(problem, self.cluster, options=options)
+            selection = self._selections[key] = select_strategy(problem, cluster, options=options)
             logged = candidates.option, selection.spec
             if logged not in self._logged:
                 self._logged.add(logged)
-                _log.info("%s on %s: %s", candidates.option, self.cluster.name, selection.reason)
+                _log.info("%s on %s: %s", candidates.option, cluster.name, selection.reason)
         return self._selections[key]
 
     def select_for_pass(
-        self, problem: Problem, blocks: BlockMasks, *, training: bool, visual_dim: int, layers: int, recompute: bool
+        self,
+        problem: Problem,
+        blocks: BlockMasks,
+        like: torch.Tensor,
+        *,
+        training: bool,
+        visual_dim: int,
+        layers: int,
+        recompute: bool,
     ) -> Selection:
         visual = VisualProjection(dim=visual_dim, layers=layers, recompute=recompute, trained=training)
-        return self.select(problem, blocks, CROSS, training=training, visual=visual)
+        return self.select(problem, blocks, CROSS, like, training=training, visual=visual)
 
     def overlap_ratios(
         self, selection: SelectedStrategy, problem: Problem, blocks: BlockMasks, *, causal: bool
@@ -85,11 +100,12 @@ class ClusterSelector:
         a, b = selection.mesh_shape
         if a == 1 or b == 1:
             return None
+        assert isinstance(selection, Selection)
         forward, backward = (
             overlap_ratios_by_rates(
                 _round_lengths(problem),
                 (a, b),
-                self.cluster,
+                selection.cluster,
                 backward=backward,
                 head_degree=problem.ranks // (a * b),
                 visible=_visible_fraction(blocks) * (0.5 if causal else 1.0),
@@ -98,17 +114,26 @@ class ClusterSelector:
         )
         return forward, backward
 
+    def _cluster(self, problem: Problem, like: torch.Tensor) -> Cluster:
+        """Return the cluster for the queries of a call; on their first use, all ranks measure it."""
+        if isinstance(self.cluster, Cluster):
+            return self.cluster
+        heads, kv_heads, dim = problem.heads, problem.kv_heads, problem.dim
+        kernel = self.cluster.kernel
+        shape = AttentionShape(heads=heads, kv_heads=kv_heads, dim=dim, dtype=like.dtype, kernel=kernel)
+        return self.cluster.cluster(like.device, shape)
 
-def selector_for(config: SeqParConfig, comm: Communicator, device: torch.device, dtype: torch.dtype) -> ClusterSelector:
+
+def selector_for(config: SeqParConfig, comm: Communicator) -> ClusterSelector:
     """Return the selector of a model that is being patched. Collective.
 
-    The rates come from the file `config.cluster`, or are measured if it is None. A file that cannot be used raises
-    ConfigError; files that differ between the ranks raise AgreementError.
+    The rates come from the file `config.cluster`. If it is None, forward passes measure them, because the model may
+    still be moved to another device or dtype. A file that cannot be used raises ConfigError; files that differ between
+    the ranks raise AgreementError.
     """
     path = config.cluster
     if path is None:
-        dtype = dtype if dtype.is_floating_point else torch.float32
-        return ClusterSelector(calibrate(comm, device=device, shape=AttentionShape(dtype=dtype, kernel=config.kernel)))
+        return ClusterSelector(Calibrations(comm, config.kernel))
     clusters: list[Cluster] = []
 
     def describe() -> str:

@@ -9,16 +9,19 @@ import os
 import socket
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
 
+from mllm_seqpar._logging import get_logger
 from mllm_seqpar.comm import Communicator, Pending, Recv, Send
-from mllm_seqpar.comm.agreement import fingerprint
+from mllm_seqpar.comm.agreement import fingerprint, require_same_text
 from mllm_seqpar.kernels import choose_kernel
 
 from .cluster import Cluster
+
+_log = get_logger(__name__)
 
 MIN_SECONDS = 0.01
 """The duration that a measurement should have at least."""
@@ -34,6 +37,47 @@ class AttentionShape:
     dtype: torch.dtype = torch.float32
     kernel: str = "auto"
 
+    def __str__(self) -> str:
+        dtype = str(self.dtype).removeprefix("torch.")
+        return f"{dtype}, {self.heads} heads ({self.kv_heads} KV heads) of {self.dim}"
+
+
+class Calibrations:
+    """The clusters that a patched model measures: one for each device type and attention shape, on first use.
+
+    A model may be patched on the CPU in float32 and run on a GPU in bf16, so nothing is measured before a forward pass
+    asks for the rates of its own queries. A pass may ask for several shapes, such as those of cross-attention and of
+    self-attention; the links are measured once for each device type.
+
+    Args:
+        comm: the group that measures.
+        kernel: the block kernel of the model's attention, or "auto".
+    """
+
+    def __init__(self, comm: Communicator, kernel: str = "auto") -> None:
+        self.comm, self.kernel = comm, kernel
+        self._measured: dict[tuple[str, AttentionShape], Cluster] = {}
+
+    def cluster(self, device: torch.device, shape: AttentionShape) -> Cluster:
+        """Return the cluster for queries of `shape` on `device`. Collective when a shape is asked for first.
+
+        All ranks of the group ask for the same shapes in the same order, because they run the same layers on inputs
+        that they agreed on. A recomputation in the backward pass repeats attention of its forward pass, so it finds the
+        shape measured.
+
+        Raises:
+            AgreementError: the ranks ask for different devices or shapes at the same time.
+        """
+        key = device.type, shape
+        if key not in self._measured:
+            # In backward, ranks need not be at the same place: FSDP2 and DDP reduce gradients meanwhile.
+            assert torch._C._current_graph_task_id() == -1, f"calibration for {shape} was requested in a backward pass"
+            require_same_text(self.comm, "calibration", lambda: f"{device.type}, {shape}")
+            known = next((cluster for (kind, _), cluster in self._measured.items() if kind == device.type), None)
+            cluster = self._measured[key] = calibrate(self.comm, device=device, shape=shape, links_of=known)
+            _log.info("calibrated: %s", _figures(cluster))
+        return self._measured[key]
+
 
 def calibrate(
     comm: Communicator,
@@ -41,27 +85,47 @@ def calibrate(
     device: torch.device | str = "cpu",
     shape: AttentionShape | None = None,
     name: str = "measured",
+    links_of: Cluster | None = None,
 ) -> Cluster:
     """Measure rates and links. Collective; takes less than half a second once connections are established.
 
     Returns the same Cluster on every rank. If all ranks share a node, the network is given the speed of the node's
     links, and the other way round if every rank has its own node. One rank alone cannot measure links; `Cluster.links`
     records this.
+
+    Args:
+        comm: the group.
+        device: where the ranks compute, and what they send from.
+        shape: the attention to measure.
+        name: the name of the cluster.
+        links_of: a cluster that the same ranks have measured on the same device. Its links and memory are taken over,
+            and only the rates of kernels are measured.
     """
     device, shape = torch.device(device), shape or AttentionShape()
     clock = _Clock(comm, device)
-    per_node = _ranks_per_node(comm)
-    return Cluster(
-        name=name,
-        gpus_per_node=per_node,
-        **_attention_rates(clock, shape),
-        **_links(clock, per_node),
-        matmul=_matmul_rate(clock, shape.dtype),
-        memory_bytes=_memory(clock, per_node),
-        links="none" if comm.size == 1 else "node" if comm.size == per_node else "all",
-        source=f"measured: {comm.size} ranks on {device.type}, {str(shape.dtype).removeprefix('torch.')}, "
-        f"{shape.heads} heads of {shape.dim}, torch {torch.__version__}",
-    )
+    # A forward pass may calibrate. Its autocast mode must not change the dtype of what is measured.
+    with torch.no_grad(), torch.autocast(device.type, enabled=False):
+        rates = _attention_rates(clock, shape) | {"matmul": _matmul_rate(clock, shape.dtype)}
+        source = f"measured: {comm.size} ranks on {device.type}, {shape}, torch {torch.__version__}"
+        if links_of is not None:
+            return replace(links_of, **rates, source=source)
+        per_node = _ranks_per_node(comm)
+        return Cluster(
+            name=name,
+            gpus_per_node=per_node,
+            **rates,
+            **_links(clock, per_node),
+            memory_bytes=_memory(clock, per_node),
+            links="none" if comm.size == 1 else "node" if comm.size == per_node else "all",
+            source=source,
+        )
+
+
+def _figures(cluster: Cluster) -> str:
+    """Return what was measured as one line for the log."""
+    rates = "attention forward {attention_forward:.3g}, backward {attention_backward:.3g}, matmul {matmul:.3g} FLOP/s"
+    links = "links in a node {node_link:.3g}, between nodes {network_link:.3g} bytes/s"
+    return f"{cluster.source}: {rates}; {links}".format(**vars(cluster))
 
 
 class _Clock:
@@ -93,7 +157,7 @@ class _Clock:
         return [max(column) / 1e9 for column in zip(*by_rank, strict=True)]
 
 
-def _attention_rates(clock: _Clock, shape: AttentionShape) -> dict[str, float]:
+def _attention_rates(clock: _Clock, shape: AttentionShape) -> dict[str, Any]:
     rows, keys = (1024, 2048) if clock.device.type == "cuda" else (64, 256)
     while True:
         forward, backward = _block(clock, shape, rows, keys)
@@ -114,9 +178,10 @@ def _block(
     clock: _Clock, shape: AttentionShape, rows: int, keys: int
 ) -> tuple[Callable[[], object], Callable[[], object]]:
     """Return functions that compute one block forward and backward; the kernel has run once."""
-    generator = torch.Generator().manual_seed(0)
+    where: dict[str, Any] = {"device": clock.device, "dtype": shape.dtype}
+    generator = torch.Generator(clock.device).manual_seed(0)
     q, do, k, v = (
-        torch.randn(1, heads, length, shape.dim, generator=generator).to(clock.device, shape.dtype)
+        torch.randn(1, heads, length, shape.dim, generator=generator, **where)
         for heads, length in 2 * [(shape.heads, rows)] + 2 * [(shape.kv_heads, keys)]
     )
     kernel, _ = choose_kernel(shape.kernel, q, k, causal=False, masked=False)

@@ -70,12 +70,14 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Selection:
-    """The selected spec, its estimate for all passes, a line for the log, and all candidates, fastest first."""
+    """The selected spec, its estimate for all passes, a line for the log, all candidates, fastest first, and the
+    cluster whose rates decided."""
 
     spec: ParallelSpec
     seconds: float
     reason: str
     candidates: tuple[Candidate, ...] = field(repr=False)
+    cluster: Cluster = field(repr=False)
 
     @property
     def strategy(self) -> str:
@@ -119,7 +121,7 @@ def select_strategy(problem: Problem, cluster: Cluster, *, options: SelectionOpt
     best, preferred = by_time[0], candidates[0]
     if preferred.spec.strategy in ("lv-xattn", "ring") and preferred.seconds <= best.seconds * (1 + options.margin):
         best = preferred
-    return Selection(best.spec, best.seconds, _reason(best, by_time, problem), tuple(by_time))
+    return Selection(best.spec, best.seconds, _reason(best, by_time, problem), tuple(by_time), cluster)
 
 
 def _reason(best: Candidate, by_time: Sequence[Candidate], problem: Problem) -> str:

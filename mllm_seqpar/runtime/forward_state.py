@@ -135,6 +135,7 @@ def select_for_pass(
     selection = context.selector.select_for_pass(
         problem_of(q_shape, k_shape, frames.key_lengths, probe.dtype, config.accumulate_dtype),
         frames.masks,
+        probe,
         training=torch.is_grad_enabled(),
         visual_dim=features.shape[2],
         layers=shape.layers,
@@ -306,7 +307,7 @@ class ForwardState:
         if name in ("local", "auto"):  # "local": for text that shares a softmax with frames and is sharded only there
             name = "ring"
         masks, lengths = self.text.blocks(window), (self.text.local,) * self.context.comm.size
-        return self._spec(name, candidates, masks, lengths, (k.shape[0], heads, *k.shape[2:]), k.shape, k.dtype)
+        return self._spec(name, candidates, masks, lengths, (k.shape[0], heads, *k.shape[2:]), k.shape, k)
 
     def _visual_spec(self, q: Tensor, k: Tensor | None, project: Projection) -> CallSpec:
         assert self.frames is not None
@@ -321,9 +322,7 @@ class ForwardState:
         # Decoding leaves K and V where they are, also with "replicate".
         name = "lv-xattn" if config.strategy in ("auto", "replicate") else config.strategy
         k_shape = 1, q.shape[1] if k is None else k.shape[1]
-        return self._spec(
-            name, candidates, frames.masks, frames.key_lengths, q.shape, k_shape, q.dtype, frames.selection
-        )
+        return self._spec(name, candidates, frames.masks, frames.key_lengths, q.shape, k_shape, q, frames.selection)
 
     def _spec(
         self,
@@ -333,17 +332,17 @@ class ForwardState:
         key_lengths: tuple[int, ...],
         q_shape: Sequence[int],
         k_shape: Sequence[int],
-        dtype: torch.dtype,
+        like: Tensor,
         selection: SelectedStrategy | None = None,
     ) -> CallSpec:
         """Return the spec of the selection among `candidates` if there is a selector; else that of `strategy`."""
         config, selector = self.context.config, self.context.selector
-        problem = problem_of(q_shape, k_shape, key_lengths, dtype, config.accumulate_dtype)
+        problem = problem_of(q_shape, k_shape, key_lengths, like.dtype, config.accumulate_dtype)
         mesh_shape = config.tile_for(strategy)
         if candidates is not None and selector is not None and problem.ranks > 1:
             selection = selection or selector.select(
-                problem, masks, candidates, training=torch.is_grad_enabled(), mesh_shape=mesh_shape
+                problem, masks, candidates, like, training=torch.is_grad_enabled(), mesh_shape=mesh_shape
             )
-            return selected_spec(selector, selection, masks, problem, config, dtype, causal=candidates.causal)
-        accumulate = accumulation(config.accumulate_dtype, dtype)
+            return selected_spec(selector, selection, masks, problem, config, like.dtype, causal=candidates.causal)
+        accumulate = accumulation(config.accumulate_dtype, like.dtype)
         return call_spec_for(strategy, mesh_shape, masks, problem, accumulate, config.overlap)

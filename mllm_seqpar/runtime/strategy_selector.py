@@ -2,7 +2,8 @@
 
 `patch_model` imports the implementation, `mllm_seqpar.planner.auto`, only if an option asks for a selection; the core
 depends on `StrategySelector` alone. A selection is a pure function of facts that all ranks share: the shape of the
-call, its mask, and the rates of the cluster. All ranks therefore select the same strategy without communication.
+call, its mask, and the rates of the cluster. All ranks therefore select the same strategy without communication. Only
+the first selection for a device, a dtype and numbers of heads communicates if the rates of the cluster are measured.
 """
 
 from __future__ import annotations
@@ -69,23 +70,35 @@ class StrategySelector(Protocol):
         problem: Problem,
         blocks: BlockMasks,
         candidates: CandidateStrategies,
+        like: torch.Tensor,
         *,
         training: bool,
         mesh_shape: tuple[int, int] | None = None,
     ) -> SelectedStrategy:
         """Return the fastest of `candidates` for one attention call; only those of `mesh_shape`, unless it is None.
 
+        `like` is any tensor with the device and dtype of the queries. All ranks call this at the same place of the
+        forward pass.
         Replication gathers the features before the first layer runs, so it is not a candidate for a single call.
         """
 
     def select_for_pass(
-        self, problem: Problem, blocks: BlockMasks, *, training: bool, visual_dim: int, layers: int, recompute: bool
+        self,
+        problem: Problem,
+        blocks: BlockMasks,
+        like: torch.Tensor,
+        *,
+        training: bool,
+        visual_dim: int,
+        layers: int,
+        recompute: bool,
     ) -> SelectedStrategy:
         """Return the fastest strategy, replication included, for all cross-attention layers of a forward pass.
 
         Args:
             problem: the call of one layer.
             blocks: its mask.
+            like: any tensor with the device and dtype of the queries.
             training: whether a backward pass follows.
             visual_dim: channels of the visual features.
             layers: the number of cross-attention layers.

@@ -34,7 +34,8 @@ class TrainArguments(CommandOptions):
         "mesh shape AxB of mesh (A * B = ranks) or of hybrid ulysses; default: selected automatically", None
     )
     cluster: str | None = option(
-        "cluster file for the choices of auto and mesh; default: auto measures, mesh counts bytes", None
+        "cluster file for the choices of auto and mesh; default: auto measures in the first pass, mesh counts bytes",
+        None,
     )
     vision_chunk_size: int = option("frames that the vision tower encodes at once", 32)
     mlp_chunk_size: int | None = option("text tokens per MLP chunk, recomputed in backward; default: all", None)

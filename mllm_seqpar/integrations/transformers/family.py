@@ -16,6 +16,7 @@ from torch import Tensor
 from transformers.cache_utils import Cache
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
+from mllm_seqpar.comm.devices import require_transferable
 from mllm_seqpar.masks import FrameMask
 from mllm_seqpar.runtime.context import SeqParContext
 from mllm_seqpar.runtime.forward_state import ForwardState
@@ -198,11 +199,16 @@ def require_same_pass(
     """Raise on every rank unless this pass is valid on all ranks and its inputs are the same."""
     kwargs = {**kwargs, "logits_to_keep": logits_to_keep}
 
+    compare = family.context.compares_weights()
+
     def check() -> None:
+        if compare:  # without pixels, the vision tower may stay elsewhere
+            pixels = inputs.frames is not None and not inputs.frames_are_features
+            only = None if pixels else family.embedding_weight()
+            require_transferable(family.context.comm, family.model, only=only)
         check_text(inputs)
         refuse_unknown_arguments(kwargs)
         check_star(family.context.config, inputs)
         family.check(inputs, kwargs)
 
-    compare = family.context.compares_weights()
     require_same_inputs(family.context.comm, inputs, check, model=family.model, kwargs=kwargs, compare_weights=compare)

@@ -152,6 +152,9 @@ RUNS: dict[str, Run] = {
     "two groups, one without features": Run("mplug_owl3", 4, [[NO_FEATURES, FEATURES], [FEATURES, NO_FEATURES]]),
     "two groups of mllama, one with text only": Run("mllama", 4, [[IMAGES, WORDS], [WORDS, ONE_IMAGE]]),
     "two groups of mllama, one without chunks": Run("mllama", 4, [[IMAGES, SHORT], [SHORT, IMAGES]], options=CHUNKS),
+    "two groups, each calibrates in its first pass": Run(
+        "mplug_owl3", 4, [[VIDEO, TEXT], [TEXT, VIDEO]], True, options={"strategy": "auto", "self_attention": "auto"}
+    ),
     "two groups of idefics": Run("idefics", 4, [[BATCHES["idefics"]] * 2] * 2),
 }
 if "open_flamingo" in BATCHES:

@@ -24,6 +24,8 @@ from mllm_seqpar.sharding import frame_bounds
 CLUSTER = with_(FAST, gpus_per_node=8, node_latency_s=1e-5, network_link=2e10)
 PROBLEM = Problem(rows=512, keys=(400_000,) * 8, heads=28, kv_heads=4, dim=128)
 
+LIKE = torch.empty(0, dtype=torch.bfloat16)
+
 
 def full(problem: Problem) -> FullBlockMasks:
     return FullBlockMasks(1, problem.rows, problem.keys)
@@ -31,7 +33,7 @@ def full(problem: Problem) -> FullBlockMasks:
 
 def for_pass(selector: ClusterSelector, problem: Problem, training: bool = True) -> Selection:
     rest = {"training": training, "visual_dim": 3584, "layers": 4, "recompute": True}
-    return selector.select_for_pass(problem, full(problem), **rest)
+    return selector.select_for_pass(problem, full(problem), LIKE, **rest)
 
 
 @pytest.mark.parametrize("dense", [False, True])
@@ -66,7 +68,7 @@ def test_replication_is_selected_for_short_videos_and_whole_passes_only() -> Non
     for keys, strategy in ((400_000, "lv-xattn"), (200, "replicate")):
         problem = replace(PROBLEM, rows=4096, keys=(keys,) * 8)
         assert for_pass(slow, problem).strategy == strategy
-        assert slow.select(problem, full(problem), CROSS, training=True).strategy != "replicate"
+        assert slow.select(problem, full(problem), CROSS, LIKE, training=True).strategy != "replicate"
 
 
 def test_overlap_ratios_depend_on_the_cluster() -> None:
@@ -74,13 +76,13 @@ def test_overlap_ratios_depend_on_the_cluster() -> None:
     ratios = []
     for link in (1e9, 1e11):
         selector = ClusterSelector(with_(CLUSTER, node_link=link))
-        mesh = selector.select(problem, full(problem), CROSS_MESH, training=True, mesh_shape=(4, 2))
+        mesh = selector.select(problem, full(problem), CROSS_MESH, LIKE, training=True, mesh_shape=(4, 2))
         found = selector.overlap_ratios(mesh, problem, full(problem), causal=False)
         causal = selector.overlap_ratios(mesh, problem, full(problem), causal=True)
         assert causal[0].q == pytest.approx(2 * found[0].q, rel=0.1)
         ratios.append(found)
     assert ratios[0][0].kv > 10 * ratios[1][0].kv and ratios[0][1].q > ratios[0][0].q
-    ring = selector.select(problem, full(problem), CROSS_MESH, training=True, mesh_shape=(1, 8))
+    ring = selector.select(problem, full(problem), CROSS_MESH, LIKE, training=True, mesh_shape=(1, 8))
     assert selector.overlap_ratios(ring, problem, full(problem), causal=False) is None
 
 
@@ -92,7 +94,7 @@ def test_pruned_mask_makes_the_links_irrelevant() -> None:
     problem = replace(PROBLEM, keys=(64 * 729,) * 8)
     blocks = FrameBlockMasks(masks, bounds)
     slow, fast = (
-        ClusterSelector(with_(CLUSTER, node_link=rate)).select(problem, blocks, CROSS, training=True)
+        ClusterSelector(with_(CLUSTER, node_link=rate)).select(problem, blocks, CROSS, LIKE, training=True)
         for rate in (1e5, 1e12)
     )
     assert slow.strategy == fast.strategy == "lv-xattn"
@@ -106,7 +108,7 @@ def test_cluster_file_is_compared_between_ranks_and_with_their_number(tmp_path: 
 
     def selector(comm: Communicator, name: str) -> ClusterSelector:
         config = SeqParConfig(strategy="auto", cluster=str(tmp_path / name))
-        return selector_for(config, comm, torch.device("cpu"), torch.float32)
+        return selector_for(config, comm)
 
     def on_rank(comm: Communicator) -> None:
         with pytest.raises(ConfigError, match="2 ranks need gpus_per_node, node_link and network_link"):

@@ -82,6 +82,7 @@ def test_calibrate_writes_a_cluster_file(tmp_path: Path, capsys: pytest.CaptureF
     file = tmp_path / "here.yaml"
     assert main(["calibrate", "--device", "cpu", "--heads", "4", "--dim", "32", "--output", str(file)]) == 0
     cluster = read_cluster(file)
+    assert "measured: 1 ranks on cpu, float32, 4 heads (4 KV heads) of 32" in capsys.readouterr().err
     assert cluster.gpus_per_node == 1 and "links are not measured" in cluster.source
     assert main([*PLAN, "--cluster", str(file)]) == 2
     assert "16 ranks need gpus_per_node, node_link and network_link, which one process" in capsys.readouterr().err

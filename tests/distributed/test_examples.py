@@ -1,0 +1,79 @@
+"""Layer: one process, and gloo ranks. The example of README.md and of docs/get_started.md runs, also on GPUs."""
+
+import os
+import re
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from ranks import ranks
+
+ROOT = Path(__file__).resolve().parents[2]
+PYTHON = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
+
+
+def blocks() -> dict[str, str]:
+    """Return all Python blocks of the documentation, by page and number."""
+    pages = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md"), *(ROOT / "patches").glob("*/README.md")]
+    return {
+        f"{page.relative_to(ROOT)} {i}": code
+        for page in pages
+        for i, code in enumerate(PYTHON.findall(page.read_text()))
+    }
+
+
+def example() -> str:
+    """Return the example, which is the same on both pages."""
+    found = {code for name, code in blocks().items() if "init_process_group" in code}
+    (code,) = found
+    return code
+
+
+def run(rank: int, world: int, code: str) -> tuple[float, float]:
+    """Run the example as `rank` of a group that exists; return its loss and the norm of its gradient."""
+    found: dict[str, Any] = {}
+    with mock.patch.object(dist, "init_process_group") as init, mock.patch.object(dist, "destroy_process_group") as end:
+        exec(compile(code, "README.md", "exec"), found)
+    assert init.call_args == mock.call("gloo", device_id=None) and end.call_args == mock.call()
+    grads = [p.grad for p in found["model"].parameters() if p.grad is not None]
+    return found["loss"].item(), torch.stack([g.float().norm() for g in grads]).norm().item()
+
+
+@pytest.mark.slow
+def test_example_runs_and_gives_the_loss_of_one_process(training_files: Path) -> None:
+    code = example().replace('"DIR"', repr(str(training_files / "model"))).replace("16, 384, 384", "5, 28, 28")
+    assert "DIR" not in code
+    (one,), two = ranks(1).run(run, code), ranks(2).run(run, code)
+    assert two[0] == two[1]
+    assert torch.tensor(two[0]).allclose(torch.tensor(one), rtol=0.02)  # bf16
+
+
+def test_example_takes_the_gpu_of_its_local_rank_before_it_creates_the_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = mock.Mock()
+    calls.init.side_effect = KeyboardInterrupt  # the rest of the example needs the GPU
+    monkeypatch.setitem(os.environ, "LOCAL_RANK", "3")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "set_device", calls.set_device)
+    monkeypatch.setattr(dist, "init_process_group", calls.init)
+    with pytest.raises(KeyboardInterrupt):
+        exec(compile(example(), "README.md", "exec"), {})
+    device = torch.device("cuda", 3)
+    assert calls.mock_calls == [mock.call.set_device(device), mock.call.init("nccl", device_id=device)]
+
+
+def test_every_example_that_names_nccl_chooses_a_device() -> None:
+    wrong = [
+        name
+        for name, code in blocks().items()
+        if ("nccl" in code or "init_process_group" in code) and not ("set_device(" in code and "device_id=" in code)
+    ]
+    assert not wrong, wrong
+
+
+def test_examples_are_valid_python() -> None:
+    for name, code in blocks().items():
+        compile(code, name, "exec")

@@ -1,0 +1,125 @@
+"""Layer: one process, loopback ranks. What `strategy="auto"` measures without a cluster file, and when."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from family_harness import inputs_of, model_of
+from mllm_seqpar import patch_model
+from mllm_seqpar.comm import LoopbackCommunicator, LoopbackWorld, Pending, Recv, Send, run_loopback
+from mllm_seqpar.errors import AgreementError
+from mllm_seqpar.patches.mplug_owl3.testing import Case
+from mllm_seqpar.planner import Cluster, calibrate
+
+AUTO = {"strategy": "auto", "self_attention": "auto"}
+CASE = Case(frames=(3, 2), train=True)
+RATES = dict.fromkeys(("attention_forward", "attention_backward", "matmul", "node_link", "network_link"), 1e9)
+CLUSTER = Cluster(name="m", gpus_per_node=2, memory_bytes=1e9, node_latency_s=1e-5, network_latency_s=1e-5, **RATES)
+HEADS = {"heads": 4, "kv_heads": 2, "dim": 16}
+"""Those of the tiny model, in self-attention and in hyper attention."""
+
+
+@pytest.fixture
+def calibrations(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, calibrate.AttentionShape, bool]]:
+    """Record what rank 0 measures: the device, the shape, and whether the links are measured too."""
+    found = []
+
+    def measure(comm: Any, *, device: torch.device, shape: Any, links_of: Cluster | None) -> Cluster:
+        if comm.rank == 0:
+            found.append((device.type, shape, links_of is None))
+        return replace(CLUSTER, source=f"measured: {shape}")
+
+    monkeypatch.setattr(calibrate, "calibrate", measure)
+    return found
+
+
+def test_model_patched_in_float32_calibrates_for_what_it_runs_in(
+    calibrations: list[Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    model_of("mplug_owl3", CASE)  # building the cached model is not thread-safe
+
+    def run(comm: Any) -> list[int]:
+        model = patch_model(model_of("mplug_owl3", CASE), group=comm, **AUTO)
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+        inputs, counts = inputs_of("mplug_owl3", CASE, model), [len(calibrations)]
+        for autocast in (True, True, False):
+            with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
+                loss = model(**inputs).loss
+            comm.gather_ints([0])
+            counts.append(len(calibrations))
+            loss.backward()
+            comm.gather_ints([0])
+            counts.append(len(calibrations))
+        return counts
+
+    with caplog.at_level(logging.INFO, logger=calibrate.__name__):
+        counts, _ = run_loopback(2, run)
+    assert counts == [0, 1, 1, 1, 1, 2, 2]
+    assert calibrations == [
+        ("cpu", calibrate.AttentionShape(dtype=torch.bfloat16, **HEADS), True),
+        ("cpu", calibrate.AttentionShape(dtype=torch.float32, **HEADS), False),
+    ]
+    logged = {record.getMessage() for record in caplog.records}
+    assert len(logged) == 2 and any("bfloat16, 4 heads (2 KV heads) of 16" in line for line in logged)
+
+
+class OnCuda(LoopbackCommunicator):
+    """A rank of a group that transfers from GPUs; ranks may exchange no CPU tensors but those of agreement."""
+
+    device = torch.device("cuda")  # type: ignore[assignment]
+
+    def gather_ints(self, values: Sequence[int]) -> list[list[int]]:
+        return torch.stack(self.all_gather(torch.tensor(list(values)), "agreement")).tolist()
+
+    def exchange(self, sends: Sequence[Send], recvs: Sequence[Recv]) -> Pending:
+        assert all(label == "agreement" or tensor.is_cuda for _, tensor, label in sends), sends
+        return super().exchange(sends, recvs)
+
+
+def test_patching_a_model_on_the_cpu_transfers_nothing_from_there() -> None:
+    model_of("mplug_owl3", CASE)
+    world = LoopbackWorld(2)
+    run_loopback(2, lambda comm: patch_model(model_of("mplug_owl3", CASE), group=OnCuda(world, comm.rank), **AUTO))
+
+
+def test_calibration_in_a_backward_pass_is_refused(calibrations: list[Any]) -> None:
+    """There the ranks need not be at the same place."""
+    measured = calibrate.Calibrations(LoopbackCommunicator(LoopbackWorld(1), 0))
+    x = torch.ones((), requires_grad=True)
+    y = x * 2
+    y.register_hook(lambda grad: measured.cluster(grad.device, calibrate.AttentionShape()) and None)
+    with pytest.raises(AssertionError, match="float32, 8 heads .* was requested in a backward pass"):
+        y.backward()
+    assert not calibrations
+
+
+def test_ranks_that_ask_for_different_shapes_raise(calibrations: list[Any]) -> None:
+    def run(comm: Any) -> None:
+        with pytest.raises(AgreementError) as caught:
+            calibrate.Calibrations(comm).cluster(
+                torch.device("cpu"), calibrate.AttentionShape(heads=8 * (1 + comm.rank))
+            )
+        assert "rank 1: cpu, float32, 16 heads" in str(caught.value)
+
+    run_loopback(2, run)
+    assert not calibrations
+
+
+def test_links_are_measured_once_for_all_shapes() -> None:
+    shapes = [
+        calibrate.AttentionShape(heads=2, kv_heads=1, dim=8, dtype=dtype) for dtype in (torch.float32, torch.bfloat16)
+    ]
+
+    def run(comm: Any) -> list[Cluster]:
+        measured = calibrate.Calibrations(comm)
+        with torch.autocast("cpu", dtype=torch.bfloat16), torch.inference_mode():
+            return [measured.cluster(torch.device("cpu"), shape) for shape in (*shapes, shapes[0])]
+
+    first, second, again = run_loopback(2, run)[0]
+    assert first is again and first.node_link == second.node_link and first.source != second.source
