@@ -1,0 +1,117 @@
+"""Tensors without data on a fake CUDA device, for machines and builds of torch without CUDA.
+
+    with fake_cuda():
+        x = torch.empty(2, 4, device="cuda", dtype=torch.bfloat16)
+        y = x[:, 1:].contiguous()          # shapes, strides, dtypes and devices as on a GPU
+        y.sum().item()                     # raises HostSynchronisation
+
+Operators run with their real schemas and meta kernels under `FakeTensorMode`. A build of torch without CUDA has no
+device guard for CUDA, which indexing, `copy_` and most Python methods need. torch replaces a guard that counts no
+devices by one for fake tensors (`c10::impl::ensureCUDADeviceGuardSet`); a guard of that kind is therefore registered
+first, that of the Lazy device, which has no backend. The guard stays registered: nothing else asks for it.
+
+The autograd engine does not run with a fake CUDA device on such a build (it asks for the accelerator's stream).
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import DynamicOutputShapeException, FakeTensorMode
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.weak import WeakIdKeyDictionary
+
+CUDA, LAZY, DEVICE_TYPES = 1, 17, 21
+"""Values of `c10::DeviceType`."""
+_aten = torch.ops.aten
+READ_BY_HOST = (
+    _aten._local_scalar_dense,
+    _aten.item,
+    _aten.equal,
+    _aten.is_nonzero,
+    _aten.nonzero,
+    _aten.masked_select,
+    _aten._unique2,
+    _aten.unique_dim,
+    _aten.unique_consecutive,
+    _aten.bincount,
+)
+"""Operators whose result, or its shape, depends on values of the device."""
+
+
+class HostSynchronisation(AssertionError):
+    """An operator waits for the device, or copies between it and pageable memory."""
+
+
+class NoHostSynchronisation(TorchDispatchMode):
+    """Raise HostSynchronisation where the host would wait for the CUDA device.
+
+    These are operators that read values of the device, and operators on tensors of both the CPU and the device, except
+    for CPU tensors without dims, which are arguments by value, and pinned ones.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._pinned = WeakIdKeyDictionary()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None) -> Any:
+        kwargs = kwargs or {}
+        if func.overloadpacket is _aten._pin_memory:
+            result = args[0].clone()
+            self._pinned[result] = True
+            return result
+        if func.overloadpacket is _aten.is_pinned:
+            return args[0] in self._pinned
+        inputs = _tensors(args, kwargs)
+        if func.overloadpacket in READ_BY_HOST and any(x.is_cuda for x in inputs):
+            raise HostSynchronisation(f"{func} reads values of the device")
+        try:
+            result = func(*args, **kwargs)
+        except DynamicOutputShapeException as error:  # a boolean index
+            raise HostSynchronisation(f"{func} needs the values of a mask") from error
+        both = inputs + _tensors(result)
+        pageable = [x for x in both if x.device.type == "cpu" and x not in self._pinned]
+        if func.overloadpacket is not _aten._to_copy:
+            pageable = [x for x in pageable if x.dim()]
+        if pageable and any(x.is_cuda for x in both):
+            raise HostSynchronisation(f"{func} copies between the device and pageable memory")
+        return result
+
+
+def _tensors(*trees: Any) -> list[Tensor]:
+    return [x for x in pytree.tree_leaves(trees) if isinstance(x, Tensor)]
+
+
+@contextmanager
+def fake_cuda(capability: tuple[int, int] = (9, 0), *, may_synchronise: bool = False) -> Iterator[FakeTensorMode]:
+    """Create tensors without data on a fake CUDA device of this compute capability; fail on host synchronisation."""
+    ensure_cuda_guard()
+    with (
+        mock.patch.object(torch.cuda, "get_device_capability", lambda device=None: capability),
+        mock.patch.object(torch.backends.cuda, "is_flash_attention_available", lambda: True),
+        mock.patch.object(torch.backends.cudnn, "version", lambda: 92000),
+        FakeTensorMode() as mode,
+    ):
+        if may_synchronise:
+            yield mode
+        else:
+            with NoHostSynchronisation():
+                yield mode
+
+
+def ensure_cuda_guard() -> None:
+    """Register torch's device guard for fake CUDA tensors unless the build has a guard for CUDA."""
+    c10 = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libc10.so"))
+    guards = (ctypes.c_void_p * DEVICE_TYPES).in_dll(c10, "_ZN3c104impl26device_guard_impl_registryE")
+    if not guards[CUDA]:
+        guards[CUDA] = guards[LAZY]
+        torch._C._ensureCUDADeviceGuardSet()
+        assert guards[CUDA] not in (None, guards[LAZY]), "this torch has no guard for fake CUDA tensors"
