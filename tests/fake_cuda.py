@@ -10,21 +10,25 @@ device guard for CUDA, which indexing, `copy_` and most Python methods need. tor
 devices by one for fake tensors (`c10::impl::ensureCUDADeviceGuardSet`); a guard of that kind is therefore registered
 first, that of the Lazy device, which has no backend. The guard stays registered: nothing else asks for it.
 
-The autograd engine does not run with a fake CUDA device on such a build (it asks for the accelerator's stream).
+The autograd engine asks for the stream of an accelerator, which such a build lacks. `fake_cuda(autograd=True)` therefore
+answers "meta" when C++ code asks for the device of a fake CUDA tensor, and "cuda" when Python code asks. Backward then
+runs in the calling thread, as for meta tensors. Autocast does not apply there, because it
+asks in C++: use bf16 parameters.
 """
 
 from __future__ import annotations
 
 import ctypes
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import DynamicOutputShapeException, FakeTensorMode
+from torch._subclasses import fake_tensor
+from torch._subclasses.fake_tensor import DynamicOutputShapeException, FakeTensor, FakeTensorMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.weak import WeakIdKeyDictionary
@@ -91,20 +95,55 @@ def _tensors(*trees: Any) -> list[Tensor]:
 
 
 @contextmanager
-def fake_cuda(capability: tuple[int, int] = (9, 0), *, may_synchronise: bool = False) -> Iterator[FakeTensorMode]:
+def fake_cuda(
+    capability: tuple[int, int] = (9, 0), *, autograd: bool = False, may_synchronise: bool = False
+) -> Iterator[FakeTensorMode]:
     """Create tensors without data on a fake CUDA device of this compute capability; fail on host synchronisation."""
     ensure_cuda_guard()
+    with ExitStack() as stack:
+        for owner, name, value in (
+            (torch.cuda, "get_device_capability", capability),
+            (torch.cuda, "is_bf16_supported", True),
+            (torch.cuda.amp.common, "amp_definitely_not_available", False),
+            (torch.backends.cuda, "is_flash_attention_available", True),
+            (torch.backends.cudnn, "version", 92000),
+        ):
+            stack.enter_context(mock.patch.object(owner, name, mock.Mock(return_value=value)))
+        if autograd:
+            stack.enter_context(_meta_for_autograd())
+        mode = stack.enter_context(_FakeMode())
+        if not may_synchronise:
+            stack.enter_context(NoHostSynchronisation())
+        yield mode
+
+
+class _FakeMode(FakeTensorMode):
+    """A FakeTensorMode that creates on the CUDA device what C++ code creates on the device of a "meta" tensor."""
+
+    def dispatch(self, func, types, args=(), kwargs=None) -> Any:
+        kwargs = dict(kwargs or {})
+        if kwargs.get("device") == torch.device("meta"):
+            kwargs["device"] = torch.device("cuda:0")
+        return super().dispatch(func, types, args, kwargs)
+
+
+@contextmanager
+def _meta_for_autograd() -> Iterator[None]:
+    query, original = torch.ops.prim.device.default, FakeTensor.__torch_dispatch__
+
+    def in_cpp(args) -> torch.device:
+        device = args[0].device
+        return torch.device("meta") if device.type == "cuda" else device
+
+    def dispatch(cls, func, types, args=(), kwargs=None) -> Any:
+        return in_cpp(args) if func is query else original(func, types, args, kwargs or {})
+
     with (
-        mock.patch.object(torch.cuda, "get_device_capability", lambda device=None: capability),
-        mock.patch.object(torch.backends.cuda, "is_flash_attention_available", lambda: True),
-        mock.patch.object(torch.backends.cudnn, "version", lambda: 92000),
-        FakeTensorMode() as mode,
+        mock.patch.dict(fake_tensor._DISPATCH_META_HANDLERS, {query: in_cpp}),
+        mock.patch.object(FakeTensor, "__torch_dispatch__", classmethod(dispatch)),
+        mock.patch.object(FakeTensor, "is_cuda", property(lambda x: x.device.type == "cuda")),
     ):
-        if may_synchronise:
-            yield mode
-        else:
-            with NoHostSynchronisation():
-                yield mode
+        yield
 
 
 def ensure_cuda_guard() -> None:
