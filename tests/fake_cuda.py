@@ -10,10 +10,9 @@ device guard for CUDA, which indexing, `copy_` and most Python methods need. tor
 devices by one for fake tensors (`c10::impl::ensureCUDADeviceGuardSet`); a guard of that kind is therefore registered
 first, that of the Lazy device, which has no backend. The guard stays registered: nothing else asks for it.
 
-The autograd engine asks for the stream of an accelerator, which such a build lacks. `fake_cuda(autograd=True)` therefore
-answers "meta" when C++ code asks for the device of a fake CUDA tensor, and "cuda" when Python code asks. Backward then
-runs in the calling thread, as for meta tensors. Autocast does not apply there, because it
-asks in C++: use bf16 parameters.
+The autograd engine asks for the stream of an accelerator, which such a build lacks. With `fake_cuda(autograd=True)`,
+a fake CUDA tensor therefore reports the device "meta" to C++ code and "cuda" to Python code. Backward then runs in the
+calling thread, as for meta tensors. Autocast, which asks in C++, does not apply there: use bf16 parameters.
 """
 
 from __future__ import annotations
