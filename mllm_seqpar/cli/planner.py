@@ -125,6 +125,7 @@ def _calibrate(args: argparse.Namespace) -> None:
 
     from mllm_seqpar.comm import as_communicator
     from mllm_seqpar.planner.calibrate import AttentionShape, calibrate
+    from mllm_seqpar.planner.kernel_rates import kernel_rates
 
     device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
     if device == "cuda" and not torch.cuda.is_available():
@@ -144,8 +145,11 @@ def _calibrate(args: argparse.Namespace) -> None:
         shape = AttentionShape(heads=args.heads, kv_heads=args.kv_heads, dim=args.dim, dtype=dtype)
         comm = as_communicator(None)
         cluster = calibrate(comm, device=device, shape=shape, name=args.name)
+        rates = kernel_rates(comm, device=device, shape=shape)
         if comm.rank:
             return
+        for name, rate in rates.items():
+            sys.stderr.write(f"kernel {name}: {rate:.3g} FLOP/s in forward and backward\n")
         if comm.size == 1:
             cluster = replace(cluster, source=cluster.source + "; one rank alone: links are not measured")
         write_cluster(cluster, args.output or "/dev/stdout")

@@ -162,55 +162,52 @@ def _flash2() -> Any:
     return importlib.import_module("flash_attn.flash_attn_interface")
 
 
-def _flash3() -> Any:
-    importlib.import_module("flash_attn_interface")
-    return torch.ops.flash_attn_3
-
-
 def _flash4() -> Any:
     return importlib.import_module("flash_attn.cute.interface")
 
 
 @cache
 def _flash2_unavailable() -> str | None:
-    interface, problem = _load(_flash2, "pip install mllm-seqpar[flash]")
-    if problem is None and not all(hasattr(interface, f"_flash_attn_{x}") for x in ("forward", "backward")):
+    problem = _import_problem("flash_attn.flash_attn_interface", "pip install mllm-seqpar[flash]")
+    if problem is None and not all(hasattr(_flash2(), f"_flash_attn_{x}") for x in ("forward", "backward")):
         return "is installed in a release without the low-level functions of 2.5 to 2.8"
     return problem
 
 
 @cache
 def _flash3_unavailable() -> str | None:
-    operators, problem = _load(_flash3, "folder hopper of github.com/Dao-AILab/flash-attention")
+    problem = _import_problem("flash_attn_interface", "folder hopper of github.com/Dao-AILab/flash-attention")
     if problem is not None:
         return problem
     needed = {"fwd": {"softmax_scale", "is_causal", "num_splits"}, "bwd": {"dq", "softmax_scale", "deterministic"}}
     for name, arguments in needed.items():
-        operator = getattr(operators, name, None)
+        operator = getattr(torch.ops.flash_attn_3, name, None)
         if operator is None or not arguments <= {x.name for x in operator.default._schema.arguments}:
-            return f"is installed in a release without the operator flash_attn_3::{name} of 2025 and later"
+            return f"is installed in a release without the operator flash_attn_3::{name} of 2.8 and later"
     return None
 
 
 @cache
 def _flash4_unavailable() -> str | None:
-    interface, problem = _load(_flash4, "pip install --pre flash-attn-4")
+    problem = _import_problem("flash_attn.cute.interface", "pip install --pre flash-attn-4")
     if problem is not None:
         return problem
     needed = {"_flash_attn_fwd": {"causal", "return_lse"}, "_flash_attn_bwd": {"causal", "deterministic"}}
     for name, arguments in needed.items():
-        if not arguments <= set(_declared(getattr(interface, name, int))):
+        function = getattr(_flash4(), name, None)
+        if function is None or not arguments <= _declared(function).keys():
             return f"is installed in a release without {name} of 4.0.0b10 and later"
     return None
 
 
-def _load(load: Callable[[], Any], hint: str) -> tuple[Any, str | None]:
-    """Return the functions of a package and why they cannot be used; it may be built for another torch or CUDA."""
+def _import_problem(module: str, hint: str) -> str | None:
+    """Return why a module cannot be imported, or None; a package may be built for another torch or CUDA."""
     try:
-        return load(), None
+        importlib.import_module(module)
     except ModuleNotFoundError as error:
-        if error.name in ("flash_attn", "flash_attn.flash_attn_interface", "flash_attn_interface", "flash_attn.cute"):
-            return None, f"is not installed ({hint})"
-        return None, f"is installed but cannot be imported ({error})"
+        if f"{module}.".startswith(f"{error.name}."):
+            return f"is not installed ({hint})"
+        return f"is installed but cannot be imported ({error})"
     except (ImportError, OSError, AttributeError, RuntimeError) as error:
-        return None, f"is installed but cannot be imported ({error})"
+        return f"is installed but cannot be imported ({error})"
+    return None
