@@ -18,6 +18,7 @@ calling thread, as for meta tensors. Autocast, which asks in C++, does not apply
 from __future__ import annotations
 
 import ctypes
+import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -108,6 +109,7 @@ def fake_cuda(
             (torch.backends.cudnn, "version", 92000),
         ):
             stack.enter_context(mock.patch.object(owner, name, mock.Mock(return_value=value)))
+        stack.enter_context(mock.patch.object(FakeTensor, "data_ptr", _address, create=True))
         if autograd:
             stack.enter_context(_meta_for_autograd())
         mode = stack.enter_context(_FakeMode())
@@ -116,13 +118,38 @@ def fake_cuda(
         yield mode
 
 
+def _address(x: FakeTensor) -> int:
+    """Return an address that is aligned at the start of each storage and different for each storage."""
+    return 512 * x.untyped_storage()._cdata + x.storage_offset() * x.element_size()
+
+
 class _FakeMode(FakeTensorMode):
-    """A FakeTensorMode that creates on the CUDA device what C++ code creates on the device of a "meta" tensor."""
+    """A FakeTensorMode for CUDA alone, which several threads may enter.
+
+    CPU tensors are real, so that the host can plan by their values. What C++ code creates on the device of a "meta"
+    tensor (see `_meta_for_autograd`) is created on the CUDA device.
+    """
+
+    def __init__(self) -> None:
+        self._of_thread = threading.local()
+        super().__init__(allow_non_fake_inputs=True)
+
+    @property
+    def in_kernel_invocation(self) -> bool:
+        return getattr(self._of_thread, "in_kernel", False)
+
+    @in_kernel_invocation.setter
+    def in_kernel_invocation(self, value: bool) -> None:
+        self._of_thread.in_kernel = value
 
     def dispatch(self, func, types, args=(), kwargs=None) -> Any:
         kwargs = dict(kwargs or {})
-        if kwargs.get("device") == torch.device("meta"):
-            kwargs["device"] = torch.device("cuda:0")
+        device = kwargs.get("device")
+        if device is not None and device.type == "meta":
+            device = kwargs["device"] = torch.device("cuda:0")
+        tensors = _tensors(args, kwargs)
+        if (device is None or device.type == "cpu") and not any(isinstance(x, FakeTensor) for x in tensors):
+            return func(*args, **kwargs)
         return super().dispatch(func, types, args, kwargs)
 
 
@@ -147,7 +174,7 @@ def _meta_for_autograd() -> Iterator[None]:
 
 def ensure_cuda_guard() -> None:
     """Register torch's device guard for fake CUDA tensors unless the build has a guard for CUDA."""
-    c10 = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libc10.so"))
+    c10 = ctypes.CDLL(str(next((Path(torch.__file__).parent / "lib").glob("libc10.*"))))
     guards = (ctypes.c_void_p * DEVICE_TYPES).in_dll(c10, "_ZN3c104impl26device_guard_impl_registryE")
     if not guards[CUDA]:
         guards[CUDA] = guards[LAZY]
