@@ -5,10 +5,13 @@
         y = x[:, 1:].contiguous()          # shapes, strides, dtypes and devices as on a GPU
         y.sum().item()                     # raises HostSynchronisation
 
-Operators run with their real schemas and meta kernels under `FakeTensorMode`. A build of torch without CUDA has no
-device guard for CUDA, which indexing, `copy_` and most Python methods need. torch replaces a guard that counts no
-devices by one for fake tensors (`c10::impl::ensureCUDADeviceGuardSet`); a guard of that kind is therefore registered
-first, that of the Lazy device, which has no backend. The guard stays registered: nothing else asks for it.
+Operators run with their real schemas and meta kernels under `FakeTensorMode`. CPU tensors stay real, so that the host
+can plan by their values. Several threads may enter the mode that `fake_cuda` returns.
+
+A build of torch without CUDA has no device guard for CUDA, which indexing, `copy_` and most Python methods need. torch
+replaces a guard that counts no devices by one for fake tensors (`c10::impl::ensureCUDADeviceGuardSet`); a guard of that
+kind is therefore registered first, that of the Lazy device, which has no backend. The guard stays registered: nothing
+else asks for it.
 
 The autograd engine asks for the stream of an accelerator, which such a build lacks. With `fake_cuda(autograd=True)`,
 a fake CUDA tensor therefore reports the device "meta" to C++ code and "cuda" to Python code. Backward then runs in the
