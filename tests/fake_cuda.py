@@ -72,7 +72,7 @@ class NoHostSynchronisation(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None) -> Any:
         kwargs = kwargs or {}
         if func.overloadpacket is _aten._pin_memory:
-            result = args[0].clone()
+            result = func(*args, **kwargs)
             self._pinned[result] = True
             return result
         if func.overloadpacket is _aten.is_pinned:
@@ -151,6 +151,8 @@ class _FakeMode(FakeTensorMode):
         if device is not None and device.type == "meta":
             device = kwargs["device"] = torch.device("cuda:0")
         tensors = _tensors(args, kwargs)
+        if func.overloadpacket is _aten._pin_memory:  # the build may have no accelerator to pin memory for
+            return args[0].clone()
         if (device is None or device.type == "cpu") and not any(isinstance(x, FakeTensor) for x in tensors):
             return func(*args, **kwargs)
         return super().dispatch(func, types, args, kwargs)
