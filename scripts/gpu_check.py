@@ -30,7 +30,10 @@ from gpu_checks.rows import Row, read, table, write
 BUDGET_S = 450.0
 """Time of all parts together; parts that no longer fit are reported as not run."""
 KERNELS = {
-    "cuda": ["flash_attn", "cuda_flash", "cuda_cudnn", "cuda_efficient", "blocked_matmul"],
+    "cuda": [
+        *("flash_attn_3", "flash_attn_4", "flash_attn"),
+        *("cuda_flash", "cuda_cudnn", "cuda_efficient", "blocked_matmul"),
+    ],
     "cpu": ["torch_cpu", "blocked_matmul"],
 }
 LIMITS_S = {"kernels": 75.0, "ring": 75.0, "memory": 75.0, "training": 120.0}

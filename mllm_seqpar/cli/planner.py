@@ -130,6 +130,7 @@ def _calibrate(args: argparse.Namespace) -> None:
     import torch
 
     from mllm_seqpar.planner.calibrate import AttentionShape, calibrate
+    from mllm_seqpar.planner.kernel_rates import kernel_rates
 
     from .launch import launched_ranks
 
@@ -142,10 +143,13 @@ def _calibrate(args: argparse.Namespace) -> None:
         dtype = getattr(torch, args.dtype or ("bfloat16" if device.type == "cuda" else "float32"))
         shape = AttentionShape(heads=args.heads, kv_heads=args.kv_heads, dim=args.dim, dtype=dtype)
         cluster = calibrate(comm, device=device, shape=shape, name=args.name)
+        rates = kernel_rates(comm, device=device, shape=shape)
         if comm.rank == 0:
             if comm.size == 1:
                 cluster = replace(cluster, source=cluster.source + "; one rank alone: links are not measured")
             sys.stderr.write(f"mllm-seqpar calibrate: {cluster.source}\n")
+            for name, rate in rates.items():
+                sys.stderr.write(f"kernel {name}: {rate:.3g} FLOP/s in forward and backward\n")
             write_cluster(cluster, args.output or "/dev/stdout")
 
 

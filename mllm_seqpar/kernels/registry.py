@@ -1,7 +1,10 @@
 """The block kernels by name, and the choice of the kernel for a block.
 
-"auto" takes the first kernel of a fixed order of preference that can compute the block. The reason that it returns
-lists why each kernel before that one cannot. Nothing is cached, so the choice is right for every group and device.
+"auto" takes the first kernel of an order of preference that can compute the block. The reason that it returns lists why
+each kernel before that one cannot. Nothing is cached, so the choice is right for every group and device.
+
+FlashAttention 3 and 4 come before 2, which leaves half of a Hopper GPU idle. They are their packages, or the
+implementation that the user has activated under torch's flash operators: that one comes first of all.
 """
 
 from __future__ import annotations
@@ -15,12 +18,15 @@ from mllm_seqpar.errors import ConfigError
 
 from .base import BlockKernel
 from .blocked_matmul import BlockedMatmulKernel
-from .flash_attn import FlashAttnKernel
+from .flash_attn import FlashAttn3Kernel, FlashAttn4Kernel, FlashAttnKernel
+from .flash_limits import activated_flash
 from .reference import ReferenceKernel
 from .torch_cpu import TorchCpuKernel
 from .torch_cuda import CudaCudnnKernel, CudaEfficientKernel, CudaFlashKernel
 
 _KERNELS: dict[str, Callable[[], BlockKernel]] = {
+    "flash_attn_3": FlashAttn3Kernel,
+    "flash_attn_4": FlashAttn4Kernel,
     "flash_attn": FlashAttnKernel,
     "cuda_flash": CudaFlashKernel,
     "cuda_cudnn": CudaCudnnKernel,
@@ -30,8 +36,8 @@ _KERNELS: dict[str, Callable[[], BlockKernel]] = {
     "reference": ReferenceKernel,
 }
 
-_AUTO = ("flash_attn", "cuda_flash", "cuda_efficient", "torch_cpu", "blocked_matmul")
-"""Order of preference of "auto"; the last one computes every block."""
+_AUTO = ("flash_attn_3", "flash_attn_4", "flash_attn", "cuda_flash", "cuda_efficient", "torch_cpu", "blocked_matmul")
+"""Order of preference of "auto" (see `_order`); the last one computes every block."""
 
 
 def kernel_names() -> list[str]:
@@ -86,12 +92,17 @@ def choose_kernel(name: str, q: Tensor, k: Tensor, *, causal: bool, masked: bool
     return kernel, f"{name}: selected by name"
 
 
+def _order() -> list[str]:
+    return sorted(_AUTO, key=lambda name: name != "cuda_flash") if activated_flash() else list(_AUTO)
+
+
 def _first_supported(q: Tensor, k: Tensor, causal: bool, masked: bool) -> tuple[BlockKernel, str]:
     rejected: list[str] = []
-    for name in _AUTO:
+    for name in _order():
         kernel = _KERNELS[name]()
         reason = kernel.unsupported_reason(q, k, causal=causal, masked=masked)
         if reason is None:
-            return kernel, f"{name}: " + ("; ".join(rejected) or "first choice")
+            active = f" ({activated_flash()}, activated in torch)" if name == "cuda_flash" and activated_flash() else ""
+            return kernel, f"{name}{active}: " + ("; ".join(rejected) or "first choice")
         rejected.append(f"{name} {reason}")
     raise AssertionError("the last kernel of the order computes every block")

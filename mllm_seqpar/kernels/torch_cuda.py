@@ -1,4 +1,4 @@
-"""Block attention with the fused CUDA operators in torch: FlashAttention-2, cuDNN and memory-efficient attention.
+"""Block attention with the fused CUDA operators in torch: FlashAttention, cuDNN and memory-efficient attention.
 
 They are the operators behind `scaled_dot_product_attention`. They are called directly because only they return the
 log-sum-exp and take a merged one in backward. Schemas as in torch 2.11 to 2.13; without dropout the random states are
@@ -21,6 +21,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from .flash_limits import (
+    activated_flash,
+    flash2_unsupported_reason,
+    flash3_unsupported_reason,
+    flash4_unsupported_reason,
+)
 from .fused import AttentionArgs, FusedKernel
 
 _aten = torch.ops.aten
@@ -32,22 +38,25 @@ CUDNN_OLDEST = 91501
 """Before cuDNN 9.15.1, results could be wrong for lengths that 128 does not divide (pytorch issue 169849)."""
 
 
-class _CudaKernel(FusedKernel):
-    """Base of the three: an NVIDIA GPU, inputs that vectors can read, o and do in the input dtype.
+class CudaKernel(FusedKernel):
+    """Base class: an NVIDIA GPU, inputs that vectors can read, o and do in the input dtype.
 
     Attributes:
         dtypes: input dtypes of the operator.
         oldest: oldest compute capability of the operator.
+        nvidia_only: False if AMD GPUs are supported too.
     """
 
     mask_entries = 1 << 26
     mask_keys = 1 << 16
     dtypes: tuple[torch.dtype, ...] = (torch.bfloat16, torch.float16)
     oldest = (8, 0)
+    nvidia_only = True
 
     def unsupported_reason(self, q: Tensor, k: Tensor, *, causal: bool, masked: bool) -> str | None:
-        if q.device.type != "cuda" or torch.version.hip is not None:
-            return f"needs tensors on an NVIDIA GPU, got {'an AMD GPU' if q.is_cuda else q.device.type}"
+        if q.device.type != "cuda" or (self.nvidia_only and torch.version.hip is not None):
+            nvidia = " on an NVIDIA GPU" if self.nvidia_only else ""
+            return f"needs CUDA tensors{nvidia}, got {'an AMD GPU' if q.is_cuda else q.device.type}"
         if q.dtype not in self.dtypes:
             return f"computes in {', '.join(str(x).removeprefix('torch.') for x in self.dtypes)}, not in {q.dtype}"
         capability = torch.cuda.get_device_capability(q.device)
@@ -63,15 +72,22 @@ class _CudaKernel(FusedKernel):
         return None
 
 
-class CudaFlashKernel(_CudaKernel):
-    """FlashAttention-2 as built into torch."""
+class CudaFlashKernel(CudaKernel):
+    """torch's flash operators: FlashAttention 2, or what the user has activated in its place (`activated_flash`)."""
 
     name = "cuda_flash"
 
     def _unsupported_shape(self, dim: int, masked: bool, capability: tuple[int, int]) -> str | None:
-        return flash2_unsupported_reason(dim, masked, capability) or (
-            None if torch.backends.cuda.is_flash_attention_available() else "is not built into this torch"
-        )
+        active = activated_flash()
+        if active is None:
+            return flash2_unsupported_reason(dim, masked, capability) or (
+                None if torch.backends.cuda.is_flash_attention_available() else "is not built into this torch"
+            )
+        rules = {"FA3": flash3_unsupported_reason, "FA4": flash4_unsupported_reason}
+        if active not in rules:
+            return f"runs {active!r}, activated in torch; only FA3, FA4 and torch's own are known to be right here"
+        reason = rules[active](dim, masked, capability)
+        return reason and f"runs {active}, activated in torch, which {reason}"
 
     def _run_forward(self, q: Tensor, k: Tensor, v: Tensor, args: AttentionArgs) -> tuple[Tensor, Tensor]:
         q, k, v = map(vectors, (q, k, v))
@@ -90,7 +106,7 @@ class CudaFlashKernel(_CudaKernel):
         )
 
 
-class CudaEfficientKernel(_CudaKernel):
+class CudaEfficientKernel(CudaKernel):
     """Memory-efficient attention as built into torch; the only one of the three for masks and float32."""
 
     name = "cuda_efficient"
@@ -120,7 +136,7 @@ class CudaEfficientKernel(_CudaKernel):
         return dq, dk, dv
 
 
-class CudaCudnnKernel(_CudaKernel):
+class CudaCudnnKernel(CudaKernel):
     """cuDNN's attention through torch.
 
     "auto" does not take it, because it compiles a plan for every new shape, and uneven shards and growing videos have
@@ -158,23 +174,13 @@ class CudaCudnnKernel(_CudaKernel):
         )
 
 
-def flash2_unsupported_reason(dim: int, masked: bool, capability: tuple[int, int]) -> str | None:
-    """Return why FlashAttention-2 (that of torch or of the flash-attn package) cannot compute a block, or None."""
-    if masked:
-        return "takes no mask"
-    if dim > 256:
-        return f"takes head dims up to 256, got {dim}"
-    if 192 < dim <= 224 and capability not in ((8, 0), (9, 0), (10, 0), (10, 3)):
-        # Backward needs more shared memory for these than consumer GPUs have.
-        return f"does not differentiate head dims 193 to 224 on compute capability {capability[0]}.{capability[1]}"
-    return None
-
-
 def vectors(x: Tensor) -> Tensor:
-    """Return x readable in 128-bit vectors: unit stride in the last dim, every row at an aligned address."""
+    """Return x readable in 128-bit vectors: unit stride in the last dim, every row at an aligned address.
+
+    Strides of dims of length 1 count too: the tensor memory accelerator of Hopper and later checks all of them.
+    """
     size = x.element_size()
-    strides = (stride for stride, length in zip(x.stride()[:-1], x.shape[:-1], strict=True) if length > 1)
-    aligned = x.data_ptr() % POINTER_ALIGNMENT == 0 and all(s * size % POINTER_ALIGNMENT == 0 for s in strides)
+    aligned = x.data_ptr() % POINTER_ALIGNMENT == 0 and all(s * size % POINTER_ALIGNMENT == 0 for s in x.stride()[:-1])
     return x if aligned and x.stride(-1) == 1 else x.clone(memory_format=torch.contiguous_format)
 
 

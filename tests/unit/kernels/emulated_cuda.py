@@ -1,29 +1,33 @@
-"""CPU emulations of the CUDA operators, for machines without a GPU.
+"""Emulations of the CUDA operators and of the packages of FlashAttention, for machines without a GPU.
 
 Each function takes and returns what the operator does, by its schema and its source (torch 2.13: attention.cu,
-attention_backward.cu, flash_api.cpp, cudnn/MHA.cpp; flash-attn 2.6 and 2.8). It rejects what the operator rejects and
-returns the same layouts: a log-sum-exp padded with +inf or with a fourth dim, and NaN where the operator guarantees
-nothing. This tests how the kernels adapt the operators; the operators themselves need the GPU tests.
+attention_backward.cu, flash_api.cpp, cudnn/MHA.cpp; flash-attn 2.6 and 2.8; hopper/flash_api.cpp of 2.8.3 and of August
+2026; flash_attn/cute/interface.py of 4.0.0b10 and b27). It rejects what the operator rejects and returns the same
+layouts: a log-sum-exp padded with +inf or with a fourth dim, and NaN where the operator guarantees nothing. This tests
+how the kernels adapt the operators; the operators themselves need the GPU tests.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from inspect import Parameter, Signature
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor
 
+from mllm_seqpar.kernels import flash_attn
 from mllm_seqpar.kernels.torch_cuda import POINTER_ALIGNMENT
 
 
 def _check(*tensors: Tensor) -> None:
     for x in tensors:
         assert x.stride(-1) == 1 and x.data_ptr() % POINTER_ALIGNMENT == 0
-        strides = [s for s, n in zip(x.stride()[:-1], x.shape[:-1], strict=True) if n > 1]
-        assert all(s * x.element_size() % POINTER_ALIGNMENT == 0 for s in strides)
+        assert all(s * x.element_size() % POINTER_ALIGNMENT == 0 for s in x.stride()[:-1])
         assert x.numel() > 0
 
 
@@ -31,7 +35,7 @@ def _scores(q: Tensor, k: Tensor, scale: float, causal: bool, bias: Tensor | Non
     repeat = q.shape[1] // k.shape[1]
     scores = q.double() @ k.double().repeat_interleave(repeat, dim=1).mT * scale
     if causal:
-        scores = scores.masked_fill(~torch.ones(scores.shape[-2:], dtype=torch.bool).tril(), -torch.inf)
+        scores = scores.masked_fill(~torch.ones_like(scores, dtype=torch.bool).tril(), -torch.inf)
     return scores if bias is None else scores + bias.double()
 
 
@@ -119,16 +123,16 @@ def _bhsd(*tensors: Tensor) -> list[Tensor]:
     return [x.transpose(1, 2) for x in tensors]
 
 
-def _declaring(names: str, function: Callable[[SimpleNamespace], tuple]) -> Callable[..., tuple]:
-    """Return a function with arguments of these names, of which `rng_state` alone is optional."""
+def _declaring(required: str, optional: str, function: Callable[[SimpleNamespace], tuple]) -> Callable[..., tuple]:
+    """Return a function with arguments of these names; the optional ones are None if they are not passed."""
 
-    def call(**arguments: Any) -> tuple:
-        bound = call.__signature__.bind(**arguments)
+    def call(*arguments: Any, **named: Any) -> tuple:
+        bound = call.__signature__.bind(*arguments, **named)
         bound.apply_defaults()
         return function(SimpleNamespace(**bound.arguments))
 
-    defaults = {"rng_state": {"default": None}}
-    parameters = [Parameter(n, Parameter.POSITIONAL_OR_KEYWORD, **defaults.get(n, {})) for n in names.split()]
+    parameters = [Parameter(name, Parameter.POSITIONAL_OR_KEYWORD) for name in required.split()]
+    parameters += [Parameter(name, Parameter.POSITIONAL_OR_KEYWORD, default=None) for name in optional.split()]
     call.__signature__ = Signature(parameters)
     return call
 
@@ -140,11 +144,14 @@ def _package_forward(x: SimpleNamespace) -> tuple[Tensor, Tensor]:
 
 
 def _package_backward(x: SimpleNamespace) -> tuple:
-    grads = _backward(*_bhsd(x.dout, x.q, x.k, x.v, x.out), x.softmax_lse, x.softmax_scale, x.causal)
-    for into, grad in zip((x.dq, x.dk, x.dv), grads, strict=True):
-        assert into.is_contiguous()
-        into.copy_(grad.transpose(1, 2))
+    _fill(x, *_bhsd(x.dout, x.q, x.k, x.v, x.out), x.softmax_lse, x.softmax_scale, x.causal)
     return x.dq, x.dk, x.dv, x.softmax_lse
+
+
+def _fill(x: SimpleNamespace, *arguments: Any) -> None:
+    for into, grad in zip((x.dq, x.dk, x.dv), _backward(*arguments), strict=True):
+        assert into.stride(-1) == 1 and into.dtype == grad.dtype
+        into.copy_(grad.transpose(1, 2))
 
 
 def _forward28(x: SimpleNamespace) -> tuple:
@@ -163,14 +170,139 @@ _WINDOW28 = "window_size_left window_size_right softcap alibi_slopes"
 FLASH_ATTN = {
     "2.6": SimpleNamespace(  # as 2.5 and 2.6 declare the low-level pair
         _flash_attn_forward=_declaring(
-            "q k v dropout_p softmax_scale causal window_size alibi_slopes return_softmax", _forward26
+            "q k v dropout_p softmax_scale causal window_size alibi_slopes return_softmax", "", _forward26
         ),
         _flash_attn_backward=_declaring(
-            f"{_BACKWARD} window_size alibi_slopes deterministic rng_state", _package_backward
+            f"{_BACKWARD} window_size alibi_slopes deterministic", "rng_state", _package_backward
         ),
     ),
     "2.8": SimpleNamespace(  # as 2.7 and 2.8 declare it
-        _flash_attn_forward=_declaring(f"q k v dropout_p softmax_scale causal {_WINDOW28} return_softmax", _forward28),
-        _flash_attn_backward=_declaring(f"{_BACKWARD} {_WINDOW28} deterministic rng_state", _package_backward),
+        _flash_attn_forward=_declaring(
+            f"q k v dropout_p softmax_scale causal {_WINDOW28} return_softmax", "", _forward28
+        ),
+        _flash_attn_backward=_declaring(f"{_BACKWARD} {_WINDOW28} deterministic", "rng_state", _package_backward),
     ),
 }
+
+_OPTIONS3 = "int window_size_left=-1, int window_size_right=-1"
+_FORWARD3 = (
+    "fwd(Tensor q, Tensor k, Tensor v, Tensor(k_new!)? k_new=None, Tensor(v_new!)? v_new=None, Tensor? q_v=None, "
+    "Tensor(out!)? out=None, Tensor? cu_seqlens_q=None, Tensor? cu_seqlens_k=None, Tensor? cu_seqlens_k_new=None, "
+    "Tensor? seqused_q=None, Tensor? seqused_k=None, int? max_seqlen_q=None, int? max_seqlen_k=None, "
+    "Tensor? page_table=None, Tensor? kv_batch_idx=None, Tensor? leftpad_k=None, Tensor? rotary_cos=None, "
+    "Tensor? rotary_sin=None, Tensor? seqlens_rotary=None, Tensor? q_descale=None, Tensor? k_descale=None, "
+    f"Tensor? v_descale=None, float? softmax_scale=None, bool is_causal=False, {_OPTIONS3}, int attention_chunk=0, "
+    "float softcap=0.0, bool is_rotary_interleaved=False, Tensor? scheduler_metadata=None, int num_splits=0, "
+    "bool? pack_gqa=None, int sm_margin=0) -> (Tensor(out!), Tensor, Tensor, Tensor)"
+)
+_BACKWARD3 = (
+    "bwd(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor softmax_lse, Tensor(dq!)? dq=None, "
+    "Tensor(dk!)? dk=None, Tensor(dv!)? dv=None, Tensor? cu_seqlens_q=None, Tensor? cu_seqlens_k=None, "
+    "Tensor? seqused_q=None, Tensor? seqused_k=None, int? max_seqlen_q=None, int? max_seqlen_k=None, "
+    f"float? softmax_scale=None, bool is_causal=False, {_OPTIONS3}, float softcap=0.0, bool deterministic=False, "
+    "int sm_margin=0) -> "
+)
+FLASH_ATTN_3 = {
+    "3, 2.8.3": f"{_BACKWARD3}(Tensor(dq!), Tensor(dk!), Tensor(dv!), Tensor, Tensor, Tensor, Tensor, Tensor)",
+    "3, 2026": f"{_BACKWARD3}(Tensor, Tensor, Tensor, Tensor, Tensor)",
+}
+"""The backward operators of two releases of FlashAttention 3."""
+
+
+@contextmanager
+def flash_attn_3(release: str) -> Iterator[None]:
+    """Register the operators of a release of FlashAttention 3 for all devices, with its schemas."""
+
+    def arguments(operator: Any, values: tuple, named: dict[str, Any]) -> SimpleNamespace:
+        declared = operator.default._schema.arguments
+        defaults = {x.name: x.default_value for x in declared}
+        return SimpleNamespace(**defaults | dict(zip(defaults, values, strict=False)) | named)
+
+    def forward(*values: Any, **named: Any) -> tuple:
+        x = arguments(torch.ops.flash_attn_3.fwd, values, named)
+        assert x.num_splits in (0, 1) and (x.window_size_left, x.window_size_right, x.softcap) == (-1, -1, 0.0)
+        assert x.k_new is None and x.cu_seqlens_q is None and x.attention_chunk == 0
+        o, lse = _forward(*_bhsd(x.q, x.k, x.v), x.softmax_scale, x.is_causal)
+        o = o.transpose(1, 2) if x.out is None else x.out.copy_(o.transpose(1, 2))
+        return o, lse, lse.new_empty(0), lse.new_empty(0)
+
+    def backward(*values: Any, **named: Any) -> tuple:
+        x = arguments(torch.ops.flash_attn_3.bwd, values, named)
+        assert (x.window_size_left, x.window_size_right, x.softcap) == (-1, -1, 0.0) and x.softmax_lse.is_contiguous()
+        _fill(x, *_bhsd(x.dout, x.q, x.k, x.v, x.out), x.softmax_lse, x.softmax_scale, x.is_causal)
+        gradients = (x.dq, x.dk, x.dv) if len(torch.ops.flash_attn_3.bwd.default._schema.returns) == 8 else ()
+        return (*gradients, *(x.softmax_lse.clone() for _ in range(5)))
+
+    with torch.library._scoped_library("flash_attn_3", "FRAGMENT") as library:
+        library.define(_FORWARD3)
+        library.define(FLASH_ATTN_3[release])
+        library.impl("fwd", forward, "CompositeExplicitAutograd")
+        library.impl("bwd", backward, "CompositeExplicitAutograd")
+        yield
+
+
+def _forward4(results: int) -> Callable[[SimpleNamespace], tuple]:
+    def forward(x: SimpleNamespace) -> tuple:
+        assert x.return_lse, "there is no log-sum-exp without it, unless q requires a gradient"
+        assert x.window_size_left is None and x.window_size_right is None and x.num_splits in (None, 1)
+        o, lse = _forward(*_bhsd(x.q, x.k, x.v), x.softmax_scale, x.causal)
+        o = o.transpose(1, 2) if x.out is None else x.out.copy_(o.transpose(1, 2))
+        return (o, lse, None, None)[:results]
+
+    return forward
+
+
+def _backward4(x: SimpleNamespace) -> tuple:
+    assert x.window_size_left is None and x.window_size_right is None and x.deterministic is not None
+    gradients = _backward(*_bhsd(x.dout, x.q, x.k, x.v, x.out), x.lse, x.softmax_scale, x.causal)
+    return tuple(x.transpose(1, 2) for x in gradients)
+
+
+_LENGTHS = "cu_seqlens_q cu_seqlens_k seqused_q seqused_k max_seqlen_q max_seqlen_k"
+_OPTIONS4 = "softmax_scale causal softcap window_size_left window_size_right"
+_CONFIG4 = (
+    "m_block_size n_block_size num_threads pack_gqa num_stages_Q num_stages_dO SdP_swapAB dKV_swapAB dQ_swapAB "
+    "AtomLayoutMSdP AtomLayoutNdKV AtomLayoutMdQ V_in_regs"
+)
+
+FLASH_ATTN_4 = {
+    release: SimpleNamespace(
+        _flash_attn_fwd=_declaring(
+            "q k v",
+            f"qv {_LENGTHS} min_seqlen_k page_table {_OPTIONS4} learnable_sink tile_mn mma_pv_is_rs intra_wg_overlap "
+            "num_threads num_splits pack_gqa _arch score_mod mask_mod block_sparse_tensors return_lse out lse "
+            "aux_tensors",
+            _forward4(results),
+        ),
+        _flash_attn_bwd=_declaring(
+            "q k v out dout lse",
+            f"{_OPTIONS4} {_CONFIG4} {_LENGTHS} deterministic dq dk dv score_mod score_mod_bwd mask_mod aux_tensors",
+            _backward4,
+        ),
+    )
+    for release, results in (("4.0.0b10", 2), ("4.0.0b27", 4))
+}
+
+PACKAGES = {
+    **dict.fromkeys(FLASH_ATTN, ("flash_attn", "flash_attn.flash_attn_interface")),
+    **dict.fromkeys(FLASH_ATTN_3, ("flash_attn_3", "flash_attn_interface")),
+    **dict.fromkeys(FLASH_ATTN_4, ("flash_attn_4", "flash_attn.cute.interface")),
+}
+"""The kernel and the module of each release."""
+
+
+@contextmanager
+def installed(*releases: str) -> Iterator[None]:
+    """Emulate an installation with these releases and no other FlashAttention package."""
+    found = {release: {**FLASH_ATTN, **FLASH_ATTN_4}.get(release, SimpleNamespace()) for release in releases}
+    modules = dict.fromkeys([module for _, module in PACKAGES.values()])  # None: there is no such module
+    modules |= {PACKAGES[release][1]: functions for release, functions in found.items()}
+    caches = (flash_attn._flash2_unavailable, flash_attn._flash3_unavailable, flash_attn._flash4_unavailable)
+    with ExitStack() as stack:
+        stack.enter_context(mock.patch.dict(sys.modules, modules))
+        for release in FLASH_ATTN_3.keys() & releases:
+            stack.enter_context(flash_attn_3(release))
+        for cached in caches:
+            cached.cache_clear()
+            stack.callback(cached.cache_clear)
+        yield

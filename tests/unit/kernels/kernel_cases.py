@@ -14,7 +14,8 @@ from mllm_seqpar.kernels import available_kernels, kernel_by_name
 from mllm_seqpar.kernels.base import BlockKernel
 
 CPU_KERNELS = ["reference", "blocked_matmul", "torch_cpu"]
-CUDA_KERNELS = ["blocked_matmul", "cuda_flash", "cuda_cudnn", "cuda_efficient", "flash_attn"]
+CUDA_KERNELS = ["blocked_matmul", "cuda_flash", "cuda_cudnn", "cuda_efficient"]
+CUDA_KERNELS += ["flash_attn", "flash_attn_3", "flash_attn_4"]
 KINDS = {"plain": {}, "causal": {"causal": True, "keys": 33}, "masked": {"masked": True}}
 
 on_every_kernel = pytest.mark.parametrize(
