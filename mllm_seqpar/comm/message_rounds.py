@@ -1,9 +1,9 @@
 """Division of one exchange into rounds that are launched one after the other.
 
-NCCL can hang if one group has more than 256 sends and receives: it distributes them over several kernels, and a send can
-be in an earlier kernel than its receive (pytorch/pytorch issue 174288). An exchange is therefore launched in rounds, and
-sender and receiver place a message in the same round without communication: the round follows from the distance of the
-two ranks and from how many messages precede it between the two. Both directions of a pair have the same distance.
+NCCL can hang if one group has more than 256 sends and receives. It distributes them over several kernels, and a send
+can be in an earlier kernel than its receive (pytorch/pytorch issue 174288). An exchange is therefore launched in
+rounds. The sender and the receiver place a message in the same round without communication: the round follows from the
+distance of the two ranks, the same in both directions, and from how many messages precede it between the two.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from .base import Recv, Send
 
 MESSAGES_PER_PAIR = 8
-"""Messages from one rank to another in a round; a ring step has fewer, so it is one round for any number of ranks."""
+"""The number of messages between two ranks that always fit in a round, so that a ring step is not divided."""
 
 
 def message_rounds(
@@ -31,8 +31,9 @@ def message_rounds(
         if sends or recvs:
             yield list(sends), list(recvs)
         return
-    per_pair = max(1, min(MESSAGES_PER_PAIR, limit // 4))
-    distances = max(1, limit // (4 * per_pair))  # a rank has two peers at each distance, and sends and receives
+    # A rank sends to two peers at each distance, and receives from them: four times the messages of a pair.
+    per_pair = max(min(MESSAGES_PER_PAIR, limit // 4), limit // (4 * max(1, size // 2)))
+    distances = limit // (4 * per_pair)
 
     def numbered(peers: Sequence[int]) -> Iterator[tuple[int, int]]:
         earlier: Counter[int] = Counter()

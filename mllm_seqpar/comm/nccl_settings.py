@@ -1,4 +1,4 @@
-"""Environment variables of CUDA, NCCL and torch that transfers depend on. They are read before a process can change them.
+"""Environment variables of CUDA, NCCL and torch that transfers depend on; they are read before a model is patched.
 
 A patched model has its own NCCL communicator beside that of FSDP2 or DDP. NCCL allows this if the operations of both
 are executed in the same order on all ranks. The package launches them in the same order; NCCL_LAUNCH_ORDER_IMPLICIT=1
@@ -22,13 +22,13 @@ def setting_problems(environment: Mapping[str, str]) -> list[str]:
     problems = []
     if environment.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1":
         problems.append(
-            "CUDA_DEVICE_MAX_CONNECTIONS=1 puts all streams into one hardware queue, in which transfers and computation "
+            "CUDA_DEVICE_MAX_CONNECTIONS=1 puts all streams into one hardware queue, where transfers and computation "
             "wait for each other; set it to 32"
         )
     if environment.get("NCCL_LAUNCH_ORDER_IMPLICIT", "0") == "0":
         problems.append(
-            "NCCL_LAUNCH_ORDER_IMPLICIT is not set, so NCCL does not order the operations of this model and of FSDP2 or "
-            "DDP, which can deadlock; set it to 1 (NCCL 2.26 or later)"
+            "NCCL_LAUNCH_ORDER_IMPLICIT is not 1, so NCCL does not order the transfers of this model and the "
+            "collectives of FSDP2 or DDP, which can deadlock; set it to 1 (NCCL 2.26 or later)"
         )
     handling = environment.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", environment.get("NCCL_ASYNC_ERROR_HANDLING"))
     if handling == "0":

@@ -1,8 +1,8 @@
 """The transport over torch.distributed: gloo on CPU, NCCL on CUDA.
 
-With gloo, a transfer with a rank that has ended raises `TransferError` at once. With NCCL it cannot: `Pending.wait` only
-makes the current stream wait, and the host continues. Torch's watchdog ends the process when the group's timeout has
-passed, and its log names the operation (SEND, RECV, ALLGATHER) and the group "mllm_seqpar transfers".
+With gloo, a transfer with a rank that has ended raises `TransferError` at once. With NCCL it cannot: `Pending.wait`
+only makes the current stream wait, and the host continues. Torch's watchdog ends the process when the group's timeout
+has passed, and its log names the operation and the group "mllm_seqpar transfers".
 """
 
 from __future__ import annotations

@@ -143,7 +143,6 @@ def nccl_arguments(rank: int, world: int, given: str, gloo: bool) -> dict[str, A
 
 @pytest.mark.parametrize(("given", "gloo"), [("cuda:nccl", True), ("cuda:nccl", False), ("cpu:gloo,cuda:nccl", True)])
 def test_nccl_group_is_connected_at_once_with_high_priority_and_gloo_where_possible(given: str, gloo: bool) -> None:
-    with mock.patch.object(dist, "is_nccl_available", return_value=True):
-        backend = "cpu:gloo,cuda:nccl" if gloo else "cuda:nccl"
-        found = ranks(2).run(nccl_arguments, given, gloo)
+    backend = "cpu:gloo,cuda:nccl" if gloo else "cuda:nccl"
+    found = ranks(2).run(nccl_arguments, given, gloo)
     assert found == [{"backend": backend, "high priority": True, "device": "cuda:3"}] * 2
