@@ -94,8 +94,8 @@ def _make(given: dist.ProcessGroup, name: str) -> dist.ProcessGroup:
     except RuntimeError as error:
         raise TransferError(
             f"the process group for transfers among the global ranks {ranks} could not be made: {error}. All of these "
-            "ranks must call patch_model, or the same function of mllm_seqpar.attention, with the same group; look for "
-            "an earlier message of a rank that has ended"
+            "ranks must call patch_model, or the same function of mllm_seqpar.attention, with the same group, and with "
+            "NCCL on a GPU of their own (torch.cuda.set_device); look for an earlier message of a rank that has ended"
         ) from error
     if gloo:
         release_gloo_at_exit()
@@ -105,11 +105,13 @@ def _make(given: dist.ProcessGroup, name: str) -> dist.ProcessGroup:
 def _connect(name: str, ranks: list[int], rank: int, config: str, timeout: timedelta) -> dist.ProcessGroup:
     options, device, world = None, None, dist.group.WORLD
     assert world is not None
+    bound = world.bound_device_id
     if "nccl" in config:
         options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
         options._timeout = timeout
-        device = torch.device("cuda", torch.cuda.current_device())  # NCCL then connects now, not at the first transfer
-    bound, world.bound_device_id = world.bound_device_id, None  # so that the group is not split from the default group
+        # With a device, NCCL connects now and not at the first transfer, in which not all ranks may take part.
+        device = bound or torch.device("cuda", torch.cuda.current_device())
+    world.bound_device_id = None  # otherwise the group is split from the default group
     try:
         group, _ = distributed_c10d._new_process_group_helper(
             len(ranks),
@@ -117,7 +119,7 @@ def _connect(name: str, ranks: list[int], rank: int, config: str, timeout: timed
             ranks,
             dist.Backend(config),
             distributed_c10d._get_default_store(),
-            name,
+            name,  # type: ignore[arg-type]  # a NewType of str, which older versions of torch do not have
             backend_options=options,
             timeout=timeout,
             device_id=device,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
@@ -16,7 +17,14 @@ from torch.distributed.device_mesh import init_device_mesh
 from mllm_seqpar import comm as public
 from mllm_seqpar import patch_model, unpatch_model
 from mllm_seqpar.attention import lv_xattn
-from mllm_seqpar.comm import ProcessGroupCommunicator, as_communicator, transfer_communicator
+from mllm_seqpar.comm import (
+    ProcessGroupCommunicator,
+    Subgroup,
+    as_communicator,
+    nccl_settings,
+    process_group,
+    transfer_communicator,
+)
 from mllm_seqpar.comm import transfer_group as module
 from mllm_seqpar.errors import TransferError
 from mllm_seqpar.patches.mplug_owl3.testing import tiny_model
@@ -146,3 +154,42 @@ def test_nccl_group_is_connected_at_once_with_high_priority_and_gloo_where_possi
     backend = "cpu:gloo,cuda:nccl" if gloo else "cuda:nccl"
     found = ranks(2).run(nccl_arguments, given, gloo)
     assert found == [{"backend": backend, "high priority": True, "device": "cuda:3"}] * 2
+
+
+def integers_of_an_nccl_group(rank: int, world: int) -> tuple[str, str, list[list[int]], int | None]:
+    """Gather integers over a communicator whose given group has NCCL only, and whose own group has gloo too."""
+    both = {"cpu": "gloo", "cuda": "nccl"}
+    with (
+        mock.patch.object(process_group, "backends_of", return_value=both),
+        mock.patch.object(dist, "get_backend", return_value="nccl"),
+        mock.patch.object(torch.cuda, "current_device", return_value=rank),
+    ):
+        comm = ProcessGroupCommunicator()
+        part = Subgroup(comm, range(world))
+        assert part.control_device == comm.control_device
+        return str(comm.device), str(comm.control_device), part.gather_ints([rank]), comm.operation_limit
+
+
+def test_integers_do_not_use_the_device_of_nccl() -> None:
+    found = ranks(2).run(integers_of_an_nccl_group)
+    assert found == [(f"cuda:{rank}", "cpu", [[0], [1]], 256) for rank in range(2)]
+
+
+def warnings_of_two_patches(rank: int, world: int, nccl: bool) -> list[str]:
+    messages: list[str] = []
+    log = logging.getLogger("mllm_seqpar.comm.nccl_settings")
+    nccl_settings.warn_about_settings.cache_clear()
+    with (
+        mock.patch.object(ProcessGroupCommunicator, "uses_nccl", nccl),
+        mock.patch.object(log, "warning", lambda text, *args: messages.append(text % args)),
+    ):
+        for _ in range(2):
+            patch_model(tiny_model("per_head"))
+    return messages
+
+
+def test_patching_warns_once_of_settings_that_hinder_nccl() -> None:
+    first, other = ranks(2, {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}).run(warnings_of_two_patches, True)
+    assert len(first) == 1 and other == []
+    assert "CUDA_DEVICE_MAX_CONNECTIONS=1" in first[0] and "NCCL_LAUNCH_ORDER_IMPLICIT" in first[0]
+    assert ranks(2, {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}).run(warnings_of_two_patches, False) == [[], []]
