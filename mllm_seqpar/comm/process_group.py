@@ -20,7 +20,7 @@ from mllm_seqpar.errors import TransferError
 
 from .base import ByteCounter, Communicator, Pending, Recv, Send, check_contiguous
 from .message_rounds import message_rounds
-from .transfer_group import backends_of
+from .transfer_group import backends_of, is_open
 
 T = TypeVar("T")
 
@@ -134,6 +134,11 @@ class ProcessGroupCommunicator(Communicator):
 
     def _guard(self, what: str, call: Callable[[], T]) -> T:
         """Run `call`; turn an error of the backend into one that names the transfer and the likely cause."""
+        if not is_open(self.transfers):
+            raise TransferError(
+                f"rank {self.rank} of {self.size}: {what}: the process group is destroyed; call unpatch_model and "
+                "patch_model again, or destroy the group later"
+            )
         try:
             return call()
         except RuntimeError as error:

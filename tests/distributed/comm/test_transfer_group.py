@@ -61,6 +61,8 @@ def one_group_for_all(rank: int, world: int) -> dict[str, Any]:
         names.append(comm.transfers.group_name)
         found["works again"] = [int(x) for x in comm.all_gather(torch.tensor(rank))]
         public.destroy()
+        with pytest.raises(TransferError, match="the process group is destroyed; call unpatch_model"):
+            comm.gather_ints([rank])
     found["names"] = len(set(names))
     return found
 
