@@ -64,6 +64,14 @@ CP_HOOKS = Gate(
     delete_when="accelerate has a cp_backend that does not change the model; then select that",
 )
 
+SINGLE_TENSOR_COLLECTIVES = Gate(
+    package="torch",
+    fixed_in="2.13",
+    reason="all_gather_single and reduce_scatter_single do not exist; all_gather_into_tensor and "
+    "reduce_scatter_tensor do the same, and warn that they are deprecated from 2.13 on",
+    delete_when="MINIMUM of torch is 2.13; then call the new functions",
+)
+
 
 def release(version: str) -> tuple[int, ...]:
     """Return the release numbers of a version without trailing zeros: "2.11.0+cpu" -> (2, 11).

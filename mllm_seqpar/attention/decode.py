@@ -12,7 +12,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from mllm_seqpar.comm import Communicator, Group, Recv, Send, as_communicator
+from mllm_seqpar.comm import Communicator, Group, Recv, Send, transfer_communicator
 from mllm_seqpar.errors import ConfigError, MaskError
 from mllm_seqpar.masks import FrameMask, Rectangle, full_rectangle
 from mllm_seqpar.sharding import frame_range
@@ -66,7 +66,7 @@ def decode_attention(
     check_scale(scale)
     check_flags(return_lse=return_lse)
     _check_units(units_per_frame, mask)
-    comm = as_communicator(group)
+    comm = transfer_communicator(group)
     batch = q.shape[0]
     rows = fold(q) if k.shape[0] < batch else q
     rectangles: tuple[Rectangle, ...]

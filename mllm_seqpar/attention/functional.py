@@ -12,7 +12,7 @@ from typing import Literal, TypedDict, Unpack, overload
 import torch
 from torch import Tensor
 
-from mllm_seqpar.comm import Group, as_communicator
+from mllm_seqpar.comm import Group, transfer_communicator
 from mllm_seqpar.errors import ConfigError, MaskError, ShapeError
 from mllm_seqpar.kernels import choose_kernel
 from mllm_seqpar.masks import BlockMasks, CausalBlockMasks, FrameMask, FullBlockMasks
@@ -234,7 +234,7 @@ def _attend_once(
     accumulate_dtype: torch.dtype | None,
     return_lse: bool,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    comm = as_communicator(group)
+    comm = transfer_communicator(group)
     mesh_shape = tuple(tile) if isinstance(tile, list) else tile
     factor = q.shape[-1] ** -0.5 if scale is None else scale
     frames = frame_bounds(mask.total_frames, comm.size) if isinstance(mask, FrameMask) else []

@@ -1,7 +1,7 @@
 """Transfers of tensors between the ranks of one group; `mllm_seqpar.comm.base` describes the design."""
 
 from .base import ByteCounter, Communicator, Pending, Recv, Send, Subgroup
-from .group import Group, as_communicator, launched_processes
+from .group import Group, as_communicator, destroy, launched_processes, transfer_communicator
 from .loopback import LoopbackCommunicator, LoopbackWorld, run_loopback
 from .process_group import ProcessGroupCommunicator
 
@@ -17,6 +17,8 @@ __all__ = [
     "Send",
     "Subgroup",
     "as_communicator",
+    "destroy",
     "launched_processes",
     "run_loopback",
+    "transfer_communicator",
 ]

@@ -67,7 +67,11 @@ class Pending(ABC):
 
     @abstractmethod
     def wait(self) -> None:
-        """Block until every tensor is sent and received (on CUDA: make the current stream wait). Call it once."""
+        """Block until every tensor is sent and received. Call it once.
+
+        With NCCL it makes the current stream wait and returns. It then raises nothing if another rank is lost: torch's
+        watchdog ends the process after the process group's timeout.
+        """
 
     def _require_first_wait(self) -> None:
         if self._waited:
@@ -114,20 +118,20 @@ class Communicator(ABC):
         return out
 
     def gather_ints(self, values: Sequence[int]) -> list[list[int]]:
-        """int64 lists of equal length on every rank -> all ranks' lists. Synchronises with the host."""
+        """int64 lists of equal length on every rank -> all ranks' lists. The host waits for them."""
         if self.size == 1:
             return [list(values)]
-        x = torch.tensor(list(values), dtype=torch.int64, device=self.device)
+        x = torch.tensor(list(values), dtype=torch.int64, device=self.control_device)
         return torch.stack(self.all_gather(x, "agreement")).tolist()  # one synchronisation, not one per rank
 
     def gather_texts(self, text: str) -> list[str]:
-        """One text of any length on every rank -> all ranks' texts, by rank. Synchronises with the host."""
+        """One text of any length on every rank -> all ranks' texts, by rank. The host waits for them."""
         if self.size == 1:
             return [text]
         raw = text.encode()
         lengths = [row[0] for row in self.gather_ints([len(raw)])]
         padded = raw.ljust(max(*lengths, 1), b"\0")
-        x = torch.tensor(list(padded), dtype=torch.uint8, device=self.device)
+        x = torch.tensor(list(padded), dtype=torch.uint8, device=self.control_device)
         rows = self.all_gather(x, "agreement")
         return [bytes(row.tolist()[:length]).decode() for row, length in zip(rows, lengths, strict=True)]
 
@@ -141,8 +145,13 @@ class Communicator(ABC):
 
     @property
     def device(self) -> torch.device:
-        """The device on which this transport exchanges small control tensors."""
+        """The device whose tensors the group's backend carries; the CPU if it carries those of several."""
         return torch.device("cpu")
+
+    @property
+    def control_device(self) -> torch.device:
+        """The device of integers and texts that ranks compare: the CPU where possible, so that no GPU is waited for."""
+        return self.device
 
 
 def check_contiguous(sends: Sequence[Send], recvs: Sequence[Recv]) -> None:
@@ -196,6 +205,10 @@ class Subgroup(ExchangeCollectives):
     @property
     def device(self) -> torch.device:
         return self._parent.device
+
+    @property
+    def control_device(self) -> torch.device:
+        return self._parent.control_device
 
     def exchange(self, sends: Sequence[Send], recvs: Sequence[Recv]) -> Pending:
         return self._parent.exchange(

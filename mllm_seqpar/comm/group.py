@@ -13,6 +13,7 @@ from mllm_seqpar.errors import ConfigError
 from .base import Communicator
 from .loopback import LoopbackCommunicator, LoopbackWorld
 from .process_group import ProcessGroupCommunicator
+from .transfer_group import destroy_transfer_group, transfer_group
 
 _NOT_A_MEMBER = "group: this process is not a member of the group given; call it on the group's members only"
 
@@ -54,6 +55,36 @@ def as_communicator(group: Group = None) -> Communicator:
         'group: expected a ProcessGroup, a one-dimensional DeviceMesh, None or "self", '
         f"got {type(group).__name__} {group!r:.60}"
     )
+
+
+def transfer_communicator(group: Group = None) -> Communicator:
+    """Return a communicator for `group` whose transfers run on a process group of their own; see `transfer_group`.
+
+    The first call for a group is collective. A `Communicator` is returned itself.
+
+    Raises:
+        ConfigError: as for `as_communicator`.
+        TransferError: another rank of the group does not make the same call, or the ranks cannot connect.
+    """
+    comm = as_communicator(group)
+    if comm is group or not isinstance(comm, ProcessGroupCommunicator):
+        return comm
+    return ProcessGroupCommunicator(comm.group, transfer_group(comm.group))
+
+
+def destroy(group: Group = None) -> None:
+    """Close the process group that patched models and attention functions use for transfers among `group`.
+
+    Every rank of the group calls this function, after `unpatch_model`. It is needed only to free the group's memory and
+    threads while the program continues: `torch.distributed.destroy_process_group()` closes it too. The next call of
+    `patch_model` makes a new one.
+
+    Raises:
+        ConfigError: as for `as_communicator`.
+    """
+    comm = as_communicator(group)
+    if isinstance(comm, ProcessGroupCommunicator):
+        destroy_transfer_group(comm.group)
 
 
 def _require_no_launcher() -> None:

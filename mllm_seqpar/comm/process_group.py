@@ -1,7 +1,13 @@
-"""The transport over torch.distributed: gloo on CPU, NCCL on CUDA."""
+"""The transport over torch.distributed: gloo on CPU, NCCL on CUDA.
+
+With gloo, a transfer with a rank that has ended raises `TransferError` at once. With NCCL it cannot: `Pending.wait`
+only makes the current stream wait, and the host continues. Torch's watchdog ends the process when the group's timeout
+has passed, and its log names the operation and the group "mllm_seqpar transfers".
+"""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any, TypeVar
 
@@ -9,15 +15,21 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from mllm_seqpar._compat import SINGLE_TENSOR_COLLECTIVES
 from mllm_seqpar.errors import TransferError
 
 from .base import ByteCounter, Communicator, Pending, Recv, Send, check_contiguous
+from .message_rounds import message_rounds
+from .transfer_group import backends_of, is_open
 
 T = TypeVar("T")
 
+NCCL_GROUP_LIMIT = 256
+"""The largest number of point-to-point operations in one group of NCCL calls; see `message_rounds`."""
+
 
 class _PendingWorks(Pending):
-    """The works of one batch_isend_irecv.
+    """The works of one exchange.
 
     A second `wait()` on a point-to-point Work of gloo never returns, so each handle is dropped after the first.
     """
@@ -33,9 +45,17 @@ class _PendingWorks(Pending):
 
 
 class ProcessGroupCommunicator(Communicator):
-    """Communicator over `group` (None: the default group). Ranks are those of the group, not global ones."""
+    """Communicator over `group` (None: the default group). Ranks are those of the group, not global ones.
 
-    def __init__(self, group: dist.ProcessGroup | None = None) -> None:
+    Args:
+        group: the group that the caller names; `identity` refers to it.
+        transfers: a process group of the same ranks in the same order, which carries the transfers. None: `group`.
+
+    Attributes:
+        operation_limit: the largest number of sends and receives that are launched as one group; None: any number.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None = None, transfers: dist.ProcessGroup | None = None) -> None:
         if not dist.is_initialized():
             raise RuntimeError("ProcessGroupCommunicator: torch.distributed is not initialised in this process")
         pg = group if group is not None else dist.group.WORLD
@@ -45,6 +65,14 @@ class ProcessGroupCommunicator(Communicator):
         if self.rank < 0:
             raise ValueError(f"group: this process (global rank {dist.get_rank()}) is not a member of the group given")
         self.bytes = ByteCounter()
+        self.transfers = pg if transfers is None else transfers
+        self._backends = backends_of(self.transfers)
+        self.operation_limit = NCCL_GROUP_LIMIT if self.uses_nccl else None
+
+    @property
+    def uses_nccl(self) -> bool:
+        """Whether CUDA tensors are sent by NCCL."""
+        return self._backends.get("cuda") == "nccl"
 
     @property
     def identity(self) -> Hashable:
@@ -55,28 +83,38 @@ class ProcessGroupCommunicator(Communicator):
         nccl_only = dist.get_backend(self.group) in ("nccl", "cuda:nccl")
         return torch.device("cuda", torch.cuda.current_device()) if nccl_only else torch.device("cpu")
 
+    @property
+    def control_device(self) -> torch.device:
+        return torch.device("cpu") if "cpu" in self._backends else self.device
+
     def exchange(self, sends: Sequence[Send], recvs: Sequence[Recv]) -> Pending:
         check_contiguous(sends, recvs)
-        # Receives come first. gloo announces a ready buffer over the connection that also carries the sends. Behind a
-        # large send the announcement would wait, and two ranks would send one after the other instead of both at once.
-        ops = [dist.P2POp(dist.irecv, r.buffer, group=self.group, group_peer=r.peer) for r in recvs]
-        ops += [dist.P2POp(dist.isend, s.tensor, group=self.group, group_peer=s.peer) for s in sends]
         for s in sends:
             self.bytes.add(s.label, s.tensor.numel() * s.tensor.element_size())
         peers = sorted({s.peer for s in sends} | {r.peer for r in recvs})
         what = f"exchange of {sorted({s.label for s in sends}) or 'data'} with rank(s) {peers}"
-        works = self._guard(what, lambda: dist.batch_isend_irecv(ops)) if ops else []
-        return _PendingWorks(self, list(works), what)
+        works: list[Any] = []
+        for some_sends, some_recvs in message_rounds(self.rank, self.size, sends, recvs, self.operation_limit):
+            works += self._guard(what, functools.partial(self._launch, some_sends, some_recvs))
+        return _PendingWorks(self, works, what)
+
+    def _launch(self, sends: Sequence[Send], recvs: Sequence[Recv]) -> list[Any]:
+        # Receives come first. gloo announces a ready buffer over the connection that also carries the sends. Behind a
+        # large send the announcement would wait, and two ranks would send one after the other instead of both at once.
+        ops = [dist.P2POp(dist.irecv, r.buffer, group=self.transfers, group_peer=r.peer) for r in recvs]
+        ops += [dist.P2POp(dist.isend, s.tensor, group=self.transfers, group_peer=s.peer) for s in sends]
+        return dist.batch_isend_irecv(ops)
 
     def all_gather(self, x: Tensor, label: str = "gather") -> list[Tensor]:
-        x = x.contiguous()
+        x = x.detach().contiguous()
         if self.size == 1:
             return [x]
-        out = [torch.empty_like(x) for _ in range(self.size)]
+        out = x.new_empty((self.size, *x.shape))
         self.bytes.add(label, (self.size - 1) * x.numel() * x.element_size())
         dtype = torch.uint8 if x.dtype is torch.bool else x.dtype  # gloo and NCCL gather bytes, not bools
-        self._guard(label, lambda: dist.all_gather([o.view(dtype) for o in out], x.view(dtype), self.group))
-        return out
+        flat, mine = out.view(dtype).view(-1), x.view(dtype).view(-1)
+        self._guard(label, lambda: _single_tensor_collectives()[0](flat, mine, group=self.transfers))
+        return [part.detach() for part in out.unbind(0)]  # for autograd, they are not views of one tensor
 
     def reduce_scatter(self, parts: Sequence[Tensor], label: str = "reduce_scatter") -> Tensor:
         if self.size == 1:
@@ -84,18 +122,23 @@ class ProcessGroupCommunicator(Communicator):
         flat = torch.stack([part.reshape(-1) for part in parts])
         out = torch.empty_like(flat[0])
         self.bytes.add(label, (self.size - 1) * out.numel() * out.element_size())
-        self._guard(label, lambda: dist.reduce_scatter_tensor(out, flat.view(-1), group=self.group))
+        self._guard(label, lambda: _single_tensor_collectives()[1](out, flat.view(-1), group=self.transfers))
         return out.view(parts[0].shape)
 
     def all_reduce(self, x: Tensor, label: str = "reduce") -> Tensor:
         out = x.clone(memory_format=torch.contiguous_format)
         if self.size > 1:
             self.bytes.add(label, 2 * (self.size - 1) * out.numel() * out.element_size() // self.size)
-            self._guard(label, lambda: dist.all_reduce(out, group=self.group))
+            self._guard(label, lambda: dist.all_reduce(out, group=self.transfers))
         return out
 
     def _guard(self, what: str, call: Callable[[], T]) -> T:
         """Run `call`; turn an error of the backend into one that names the transfer and the likely cause."""
+        if not is_open(self.transfers):
+            raise TransferError(
+                f"rank {self.rank} of {self.size}: {what}: the process group is destroyed; call unpatch_model and "
+                "patch_model again, or destroy the group later"
+            )
         try:
             return call()
         except RuntimeError as error:
@@ -103,3 +146,10 @@ class ProcessGroupCommunicator(Communicator):
                 f"rank {self.rank} of {self.size}: {what} failed: {error}. Another rank of the group has most likely "
                 "ended, or is late by more than the process group's timeout; look for its message in its own output"
             ) from error
+
+
+def _single_tensor_collectives() -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """Return torch's all-gather and reduce-scatter between one tensor of all ranks and one of this rank."""
+    if SINGLE_TENSOR_COLLECTIVES.applies():
+        return dist.all_gather_into_tensor, dist.reduce_scatter_tensor
+    return dist.all_gather_single, dist.reduce_scatter_single

@@ -10,10 +10,11 @@ from torch import nn
 
 from mllm_seqpar._compat import check_versions
 from mllm_seqpar._logging import get_logger
-from mllm_seqpar.comm import Group, as_communicator
+from mllm_seqpar.comm import Group, ProcessGroupCommunicator, transfer_communicator
 from mllm_seqpar.comm.agreement import fingerprint, require_same_text
 from mllm_seqpar.comm.devices import require_transferable
 from mllm_seqpar.comm.gloo_shutdown import release_gloo_at_exit
+from mllm_seqpar.comm.nccl_settings import warn_about_settings
 from mllm_seqpar.config import SeqParConfig
 from mllm_seqpar.errors import AdapterError, ConfigError
 from mllm_seqpar.kernels.registry import kernel_by_name
@@ -53,7 +54,8 @@ def patch_model(
         strategy: the strategy for cross-attention. None takes it from `config`; the default is "lv-xattn".
         group: a ProcessGroup, a one-dimensional DeviceMesh, or None for all ranks. If a launcher started several
             processes, initialise the process group first; a single process needs none. "self" is a group of this
-            process only, for processes that work independently of each other.
+            process only, for processes that work independently of each other. Transfers run on a process group of
+            their own with the same ranks, which stays for the next call; `mllm_seqpar.comm.destroy` closes it.
         config: all options in one object.
         **options: single fields of `SeqParConfig`. They take precedence over `config`.
 
@@ -65,6 +67,7 @@ def patch_model(
             processes and there is no process group, or the model is on a GPU from which the group cannot transfer.
         AdapterError: no adapter supports the model, or the model is patched already.
         AgreementError: the ranks passed different models or options. It is raised on every rank.
+        TransferError: a rank of the group does not call this function, or the ranks cannot connect.
 
     Example::
 
@@ -72,8 +75,10 @@ def patch_model(
         loss = model(**inputs, labels=labels).loss
         loss.backward()
     """
-    comm = as_communicator(group)
+    comm = transfer_communicator(group)
     release_gloo_at_exit()
+    if isinstance(comm, ProcessGroupCommunicator) and comm.uses_nccl and comm.rank == 0:
+        warn_about_settings()
     checked: list[tuple[Adapter, nn.Module, SeqParContext]] = []
 
     def check_and_describe() -> str:
@@ -118,6 +123,9 @@ def patch_model(
 
 def unpatch_model(model: ModelT) -> ModelT:
     """Undo `patch_model` in place and return the model, which is then as it was before.
+
+    It may be called on one rank only. The process group of the transfers therefore stays open, for the next
+    `patch_model`; `mllm_seqpar.comm.destroy` closes it.
 
     Raises:
         AdapterError: the model is not patched, or something else has replaced a patched attribute since.

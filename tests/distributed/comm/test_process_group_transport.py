@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import os
+import warnings
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from mllm_seqpar.attention import lv_xattn
-from mllm_seqpar.comm import as_communicator
+from mllm_seqpar import _compat
+from mllm_seqpar.attention import lv_xattn, ulysses_attention
+from mllm_seqpar.comm import as_communicator, process_group
 from mllm_seqpar.errors import ConfigError, TransferError
 from mllm_seqpar.sharding import frame_range
 from ranks import RankDeath, ranks
@@ -26,15 +29,63 @@ def message_of(error: type[Exception], fn: Any, *args: Any) -> str:
     return "no error"
 
 
-def every_operation(rank: int, world: int) -> dict[str, int]:
+def every_operation(rank: int, world: int, limit: int | None) -> dict[str, int]:
     comm = as_communicator(None)
-    assert collectives(comm) == 2 * (world - 1) * 48 // world
+    comm.operation_limit = limit
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", FutureWarning)  # of deprecated collectives
+        assert collectives(comm) == 2 * (world - 1) * 48 // world
     return exchanges(comm) if world > 1 else {"x": 46}
 
 
+@pytest.mark.parametrize("limit", [None, 4])
 @pytest.mark.parametrize("n", [1, 3])
-def test_exchanges_and_collectives(n: int) -> None:
-    assert ranks(n).run(every_operation) == [{"x": 8 + 6 + 32}] * n
+def test_exchanges_and_collectives(n: int, limit: int | None) -> None:
+    """With a limit of 4, the four messages from one rank to another are launched in as many rounds."""
+    assert ranks(n).run(every_operation, limit) == [{"x": 8 + 6 + 32}] * n
+
+
+def uneven_attention(rank: int, world: int) -> list[Any]:
+    """Return the rounds and the bytes of Ulysses with uneven keys, none on rank 1, and its largest difference."""
+    comm, found = as_communicator(None), []
+    torch.manual_seed(0)
+    q, k, v = torch.randn(1, 6, 3, 8), torch.randn(1, 6, 7, 8), torch.randn(1, 6, 7, 8)
+    start, stop = ((0, 4), (4, 4), (4, 7))[rank]
+    launched = mock.Mock(side_effect=dist.batch_isend_irecv)
+    for limit in (None, 4):
+        comm.operation_limit = limit
+        comm.bytes.reset()
+        launched.reset_mock()
+        with mock.patch.object(dist, "batch_isend_irecv", launched):
+            o = ulysses_attention(q, k[:, :, start:stop], v[:, :, start:stop], group=comm)
+        longest = max(len(call.args[0]) for call in launched.call_args_list)
+        found.append((launched.call_count, longest, dict(comm.bytes.sent)))
+    expected = torch.nn.functional.scaled_dot_product_attention(q, k, v)
+    return [*found, (o - expected).abs().max().item()]
+
+
+def test_large_exchanges_are_divided_and_send_the_same_bytes() -> None:
+    found = ranks(3).run(uneven_attention)
+    for whole, divided, difference in found:
+        assert divided[1] <= 4 and divided[0] >= whole[0]
+        assert whole[2] == divided[2] and difference < 1e-5
+    assert any(whole[1] > 4 and divided[0] > whole[0] for whole, divided, _ in found)
+
+
+def one_tensor(rank: int, world: int) -> tuple[bool, dict[str, int]]:
+    """Return whether gathered tensors share memory, which a gather into a list would copy, and which functions ran."""
+    comm = as_communicator(None)
+    first, second = comm.all_gather(torch.ones(3))
+    calls = {}
+    for version in ((2, 12), (2, 13)):
+        with mock.patch.object(_compat, "installed", return_value=version):
+            calls[str(version)] = [fn.__name__ for fn in process_group._single_tensor_collectives()]
+    return first.untyped_storage().data_ptr() == second.untyped_storage().data_ptr(), calls
+
+
+def test_collectives_gather_into_one_tensor_by_the_functions_of_the_torch_version() -> None:
+    old, new = ["all_gather_into_tensor", "reduce_scatter_tensor"], ["all_gather_single", "reduce_scatter_single"]
+    assert ranks(2).run(one_tensor) == [(True, {"(2, 12)": old, "(2, 13)": new})] * 2
 
 
 def groups(rank: int, world: int) -> dict[str, Any]:

@@ -1,0 +1,197 @@
+"""Layer: gloo ranks. Transfers run on a process group of their own, made once for each group that is given."""
+
+from __future__ import annotations
+
+import logging
+from datetime import timedelta
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+from torch.distributed.device_mesh import init_device_mesh
+
+from mllm_seqpar import comm as public
+from mllm_seqpar import patch_model, unpatch_model
+from mllm_seqpar.attention import lv_xattn
+from mllm_seqpar.comm import (
+    ProcessGroupCommunicator,
+    Subgroup,
+    as_communicator,
+    nccl_settings,
+    process_group,
+    transfer_communicator,
+)
+from mllm_seqpar.comm import transfer_group as module
+from mllm_seqpar.errors import TransferError
+from mllm_seqpar.patches.mplug_owl3.testing import tiny_model
+from mllm_seqpar.patching.patch import patch_of
+from ranks import ranks
+
+
+def number_of_groups() -> int:
+    return len(distributed_c10d._world.pg_names)
+
+
+def one_group_for_all(rank: int, world: int) -> dict[str, Any]:
+    before = number_of_groups()
+    mesh = init_device_mesh("cpu", (world,))
+    q = torch.randn(1, 2, 4, 8)
+    models = [patch_model(tiny_model("per_head"), group=group) for group in (None, mesh, dist.group.WORLD)]
+    lv_xattn(q, q, q)
+    comms = [patch_of(model).context.comm for model in models]
+    found: dict[str, Any] = {
+        "new groups": number_of_groups() - before,
+        "one group": len({comm.transfers for comm in comms}) == 1 and comms[0].transfers is not dist.group.WORLD,
+        "counters": len({id(comm.bytes) for comm in comms}),
+        "identity": all(comm.identity == as_communicator(None).identity for comm in comms),
+        "user's": transfer_communicator(own := ProcessGroupCommunicator()) is own and own.transfers is own.group,
+    }
+    names = [comms[0].transfers.group_name]
+    for model in models:
+        unpatch_model(model)
+    public.destroy(mesh)
+    public.destroy(None)
+    found["after destroy"] = number_of_groups() - before
+    for _ in range(2):
+        comm = transfer_communicator(None)
+        names.append(comm.transfers.group_name)
+        found["works again"] = [int(x) for x in comm.all_gather(torch.tensor(rank))]
+        public.destroy()
+        with pytest.raises(TransferError, match="the process group is destroyed; call unpatch_model"):
+            comm.gather_ints([rank])
+    found["names"] = len(set(names))
+    return found
+
+
+def test_models_and_functions_share_one_group_that_is_never_the_given_one() -> None:
+    for found in ranks(2).run(one_group_for_all):
+        assert found == {
+            "new groups": 1,
+            "one group": True,
+            "counters": 3,
+            "identity": True,
+            "user's": True,
+            "after destroy": 0,
+            "works again": [0, 1],
+            "names": 3,
+        }
+
+
+def subgroup_alone(rank: int, world: int) -> list[Any] | None:
+    """Ranks 2 and 0 make a group while rank 1 does nothing, and rank 0 is a member of more groups than rank 2."""
+    timeout = timedelta(seconds=23)
+    dist.new_group([0, 1])
+    pair = dist.new_group([2, 0], timeout=timeout, sort_ranks=False)
+    if rank == 1:
+        return None
+    comm = transfer_communicator(pair)
+    world_group = dist.group.WORLD
+    assert world_group is not None
+    world_group.bound_device_id = torch.device("cuda", 0)  # as with init_process_group(..., device_id=...)
+    try:
+        public.destroy(pair)
+        with mock.patch.object(distributed_c10d, "_get_split_source", side_effect=AssertionError("would be split")):
+            comm = transfer_communicator(pair)
+        bound = world_group.bound_device_id
+    finally:
+        world_group.bound_device_id = None
+    options = comm.transfers._get_backend(torch.device("cpu")).options
+    return [comm.rank, [int(x) for x in comm.all_gather(torch.tensor(rank))], options._timeout == timeout, str(bound)]
+
+
+def test_ranks_of_a_subgroup_make_its_group_alone() -> None:
+    found = ranks(3).run(subgroup_alone, timeout=60)
+    assert found == [[1, [2, 0], True, "cuda:0"], None, [0, [2, 0], True, "cuda:0"]]
+
+
+def missing_rank(rank: int, world: int) -> str:
+    group = dist.new_group(timeout=timedelta(seconds=1))
+    if rank == 1:
+        return ""
+    with pytest.raises(TransferError) as raised:
+        transfer_communicator(group)
+    return str(raised.value)
+
+
+def test_rank_that_does_not_take_part_is_reported() -> None:
+    message = ranks(2).run(missing_rank, timeout=60)[0]
+    assert "among the global ranks [0, 1] could not be made" in message and "must call patch_model" in message
+
+
+class Options:
+    def __init__(self, is_high_priority_stream: bool) -> None:
+        self.is_high_priority_stream, self._timeout = is_high_priority_stream, timedelta(0)
+
+
+def nccl_arguments(rank: int, world: int, given: str, gloo: bool) -> dict[str, Any]:
+    """Return how the group would be made for a given group of the backend config `given`."""
+    made = mock.Mock(return_value=(object(), None))
+    timeout = timedelta(seconds=31)
+    with (
+        mock.patch.object(dist, "get_backend_config", return_value=given),
+        mock.patch.object(dist, "ProcessGroupNCCL", SimpleNamespace(Options=Options), create=True),
+        mock.patch.object(torch.cuda, "current_device", return_value=3),
+        mock.patch.object(module, "_timeout_of", return_value=timeout),
+        mock.patch.object(module, "_has_gloo", return_value=gloo or rank == 0),
+        mock.patch.object(distributed_c10d, "_new_process_group_helper", made),
+        mock.patch.dict(distributed_c10d._world.pg_group_ranks),
+    ):
+        module._make(dist.group.WORLD, f"test/{given}/{gloo}")
+    named = made.call_args.kwargs
+    options = named["backend_options"]
+    assert options._timeout == named["timeout"] == timeout
+    return {
+        "backend": str(made.call_args.args[3]),
+        "high priority": options.is_high_priority_stream,
+        "device": str(named["device_id"]),
+    }
+
+
+@pytest.mark.parametrize(("given", "gloo"), [("cuda:nccl", True), ("cuda:nccl", False), ("cpu:gloo,cuda:nccl", True)])
+def test_nccl_group_is_connected_at_once_with_high_priority_and_gloo_where_possible(given: str, gloo: bool) -> None:
+    backend = "cpu:gloo,cuda:nccl" if gloo else "cuda:nccl"
+    found = ranks(2).run(nccl_arguments, given, gloo)
+    assert found == [{"backend": backend, "high priority": True, "device": "cuda:3"}] * 2
+
+
+def integers_of_an_nccl_group(rank: int, world: int) -> tuple[str, str, list[list[int]], int | None]:
+    """Gather integers over a communicator whose given group has NCCL only, and whose own group has gloo too."""
+    both = {"cpu": "gloo", "cuda": "nccl"}
+    with (
+        mock.patch.object(process_group, "backends_of", return_value=both),
+        mock.patch.object(dist, "get_backend", return_value="nccl"),
+        mock.patch.object(torch.cuda, "current_device", return_value=rank),
+    ):
+        comm = ProcessGroupCommunicator()
+        part = Subgroup(comm, range(world))
+        assert part.control_device == comm.control_device
+        return str(comm.device), str(comm.control_device), part.gather_ints([rank]), comm.operation_limit
+
+
+def test_integers_do_not_use_the_device_of_nccl() -> None:
+    found = ranks(2).run(integers_of_an_nccl_group)
+    assert found == [(f"cuda:{rank}", "cpu", [[0], [1]], 256) for rank in range(2)]
+
+
+def warnings_of_two_patches(rank: int, world: int, nccl: bool) -> list[str]:
+    messages: list[str] = []
+    log = logging.getLogger("mllm_seqpar.comm.nccl_settings")
+    nccl_settings.warn_about_settings.cache_clear()
+    with (
+        mock.patch.object(ProcessGroupCommunicator, "uses_nccl", nccl),
+        mock.patch.object(log, "warning", lambda text, *args: messages.append(text % args)),
+    ):
+        for _ in range(2):
+            patch_model(tiny_model("per_head"))
+    return messages
+
+
+def test_patching_warns_once_of_settings_that_hinder_nccl() -> None:
+    first, other = ranks(2, {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}).run(warnings_of_two_patches, True)
+    assert len(first) == 1 and other == []
+    assert "CUDA_DEVICE_MAX_CONNECTIONS=1" in first[0] and "NCCL_LAUNCH_ORDER_IMPLICIT" in first[0]
+    assert ranks(2, {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}).run(warnings_of_two_patches, False) == [[], []]
