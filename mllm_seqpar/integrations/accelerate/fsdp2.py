@@ -70,19 +70,73 @@ def set_parallelism_on_cpu(accelerator, parallelism) -> None:
 def shard_model(accelerator, model: nn.Module, optimizer: torch.optim.Optimizer):
     """Shard every parameter over all ranks by FSDP2; do nothing in a single process.
 
-    Return the model and torch's own optimizer on the sharded parameters. Raise ConfigError if one is not sharded.
+    Return the model and torch's own optimizer on the sharded parameters. Raise ConfigError if one is not sharded, or if
+    `prepare` separated tied parameters.
     """
     set_fsdp_units(accelerator, model)
+    before = len(list(model.parameters()))
     model, optimizer = accelerator.prepare(model, optimizer)
     if dist.is_initialized():
         require_sharded(model)
+        if (after := len(list(model.parameters()))) != before:
+            raise _unsupported_version(f"prepare separated tied parameters, {before} became {after}")
+    if _efficient_loading(accelerator):
+        for buffer in model.buffers():  # prepare sends what is in the state dict, and buffers are not
+            value = buffer.contiguous()
+            dist.broadcast(value, src=0)
+            buffer.copy_(value)
     return model, getattr(optimizer, "optimizer", optimizer)
 
 
+def receives_weights(accelerator) -> bool:
+    """Return whether `shard_model` gives this rank its shards from rank 0, so that it need not read the weights.
+
+    This is the setting fsdp_cpu_ram_efficient_loading. Load such a rank's model by `load_model(path,
+    device_map="meta")` and pass it to `allocate`.
+    """
+    return _efficient_loading(accelerator) and not accelerator.is_main_process
+
+
+def _efficient_loading(accelerator) -> bool:
+    return accelerator.is_fsdp2 and accelerator.state.fsdp_plugin.cpu_ram_efficient_loading
+
+
+def allocate(model: nn.Module) -> nn.Module:
+    """Replace parameters and buffers on the meta device by ones on the CPU; tied parameters stay tied.
+
+    The new parameters have arbitrary values and use no physical memory until they are written. `accelerator.prepare`
+    needs them, because it finds the parameters of an optimizer by their addresses, and on the meta device all addresses
+    are 0.
+    """
+    made: dict[int, torch.Tensor] = {}
+    for module in model.modules():
+        for name, tensor in module._parameters.items():
+            if tensor is not None and tensor.is_meta:
+                new = made.get(id(tensor))
+                if new is None:
+                    empty = torch.empty_like(tensor, device="cpu")
+                    new = made[id(tensor)] = nn.Parameter(empty, requires_grad=tensor.requires_grad)
+                module._parameters[name] = new
+        for name, buffer in module._buffers.items():
+            if buffer is not None and buffer.is_meta:
+                module._buffers[name] = torch.zeros_like(buffer, device="cpu")
+    return model
+
+
 def set_fsdp_units(accelerator, model: nn.Module) -> None:
-    """If accelerate shards by FSDP2, set the layer classes that become units and the dtype of gradient reduction."""
+    """If accelerate shards by FSDP2, set the layer classes that become units and the dtype of gradient reduction.
+
+    Raise ConfigError if the model has buffers that fsdp_cpu_ram_efficient_loading does not support.
+    """
     if not accelerator.is_fsdp2:
         return
+    if _efficient_loading(accelerator):
+        if saved := sorted({name for name, _ in model.named_buffers()} & model.state_dict().keys()):
+            raise ConfigError(
+                f"fsdp_cpu_ram_efficient_loading: the buffer {saved[0]} is in the model's state dict, which accelerate "
+                "does not support; set it to false in the accelerate config"
+            )
+        allocate(model)  # transformers leaves weights that a checkpoint lacks on the meta device, except on rank 0
     plugin = accelerator.state.fsdp_plugin
     if accelerator.mixed_precision == "bf16":
         from torch.distributed.fsdp import MixedPrecisionPolicy
