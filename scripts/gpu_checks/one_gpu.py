@@ -18,6 +18,8 @@ from mllm_seqpar.kernels import choose_kernel
 FRAMES, LENGTH = 4, 48
 SYNCHRONISATIONS = 2
 """Host synchronisations that a forward pass may have, all of them outside of layers."""
+VERSION_2 = ("flash_attn", "cuda_flash")
+"""The kernels that compute with FlashAttention 2; PyTorch's is 3 or 4 where the user has activated that."""
 
 
 def check(device: str) -> Iterator[Row]:
@@ -30,16 +32,25 @@ def check(device: str) -> Iterator[Row]:
 
 
 def auto_kernel(device: str, causal: bool = False, masked: bool = False) -> Row:
-    """Return the row of the kernel that "auto" takes in bf16; FlashAttention 2 fails on Hopper if 3 is installed."""
+    """Return the row of the kernel that "auto" takes in bf16; FlashAttention 2 fails on Hopper if 3 or 4 is there."""
     _, heads, groups, _, _, dim = SIZES[device]
     q, k = (torch.zeros(1, h, 64, dim, dtype=torch.bfloat16, device=device) for h in (heads, groups))
     kernel = choose_kernel("auto", q, k, causal=causal, masked=masked)[0]
     subject = f"bf16, head_dim {dim}, {'causal' if causal else 'masked' if masked else 'plain'}"
     if device == "cpu" or torch.cuda.get_device_capability() < (9, 0):
         return Row("auto kernel", subject, kernel.name)
-    newer = importlib.util.find_spec("flash_attn_interface") is not None
-    found = f"{kernel.name}; FlashAttention 3 is {'' if newer else 'not '}installed"
-    return Row("auto kernel", subject, found, "not flash_attn (2)", not (newer and kernel.name == "flash_attn"))
+    activated = getattr(torch.nn.attention, "current_flash_attention_impl", lambda: None)()
+    newer = [name for name in ("flash_attn_interface", "flash_attn.cute") if is_installed(name)]
+    found = f"{kernel.name}; activated in torch: {activated}; installed: {', '.join(newer) or 'neither 3 nor 4'}"
+    version_2 = kernel.name in VERSION_2 and activated is None
+    return Row("auto kernel", subject, found, "not FlashAttention 2", not (newer and version_2))
+
+
+def is_installed(module: str) -> bool:
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:  # of the package that contains it
+        return False
 
 
 def synchronisations(run: Any, device: str, subject: str) -> Row:

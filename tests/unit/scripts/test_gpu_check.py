@@ -1,11 +1,14 @@
 """Layer: one process, and real launches. The GPU check on a machine without a GPU, and its rehearsals on the CPU."""
 
+import os
+import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from launch import launch
+from launch import ROOT, launch
 from mllm_seqpar.comm.loopback import run_loopback
 
 
@@ -152,13 +155,35 @@ def test_hidden_share_counts_transfers_under_any_kernel(script) -> None:
 
 def test_flash_attention_2_fails_on_hopper_if_3_is_installed(script, monkeypatch) -> None:
     one_gpu = script("gpu_checks.one_gpu")
-
-    class Kernel:
-        name = "flash_attn"
-
     monkeypatch.setattr(torch, "zeros", lambda *shape, **options: None)
-    monkeypatch.setattr(one_gpu, "choose_kernel", lambda *args, **options: (Kernel, ""))
-    for capability, installed, ok in [((8, 0), True, None), ((9, 0), True, False), ((9, 0), False, True)]:
+    for kernel, capability, installed, ok in [
+        ("flash_attn", (8, 0), True, None),
+        ("flash_attn", (9, 0), True, False),
+        ("cuda_flash", (9, 0), True, False),
+        ("cuda_efficient", (9, 0), True, True),
+        ("flash_attn", (9, 0), False, True),
+    ]:
+        chosen = SimpleNamespace(name=kernel), ""
+        monkeypatch.setattr(one_gpu, "choose_kernel", lambda *args, found=chosen, **options: found)
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda found=capability: found)
-        monkeypatch.setattr(one_gpu.importlib.util, "find_spec", lambda name, found=installed: found or None)
-        assert one_gpu.auto_kernel("cuda").ok is ok
+        monkeypatch.setattr(one_gpu, "is_installed", lambda name, found=installed: found)
+        assert one_gpu.auto_kernel("cuda").ok is ok, (kernel, capability, installed)
+
+
+def test_module_of_a_missing_package_is_not_installed(script) -> None:
+    is_installed = script("gpu_checks.one_gpu").is_installed
+    assert is_installed("torch") and not is_installed("no_such_package.module") and not is_installed("no_such_package")
+
+
+def test_gpu_environment_sets_what_is_not_set() -> None:
+    code = f"source {ROOT}/scripts/lib/gpu_environment.sh && env"
+    given = {"PATH": os.environ["PATH"], "CUDA_DEVICE_MAX_CONNECTIONS": "8"}
+    done = subprocess.run(["bash", "-euc", code], capture_output=True, text=True, env=given, check=True)
+    found = dict(line.split("=", 1) for line in done.stdout.splitlines() if "=" in line)
+    assert found["CUDA_DEVICE_MAX_CONNECTIONS"] == "8" and found["NCCL_LAUNCH_ORDER_IMPLICIT"] == "1"
+    assert found["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == "3" and found["TORCH_NCCL_DUMP_ON_TIMEOUT"] == "1"
+
+
+def test_every_gpu_config_names_the_environment() -> None:
+    files = [file for file in (ROOT / "configs").glob("fsdp2_*gpu*.yaml")]
+    assert files and all("scripts/lib/gpu_environment.sh" in file.read_text() for file in files)
