@@ -22,6 +22,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -121,6 +122,7 @@ def run_all_on_ranks(device: str, ranks: int) -> list[Row]:
     """Run every part of --ranks and return the rows of all parts."""
     rows: list[Row] = []
     start = time.monotonic()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # torchrun's; it then kills the ranks of the current part
     for part, limit in RANKS_LIMITS_S.items():
         print(f"[{time.monotonic() - start:4.0f} s] {part}", flush=True)
         rows += run_child_ranks(part, device, ranks, limit)

@@ -22,7 +22,7 @@ from mllm_seqpar import patch_model
 from mllm_seqpar.errors import ConfigError
 from mllm_seqpar.integrations.accelerate.fsdp2 import allocate, receives_weights, set_fsdp_units, shard_model
 from mllm_seqpar.models.loading import load_model
-from mllm_seqpar.patches.mplug_owl3.testing import tiny_model
+from mllm_seqpar.patches.mplug_owl3.testing import tiny_config, tiny_model
 from mllm_seqpar.training import loop
 from mllm_seqpar.training.metrics import read_metrics
 from mllm_seqpar.training.parallel_dims import start_accelerator
@@ -129,6 +129,23 @@ def refused(rank: int, world: int) -> None:
 def test_saved_buffers_are_refused() -> None:
     for error in ranks(2, environment(True)).errors(refused):
         assert isinstance(error, ConfigError) and "the buffer mean is in the model's state dict" in str(error)
+
+
+def without_head(rank: int, world: int) -> list[str]:
+    """Load as a user's script does, from a checkpoint without a layer that is not used."""
+    accelerator = start_accelerator("cpu")
+    weights = {name: x for name, x in tiny_model().state_dict().items() if "post_layernorm" not in name}
+    model = type(tiny_model()).from_pretrained(None, config=tiny_config(), state_dict=weights)
+    absent = [name for name, parameter in model.named_parameters() if parameter.is_meta]
+    set_fsdp_units(accelerator, model)
+    assert not any(x.is_meta for x in [*model.parameters(), *model.buffers()])
+    return absent
+
+
+@pytest.mark.slow
+def test_weights_that_a_checkpoint_lacks_are_allocated_on_all_ranks() -> None:
+    found = ranks(2, environment(True)).run(without_head)
+    assert found == [[], ["vision_model.post_layernorm.weight", "vision_model.post_layernorm.bias"]]
 
 
 def test_allocated_parameters_stay_tied_and_have_addresses_of_their_own() -> None:

@@ -1,6 +1,7 @@
 """Layer: one process, and real launches. The GPU check on a machine without a GPU, and its rehearsals on the CPU."""
 
 import os
+import re
 import subprocess
 import sys
 from types import SimpleNamespace
@@ -187,3 +188,12 @@ def test_gpu_environment_sets_what_is_not_set() -> None:
 def test_every_gpu_config_names_the_environment() -> None:
     files = [file for file in (ROOT / "configs").glob("fsdp2_*gpu*.yaml")]
     assert files and all("scripts/lib/gpu_environment.sh" in file.read_text() for file in files)
+
+
+def test_checks_that_the_page_names_exist() -> None:
+    page = (ROOT / "docs" / "guides" / "running_on_gpus.md").read_text()
+    rows = re.findall(r"^\| (?:\d+ .*\| (.+)|(`[a-z0-9 ]+`) \| [^|]+) \|$", page, re.MULTILINE | re.IGNORECASE)
+    named = {name for row in rows for name in re.findall("`([^`]+)`", " ".join(row)) if "_" not in name and "-" not in name}
+    code = "".join(file.read_text() for file in (ROOT / "scripts" / "gpu_checks").glob("*.py"))
+    assert len(named) >= 10
+    assert not [name for name in named if f'Row("{name}"' not in code.replace("(\n        ", "(")]
