@@ -108,15 +108,15 @@ def allocate(model: nn.Module) -> nn.Module:
     needs them, because it finds the parameters of an optimizer by their addresses, and on the meta device all addresses
     are 0.
     """
-    made: dict[int, torch.Tensor] = {}
+    made: dict[int, nn.Parameter] = {}
     for module in model.modules():
-        for name, tensor in module._parameters.items():
-            if tensor is not None and tensor.is_meta:
-                new = made.get(id(tensor))
-                if new is None:
-                    empty = torch.empty_like(tensor, device="cpu")
-                    new = made[id(tensor)] = nn.Parameter(empty, requires_grad=tensor.requires_grad)
-                module._parameters[name] = new
+        for name, parameter in module._parameters.items():
+            if parameter is not None and parameter.is_meta:
+                if id(parameter) not in made:
+                    made[id(parameter)] = nn.Parameter(
+                        torch.empty_like(parameter, device="cpu"), parameter.requires_grad
+                    )
+                module._parameters[name] = made[id(parameter)]
         for name, buffer in module._buffers.items():
             if buffer is not None and buffer.is_meta:
                 module._buffers[name] = torch.zeros_like(buffer, device="cpu")

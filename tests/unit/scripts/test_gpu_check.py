@@ -193,7 +193,9 @@ def test_every_gpu_config_names_the_environment() -> None:
 def test_checks_that_the_page_names_exist() -> None:
     page = (ROOT / "docs" / "guides" / "running_on_gpus.md").read_text()
     rows = re.findall(r"^\| (?:\d+ .*\| (.+)|(`[a-z0-9 ]+`) \| [^|]+) \|$", page, re.MULTILINE | re.IGNORECASE)
-    named = {name for row in rows for name in re.findall("`([^`]+)`", " ".join(row)) if "_" not in name and "-" not in name}
+    named = {
+        name for row in rows for name in re.findall("`([^`]+)`", " ".join(row)) if "_" not in name and "-" not in name
+    }
     code = "".join(file.read_text() for file in (ROOT / "scripts" / "gpu_checks").glob("*.py"))
     assert len(named) >= 10
     assert not [name for name in named if f'Row("{name}"' not in code.replace("(\n        ", "(")]
