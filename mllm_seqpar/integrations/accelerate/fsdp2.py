@@ -70,16 +70,12 @@ def set_parallelism_on_cpu(accelerator, parallelism) -> None:
 def shard_model(accelerator, model: nn.Module, optimizer: torch.optim.Optimizer):
     """Shard every parameter over all ranks by FSDP2; do nothing in a single process.
 
-    Return the model and torch's own optimizer on the sharded parameters. Raise ConfigError if one is not sharded, or if
-    `prepare` separated tied parameters.
+    Return the model and torch's own optimizer on the sharded parameters. Raise ConfigError if one is not sharded.
     """
     set_fsdp_units(accelerator, model)
-    before = len(list(model.parameters()))
     model, optimizer = accelerator.prepare(model, optimizer)
     if dist.is_initialized():
         require_sharded(model)
-        if (after := len(list(model.parameters()))) != before:
-            raise _unsupported_version(f"prepare separated tied parameters, {before} became {after}")
     if _efficient_loading(accelerator):
         for buffer in model.buffers():  # prepare sends what is in the state dict, and buffers are not
             value = buffer.contiguous()
@@ -126,16 +122,12 @@ def allocate(model: nn.Module) -> nn.Module:
 def set_fsdp_units(accelerator, model: nn.Module) -> None:
     """If accelerate shards by FSDP2, set the layer classes that become units and the dtype of gradient reduction.
 
-    Raise ConfigError if the model has buffers that fsdp_cpu_ram_efficient_loading does not support.
+    Raise ConfigError if fsdp_cpu_ram_efficient_loading is set and does not support the model.
     """
     if not accelerator.is_fsdp2:
         return
     if _efficient_loading(accelerator):
-        if saved := sorted({name for name, _ in model.named_buffers()} & model.state_dict().keys()):
-            raise ConfigError(
-                f"fsdp_cpu_ram_efficient_loading: the buffer {saved[0]} is in the model's state dict, which accelerate "
-                "does not support; set it to false in the accelerate config"
-            )
+        _check_efficient_loading(model)
         allocate(model)  # transformers leaves weights that a checkpoint lacks on the meta device, except on rank 0
     plugin = accelerator.state.fsdp_plugin
     if accelerator.mixed_precision == "bf16":
@@ -145,6 +137,20 @@ def set_fsdp_units(accelerator, model: nn.Module) -> None:
         plugin.mixed_precision_policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     if plugin.transformer_cls_names_to_wrap is None:
         plugin.transformer_cls_names_to_wrap = layer_classes(model)
+
+
+def _check_efficient_loading(model: nn.Module) -> None:
+    """Raise ConfigError if accelerate would fail to send a buffer, or separate tied parameters without an error."""
+    saved = sorted({name for name, _ in model.named_buffers()} & model.state_dict().keys())
+    reason = f"the buffer {saved[0]} is in the model's state dict" if saved else None
+    places = [id(p) for module in model.modules() for p in module._parameters.values() if p is not None]
+    if len(places) != len(set(places)) and not hasattr(model, "tie_weights"):
+        reason = f"{type(model).__name__} has tied parameters and no method tie_weights"
+    if reason is not None:
+        raise ConfigError(
+            f"fsdp_cpu_ram_efficient_loading: {reason}, which accelerate does not support; set "
+            "fsdp_cpu_ram_efficient_loading: false in the accelerate config"
+        )
 
 
 def require_sharded(model: nn.Module) -> None:

@@ -121,14 +121,27 @@ class Saved(nn.Linear):
         self.register_buffer("mean", torch.zeros(2))
 
 
+class Tied(nn.Sequential):
+    """Two layers with one weight."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.Linear(2, 2), nn.Linear(2, 2))
+        self[1].weight = self[0].weight
+
+
 def refused(rank: int, world: int) -> None:
-    set_fsdp_units(start_accelerator("cpu"), Saved())
+    accelerator = start_accelerator("cpu")
+    layer = nn.Linear(2, 2)
+    set_fsdp_units(accelerator, nn.ModuleList([layer, layer]))  # a module in two places stays one
+    with pytest.raises(ConfigError, match=r"the buffer mean is in the model's state dict.*: false"):
+        set_fsdp_units(accelerator, Saved())
+    with pytest.raises(ConfigError, match=r"Tied has tied parameters and no method tie_weights.*: false"):
+        set_fsdp_units(accelerator, Tied())
 
 
 @pytest.mark.slow
-def test_saved_buffers_are_refused() -> None:
-    for error in ranks(2, environment(True)).errors(refused):
-        assert isinstance(error, ConfigError) and "the buffer mean is in the model's state dict" in str(error)
+def test_models_that_accelerate_cannot_send_are_refused() -> None:
+    ranks(2, environment(True)).run(refused)
 
 
 def without_head(rank: int, world: int) -> list[str]:
