@@ -49,7 +49,7 @@ KERNELS = {
 }
 LIMITS_S = {"kernels": 75.0, "one_gpu": 75.0, "ring": 75.0, "memory": 75.0, "training": 120.0}
 """Time limit of each part. A part is a module of `gpu_checks` with a function `check`; "kernels" runs once a kernel."""
-RANKS_LIMITS_S = {"ranks_attention": 150.0, "ranks_training": 150.0, "ranks_lost": 120.0}
+RANKS_LIMITS_S = {"ranks_attention": 150.0, "ranks_training": 150.0, "ranks_lost": 150.0}
 """Time limit of each part of --ranks; its `check` runs in one process per rank."""
 TIMEOUT_S = 60.0
 """Time limit of the ranks' process group; in the part "ranks_lost" its own."""
