@@ -21,7 +21,7 @@ from mllm_seqpar.comm.agreement import attempt, check_collectively, raise_on_all
 from mllm_seqpar.config import SeqParConfig
 from mllm_seqpar.data.chat_family import chat_family
 from mllm_seqpar.errors import ConfigError
-from mllm_seqpar.integrations.accelerate.fsdp2 import reshard, shard_model
+from mllm_seqpar.integrations.accelerate.fsdp2 import allocate, receives_weights, reshard, shard_model
 from mllm_seqpar.kernels.registry import kernel_by_name
 from mllm_seqpar.models.loading import load_model, load_processor, model_digest
 from mllm_seqpar.patching import patch_model
@@ -93,7 +93,7 @@ def prepare(argv: Sequence[str]) -> TrainingRun:
     processor, loader, eval_loader, order, resume, facts = check_collectively(
         comm, "data", lambda: _open_data(args, dims), lambda opened: opened[-1]
     )
-    model = check_collectively(comm, "model", lambda: _load(args, processor))
+    model = check_collectively(comm, "model", lambda: _load(args, processor, receives_weights(accelerator)))
     # The model is patched for one rank per sample too: K and V of the frames are then recomputed, not stored.
     check_collectively(comm, "patch", lambda: patch_model(model, group=dims.sp_group, config=_seqpar_config(args)))
     optimizer = torch.optim.AdamW(
@@ -168,8 +168,8 @@ def _open_data(args: TrainArguments, dims: ParallelDims):
     return processor, loader, eval_loader, order, resume, facts
 
 
-def _load(args: TrainArguments, processor: Any) -> nn.Module:
-    model = load_model(args.model)
+def _load(args: TrainArguments, processor: Any, receives_weights: bool) -> nn.Module:
+    model = allocate(load_model(args.model, device_map="meta")) if receives_weights else load_model(args.model)
     chat_family(processor).check(model)
     choose_parameters(model, args.freeze, args.train)
     if args.gradient_checkpointing:

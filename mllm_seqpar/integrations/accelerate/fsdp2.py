@@ -76,13 +76,59 @@ def shard_model(accelerator, model: nn.Module, optimizer: torch.optim.Optimizer)
     model, optimizer = accelerator.prepare(model, optimizer)
     if dist.is_initialized():
         require_sharded(model)
+    if _efficient_loading(accelerator):
+        for buffer in model.buffers():  # prepare sends what is in the state dict, and buffers are not
+            value = buffer.contiguous()
+            dist.broadcast(value, src=0)
+            buffer.copy_(value)
     return model, getattr(optimizer, "optimizer", optimizer)
 
 
+def receives_weights(accelerator) -> bool:
+    """Return whether `shard_model` gives this rank its shards from rank 0, so that it need not read the weights.
+
+    This is the setting fsdp_cpu_ram_efficient_loading. Load such a rank's model by `load_model(path,
+    device_map="meta")` and pass it to `allocate`.
+    """
+    return _efficient_loading(accelerator) and not accelerator.is_main_process
+
+
+def _efficient_loading(accelerator) -> bool:
+    return accelerator.is_fsdp2 and accelerator.state.fsdp_plugin.cpu_ram_efficient_loading
+
+
+def allocate(model: nn.Module) -> nn.Module:
+    """Replace parameters and buffers on the meta device by ones on the CPU; tied parameters stay tied.
+
+    The new parameters have arbitrary values and use no physical memory until they are written. `accelerator.prepare`
+    needs them, because it finds the parameters of an optimizer by their addresses, and on the meta device all addresses
+    are 0.
+    """
+    made: dict[int, nn.Parameter] = {}
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None and parameter.is_meta:
+                if id(parameter) not in made:
+                    made[id(parameter)] = nn.Parameter(
+                        torch.empty_like(parameter, device="cpu"), parameter.requires_grad
+                    )
+                module._parameters[name] = made[id(parameter)]
+        for name, buffer in module._buffers.items():
+            if buffer is not None and buffer.is_meta:
+                module._buffers[name] = torch.zeros_like(buffer, device="cpu")
+    return model
+
+
 def set_fsdp_units(accelerator, model: nn.Module) -> None:
-    """If accelerate shards by FSDP2, set the layer classes that become units and the dtype of gradient reduction."""
+    """If accelerate shards by FSDP2, set the layer classes that become units and the dtype of gradient reduction.
+
+    Raise ConfigError if fsdp_cpu_ram_efficient_loading is set and does not support the model.
+    """
     if not accelerator.is_fsdp2:
         return
+    if _efficient_loading(accelerator):
+        _check_efficient_loading(model)
+        allocate(model)  # transformers leaves weights that a checkpoint lacks on the meta device, except on rank 0
     plugin = accelerator.state.fsdp_plugin
     if accelerator.mixed_precision == "bf16":
         from torch.distributed.fsdp import MixedPrecisionPolicy
@@ -91,6 +137,20 @@ def set_fsdp_units(accelerator, model: nn.Module) -> None:
         plugin.mixed_precision_policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     if plugin.transformer_cls_names_to_wrap is None:
         plugin.transformer_cls_names_to_wrap = layer_classes(model)
+
+
+def _check_efficient_loading(model: nn.Module) -> None:
+    """Raise ConfigError if accelerate would fail to send a buffer, or separate tied parameters without an error."""
+    saved = sorted({name for name, _ in model.named_buffers()} & model.state_dict().keys())
+    reason = f"the buffer {saved[0]} is in the model's state dict" if saved else None
+    places = [id(p) for module in model.modules() for p in module._parameters.values() if p is not None]
+    if len(places) != len(set(places)) and not hasattr(model, "tie_weights"):
+        reason = f"{type(model).__name__} has tied parameters and no method tie_weights"
+    if reason is not None:
+        raise ConfigError(
+            f"fsdp_cpu_ram_efficient_loading: {reason}, which accelerate does not support; set "
+            "fsdp_cpu_ram_efficient_loading: false in the accelerate config"
+        )
 
 
 def require_sharded(model: nn.Module) -> None:

@@ -140,6 +140,10 @@ class OpenFlamingo(_Flamingo):  # type: ignore[valid-type,misc]
         self.config.save_pretrained(directory)
         save_weights(self, Path(directory), self.state_dict() if state_dict is None else state_dict)
 
+    def tie_weights(self) -> None:
+        """Tie the language model's embeddings and head again; accelerate calls it after it has replaced parameters."""
+        self.lang_encoder.tie_weights()
+
     def gradient_checkpointing_enable(self, gradient_checkpointing_kwargs: dict[str, Any] | None = None) -> None:
         """Recompute the language model's own layers in backward; cross-attention blocks keep their activations."""
         self.lang_encoder.gradient_checkpointing_enable(gradient_checkpointing_kwargs)

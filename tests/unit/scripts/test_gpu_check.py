@@ -1,9 +1,16 @@
-"""Layer: one process, and one real launch. The GPU check on a machine without a GPU, and its rehearsal on the CPU."""
+"""Layer: one process, and real launches. The GPU check on a machine without a GPU, and its rehearsals on the CPU."""
 
+import os
+import re
+import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
+
+from launch import ROOT, launch
+from mllm_seqpar.comm.loopback import run_loopback
 
 
 def test_missing_gpu_is_said_and_is_no_failure(script, monkeypatch, capsys) -> None:
@@ -16,9 +23,18 @@ def test_missing_gpu_is_said_and_is_no_failure(script, monkeypatch, capsys) -> N
 @pytest.mark.slow
 def test_rehearsal_passes_every_check(script) -> None:
     gpu_check = script("gpu_check")
-    parts = ("kernels:torch_cpu", "ring", "memory", "training")
+    parts = ("kernels:torch_cpu", "one_gpu", "ring", "memory", "training")
     rows = [row for part in parts for row in gpu_check.run_part(part, "cpu")]
-    assert {row.check for row in rows} == {"kernel exact", "kernel speed", "ring exact", "memory", "training"}
+    checks = {
+        "kernel exact",
+        "kernel speed",
+        "auto kernel",
+        "host synchronisations",
+        "ring exact",
+        "memory",
+        "training",
+    }
+    assert {row.check for row in rows} == checks
     assert sum(row.ok is True for row in rows) >= 15 and all(row.ok is not False for row in rows)
 
 
@@ -32,9 +48,154 @@ def test_failed_part_is_a_row_and_the_others_run(script, monkeypatch) -> None:
         return run_child(part, *args) if "kernels" in part else [rows.Row(part, "", "", "", True)]
 
     monkeypatch.setattr(gpu_check, "KERNELS", {"cpu": ["no_such_kernel"]})
-    monkeypatch.setattr(gpu_check, "LIMITS_S", {"kernels": 60.0, "ring": 60.0, "memory": 11.0, "training": 0.0})
+    limits = {"kernels": 60.0, "one_gpu": 60.0, "ring": 60.0, "memory": 11.0, "training": 0.0}
+    monkeypatch.setattr(gpu_check, "LIMITS_S", limits)
     monkeypatch.setattr(gpu_check, "run_child", kernels_only)
     found = gpu_check.run_all("cpu")
-    assert [row.check for row in found] == ["kernels:no_such_kernel", "ring", "memory", "training"]
+    assert [row.check for row in found] == ["kernels:no_such_kernel", "one_gpu", "ring", "memory", "training"]
     assert found[0].ok is False and "does not exist" in found[0].found
-    assert found[3].found == "not run: out of time"
+    assert found[4].found == "not run: out of time"
+
+
+@pytest.mark.launch
+@pytest.mark.slow
+def test_ranks_of_a_launcher_pass_every_check_over_gloo() -> None:
+    done = launch(2, "scripts/gpu_check.py", "--ranks", "--device", "cpu")
+    assert done.returncode == 0 and "FAILED" not in done.output, done.output
+    for check, count in {"ranks exact": 22, "overlap": 2, "FSDP2 steps": 4, "lost rank": 1}.items():
+        assert sum(line.startswith(check) for line in done.output.splitlines()) == count, done.output
+    assert "needs a number of ranks with two factors, such as 4; there are 2" in done.output
+    assert "another rank ended or does not answer" in done.output
+    assert done.output.count("not measurable without CUDA") == 5
+
+
+def test_all_algorithms_of_the_rank_checks_run_on_four_ranks(script) -> None:
+    ranks_attention = script("gpu_checks.ranks_attention")
+    rows = run_loopback(4, lambda comm: list(ranks_attention.check(comm, torch.device("cpu"))))[0]
+    exact = [row for row in rows if row.check == "ranks exact"]
+    assert len(exact) == 22 and all(row.ok for row in exact), exact
+
+
+@pytest.mark.parametrize(("ranks", "missing"), [(2, ["mesh", "hybrid"]), (3, ["mesh", "ulysses", "hybrid"]), (8, [])])
+def test_algorithms_that_need_other_ranks_say_so(script, ranks: int, missing: list[str]) -> None:
+    impossible = [case for case in script("gpu_checks.ranks_attention").cases(ranks, 32) if case.impossible]
+    assert list(dict.fromkeys(case.name.split()[0] for case in impossible)) == missing
+    assert all("needs" in case.impossible for case in impossible)
+
+
+def test_error_of_any_rank_fails_the_check(script) -> None:
+    ranks_attention = script("gpu_checks.ranks_attention")
+
+    def check(comm) -> bool:
+        ref = ranks_attention.Reference.make("cross", torch.float32, comm.size, torch.device("cpu"))
+        found = ranks_attention.decoded(ref, comm)
+        if comm.rank == 1:
+            found["o"][0].add_(1e-3)
+        return ranks_attention.exact_row("", found, ref, comm).ok
+
+    assert run_loopback(2, check) == [False, False]
+
+
+def test_launches_that_cannot_be_checked_are_refused(script, monkeypatch) -> None:
+    refusal = script("gpu_checks.processes").refusal
+    for world, local, gpus, expected in [
+        (1, 1, 8, "start it with torchrun"),
+        (16, 8, 8, "on several nodes"),
+        (4, 4, 2, "this node has 2 GPUs"),
+        (4, 4, 4, None),
+    ]:
+        monkeypatch.setenv("WORLD_SIZE", str(world))
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", str(local))
+        found = refusal("cuda", gpus)
+        assert found is None if expected is None else expected in found
+
+
+def test_only_local_rank_0_works_and_it_refuses_a_launch_without_ranks(script, monkeypatch, capsys) -> None:
+    gpu_check = script("gpu_check")
+    monkeypatch.setattr(sys, "argv", ["gpu_check.py", "--ranks", "--device", "cpu"])
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    assert gpu_check.main() == 0 and capsys.readouterr().out == ""
+    monkeypatch.delenv("LOCAL_RANK")
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    assert gpu_check.main() == 2 and "--ranks checks 2 or more ranks" in capsys.readouterr().out
+
+
+def test_processes_that_hang_are_killed_after_another_one_failed(script) -> None:
+    code = "import os, sys, time; os.environ['RANK'] == '1' and sys.exit('found it'); time.sleep(60)"
+    first, second = script("gpu_checks.processes").run_ranks([sys.executable, "-c", code], 2, 30.0, grace_s=0.5)
+    assert (first.status, second.status) == (None, 1) and first.seconds < 25
+    assert first.problem.startswith("rank 0 was stopped") and "ended with status 1" in second.problem
+    assert second.message == "found it"
+
+
+def test_lost_rank_needs_a_message_in_time_from_every_other_rank(script) -> None:
+    Ended, rows_of = script("gpu_checks.processes").Ended, script("gpu_checks.ranks_lost").rows_of
+    killed = Ended(4, -9, 5.0, "")
+    outcomes = [
+        Ended(0, 1, 20.0, "stopped: another rank ended or does not answer"),
+        Ended(1, -6, 40.0, "Watchdog caught collective operation timeout"),
+        Ended(2, 1, 5.0, "KeyError: 0"),
+        Ended(3, None, 120.0, ""),
+    ]
+    assert [row.ok for row in rows_of([*outcomes, killed], "cuda")] == [True, True, False, False]
+
+
+def test_hidden_share_counts_transfers_under_any_kernel(script) -> None:
+    trace = script("gpu_checks.trace")
+    kernels = [
+        trace.Kernel("flash_fwd", 7, 0, 100),
+        trace.Kernel("flash_fwd", 7, 50, 120),  # overlaps the one before: time counts once
+        trace.Kernel("ncclDevKernel_SendRecv", 20, 80, 160),
+        trace.Kernel("ncclDevKernel_AllGather", 21, 200, 240),
+        trace.Kernel("merge", 7, 230, 250),
+    ]
+    assert trace.hidden_share(kernels) == pytest.approx((40 + 10) / 120)
+    assert trace.hidden_share(kernels[:2]) == 0.0
+    assert trace.streams(kernels, "SendRecv") == {20} and trace.streams(kernels, "flash") == set()
+
+
+def test_flash_attention_2_fails_on_hopper_if_3_is_installed(script, monkeypatch) -> None:
+    one_gpu = script("gpu_checks.one_gpu")
+    monkeypatch.setattr(torch, "zeros", lambda *shape, **options: None)
+    for kernel, capability, installed, ok in [
+        ("flash_attn", (8, 0), True, None),
+        ("flash_attn", (9, 0), True, False),
+        ("cuda_flash", (9, 0), True, False),
+        ("cuda_efficient", (9, 0), True, True),
+        ("flash_attn", (9, 0), False, True),
+    ]:
+        chosen = SimpleNamespace(name=kernel), ""
+        monkeypatch.setattr(one_gpu, "choose_kernel", lambda *args, found=chosen, **options: found)
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda found=capability: found)
+        monkeypatch.setattr(one_gpu, "is_installed", lambda name, found=installed: found)
+        assert one_gpu.auto_kernel("cuda").ok is ok, (kernel, capability, installed)
+
+
+def test_module_of_a_missing_package_is_not_installed(script) -> None:
+    is_installed = script("gpu_checks.one_gpu").is_installed
+    assert is_installed("torch") and not is_installed("no_such_package.module") and not is_installed("no_such_package")
+
+
+def test_gpu_environment_sets_what_is_not_set() -> None:
+    code = f"source {ROOT}/scripts/lib/gpu_environment.sh && env"
+    given = {"PATH": os.environ["PATH"], "CUDA_DEVICE_MAX_CONNECTIONS": "8"}
+    done = subprocess.run(["bash", "-euc", code], capture_output=True, text=True, env=given, check=True)
+    found = dict(line.split("=", 1) for line in done.stdout.splitlines() if "=" in line)
+    assert found["CUDA_DEVICE_MAX_CONNECTIONS"] == "8" and found["NCCL_LAUNCH_ORDER_IMPLICIT"] == "1"
+    assert found["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == "3" and found["TORCH_NCCL_DUMP_ON_TIMEOUT"] == "1"
+
+
+def test_every_gpu_config_names_the_environment() -> None:
+    files = [file for file in (ROOT / "configs").glob("fsdp2_*gpu*.yaml")]
+    assert files and all("scripts/lib/gpu_environment.sh" in file.read_text() for file in files)
+
+
+def test_checks_that_the_page_names_exist() -> None:
+    page = (ROOT / "docs" / "guides" / "running_on_gpus.md").read_text()
+    rows = re.findall(r"^\| (?:\d+ .*\| (.+)|(`[a-z0-9 ]+`) \| [^|]+) \|$", page, re.MULTILINE | re.IGNORECASE)
+    named = {
+        name for row in rows for name in re.findall("`([^`]+)`", " ".join(row)) if "_" not in name and "-" not in name
+    }
+    code = "".join(file.read_text() for file in (ROOT / "scripts" / "gpu_checks").glob("*.py"))
+    assert len(named) >= 10
+    assert not [name for name in named if f'Row("{name}"' not in code.replace("(\n        ", "(")]
