@@ -11,10 +11,13 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Hashable, Sequence
+from functools import cached_property
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+from .receive_buffers import ReceiveBuffers
 
 
 class ByteCounter:
@@ -84,6 +87,18 @@ class Communicator(ABC):
     rank: int
     size: int
     bytes: ByteCounter
+
+    @cached_property
+    def buffers(self) -> ReceiveBuffers:
+        """The receive buffers of this communicator, kept over calls."""
+        return ReceiveBuffers()
+
+    @cached_property
+    def nodes(self) -> tuple[int, ...]:
+        """The node of each rank, see `topology.gather_nodes`; the first use is collective."""
+        from .topology import gather_nodes
+
+        return gather_nodes(self)
 
     @abstractmethod
     def exchange(self, sends: Sequence[Send], recvs: Sequence[Recv]) -> Pending:
@@ -188,6 +203,15 @@ class Subgroup(ExchangeCollectives):
     def __init__(self, parent: Communicator, members: Sequence[int]) -> None:
         self._parent, self._members = parent, tuple(members)
         self.rank, self.size, self.bytes = self._members.index(parent.rank), len(self._members), parent.bytes
+
+    @property
+    def buffers(self) -> ReceiveBuffers:  # type: ignore[override]
+        return self._parent.buffers
+
+    @property
+    def nodes(self) -> tuple[int, ...]:  # type: ignore[override]
+        nodes = self._parent.nodes
+        return tuple(nodes[member] for member in self._members)
 
     @property
     def identity(self) -> Hashable:

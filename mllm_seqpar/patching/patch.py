@@ -94,6 +94,7 @@ def patch_model(
         return f"{adapter.name} {type(inner).__name__}, parameters {_parameter_fingerprint(inner):x}, {context.config}"
 
     require_same_text(comm, "patch_model", check_and_describe)
+    _ = comm.nodes  # gathered here, once, rather than by the first layer
     adapter, inner, context = checked[0]
     context = replace(context, selector=_selector(context, inner))
     patch = Patch(adapter.name, context)
