@@ -11,7 +11,6 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Hashable, Sequence
-from functools import cached_property
 from typing import NamedTuple
 
 import torch
@@ -88,17 +87,25 @@ class Communicator(ABC):
     size: int
     bytes: ByteCounter
 
-    @cached_property
+    # Not cached properties: in Python 3.11 all instances share their lock, and ranks that are threads would deadlock.
+    _buffers: ReceiveBuffers | None = None
+    _nodes: tuple[int, ...] | None = None
+
+    @property
     def buffers(self) -> ReceiveBuffers:
         """The receive buffers of this communicator, kept over calls."""
-        return ReceiveBuffers()
+        if self._buffers is None:
+            self._buffers = ReceiveBuffers()
+        return self._buffers
 
-    @cached_property
+    @property
     def nodes(self) -> tuple[int, ...]:
         """The node of each rank, see `topology.gather_nodes`; the first use is collective."""
-        from .topology import gather_nodes
+        if self._nodes is None:
+            from .topology import gather_nodes
 
-        return gather_nodes(self)
+            self._nodes = gather_nodes(self)
+        return self._nodes
 
     @abstractmethod
     def exchange(self, sends: Sequence[Send], recvs: Sequence[Recv]) -> Pending:
@@ -205,11 +212,11 @@ class Subgroup(ExchangeCollectives):
         self.rank, self.size, self.bytes = self._members.index(parent.rank), len(self._members), parent.bytes
 
     @property
-    def buffers(self) -> ReceiveBuffers:  # type: ignore[override]
+    def buffers(self) -> ReceiveBuffers:
         return self._parent.buffers
 
     @property
-    def nodes(self) -> tuple[int, ...]:  # type: ignore[override]
+    def nodes(self) -> tuple[int, ...]:
         nodes = self._parent.nodes
         return tuple(nodes[member] for member in self._members)
 
