@@ -6,15 +6,13 @@ are as many buffers as the call that uses most of them at one time, each as long
 is found from the sizes of each call, longest first.
 """
 
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Hashable, Iterable
-from functools import lru_cache
 from itertools import zip_longest
 
-from mllm_seqpar.schedules import Axis, MeshShape, OverlapRatios, TransferKind, schedule_for
-from mllm_seqpar.schedules.bytes_sent import LSE_BYTES, Problem
-from mllm_seqpar.schedules.mesh_shapes import least_bytes_mesh_shape, resolve_tile
-from mllm_seqpar.schedules.steps import last_uses
+from mllm_seqpar.schedules import Axis, MeshShape, TransferKind
+from mllm_seqpar.schedules.bytes_sent import LSE_BYTES, Problem, mesh_bytes
+from mllm_seqpar.schedules.mesh_shapes import mesh_shapes_of, resolve_tile
 
 from .candidates import ParallelSpec, problem_between_groups
 from .workload import Workload
@@ -43,10 +41,14 @@ def receive_buffer_memory(workload: Workload, spec: ParallelSpec) -> int:
     """Return the bytes of the receive buffers that stay allocated in a step with this spec for cross-attention."""
     text, problem = workload.self_attention, workload.text_problem
     calls = [(workload.cross_problem, spec)]
+    directions = (False, True) if workload.training else (False,)
     if text != "local":
         shape, degree = resolve_tile("ring" if text == "auto" else text, None, problem.ranks)
-        calls.append((problem, ParallelSpec(text, shape or least_bytes_mesh_shape(problem), degree)))
-    directions = (False, True) if workload.training else (False,)
+        shape = shape or min(  # of even shards: all ranks send the same, so rank 0 decides
+            mesh_shapes_of(problem.ranks),
+            key=lambda shape: sum(sum(mesh_bytes(problem, shape, backward=b).values()) for b in directions),
+        )
+        calls.append((problem, ParallelSpec(text, shape, degree)))
     return buffer_bytes(receive_buffers(*call, backward=backward) for call in calls for backward in directions)
 
 
@@ -81,14 +83,17 @@ def receive_buffers(problem: Problem, spec: ParallelSpec, *, backward: bool) -> 
     return dict(found)
 
 
-@lru_cache(maxsize=256)
-def _shards_at_one_time(mesh_shape: MeshShape, backward: bool) -> Counter[tuple[TransferKind, Axis]]:
-    """Return the number of shards of each kind that are in receive buffers at one time, as the executor uses them."""
-    schedule = schedule_for(mesh_shape, 0, backward=backward, overlap_ratios=OverlapRatios())
-    uses, held, most = last_uses(schedule), Counter[tuple[TransferKind, Axis]](), Counter[tuple[TransferKind, Axis]]()
-    for index, step in enumerate(schedule):
-        held.update((t.kind, t.axis) for t in step.transfers)
-        most |= held
-        held.subtract(("result", t.axis) for t in step.transfers if t.kind == "result")
-        held.subtract(("input", axis) for (axis, owner), last in uses.items() if last == index and owner != 0)
-    return most
+def _shards_at_one_time(mesh_shape: MeshShape, backward: bool) -> dict[tuple[TransferKind, Axis], int]:
+    """Return the number of shards of each kind that are in receive buffers at one time.
+
+    A ring holds the input shard that it computes with and the next one, a mesh at most all of its groups. A received
+    result is added to the rank's own before the next one of its axis is received.
+    """
+    a, b = mesh_shape
+    held_q, held_kv = (min(a - 1, 2) if b == 1 else a - 1), (min(b - 1, 2) if a == 1 else b - 1)
+    return {
+        ("input", "q"): held_q,
+        ("input", "kv"): held_kv,
+        ("result", "q"): int(a > 1),
+        ("result", "kv"): int(b > 1 and backward),
+    }
