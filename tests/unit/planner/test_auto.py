@@ -126,6 +126,7 @@ def test_ranks_of_one_or_two_nodes_agree_on_what_they_measured(
     hosts: str, links: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Threads loopback-0 to loopback-3, two on each host name, one node after the other or in turn."""
+    monkeypatch.delenv("NCCL_HOSTID", raising=False)
     monkeypatch.setattr(socket, "gethostname", lambda: hosts[int(threading.current_thread().name[-1])])
     ranks = len(hosts)
     cluster, *others = run_loopback(ranks, lambda comm: calibrate(comm, shape=SHAPE))
