@@ -165,16 +165,18 @@ def test_projection_of_features_by_strategy_and_pass() -> None:
     assert call_cost(EVEN, LV, ONE_NODE, backward=True, visual=frozen).projection == pytest.approx(shard)
 
 
-def test_overlap_ratios_are_transfer_times_over_block_times() -> None:
-    """16 ranks on nodes of 4, mesh shape (4, 4): Q groups within a node, KV groups share the network links."""
-    problem = Problem(rows=100, keys=(1000,) * 16, heads=4, kv_heads=4, dim=100)
-    cluster = with_(attention_forward=4 * 100 * 1000 * 4 * 100 / 1e-3)  # 1 ms per block
+@pytest.mark.parametrize(("rows", "q_rate", "kv_rate"), [(100, 1e8 / 4, 1e9), (5000, 1e9, 1e8 / 4)])
+def test_overlap_ratios_are_transfer_times_over_block_times(rows: int, q_rate: float, kv_rate: float) -> None:
+    """16 ranks on nodes of 4, mesh shape (4, 4): one axis is within a node, the other shares the network links."""
+    problem = Problem(rows=rows, keys=(1000,) * 16, heads=4, kv_heads=4, dim=100)
+    cluster = with_(attention_forward=4 * rows * 1000 * 4 * 100 / 1e-3)  # 1 ms per block
     found = overlap_ratios_by_rates(problem, (4, 4), cluster, backward=False)
-    assert found.q == pytest.approx(100 * 4 * 100 * 2 / 1e9 / 1e-3, rel=0.05)
-    assert found.o == pytest.approx(100 * 4 * 104 * 4 / 1e9 / 1e-3, rel=0.1)
-    assert found.kv == pytest.approx(2 * 1000 * 4 * 100 * 2 / (1e8 / 4) / 1e-3, rel=0.05)
+    assert found.q == pytest.approx(rows * 4 * 100 * 2 / q_rate / 1e-3, rel=0.05)
+    assert found.o == pytest.approx(rows * 4 * 104 * 4 / q_rate / 1e-3, rel=0.1)
+    assert found.kv == pytest.approx(2 * 1000 * 4 * 100 * 2 / kv_rate / 1e-3, rel=0.05)
     assert not found.one_link
-    assert overlap_ratios_by_rates(problem, (16, 1), cluster, backward=False).q == pytest.approx(0.8, rel=0.05)
+    slowest = overlap_ratios_by_rates(problem, (16, 1), cluster, backward=False)
+    assert slowest.q == pytest.approx(rows * 4 * 100 * 2 / 1e8 / 1e-3, rel=0.05)
 
 
 REAL = with_(FAST, network_link=1e10, node_latency_s=5e-6, block_overhead_s=1e-5)
