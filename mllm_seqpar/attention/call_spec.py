@@ -134,18 +134,20 @@ class CallSpec:
             self.derived[order] = found
         return Subgroup(comm, order), found
 
-    def schedule(self, rank: int, *, backward: bool, order: RankOrder | None = None) -> Schedule:
-        position = rank if order is None else order.index(rank)
-        ratios = self.overlap_ratios[backward]
-        schedule = schedule_for(self.mesh_shape, position, backward=backward, direct=self.direct, overlap_ratios=ratios)
-        return schedule if order is None else renumbered(schedule, order)
+    def schedule(self, rank: int, *, backward: bool) -> Schedule:
+        return schedule_for(
+            self.mesh_shape, rank, backward=backward, direct=self.direct, overlap_ratios=self.overlap_ratios[backward]
+        )
 
     def steps(self, comm: Communicator, q: Tensor, k: Tensor, *, backward: bool) -> tuple[PlannedStep, ...]:
         """Return the steps of this rank, planned on first use, for shards of the shapes of q and k."""
         key = comm.rank, comm.identity, q.shape, k.shape[:2], q.dtype, q.device, backward
         found: tuple[PlannedStep, ...] | None = self.derived.get(key)
         if found is None:
-            schedule = self.schedule(comm.rank, backward=backward, order=self.order(comm, q, k, backward=backward))
+            order = self.order(comm, q, k, backward=backward)
+            position = comm.rank if order is None else order.index(comm.rank)
+            schedule = self.schedule(position, backward=backward)
+            schedule = schedule if order is None else renumbered(schedule, order)
             found = self.derived[key] = self._plan_steps(schedule, comm.rank, q.shape[2], q.device)
         return found
 
