@@ -91,8 +91,8 @@ class GradientAccumulator:
 
     def add(self, x: Tensor, batch: slice = ALL, rows: RowIndex | None = ALL, *, borrowed: bool = False) -> None:
         """Add x to the given batch items and rows or keys (None: all); `borrowed` as in `PartialResult.add`."""
-        if self._value is None and not borrowed and x.shape == self._shape and x.dtype == self._dtype:
-            self._value = x.contiguous()
+        if self._value is None and not borrowed and x.shape == self._shape:
+            self._value = x.to(self._dtype).contiguous()
         elif isinstance(rows, Tensor):  # indices are distinct, so no order of additions can change the result
             self.value[batch].index_add_(2, rows, x.to(self._dtype))
         else:

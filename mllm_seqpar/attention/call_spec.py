@@ -15,11 +15,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from mllm_seqpar.comm import Communicator, Subgroup
 from mllm_seqpar.kernels import BlockKernel
 from mllm_seqpar.masks import BlockMasks, Rectangle, clip_rows
 from mllm_seqpar.schedules import AttentionBlock, Axis, OverlapRatios, Schedule, Transfer, schedule_for
-from mllm_seqpar.schedules.bytes_sent import Problem, overlap_ratios_by_bytes
+from mllm_seqpar.schedules.bytes_sent import Problem, mesh_axis_bytes, overlap_ratios_by_bytes
 from mllm_seqpar.schedules.mesh_shapes import least_bytes_mesh_shape, resolve_tile
+from mllm_seqpar.schedules.rank_order import RankOrder, by_node, rank_order, renumbered
+from mllm_seqpar.schedules.steps import last_uses
 
 RowIndex = slice | Tensor
 """Rows (or keys) of a tensor: a range, or distinct indices in ascending order."""
@@ -109,33 +112,52 @@ class CallSpec:
         """The spec for queries whose batch is folded into their rows (`block_math.fold`)."""
         return replace(self, masks=self.masks.folded())
 
+    def order(self, comm: Communicator, q: Tensor, k: Tensor, *, backward: bool) -> RankOrder | None:
+        """Return the order of the ranks of `comm` for this schedule (`rank_order`); the first use is collective."""
+        if self.mesh_shape == (1, 1):
+            return None
+        problem = problem_of(q.shape, k.shape, self.key_lengths, q.dtype, self.accumulate_dtype)
+        return rank_order(comm.nodes, self.mesh_shape, *mesh_axis_bytes(problem, self.mesh_shape, backward=backward))
+
+    def by_node(self, comm: Communicator) -> tuple[Communicator, CallSpec]:
+        """Return the ranks of `comm` in an order that groups of consecutive ranks share nodes in, and this spec for it.
+
+        Head sharding groups consecutive ranks. The first use is collective.
+        """
+        order = by_node(comm.nodes)
+        if order == tuple(range(comm.size)) or self.head_degree == comm.size:
+            return comm, self
+        found: CallSpec | None = self.derived.get(order)
+        if found is None:
+            key_lengths = tuple(self.key_lengths[rank] for rank in order)
+            found = replace(self, masks=self.masks.reordered(order), key_lengths=key_lengths)
+            self.derived[order] = found
+        return Subgroup(comm, order), found
+
     def schedule(self, rank: int, *, backward: bool) -> Schedule:
         return schedule_for(
             self.mesh_shape, rank, backward=backward, direct=self.direct, overlap_ratios=self.overlap_ratios[backward]
         )
 
-    def steps(self, rank: int, rows: int, device: torch.device, *, backward: bool) -> tuple[PlannedStep, ...]:
-        """Return the steps of `rank`, planned on first use, for Q shards of `rows` rows on `device`."""
-        key = rank, rows, device, backward
+    def steps(self, comm: Communicator, q: Tensor, k: Tensor, *, backward: bool) -> tuple[PlannedStep, ...]:
+        """Return the steps of this rank, planned on first use, for shards of the shapes of q and k."""
+        key = comm.rank, comm.identity, q.shape, k.shape[:2], q.dtype, q.device, backward
         found: tuple[PlannedStep, ...] | None = self.derived.get(key)
         if found is None:
-            found = self.derived[key] = self._plan_steps(rank, rows, device, backward)
+            order = self.order(comm, q, k, backward=backward)
+            position = comm.rank if order is None else order.index(comm.rank)
+            schedule = self.schedule(position, backward=backward)
+            schedule = schedule if order is None else renumbered(schedule, order)
+            found = self.derived[key] = self._plan_steps(schedule, comm.rank, q.shape[2], q.device)
         return found
 
-    def _plan_steps(self, rank: int, rows: int, device: torch.device, backward: bool) -> tuple[PlannedStep, ...]:
-        schedule = self.schedule(rank, backward=backward)
-        last_use: dict[tuple[Axis, int], int] = {}
-        for index, step in enumerate(schedule):
-            for block in step.blocks:
-                last_use["q", block.q_shard] = last_use["kv", block.kv_shard] = index
-            for transfer in step.transfers:
-                if transfer.kind == "input":
-                    last_use[transfer.axis, transfer.send_shard] = index
+    def _plan_steps(self, schedule: Schedule, rank: int, rows: int, device: torch.device) -> tuple[PlannedStep, ...]:
+        uses = last_uses(schedule)
         return tuple(
             PlannedStep(
                 tuple(self._plan_transfer(transfer, rank, rows, device) for transfer in step.transfers),
                 tuple(PlannedBlock(b.q_shard, b.kv_shard, self._rectangles(b, rows)) for b in step.blocks),
-                tuple(key for key, last in last_use.items() if last == index and key[1] != rank),
+                tuple(key for key, last in uses.items() if last == index and key[1] != rank),
             )
             for index, step in enumerate(schedule)
         )

@@ -1,20 +1,19 @@
 """Distributed attention to one KV source: the one executor of all schedules, forward and backward.
 
 Each step posts its transfers as one grouped exchange, computes its blocks meanwhile, waits, and then stores the shards
-and adds the results that it received. Receive buffers are reused, so a call allocates two of each kind.
+and adds the results that it received. Receive buffers belong to the communicator and are reused over calls. Results of
+a call never alias them: received shards are only read, and received results are added to this rank's.
 """
 
 from __future__ import annotations
 
-import math
-from collections import defaultdict
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from typing import Protocol
 
-import torch
 from torch import Tensor
 
 from mllm_seqpar.comm import Communicator, Pending, Recv, Send
+from mllm_seqpar.comm.receive_buffers import BufferLease
 from mllm_seqpar.schedules import Axis
 
 from .block_math import BlockMath, GradientAccumulator, PartialResult, fold, unfold
@@ -112,7 +111,7 @@ def distributed_forward(
         o, lse = distributed_forward(comm, spec.folded, block_math, fold(q), k, v)
         return unfold(o, q.shape[0]), unfold(lse, q.shape[0])
     forward = _Forward(spec, block_math, q, k, v)
-    _run(spec.steps(comm.rank, q.shape[2], q.device, backward=False), comm, forward, spec.overlap)
+    _run(spec.steps(comm, q, k, backward=False), comm, forward, spec.overlap)
     return forward.partials[comm.rank].value
 
 
@@ -137,7 +136,7 @@ def distributed_backward(
         dq, dk, dv = distributed_backward(comm, spec.folded, block_math, folded, k, v)
         return unfold(dq, q.shape[0]), dk, dv
     backward = _Backward(spec, block_math, rows, k, v)
-    _run(spec.steps(comm.rank, q.shape[2], q.device, backward=True), comm, backward, spec.overlap)
+    _run(spec.steps(comm, q, k, backward=True), comm, backward, spec.overlap)
     dq, dk, dv = (backward.grad(name, comm.rank, like).value for name, like in (("dq", q), ("dk", k), ("dv", v)))
     return dq, dk, dv
 
@@ -146,23 +145,23 @@ def _run(steps: Sequence[PlannedStep], comm: Communicator, direction: _Direction
     """Run the steps of this rank. `overlap=False` waits for the transfers before computing, only to measure."""
     local, rank = direction.local, comm.rank
     held: Held = {("q", rank): local["q"], ("kv", rank): local["kv"]}
-    pool = _BufferPool()
-    for step in steps:
-        pending, incoming = _post(step, comm, direction, held, pool) if step.transfers else (None, ())
-        if pending is not None and not overlap:
-            pending.wait()
-        for block in step.blocks:
-            direction.compute(block, held["q", block.q_shard], held["kv", block.kv_shard])
-        if pending is not None and overlap:
-            pending.wait()
-        for transfer, buffers in incoming:
-            if transfer.is_input:
-                held[transfer.axis, transfer.recv_shard] = buffers
-            else:
-                direction.receive(transfer, buffers)
-                pool.give(buffers)
-        for shard in step.released:
-            pool.give(held.pop(shard))
+    with comm.buffers.lease() as lease:
+        for step in steps:
+            pending, incoming = _post(step, comm, direction, held, lease) if step.transfers else (None, ())
+            if pending is not None and not overlap:
+                pending.wait()
+            for block in step.blocks:
+                direction.compute(block, held["q", block.q_shard], held["kv", block.kv_shard])
+            if pending is not None and overlap:
+                pending.wait()
+            for transfer, buffers in incoming:
+                if transfer.is_input:
+                    held[transfer.axis, transfer.recv_shard] = buffers
+                else:
+                    direction.receive(transfer, buffers)
+                    lease.give(buffers.values())
+            for shard in step.released:
+                lease.give(held.pop(shard).values())
 
 
 def _post(
@@ -170,7 +169,7 @@ def _post(
     comm: Communicator,
     direction: _Direction,
     held: dict[tuple[Axis, int], Bundle],
-    pool: _BufferPool,
+    lease: BufferLease,
 ) -> tuple[Pending, Sequence[tuple[PlannedTransfer, Bundle]]]:
     """Post the transfers of a step; return the exchange, and the receive buffers of each transfer."""
     sends: list[Send] = []
@@ -185,7 +184,7 @@ def _post(
                 tensor = tensor[:, :, rows].contiguous()
             elif rows is not None:
                 tensor = tensor.index_select(2, rows)
-            buffer = buffers[name] = pool.take(tensor, transfer.recv_length)
+            buffer = buffers[name] = lease.take(_buffer_kind(transfer, tensor), tensor, transfer.recv_length)
             if tensor.numel():
                 sends.append(Send(transfer.dst, tensor, name))
             if buffer.numel():
@@ -194,37 +193,6 @@ def _post(
     return comm.exchange(sends, recvs), incoming
 
 
-class _BufferPool:
-    """Receive buffers for reuse: fresh memory for each hop of a ring would cost page faults.
-
-    A tensor takes the shortest free buffer of its kind that is long enough. If all are too short, a longer one replaces
-    the longest, so there are never more buffers of a kind than are in use at one time.
-    """
-
-    def __init__(self) -> None:
-        self._free: defaultdict[Hashable, list[Tensor]] = defaultdict(list)  # flat, shortest first
-        self._used: dict[int, tuple[Hashable, Tensor]] = {}
-
-    def take(self, like: Tensor, length: int) -> Tensor:
-        """Return a buffer like `like` (B, H, S, ...), with `length` in the place of S."""
-        shape = (*like.shape[:2], length, *like.shape[3:])
-        kind, size = (shape[:2], shape[3:], like.dtype, like.device), math.prod(shape)
-        free = self._free[kind]
-        for index, flat in enumerate(free):
-            if flat.numel() >= size:
-                del free[index]
-                break
-        else:
-            if free:
-                free.pop()
-            flat = torch.empty(size, dtype=like.dtype, device=like.device)
-        if size:
-            self._used[flat.data_ptr()] = kind, flat
-        return flat[:size].view(shape)
-
-    def give(self, bundle: Bundle) -> None:
-        for tensor in bundle.values():
-            if tensor.numel():
-                kind, flat = self._used.pop(tensor.data_ptr())
-                self._free[kind].append(flat)
-                self._free[kind].sort(key=Tensor.numel)
+def _buffer_kind(transfer: PlannedTransfer, tensor: Tensor) -> tuple[Axis, bool, int]:
+    """Return what tensors must have in common, besides the dtype, to take turns in one receive buffer."""
+    return transfer.axis, transfer.is_input, tensor.dim()

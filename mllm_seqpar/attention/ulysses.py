@@ -271,8 +271,9 @@ def attend_head_sharded(
         attend: the attention among ranks with the same heads.
     """
     size = sources[0].spec.head_degree
-    orders = next((found for s in sources if (found := s.spec.masks.orders(size, q.device)) is not None), None)
-    layouts = [HeadLayout.of(comm, source.spec, q, orders) for source in sources]
+    groups = [source.spec.by_node(comm) for source in sources]
+    orders = next((found for _, s in groups if (found := s.masks.orders(size, q.device)) is not None), None)
+    layouts = [HeadLayout.of(ordered, spec, q, orders) for ordered, spec in groups]
     first = layouts[0]
     sharded_q = _Reshard.apply(first.inside, first.rows("q"), False, q)
     inner = [HeadShardedKV(source, layout, q.dtype) for source, layout in zip(sources, layouts, strict=True)]
@@ -289,6 +290,7 @@ def forward_head_sharded(
 
     The final (o, lse) are row-sharded in that case, so backward reshards everything again.
     """
+    comm, spec = spec.by_node(comm)
     layout = HeadLayout.of(comm, spec, q, spec.masks.orders(spec.head_degree, q.device))
     (q,) = shard_heads([q], [layout.rows("q")], layout.inside)
     k, v = layout.shard_kv(k, v)
@@ -307,6 +309,7 @@ def backward_head_sharded(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Do what `distributed_backward` does, for such a source."""
     q, o, lse, do = rows
+    comm, spec = spec.by_node(comm)
     layout = HeadLayout.of(comm, spec, q, spec.masks.orders(spec.head_degree, q.device))
     items = [layout.rows(name) for name in ("q", "o", "lse", "do")]
     q, o, lse, do = (x.contiguous() for x in shard_heads([q, o, lse.unsqueeze(-1), do], items, layout.inside))

@@ -16,6 +16,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from .receive_buffers import ReceiveBuffers
+
 
 class ByteCounter:
     """Bytes (``sent[label]``) and messages (``messages[label]``) that one rank has sent since the last ``reset``.
@@ -88,6 +90,26 @@ class Communicator(ABC):
     rank: int
     size: int
     bytes: ByteCounter
+
+    # Not cached properties: in Python 3.11 all instances share their lock, and ranks that are threads would deadlock.
+    _buffers: ReceiveBuffers | None = None
+    _nodes: tuple[int, ...] | None = None
+
+    @property
+    def buffers(self) -> ReceiveBuffers:
+        """The receive buffers of this communicator, kept over calls."""
+        if self._buffers is None:
+            self._buffers = ReceiveBuffers()
+        return self._buffers
+
+    @property
+    def nodes(self) -> tuple[int, ...]:
+        """The node of each rank, see `topology.gather_nodes`; the first use is collective."""
+        if self._nodes is None:
+            from .topology import gather_nodes
+
+            self._nodes = gather_nodes(self)
+        return self._nodes
 
     @abstractmethod
     def exchange(self, sends: Sequence[Send], recvs: Sequence[Recv]) -> Pending:
@@ -197,6 +219,15 @@ class Subgroup(ExchangeCollectives):
     def __init__(self, parent: Communicator, members: Sequence[int]) -> None:
         self._parent, self._members = parent, tuple(members)
         self.rank, self.size, self.bytes = self._members.index(parent.rank), len(self._members), parent.bytes
+
+    @property
+    def buffers(self) -> ReceiveBuffers:
+        return self._parent.buffers
+
+    @property
+    def nodes(self) -> tuple[int, ...]:
+        nodes = self._parent.nodes
+        return tuple(nodes[member] for member in self._members)
 
     @property
     def identity(self) -> Hashable:

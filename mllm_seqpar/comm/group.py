@@ -84,6 +84,7 @@ def destroy(group: Group = None) -> None:
     """
     comm = as_communicator(group)
     if isinstance(comm, ProcessGroupCommunicator):
+        comm.buffers.clear()
         destroy_transfer_group(comm.group)
 
 

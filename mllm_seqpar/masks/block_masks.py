@@ -83,6 +83,10 @@ class BlockMasks(ABC):
     def merged(self, size: int, orders: Sequence[Tensor] | None) -> BlockMasks:
         """Return the masks with every `size` consecutive ranks as one, its rows in these orders (None: by rank)."""
 
+    @abstractmethod
+    def reordered(self, ranks: Sequence[int]) -> BlockMasks:
+        """Return the masks of the same rows and keys with rank ``ranks[i]`` as number i."""
+
 
 @dataclass(frozen=True)
 class GivenBlockMask(BlockMasks):
@@ -97,6 +101,9 @@ class GivenBlockMask(BlockMasks):
         raise NotImplementedError("keys of one block with a batch of their own are not folded")
 
     def merged(self, size: int, orders: Sequence[Tensor] | None) -> GivenBlockMask:
+        return self
+
+    def reordered(self, ranks: Sequence[int]) -> GivenBlockMask:
         return self
 
 
@@ -120,6 +127,9 @@ class FullBlockMasks(BlockMasks):
     def merged(self, size: int, orders: Sequence[Tensor] | None) -> FullBlockMasks:
         lengths = [self.key_lengths[i : i + size] for i in range(0, len(self.key_lengths), size)]
         return FullBlockMasks(self.batch, self.length * size, tuple(map(sum, lengths)))
+
+    def reordered(self, ranks: Sequence[int]) -> FullBlockMasks:
+        return FullBlockMasks(self.batch, self.length, tuple(self.key_lengths[rank] for rank in ranks))
 
 
 class FoldedBlockMasks(BlockMasks):
@@ -157,6 +167,9 @@ class FoldedBlockMasks(BlockMasks):
 
     def merged(self, size: int, orders: Sequence[Tensor] | None) -> BlockMasks:
         raise NotImplementedError("merge blocks before folding them")
+
+    def reordered(self, ranks: Sequence[int]) -> BlockMasks:
+        raise NotImplementedError("reorder blocks before folding them")
 
 
 @dataclass(frozen=True)

@@ -90,5 +90,10 @@ class CausalBlockMasks(BlockMasks):
             self._merged[size] = merged
         return self._merged[size]
 
+    def reordered(self, ranks: Sequence[int]) -> CausalBlockMasks:
+        masks = CausalBlockMasks(self.batch, self._total, 1, "contiguous", self.first, self.valid)
+        masks.positions = [self.positions[rank] for rank in ranks]
+        return masks
+
     def _group_positions(self, size: int) -> list[Tensor]:
         return [torch.cat(self.positions[i : i + size]) for i in range(0, len(self.positions), size)]

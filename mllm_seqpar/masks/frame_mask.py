@@ -107,6 +107,15 @@ class FrameMask:
         """Return the mask of the rows with the given indices, (s,) int64, in that order."""
         return self._with_table(self._table[:, rows.cpu()])
 
+    def take_frames(self, frames: Tensor) -> FrameMask:
+        """Return the mask of the frames with the given numbers, (F,) int64, in that order."""
+        if self.bounds is None:
+            visible = self._table[..., frames]
+        else:
+            first, stop = (bound.unsqueeze(-1) for bound in self.bounds)
+            visible = (first <= frames) & (frames < stop)
+        return FrameMask(None, visible, self.tokens_per_frame, frames.numel())
+
     @staticmethod
     def cat(masks: Sequence[FrameMask]) -> FrameMask:
         """Concatenate the rows of masks that have the same frames and form."""
@@ -246,6 +255,13 @@ class FrameBlockMasks(BlockMasks):
             frames = [(self.frames[i][0], self.frames[i + size - 1][1]) for i in starts]
             self._merged[size] = orders, FrameBlockMasks(masks, frames)
         return self._merged[size][1]
+
+    def reordered(self, ranks: Sequence[int]) -> FrameBlockMasks:
+        """Return the masks with rank ``ranks[i]`` as number i, and the frames numbered in the order of these ranks."""
+        numbers = [torch.arange(*self.frames[rank]) for rank in ranks]
+        stops = list(itertools.accumulate(map(len, numbers)))
+        frames = [(stop - len(own), stop) for own, stop in zip(numbers, stops, strict=True)]
+        return FrameBlockMasks([self.masks[rank].take_frames(torch.cat(numbers)) for rank in ranks], frames)
 
 
 def _check_counts(where: str, tokens: int, frames: int) -> None:

@@ -100,6 +100,7 @@ def patch_model(
         return f"{adapter.name} {type(inner).__name__}, parameters {_parameter_fingerprint(inner):x}, {context.config}"
 
     require_same_text(comm, "patch_model", check_and_describe)
+    _ = comm.nodes  # gathered here, once, rather than by the first layer
     adapter, inner, context = checked[0]
     context = replace(context, selector=_selector(context))
     patch = Patch(adapter.name, context)
@@ -135,6 +136,7 @@ def unpatch_model(model: ModelT) -> ModelT:
         if patch is not None:
             patch.undo()
             object.__delattr__(module, _ATTRIBUTE)
+            patch.context.comm.buffers.clear()
             return model
     raise AdapterError(f"unpatch_model: this {type(model).__name__} is not patched; call patch_model first")
 

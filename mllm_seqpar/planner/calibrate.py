@@ -6,18 +6,18 @@ calibration is quick on a slow machine and does not measure latency alone on a f
 """
 
 import os
-import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
 
 from mllm_seqpar._logging import get_logger
-from mllm_seqpar.comm import Communicator, Pending, Recv, Send
-from mllm_seqpar.comm.agreement import fingerprint, require_same_text
+from mllm_seqpar.comm import Communicator, Pending, Recv, Send, Subgroup
+from mllm_seqpar.comm.agreement import require_same_text
 from mllm_seqpar.kernels import choose_kernel
+from mllm_seqpar.schedules.rank_order import by_node
 
 from .cluster import Cluster
 
@@ -102,6 +102,9 @@ def calibrate(
             and only the rates of kernels are measured.
     """
     device, shape = torch.device(device), shape or AttentionShape()
+    order = by_node(comm.nodes)
+    if order != tuple(range(comm.size)):
+        comm = Subgroup(comm, order)  # neighbours as schedules choose them
     clock = _Clock(comm, device)
     # A forward pass may calibrate. Its autocast mode must not change the dtype of what is measured.
     with torch.no_grad(), torch.autocast(device.type, enabled=False):
@@ -109,7 +112,7 @@ def calibrate(
         source = f"measured: {comm.size} ranks on {device.type}, {shape}, torch {torch.__version__}"
         if links_of is not None:
             return replace(links_of, **rates, source=source)
-        per_node = _ranks_per_node(comm)
+        per_node = _ranks_per_node(comm.nodes)
         return Cluster(
             name=name,
             gpus_per_node=per_node,
@@ -271,13 +274,10 @@ def _measure_link(clock: _Clock, after: int, before: int, *, active: bool = True
     return _Link(size / max(seconds - round_trip, seconds / 10), round_trip - posting, posting)
 
 
-def _ranks_per_node(comm: Communicator) -> int:
-    """Return the ranks per node if all nodes hold equally many consecutive ranks, else 1: all links are network."""
-    hosts = [row[0] for row in comm.gather_ints([fingerprint(socket.gethostname())])]
-    count = hosts.count(hosts[0])
-    nodes = [hosts[i : i + count] for i in range(0, len(hosts), count)]
-    regular = all(len(node) == count and len(set(node)) == 1 for node in nodes)
-    return count if regular and len({node[0] for node in nodes}) == len(nodes) else 1
+def _ranks_per_node(nodes: Sequence[int]) -> int:
+    """Return the ranks per node if all nodes have equally many, else 1: all links then count as network."""
+    counts = {nodes.count(node) for node in nodes}
+    return counts.pop() if len(counts) == 1 else 1
 
 
 def _memory(clock: _Clock, per_node: int) -> float:

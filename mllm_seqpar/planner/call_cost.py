@@ -10,8 +10,9 @@ from dataclasses import dataclass, replace
 from math import ceil
 
 from mllm_seqpar.schedules import AttentionBlock, Axis, OverlapRatios, Transfer, TransferKind, schedule_for
-from mllm_seqpar.schedules.bytes_sent import LSE_BYTES, Problem
+from mllm_seqpar.schedules.bytes_sent import LSE_BYTES, Problem, mesh_axis_bytes
 from mllm_seqpar.schedules.head_sharding import HeadShards
+from mllm_seqpar.schedules.rank_order import RankOrder, rank_order, renumbered
 
 from .candidates import ParallelSpec, problem_between_groups, symmetry_period
 from .cluster import Cluster
@@ -89,6 +90,8 @@ def call_cost(
             problem, spec.mesh_shape, cluster, backward=backward, head_degree=degree, visible=mean
         )
 
+    order = None if replicated else _order(inner, spec.mesh_shape, cluster, degree, backward=backward)
+
     def rank_phases(rank: int) -> list[Phase]:
         group, member = divmod(rank, degree)
 
@@ -105,11 +108,13 @@ def call_cost(
 
         schedule = schedule_for(
             (1, 1) if replicated else spec.mesh_shape,
-            0 if replicated else group,
+            0 if replicated else group if order is None else order.index(group),
             backward=backward,
             direct=visible_rows is not None and not replicated,
             overlap_ratios=ratios,
         )
+        if order is not None:
+            schedule = renumbered(schedule, order)
         return [
             Phase(
                 tuple(message(transfer) for transfer in step.transfers),
@@ -120,7 +125,8 @@ def call_cost(
         ]
 
     even = len(set(problem.keys)) == 1 and isinstance(visible, float | int) and visible_rows is None
-    period = symmetry_period(spec, problem.ranks, cluster) if even else problem.ranks
+    in_nodes = spec if order is None else replace(spec, mesh_shape=spec.mesh_shape[::-1])
+    period = symmetry_period(in_nodes, problem.ranks, cluster) if even else problem.ranks
     phases = [rank_phases(rank) for rank in range(period)]
     timeline = simulate(phases, problem.ranks, cluster, overlap=overlap, record=record)
     collectives = _collectives(problem, spec, cluster, backward, visual)
@@ -203,8 +209,11 @@ def overlap_ratios_by_rates(
     keys = ceil(sum(inner.keys) / len(inner.keys))
     block = block_seconds(inner, cluster, keys, backward=backward, visible=visible)
     a, b = mesh_shape
-    q_hop = _slowest_hop(cluster, problem.ranks, distance=head_degree, span=a * head_degree)
-    kv_hop = _slowest_hop(cluster, problem.ranks, distance=a * head_degree, span=a * b * head_degree)
+    kv_first = _order(inner, mesh_shape, cluster, head_degree, backward=backward) is not None
+    first = b if kv_first else a
+    near = _slowest_hop(cluster, problem.ranks, distance=head_degree, span=first * head_degree)
+    far = _slowest_hop(cluster, problem.ranks, distance=first * head_degree, span=a * b * head_degree)
+    q_hop, kv_hop = (far, near) if kv_first else (near, far)
 
     def blocks(kind: TransferKind, axis: Axis) -> float:
         size = shard_bytes(inner, kind, axis, backward=backward)
@@ -219,6 +228,20 @@ def overlap_ratios_by_rates(
         dkv=blocks("result", "kv"),
         one_link=q_hop[2] == kv_hop[2],
     )
+
+
+def _order(
+    problem: Problem, mesh_shape: tuple[int, int], cluster: Cluster, head_degree: int, *, backward: bool
+) -> RankOrder | None:
+    """Return the order of a mesh of groups of `head_degree` ranks: None, or KV groups before Q groups.
+
+    Args:
+        problem: that between the groups.
+    """
+    if 1 in mesh_shape:
+        return None
+    nodes = [rank * head_degree // cluster.gpus_per_node for rank in range(problem.ranks)]
+    return rank_order(nodes, mesh_shape, *mesh_axis_bytes(problem, mesh_shape, backward=backward))
 
 
 def _slowest_hop(cluster: Cluster, ranks: int, *, distance: int, span: int) -> tuple[float, float, bool]:

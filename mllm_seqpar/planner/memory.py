@@ -1,10 +1,10 @@
 """The peak memory of one rank in a step, in bytes by kind. An upper estimate by formula, not a simulation.
 
 parameters, gradients, optimizer: the shards of FSDP2. features: the visual features of the rank's frames, and their
-gradient where it is needed. activations: what autograd saves for backward, and the logits. buffers: temporary memory,
-which is a gathered layer, and the larger of two: K and V of the current cross-attention layer with their gradients in
-float32 and the shards of other ranks that its schedule holds, or the inner activations of the current MLP. If the
-vision tower, which runs earlier, needs more, that counts instead.
+gradient where it is needed. activations: what autograd saves for backward, and the logits. transfers: receive buffers,
+which stay allocated, and NCCL's memory (`transfer_memory`). buffers: temporary memory, which is a gathered layer, and
+the larger of two: K and V of the current cross-attention layer with their gradients in float32 and its partial results,
+or the inner activations of the current MLP. If the vision tower, which runs earlier, needs more, that counts instead.
 
 Activations are counted as autograd saves them, each tensor once: `tests/unit/planner/test_memory_measured.py` compares
 the formulas with real, patched models. Dropout and position embeddings are left out. Norms are counted as RMS norms
@@ -16,21 +16,23 @@ from mllm_seqpar.schedules.bytes_sent import LSE_BYTES, Problem
 from .call_cost import shard_bytes
 from .candidates import ParallelSpec
 from .model_sizes import CrossAttentionSizes, ResamplerSizes, TextSizes, VisionSizes
+from .transfer_memory import communicator_memory, receive_buffer_memory
 from .workload import Workload
 
 FLOAT32 = 4
 
 USABLE = 0.92
-"""Fraction of a GPU's memory that a plan may fill. The rest is for the driver, the allocator, NCCL, and the projection
-of recomputed chunks of features."""
+"""Fraction of a GPU's memory that a plan may fill. The rest is for the driver, the allocator, and the projection of
+recomputed chunks of features."""
 
-KINDS = ("parameters", "gradients", "optimizer", "features", "activations", "buffers")
+KINDS = ("parameters", "gradients", "optimizer", "features", "activations", "transfers", "buffers")
 
 
 def peak_memory(workload: Workload, spec: ParallelSpec) -> dict[str, int]:
     """Return the bytes of one rank at its peak, by kind (KINDS)."""
     n, trained = workload.gpus, workload.trained_parameters
     kinds = memory_after_tower(workload, spec)
+    kinds["transfers"] += communicator_memory(workload)
     if workload.training:
         kinds["activations"] += saved_before_features(workload)
     if n > 1:  # FSDP2: the current layer and the next one, gathered; in backward, one unsharded gradient
@@ -46,7 +48,7 @@ def peak_memory(workload: Workload, spec: ParallelSpec) -> dict[str, int]:
 
 
 def memory_after_tower(workload: Workload, spec: ParallelSpec) -> dict[str, int]:
-    """Return features, activations and buffers of the language model and cross-attention."""
+    """Return features, activations, receive buffers and other buffers of the language model and cross-attention."""
     text, element, tokens = workload.model.text, workload.element, workload.tokens
     features = _visual_tokens(workload, spec) * workload.model.cross.visual_dim
     backward = workload.training and workload.visual.trained
@@ -63,6 +65,7 @@ def memory_after_tower(workload: Workload, spec: ParallelSpec) -> dict[str, int]
     return {
         "features": features * element * (2 if backward else 1),
         "activations": activations + logits,
+        "transfers": receive_buffer_memory(workload, spec),
         "buffers": buffers,
     }
 
@@ -199,7 +202,7 @@ def _cross_attention_buffers(workload: Workload, spec: ParallelSpec) -> int:
     """Return the buffer bytes of one cross-attention call, the larger of forward and backward."""
     problem, cross = workload.cross_problem, workload.model.cross
     keys_values = _keys_values(workload, spec, problem.element)  # if they are saved: their gradients in that dtype
-    forward = keys_values + _schedule_buffers(problem, spec, backward=False)
+    forward = keys_values + _partial_results(problem, spec, backward=False)
     if not workload.training:
         return forward
     backward = keys_values + _keys_values(workload, spec, problem.accumulated)
@@ -207,23 +210,23 @@ def _cross_attention_buffers(workload: Workload, spec: ParallelSpec) -> int:
         normalized = cross.visual_dim if cross.features_norm else 0
         normalized += cross.kv_heads * cross.head_dim if cross.key_norm != "none" else 0
         backward += 3 * FLOAT32 * _visual_tokens(workload, spec) * normalized
-    return max(forward, backward + _schedule_buffers(problem, spec, backward=True))
+    return max(forward, backward + _partial_results(problem, spec, backward=True))
 
 
-def _schedule_buffers(problem: Problem, spec: ParallelSpec, *, backward: bool) -> int:
-    """Return the number of other ranks' shards that a rank holds at one time, and of results in flight.
+def _partial_results(problem: Problem, spec: ParallelSpec, *, backward: bool) -> int:
+    """Return the bytes of a rank's results, and of the partial results for other ranks that it holds at one time.
 
     A ring holds two of each kind, a mesh those of all other ranks of its groups. Ulysses holds all its heads once more.
     """
     q, o = (shard_bytes(problem, kind, "q", backward=backward) for kind in ("input", "result"))
-    kv = shard_bytes(problem, "input", "kv", backward=backward)
-    kv += shard_bytes(problem, "result", "kv", backward=backward) if backward else 0
+    kv, dkv = (shard_bytes(problem, kind, "kv", backward=backward) for kind in ("input", "result"))
+    dkv = dkv if backward else 0
     if spec.strategy == "replicate":
         return o
     a, b = spec.mesh_shape
     held_q, held_kv = min(a - 1, 2) if b == 1 else a - 1, min(b - 1, 2) if a == 1 else b - 1
-    head_shards = q + o + kv if spec.head_degree > 1 else 0
-    return head_shards + held_q * (q + o) + held_kv * kv + o
+    head_shards = q + o + kv + dkv if spec.head_degree > 1 else 0
+    return head_shards + held_q * o + held_kv * dkv + o
 
 
 def _mlp_buffers(workload: Workload) -> int:

@@ -126,6 +126,13 @@ def mesh_bytes(problem: Problem, mesh_shape: MeshShape, *, backward: bool) -> di
     return lv_xattn_bytes(in_q_group, backward=backward) | ring_bytes(in_kv_group, backward=backward)
 
 
+def mesh_axis_bytes(problem: Problem, mesh_shape: MeshShape, *, backward: bool) -> tuple[int, int]:
+    """Return the bytes that a mesh sends per rank and call in the Q group and in the KV group."""
+    sent = mesh_bytes(problem, mesh_shape, backward=backward)
+    kv = sum(sent.get(label, 0) for label in ("k", "v", "dk", "dv"))
+    return sum(sent.values()) - kv, kv
+
+
 def overlap_ratios_by_bytes(problem: Problem, *, backward: bool) -> OverlapRatios:
     """Return overlap ratios in proportion to the bytes of each transfer; one block hides the largest.
 

@@ -49,3 +49,15 @@ class Step:
 
 
 Schedule = tuple[Step, ...]
+
+
+def last_uses(schedule: Schedule) -> dict[tuple[Axis, int], int]:
+    """Return by (axis, owner) of each shard the last step that computes with it or sends it."""
+    uses: dict[tuple[Axis, int], int] = {}
+    for index, step in enumerate(schedule):
+        for block in step.blocks:
+            uses["q", block.q_shard] = uses["kv", block.kv_shard] = index
+        for transfer in step.transfers:
+            if transfer.kind == "input":
+                uses[transfer.axis, transfer.send_shard] = index
+    return uses

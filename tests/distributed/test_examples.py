@@ -28,7 +28,8 @@ def blocks() -> dict[str, str]:
 
 def example() -> str:
     """Return the example, which is the same on both pages."""
-    found = {code for name, code in blocks().items() if "init_process_group" in code}
+    pages = ("README.md", "docs/get_started.md")
+    found = {code for name, code in blocks().items() if name.startswith(pages) and "init_process_group" in code}
     (code,) = found
     return code
 

@@ -123,12 +123,14 @@ def test_cluster_file_is_compared_between_ranks_and_with_their_number(tmp_path: 
 SHAPE = AttentionShape(heads=2, kv_heads=2, dim=16)
 
 
-@pytest.mark.parametrize(("ranks", "links"), [(2, "node"), (4, "all")])
+@pytest.mark.parametrize(("hosts", "links"), [("aa", "node"), ("aabb", "all"), ("abab", "all")])
 def test_ranks_of_one_or_two_nodes_agree_on_what_they_measured(
-    ranks: int, links: str, monkeypatch: pytest.MonkeyPatch
+    hosts: str, links: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Threads loopback-0 to loopback-3, two on each host name."""
-    monkeypatch.setattr(socket, "gethostname", lambda: f"host {int(threading.current_thread().name[-1]) // 2}")
+    """Threads loopback-0 to loopback-3, two on each host name, one node after the other or in turn."""
+    monkeypatch.delenv("NCCL_HOSTID", raising=False)
+    monkeypatch.setattr(socket, "gethostname", lambda: hosts[int(threading.current_thread().name[-1])])
+    ranks = len(hosts)
     cluster, *others = run_loopback(ranks, lambda comm: calibrate(comm, shape=SHAPE))
     assert all(other == cluster for other in others)
     assert all(1e6 < rate < 1e15 for rate in (cluster.attention_forward, cluster.attention_backward, cluster.matmul))

@@ -15,8 +15,15 @@ from mllm_seqpar.planner import (
     overlap_ratios_by_rates,
     select_strategy,
 )
-from mllm_seqpar.planner.candidates import candidate_specs, symmetry_period
-from mllm_seqpar.schedules.bytes_sent import Problem, lv_xattn_bytes, mesh_bytes, ring_bytes, ulysses_bytes
+from mllm_seqpar.planner.candidates import candidate_specs, problem_between_groups, symmetry_period
+from mllm_seqpar.schedules.bytes_sent import (
+    Problem,
+    lv_xattn_bytes,
+    mesh_axis_bytes,
+    mesh_bytes,
+    ring_bytes,
+    ulysses_bytes,
+)
 
 EVEN = Problem(rows=64, keys=(4096,) * 8, heads=8, kv_heads=2, dim=64)
 ONE_NODE = with_(gpus_per_node=8)
@@ -85,6 +92,20 @@ def test_bytes_of_meshes_and_hybrids_match_the_formulas(mesh_shape: tuple[int, i
     assert found.network_bytes == 0
 
 
+@PASSES
+@pytest.mark.parametrize(("rows", "shape"), [(64, (2, 4)), (65536, (4, 2))], ids=["keys", "queries"])
+@pytest.mark.parametrize("degree", [1, 2])
+def test_mesh_keeps_the_axis_that_sends_more_inside_nodes(
+    degree: int, rows: int, shape: tuple[int, int], backward: bool
+) -> None:
+    problem = replace(EVEN, rows=rows, keys=(4096,) * 8 * degree)
+    spec = ParallelSpec("mesh" if degree == 1 else "ulysses", shape, degree)
+    found = call_cost(problem, spec, with_(gpus_per_node=4 * degree), backward=backward).timeline
+    q, kv = mesh_axis_bytes(problem_between_groups(problem, degree), shape, backward=backward)
+    inside, between = (kv, q) if rows == 64 else (q, kv)
+    assert max(found.node_bytes) == inside > between == max(found.network_bytes)
+
+
 def test_ulysses_shards_recomputed_keys_and_values_again() -> None:
     spec = ParallelSpec("ulysses", (1, 1), 8)
     cost = call_cost(EVEN, spec, FAST_KERNEL, backward=True, visual=VisualProjection(dim=64))
@@ -121,7 +142,9 @@ def test_one_period_of_ranks_represents_all(ranks: int) -> None:
         period, every = (
             call_cost(problem, spec, cluster, backward=backward, visible=visible) for visible in (1.0, ones)
         )
-        assert (period.timeline.period, every.timeline.period) == (symmetry_period(spec, ranks, cluster), ranks)
+        shapes = spec.mesh_shape, spec.mesh_shape[::-1]  # the second if KV groups come before Q groups
+        periods = [symmetry_period(replace(spec, mesh_shape=shape), ranks, cluster) for shape in shapes]
+        assert period.timeline.period in periods and every.timeline.period == ranks
         assert period.seconds == pytest.approx(every.seconds, rel=1e-9), (str(spec), backward)
         assert period.timeline.all_network_bytes == every.timeline.all_network_bytes, str(spec)
     expected = 1 if ranks <= 4 else 4 if ranks % 4 == 0 else ranks
@@ -142,16 +165,18 @@ def test_projection_of_features_by_strategy_and_pass() -> None:
     assert call_cost(EVEN, LV, ONE_NODE, backward=True, visual=frozen).projection == pytest.approx(shard)
 
 
-def test_overlap_ratios_are_transfer_times_over_block_times() -> None:
-    """16 ranks on nodes of 4, mesh shape (4, 4): Q groups within a node, KV groups share the network links."""
-    problem = Problem(rows=100, keys=(1000,) * 16, heads=4, kv_heads=4, dim=100)
-    cluster = with_(attention_forward=4 * 100 * 1000 * 4 * 100 / 1e-3)  # 1 ms per block
+@pytest.mark.parametrize(("rows", "q_rate", "kv_rate"), [(100, 1e8 / 4, 1e9), (5000, 1e9, 1e8 / 4)])
+def test_overlap_ratios_are_transfer_times_over_block_times(rows: int, q_rate: float, kv_rate: float) -> None:
+    """16 ranks on nodes of 4, mesh shape (4, 4): one axis is within a node, the other shares the network links."""
+    problem = Problem(rows=rows, keys=(1000,) * 16, heads=4, kv_heads=4, dim=100)
+    cluster = with_(attention_forward=4 * rows * 1000 * 4 * 100 / 1e-3)  # 1 ms per block
     found = overlap_ratios_by_rates(problem, (4, 4), cluster, backward=False)
-    assert found.q == pytest.approx(100 * 4 * 100 * 2 / 1e9 / 1e-3, rel=0.05)
-    assert found.o == pytest.approx(100 * 4 * 104 * 4 / 1e9 / 1e-3, rel=0.1)
-    assert found.kv == pytest.approx(2 * 1000 * 4 * 100 * 2 / (1e8 / 4) / 1e-3, rel=0.05)
+    assert found.q == pytest.approx(rows * 4 * 100 * 2 / q_rate / 1e-3, rel=0.05)
+    assert found.o == pytest.approx(rows * 4 * 104 * 4 / q_rate / 1e-3, rel=0.1)
+    assert found.kv == pytest.approx(2 * 1000 * 4 * 100 * 2 / kv_rate / 1e-3, rel=0.05)
     assert not found.one_link
-    assert overlap_ratios_by_rates(problem, (16, 1), cluster, backward=False).q == pytest.approx(0.8, rel=0.05)
+    slowest = overlap_ratios_by_rates(problem, (16, 1), cluster, backward=False)
+    assert slowest.q == pytest.approx(rows * 4 * 100 * 2 / 1e8 / 1e-3, rel=0.05)
 
 
 REAL = with_(FAST, network_link=1e10, node_latency_s=5e-6, block_overhead_s=1e-5)

@@ -14,6 +14,7 @@ from mllm_seqpar.planner.memory import KINDS, USABLE, peak_memory
 from mllm_seqpar.planner.model_sizes import read_model
 from mllm_seqpar.planner.plan import StrategyPlan, make_plan, max_frames
 from mllm_seqpar.planner.step_cost import PARTS
+from mllm_seqpar.planner.transfer_memory import COMMUNICATOR_BYTES, COMMUNICATORS
 from mllm_seqpar.planner.workload import Workload
 
 OWL = read_model(find_file("model", "mplug-owl3-7b"))
@@ -147,14 +148,30 @@ def test_buffers_of_each_strategy() -> None:
     """In addition to one GPU with the same shards: gathered layers, and the shards of other ranks."""
     one_gpu = memory(ONE_GPU, gpus=1, frames=256, text=512)["buffers"]
     gathered = 151851 * 3584 * 2 * 3  # the embeddings, the largest layer: two, and a gradient
-    q, kv = 512 * 28 * (3 * 128 * 2 + 4 + 128 * 4), 2 * KEYS * 4 * 128 * (2 + 4)
-    assert memory(LV)["buffers"] == one_gpu + gathered + 2 * q
-    assert memory(RING)["buffers"] == one_gpu + gathered + 2 * kv
-    assert memory(MESH)["buffers"] == one_gpu + gathered + 3 * (q + kv)
+    dq, dkv = 512 * 28 * 128 * 4, 2 * KEYS * 4 * 128 * 4
+    assert memory(LV)["buffers"] == one_gpu + gathered + 2 * dq
+    assert memory(RING)["buffers"] == one_gpu + gathered + 2 * dkv
+    assert memory(MESH)["buffers"] == one_gpu + gathered + 3 * (dq + dkv)
     # the gradient of all features: as shards, in float32, and concatenated
     assert memory(REPLICATE)["buffers"] == gathered + 16 * KEYS * 3584 * (2 + 4 + 4)
     # the backward pass of the norms: three tensors in float32 of all frames at once
     assert memory(recompute=False)["buffers"] - memory()["buffers"] == 3 * 4 * KEYS * 3584
+
+
+def test_memory_of_transfers() -> None:
+    """Receive buffers of both directions, of text and of frames, where the larger ones serve both."""
+    nccl = COMMUNICATORS * COMMUNICATOR_BYTES
+    rows, keys = 512 * 28, 2 * KEYS * 4 * 128
+    text = 512 * 4 * 128 * 2  # elements of K and V of one text shard
+    lse = 3 * 4 * rows  # two of the backward pass, one of the forward pass
+    q = 6 * rows * 128 * 2 + rows * 128 * 4 + lse  # two times q, o and do; O or dQ
+    kv = 2 * keys * 2 + keys * 4  # two times K and V; dK and dV
+    assert memory(LV)["transfers"] == nccl + q + 2 * text * 2 + text * 4
+    assert memory(RING)["transfers"] == nccl + kv
+    assert memory(RING, trained="none")["transfers"] == nccl + 2 * keys * 2
+    assert memory(LV, self_attention="local")["transfers"] > nccl
+    assert memory(ParallelSpec("ulysses", (1, 1), 4), gpus=4, self_attention="ulysses")["transfers"] == nccl
+    assert memory(ONE_GPU, gpus=1)["transfers"] == 0
 
 
 def test_strategy_that_does_not_fit_comes_last() -> None:

@@ -1,0 +1,118 @@
+"""Receive buffers that belong to a communicator and stay allocated over its calls.
+
+Memory that a call frees while NCCL's stream may still use it cannot be allocated again before an event on that stream
+has completed, so a step that allocates its receive buffers anew grows the memory of the allocator and may wait. Buffers
+that stay allocated have neither effect.
+
+A buffer may be refilled by a later exchange as soon as the computation that reads it is enqueued on the current stream:
+torch makes NCCL's stream wait for the current stream when an exchange is posted, so the new data arrives after that
+computation. This holds for one stream only, so buffers of one CUDA stream are never used on another.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Hashable, Iterable, Iterator
+from contextlib import contextmanager
+from math import prod
+
+import torch
+from torch import Tensor
+
+IDLE_CALLS = 1000
+"""A buffer that this many calls in a row did not use is freed."""
+
+
+class ReceiveBuffers:
+    """The receive buffers of one communicator.
+
+    A call takes buffers with `BufferLease.take` and returns them when their content is no longer used. Buffers are
+    flat; a tensor takes the shortest free buffer of its kind that is long enough. If all are too short, a longer buffer
+    replaces the longest one. The buffers of one kind are therefore as many as a call ever used at one time, and as long
+    as such a call needed. A buffer that `IDLE_CALLS` calls did not use is freed, and `clear` frees all.
+
+    Attributes:
+        allocations: the number of buffers allocated so far.
+    """
+
+    def __init__(self) -> None:
+        self.allocations = 0
+        self._calls = 0
+        self._free: defaultdict[Hashable, list[tuple[Tensor, int]]] = defaultdict(list)
+        """By kind: (flat buffer, number of the call that used it last), shortest first."""
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of all buffers that no call uses at the moment."""
+        return sum(flat.numel() * flat.element_size() for free in self._free.values() for flat, _ in free)
+
+    def clear(self) -> None:
+        """Free all buffers; those that a call uses are freed when it ends."""
+        self._free = defaultdict(list)
+
+    @contextmanager
+    def lease(self) -> Iterator[BufferLease]:
+        """Yield the buffers of one call. Calls may be nested or interleaved; no two of them share a buffer.
+
+        If the call raises, the buffers that it uses are dropped and not reused, because a posted receive may still
+        write to them.
+        """
+        self._calls += 1
+        lease = BufferLease(self)
+        yield lease
+        lease.give(list(lease.used))
+        for kind, free in list(self._free.items()):
+            self._free[kind] = [entry for entry in free if entry[1] > self._calls - IDLE_CALLS]
+
+    def _take(self, kind: Hashable, like: Tensor, size: int) -> Tensor:
+        free = self._free[kind]
+        for index, (flat, _) in enumerate(free):
+            if flat.numel() >= size:
+                del free[index]
+                return flat
+        if free:
+            free.pop()
+        self.allocations += 1
+        with torch.inference_mode(False):  # an inference tensor could not be refilled outside inference mode
+            return torch.empty(size, dtype=like.dtype, device=like.device)
+
+    def _give(self, kind: Hashable, flat: Tensor) -> None:
+        self._free[kind].append((flat, self._calls))
+        self._free[kind].sort(key=lambda entry: entry[0].numel())
+
+
+class BufferLease:
+    """The buffers that one call uses; see `ReceiveBuffers.lease`."""
+
+    def __init__(self, owner: ReceiveBuffers) -> None:
+        self._owner, self._free = owner, owner._free
+        self.used: dict[int, tuple[Hashable, Tensor, Tensor]] = {}
+        """By id of the tensor that `take` returned: (kind, flat buffer, that tensor)."""
+
+    def take(self, kind: Hashable, like: Tensor, length: int) -> Tensor:
+        """Return a contiguous buffer like `like` (B, H, S, ...), with `length` in the place of S.
+
+        Buffers are shared by tensors of equal `kind`, dtype, device and CUDA stream.
+        """
+        shape = (*like.shape[:2], length, *like.shape[3:])
+        size = prod(shape)
+        if not size:
+            return like.new_empty(shape)
+        kind = kind, like.dtype, like.device, _current_stream(like.device), getattr(like, "fake_mode", None)
+        flat = self._owner._take(kind, like, size)
+        tensor = flat[:size].view(shape)
+        self.used[id(tensor)] = kind, flat, tensor
+        return tensor
+
+    def give(self, tensors: Iterable[Tensor | int]) -> None:
+        """Return buffers whose content is no longer used by anything that is enqueued later."""
+        for tensor in tensors:
+            found = self.used.pop(tensor if isinstance(tensor, int) else id(tensor), None)
+            if found is not None and self._owner._free is self._free:  # not after `clear`
+                self._owner._give(*found[:2])
+
+
+def _current_stream(device: torch.device) -> int:
+    if device.type != "cuda" or not torch.cuda.is_initialized():  # fake CUDA tensors have no streams
+        return 0
+    return torch.cuda.current_stream(device).cuda_stream

@@ -1,0 +1,55 @@
+"""Layer: one process. Accumulation of partial results: what is allocated, and what the first addition costs."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from mllm_seqpar.attention.block_math import GradientAccumulator, PartialResult
+
+
+class Operators(TorchDispatchMode):
+    """Records the names of the operators that run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(function.overloadpacket.__name__)
+        return function(*args, **kwargs or {})
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_first_gradient_becomes_the_sum_without_zeros_and_addition(dtype: torch.dtype) -> None:
+    first, second = torch.randn(2, 1, 2, 3, 4).to(dtype)
+    total = GradientAccumulator(first, torch.float32)
+    with Operators() as ran:
+        total.add(first)
+    assert not {"zeros", "zero_", "fill_", "add_", "add"} & set(ran.names)
+    assert total.value.dtype == torch.float32 and torch.equal(total.value, first.float())
+    expected = first.float() + second.float()
+    total.add(second)
+    assert torch.equal(total.value, expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_first_gradient_of_some_rows_or_of_a_reused_buffer_is_copied(dtype: torch.dtype) -> None:
+    x = torch.randn(1, 2, 3, 4).to(dtype)
+    borrowed, some = GradientAccumulator(x, torch.float32), GradientAccumulator(x, torch.float32)
+    borrowed.add(x, borrowed=True)
+    some.add(x[:, :, 1:2], rows=slice(1, 2))
+    expected, part = x.float().clone(), torch.zeros(1, 2, 3, 4)
+    part[:, :, 1:2] = expected[:, :, 1:2]
+    x.fill_(float("nan"))
+    assert torch.equal(borrowed.value, expected) and torch.equal(some.value, part)
+
+
+def test_first_partial_result_is_converted_to_the_accumulation_dtype() -> None:
+    o, lse = torch.randn(1, 2, 3, 4).bfloat16(), torch.randn(1, 2, 3)
+    total = PartialResult(o, torch.float32)
+    with Operators() as ran:
+        total.add(o, lse)
+    assert not {"zeros", "zero_", "full", "fill_", "exp"} & set(ran.names)
+    assert torch.equal(total.value[0], o.float()) and torch.equal(total.value[1], lse)
