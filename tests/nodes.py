@@ -48,9 +48,9 @@ class TwoNodes:
         self,
         command: Callable[[int], list[str]],
         timeout: float = HANG,
-        during: Callable[[list[subprocess.Popen]], None] = lambda launchers: None,
+        during: Callable[[], None] = lambda: None,
     ) -> list[Launched]:
-        """Run `command(node)` on each node, call `during` with the two launchers, and wait for their end.
+        """Run `command(node)` on each node, call `during`, and wait for their end.
 
         Raises:
             LaunchHang: if a launcher did not end within `timeout` seconds.
@@ -65,7 +65,7 @@ class TwoNodes:
                     line = self.module.on_host(name, f"node{node}", command(node))
                     pipes = {"stdin": subprocess.DEVNULL, "stdout": file, "stderr": subprocess.STDOUT}
                     launchers.append(subprocess.Popen(line, cwd=ROOT, env={**os.environ, **variables}, **pipes))
-                during(launchers)
+                during()
                 deadline = time.monotonic() + timeout
                 for launcher in launchers:
                     launcher.wait(max(0.0, deadline - time.monotonic()))

@@ -7,6 +7,7 @@ Rank 0 writes which ranks share the shards of a parameter, and which have the sa
 """
 
 import json
+import logging
 import os
 import signal
 import sys
@@ -61,6 +62,8 @@ def reset_accelerator() -> None:
 
 
 if __name__ == "__main__":
+    logging.getLogger("mllm_seqpar").addHandler(logging.StreamHandler())
+    logging.getLogger("mllm_seqpar").setLevel(logging.INFO)
     if os.environ["RANK"] != "3":
         # The launcher ends the other rank of the node, and may do so first. The test shows that all end without it.
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
