@@ -19,8 +19,9 @@ import pytest
 from launch import HANG, ROOT, Launched, LaunchHang
 
 RANKS = 2
-"""Per node."""
+"""Ranks per node under accelerate."""
 MBIT = 200.0
+"""Rate of a node's link, in each direction."""
 PORT = "29500"
 
 
@@ -39,8 +40,8 @@ class TwoNodes:
         return self.run(lambda node: [*common, str(node), str(ROOT / script), *map(str, arguments)], **options)
 
     def torchrun(self, script: str | Path, *arguments: object, **options) -> list[Launched]:
-        """Run `torchrun` on both nodes; see `run`."""
-        common = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", f"--nproc-per-node={RANKS}"]
+        """Run `torchrun` on both nodes, with one rank per node; see `run`."""
+        common = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=1"]
         common += ["--master-addr", self.module.address(0), "--master-port", PORT, "--node-rank"]
         return self.run(lambda node: [*common, str(node), str(ROOT / script), *map(str, arguments)], **options)
 

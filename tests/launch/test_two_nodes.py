@@ -28,7 +28,7 @@ CLOSED = "closed|reset|broken pipe"
 LOST = re.compile(r"\[rank (\d)\] stopped: another rank ended or does not answer \((.*)\)")
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def nodes() -> Iterator[TwoNodes]:
     with two_nodes() as pair:
         yield pair
@@ -109,20 +109,20 @@ def test_two_nodes_answer_as_one_process(nodes: TwoNodes, inference_files: Path,
 
 
 def test_a_rank_that_raises_ends_both_nodes(nodes: TwoNodes, tmp_path: Path) -> None:
-    first, second = nodes.torchrun(HERE / "reduce_until_failure.py", TIMEOUT, tmp_path, 3)
+    first, second = nodes.torchrun(HERE / "reduce_until_failure.py", TIMEOUT, tmp_path, 1)
     assert second.returncode != 0
-    assert "[rank 3] error: clip.mp4: cannot be decoded" in second.output, second.output
-    assert_stopped(first, {0, 1}, CLOSED)
+    assert "[rank 1] error: clip.mp4: cannot be decoded" in second.output, second.output
+    assert_stopped(first, {0}, CLOSED)
 
 
 def test_a_lost_node_is_noticed_at_the_timeout(nodes: TwoNodes, tmp_path: Path) -> None:
     def cut_when_ranks_run() -> None:
         deadline = time.monotonic() + HANG / 2
-        while len([*tmp_path.glob("rank-*")]) < 4:
+        while len([*tmp_path.glob("reduces-*")]) < 2:
             assert time.monotonic() < deadline, "the ranks have not started"
             time.sleep(0.1)
         nodes.module.cut_link(1)
 
-    first, second = nodes.torchrun(HERE / "reduce_until_failure.py", 5, tmp_path, during=cut_when_ranks_run)
-    assert_stopped(first, {0, 1}, "timed out")
-    assert_stopped(second, {2, 3}, "timed out")
+    first, second = nodes.torchrun(HERE / "reduce_until_failure.py", 8, tmp_path, during=cut_when_ranks_run)
+    assert_stopped(first, {0}, "timed out")
+    assert_stopped(second, {1}, "timed out")
