@@ -56,7 +56,7 @@ def end_with_launcher() -> None:
     if sys.platform != "linux" or "TORCHELASTIC_RUN_ID" not in os.environ:
         return
     launcher = os.getppid()
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != launcher:  # it ended before the call
         _exit_now("the launcher ended", FAILED)
 
