@@ -1,11 +1,14 @@
 """The exit of a program after an error: one line names the cause, and no other rank waits for this one.
 
 A rank that raises exits immediately and waits for no other rank in a destructor. Its launcher then ends the ranks of
-the same node. Ranks that wait for it in a collective see the connection close, or reach the group's time limit. Errors
-that are found before a collective are raised on all ranks by `comm.agreement` instead.
+the same node. Launchers of several nodes do not communicate: the ranks of the other nodes see the connection close in
+their next collective, or reach the group's time limit, and end their own launcher. If a launcher is killed, its ranks
+end with it. Errors that are found before a collective are raised on all ranks by `comm.agreement` instead.
 """
 
+import ctypes
 import os
+import signal
 import sys
 import time
 import traceback
@@ -20,6 +23,7 @@ from mllm_seqpar.errors import AgreementError, SeqParError, TransferError
 BAD_INPUT = 2
 FAILED = 1
 
+_PR_SET_PDEATHSIG = 1  # of linux/prctl.h
 _STOPPED = "stopped:"
 _LOST = ("connection closed", "connection reset", "broken pipe", "timed out", "timeout", "socket", "peer", "nccl")
 
@@ -31,6 +35,7 @@ def run(main: Callable[[Sequence[str]], None], argv: Sequence[str]) -> None:
     released their tensors (`comm.gloo_shutdown`). A rank that fails leaves through `os._exit` instead, because
     destructors of process groups and threads that are joined at exit may wait for ranks that wait for this one.
     """
+    end_with_launcher()
     release_gloo_at_exit()
     try:
         main(argv)
@@ -40,6 +45,20 @@ def run(main: Callable[[Sequence[str]], None], argv: Sequence[str]) -> None:
         _exit_now(*describe(error))
     if dist.is_initialized():
         dist.destroy_process_group()
+
+
+def end_with_launcher() -> None:
+    """Let the kernel end this process when its launcher ends, also if that is killed; on Linux, under torch elastic.
+
+    A launcher that is killed with SIGKILL (for want of memory, for example) cannot end its ranks. They would go on, and
+    so would those of all other nodes, without anything that reports their exit.
+    """
+    if sys.platform != "linux" or "TORCHELASTIC_RUN_ID" not in os.environ:
+        return
+    launcher = os.getppid()
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != launcher:  # it ended before the call
+        _exit_now("the launcher ended", FAILED)
 
 
 def describe(error: Exception) -> tuple[str, int]:

@@ -19,6 +19,7 @@ import os
 import random
 import re
 import shutil
+import uuid
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -33,6 +34,8 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 
 from mllm_seqpar._logging import get_logger
+from mllm_seqpar.comm import Communicator
+from mllm_seqpar.comm.agreement import check_collectively
 from mllm_seqpar.errors import ConfigError, DataError
 
 _NAME = re.compile(r"checkpoint-(\d{8})")
@@ -86,6 +89,24 @@ def save_checkpoint(
             shutil.rmtree(old)
     _barrier()
     return final
+
+
+def require_shared_directory(comm: Communicator, output: Path) -> None:
+    """Raise ConfigError on all ranks unless every rank sees in `output` the files that rank 0 writes there.
+
+    All ranks write parts of a checkpoint, and nodes without a common file system would fail at the first one only.
+    """
+    (name, *_) = comm.gather_texts(f".shared-{uuid.uuid4().hex}")
+    check_collectively(comm, "output", lambda: (output / name).touch() if comm.rank == 0 else None)
+    seen = [row[0] for row in comm.gather_ints([(output / name).exists()])]
+    if comm.rank == 0:
+        (output / name).unlink()
+    if not all(seen):
+        raise ConfigError(
+            f"--output {output}: ranks {', '.join(str(rank) for rank, found in enumerate(seen) if not found)} do not "
+            "see the files of rank 0 there, and a checkpoint has files of all ranks; give a directory on a file system "
+            "that all nodes share, or write no checkpoints (--save-every 0)"
+        )
 
 
 def list_checkpoints(output: Path) -> list[Path]:

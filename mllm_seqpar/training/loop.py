@@ -93,6 +93,8 @@ def prepare(argv: Sequence[str]) -> TrainingRun:
     processor, loader, eval_loader, order, resume, facts = check_collectively(
         comm, "data", lambda: _open_data(args, dims), lambda opened: opened[-1]
     )
+    if args.save_every or args.stop_after is not None:
+        checkpoints.require_shared_directory(comm, Path(args.output))
     model = check_collectively(comm, "model", lambda: _load(args, processor, receives_weights(accelerator)))
     # The model is patched for one rank per sample too: K and V of the frames are then recomputed, not stored.
     check_collectively(comm, "patch", lambda: patch_model(model, group=dims.sp_group, config=_seqpar_config(args)))

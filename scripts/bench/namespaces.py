@@ -1,6 +1,7 @@
 """A network on one machine: each rank runs in its own network namespace, behind a link whose speed can be capped.
 
     launch(4, [sys.executable, "script.py"])        # like torchrun, but each rank has its own network
+    with network(2) as names: ...                   # for several processes in one namespace, as on a node; see on_host
 
     rank's namespace: eth0 --- port0 :switch's namespace: bridge        A link is full duplex: what a rank sends is
                       eth0 --- port1                                    capped at eth0, what it receives at its port.
@@ -27,6 +28,10 @@ PREFIX = "seqpar"
 LINK = "SEQPAR_BENCH_LINK"
 """Environment variable of a rank: "<namespace of the switch>/<port of the rank>"."""
 SUBNET = "10.213.0."
+BURST = 128 << 10
+"""Bytes that may exceed the rate at once. A smaller burst makes a late timer lose bandwidth; with this one, single
+messages below its size are hardly slowed down, only their sum is."""
+QUEUE_S = 0.2
 PR_SET_PDEATHSIG = 1
 
 
@@ -76,7 +81,7 @@ def network(ranks: int) -> Iterator[list[str]]:
             _ip(f"netns add {name}")
             _ip(f"-n {name} link add eth0 type veth peer name port{rank} netns {switch}")
             _ip(f"-n {switch} link set port{rank} master bridge up")
-            _ip(f"-n {name} addr add {SUBNET}{rank + 1}/24 dev eth0")
+            _ip(f"-n {name} addr add {address(rank)}/24 dev eth0")
             _ip(f"-n {name} link set eth0 up")
             _ip(f"-n {name} link set lo up")
             # BBR paces small messages such as LV-XAttn's far below the speed of the link. So does a congestion window
@@ -87,6 +92,48 @@ def network(ranks: int) -> Iterator[list[str]]:
     finally:
         for name in (*names, switch):
             _remove(name)
+
+
+def on_host(name: str, host: str, command: Sequence[str]) -> list[str]:
+    """Return `command` so that it runs in namespace `name` on a machine whose host name is `host`."""
+    inside = ["unshare", "--uts", "sh", "-c", 'hostname "$0" && exec "$@"', host]
+    return ["ip", "netns", "exec", name, *inside, *command]
+
+
+def address(index: int) -> str:
+    """Return the address of the namespace with this index in its network."""
+    return f"{SUBNET}{index + 1}"
+
+
+def cap_link(index: int, mbit: float) -> None:
+    """Limit both directions of the link of a namespace of this process's network to `mbit` Mbit/s."""
+    cap_device("eth0", mbit, f"{PREFIX}-{os.getpid()}-{index}")
+    cap_device(f"port{index}", mbit, _switch())
+
+
+def cut_link(index: int) -> None:
+    """Disconnect a namespace of this process's network; its peers see no closed connection, only silence."""
+    _ip(f"-n {_switch()} link set port{index} down")
+
+
+def cap_device(device: str, mbit: float, namespace: str | None = None) -> None:
+    """Limit what `device` of a namespace (None: this process's own) sends to `mbit` Mbit/s."""
+    inside = [] if namespace is None else ["-n", namespace]
+    shape = ["tbf", "rate", f"{round(mbit * 1e6)}bit", "burst", f"{BURST}", "latency", f"{QUEUE_S * 1e3:g}ms"]
+    subprocess.run(["tc", *inside, "qdisc", "replace", "dev", device, "root", *shape], check=True)
+
+
+def processes_in(name: str) -> list[int]:
+    """Return the processes that run in a namespace; none if it does not exist."""
+    listed = subprocess.run(["ip", "netns", "pids", name], capture_output=True, text=True).stdout
+    return [*map(int, listed.split())]
+
+
+def kill_processes(name: str) -> None:
+    """Kill the processes that run in a namespace."""
+    for process in processes_in(name):
+        with suppress(ProcessLookupError):
+            os.kill(process, signal.SIGKILL)
 
 
 def existing() -> list[str]:
@@ -104,7 +151,7 @@ def remove_leftovers() -> None:
 
 def _start(rank: int, ranks: int, name: str, command: Sequence[str]) -> subprocess.Popen[bytes]:
     variables = {"RANK": str(rank), "WORLD_SIZE": str(ranks), "LOCAL_RANK": str(rank), "GLOO_SOCKET_IFNAME": "eth0"}
-    variables |= {"MASTER_ADDR": f"{SUBNET}1", "MASTER_PORT": "29500", LINK: f"{_switch()}/port{rank}"}
+    variables |= {"MASTER_ADDR": address(0), "MASTER_PORT": "29500", LINK: f"{_switch()}/port{rank}"}
     variables |= {"TORCH_CPP_LOG_LEVEL": "ERROR"}  # c10d warns that these addresses have no host names
     return subprocess.Popen(
         ["ip", "netns", "exec", name, *command],
@@ -143,10 +190,7 @@ def _switch() -> str:
 
 def _remove(name: str) -> None:
     """Kill the processes in a namespace and remove it; do nothing if it does not exist."""
-    inside = subprocess.run(["ip", "netns", "pids", name], capture_output=True, text=True).stdout.split()
-    for process in inside:
-        with suppress(ProcessLookupError):
-            os.kill(int(process), signal.SIGKILL)
+    kill_processes(name)
     subprocess.run(["ip", "netns", "del", name], capture_output=True)
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import random
-import subprocess
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -13,7 +12,7 @@ from statistics import median
 
 import torch
 from measure import synchronize
-from namespaces import LINK
+from namespaces import LINK, cap_device
 from network_modes import Mode, Speed, cluster, modes
 from network_settings import Setting
 from torch import Tensor
@@ -26,10 +25,6 @@ CLOSE = {torch.float32: 1e-4, torch.bfloat16: 3e-2}
 """Largest difference between the results of two strategies, relative to the largest value: they sum in other orders."""
 BACKWARD = 2.5
 """Time of an emulated block's backward pass over its forward pass: five matrix products against two."""
-BURST = 128 << 10
-"""Bytes that may exceed the rate at once. A smaller burst makes a late timer lose bandwidth; with this one, single
-messages below its size are hardly slowed down, only their sum is."""
-QUEUE_S = 0.2
 Tensors = dict[str, Tensor]
 
 
@@ -86,9 +81,7 @@ class Link:
     def cap(self, mbit: float) -> None:
         """Limit both directions to `mbit` Mbit/s; all ranks call this between transfers."""
         for device in ("eth0", self._port):
-            namespace = [] if device == "eth0" else ["-n", self._switch]
-            shape = ["tbf", "rate", f"{round(mbit * 1e6)}bit", "burst", f"{BURST}", "latency", f"{QUEUE_S * 1e3:g}ms"]
-            subprocess.run(["tc", *namespace, "qdisc", "replace", "dev", device, "root", *shape], check=True)
+            cap_device(device, mbit, None if device == "eth0" else self._switch)
 
 
 def measure_speed(comm: Communicator, device: torch.device, expected: float) -> Speed:

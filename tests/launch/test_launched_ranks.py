@@ -1,11 +1,14 @@
-"""Layer: real launches. A rank killed in training; an adapter found by the entry point of an installed package."""
+"""Layer: real launches. A killed rank, a killed launcher, and an adapter of an installed package."""
 
+import contextlib
+import os
 import re
 import shutil
 import subprocess
 import sys
 from pathlib import Path
 
+import psutil
 import pytest
 
 from launch import launch
@@ -52,6 +55,27 @@ def test_other_ranks_end_with_a_message_when_one_is_killed_in_training(tmp_path:
     ended = float(done.output.split("rank 0 ended at ")[1].split(":")[0])
     assert ended - killed < 60
     assert "Another rank of the group has most likely ended" in done.output
+
+
+@pytest.mark.launch
+@pytest.mark.slow
+def test_ranks_end_when_their_launcher_is_killed() -> None:
+    rank = (
+        "import time; from mllm_seqpar.cli.program_exit import run; run(lambda _: (print('runs'), time.sleep(300)), [])"
+    )
+    launcher = f"import subprocess, sys; subprocess.run([sys.executable, '-uc', {rank!r}])"
+    variables = os.environ | {"TORCHELASTIC_RUN_ID": "none"}
+    process = subprocess.Popen([sys.executable, "-c", launcher], stdout=subprocess.PIPE, env=variables)
+    assert process.stdout is not None and process.stdout.readline() == b"runs\n"
+    (child,) = psutil.Process(process.pid).children()
+    try:
+        process.kill()
+        process.wait()
+        assert not psutil.wait_procs([child], timeout=30)[1], "the rank runs on without its launcher"
+    finally:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            child.kill()
+        process.stdout.close()
 
 
 @pytest.mark.launch

@@ -68,6 +68,13 @@ def test_decoding_equals_dense_attention_on_every_rank(case: Case, n: int) -> No
 CASE = Case(op="decode", rows=1, batch=2)
 
 
+def test_given_scale_replaces_the_default() -> None:
+    q, k, v = tensors(CASE)
+    exact, _ = dense_attention(q, k, v, visible_frames(CASE, 1), 0.5)
+    found = decode_attention(q, k, v, scale=0.5)
+    assert isinstance(found, Tensor) and relative_error(found, exact) <= EXACT[CASE.dtype]
+
+
 def test_invalid_arguments_are_named() -> None:
     q, k, v = tensors(CASE)
     visible = torch.ones(2, 1, 9, dtype=torch.bool)

@@ -1,0 +1,128 @@
+"""Layer: real launch, on two nodes in network namespaces (root, iproute2) with capped links, two ranks per node.
+
+Losses and tokens are those of one process, and a node that fails brings down the other with a message.
+"""
+
+import json
+import re
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.torch import load_file
+
+from launch import HANG, Launched
+from mllm_seqpar.inference.run import infer
+from mllm_seqpar.training import loop
+from mllm_seqpar.training.metrics import read_metrics
+from nodes import TwoNodes, two_nodes
+
+pytestmark = [pytest.mark.launch, pytest.mark.slow]
+HERE = Path(__file__).resolve().parent
+STEPS = 3
+TIMEOUT = 300
+"""Of the process group, in seconds, where a lost rank is to be noticed before."""
+CLOSED = "closed|reset|broken pipe"
+LOST = re.compile(r"\[rank (\d)\] stopped: another rank ended or does not answer \((.*)\)")
+
+
+@pytest.fixture
+def nodes() -> Iterator[TwoNodes]:
+    with two_nodes() as pair:
+        yield pair
+
+
+def arguments(files: Path, *more: object) -> list[str]:
+    argv = ["--model", files / "model", "--data", files / "train.jsonl", "--no-progress", "--steps", STEPS]
+    return [*map(str, [*argv, "--global-batch", 2, "--lr", 1e-3, "--eps", 1e-4, "--timeout", TIMEOUT, *more])]
+
+
+@pytest.fixture(scope="module")
+def one_process(training_files: Path) -> Path:
+    """A run of this process alone."""
+    output = training_files / "one-process"
+    loop.fine_tune(arguments(training_files, "--output", output))
+    return output
+
+
+def trajectory(output: Path) -> list[dict[str, Any]]:
+    return [{name: row[name] for name in ("loss", "grad_norm")} for row in read_metrics(output / "metrics.jsonl")]
+
+
+def assert_same(found: list[dict[str, Any]], expected: list[dict[str, Any]]) -> None:
+    assert len(found) == len(expected) > 0
+    for row, reference in zip(found, expected, strict=True):
+        assert row == pytest.approx(reference, rel=1e-4)
+
+
+def assert_stopped(done: Launched, ranks: set[int], cause: str) -> None:
+    """Assert that a launcher failed, that these ranks of it say so in one line each, and that a line has the cause."""
+    assert done.returncode != 0, done.output
+    found = dict(LOST.findall(done.output))
+    assert {int(rank) for rank in found} == ranks, done.output
+    assert re.search(cause, " ".join(found.values()), re.IGNORECASE), done.output
+
+
+def test_ranks_of_two_nodes_share_samples(nodes: TwoNodes, training_files: Path, one_process: Path) -> None:
+    options = arguments(training_files, "--output", training_files / "nodes", "--sp", 4)
+    first, second = nodes.accelerate("configs/fsdp2_cpu_2x2.yaml", "scripts/finetune.py", *options)
+    assert (first.returncode, second.returncode) == (0, 0), first.output + second.output
+    assert "1 data parallel x 4 sequence parallel ranks" in first.output
+    assert_same(trajectory(training_files / "nodes"), trajectory(one_process))
+    files = [folder / "model" / "model.safetensors" for folder in (training_files / "nodes", one_process)]
+    assert load_file(files[0]).keys() == load_file(files[1]).keys()
+
+
+def test_nodes_are_data_parallel_and_a_killed_rank_ends_both(
+    nodes: TwoNodes, training_files: Path, one_process: Path, tmp_path: Path
+) -> None:
+    """Sequence-parallel groups inside nodes: parameters sharded over all ranks, then one copy per node (HSDP)."""
+    program, options = HERE / "train_until_killed.py", arguments(training_files, "--sp", 2)
+    first, second = nodes.accelerate("configs/fsdp2_hsdp_cpu_2x2.yaml", program, tmp_path, *options)
+    reached = [path for path in ("sharded", "hsdp") if (tmp_path / path / "metrics.jsonl").exists()]
+    assert reached == ["sharded", "hsdp"], first.output + second.output
+    assert first.output.count("2 data parallel x 2 sequence parallel ranks") == 2
+    assert_same(trajectory(tmp_path / "sharded"), trajectory(one_process))
+    assert_same(trajectory(tmp_path / "hsdp"), trajectory(one_process)[:-1])
+    everywhere, hybrid = json.loads((tmp_path / "groups.json").read_text())
+    assert everywhere == [["Shard", [0, 1, 2, 3]]]
+    assert hybrid == [["Replicate", [0, 2]], ["Shard", [0, 1]]]
+
+    assert_stopped(first, {0, 1}, CLOSED)
+    assert_stopped(second, {2}, CLOSED)
+    assert "SIGKILL" in second.output
+
+
+def test_two_nodes_answer_as_one_process(nodes: TwoNodes, inference_files: Path, tmp_path: Path) -> None:
+    reports = [tmp_path / "nodes.json", tmp_path / "one.json"]
+    options = ["--model", inference_files / "gated", "--video", inference_files / "clip.mp4", "--fps", 3]
+    options += ["--question", "What is it?", "--question", "Why?", "--max-new-tokens", 8, "--no-progress", "--report"]
+    done = nodes.accelerate("configs/fsdp2_cpu_2x2.yaml", "scripts/infer_long_video.py", *options, reports[0])
+    assert [node.returncode for node in done] == [0, 0], done[0].output + done[1].output
+    infer([*map(str, options), str(reports[1])])
+    found, expected = (json.loads(path.read_text()) for path in reports)
+    assert (found["ranks"], found["frames"]) == (4, expected["frames"])
+    assert [row["tokens"] for row in found["answers"]] == [row["tokens"] for row in expected["answers"]]
+    assert min(found["bytes_sent"]) > 0
+
+
+def test_a_rank_that_raises_ends_both_nodes(nodes: TwoNodes, tmp_path: Path) -> None:
+    first, second = nodes.torchrun(HERE / "reduce_until_failure.py", TIMEOUT, tmp_path, 1)
+    assert second.returncode != 0
+    assert "[rank 1] error: clip.mp4: cannot be decoded" in second.output, second.output
+    assert_stopped(first, {0}, CLOSED)
+
+
+def test_a_lost_node_is_noticed_at_the_timeout(nodes: TwoNodes, tmp_path: Path) -> None:
+    def cut_when_ranks_run() -> None:
+        deadline = time.monotonic() + HANG / 2
+        while len([*tmp_path.glob("reduces-*")]) < 2:
+            assert time.monotonic() < deadline, "the ranks have not started"
+            time.sleep(0.1)
+        nodes.module.cut_link(1)
+
+    first, second = nodes.torchrun(HERE / "reduce_until_failure.py", 8, tmp_path, during=cut_when_ranks_run)
+    assert_stopped(first, {0}, "timed out")
+    assert_stopped(second, {1}, "timed out")
