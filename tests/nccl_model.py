@@ -71,7 +71,7 @@ class NcclCommunicator(Communicator):
     """Rank `rank` of the group `group` of a model; collectives are single operations, as in NCCL."""
 
     def __init__(self, model: NcclQueues, group: Group, world_rank: int) -> None:
-        self.model, self.group, self._world_rank = model, group, world_rank
+        self.model, self.queue, self._world_rank = model, group, world_rank
         self.rank, self.size, self.bytes = group.members.index(world_rank), len(group.members), ByteCounter()
 
     def another(self, name: str, members: Sequence[int] | None = None) -> NcclCommunicator:
@@ -81,7 +81,7 @@ class NcclCommunicator(Communicator):
 
     @property
     def identity(self) -> Hashable:
-        return self.model, self.group, self._world_rank
+        return self.model, self.queue, self._world_rank
 
     def exchange(self, sends: Sequence[Send], recvs: Sequence[Recv]) -> Pending:
         check_contiguous(sends, recvs)
@@ -130,9 +130,9 @@ class NcclCommunicator(Communicator):
         return PendingCollective(self.model, op, lambda: result(received))
 
     def _post(self, kind: str, sends: Sequence[tuple[Any, ...]], recvs: Sequence[tuple[Any, ...]]) -> Operation:
-        members = self.group.members
+        members = self.queue.members
         ends = [[End(members[peer], x, label) for peer, x, label in of] for of in (sends, recvs)]
-        op = Operation(self.group, self._world_rank, kind, *ends)
+        op = Operation(self.queue, self._world_rank, kind, *ends)
         self.model.post(op)
         return op
 

@@ -17,8 +17,6 @@ from torch.distributed.tensor import DTensor
 from mllm_seqpar.errors import ConfigError
 
 from .base import Communicator
-from .process_group import ProcessGroupCommunicator
-from .transfer_group import backends_of
 
 _CREATE = 'torch.distributed.init_process_group("nccl", device_id=torch.device("cuda", int(os.environ["LOCAL_RANK"])))'
 
@@ -41,7 +39,7 @@ def require_transferable(
     """
     if comm.size == 1 or any(isinstance(module, FullyShardedDataParallel) for module in model.modules()):
         return
-    group = comm.group if isinstance(comm, ProcessGroupCommunicator) else None
+    group = getattr(comm, "group", None)
     reasons: dict[torch.device, str] = {}
     for name, parameter in model.named_parameters():
         device = _compute_device(parameter)
@@ -68,7 +66,7 @@ def _reason(group: dist.ProcessGroup | None, device: torch.device) -> str:
         )
     if group is None:
         return ""
-    backends = backends_of(group)
+    backends = dict(pair.split(":") for pair in dist.get_backend_config(group).split(","))
     backend = backends.get(device.type)
     if device.type == "cuda" and backend == "gloo":
         return (

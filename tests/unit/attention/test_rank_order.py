@@ -7,23 +7,22 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
-from strict_loopback import StrictLoopback
 
 from attention_cases import Case, assert_exact, run_case
-from mllm_seqpar.comm import LoopbackCommunicator, Pending, Recv, Send, Subgroup, run_loopback
+from mllm_seqpar.comm import LoopbackCommunicator, Pending, Recv, Send, run_loopback
 from mllm_seqpar.comm.topology import gather_nodes
 from mllm_seqpar.schedules.rank_order import by_node, rank_order, sent_by_node
+from nccl_model import NcclCommunicator, run_nccl_model
 
 Links = Counter[tuple[int, int, str]]
 """The number of sends from one node to another, by (rank, peer, label)."""
 
 
-class FakeTopology(StrictLoopback):
-    """A transport whose ranks are on the given nodes; it counts the sends between nodes."""
+class FakeTopology(NcclCommunicator):
+    """A communicator that counts the sends between nodes."""
 
-    def __init__(self, comm: LoopbackCommunicator, nodes: Sequence[int]) -> None:
-        super().__init__(comm)
-        self._nodes = tuple(nodes)
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
         self.between: Links = Counter()
 
     def exchange(self, sends: Sequence[Send], recvs: Sequence[Recv]) -> Pending:
@@ -37,13 +36,12 @@ def check_on(nodes: Sequence[int], **options: Any) -> Links:
     """Assert that a case is exact on ranks of these nodes, and return the sends between nodes, forward and backward."""
     case = Case(**options)
 
-    def run(comm: LoopbackCommunicator) -> tuple[dict[str, Any], Links]:
-        topology = FakeTopology(comm, nodes)
-        # `run_case` replaces other loopback communicators by a strict one.
-        result = run_case(Subgroup(topology, range(comm.size)), case)
-        return result, Counter({key: n for key, n in topology.between.items() if key[2] not in ("agreement", "mask")})
+    def run(comm: FakeTopology) -> tuple[dict[str, Any], Links]:
+        comm._nodes = tuple(nodes)
+        result = run_case(comm, case)
+        return result, Counter({key: n for key, n in comm.between.items() if key[2] not in ("agreement", "mask")})
 
-    results = run_loopback(len(nodes), run)
+    results = run_nccl_model(len(nodes), run, communicator=FakeTopology)
     assert_exact(case, [result for result, _ in results])
     total: Links = Counter()
     for _, between in results:

@@ -6,12 +6,11 @@ from typing import Any
 
 import pytest
 import torch
-from strict_loopback import StrictLoopback
 
 from attention_cases import Case, run_case, same_bits
-from mllm_seqpar.comm import Communicator, LoopbackCommunicator, Subgroup, run_loopback
 from mllm_seqpar.comm import receive_buffers as module
 from mllm_seqpar.comm.receive_buffers import ReceiveBuffers
+from nccl_model import NcclCommunicator, run_nccl_model
 
 LIKE = torch.empty(2, 3, 1, 4)
 CASES = (
@@ -23,22 +22,16 @@ CASES = (
 )
 
 
-def kept(comm: LoopbackCommunicator) -> Communicator:
-    """Return a communicator that `run_case` does not replace by a strict one of its own."""
-    return Subgroup(StrictLoopback(comm), range(comm.size))
-
-
 @pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.op} {case.mask} {case.dtype}")
 def test_later_steps_allocate_no_receive_buffers(case: Case) -> None:
-    def steps(comm: LoopbackCommunicator) -> list[tuple[int, int]]:
-        comm = kept(comm)
+    def steps(comm: NcclCommunicator) -> list[tuple[int, int]]:
         sizes = []
         for _ in range(3):
             run_case(comm, case)
             sizes.append((comm.buffers.allocations, comm.buffers.nbytes))
         return sizes
 
-    for sizes in run_loopback(4, steps):
+    for sizes in run_nccl_model(4, steps):
         assert sizes[0] == sizes[1] == sizes[2] and sizes[0][0] > 0
 
 
@@ -46,8 +39,7 @@ def test_calls_of_several_shapes_share_buffers_with_the_results_of_separate_ones
     """Short, long, forward only and other heads, one after the other on one communicator."""
     cases = [Case(op="lv"), Case(op="ring", rows=20), Case(op="mesh", tile=(2, 2), rows=8), Case(op="lv", heads=2)]
 
-    def together(comm: LoopbackCommunicator) -> list[dict[str, Any]]:
-        comm = kept(comm)
+    def together(comm: NcclCommunicator) -> list[dict[str, Any]]:
         with torch.inference_mode():
             o = torch.randn(1, 2, 3, 8)
             from mllm_seqpar.attention import ring_attention
@@ -55,20 +47,19 @@ def test_calls_of_several_shapes_share_buffers_with_the_results_of_separate_ones
             ring_attention(o, o, o, group=comm)  # the first buffers come from inference mode
         return [run_case(comm, case) for case in [*cases, *reversed(cases)]]
 
-    by_rank = run_loopback(4, together)
+    by_rank = run_nccl_model(4, together)
     for index, case in enumerate([*cases, *reversed(cases)]):
-        assert same_bits([results[index] for results in by_rank], run_loopback(4, run_case, case))
+        assert same_bits([results[index] for results in by_rank], run_nccl_model(4, run_case, case))
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.op} {case.mask} {case.dtype}")
 def test_results_do_not_alias_receive_buffers(case: Case) -> None:
-    def spoiled(comm: LoopbackCommunicator) -> dict[str, Any]:
-        comm = kept(comm)
+    def spoiled(comm: NcclCommunicator) -> dict[str, Any]:
         result = run_case(comm, case)
         spoil(comm.buffers)
         return result
 
-    assert same_bits(run_loopback(4, spoiled), run_loopback(4, run_case, case))
+    assert same_bits(run_nccl_model(4, spoiled), run_nccl_model(4, run_case, case))
 
 
 def spoil(buffers: ReceiveBuffers) -> None:
@@ -78,22 +69,21 @@ def spoil(buffers: ReceiveBuffers) -> None:
 
 
 def test_backward_of_one_call_runs_between_calls_of_another() -> None:
-    def interleaved(comm: LoopbackCommunicator) -> list[torch.Tensor]:
+    def interleaved(comm: NcclCommunicator) -> list[torch.Tensor]:
         from mllm_seqpar.attention import lv_xattn, ring_attention
 
-        strict = StrictLoopback(comm)
         x = torch.randn(3, 1, 2, 5, 8, generator=torch.Generator().manual_seed(comm.rank)).requires_grad_()
-        first = lv_xattn(*x, group=strict)
-        spoil(strict.buffers)
-        second = ring_attention(*x.flip(3), group=strict)
-        spoil(strict.buffers)
+        first = lv_xattn(*x, group=comm)
+        spoil(comm.buffers)
+        second = ring_attention(*x.flip(3), group=comm)
+        spoil(comm.buffers)
         grads = [torch.autograd.grad(o.sum(), x)[0] for o in (first, second)]
-        spoil(strict.buffers)
-        alone = [torch.autograd.grad(o.sum(), x)[0] for o in (lv_xattn(*x, group=StrictLoopback(comm)),)]
-        alone.append(torch.autograd.grad(ring_attention(*x.flip(3), group=StrictLoopback(comm)).sum(), x)[0])
+        spoil(comm.buffers)
+        alone = [torch.autograd.grad(o.sum(), x)[0] for o in (lv_xattn(*x, group=comm.another("first")),)]
+        alone.append(torch.autograd.grad(ring_attention(*x.flip(3), group=comm.another("second")).sum(), x)[0])
         return [a - b for a, b in zip(grads, alone, strict=True)]
 
-    assert not any(difference.any() for rank in run_loopback(3, interleaved) for difference in rank)
+    assert not any(difference.any() for rank in run_nccl_model(3, interleaved) for difference in rank)
 
 
 def test_open_calls_never_share_a_buffer() -> None:

@@ -2,13 +2,12 @@
 
 import pytest
 import torch
-from strict_loopback import StrictLoopback
 
 from attention_bytes_cases import problem
 from attention_cases import Case, run_case
-from mllm_seqpar.comm import LoopbackCommunicator, Subgroup, run_loopback
 from mllm_seqpar.planner.candidates import ParallelSpec
 from mllm_seqpar.planner.transfer_memory import buffer_bytes, receive_buffers
+from nccl_model import NcclCommunicator, run_nccl_model
 
 BF16 = {"dtype": torch.bfloat16, "rows": 24, "frames": 12}
 CALLS: dict[str, list[tuple[Case, ParallelSpec]]] = {
@@ -33,17 +32,16 @@ CALLS: dict[str, list[tuple[Case, ParallelSpec]]] = {
 def test_receive_buffers_take_the_planned_bytes(name: str) -> None:
     calls = CALLS[name]
 
-    def allocated(comm: LoopbackCommunicator) -> int:
-        kept = Subgroup(StrictLoopback(comm), range(comm.size))
+    def allocated(comm: NcclCommunicator) -> int:
         for _ in range(2):
             for case, _ in calls:
-                run_case(kept, case)
-        return kept.buffers.nbytes
+                run_case(comm, case)
+        return comm.buffers.nbytes
 
     planned = buffer_bytes(
         receive_buffers(problem(case, 4, 0), spec, backward=backward)
         for case, spec in calls
         for backward in (False, True)
     )
-    assert run_loopback(4, allocated) == [planned] * 4
+    assert run_nccl_model(4, allocated) == [planned] * 4
     assert planned > 0 or name == "ulysses"
