@@ -114,10 +114,15 @@ class _Factories(TorchFunctionMode):
         if device is not None and torch.device(device).type == "cuda":
             kwargs["device"] = "cpu"
             if not any(isinstance(x, DeviceTensor) for x in tree_leaves(args)):
-                if name in ("tensor", "as_tensor", "asarray"):
+                made = DeviceTensor(func(*args, **kwargs))
+                if name in ("tensor", "as_tensor", "asarray") and made.numel():
                     self.watch.add("blocking copy", f"torch.{name}")
-                return DeviceTensor(func(*args, **kwargs))
-        elif device is not None and not isinstance(func, torch._ops.OpOverload) and any(isinstance(x, DeviceTensor) for x in args):
+                return made
+        elif (
+            device is not None
+            and not isinstance(func, torch._ops.OpOverload)
+            and any(isinstance(x, DeviceTensor) for x in args)
+        ):
             raise RuntimeError(f"{name}: not emulated with device={device}")
         return func(*args, **kwargs)
 

@@ -81,9 +81,9 @@ def checksum(*tensors: Tensor | None) -> Tensor:
     return ((x + 1) * weights).sum()
 
 
-def fingerprint_of(frames: Tensor) -> tuple[int, ...]:
-    """Return the shape and a checksum of a sample, to recognise frames that were passed before."""
-    return (*frames.shape, int(checksum(sampled_bits(frames))))
+def fingerprint_of(frames: Tensor, number: Tensor | None = None) -> tuple[int, ...]:
+    """Return the shape and a checksum of a sample (`number`, if known), to recognise frames that were passed before."""
+    return (*frames.shape, int(checksum(sampled_bits(frames)) if number is None else number))
 
 
 def project_all(project: Projection, features: Tensor, index: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
