@@ -1,0 +1,93 @@
+"""Layer: one process, loopback ranks on an emulated CUDA device. How often the host waits for the device."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from emulated_device import DEVICE, Watch, mark, place, to_device
+from family_cases import BATCHES
+from family_harness import TOLERANCE, build, model_of, reference, settings, slow_unless
+from mllm_seqpar import patch_model
+from mllm_seqpar.comm import Communicator, LoopbackCommunicator, run_loopback
+
+READS = 2
+"""One copy of everything that the host plans by, and one of what the ranks compare."""
+
+
+class _OnDevice(LoopbackCommunicator):
+    """Loopback ranks that exchange control tensors on the device, as over NCCL."""
+
+    def __init__(self, comm: LoopbackCommunicator) -> None:
+        super().__init__(comm.world, comm.rank)
+
+    device = property(lambda self: DEVICE)  # type: ignore[assignment]
+
+
+@pytest.fixture(autouse=True)
+def _emulated_random_state(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_rng_state", lambda device=None: torch.get_rng_state()[:16].clone())
+
+
+def _layers(family: str, model: Any) -> list[Any]:
+    match family:
+        case "mplug_owl3":
+            return list(model.language_model.model.layers)
+        case "idefics":
+            return [*model.model.layers, *model.model.gated_cross_attn_layers]
+        case "mllama":
+            return list(model.model.language_model.layers)
+    return list(model.lang_encoder._get_decoder_layers())
+
+
+def _patched_on_device(family: str, case: Any, comm: Communicator, checkpointing: bool) -> tuple[Any, dict[str, Any]]:
+    """Return the patched model, with its decoder layers marked as "layer", and its inputs."""
+    model, inputs = build(family, case)
+    if checkpointing and family != "open_flamingo":  # whose layers keep a graph of their own
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    model, inputs = to_device(model), to_device(inputs)
+    with Watch():
+        patch_model(model, group=_OnDevice(comm), kernel="blocked_matmul", **case.options)  # type: ignore[arg-type]
+    mark(_layers(family, model), "layer")
+    return model, inputs
+
+
+def _training_step(family: str, case: Any) -> list[tuple[Watch, float]]:
+    """Return what the second step of each rank does, and its loss."""
+
+    def rank(comm: LoopbackCommunicator) -> tuple[Watch, float]:
+        model, inputs = _patched_on_device(family, case, comm, checkpointing=True)
+        with Watch() as watch:
+            for _ in range(2):
+                watch.found.clear()
+                loss = model(**inputs).loss
+                with place("backward"):
+                    loss.backward()
+        return watch, float(loss.detach().elem)
+
+    model_of(family, case)  # building the cached model is not thread-safe
+    return run_loopback(2, rank)
+
+
+STEPS = [(family, attention) for family in BATCHES for attention in ("ring", "local")]
+
+
+@pytest.mark.parametrize(("family", "attention"), slow_unless(lambda row: row[1] == "ring", STEPS))
+def test_training_step_reads_the_device_twice_and_never_in_layers(family: str, attention: str) -> None:
+    case = replace(BATCHES[family], train=True).with_options(self_attention=attention)
+    if family == "open_flamingo":
+        case = case.with_model(language_model="mpt")
+    expected = reference(family, case).loss
+    for watch, loss in _training_step(family, case):
+        assert abs(loss - expected) < TOLERANCE
+        for where in ("layer", "backward"):
+            assert watch.places("synchronisation", where) == []
+            assert watch.places("blocking copy", where) == []
+        found = watch.places("synchronisation", "outside")
+        # Where text is not sharded, transformers makes its masks as in the unpatched model.
+        ours = [place for place in found if "masking_utils" not in place]
+        assert len(ours) <= READS, ours
+        assert all("comm/base.py" in place for place in watch.places("blocking copy")), watch.places("blocking copy")
