@@ -6,8 +6,7 @@ active in one thread. It makes factory functions and `to` return tensors of the 
 
 - synchronisations: operators whose result the host reads (`item`, `tolist`, `nonzero`, masks as indices, `cpu`, ...);
 - blocking copies: tensors of the host that are copied to the device from pageable memory, or without `non_blocking`;
-- copies from pinned memory with `non_blocking`, which do not block;
-- operators on tensors of the host, which delay the kernels that follow.
+- copies from pinned memory with `non_blocking`, which do not block.
 
 Each is recorded with the place where it happened: "outside", or the kind of module that `inside` has marked.
 """
@@ -25,7 +24,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import _engine_run_backward
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode, return_and_correct_aliasing
+from torch.utils._python_dispatch import return_and_correct_aliasing
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 DEVICE = torch.device("cuda", 0)
@@ -168,17 +167,6 @@ class _ToHost(torch.autograd.Function):
         return DeviceTensor(grad)
 
 
-class _HostOperators(TorchDispatchMode):
-    def __init__(self, watch: Watch) -> None:
-        super().__init__()
-        self.watch = watch
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if not any(isinstance(x, DeviceTensor) for x in tree_leaves((args, kwargs))):
-            self.watch.add("host operator", str(func))
-        return func(*args, **(kwargs or {}))
-
-
 class Watch:
     """Records what one thread does with the emulated device, from `start` to `stop`."""
 
@@ -220,7 +208,6 @@ class Watch:
         self._stack = contextlib.ExitStack()
         _PLACES.watch = self
         self._stack.callback(lambda: setattr(_PLACES, "watch", None))
-        self._stack.enter_context(_HostOperators(self))
         self._stack.enter_context(_Factories(self))
         return self
 

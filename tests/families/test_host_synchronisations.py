@@ -56,16 +56,14 @@ def _patched_on_device(family: str, case: Any, comm: Communicator, checkpointing
 
 
 def _training_step(family: str, case: Any) -> list[tuple[Watch, float]]:
-    """Return what the second step of each rank does, and its loss."""
+    """Return what the step of each rank does, and its loss."""
 
     def rank(comm: LoopbackCommunicator) -> tuple[Watch, float]:
         model, inputs = _patched_on_device(family, case, comm, checkpointing=True)
         with Watch() as watch:
-            for _ in range(2):
-                watch.found.clear()
-                loss = model(**inputs).loss
-                with place("backward"):
-                    loss.backward()
+            loss = model(**inputs).loss
+            with place("backward"):
+                loss.backward()
         return watch, float(loss.detach().elem)
 
     model_of(family, case)  # building the cached model is not thread-safe
@@ -91,3 +89,32 @@ def test_training_step_reads_the_device_twice_and_never_in_layers(family: str, a
         ours = [place for place in found if "masking_utils" not in place]
         assert len(ours) <= READS, ours
         assert all("comm/base.py" in place for place in watch.places("blocking copy")), watch.places("blocking copy")
+
+
+DECODING = {"mplug_owl3": 0, "idefics": 1, "mllama": 1, "open_flamingo": 1}
+"""Reads for each token: the mask over images, and with it the frames' checksum; OpenFlamingo's new media tokens."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", BATCHES)
+def test_decoded_token_reads_the_device_at_most_once(family: str) -> None:
+    case = replace(BATCHES[family], labels=None).with_options(shard_prompt_from=1)
+
+    def rank(comm: LoopbackCommunicator) -> list[Watch]:
+        model, inputs = _patched_on_device(family, case, comm, checkpointing=False)
+        watches = []
+        for tokens in (2, 4):
+            with Watch() as watch, torch.no_grad():
+                model.generate(**inputs, **settings(max_new_tokens=tokens, use_cache=True))
+            watches.append(watch)
+        return watches
+
+    model_of(family, case)
+    for short, long in run_loopback(2, rank):
+        for watch in (short, long):
+            assert watch.places("synchronisation", "layer") == []
+            assert watch.places("blocking copy", "layer") == []
+        # `generate` of transformers itself reads whether all samples are finished.
+        extra = long.count("synchronisation") - short.count("synchronisation") - 2
+        assert extra == 2 * DECODING[family], long.found - short.found
+        assert long.count("blocking copy") == short.count("blocking copy")
