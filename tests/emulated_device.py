@@ -172,12 +172,10 @@ class Watch:
 
     def __init__(self) -> None:
         self.found: Counter[tuple[str, str, str]] = Counter()
-        self.recording = True
 
     def add(self, kind: str, what: str) -> None:
         place = getattr(_PLACES, "place", "outside")
-        if self.recording and not getattr(_PLACES, "silent", False):
-            self.found[place, kind, f"{what} {_caller()}"] += 1
+        self.found[place, kind, f"{what} {_caller()}"] += 1
 
     def count(self, kind: str, place: str | None = None) -> int:
         return sum(n for (p, k, _), n in self.found.items() if k == kind and place in (None, p))
