@@ -143,7 +143,6 @@ def test_training_step_over_a_process_group_never_waits_in_layers(family: str, f
         loss = model(**inputs).loss
         with place("backward"):
             loss.backward()
-    assert all(weight.grad is not None for weight in model.parameters() if weight.requires_grad)
     assert watch.places("synchronisation", "layer") == watch.places("synchronisation", "backward") == []
     assert watch.places("blocking copy", "layer") == watch.places("blocking copy", "backward") == []
     assert watch.count("synchronisation") <= READS, watch.places("synchronisation")
