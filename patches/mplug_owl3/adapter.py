@@ -198,7 +198,7 @@ class _MPlugOwl3Inputs(ForwardInputs):
             where = {"input_ids": self.on_host("input_ids"), "media_offset": offset, "position_ids": positions}
             return FramePlacement(self.model.media_layout(self.total_frames, **where), self.past_length, inclusive)
         check_layout(self.media_layout, self.batch, self.total_frames)
-        on_host = {name: self.on_host(name) for name in _LAYOUT}
+        on_host: dict[str, Any] = {name: self.on_host(name) for name in _LAYOUT}
         return FramePlacement(replace(self.media_layout, **on_host), 0, inclusive)
 
     def read_by_host(self) -> dict[str, Tensor]:
