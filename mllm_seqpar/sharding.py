@@ -81,6 +81,12 @@ def sequence_positions(total: int, rank: int, size: int, layout: str) -> Tensor:
     zigzag: chunks `rank` and ``2 * size - 1 - rank`` of ``2 * size`` equal chunks; striped: every size-th token from
     `rank` on; contiguous: the rank-th of `size` equal chunks. Zigzag and striped balance causal attention.
     """
+    positions = torch.arange(total)
+    return torch.cat([positions[span] for span in _spans(total, rank, size, layout)])
+
+
+def _spans(total: int, rank: int, size: int, layout: str) -> list[slice]:
+    """Return the tokens of `rank`. Slices, unlike indices, need no tensor that is copied to the device."""
     step = shard_multiple(size, layout)
     if total % step:
         raise ShapeError(
@@ -88,13 +94,10 @@ def sequence_positions(total: int, rank: int, size: int, layout: str) -> Tensor:
             f"multiple of {step}, for example to {padded_length(total, size, layout)}"
         )
     if layout == "striped":
-        return torch.arange(rank, total, size)
-    if layout == "contiguous" or size == 1:
-        chunk = total // size
-        return torch.arange(rank * chunk, (rank + 1) * chunk)
-    chunk = total // (2 * size)
-    tail = 2 * size - 1 - rank
-    return torch.cat([torch.arange(rank * chunk, (rank + 1) * chunk), torch.arange(tail * chunk, (tail + 1) * chunk)])
+        return [slice(rank, total, size)]
+    chunks, numbers = (2 * size, (rank, 2 * size - 1 - rank)) if layout == "zigzag" and size > 1 else (size, (rank,))
+    length = total // chunks
+    return [slice(number * length, (number + 1) * length) for number in numbers]
 
 
 def shard_sequence(x: Tensor, dim: int, group: Group = None, layout: str = "zigzag") -> Tensor:
@@ -104,8 +107,11 @@ def shard_sequence(x: Tensor, dim: int, group: Group = None, layout: str = "zigz
         ShapeError: S is not a multiple of `shard_multiple(n, layout)`.
     """
     comm = as_communicator(group)
-    index = sequence_positions(x.shape[dim], comm.rank, comm.size, layout)
-    return x if comm.size == 1 else x.index_select(dim, index.to(x.device))
+    if comm.size == 1:
+        shard_multiple(1, layout)  # checks the name of the layout
+        return x
+    spans = _spans(x.shape[dim], comm.rank, comm.size, layout)
+    return torch.cat([x[(slice(None),) * (dim % x.dim()) + (span,)] for span in spans], dim)
 
 
 def unshard_sequence(x: Tensor, dim: int, group: Group = None, layout: str = "zigzag") -> Tensor:
@@ -116,7 +122,12 @@ def unshard_sequence(x: Tensor, dim: int, group: Group = None, layout: str = "zi
     comm = as_communicator(group)
     if comm.size == 1:
         return x
-    total = x.shape[dim] * comm.size
-    order = torch.cat([sequence_positions(total, rank, comm.size, layout) for rank in range(comm.size)])
-    gathered = torch.cat(gather_shards(x, comm), dim=dim)
-    return gathered.index_select(dim, torch.argsort(order).to(x.device))
+    length = x.shape[dim]
+    _spans(length * comm.size, comm.rank, comm.size, layout)  # checks the length
+    gathered = gather_shards(x, comm)
+    if layout == "striped":
+        return torch.stack(gathered, dim % x.dim() + 1).flatten(dim % x.dim(), dim % x.dim() + 1)
+    if layout == "contiguous":
+        return torch.cat(gathered, dim)
+    halves = [shard.split(length // 2, dim) for shard in gathered]
+    return torch.cat([first for first, _ in halves] + [second for _, second in reversed(halves)], dim)

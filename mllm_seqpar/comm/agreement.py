@@ -34,8 +34,12 @@ def attempt(step: Callable[[], T]) -> tuple[T | None, Exception | None]:
 
 
 def require_agreement(
-    comm: Communicator, what: str, names: tuple[str, ...], describe: Callable[[], Mapping[str, int]]
-) -> None:
+    comm: Communicator,
+    what: str,
+    names: tuple[str, ...],
+    describe: Callable[[], Mapping[str, int]],
+    reported: tuple[str, ...] = (),
+) -> list[list[int]]:
     """Raise on every rank unless `describe` returns the same integers on all ranks of the group.
 
     Args:
@@ -43,12 +47,18 @@ def require_agreement(
         what: the subject of messages ("forward pass").
         names: the keys of the mapping that `describe` returns.
         describe: returns this rank's numbers; what it raises is raised here, and makes the other ranks raise too.
+        reported: further keys of that mapping, in which the ranks may differ.
+
+    Returns:
+        The numbers of the keys `reported`, for each rank.
 
     Raises:
         AgreementError: the ranks differ, or `describe` raised on another rank.
     """
     values, error = attempt(describe)
-    rows = comm.gather_ints([int(error is not None), *(int((values or {}).get(name, 0)) for name in names)])
+    rows = comm.gather_ints(
+        [int(error is not None), *(int((values or {}).get(name, 0)) for name in (*names, *reported))]
+    )
     _raise_failures(comm, what, [row[0] for row in rows], error)
     differing = [i for i in range(len(names)) if len({row[i + 1] for row in rows}) > 1]
     if differing:
@@ -60,6 +70,7 @@ def require_agreement(
             f"{what}: the ranks of the sequence-parallel group were given different inputs. {found}. "
             "Every rank of the group must pass what it would pass to the unpatched model"
         )
+    return [row[1 + len(names) :] for row in rows]
 
 
 def require_same_text(comm: Communicator, what: str, describe: Callable[[], str]) -> None:

@@ -9,6 +9,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from mllm_seqpar._transfers import copy_to_device
+
 from .rectangles import MaskRule, Rectangle, Span, full_rectangle
 
 
@@ -32,7 +34,7 @@ class RowSubset:
         if self._span is not None:
             return self._span
         if device not in self._by_device:
-            self._by_device[device] = self.index.to(device)
+            self._by_device[device] = copy_to_device(self.index, device)
         return self._by_device[device]
 
     def select(self, x: Tensor) -> Tensor:

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from mllm_seqpar._transfers import copy_to_device
 from mllm_seqpar.errors import MaskError
 from mllm_seqpar.sharding import sequence_positions
 
@@ -78,7 +79,8 @@ class CausalBlockMasks(BlockMasks):
     def orders(self, size: int, device: torch.device) -> list[Tensor]:
         """Return the permutations that restore the order of the text within every group of `size` ranks."""
         if (size, device) not in self._orders:
-            self._orders[size, device] = [group.argsort().to(device) for group in self._group_positions(size)]
+            orders = [group.argsort() for group in self._group_positions(size)]
+            self._orders[size, device] = [copy_to_device(order, device) for order in orders]
         return self._orders[size, device]
 
     def merged(self, size: int, orders: Sequence[Tensor] | None) -> CausalBlockMasks:

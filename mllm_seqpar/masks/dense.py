@@ -12,6 +12,8 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
+from mllm_seqpar._transfers import copy_to_device
+
 from .rectangles import MAX_WASTE, KeySelection, Rectangle, Span, batch_spans, masked_rectangles
 
 MAX_SEGMENTS = 16
@@ -25,23 +27,23 @@ MAX_GATHERED = 1 << 16
 class DenseRule:
     """Row (b, r) sees the keys of frame f if ``visible[b, r, f]``; visible (B, rows, frames) bool on the CPU.
 
-    With `frames`, (u,) int64 in ascending order, only those frames count, numbered without the gaps.
+    With `gathered`, only the frames that it selects count, numbered without the gaps.
     """
 
     visible: Tensor
     tokens: int
-    frames: Tensor | None = None
+    gathered: KeySelection | None = None
     _by_device: dict[torch.device, Tensor] = field(default_factory=dict, repr=False)
 
     def expand(self, batch: Span, rows: Span, keys: Span, device: torch.device) -> Tensor:
         first, last = keys[0] // self.tokens, -(-keys[1] // self.tokens)
-        if device not in self._by_device:  # copied once for all rectangles and layers: each copy blocks the host
-            self._by_device[device] = self.visible.to(device)
+        if device not in self._by_device:  # copied once for all rectangles and layers
+            self._by_device[device] = copy_to_device(self.visible, device)
         visible = self._by_device[device][slice(*batch), slice(*rows)]
-        if self.frames is None:
+        if self.gathered is None:
             visible = visible[..., first:last]
         else:
-            visible = visible.index_select(-1, self.frames[first:last].to(device, non_blocking=True))
+            visible = visible.index_select(-1, self.gathered.units_on(device)[first:last])
         start = keys[0] - first * self.tokens
         expanded = visible.repeat_interleave(self.tokens, dim=-1)
         return expanded[..., start : start + keys[1] - keys[0]]
@@ -115,5 +117,5 @@ def _gathered(batch: Span, rows: Span, units: Tensor, full: bool, rule: DenseRul
         if full:
             yield Rectangle(batch, rows, keys, gathered=gathered)
             continue
-        for part in masked_rectangles(batch, rows, (0, some.numel()), rule.tokens, replace(rule, frames=some)):
+        for part in masked_rectangles(batch, rows, (0, some.numel()), rule.tokens, replace(rule, gathered=gathered)):
             yield replace(part, gathered=gathered)

@@ -9,6 +9,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from mllm_seqpar._transfers import copy_to_device
+
 from .rectangles import MAX_WASTE, Rectangle, Span, batch_spans, masked_rectangles
 
 
@@ -26,9 +28,10 @@ class IntervalRule:
     _by_device: dict[torch.device, tuple[Tensor, Tensor, Tensor | None]] = field(default_factory=dict, repr=False)
 
     def expand(self, batch: Span, rows: Span, keys: Span, device: torch.device) -> Tensor:
-        if device not in self._by_device:  # copied once for all rectangles and layers: each copy blocks the host
-            valid = None if self.valid is None else self.valid.to(device)
-            self._by_device[device] = self.low.to(device), self.high.to(device), valid
+        if device not in self._by_device:  # copied once for all rectangles and layers
+            low, high = copy_to_device(torch.stack([self.low, self.high]), device)
+            valid = None if self.valid is None else copy_to_device(self.valid, device)
+            self._by_device[device] = low, high, valid
         low, high, valid = self._by_device[device]
         unit = torch.div(torch.arange(*keys, device=device), self.tokens, rounding_mode="floor")
         index = slice(*batch), slice(*rows)

@@ -14,11 +14,13 @@ Coordinates are local to the block. Masks count in units (frames, or single toke
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Literal, Protocol
 
 import torch
 from torch import Tensor
+
+from mllm_seqpar._transfers import copy_to_device
 
 MAX_MASK = 1 << 22
 """Entries of one expanded mask: 4 MiB as bool, 16 MiB as a float32 bias."""
@@ -43,13 +45,20 @@ class KeySelection:
 
     units: Tensor
     tokens: int
+    _by_device: dict[torch.device, Tensor] = field(default_factory=dict, repr=False)
 
     def keys(self, span: Span, device: torch.device) -> Tensor:
         """Return the positions in the block, ascending (T,) int64, of a span of the selected keys."""
         first, last = span[0] // self.tokens, -(-span[1] // self.tokens)
-        starts = self.units[first:last].to(device, non_blocking=True) * self.tokens
+        starts = self.units_on(device)[first:last] * self.tokens
         keys = (starts.unsqueeze(-1) + torch.arange(self.tokens, device=device)).flatten()
         return keys[span[0] - first * self.tokens :][: span[1] - span[0]]
+
+    def units_on(self, device: torch.device) -> Tensor:
+        """Return `units` on `device`, copied once for all rectangles and layers."""
+        if device not in self._by_device:
+            self._by_device[device] = copy_to_device(self.units, device)
+        return self._by_device[device]
 
 
 @dataclass(frozen=True)

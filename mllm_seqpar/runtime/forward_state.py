@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from mllm_seqpar._transfers import copy_to_device
 from mllm_seqpar.attention.block_math import BlockMath, PartialResult
 from mllm_seqpar.attention.call_spec import CallSpec, accumulation, call_spec_for, problem_of
 from mllm_seqpar.attention.decode import decode_attention, merge_over_ranks
@@ -66,7 +67,7 @@ class FrameState:
         visual: this rank's features.
         masks: the mask rectangles of every block.
         key_lengths: the number of visual keys on every rank.
-        any_frame_visible: (B, s) bool, this rank's rows that attend to any frame.
+        any_frame_visible: (B, s) bool, this rank's rows that attend to any frame, on the device of the features.
         replicated: whether every rank holds the features of all frames.
         selection: the strategy that "auto" selected for the whole pass, if it did.
     """
@@ -98,7 +99,8 @@ class FrameState:
         units = [(start * units_per_frame, stop * units_per_frame) for start, stop in bounds]
         by_rank = [padded.take(text.positions(rank)) for rank in range(text.comm.size)]
         key_lengths = tuple((stop - start) * mask.tokens_per_frame for start, stop in units)
-        return cls(visual, FrameBlockMasks(by_rank, units), key_lengths, by_rank[text.comm.rank].any_frame_visible())
+        visible = copy_to_device(by_rank[text.comm.rank].any_frame_visible(), visual.features.device)
+        return cls(visual, FrameBlockMasks(by_rank, units), key_lengths, visible)
 
     def gathered(self, comm: Communicator, index: Tensor) -> FrameState:
         """Return the state with all ranks' features on every rank ("replicate").
@@ -117,7 +119,7 @@ class FrameState:
         total = self.visual.total_frames
         return replace(
             self,
-            visual=VisualFeatures(features, index.to(features.device), total),
+            visual=VisualFeatures(features, copy_to_device(index, features.device), total),
             masks=FrameBlockMasks(self.masks.masks, [(0, total)] * comm.size),
             key_lengths=(features.shape[0] * features.shape[1],) * comm.size,
             replicated=True,
@@ -128,10 +130,10 @@ def select_for_pass(
     context: SeqParContext, shape: CrossAttentionShape, text: TextShards, frames: FrameState
 ) -> FrameState:
     """Return the frames with what "auto" selects for all cross-attention layers of the pass, possibly replication."""
-    assert context.selector is not None
     features, config = frames.visual.features, context.config
     (probe,) = as_attended(features[:0])
     q_shape, k_shape = (text.batch, shape.heads, text.local, shape.dim), (1, shape.kv_heads)
+    assert context.selector is not None
     selection = context.selector.select_for_pass(
         problem_of(q_shape, k_shape, frames.key_lengths, probe.dtype, config.accumulate_dtype),
         frames.masks,
@@ -292,8 +294,7 @@ class ForwardState:
     def cached_visual_source(self, q: Tensor, k: Tensor, v: Tensor) -> GivenKV:
         """Return the K and V of the visual cache as a differentiable source, in a single process."""
         assert self.frame_mask is not None
-        masks = FrameBlockMasks([self.frame_mask], [(0, self.frame_mask.total_frames)])
-        return self.local_source(q, k, v, masks)
+        return self.local_source(q, k, v, FrameBlockMasks([self.frame_mask], [(0, self.frame_mask.total_frames)]))
 
     def local_source(self, q: Tensor, k: Tensor, v: Tensor, masks: BlockMasks) -> GivenKV:
         """Return K and V of a single process as a differentiable source, for any strategy."""

@@ -76,10 +76,17 @@ class StarText(TextShards):
         return torch.cat([torch.arange(self.block), own if rank else torch.full_like(own, self.length)])
 
     @cached_property
-    def own(self) -> Tensor:
-        """(b,) int64: the rows of the rank's own block."""
+    def own(self) -> slice:
+        """The rows of the rank's own block."""
         start = self.block if self.comm.rank else 0
-        return torch.arange(start, start + self.block)
+        return slice(start, start + self.block)
+
+    def shard(self, x: Tensor, dim: int, fill: float = 0) -> Tensor:
+        """(..., L, ...), the same on every rank -> this rank's (..., 2 b, ...), padded with `fill`."""
+        x, block = self.pad(x, dim, fill), self.block
+        padding = x.narrow(dim, self.length, 1)
+        own = x.narrow(dim, self.comm.rank * block, block) if self.comm.rank else torch.cat([padding] * block, dim)
+        return torch.cat([x.narrow(dim, 0, block), own], dim)
 
     def pad(self, x: Tensor, dim: int, fill: float = 0) -> Tensor:
         """(..., L, ...), or the context alone -> (..., P, ...)."""
@@ -87,7 +94,7 @@ class StarText(TextShards):
 
     def unshard(self, x: Tensor, dim: int) -> Tensor:
         """This rank's (..., 2 b, ...) -> the context's (..., n b, ...) on every rank, from each rank's own block."""
-        return unshard_sequence(x.index_select(dim, self.own.to(x.device)), dim, self.comm, self.layout)
+        return unshard_sequence(x.narrow(dim, self.own.start, self.block), dim, self.comm, self.layout)
 
     def _blocks_of(self, first: Tensor | None, valid: Tensor | None) -> CausalBlockMasks:
         return StarBlockMasks(self, first, valid)

@@ -23,7 +23,7 @@ class TextKVCache:
     Attributes:
         positions: (k,) int64 on the CPU, ascending: the positions in the whole text.
         total: the number of tokens on all ranks.
-        fresh: (f,) int64: the tokens of the current pass that this rank keeps, by their index in the pass.
+        fresh: the tokens of the current pass that this rank keeps, by their index in the pass.
     """
 
     def __init__(self, text: TextShards) -> None:
@@ -34,9 +34,11 @@ class TextKVCache:
 
     def extend(self, count: int) -> None:
         """Begin a pass of `count` new tokens."""
+        if self._keeper is None:
+            self.fresh = slice((self._rank - self.total) % self._size, count, self._size)
+        else:
+            self.fresh = slice(0, count if self._keeper == self._rank else 0)
         new = torch.arange(self.total, self.total + count)
-        owner = new % self._size if self._keeper is None else torch.full_like(new, self._keeper)
-        self.fresh = (owner == self._rank).nonzero().flatten()
         self.positions = torch.cat([self.positions, new[self.fresh]])
         self.total += count
 

@@ -11,9 +11,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from mllm_seqpar._transfers import copy_to_device
 from mllm_seqpar.comm import Communicator
 from mllm_seqpar.masks import CausalBlockMasks
-from mllm_seqpar.sharding import padded_length, sequence_positions, unshard_sequence
+from mllm_seqpar.sharding import padded_length, sequence_positions, shard_sequence, unshard_sequence
 
 
 class TextShards:
@@ -22,7 +23,8 @@ class TextShards:
     Args:
         batch, length: B and L.
         comm, layout: the group, and how token positions map to its ranks.
-        valid: (B, L) bool or None: keys that may be attended to (the attention mask).
+        valid: (B, L) bool or None: keys that may be attended to (the attention mask). It and `first` are copied to the
+            CPU, where masks are planned.
         first: (B or 1, L) int64 or None: the first key each row may attend to (packed sequences).
 
     Attributes:
@@ -42,7 +44,8 @@ class TextShards:
     ) -> None:
         self.batch, self.length, self.comm, self.layout = batch, length, comm, layout
         self.padded = padded_length(length, comm.size, layout)
-        self._valid = None if valid is None or bool(valid.all()) else valid.bool().cpu()
+        valid = None if valid is None else valid.cpu().bool()
+        self._valid = None if valid is None or bool(valid.all()) else valid
         self._first = None if first is None else first.long().cpu()
         self._blocks: dict[int | None, CausalBlockMasks] = {}
 
@@ -60,14 +63,13 @@ class TextShards:
         return self.positions(self.comm.rank)
 
     @cached_property
-    def own(self) -> Tensor:
-        """(k,) int64 on the CPU: this rank's rows that are tokens of its shard and not padding."""
-        return (self._local_positions < self.length).nonzero().flatten()
+    def own(self) -> slice:
+        """This rank's rows that are tokens of its shard and not padding, which is behind them."""
+        return slice(0, int(torch.searchsorted(self._local_positions, self.length)))
 
     def shard(self, x: Tensor, dim: int, fill: float = 0) -> Tensor:
         """(..., L, ...), the same on every rank -> this rank's (..., s, ...), padded with `fill`. Differentiable."""
-        x = self.pad(x, dim, fill)
-        return x if self.comm.size == 1 else x.index_select(dim, self._local_positions.to(x.device))
+        return shard_sequence(self.pad(x, dim, fill), dim, self.comm, self.layout)
 
     def pad(self, x: Tensor, dim: int, fill: float = 0) -> Tensor:
         """(..., L, ...) -> (..., P, ...)."""
@@ -82,11 +84,12 @@ class TextShards:
     def gather_rows(self, x: Tensor, rows: Tensor) -> Tensor:
         """This rank's (B, s, C) -> the rows with these positions, (B, r, C) on every rank. Not differentiable."""
         place = torch.full((self.padded,), -1)
-        place[self._local_positions[self.own]] = self.own
+        place[self._local_positions[self.own]] = torch.arange(self.local)[self.own]
         local = place[rows.cpu()]
         out = x.new_zeros((x.shape[0], rows.numel(), *x.shape[2:]))
         here = (local >= 0).nonzero().flatten()
-        out[:, here.to(x.device)] = x[:, local[here].to(x.device)].detach()
+        targets, sources = copy_to_device(torch.stack([here, local[here]]), x.device)
+        out[:, targets] = x[:, sources].detach()
         return out if self.comm.size == 1 else self.comm.all_reduce(out, "hidden")
 
     def blocks(self, window: int | None = None) -> CausalBlockMasks:

@@ -25,6 +25,9 @@ from mllm_seqpar.errors import ShapeError
 CHUNK_BYTES = 64 << 20
 """The size of the features that are projected at once; it bounds the intermediate results of a projection."""
 
+CUDA_CHUNK_BYTES = 512 << 20
+"""The same on a GPU, whose matrix multiplications are efficient for more rows, and which has fewer launches then."""
+
 _SAMPLED = 4096
 
 Projection = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
@@ -53,9 +56,11 @@ class VisualFeatures:
 
 
 def frame_chunks(features: Tensor) -> list[slice]:
-    """Return chunks of the frames of features (frames, tokens, width): at least one, each at most `CHUNK_BYTES`."""
+    """Return chunks of the frames of features (frames, tokens, width): at least one, each at most `CHUNK_BYTES` (on
+    CUDA, `CUDA_CHUNK_BYTES`) or one frame."""
     frames = features.shape[0]
-    step = max(1, CHUNK_BYTES // max(1, features.shape[1] * features.shape[2] * features.element_size()))
+    limit = CUDA_CHUNK_BYTES if features.device.type == "cuda" else CHUNK_BYTES
+    step = max(1, limit // max(1, features.shape[1] * features.shape[2] * features.element_size()))
     if frames <= step:
         return [slice(0, frames)]
     return [slice(start, min(start + step, frames)) for start in range(0, frames, step)]
@@ -81,9 +86,9 @@ def checksum(*tensors: Tensor | None) -> Tensor:
     return ((x + 1) * weights).sum()
 
 
-def fingerprint_of(frames: Tensor) -> tuple[int, ...]:
-    """Return the shape and a checksum of a sample, to recognise frames that were passed before."""
-    return (*frames.shape, int(checksum(sampled_bits(frames))))
+def fingerprint_of(frames: Tensor, number: Tensor | None = None) -> tuple[int, ...]:
+    """Return the shape and a checksum of a sample (`number`, if known), to recognise frames that were passed before."""
+    return (*frames.shape, int(checksum(sampled_bits(frames)) if number is None else number))
 
 
 def project_all(project: Projection, features: Tensor, index: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

@@ -57,15 +57,15 @@ def train_step(
     targets, tokens, frames = dims.sum_over_dp(counts, device)
     if targets == 0:
         raise DataError("a step without a single target token; every sample needs an answer of the assistant")
-    total = 0.0
+    total = torch.zeros((), dtype=torch.float64, device=device)  # on the device: reading a loss waits for its pass
     inputs = read_ahead(batches, lambda batch: batch.inputs(device))
     for batch, arguments in zip(batches, inputs, strict=True):
         loss = model(**arguments).loss
         if loss.requires_grad:  # false if only the visual path trains and no group has frames
             (loss * (batch.chat.targets * dims.dp / targets)).backward()
-        total += loss.item() * batch.chat.targets
+        total += loss.detach().double() * batch.chat.targets
+    total, norm = torch.stack([total, clip_gradients(model, clip).to(total)]).tolist()
     loss_sum = dims.sum_over_dp([total], device)[0]
-    norm = clip_gradients(model, clip)
     if not (math.isfinite(loss_sum) and math.isfinite(norm)):
         raise DataError(
             f"loss {loss_sum / targets} and gradient norm {norm}: not finite, so the parameters were not updated; "
@@ -76,15 +76,18 @@ def train_step(
     return StepResult(loss_sum / targets, norm, int(targets), int(tokens), int(frames))
 
 
-def clip_gradients(model: nn.Module, maximum: float) -> float:
-    """Return the norm of all gradients over all shards, and scale the gradients to at most `maximum` unless it is 0."""
+def clip_gradients(model: nn.Module, maximum: float) -> Tensor:
+    """Return the norm of all gradients over all shards, and scale the gradients to at most `maximum` unless it is 0.
+
+    The norm is a scalar tensor on the device of the gradients, which the host has not waited for.
+    """
     parameters = [p for p in model.parameters() if p.grad is not None]
     if not parameters:
-        return 0.0
+        return torch.zeros(())
     norm = torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
     if maximum:
         torch.nn.utils.clip_grads_with_norm_(parameters, maximum, norm)
-    return float(_unsharded(norm))
+    return _unsharded(norm)
 
 
 def _unsharded(value: Tensor) -> Tensor:
@@ -108,16 +111,16 @@ def evaluate(
         device: of the model.
     """
     model.eval()
-    total, targets = 0.0, 0
+    total, targets = torch.zeros((), dtype=torch.float64, device=device), 0
     try:
         with torch.no_grad():
             for batch, counts in batches:
                 loss = model(**batch.inputs(device)).loss
                 if counts:
-                    total += loss.item() * batch.chat.targets
+                    total += loss.double() * batch.chat.targets
                     targets += batch.chat.targets
     finally:
         model.train()
         reshard(model)
-    total, count = dims.sum_over_dp([total, float(targets)], device)
-    return total / max(1.0, count), int(count)
+    loss_sum, count = dims.sum_over_dp([total.item(), float(targets)], device)
+    return loss_sum / max(1.0, count), int(count)

@@ -183,12 +183,13 @@ class IdeficsFamily(Family[_IdeficsInputs]):
         return inputs.batch == placement and torch.equal(inputs.prompt_rows // beams, rows // beams)
 
     def visibility(self, inputs: _IdeficsInputs, units: int, tokens: int, placement: int) -> Visibility:
-        visible = inputs.image_attention_mask.bool()
+        visible = inputs.on_host("image_attention_mask")
+        assert visible is not None
         mask = mask_over_samples(visible, tokens, units, inputs.prompt_rows, placement)
-        return Visibility(mask, self._gate(visible.any(-1)))
+        return Visibility(mask, self._gate(inputs.image_attention_mask.bool().any(-1)))
 
     def empty_visibility(self, inputs: _IdeficsInputs, units: int, tokens: int) -> Visibility:
-        closed = torch.zeros(inputs.batch, inputs.length)
+        closed = torch.zeros(inputs.batch, inputs.length, device=self.embedding_weight().device)
         return Visibility(super().empty_visibility(inputs, units, tokens).mask, self._gate(closed))
 
     def _gate(self, attends: Tensor) -> dict[str, Tensor]:
@@ -251,7 +252,9 @@ def _model_forward(model: Any, context: SeqParContext) -> Any:
             frames_are_features=perceiver_embeddings is not None or (from_tower and not self.config.use_resampler),
             pixels_and_features=len(given) > 1,
             visual_shard=visual_shard,
-            compared_tensors=as_compared_tensors(image_attention_mask),
+            compared_tensors=as_compared_tensors(
+                image_attention_mask=None if image_attention_mask is None else image_attention_mask.bool()
+            ),
             past_key_values=past_key_values,
             use_cache=makes_cache(context, self, self.config, use_cache, past_key_values, labels),
             detects_packing=False,  # the unpatched model makes a mask of ones if none is given

@@ -26,6 +26,7 @@ from transformers.cache_utils import Cache
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from mllm_seqpar._logging import get_logger
+from mllm_seqpar._transfers import copy_to_device
 from mllm_seqpar.adapting import AdapterError, ConfigError, ForwardState, FrameMask, FrameShard, Patch, SeqParContext
 from mllm_seqpar.integrations.transformers.attention import (
     causal_mask,
@@ -157,7 +158,7 @@ class MllamaFamily(Family[MllamaInputs]):
 
     def _mlp_gate(self, any_visible: Tensor) -> dict[str, Tensor]:
         """Return the row tensor `full_text_row_masked_out_mask` is made of: False skips the MLP of the row."""
-        return {"mlp_gate": any_visible.to(self.embedding_weight().device)}
+        return {"mlp_gate": copy_to_device(any_visible, self.embedding_weight().device)}
 
     def adopt_cache(self, cache: Any, cache_state: SequenceParallelCacheState) -> None:
         """Refuse a cache in which the unpatched model stored K and V of tiles, all of them on every rank."""
@@ -231,6 +232,7 @@ def _model_forward(model: Any, context: SeqParContext) -> Any:
         images = (pixel_values, (aspect_ratio_ids, aspect_ratio_mask), cross_attention_states)
         frames, extras = flat_images(*images, visual_shard, samples, vision.num_patches)
         mask = None if cross_attention_mask is None else cross_attention_mask == 1
+        ratios = {} if visual_shard is not None else dict(zip(ASPECT_RATIOS, extras, strict=False))
         inputs = MllamaInputs(
             input_ids=input_ids,
             inputs_embeds=inputs_embeds,
@@ -242,13 +244,13 @@ def _model_forward(model: Any, context: SeqParContext) -> Any:
             frames_are_features=cross_attention_states is not None,
             pixels_and_features=pixel_values is not None and cross_attention_states is not None,
             visual_shard=visual_shard,
-            compared_tensors=as_compared_tensors(mask, *(() if visual_shard is not None else extras)),
+            compared_tensors=as_compared_tensors(cross_attention_mask=mask, **ratios),
             past_key_values=past_key_values,
             use_cache=makes_cache(context, self, family.text_config, use_cache, past_key_values, labels),
             detects_packing=not _unpatched_caches(self, past_key_values, use_cache),
             extras=extras,
             frame_names=("pixel_values", "cross_attention_states"),
-            cross_attention_mask=cross_attention_mask,
+            cross_attention_mask=mask,
             samples=samples,
             tiles=vision.max_num_tiles,
             patches=vision.num_patches,

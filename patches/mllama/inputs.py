@@ -16,6 +16,7 @@ from mllm_seqpar.integrations.transformers.inputs import ForwardInputs
 from mllm_seqpar.sharding import FrameShard
 
 ASPECT_RATIOS = ("aspect_ratio_ids", "aspect_ratio_mask")
+_MASK = "cross_attention_mask"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,8 +24,8 @@ class MllamaInputs(ForwardInputs):
     """The inputs of one pass, with the mask and sizes of the images: tiles, patches of a tile, width of a patch.
 
     Attributes:
-        cross_attention_mask: (B, L or all tokens so far, images, tiles), 1 where a row attends to a tile; None: rows
-            attend to all tiles of their sample.
+        cross_attention_mask: (B, L or all tokens so far, images, tiles) bool, True where a row attends to a tile; None:
+            rows attend to all tiles of their sample.
         samples: number of samples that the images belong to; `B / samples` rows of the batch are beams of one sample.
     """
 
@@ -41,10 +42,11 @@ class MllamaInputs(ForwardInputs):
         return self.tiles if by_images else 1
 
     def visible_tiles(self, per_sample: int) -> Tensor | None:
-        """Return (B, L, per_sample) bool, the mask of the rows of this pass; None without a mask."""
-        given = mask = self.cross_attention_mask
-        if given is None or mask is None:
-            return None
+        """Return (B, L, per_sample) bool on the CPU, the mask of the rows of this pass; None without a mask."""
+        return None if self.cross_attention_mask is None else self._rows_of_mask(self.on_host(_MASK), per_sample)
+
+    def _rows_of_mask(self, given: Any, per_sample: int) -> Tensor:
+        mask = given
         if mask.dim() == 4 and mask.shape[1] != self.length:  # of all tokens so far; this pass has its last rows
             mask = mask[:, self.past_length : self.past_length + self.length]
         fits = mask.dim() == 4 and mask.shape[0] in (1, self.batch) and mask.shape[1] in (1, self.length)
@@ -54,7 +56,7 @@ class MllamaInputs(ForwardInputs):
                 f"{self.batch} samples, {self.length} tokens after the {self.past_length} cached ones, {per_sample} "
                 "tiles in all images of a sample"
             )
-        return (mask == 1).flatten(2).expand(self.batch, self.length, -1)
+        return mask.flatten(2).expand(self.batch, self.length, -1)
 
     def check(self) -> None:
         """Raise ShapeError or MaskError if the images do not fit together, or do not fit the text."""
@@ -67,8 +69,8 @@ class MllamaInputs(ForwardInputs):
                 f"{units} tiles of {self.samples} samples were passed with a batch of {self.batch}; every sample needs "
                 "as many images as the others, padding images included"
             )
-        if units:
-            self.visible_tiles(units // self.samples)
+        if units and self.cross_attention_mask is not None:
+            self._rows_of_mask(self.cross_attention_mask, units // self.samples)
 
     def _check_pixels(self, frames: Tensor) -> None:
         missing = [name for name, x in zip(ASPECT_RATIOS, self.extras, strict=True) if x is None]

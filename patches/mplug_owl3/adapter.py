@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from transformers.cache_utils import Cache
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
+from mllm_seqpar._transfers import copy_to_device
 from mllm_seqpar.adapting import (
     AdapterError,
     ForwardState,
@@ -129,7 +130,7 @@ def _attend_sharded(self: Any, q: Tensor, k: Tensor, v: Tensor, visual_norm: Any
         o = merge_heads(seqpar.attend(q, [text, *visual], self.scaling))
     else:
         text_out, visual_out = (merge_heads(seqpar.attend(q, keys, self.scaling)) for keys in ([text], visual))
-        o = self.mix(text_out, visual_out, seqpar.frames.any_frame_visible.to(q.device))
+        o = self.mix(text_out, visual_out, seqpar.frames.any_frame_visible)
     return o if shards_text else seqpar.text.unshard(o, 1)
 
 
@@ -171,6 +172,9 @@ def _projection(self: Any, visual_norm: Any) -> Projection:
     return lambda features, frame_position: self.project_visual(visual_norm(features), frame_position)
 
 
+_LAYOUT = tuple(field.name for field in fields(MediaLayout))
+
+
 @dataclass(frozen=True, kw_only=True)
 class _MPlugOwl3Inputs(ForwardInputs):
     model: Any
@@ -182,10 +186,28 @@ class _MPlugOwl3Inputs(ForwardInputs):
         """The placement of the frames; raises what the unpatched model raises."""
         inclusive = self.model.config.gate is None
         if self.media_layout is None:
-            where = {"input_ids": self.input_ids, "media_offset": self.media_offset, "position_ids": self.positions()}
+            positions = self.on_host("position_ids")
+            if positions is None:
+                positions = torch.arange(self.past_length, self.past_length + self.length)[None]
+            offset = self.media_offset
+            if isinstance(offset, Tensor):
+                offset = self.on_host("media_offset")
+            elif offset is not None:
+                listed = enumerate(offset)
+                offset = [self.on_host(f"media_offset {i}") if isinstance(x, Tensor) else x for i, x in listed]
+            where = {"input_ids": self.on_host("input_ids"), "media_offset": offset, "position_ids": positions}
             return FramePlacement(self.model.media_layout(self.total_frames, **where), self.past_length, inclusive)
         check_layout(self.media_layout, self.batch, self.total_frames)
-        return FramePlacement(self.media_layout, 0, inclusive)
+        on_host: dict[str, Any] = {name: self.on_host(name) for name in _LAYOUT}
+        return FramePlacement(replace(self.media_layout, **on_host), 0, inclusive)
+
+    def read_by_host(self) -> dict[str, Tensor]:
+        """Return further what the placement of the frames is made from, in a pass that makes it."""
+        found = super().read_by_host()
+        if self.media_layout is None and not (self.past_length and self.frames is None):
+            given = {"input_ids": self.input_ids, "position_ids": self.position_ids}
+            found |= {name: x for name, x in given.items() if x is not None}
+        return found
 
 
 class MPlugOwl3Family(MediaLayoutCache):
@@ -213,7 +235,7 @@ class MPlugOwl3Family(MediaLayoutCache):
         return inputs.placement.layout.frame_position if inputs.total_frames else super().unit_index(inputs, units)
 
     def visibility(self, inputs: ForwardInputs, units: int, tokens: int, placement: FramePlacement) -> Visibility:
-        layout, rows = placement.layout, inputs.prompt_rows.to(placement.layout.first.device)
+        layout, rows = placement.layout, inputs.prompt_rows
         first, stop = (x[rows] for x in layout.rows(inputs.past_length - placement.row_offset, inputs.length))
         return self._with_rows(FrameMask.from_intervals(first, stop, tokens, units))
 
@@ -221,7 +243,9 @@ class MPlugOwl3Family(MediaLayoutCache):
         return self._with_rows(super().empty_visibility(inputs, units, tokens).mask)
 
     def _with_rows(self, mask: FrameMask) -> Visibility:
-        return Visibility(mask, {"attends_to_frames": mask.any_frame_visible().to(self.embedding_weight().device)})
+        return Visibility(
+            mask, {"attends_to_frames": copy_to_device(mask.any_frame_visible(), self.embedding_weight().device)}
+        )
 
     def text_mask(self, embeds: Tensor, mask: Any, positions: Tensor, cache: Any) -> Any:
         """Return a causal mask for each kind of layer."""
@@ -272,7 +296,7 @@ def _model_forward(model: Any, context: SeqParContext) -> Any:
     ) -> CausalLMOutputWithPast:
         _, unpatched_caches = self._cache_for(past_key_values, use_cache)
         caches = makes_cache(context, self, self.config, use_cache, past_key_values, labels)
-        layout = () if media_layout is None else (media_layout.first, media_layout.stop, media_layout.frame_position)
+        layout = {} if media_layout is None else {name: getattr(media_layout, name) for name in _LAYOUT}
         inputs = _MPlugOwl3Inputs(
             input_ids=input_ids,
             inputs_embeds=inputs_embeds,
@@ -284,7 +308,7 @@ def _model_forward(model: Any, context: SeqParContext) -> Any:
             frames_are_features=image_embeds is not None,
             pixels_and_features=pixel_values is not None and image_embeds is not None,
             visual_shard=visual_shard,
-            compared_tensors=as_compared_tensors(media_offset, *layout),
+            compared_tensors=as_compared_tensors(media_offset=media_offset, **layout),
             past_key_values=past_key_values,
             use_cache=past_key_values is not None or bool(caches and unpatched_caches),
             detects_packing=not unpatched_caches,

@@ -26,7 +26,7 @@ class FramePlacement:
     """Which frames each row may attend to; `inclusive`: a placeholder attends to its own frame."""
 
     layout: MediaLayout
-    """The intervals of frames, for rows counted from text token `row_offset` of the cache."""
+    """The intervals of frames, for rows counted from text token `row_offset` of the cache; on the CPU."""
     row_offset: int
     inclusive: bool
 
@@ -51,7 +51,8 @@ class MediaLayoutCache(Family):
                 "continue it with the unpatched model, or begin with a new cache"
             )
         visual = VisualKVCache.given(native.states, native.layout.total_frames, native.tokens_per_frame)
-        cache_state.store_frames(visual, FramePlacement(native.layout, native.row_offset, native.inclusive), 0)
+        layout = native.layout.to("cpu")
+        cache_state.store_frames(visual, FramePlacement(layout, native.row_offset, native.inclusive), 0)
         cache_state.rows, cache_state.frame_fingerprints = native.rows, native.frame_fingerprints
 
 

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from transformers.cache_utils import Cache
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
+from mllm_seqpar._transfers import copy_to_host
 from mllm_seqpar.adapting import AdapterError, FrameShard, Patch, SeqParContext, ShapeError
 from mllm_seqpar.integrations.transformers.cache import cache_state_of
 from mllm_seqpar.integrations.transformers.frames import local_features
@@ -173,13 +174,14 @@ def _conditioning(language_model: Any, input_ids: Tensor) -> tuple[Media | None,
     earlier text.
     """
     layers, locations = language_model._get_decoder_layers(), input_ids == language_model.media_token_id
-    may_use_cached = language_model._use_cached_vision_x and language_model.is_conditioned()
-    uses_cached_media = bool(may_use_cached and not bool(locations.any()))
+    here, uses_cached_media = locations, False
+    if language_model._use_cached_vision_x and language_model.is_conditioned():
+        here, earlier = copy_to_host([locations, layers[0].media_locations])
+        uses_cached_media = not bool(here.any())
     for layer in layers:
         if not uses_cached_media:
             layer.condition_media_locations(locations)
         layer.condition_use_cached_media(uses_cached_media)
-    locations = layers[0].media_locations
     if uses_cached_media:
-        return layers[0].vis_x, locations.count_nonzero(dim=1)[:, None].expand(-1, input_ids.shape[1])
-    return layers[0].vis_x, locations.cumsum(dim=-1)
+        return layers[0].vis_x, earlier.count_nonzero(dim=1)[:, None].expand(-1, input_ids.shape[1])
+    return layers[0].vis_x, here.cumsum(dim=-1)

@@ -24,6 +24,7 @@ from uuid import uuid4
 import torch
 from torch import Tensor
 
+from mllm_seqpar._transfers import copy_to_device
 from mllm_seqpar.adapting import AdapterError, ForwardState, FrameMask, FrameShard, SeqParContext, ShapeError
 from mllm_seqpar.comm import Communicator
 from mllm_seqpar.integrations.transformers.attention import merge_heads
@@ -91,7 +92,7 @@ class MediaInputs(ForwardInputs):
                 shard = shard or FrameShard(*frame_bounds(media.total, comm.size)[comm.rank], media.total)
                 frames = features
         arguments |= {"frames": frames, "frames_are_features": features is not None, "visual_shard": shard}
-        return cls(**arguments, compared_tensors=(time,), frame_names=("vision_x",), media=media, time=time)
+        return cls(**arguments, compared_tensors={"time": time}, frame_names=("vision_x",), media=media, time=time)
 
 
 def cross_attentions(language_model: Any) -> Iterator[tuple[int, Any]]:
@@ -190,14 +191,15 @@ class FlamingoFamily(Family[MediaInputs]):
     def visibility(self, inputs: MediaInputs, units: int, tokens: int, placement: Any) -> Visibility:
         """Return the rule that is tabulated in the module's docstring."""
         assert inputs.media is not None
-        samples, time = inputs.media.samples, inputs.time
+        samples, time = inputs.media.samples, inputs.on_host("time")
+        assert time is not None
         if inputs.batch % samples:  # the media belong to the model's conditioning, not to the rows of the cache
             raise ShapeError(
                 f"lang_x: {inputs.batch} rows of text, but the model is conditioned on media of {samples} samples; "
                 "after selecting rows of a cache, condition the model on the media of those"
             )
         per_sample, beams = units // samples, inputs.batch // samples
-        base = (torch.arange(inputs.batch, device=time.device) // beams * per_sample)[:, None].expand_as(time)
+        base = (torch.arange(inputs.batch) // beams * per_sample)[:, None].expand_as(time)
         if self._only_immediate():
             uniform, none = time > per_sample, time == 0
             first, stop = (base + time - 1).masked_fill(none, 0), (base + time).masked_fill(none, 0)
@@ -206,7 +208,8 @@ class FlamingoFamily(Family[MediaInputs]):
             first, stop = base, base + time.clamp(max=per_sample)
         first, stop = torch.where(uniform, base, first), torch.where(uniform, base + per_sample, stop)
         mask = FrameMask.from_intervals(first, stop, tokens, units)
-        return Visibility(mask, {"uniform": uniform} if bool(uniform.any()) else {})
+        rows = {"uniform": copy_to_device(uniform, self.embedding_weight().device)} if bool(uniform.any()) else {}
+        return Visibility(mask, rows)
 
     def text_mask(self, *arguments: Any) -> Any:
         return self.language_model.text_mask(*arguments)

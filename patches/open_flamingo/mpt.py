@@ -32,6 +32,7 @@ from torch.nn import functional as F
 from transformers.masking_utils import create_causal_mask
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
+from mllm_seqpar._transfers import copy_to_device
 from mllm_seqpar.comm.autograd import gather_shards
 from mllm_seqpar.errors import ConfigError, ShapeError
 from mllm_seqpar.integrations.transformers.attention import merge_heads, refuse_dropout
@@ -177,8 +178,10 @@ class MptLM:
                 f"{total} tokens, but this MPT has max_seq_len={self.stack.config.max_seq_len}; pass a shorter text"
             )
         slopes = -self.stack.build_mpt_alibi_tensor(self.stack.num_heads, 2, device=device)[:, 0, 0].float()
-        blind = None if blind is None else blind.to(device)
-        return ShardedBias(state, slopes, row_positions.to(device), key_positions.to(device), blind)
+        blind = None if blind is None else copy_to_device(blind, device)
+        both = copy_to_device(torch.cat([row_positions, key_positions]), device)
+        rows_on_device, keys_on_device = both.split([len(row_positions), len(key_positions)])
+        return ShardedBias(state, slopes, rows_on_device, keys_on_device, blind)
 
     def _fully_masked_rows(self, state: ForwardState, rows: Tensor) -> Tensor | None:
         """Return (B, s) bool, the rows of a sharded text before the first token that the attention mask shows.

@@ -69,11 +69,15 @@ class MemoryBenchmark:
     @property
     def chunk_bytes(self) -> int:
         """Bytes of visual features projected at once: the same fraction of the video as at the published sizes."""
-        published, sizes = visual_features.CHUNK_BYTES, self.subject.sizes
+        published, sizes = getattr(visual_features, self._chunk_constant), self.subject.sizes
         if self.scale == 1:
             return published
         published_width = read_model(CONFIGS / f"{sizes.name}.yaml").cross.visual_dim
         return published * self.largest * sizes.cross.visual_dim // (PUBLISHED_FRAMES * published_width)
+
+    @property
+    def _chunk_constant(self) -> str:
+        return "CUDA_CHUNK_BYTES" if self.device.type == "cuda" else "CHUNK_BYTES"
 
     def columns(self, mode: Mode) -> dict[str, Any]:
         sizes = self.subject.sizes
@@ -86,13 +90,14 @@ class MemoryBenchmark:
     def patched(self, mode: Mode) -> Iterator[None]:
         """Patch the model inside the block; its self-attention uses Ring Attention."""
         options = {"tile": mode.spec(self.comm.size).mesh_shape} if mode.strategy == "mesh" else {}
-        before, visual_features.CHUNK_BYTES = visual_features.CHUNK_BYTES, self.chunk_bytes
+        name, before = self._chunk_constant, getattr(visual_features, self._chunk_constant)
+        setattr(visual_features, name, self.chunk_bytes)
         patch_model(self.subject.model, mode.strategy, recompute_visual=mode.recompute, **options)
         try:
             yield
         finally:
             unpatch_model(self.subject.model)
-            visual_features.CHUNK_BYTES = before
+            setattr(visual_features, name, before)
 
     def features(self, frames: int) -> Tensor:
         """Return random visual features of this rank's frames (f, tokens, width), which require a gradient."""

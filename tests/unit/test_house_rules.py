@@ -17,7 +17,7 @@ from mllm_seqpar._compat import MINIMUM
 ROOT = Path(__file__).resolve().parents[2]
 
 ORDER = (
-    "errors _compat _logging schedules comm sharding config masks kernels attention checkpointing runtime "
+    "errors _compat _logging _transfers schedules comm sharding config masks kernels attention checkpointing runtime "
     "families patching models integrations adapting data planner cli inference training patches"
 ).split()
 """Parts of the package. A part imports only parts before it; see CONTRIBUTING.md."""

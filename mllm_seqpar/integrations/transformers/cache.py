@@ -179,8 +179,8 @@ class ShardedTextLayer(DynamicLayer):
         if not prompt and self._length + key_states.shape[2] != self._text.total:
             raise ConfigError(_OTHER_MODEL.format(what="each rank its own tokens' only"))
         self._length = self._text.total
-        fresh = self._text.fresh.to(key_states.device)
-        stored = super().update(key_states.index_select(2, fresh), value_states.index_select(2, fresh))
+        fresh = self._text.fresh
+        stored = super().update(key_states[:, :, fresh], value_states[:, :, fresh])
         return (key_states, value_states) if prompt else stored
 
     def get_seq_length(self) -> int:

@@ -106,9 +106,14 @@ class _CachedPass:
         if features is not None:
             visual_cache = VisualKVCache(visual_features(family, inputs, features), inputs.total_frames)
             state.store_frames(visual_cache, placement, inputs.batch)
-            state.frame_fingerprints = {fingerprint_of(x) for x in (inputs.frames, features) if x is not None}
+            state.frame_fingerprints = {fingerprint_of(features)}
+            if inputs.frames is not None:
+                state.frame_fingerprints.add(self._fingerprint(inputs.frames))
             family.mark_cache(self.cache, state)
         return features
+
+    def _fingerprint(self, frames: Tensor) -> tuple[int, ...]:
+        return fingerprint_of(frames, self.inputs.on_host("checksum of frames"))
 
     def _replaces_frames(self, visual_cache: VisualKVCache) -> bool:
         """Return whether the frames of this pass replace those in the cache. The same frames do not.
@@ -118,7 +123,7 @@ class _CachedPass:
         inputs, state, family = self.inputs, self.cache_state, self.family
         if inputs.frames is None or not inputs.total_frames:
             return False
-        same = fingerprint_of(inputs.frames) in state.frame_fingerprints
+        same = self._fingerprint(inputs.frames) in state.frame_fingerprints
         if family.repeats_frames:  # as unpatched: every pass attends to the frames that come with it
             return torch.is_grad_enabled() or not same or not family.rows_match_frames(inputs, state.placement)
         if same:
@@ -193,7 +198,8 @@ class _CachedPass:
         length, mask, cached_text, visual = embeds.shape[1], self.inputs.attention_mask, None, state.visual
         if state.text is not None:
             state.text.extend(length)
-            cached_text = CachedTextMask(state.text, length, mask)
+            on_host = self.inputs.on_host("attention_mask")
+            cached_text = CachedTextMask(state.text, length, mask if on_host is None else on_host)
             mask = dummy_mask(embeds)
         mask = family.text_mask(embeds, mask, positions[:, start:], self.cache)
         frames: dict[str, Any] = {}

@@ -195,10 +195,12 @@ def decoder_arguments(embeds: Tensor, positions: Tensor, mask: Any, cache: Any, 
 
 def require_same_pass(
     family: Family, inputs: ForwardInputs, logits_to_keep: int | Tensor, kwargs: Mapping[str, Any]
-) -> None:
-    """Raise on every rank unless this pass is valid on all ranks and its inputs are the same."""
-    kwargs = {**kwargs, "logits_to_keep": logits_to_keep}
+) -> bool:
+    """Raise on every rank unless this pass is valid on all ranks and its inputs are the same.
 
+    Returns whether the ranks have the same random state.
+    """
+    kwargs = {**kwargs, "logits_to_keep": logits_to_keep}
     compare = family.context.compares_weights()
 
     def check() -> None:
@@ -211,4 +213,5 @@ def require_same_pass(
         check_star(family.context.config, inputs)
         family.check(inputs, kwargs)
 
-    require_same_inputs(family.context.comm, inputs, check, model=family.model, kwargs=kwargs, compare_weights=compare)
+    options = {"model": family.model, "kwargs": kwargs, "compare_weights": compare}
+    return require_same_inputs(family.context.comm, inputs, check, **options)

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
+from mllm_seqpar._transfers import copy_to_device
 from mllm_seqpar.errors import ShapeError
 from mllm_seqpar.masks import FrameMask
 from mllm_seqpar.runtime.forward_state import FrameState, select_for_pass
@@ -133,8 +134,8 @@ def visual_features(family: Family, inputs: ForwardInputs, features: Tensor) -> 
     """Return this rank's features with the index of each unit. Without frames, rank 0 has the empty one."""
     per_frame, total = family.units_per_frame(inputs), max(1, inputs.total_frames)
     start, stop = frame_bounds(total, family.context.comm.size)[family.context.comm.rank]
-    index = family.unit_index(inputs, total * per_frame)[start * per_frame : stop * per_frame].to(features.device)
-    return VisualFeatures(features, index, total * per_frame)
+    index = family.unit_index(inputs, total * per_frame)[start * per_frame : stop * per_frame]
+    return VisualFeatures(features, copy_to_device(index, features.device), total * per_frame)
 
 
 def visibility_of(

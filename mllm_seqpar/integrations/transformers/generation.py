@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import zlib
 from typing import Any
 
 import torch
@@ -79,6 +80,12 @@ def _describe_value(value: Any) -> str:
     if value is None or isinstance(value, Tensor):
         return ""
     return repr(value) if isinstance(value, (bool, int, float, str)) else type(value).__name__
+
+
+def random_state_number(device: torch.device) -> int:
+    """Return a checksum of the random states of the CPU and of `device`, which are both kept on the host."""
+    number = zlib.crc32(torch.get_rng_state().numpy().data)
+    return zlib.crc32(torch.cuda.get_rng_state(device).numpy().data, number) if device.type == "cuda" else number
 
 
 def share_random_state(comm: Communicator, device: torch.device) -> None:

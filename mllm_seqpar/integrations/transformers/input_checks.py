@@ -21,6 +21,7 @@ from mllm_seqpar.errors import ConfigError, ShapeError
 from mllm_seqpar.runtime.visual_features import checksum, sampled_bits
 from mllm_seqpar.sharding import FrameShard, frame_bounds
 
+from .generation import random_state_number
 from .inputs import ForwardInputs
 
 _COMPARED = (
@@ -29,9 +30,10 @@ _COMPARED = (
     *("labels given", "attention mask given", "checksum of token ids", "checksum of labels"),
     *("checksum of the attention mask", "checksum of position ids"),
     *("checksum of the placement of frames", "checksum of pixels", "checksum of weights"),
-    *("training mode", "autocast (checksum of its dtype)", "checksum of the inputs' dtypes", "num_items_in_batch"),
+    *("num_items_in_batch", "training mode", "autocast (checksum of its dtype)", "checksum of the inputs' dtypes"),
     *("checksum of further arguments", "gradient checkpointing", "checksum of requires_grad of the parameters"),
 )
+_RANDOM_STATE = "checksum of the random state"
 _SAMPLED_WEIGHTS = 16
 """Values compared of each parameter."""
 _KNOWN_ARGUMENTS = {*TransformersKwargs.__annotations__, "cache_position", "ignore_index", "logits_to_keep"}
@@ -46,7 +48,7 @@ def require_same_inputs(
     model: nn.Module | None = None,
     kwargs: Mapping[str, Any] | None = None,
     compare_weights: bool = False,
-) -> None:
+) -> bool:
     """Raise on every rank of the group unless all ranks pass the same text, number of frames and pixels.
 
     Token ids, masks, positions and labels are compared by checksums. Pixels are compared by a sample of them if every
@@ -54,24 +56,29 @@ def require_same_inputs(
 
     `check` is the family's own; if it raises on one rank, the others raise an AgreementError. The modes of `model` are
     compared if it is given, and with `compare_weights` a sample of its weights and which of them train.
+
+    Returns whether all ranks have the same random state; True without `model`.
     """
 
     def describe() -> dict[str, int]:
         _check_frames(comm, inputs)
         check()
-        numbers = _input_numbers(inputs, model if compare_weights else None)
+        num_items = None if kwargs is None else kwargs.get("num_items_in_batch")
+        numbers = _input_numbers(inputs, model if compare_weights else None, num_items)
         if model is not None:
             numbers += _pass_numbers(model, inputs, kwargs or {})
             if compare_weights:
                 trained = "".join(str(int(p.requires_grad)) for p in model.parameters())
                 checkpointing = any(getattr(m, "gradient_checkpointing", False) for m in model.modules())
                 numbers += [int(checkpointing), fingerprint(trained)]
-        return dict(zip(_COMPARED, numbers, strict=False))
+        found = dict(zip(_COMPARED, numbers, strict=False))
+        return found | ({} if model is None else {_RANDOM_STATE: random_state_number(inputs.text.device)})
 
-    require_agreement(comm, "forward pass", _COMPARED, describe)
+    rows = require_agreement(comm, "forward pass", _COMPARED, describe, (_RANDOM_STATE,))
+    return all(row == rows[0] for row in rows)
 
 
-def _input_numbers(inputs: ForwardInputs, compared_weights: nn.Module | None) -> list[int]:
+def _input_numbers(inputs: ForwardInputs, compared_weights: nn.Module | None, num_items: Any) -> list[int]:
     labels = inputs.shift_labels if inputs.shift_labels is not None else inputs.labels
     frames, mask = inputs.frames, inputs.attention_mask
     kind = 0 if frames is None else 1 + inputs.frames_are_features
@@ -79,18 +86,19 @@ def _input_numbers(inputs: ForwardInputs, compared_weights: nn.Module | None) ->
     counts += [0 if frames is None else math.prod(frames.shape[1:]), kind, inputs.past_length, inputs.use_cache]
     counts += [torch.is_grad_enabled(), labels is not None, mask is not None]
     all_have_pixels = kind == 1 and inputs.visual_shard is None and inputs.compare_frames
-    moved_rows = inputs.prompt_rows.to(inputs.text.device) if inputs.past_length else None
     checksums = [
         checksum(inputs.input_ids),
         checksum(labels),
         checksum(*(mask.values() if isinstance(mask, Mapping) else [mask])),  # one mask for each kind of layer, or one
         checksum(inputs.position_ids),
-        checksum(*inputs.compared_tensors, moved_rows),
-        checksum(sampled_bits(frames)) if all_have_pixels and frames is not None else torch.zeros(()),
-        torch.zeros(()) if compared_weights is None else checksum(*_sampled_weights(compared_weights)),
+        checksum(sampled_bits(frames) if all_have_pixels and frames is not None else None),
+        checksum(*([] if compared_weights is None else _sampled_weights(compared_weights))),
+        torch.as_tensor(-1 if num_items is None else num_items),
     ]
-    device = inputs.text.device
-    values = torch.stack([x.to(device, torch.long) for x in checksums]).tolist()  # one wait for the device, not seven
+    values = inputs.read(checksums)  # one wait for the device, not eight
+    moved_rows = inputs.prompt_rows if inputs.past_length else None
+    placement = [x for name in inputs.compared_tensors if (x := inputs.on_host(name)) is not None]
+    values.insert(4, int(checksum(*placement, moved_rows)))
     return [*map(int, counts), *values]
 
 
@@ -107,13 +115,11 @@ def _pass_numbers(model: nn.Module, inputs: ForwardInputs, kwargs: Mapping[str, 
     autocast = str(torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else ""
     frames = inputs.frames if inputs.visual_shard is None else None  # a rank without frames passes any empty tensor
     tensors = (inputs.input_ids, inputs.inputs_embeds, inputs.labels, inputs.shift_labels, frames)
-    num_items = kwargs.get("num_items_in_batch")
     settings = {name: value for name, value in kwargs.items() if isinstance(value, (bool, int, float, str))}
     return [
         int(model.training),
         fingerprint(autocast) if autocast else 0,
         fingerprint(str([None if x is None else x.dtype for x in tensors])),
-        -1 if num_items is None else int(num_items),
         fingerprint(repr(sorted(settings.items()))),
     ]
 

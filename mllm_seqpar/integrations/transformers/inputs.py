@@ -5,15 +5,18 @@ Shape legend: B samples, L text tokens, F frames of all samples and ranks, f fra
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from mllm_seqpar._transfers import copy_to_host
 from mllm_seqpar.errors import ShapeError
 from mllm_seqpar.runtime.context import SeqParContext
 from mllm_seqpar.runtime.loss import shifted
+from mllm_seqpar.runtime.visual_features import checksum, sampled_bits
 from mllm_seqpar.sharding import FrameShard
 
 from .cache import cache_state_of
@@ -31,6 +34,7 @@ class ForwardInputs:
         frames: (F, ...) pixels or features; with `visual_shard` this rank's (f, ...); None without frames.
         pixels_and_features: whether the caller passed both, which is an error.
         compared_tensors: further tensors that must be equal on all ranks: they say where frames belong in the text.
+            The host plans the pass by them, so it reads them; see `on_host`.
         use_cache: whether the pass uses or makes a cache.
         detects_packing: whether positions separate packed sequences if there is no mask. As everywhere in transformers,
             that is so where the unpatched model would not make a cache.
@@ -41,7 +45,7 @@ class ForwardInputs:
 
     frames: Tensor | None
     frames_are_features: bool
-    compared_tensors: tuple[Tensor, ...]
+    compared_tensors: Mapping[str, Tensor]
     input_ids: Tensor | None = None
     inputs_embeds: Tensor | None = None
     attention_mask: Any = None
@@ -56,6 +60,7 @@ class ForwardInputs:
     extras: tuple[Tensor, ...] = ()
     frame_names: tuple[str, ...] = ("pixel_values", "image_embeds")
     compare_frames: bool = True
+    _host: dict[str, Tensor] = field(default_factory=dict, init=False, repr=False)
 
     @property
     def text(self) -> Tensor:
@@ -90,6 +95,37 @@ class ForwardInputs:
         state = cache_state_of(self.past_key_values) if self.past_length else None
         return torch.arange(self.batch) if state is None else state.rows_of(self.batch)
 
+    def on_host(self, name: str) -> Tensor | None:
+        """Return one of the tensors of `read_by_host` on the CPU; None if the pass has none of that name."""
+        if not self._host:
+            self.read()
+        return self._host.get(name)
+
+    def read(self, numbers: Sequence[Tensor] = ()) -> list[int]:
+        """Read what the host needs of this pass, and `numbers`, in one copy; return the numbers.
+
+        Each copy from the device makes the host wait until the device has computed everything before it.
+        """
+        wanted = self.read_by_host()
+        found = copy_to_host([*wanted.values(), *numbers])
+        self._host.update(zip(wanted, found[: len(wanted)], strict=True))
+        return [int(x) for x in found[len(wanted) :]]
+
+    def read_by_host(self) -> dict[str, Tensor]:
+        """Return the tensors whose values the host needs to plan this pass, by name.
+
+        These are a two-dimensional attention mask, positions that may separate packed sequences, the compared tensors,
+        and, in a pass with a cache, the checksum by which the frames are recognised later.
+        """
+        found, mask = dict(self.compared_tensors), self.attention_mask
+        if isinstance(mask, Tensor) and mask.dim() == 2:
+            found["attention_mask"] = mask
+        elif mask is None and self.detects_packing and self.position_ids is not None:
+            found["position_ids"] = self.position_ids
+        if self.frames is not None and self.use_cache:
+            found["checksum of frames"] = checksum(sampled_bits(self.frames))
+        return found
+
     def positions(self) -> Tensor:
         """Return (B or 1, L) rotary positions; if none were given, they start at the length of the cache."""
         if self.position_ids is not None:
@@ -120,12 +156,14 @@ def makes_cache(
     return context.comm.size == 1 and labels is None and not trains and bool(config.use_cache)
 
 
-def as_compared_tensors(*values: Any) -> tuple[Tensor, ...]:
-    """Return values (None, numbers, tensors, or nested lists of them) as flat CPU tensors that ranks can compare."""
-    flat: list[Tensor] = []
-    for value in values:
+def as_compared_tensors(**values: Any) -> dict[str, Tensor]:
+    """Return values (None, numbers, tensors, or lists of them) as tensors by name; "name 0", "name 1" ... of a list."""
+    found: dict[str, Tensor] = {}
+    for name, value in values.items():
         if isinstance(value, (list, tuple)):
-            flat += [torch.tensor([len(value)]), *as_compared_tensors(*value)]
+            found[f"length of {name}"] = torch.tensor(len(value))
+        if isinstance(value, (list, tuple)) and not all(isinstance(x, int) for x in value):
+            found |= as_compared_tensors(**{f"{name} {number}": x for number, x in enumerate(value)})
         elif value is not None:
-            flat.append(torch.as_tensor(value).reshape(-1).cpu())
-    return tuple(flat)
+            found[name] = torch.as_tensor(value)
+    return found

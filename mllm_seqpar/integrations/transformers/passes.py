@@ -48,12 +48,13 @@ def _uncached_pass(
 ) -> Any:
     """Run a pass with text and frames sharded: training, evaluation, generation without a cache."""
     context = family.context
-    require_same_pass(family, inputs, logits_to_keep, kwargs)
+    same_random_state = require_same_pass(family, inputs, logits_to_keep, kwargs)
     text, placement = text_shards(context, inputs), family.placement(inputs)
     features = local_features(family, inputs)
     state = ForwardState(context, text=text, **frame_arguments(family, inputs, text, features, placement))
     log_shard_sizes(family, inputs, text.local if state.shards_text else inputs.length)
-    if not state.shards_text and family.model.training:  # every rank computes all text, with the same dropout masks
+    # Without sharding, every rank computes all text, with the same dropout masks.
+    if not (state.shards_text or same_random_state) and family.model.training:
         share_random_state(context.comm, inputs.text.device)
     embeds, positions, mask = rows_of_pass(family, inputs, state)
     if not state.shards_text:

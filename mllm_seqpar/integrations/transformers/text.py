@@ -56,7 +56,8 @@ def _padding_and_packing(inputs: ForwardInputs) -> tuple[Tensor | None, Tensor |
     if mask is not None and (not isinstance(mask, Tensor) or tuple(mask.shape) != shape):
         found = tuple(mask.shape) if isinstance(mask, Tensor) else type(mask).__name__
         raise MaskError(f"attention_mask: sequence-parallel text takes a padding mask of shape {shape}, got {found}")
-    return mask, packed_starts(inputs.positions()) if mask is None and inputs.detects_packing else None
+    positions = inputs.on_host("position_ids") if mask is None and inputs.detects_packing else None
+    return inputs.on_host("attention_mask"), None if positions is None else packed_starts(positions)
 
 
 def rows_of_pass(family: Family, inputs: ForwardInputs, state: ForwardState) -> tuple[Tensor, Tensor, Any]:

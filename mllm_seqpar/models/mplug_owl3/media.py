@@ -7,7 +7,7 @@ sees the frame, in the position that rotates the frame's keys, and in the form o
 common to all of them: a row of text sees the half-open interval of frames [first, stop).
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 
 import torch
 from torch import Tensor
@@ -45,6 +45,10 @@ class MediaLayout:
     @property
     def total_frames(self) -> int:
         return self.frame_position.shape[0]
+
+    def to(self, device: torch.device | str) -> "MediaLayout":
+        """Return the layout with its tensors on `device`."""
+        return replace(self, **{field.name: getattr(self, field.name).to(device) for field in fields(self)})
 
     def rows(self, start: int, length: int) -> tuple[Tensor, Tensor]:
         """Return first and stop, (B, length) each, of the tokens from `start` on; tokens after the layout see all."""

@@ -98,7 +98,9 @@ class VisualCache(RowsLayer):
                 "past_key_values holds K and V of the frames of one rank only, because a patched model filled it; "
                 "continue it with that model while it is patched, or begin with a new cache"
             )
-        rows = self.rows_of(batch).to(self.layout.first.device)
+        features = embeds if embeds is not None else next(iter(self.states.values()), (self.layout.first,))[0]
+        self.layout = self.layout.to(features.device)  # a patched model leaves it on the CPU
+        rows = self.rows_of(batch).to(features.device)
         if embeds is None:
             self.layout = self.layout.cropped(past_length - self.row_offset, self.inclusive)
         first, stop = (bound[rows] for bound in self.layout.rows(past_length - self.row_offset, length))

@@ -33,14 +33,14 @@ def sharded_facts(rank: int, world: int) -> dict[str, object]:
     trained = [p for p in model.parameters() if p.requires_grad]
     model, optimizer = shard_model(start_accelerator("cpu"), model, torch.optim.AdamW(trained, lr=0.1))
     loss_of_tiny_model(model).backward()
-    norm = clip_gradients(model, 0.5)
+    norm = clip_gradients(model, 0.5).item()
     with torch.no_grad():
         loss_of_tiny_model(model)
     gathered = sum(not isinstance(p, DTensor) for p in model.parameters())
     reshard(model)
     return {
         "norm": norm,
-        "clipped": clip_gradients(model, 0.0),
+        "clipped": clip_gradients(model, 0.0).item(),
         "local": sum(p.to_local().numel() for p in model.parameters()),
         "gathered": gathered,
         "unsharded": sum(not isinstance(p, DTensor) for p in model.parameters()),
@@ -53,7 +53,7 @@ def test_parameters_are_sharded_and_gradients_are_whole() -> None:
     facts = ranks(2, launch_environment(CONFIG)).run(sharded_facts)
     model = partly_frozen_model()
     loss_of_tiny_model(model).backward()
-    expected = clip_gradients(model, 0.5)
+    expected = clip_gradients(model, 0.5).item()
     for row in facts:
         assert row["norm"] == pytest.approx(expected, rel=1e-5)
         assert row["clipped"] == pytest.approx(min(0.5, expected), rel=1e-4)

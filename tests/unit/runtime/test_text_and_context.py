@@ -61,7 +61,7 @@ def test_new_tokens_are_kept_in_turn_and_cropped() -> None:
         cache = TextKVCache(TextShards(1, 5, comm, "contiguous"))
         before = cache.positions.tolist()
         cache.extend(4)
-        fresh, valid = cache.fresh.tolist(), torch.ones(1, 9).index_fill_(1, torch.tensor([7]), 0)
+        fresh, valid = list(range(4)[cache.fresh]), torch.ones(1, 9).index_fill_(1, torch.tensor([7]), 0)
         visible = [
             sum(map(visible_entries, CachedTextMask(cache, 4, mask).rectangles(2, window)))
             for mask, window in ((None, None), (None, 3), (valid, None))
@@ -84,7 +84,7 @@ def test_star_prompt_is_split_into_equal_blocks_and_the_query() -> None:
 
     def run(comm: Communicator) -> tuple[list[int], list[int], int | None, int]:
         text = StarText(1, 10, comm)
-        return text.positions(comm.rank).tolist(), text.own.tolist(), text.new_token_rank, text.local
+        return text.positions(comm.rank).tolist(), list(range(8)[text.own]), text.new_token_rank, text.local
 
     assert run_loopback(2, run) == [
         ([0, 1, 2, 3, 8, 8, 8, 8], [0, 1, 2, 3], 1, 8),

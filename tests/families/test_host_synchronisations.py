@@ -1,0 +1,148 @@
+"""Layer: one process, loopback ranks on an emulated CUDA device. How often the host waits for the device."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from emulated_device import DEVICE, Watch, mark, place, to_device
+from family_cases import BATCHES
+from family_harness import TOLERANCE, build, model_of, reference, settings, slow_unless
+from mllm_seqpar import patch_model
+from mllm_seqpar.comm import LoopbackCommunicator, ProcessGroupCommunicator, run_loopback
+
+READS = 2
+"""One copy of everything that the host plans by, and one of what the ranks compare."""
+
+
+class _OnDevice(LoopbackCommunicator):
+    """Loopback ranks that exchange control tensors on the device, as over NCCL."""
+
+    def __init__(self, comm: LoopbackCommunicator) -> None:
+        super().__init__(comm.world, comm.rank)
+
+    device = property(lambda self: DEVICE)  # type: ignore[assignment]
+
+
+@pytest.fixture(autouse=True)
+def _emulated_random_state(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_rng_state", lambda device=None: torch.get_rng_state()[:16].clone())
+
+
+def _layers(family: str, model: Any) -> list[Any]:
+    match family:
+        case "mplug_owl3":
+            return list(model.language_model.model.layers)
+        case "idefics":
+            return [*model.model.layers, *model.model.gated_cross_attn_layers]
+        case "mllama":
+            return list(model.model.language_model.layers)
+    return list(model.lang_encoder._get_decoder_layers())
+
+
+def _patched_on_device(family: str, case: Any, comm: Any, checkpointing: bool) -> tuple[Any, dict[str, Any]]:
+    """Return the patched model, with its decoder layers marked as "layer", and its inputs.
+
+    `comm` is a loopback rank, or None for the ranks of the process group.
+    """
+    model, inputs = build(family, case)
+    if checkpointing and family != "open_flamingo":  # whose layers keep a graph of their own
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    model, inputs = to_device(model), to_device(inputs)
+    with Watch():
+        patch_model(model, group=comm and _OnDevice(comm), kernel="blocked_matmul", **case.options)
+    mark(_layers(family, model), "layer")
+    return model, inputs
+
+
+def _training_step(family: str, case: Any) -> list[tuple[Watch, float]]:
+    """Return what the step of each rank does, and its loss."""
+
+    def rank(comm: LoopbackCommunicator) -> tuple[Watch, float]:
+        model, inputs = _patched_on_device(family, case, comm, checkpointing=True)
+        with Watch() as watch:
+            loss = model(**inputs).loss
+            with place("backward"):
+                loss.backward()
+        return watch, float(loss.detach().elem)
+
+    model_of(family, case)  # building the cached model is not thread-safe
+    return run_loopback(2, rank)
+
+
+STEPS = [(family, "ring") for family in BATCHES]
+STEPS += [(family, "local") for family in BATCHES if family in ("mplug_owl3", "open_flamingo")]
+
+
+@pytest.mark.parametrize(("family", "attention"), slow_unless(lambda row: row == STEPS[0], STEPS))
+def test_training_step_reads_the_device_twice_and_never_in_layers(family: str, attention: str) -> None:
+    case = replace(BATCHES[family], train=True).with_options(self_attention=attention)
+    if family == "open_flamingo":
+        case = case.with_model(language_model="mpt")
+    expected = reference(family, case).loss
+    for watch, loss in _training_step(family, case):
+        assert abs(loss - expected) < TOLERANCE
+        for where in ("layer", "backward"):
+            assert watch.places("synchronisation", where) == []
+            assert watch.places("blocking copy", where) == []
+        found = watch.places("synchronisation", "outside")
+        # Where text is not sharded, transformers makes its masks as in the unpatched model.
+        ours = [place for place in found if "masking_utils" not in place]
+        assert len(ours) <= READS, ours
+        assert all("comm/base.py" in place for place in watch.places("blocking copy")), watch.places("blocking copy")
+
+
+DECODING = {"mplug_owl3": 0, "idefics": 1, "mllama": 1, "open_flamingo": 1}
+"""Reads for each token: the mask over images, and with it the frames' checksum; OpenFlamingo's new media tokens."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", BATCHES)
+def test_decoded_token_reads_the_device_at_most_once(family: str) -> None:
+    case = replace(BATCHES[family], labels=None).with_options(shard_prompt_from=1)
+
+    def rank(comm: LoopbackCommunicator) -> list[Watch]:
+        model, inputs = _patched_on_device(family, case, comm, checkpointing=False)
+        watches = []
+        for tokens in (2, 4):
+            with Watch() as watch, torch.no_grad():
+                model.generate(**inputs, **settings(max_new_tokens=tokens, use_cache=True))
+            watches.append(watch)
+        return watches
+
+    model_of(family, case)
+    for short, long in run_loopback(2, rank):
+        for watch in (short, long):
+            assert watch.places("synchronisation", "layer") == []
+            assert watch.places("blocking copy", "layer") == []
+        # `generate` of transformers itself reads whether all samples are finished.
+        extra = long.count("synchronisation") - short.count("synchronisation") - 2
+        assert extra == 2 * DECODING[family], long.found - short.found
+        assert long.count("blocking copy") == short.count("blocking copy")
+
+
+@pytest.fixture
+def fake_process_group(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """torch's process group without other ranks: a gather returns this rank's tensor for each rank."""
+    dist.init_process_group("fake", store=FakeStore(), rank=1, world_size=4)
+    monkeypatch.setattr(ProcessGroupCommunicator, "device", DEVICE)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("family", slow_unless(lambda family: family == "mllama", BATCHES))
+def test_training_step_over_a_process_group_never_waits_in_layers(family: str, fake_process_group: None) -> None:
+    model, inputs = _patched_on_device(family, replace(BATCHES[family], train=True), None, checkpointing=True)
+    with torch.autograd.set_multithreading_enabled(False), Watch() as watch:
+        loss = model(**inputs).loss
+        with place("backward"):
+            loss.backward()
+    assert watch.places("synchronisation", "layer") == watch.places("synchronisation", "backward") == []
+    assert watch.places("blocking copy", "layer") == watch.places("blocking copy", "backward") == []
+    assert watch.count("synchronisation") <= READS, watch.places("synchronisation")
