@@ -45,14 +45,14 @@ BUDGET_S = 450.0
 """Time of all parts together; parts that no longer fit are reported as not run."""
 KERNELS = {
     "cuda": [
-        *("flash_attn_3", "flash_attn_4", "flash_attn"),
+        *("flash_attn_3", "flash_attn_4", "flash_attn", "cuda_flash@FA3", "cuda_flash@FA4"),
         *("cuda_flash", "cuda_cudnn", "cuda_efficient", "blocked_matmul"),
     ],
     "cpu": ["torch_cpu", "blocked_matmul"],
 }
 LIMITS_S = {"kernels": 75.0, "one_gpu": 75.0, "ring": 75.0, "memory": 75.0, "training": 120.0}
 """Time limit of each part. A part is a module of `gpu_checks` with a function `check`; "kernels" runs once a kernel."""
-RANKS_LIMITS_S = {"ranks_attention": 150.0, "ranks_training": 150.0, "ranks_lost": 150.0}
+RANKS_LIMITS_S = {"ranks_groups": 100.0, "ranks_attention": 150.0, "ranks_training": 150.0, "ranks_lost": 150.0}
 """Time limit of each part of --ranks; its `check` runs in one process per rank."""
 TIMEOUT_S = 60.0
 """Time limit of the ranks' process group; in the part "ranks_lost" its own."""
