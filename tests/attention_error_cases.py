@@ -30,6 +30,8 @@ def odd_one_out(comm: Communicator, what: str) -> Any:
     match what:
         case "rows" | "heads" | "batch" if odd:
             x = qkv(**{what: {"rows": 5, "heads": 8, "batch": 3}[what]})
+        case "shared keys" if odd:
+            x = (x[0], x[1][:1], x[2][:1])
         case "dtype" if odd:
             x = tuple(t.bfloat16() for t in x)
         case "bad shape" if odd:

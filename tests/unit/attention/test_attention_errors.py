@@ -96,6 +96,7 @@ DISAGREEMENTS = {
     "rows": "q rows: rank 0 has 4, rank 1 has 4, rank 2 has 5",
     "heads": "q heads: rank 0 has 4",
     "batch": "q batch: rank 0 has 2",
+    "shared keys": "rank 0 has 2, rank 1 has 2, rank 2 has 1",
     "dtype": "dtype: rank 0 has torch.float32, rank 1 has torch.float32, rank 2 has torch.bfloat16",
     "strategy": "strategy",
     "tile": "tile rows: rank 0 has 1, rank 1 has 1, rank 2 has 3; tile columns",
