@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import functools
 import pkgutil
+import threading
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any, TypeVar
@@ -36,6 +37,10 @@ def family_module(family: str) -> Any:
     return pytest.importorskip(f"mllm_seqpar.patches.{family}.testing", exc_type=ImportError)
 
 
+_building = threading.Lock()
+"""Held while a model is built: two ranks that are threads would draw from one random state."""
+
+
 @functools.cache
 def _template(family: str, overrides: tuple[tuple[str, Any], ...]) -> Any:
     return family_module(family).tiny_model(**dict(overrides))
@@ -43,7 +48,9 @@ def _template(family: str, overrides: tuple[tuple[str, Any], ...]) -> Any:
 
 def model_of(family: str, case: Any) -> Any:
     """Return a new copy of the case's model."""
-    model = copy.deepcopy(_template(family, tuple(sorted(case.model_overrides().items()))))
+    with _building:
+        template = _template(family, tuple(sorted(case.model_overrides().items())))
+    model = copy.deepcopy(template)
     return (model.double() if case.double else model).train(case.train)
 
 
