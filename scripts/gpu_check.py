@@ -27,7 +27,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import torch
@@ -63,6 +63,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"], help="cpu: a rehearsal with tiny sizes")
     parser.add_argument("--ranks", action="store_true", help="check all ranks that torchrun started on this node")
+    parser.add_argument("--parts", nargs="+", choices=[*LIMITS_S, *RANKS_LIMITS_S], help="only these parts")
     parser.add_argument("--json", type=Path, help="also write the rows to this file")
     parser.add_argument("--part", help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -85,7 +86,11 @@ def main() -> int:
     from measure import environment
 
     print(", ".join(f"{key} {value}" for key, value in environment(args.device).items()), flush=True)
-    rows = run_all_on_ranks(args.device, int(os.environ["LOCAL_WORLD_SIZE"])) if args.ranks else run_all(args.device)
+    rows = (
+        run_all_on_ranks(args.device, int(os.environ["LOCAL_WORLD_SIZE"]), args.parts)
+        if args.ranks
+        else run_all(args.device, args.parts)
+    )
     print(table(rows))
     if args.json:
         args.json.unlink(missing_ok=True)
@@ -94,11 +99,13 @@ def main() -> int:
     return 1 if any(row.ok is False for row in rows) else 0
 
 
-def run_all(device: str) -> list[Row]:
-    """Run every part in a process of its own and return the rows of all parts."""
+def run_all(device: str, only: Sequence[str] | None = None) -> list[Row]:
+    """Run every part (or those of `only`) in a process of its own and return the rows."""
     rows: list[Row] = []
     start = time.monotonic()
     for part in [f"kernels:{name}" for name in KERNELS[device]] + ["one_gpu", "ring", "memory", "training"]:
+        if only and part.split(":")[0] not in only:
+            continue
         elapsed = time.monotonic() - start
         limit = min(LIMITS_S[part.split(":")[0]], BUDGET_S - elapsed)
         print(f"[{elapsed:4.0f} s] {part}", flush=True)
@@ -121,12 +128,14 @@ def run_child(part: str, device: str, limit_s: float) -> list[Row]:
     return rows + ([Row(part, "", problem, "", False)] if problem else [])
 
 
-def run_all_on_ranks(device: str, ranks: int) -> list[Row]:
-    """Run every part of --ranks and return the rows of all parts."""
+def run_all_on_ranks(device: str, ranks: int, only: Sequence[str] | None = None) -> list[Row]:
+    """Run every part of --ranks (or those of `only`) and return the rows."""
     rows: list[Row] = []
     start = time.monotonic()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # torchrun's; it then kills the ranks of the current part
     for part, limit in RANKS_LIMITS_S.items():
+        if only and part not in only:
+            continue
         print(f"[{time.monotonic() - start:4.0f} s] {part}", flush=True)
         rows += run_child_ranks(part, device, ranks, limit)
     return rows
