@@ -23,14 +23,14 @@ from mllm_seqpar.schedules.mesh_shapes import STRATEGIES
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command; return 0, or 2 after printing one line about invalid input."""
+    """Run the command; return 0, 1 if a plan does not fit, or 2 after printing one line about invalid input."""
     args = _parser().parse_args(arguments)
     try:
-        args.run(args)
+        status: int = args.run(args)
     except (SeqParError, OSError) as error:
         sys.stderr.write(f"mllm-seqpar {args.command}: {error}\n")
         return 2
-    return 0
+    return status
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -100,7 +100,7 @@ def _add_plan(plan: argparse.ArgumentParser) -> None:
     plan.set_defaults(run=_plan)
 
 
-def _plan(args: argparse.Namespace) -> None:
+def _plan(args: argparse.Namespace) -> int:
     training = args.trained != "none"
     unused = [name for name in ("optimizer", "gradient_checkpointing", "keep_visual") if getattr(args, name)]
     if unused and not training:
@@ -124,9 +124,10 @@ def _plan(args: argparse.Namespace) -> None:
 
         draw_plan(plan, args.timeline)
     sys.stdout.write((json.dumps(as_json(plan), indent=2) if args.json else as_text(plan)) + "\n")
+    return 0 if plan.best.fits else 1
 
 
-def _calibrate(args: argparse.Namespace) -> None:
+def _calibrate(args: argparse.Namespace) -> int:
     import torch
 
     from mllm_seqpar.planner.calibrate import AttentionShape, calibrate
@@ -151,6 +152,7 @@ def _calibrate(args: argparse.Namespace) -> None:
             for name, rate in rates.items():
                 sys.stderr.write(f"kernel {name}: {rate:.3g} FLOP/s in forward and backward\n")
             write_cluster(cluster, args.output or "/dev/stdout")
+    return 0
 
 
 if __name__ == "__main__":

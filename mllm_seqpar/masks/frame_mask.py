@@ -177,7 +177,7 @@ class FrameMask:
         """
         key = (comm.identity, tuple(frames))
         if refresh or key not in self._by_group:
-            table = self._table.to(comm.device)
+            table = self._table.to(comm.control_device)
             gathered = [shard.cpu() for shard in comm.all_gather(table, "mask")]
             digest = 1
             for shard in gathered:

@@ -91,8 +91,8 @@ def patch_model(
         adapter, inner = find_adapter(model)
         if (patched := vars(inner).get(_ATTRIBUTE)) is not None:
             raise AdapterError(
-                f"patch_model: this {type(inner).__name__} is patched already ({patched.context.config}); to change "
-                "its options, call unpatch_model first"
+                f"patch_model: this {type(inner).__name__} is patched already; to change its options, call "
+                f"unpatch_model first. It is patched with {patched.context.config}"
             )
         adapter.check(inner, context)
         require_transferable(comm, inner, moves_later=True)

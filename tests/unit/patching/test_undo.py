@@ -106,7 +106,7 @@ def test_patched_model_refuses_to_be_copied_or_pickled() -> None:
 
 def test_patching_twice_and_unpatching_what_is_not_patched_are_refused() -> None:
     model = patch_model(tiny_model(), "ring")
-    with pytest.raises(AdapterError, match=r"patched already \(SeqParConfig\(strategy='ring'.*unpatch_model first"):
+    with pytest.raises(AdapterError, match=r"patched already; .*unpatch_model first.*SeqParConfig\(strategy='ring'"):
         patch_model(model)
     ours = model.forward
     model.forward = lambda *args, **kwargs: ours(*args, **kwargs)
