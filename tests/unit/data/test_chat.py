@@ -1,6 +1,7 @@
 """Layer: one process, real files, the real processor. Chats become micro-batches, of which ranks load their frames."""
 
 import json
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -177,6 +178,7 @@ VIDEO = {"type": "video", "path": "clips/a.mp4"}
         (chat({"type": "video", "images": ["0.png", "9.png"]}), "9.png: no such file"),
         (chat(VIDEO | {"images": ["0.png"]}), 'both "path" and "images"'),
         (chat(VIDEO | {"fps": "1"}), "fps is '1'; expected a number above 0"),
+        (chat(VIDEO | {"fps": inf}), "fps is inf; expected a number above 0"),
         (chat(VIDEO | {"num_frames": 2.5}), "num_frames is 2.5; expected a whole number"),
         (chat(VIDEO | {"fps": 1, "num_frames": 2}), "both fps and num_frames"),
         (chat(text("<|image|> what?")), r"its text holds <\|image\|>; show media by parts"),
