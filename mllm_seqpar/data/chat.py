@@ -114,13 +114,15 @@ class ChatDataset(Dataset[ChatSample]):
 
     Args:
         path: a data set that `formats.open_records` opens.
-        processor: the model's processor; its family (`chat_family`) turns conversations into tokens.
+        processor: the model's processor; its family (`chat_family`) turns conversations into tokens. None reads samples
+            without a model, for checks; then there are no batches.
         fps, num_frames, max_frames: sampling of videos, as for `plan_frames`. `fps` and `num_frames` override what a
             line states; `max_frames` is an additional limit.
         max_length: the largest number of tokens of a sample; a longer sample is refused.
         on_bad_media: "fail" checks here that all local files exist; "skip" leaves missing and damaged files to the
             reader of the samples (`training.data_loader`).
         media_root, template: see `formats.open_records` and `formats.to_chat`.
+        validate: False leaves the validation of a record to its access.
 
     Raises:
         DataError: a malformed record; names its file, its line and the problem.
@@ -138,6 +140,7 @@ class ChatDataset(Dataset[ChatSample]):
         on_bad_media: str = "fail",
         media_root: str | os.PathLike[str] | None = None,
         template: str = DEFAULT_TEMPLATE,
+        validate: bool = True,
     ) -> None:
         if on_bad_media not in ON_BAD_MEDIA:
             raise ConfigError(f"on_bad_media: {on_bad_media!r} is not allowed; give {' or '.join(ON_BAD_MEDIA)}")
@@ -145,11 +148,11 @@ class ChatDataset(Dataset[ChatSample]):
         self.path, self.digest = self.records.path, self.records.digest
         self.on_bad_media, self._template = on_bad_media, template
         self.processor = processor
-        self._family = chat_family(processor)
+        self._family = None if processor is None else chat_family(processor)
         self.max_length = max_length
         self._sampling = {"fps": fps, "num_frames": num_frames}
         self._max_frames = max_frames
-        for index in range(len(self.records)):
+        for index in range(len(self.records) if validate else 0):
             self.messages(index, check_files=on_bad_media == "fail")
         self._open_video = lru_cache(maxsize=65_536)(VideoSource.open)  # probe each video once, not once per epoch
 
@@ -159,7 +162,7 @@ class ChatDataset(Dataset[ChatSample]):
     def __getitem__(self, index: int) -> ChatSample:
         messages, place = self.messages(index), self.records.place(index)
         try:
-            sources = tuple(self._source(index, part) for part in media_parts(messages))
+            sources = tuple(self.source(index, part) for part in media_parts(messages))
         except VideoError as error:
             raise VideoError(f"{place}: {error}") from error
         return ChatSample(self.records.line(index), place, messages, sources)
@@ -167,8 +170,9 @@ class ChatDataset(Dataset[ChatSample]):
     def messages(self, index: int, check_files: bool = False) -> list[Mapping[str, Any]]:
         """Return the validated messages of a record; DataError names its place."""
         files = partial(self.records.check, index) if check_files else None
+        marks = self._family.marks if self._family else ()
         try:
-            return check_record(to_chat(self.records.record(index), template=self._template), files, self._family.marks)
+            return check_record(to_chat(self.records.record(index), template=self._template), files, marks)
         except DataError as error:
             raise DataError(f"{self.records.place(index)}: {error}") from error
 
@@ -185,10 +189,12 @@ class ChatDataset(Dataset[ChatSample]):
                 raise MediaError(str(error), number) from error
         return collate(samples, self.processor, self.max_length)
 
-    def _source(self, index: int, part: Mapping[str, Any]) -> FrameSource:
+    def source(self, index: int, part: Mapping[str, Any]) -> FrameSource:
+        """Return the frames of a media part of record `index`; VideoError if the file is missing or unreadable."""
         locate = partial(self.records.locate, index)
         if part["type"] == "image":
-            return self._family.image_source(locate(part["path"]))
+            name = locate(part["path"])
+            return self._family.image_source(name) if self._family else ImageListSource([name])
         if "images" in part:
             names = part["images"]
             count = _least(part.get("num_frames"), part.get("max_frames"), self._max_frames, len(names))

@@ -11,8 +11,8 @@ Media parts:
 - {"type": "video", "images": [FILE, ...]}, a list of pictures as a video
 - {"type": "image", "path": FILE}, one frame, or one frame per tile if the model's processor cuts images into tiles
 
-A path may be a URL. Relative paths start at the folder of the JSONL file. A line may have further keys, such as an id, but no keys that name
-media or tools outside the messages. Messages and parts have no further keys.
+A path may be a URL. Relative paths start at the folder of the JSONL file. A line may have further keys, such as an id,
+but no keys that name media or tools outside the messages. Messages and parts have no further keys.
 """
 
 import math

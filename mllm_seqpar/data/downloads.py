@@ -101,8 +101,8 @@ def _chunks_of(url: str) -> Iterator[bytes]:
             expected, received = answer.headers.get("Content-Length"), 0
             if expected and int(expected) > cache_limit() / 10:
                 raise VideoError(
-                    f"{url}: it has {int(expected) / 1e9:g} GB; a file of the cache may have {cache_limit() / 1e10:g}, a "
-                    f"tenth of the whole; download it yourself and give its path, or set {SIZE_VARIABLE}"
+                    f"{url}: it has {int(expected) / 1e9:g} GB; a file of the cache may have {cache_limit() / 1e10:g}, "
+                    f"a tenth of the whole; download it yourself and give its path, or set {SIZE_VARIABLE}"
                 )
             while chunk := answer.read(_CHUNK):
                 received += len(chunk)

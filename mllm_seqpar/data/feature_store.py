@@ -147,7 +147,7 @@ def open_features(directory: str | os.PathLike[str]) -> FeatureStore:
 
 
 def source_meta(plan: FramePlan) -> dict[str, Any]:
-    """Return metadata that identifies the frames of a plan: path, size, mtime and digest of the file, and of the times."""
+    """Return metadata that identifies the frames of a plan: path, size, mtime and digest of the file; the times."""
     path = underlying_file(plan.path)
     times = hashlib.blake2b(repr((plan.ticks, plan.time_base)).encode(), digest_size=16).hexdigest()
     return {

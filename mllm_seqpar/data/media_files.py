@@ -1,8 +1,8 @@
 """Media files by name: a path, a range of bytes in a tar shard, a URL, or a data URL.
 
 A source names its file by one string. `local_media` turns the name that a data set or a caller gives into the name of
-something that can be read here: it downloads a URL into the cache and writes the contents of a data URL there. A range of
-bytes is written in the form of FFmpeg's subfile protocol, `subfile,,start,A,end,B,,:PATH`, so that a video inside an
+something that can be read here: it downloads a URL into the cache and writes the contents of a data URL there. A range
+of bytes is written in the form of FFmpeg's subfile protocol, `subfile,,start,A,end,B,,:PATH`, so that a video inside an
 uncompressed tar shard is decoded in place, with random access, and nothing is extracted.
 """
 

@@ -29,8 +29,8 @@ _MEDIA_PARTS = {
     **dict.fromkeys(("video", "video_url", "input_video"), "video"),
 }
 _KNOWN = (
-    "messages (chats, OpenAI), conversations (LLaVA), question with options or answer, or text or caption with an image "
-    "or video"
+    "messages (chats, OpenAI), conversations (LLaVA), question with options or answer, or text or caption with an "
+    "image or video"
 )
 
 

@@ -67,6 +67,10 @@ class Records(ABC):
         others = f" (nor in {', '.join(map(str, self.folders[1:]))})" if self.folders[1:] else ""
         raise VideoError(f"{self.folders[0] / name}: no such file{others}")
 
+    def identify(self, index: int, name: str) -> object:
+        """Return a key that is equal for equal files; nothing is downloaded or written."""
+        return name if is_remote(name) else self.locate(index, name)
+
     def check(self, index: int, name: str) -> None:
         """Raise VideoError if a file that record `index` names is missing; a URL is not opened."""
         if not is_remote(name):

@@ -76,6 +76,9 @@ class TableRecords(Records):
             return super().locate(index, path)
         return str(store_bytes(content, Path(path or "").suffix))
 
+    def identify(self, index: int, name: str) -> object:
+        return (index, name) if is_embedded(name) else super().identify(index, name)
+
     def check(self, index: int, name: str) -> None:
         if not is_embedded(name):
             super().check(index, name)
@@ -165,7 +168,7 @@ class _Part:
         return types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind)
 
     def _is_media(self, kind: Any) -> bool:
-        """Return whether a column has files: bytes, or (bytes, path) as the features Image and Video, or lists of it."""
+        """Return whether a column has files: bytes, (bytes, path) as the features Image and Video, or lists of them."""
         types = self._arrow.types
         if self._is_list(kind):
             return self._is_media(kind.value_type)

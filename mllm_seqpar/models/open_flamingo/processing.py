@@ -93,7 +93,8 @@ def _pictures_of_texts(images: Any, counts: Sequence[int]) -> list[list[Any]]:
         raise DataError("images has both pictures and lists of pictures; pass one list of pictures for each text")
     if len(images) != sum(counts):
         raise DataError(
-            f"the texts have {list(counts)} {IMAGE}, and one list of {len(images)} pictures was passed; pass one for each"
+            f"the texts have {list(counts)} {IMAGE}, and one list of {len(images)} pictures was passed; pass one for "
+            "each"
         )
     remaining = iter(images)
     return [[next(remaining) for _ in range(count)] for count in counts]
