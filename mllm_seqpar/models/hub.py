@@ -29,12 +29,11 @@ def local_directory(name: str | os.PathLike[str], kind: str = "model") -> str:
     if os.path.exists(path) or found is None:
         return path
     from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError
 
     options = {"ignore_patterns": _UNUSED} if kind == "model" else {}
     try:
         return snapshot_download(found[1], repo_type=kind, revision=found[2], **options)
-    except (HfHubHTTPError, OSError, ValueError) as error:  # LocalEntryNotFoundError is a FileNotFoundError
+    except Exception as error:  # of the Hub's client, of its HTTP client, or of the file system
         first = next(iter(str(error).strip().splitlines()), repr(error))
         raise ConfigError(
             f"{path}: no such directory here, and as the id of a {kind} on the Hub it cannot be downloaded: {first} "
