@@ -106,8 +106,9 @@ def _media_fault(part: Mapping[str, Any], kind: str, check_file: _Check) -> str 
     if "images" in part and ("path" in part or kind == "image"):
         return 'both "path" and "images"; give one of them' if kind == "video" else 'an image has a "path"'
     try:
-        for name in listed if check_file else ():
-            check_file(name)
+        for name in listed:
+            if check_file is not None:
+                check_file(name)
     except VideoError as error:
         return str(error)
     given = {name: part[name] for name in SAMPLING if part.get(name) is not None}

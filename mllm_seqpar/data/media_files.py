@@ -54,7 +54,7 @@ def media_size(name: str) -> int:
 def open_media(name: str) -> BinaryIO:
     """Open a name for reading; a range of bytes is read whole, since only pictures are opened this way."""
     found = _SLICE.match(name)
-    if not found:
+    if found is None:
         return open(name, "rb")
     with open(found[3], "rb") as file:
         file.seek(int(found[1]))
@@ -75,7 +75,7 @@ def media_digest(name: str) -> str:
 def is_remote(name: str) -> bool:
     """Return whether a name is a URL, of a file elsewhere or with the data in it."""
     scheme = _SCHEME.match(name)
-    return bool(scheme) and scheme[1].lower() in ("http", "https", "data")
+    return scheme is not None and scheme[1].lower() in ("http", "https", "data")
 
 
 def local_media(name: str | os.PathLike[str]) -> str:

@@ -115,6 +115,12 @@ def open_data_loader(
     Raises:
         DataError: if the data set is missing or malformed.
     """
-    sampling = {"fps": args.fps, "max_frames": args.max_frames}
-    dataset = ChatDataset(path, processor, **sampling, max_length=args.max_length, on_bad_media=on_bad_media)
+    dataset = ChatDataset(
+        path,
+        processor,
+        fps=args.fps,
+        max_frames=args.max_frames,
+        max_length=args.max_length,
+        on_bad_media=on_bad_media,
+    )
     return ShardedDataLoader(dataset, processor, dims)

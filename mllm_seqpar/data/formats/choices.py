@@ -43,7 +43,8 @@ class MultipleChoice:
     def prompt(self, template: str = DEFAULT_TEMPLATE) -> str:
         """Return the question with its options."""
         lines = "\n".join(f"{letter}. {text}" for letter, text in zip(self.letters, self.options, strict=True))
-        return template.replace("{options}", lines).replace("{question}", self.question)
+        values = {"question": self.question, "options": lines}
+        return re.sub(r"\{(question|options)\}", lambda found: values[found[1]], template)
 
 
 def read_choice(record: Mapping[str, Any]) -> MultipleChoice:

@@ -94,13 +94,14 @@ def _part(part: Mapping[str, Any]) -> dict[str, Any]:
     if kind not in _MEDIA_PARTS:
         return given
     media = _MEDIA_PARTS[kind]
-    names = [key for key in (kind, f"{media}_url", media, "url") if key in given and key != "type"]
-    if not names or {"path", "images"} & set(given):  # with two sources, `check_record` names the unknown key
+    names = {key for key in (kind, f"{media}_url", media, "url") if key in given}
+    if len(names) != 1 or {"path", "images"} & set(given):  # with two sources, `check_record` names the unknown key
         return {**given, "type": media}
-    value = given[names[0]]
+    (source,) = names
+    value = given[source]
     if isinstance(value, Mapping):  # {"url": ..., "detail": ...}
         value = value.get("url")
-    rest = {key: given[key] for key in given if key not in ("type", "detail", *names)}
+    rest = {key: given[key] for key in given if key not in ("type", "detail", source)}
     return {"type": media, ("images" if isinstance(value, list) else "path"): value, **rest}
 
 
@@ -125,8 +126,8 @@ def _question(record: Mapping[str, Any], template: str) -> list[dict[str, Any]]:
             raise DataError(f"the question has no answer; expected one of {', '.join(ANSWER_KEYS)}")
         question, answer = choice.prompt(template), choice.letters[choice.answer]
     else:
-        question, answer = record["question"], record.get("answer")
-        if not isinstance(question, str) or not isinstance(answer, str):
+        question, answer = record["question"], record.get("answer", "")
+        if not isinstance(question, str) or not isinstance(answer, str) or not answer:
             raise DataError(f"question and answer are {question!r:.40} and {answer!r:.40}; expected two texts")
     if _PLACEHOLDER.search(question):
         return _fill([{"role": "user", "content": question}, {"role": "assistant", "content": answer}], record)

@@ -6,8 +6,10 @@ such a file by its column, and its bytes are written to the cache of media (`dow
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Sequence
 from functools import lru_cache
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -35,13 +37,11 @@ class TableRecords(Records):
     """The rows of parquet or arrow files of one split, in order."""
 
     def __init__(self, path: Path, files: Sequence[Path], folders: Sequence[Path] = ()) -> None:
-        self._arrow = require_pyarrow(path)
+        pyarrow = require_pyarrow(path)
         folder = files[0].parent
         self.path, self.folders = path, tuple(folders) or (folder, folder.parent)
-        self._parts = [_Part(self._arrow, file) for file in files]
-        self._starts = [0]
-        for part in self._parts:
-            self._starts.append(self._starts[-1] + part.rows)
+        self._parts = [_open_part(pyarrow, file) for file in files]
+        self._starts = list(accumulate((part.rows for part in self._parts), initial=0))
         self.digest = sampled_digest(files)
 
     def __len__(self) -> int:
@@ -59,8 +59,8 @@ class TableRecords(Records):
         record = {name: value for name, value in part.text(row).items() if value is not None}
         for column in part.media:
             count = part.media_count(row, column)
-            names = [f"{_EMBEDDED}{column}/{number}" for number in range(count or 0)]
-            record |= {column: names} if count else {}
+            if count:
+                record[column] = [f"{_EMBEDDED}{column}/{number}" for number in range(count)]
         return record
 
     def locate(self, index: int, name: str) -> str:
@@ -69,7 +69,9 @@ class TableRecords(Records):
             return super().locate(index, name)
         part, row = self._find(index)
         column, _, number = name.removeprefix(_EMBEDDED).rpartition("/")
-        content, path = part.media_cell(row, column)[int(number)]
+        cell = part.media_cell(row, column)
+        file = cell[int(number)] if isinstance(cell, list) else cell
+        content, path = (file.get("bytes"), file.get("path")) if isinstance(file, dict) else (file, None)
         if content is None:
             if not path:
                 raise VideoError(f"column {column} has neither bytes nor a path in this row")
@@ -83,98 +85,100 @@ class TableRecords(Records):
         if not is_embedded(name):
             super().check(index, name)
 
-    def _find(self, index: int) -> tuple[_Part, int]:
-        number = next(i for i, stop in enumerate(self._starts[1:]) if index < stop)
+    def _find(self, index: int) -> tuple[_ArrowPart | _ParquetPart, int]:
+        number = bisect_right(self._starts, index) - 1
         return self._parts[number], index - self._starts[number]
 
 
-class _Part:
-    """One parquet or arrow file: its text columns in memory, and its media columns on disk."""
+class _ArrowPart:
+    """One arrow file in mapped memory. `datasets` writes streams; other programs write files with an index."""
 
     def __init__(self, pyarrow: Any, file: Path) -> None:
-        self.file, self._arrow = file, pyarrow
+        self.file = file
+        source = pyarrow.memory_map(str(file))
         try:
-            self._parquet = pyarrow.parquet.ParquetFile(file) if file.suffix == ".parquet" else None
-            self._mapped = None if self._parquet else self._map(file)
-            schema = self._parquet.schema_arrow if self._parquet else self._mapped.schema
-            self.media = [field.name for field in schema if self._is_media(field.type)]
-            names = [field.name for field in schema if field.name not in self.media]
-            self._text = self._parquet.read(columns=names) if self._parquet else self._mapped.select(names)
-        except (pyarrow.ArrowException, OSError) as error:
-            raise DataError(f"{file}: not a readable parquet or arrow file ({error})") from error
-        self._lengths: dict[str, list[int]] = {}
-        self.rows = self._parquet.metadata.num_rows if self._parquet else self._mapped.num_rows
-        self._group = lru_cache(maxsize=2)(self._read_group)
-
-    def _map(self, file: Path) -> Any:
-        """Return an arrow file as a table in mapped memory; datasets writes streams, others write files."""
-        source = self._arrow.memory_map(str(file))
-        try:
-            return self._arrow.ipc.open_stream(source).read_all()
-        except self._arrow.ArrowInvalid:
-            return self._arrow.ipc.open_file(source).read_all()
+            self._table = pyarrow.ipc.open_stream(source).read_all()
+        except pyarrow.ArrowInvalid:
+            self._table = pyarrow.ipc.open_file(source).read_all()
+        self.rows, self.media = self._table.num_rows, _media_columns(pyarrow, self._table.schema)
+        self._text = self._table.drop_columns(self.media)
 
     def text(self, row: int) -> dict[str, Any]:
-        rows = self._text.slice(row, 1).to_pylist()
-        return rows[0] if rows else {}
+        """Return the columns of a row that hold no files."""
+        return self._text.slice(row, 1).to_pylist()[0]
 
     def media_count(self, row: int, column: str) -> int:
-        """Return the number of files in a cell without reading their bytes, where the file format permits it."""
-        if self._parquet is None:
-            cell = self._mapped.column(column)[row]
-            return 0 if not cell.is_valid else len(cell) if self._is_list(cell.type) else 1
+        """Return the number of files in a cell, without reading their bytes."""
+        return _count(self._table.column(column)[row])
+
+    def media_cell(self, row: int, column: str) -> Any:
+        return self._table.column(column)[row].as_py()
+
+
+class _ParquetPart:
+    """One parquet file: its text in memory, and its files on disk, in groups of rows."""
+
+    def __init__(self, pyarrow: Any, file: Path) -> None:
+        self.file = file
+        self._parquet = pyarrow.parquet.ParquetFile(file)
+        schema = self._parquet.schema_arrow
+        self.rows, self.media = self._parquet.metadata.num_rows, _media_columns(pyarrow, schema)
+        self._text = self._parquet.read(columns=[name for name in schema.names if name not in self.media])
+        self._groups = range(self._parquet.num_row_groups)
+        sizes = (self._parquet.metadata.row_group(group).num_rows for group in self._groups)
+        self._starts = list(accumulate(sizes, initial=0))
+        self._counts = lru_cache(maxsize=None)(self._read_counts)
+        self._group = lru_cache(maxsize=2)(self._read_group)
+
+    def text(self, row: int) -> dict[str, Any]:
+        """Return the columns of a row that hold no files."""
+        return self._text.slice(row, 1).to_pylist()[0] if self._text.num_columns else {}
+
+    def media_count(self, row: int, column: str) -> int:
+        """Return the number of files in a cell, without reading their bytes if they have paths."""
         return self._counts(column)[row]
 
-    def _counts(self, column: str) -> list[int]:
-        if column not in self._lengths:
-            counts: list[int] = []
-            for group in range(self._parquet.num_row_groups):
-                cells = self._parquet.read_row_group(group, columns=self._light_leaf(column)).column(0)
-                is_list = self._is_list(cells.type)
-                counts += [0 if not cell.is_valid else len(cell) if is_list else 1 for cell in cells]
-            self._lengths[column] = counts
-        return self._lengths[column]
-
-    def _light_leaf(self, column: str) -> list[str]:
-        """Return the leaf of a parquet column to count files by: its path if it has one, else its bytes."""
-        paths = [self._parquet.schema.column(i).path for i in range(len(self._parquet.schema))]
-        leaves = [path for path in paths if path == column or path.startswith(column + ".")]
-        return [next((leaf for leaf in leaves if leaf.endswith(".path")), leaves[0])]
-
-    def media_cell(self, row: int, column: str) -> list[tuple[bytes | None, str | None]]:
-        """Return (bytes, path) of each file in a cell."""
-        if self._parquet is None:
-            value = self._mapped.column(column)[row].as_py()
-        else:
-            group, first = self._group_of(row)
-            value = self._group(group, column)[row - first].as_py()
-        cells = value if isinstance(value, list) else [value]
-        return [(cell.get("bytes"), cell.get("path")) if isinstance(cell, dict) else (cell, None) for cell in cells]
-
-    def _group_of(self, row: int) -> tuple[int, int]:
-        first = 0
-        for group in range(self._parquet.num_row_groups):
-            rows = self._parquet.metadata.row_group(group).num_rows
-            if row < first + rows:
-                return group, first
-            first += rows
-        raise IndexError(row)
+    def media_cell(self, row: int, column: str) -> Any:
+        group = bisect_right(self._starts, row) - 1
+        return self._group(group, column)[row - self._starts[group]].as_py()
 
     def _read_group(self, group: int, column: str) -> Any:
         return self._parquet.read_row_group(group, columns=[column]).column(0)
 
-    def _is_list(self, kind: Any) -> bool:
-        types = self._arrow.types
-        return types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind)
+    def _read_counts(self, column: str) -> list[int]:
+        leaves = [self._parquet.schema.column(i).path for i in range(len(self._parquet.schema))]
+        leaves = [leaf for leaf in leaves if leaf == column or leaf.startswith(f"{column}.")]
+        light = next((leaf for leaf in leaves if leaf.endswith(".path")), leaves[0])
+        return [_count(cell) for group in self._groups for cell in self._read_group(group, light)]
 
-    def _is_media(self, kind: Any) -> bool:
-        """Return whether a column has files: bytes, (bytes, path) as the features Image and Video, or lists of them."""
-        types = self._arrow.types
-        if self._is_list(kind):
-            return self._is_media(kind.value_type)
+
+def _open_part(pyarrow: Any, file: Path) -> _ArrowPart | _ParquetPart:
+    with file.open("rb") as content:
+        is_parquet = content.read(4) == b"PAR1"
+    try:
+        return (_ParquetPart if is_parquet else _ArrowPart)(pyarrow, file)
+    except (pyarrow.ArrowException, OSError) as error:
+        raise DataError(
+            f"{file}: not a readable parquet or arrow file ({error}); was the download complete?"
+        ) from error
+
+
+def _media_columns(pyarrow: Any, schema: Any) -> list[str]:
+    """Return the columns with files: bytes, (bytes, path) as the features Image and Video, or lists of them."""
+    types = pyarrow.types
+
+    def has_files(kind: Any) -> bool:
+        if types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind):
+            return has_files(kind.value_type)
         if types.is_struct(kind):
-            return any(field.name == "bytes" and self._is_media(field.type) for field in kind)
+            return any(field.name == "bytes" and has_files(field.type) for field in kind)
         return types.is_binary(kind) or types.is_large_binary(kind)
+
+    return [field.name for field in schema if has_files(field.type)]
+
+
+def _count(cell: Any) -> int:
+    return 0 if not cell.is_valid else len(cell) if hasattr(cell.type, "value_type") else 1
 
 
 def is_embedded(name: str) -> bool:

@@ -162,7 +162,7 @@ def test_own_chats_are_unchanged() -> None:
         (llava("<image>", "It.", image="1.png", images=["2.png"]), "has both 'image' and 'images'"),
         (llava("<image>", "It.", image=3), "image is 3; expected the path of a file"),
         ({"text": "no picture"}, "which is no known form"),
-        ({"question": "x", "image": "1.png"}, "question and answer are 'x' and None; expected two texts"),
+        ({"question": "x", "image": "1.png"}, "question and answer are 'x' and ''; expected two texts"),
         (VIDEO_MME | {"answer": None}, "the question has no answer; expected one of answer, correct_choice"),
         (VIDEO_MME | {"answer": "E"}, "answer is 'E', which is none of the options"),
         (VIDEO_MME | {"answer": 4}, "answer is 4, of 4 options"),
