@@ -122,6 +122,14 @@ def test_replacements_do_not_depend_on_the_number_of_ranks(folder: Path) -> None
         assert all(results[rank] == results[rank // sp * sp] for rank in range(world))
 
 
+def test_replacements_are_the_following_samples_once_each() -> None:
+    order = SampleOrder(samples=SAMPLES, global_batch=4, micro_batch=1, dp=1, seed=1)
+    first, second = (s for (s,) in order.step(0, 0)[:2])
+    after = list(order.replacements(1, first))  # of the same epoch
+    assert after[0] == second and sorted([first, *after]) == list(range(SAMPLES))
+    assert list(order.replacements(0, second)) == [*after[1:], first]
+
+
 def test_resumed_run_has_the_batches_of_an_uninterrupted_one(folder: Path) -> None:
     def pixels(batch: Any, reader: Any) -> Any:
         return batch.samples, batch.arguments["pixel_values"].double().sum().item(), batch.chat.targets
