@@ -151,7 +151,7 @@ def source_meta(plan: FramePlan) -> dict[str, Any]:
     path = underlying_file(plan.path)
     times = hashlib.blake2b(repr((plan.ticks, plan.time_base)).encode(), digest_size=16).hexdigest()
     return {
-        "source_path": os.path.abspath(plan.path),
+        "source_path": os.path.abspath(path),
         "source_size": media_size(plan.path),
         "source_mtime": int(os.stat(path).st_mtime),
         "source_digest": media_digest(plan.path),

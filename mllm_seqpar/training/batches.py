@@ -26,7 +26,7 @@ from mllm_seqpar.comm import Communicator, as_communicator
 from mllm_seqpar.comm.agreement import attempt, raise_on_all_ranks
 from mllm_seqpar.data.chat import ChatBatch, MediaError
 from mllm_seqpar.data.prefetch import read_ahead
-from mllm_seqpar.errors import ConfigError, DataError
+from mllm_seqpar.errors import ConfigError, DataError, SeqParError
 
 from .data_loader import ShardedDataLoader
 from .sample_order import SampleOrder
@@ -133,8 +133,14 @@ class BatchReader:
             if slot.sample in self.skipped:
                 slot.advance(self.skipped)
         samples = tuple(slot.sample for slot in slots)
-        batch = self._loader.batch(samples)
-        return LoadedBatch(batch.chat, batch.inputs(torch.device("cpu")), samples)
+        try:
+            batch = self._loader.batch(samples)
+            return LoadedBatch(batch.chat, batch.inputs(torch.device("cpu")), samples)
+        except SeqParError:
+            raise
+        except (ValueError, TypeError, LookupError, ArithmeticError) as error:  # of a processor, for this content
+            places = ", ".join(self._loader.dataset.records.place(sample) for sample in samples)
+            raise DataError(f"{places}: {type(error).__name__}: {error}") from error
 
     def _skip(self, sample: int, message: str) -> None:
         if sample not in self.skipped:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import json
 import os
 import re
@@ -23,6 +24,9 @@ KNOWN = (
 )
 _BRACES = re.compile(r"\{(\d+)\.\.(\d+)\}")
 _SPLIT = re.compile(r"^(.*?)(?:-\d{5}-of-\d{5}.*)?$")  # test-00000-of-00002.parquet
+_FILES = frozenset({".jsonl", ".json", ".parquet", ".arrow", ".tar", ".csv", ".gz"})
+"""Suffixes of files; a missing file is not looked up on the Hub."""
+
 _METADATA = ("metadata.jsonl", "metadata.csv")
 
 
@@ -43,7 +47,7 @@ def open_records(path: str | os.PathLike[str], *, media_root: str | os.PathLike[
     files = _matching(name)
     if files:
         records = _open_files(Path(name), files)
-    elif Path(name).is_dir() or not Path(name).exists():
+    elif Path(name).is_dir() or not (Path(name).exists() or Path(name).suffix.lower() in _FILES):
         records = _open_directory(Path(local_directory(name, "dataset")))
     else:
         records = _open_files(Path(name), [Path(name)])
@@ -95,7 +99,7 @@ def _kind(path: Path) -> str:
     """Return the kind of a file by its first bytes, because names are not reliable."""
     try:
         with path.open("rb") as file:
-            head = file.read(512)
+            head = file.read(512).removeprefix(codecs.BOM_UTF8)
     except OSError as error:
         raise DataError(f"{path}: cannot be read ({error.strerror}); expected {KNOWN}") from error
     if head[:4] == b"PAR1":

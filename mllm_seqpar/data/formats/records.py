@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import csv
 import hashlib
 import io
@@ -94,8 +95,12 @@ class JsonRecords(Records):
         self.path, self.folders = path, tuple(folders) or (path.parent,)
         self._content = read_file(path)
         self.digest = hashlib.blake2b(self._content, digest_size=16).hexdigest()
-        is_list = self._content.lstrip()[:1] == b"["
-        self._rows = list(self._elements() if is_list else self._lines())
+        start = self._content.removeprefix(codecs.BOM_UTF8).lstrip()
+        self._rows = list(self._elements() if start[:1] == b"[" else self._lines())
+        if path.suffix == ".json" and start[:1] == b"{" and _is_object(start) and len(self._rows) > 1:
+            raise DataError(
+                f"{path}: holds one JSON object; expected a list of records, or JSONL with one on each line"
+            )
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -190,6 +195,13 @@ def with_file_names(record: dict[str, Any]) -> dict[str, Any]:
         else:
             result[key] = value
     return result
+
+
+def _is_object(content: bytes) -> bool:
+    try:
+        return isinstance(json.loads(content), dict)
+    except ValueError:
+        return False
 
 
 def read_file(path: Path) -> bytes:

@@ -101,7 +101,7 @@ def test_several_data_sets_and_one_video_of_many_questions(
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        (["none.jsonl"], "none.jsonl: cannot be read (no such file or directory)"),
+        (["none.jsonl"], "none.jsonl: cannot be read (No such file or directory)"),
         (["a.jsonl", "--fps", "inf"], "--fps: inf is not allowed; give a finite number above 0"),
         (["a.jsonl", "--fps", "nan"], "--fps: nan is not allowed"),
         (["a.jsonl", "--workers", "0"], "--workers: 0 is not allowed"),

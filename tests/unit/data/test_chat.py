@@ -12,7 +12,8 @@ from clips import decode_all, write_clip
 from PIL import Image
 from torch import Tensor
 
-from mllm_seqpar.data import ChatDataset, load_local_frames
+from mllm_seqpar.data import ChatDataset, chat_family, load_local_frames
+from mllm_seqpar.data.chat import MediaError
 from mllm_seqpar.data.needle import make_tokenizer
 from mllm_seqpar.errors import DataError, VideoError
 from mllm_seqpar.models.mplug_owl3 import MPlugOwl3ImageProcessor, MPlugOwl3Processor
@@ -148,6 +149,22 @@ def test_problems_of_a_batch_name_the_line(folder: Path, processor: Any) -> None
     path.write_text(json.dumps(ROWS[0]) + "\n" + json.dumps(chat({"type": "video", "path": "clips/bad.mp4"})) + "\n")
     with pytest.raises(VideoError, match=r"bad.jsonl:2: .*clips/bad.mp4: not a readable video"):
         ChatDataset(path, processor).batch([1])
+
+
+def test_unreadable_size_names_its_sample(folder: Path, processor: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    family = type(chat_family(processor))
+    text_of = family.text
+
+    def text(self: Any, conversations: Any, media: Any, **options: Any) -> Any:
+        """As in families that need the size of a video."""
+        if any(len(sources) == 2 for sources in media):
+            raise VideoError("frame 0 cannot be decoded")
+        return text_of(self, conversations, media, **options)
+
+    monkeypatch.setattr(family, "text", text)
+    with pytest.raises(MediaError, match="train.jsonl:3: frame 0 cannot be decoded") as caught:
+        ChatDataset(folder / "train.jsonl", processor).batch([0, 2])
+    assert caught.value.sample == 1
 
 
 VIDEO = {"type": "video", "path": "clips/a.mp4"}

@@ -201,6 +201,8 @@ def test_elements_of_a_json_list_have_their_lines(tmp_path: Path) -> None:
     assert [records.place(i) for i in range(3)] == [
         f"{tmp_path / 'a.json'}:{number}" for number in (2, lines.index('    "b": "]"'), len(lines) - 1)
     ]
+    (tmp_path / "a.json").write_text('\ufeff[{"a": 1}]')
+    assert open_records(tmp_path / "a.json").record(0) == {"a": 1}
     for text, message in (
         ('[{"a": 1}\n{"b": 2}]', ":1: not JSON: after this record"),
         ('[\n{"a": 1},\n{', ":3: not JSON"),
@@ -223,7 +225,8 @@ def test_elements_of_a_json_list_have_their_lines(tmp_path: Path) -> None:
         ({"s-000.tar": "x"}, "s-{000..002}.tar", "2 of 3 files are missing, first .*s-001.tar"),
         ({"a.jsonl": "{}"}, "*.parquet", "no file has such a name; check the pattern"),
         ({"a.jsonl": "{}", "b.jsonl": "{}"}, "*.jsonl", "2 json files; only parquet, arrow and tar may be in several"),
-        ({"a.jsonl": "{}"}, "b.jsonl", r"cannot be read \(no such file or directory\); expected JSONL"),
+        ({"a.json": '{\n"data": [1]\n}'}, "a.json", "a.json: holds one JSON object; expected a list of records"),
+        ({"a.jsonl": "{}"}, "b.jsonl", r"cannot be read \(No such file or directory\); expected JSONL"),
     ],
 )
 def test_what_cannot_be_opened_is_named(tmp_path: Path, files: dict[str, str], name: str, message: str) -> None:

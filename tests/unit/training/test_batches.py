@@ -186,7 +186,16 @@ def test_other_errors_of_one_rank_are_raised_on_all(folder: Path, monkeypatch: p
     assert "reading the training data: rank 1: MemoryError: no memory" in str(first[0])
 
 
-def test_data_loader_of_torch_yields_the_batches(folder: Path) -> None:
+def test_errors_of_a_processor_name_the_place(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def failing(*args: Any, **kwargs: Any) -> Any:
+        raise ValueError("unexpected size")
+
+    monkeypatch.setattr(MPlugOwl3ImageProcessor, "__call__", failing)
+    for (error,) in train(folder / "train.jsonl", 2, 2):
+        assert "train.jsonl:" in str(error) and "ValueError: unexpected size" in str(error)
+
+
+def test_data_loader_of_torch_yields_the_batches(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     comm = reader_communicator()
     order = SampleOrder(samples=SAMPLES, global_batch=4, micro_batch=2, dp=1, seed=1)
     reader = BatchReader(loader(folder / "train.jsonl", comm, 1, "skip"), comm, 1)
@@ -194,8 +203,10 @@ def test_data_loader_of_torch_yields_the_batches(folder: Path) -> None:
     found = [batch.samples for batch in DataLoader(data, batch_size=None)]
     assert len(found) == len(data) == 4 and found == [batch.samples for batch in data]
     assert all(x.shape[1] == 3 for x in (batch.arguments["pixel_values"] for batch in data))
+    monkeypatch.setattr(batches_module, "get_worker_info", lambda: "worker 0")
     with pytest.raises(ConfigError, match="TrainingBatches in a worker process"):
-        list(DataLoader(data, batch_size=None, num_workers=1))
+        next(iter(DataLoader(data, batch_size=None)))
+    monkeypatch.undo()
     with pytest.raises(ConfigError, match="on_bad_media: 'ignore' is not allowed; give fail or skip"):
         loader(folder / "train.jsonl", comm, 1, "ignore")
     assert isinstance(found[0], tuple) and torch.is_tensor(next(iter(data)).chat.input_ids)
