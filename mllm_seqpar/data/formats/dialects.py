@@ -78,7 +78,7 @@ def _from_messages(record: Mapping[str, Any]) -> Mapping[str, Any]:
 
 def _message(message: Mapping[str, Any]) -> dict[str, Any]:
     """Return a message with parts in our form; whatever is not known stays, and `check_record` names it."""
-    result = dict(message)
+    result = {key: value for key, value in message.items() if value is not None}  # tables fill absent keys with nulls
     if result.get("role") == "developer":
         result["role"] = "system"
     if isinstance(result.get("content"), list):
@@ -87,7 +87,7 @@ def _message(message: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _part(part: Mapping[str, Any]) -> dict[str, Any]:
-    given = {key: value for key, value in part.items() if value is not None}  # tables fill absent keys with nulls
+    given = {key: value for key, value in part.items() if value is not None}
     kind = given.get("type")
     if kind in _TEXT_PARTS:
         return {**given, "type": "text"}

@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -37,6 +38,7 @@ def trained(rank: int, world: int, path: str, sp: int) -> tuple[list[tuple[int, 
     return found, sorted(reader.skipped)
 
 
+@pytest.mark.slow
 def test_agreement_runs_beside_the_collectives_of_training(tmp_path: Path) -> None:
     videos = make_needle_videos(tmp_path, 6, frames=(6, 6), rate=1)
     rows = [json.dumps(video.sample(tmp_path)) for video in videos]

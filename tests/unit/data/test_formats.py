@@ -102,6 +102,15 @@ CASES: dict[str, tuple[dict[str, Any], list[dict[str, Any]]]] = {
         {"messages": [user({"type": "video", "video": "a.mp4", "fps": 2.0}, {"type": "image", "url": "1.png"})]},
         [user(video("a.mp4", fps=2.0), image("1.png"))],
     ),
+    "row of a table": (
+        {
+            "messages": [
+                user({"type": "image", "text": None, "path": "1.png"}, {"type": "text", "text": "What?", "path": None}),
+                says("It.") | {"tool_calls": None},
+            ]
+        },
+        [user(image("1.png"), "What?"), says("It.")],
+    ),
     "placeholders and lists": (
         {
             "messages": [{"role": "user", "content": "<image><video>What?"}, says("It.")],
