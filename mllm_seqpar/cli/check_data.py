@@ -10,7 +10,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
@@ -144,45 +144,64 @@ def check_dataset(dataset: ChatDataset, totals: Totals, *, long: float = 3600.0,
         long: a video of more seconds is reported.
         workers: number of threads.
     """
-    checked: dict[Any, Future[_Medium]] = {}
-    with ThreadPoolExecutor(max_workers=workers, thread_name_prefix="check-data") as pool:
+    pool = ThreadPoolExecutor(max_workers=workers, thread_name_prefix="check-data")
+    try:
+        submitted: dict[Any, Future[_Medium]] = {}
+        for row in [_submit(dataset, index, pool, submitted) for index in range(len(dataset))]:
+            yield from _report(dataset, row, totals, long)
+    finally:
+        pool.shutdown(cancel_futures=True)  # after Ctrl-C, files that are not open yet stay closed
 
-        def submit(index: int, part: Mapping[str, Any]) -> Future[_Medium]:
-            key = _key(dataset, index, part)
-            if key not in checked:
-                checked[key] = pool.submit(_check_medium, dataset, index, part)
-            return checked[key]
 
-        rows: list[tuple[int, Any]] = []
-        for index in range(len(dataset)):
-            try:
-                messages = dataset.messages(index)
-                rows.append((index, (messages, [(part, submit(index, part)) for part in media_parts(messages)])))
-            except DataError as error:
-                rows.append((index, error))
-        for index, row in rows:
-            totals.samples += 1
-            faults = [str(row)] if isinstance(row, DataError) else []
-            sources, place = [], dataset.records.place(index)
-            for part, future in [] if faults else row[1]:
-                try:
-                    medium = future.result()
-                except ImportError as error:  # the message says what to install
-                    raise ConfigError(str(error)) from error
-                except SeqParError as error:
-                    faults.append(f"{place}: {error}")
-                    continue
-                sources.append(medium.source)
-                if medium.seconds > long:
-                    totals.long += 1
-                    name = part.get("path")
-                    yield f"{place}: long: {name} has {_clock(medium.seconds)}, {len(medium.source):,} frames are used"
-            if not faults:
-                sample = ChatSample(dataset.records.line(index), place, row[0], tuple(sources))
-                faults = _count(dataset, sample, totals)
-            totals.broken += bool(faults)
-            for fault in faults:
-                yield f"{place}: broken: {fault.removeprefix(f'{place}: ')}"
+@dataclass(frozen=True)
+class _Row:
+    """A sample, and its media that are being checked; or what is wrong with its record."""
+
+    index: int
+    messages: Sequence[Mapping[str, Any]]
+    media: Sequence[tuple[Mapping[str, Any], Future[_Medium]]]
+    fault: str | None = None
+
+
+def _submit(dataset: ChatDataset, index: int, pool: ThreadPoolExecutor, submitted: dict[Any, Future[_Medium]]) -> _Row:
+    try:
+        messages = dataset.messages(index)
+    except DataError as error:
+        return _Row(index, (), (), str(error))
+    parts = media_parts(messages)
+    keys = [_key(dataset, index, part) for part in parts]
+    for key, part in zip(keys, parts, strict=True):
+        if key not in submitted:
+            submitted[key] = pool.submit(_check_medium, dataset, index, part)
+    return _Row(index, messages, [(part, submitted[key]) for key, part in zip(keys, parts, strict=True)])
+
+
+def _report(dataset: ChatDataset, row: _Row, totals: Totals, long: float) -> Iterator[str]:
+    """Yield the lines of a sample, and count it."""
+    place = dataset.records.place(row.index)
+    faults, sources = [row.fault] if row.fault else [], []
+    for part, future in row.media:
+        try:
+            medium = future.result()
+        except ImportError as error:  # the message says what to install
+            raise ConfigError(str(error)) from error
+        except SeqParError as error:
+            faults.append(str(error))
+            continue
+        except Exception as error:  # a decoder's own, such as Pillow's about very large pictures
+            faults.append(f"{part.get('path')}: {type(error).__name__}: {error}")
+            continue
+        sources.append(medium.source)
+        if medium.seconds > long:
+            totals.long += 1
+            frames = len(medium.source)
+            yield f"{place}: long: {part['path']} has {_clock(medium.seconds)}, {frames:,} frames are used"
+    if not faults:
+        sample = ChatSample(dataset.records.line(row.index), place, list(row.messages), tuple(sources))
+        faults = _count(dataset, sample, totals)
+    totals.samples, totals.broken = totals.samples + 1, totals.broken + bool(faults)
+    for fault in faults:
+        yield f"{place}: broken: {fault.removeprefix(f'{place}: ')}"
 
 
 def _count(dataset: ChatDataset, sample: ChatSample, totals: Totals) -> list[str]:
