@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+from typing import Any
 
 from mllm_seqpar.errors import ConfigError
 
@@ -24,18 +25,31 @@ def local_directory(name: str | os.PathLike[str], kind: str = "model") -> str:
     Raises:
         ConfigError: the id cannot be downloaded and is not in the cache.
     """
-    path = os.fspath(name)
-    found = _HUB_ID.match(path)
-    if os.path.exists(path) or found is None:
-        return path
-    from huggingface_hub import snapshot_download
-
     options = {"ignore_patterns": _UNUSED} if kind == "model" else {}
+    return _from_hub(os.fspath(name), kind, "snapshot_download", repo_type=kind, **options)
+
+
+def local_config(name: str | os.PathLike[str]) -> str:
+    """Return the path of the `config.json` of a model on the Hub, without its weights; otherwise as `local_directory`.
+
+    Raises:
+        ConfigError: the id cannot be downloaded and is not in the cache.
+    """
+    return _from_hub(os.fspath(name), "model", "hf_hub_download", filename="config.json")
+
+
+def _from_hub(name: str, kind: str, function: str, **options: Any) -> str:
+    """Return what a function of huggingface_hub returns for an id; a name that is no id is returned unchanged."""
+    found = _HUB_ID.match(name)
+    if os.path.exists(name) or found is None:
+        return name
+    import huggingface_hub
+
     try:
-        return snapshot_download(found[1], repo_type=kind, revision=found[2], **options)
+        return getattr(huggingface_hub, function)(found[1], revision=found[2], **options)
     except Exception as error:  # of the Hub's client, of its HTTP client, or of the file system
         first = next(iter(str(error).strip().splitlines()), repr(error))
         raise ConfigError(
-            f"{path}: no such directory here, and as the id of a {kind} on the Hub it cannot be downloaded: {first} "
+            f"{name}: no such directory here, and as the id of a {kind} on the Hub it cannot be downloaded: {first} "
             f"Without a network, download it elsewhere (hf download {found[1]}) and give the directory"
         ) from error

@@ -11,6 +11,8 @@ from mllm_seqpar.data.formats import open_records
 from mllm_seqpar.errors import ConfigError, DataError
 from mllm_seqpar.models.hub import local_directory
 from mllm_seqpar.models.loading import load_model, load_processor, model_digest
+from mllm_seqpar.planner.files import find_file
+from mllm_seqpar.planner.model_sizes import read_model
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
@@ -46,6 +48,16 @@ def test_model_of_an_id_is_that_of_its_directory(cache: Path, inference_files: P
     assert load_processor("someone/tiny-owl").tokenizer.get_vocab() == load_processor(directory).tokenizer.get_vocab()
     assert model_digest("someone/tiny-owl") == model_digest(directory)
     assert model_fingerprint("someone/tiny-owl") == model_fingerprint(directory)
+
+
+def test_planner_reads_the_config_alone(cache: Path, inference_files: Path) -> None:
+    config = cached_snapshot(cache, "model", "someone/tiny-owl") / "config.json"
+    config.write_bytes((inference_files / "gated/config.json").read_bytes())
+    assert find_file("model", "someone/tiny-owl") == config
+    sizes = read_model(find_file("model", "someone/tiny-owl"))
+    assert sizes.text == read_model(inference_files / "gated").text
+    with pytest.raises(ConfigError, match="someone/none: no such directory here"):
+        find_file("model", "someone/none")
 
 
 def test_data_set_of_an_id_is_opened(cache: Path) -> None:
