@@ -148,6 +148,7 @@ def _open_directory(folder: Path) -> Records:
         if files:
             return _open_files(folder, _of_one_split(folder, files))
     files = sorted([*folder.glob("*.jsonl"), *folder.glob("*.json")])
+    files = [path for path in files if not path.name.startswith("dataset_info")]  # describes a data set of the Hub
     if len(files) == 1:
         return _open_files(files[0], files)
     return _refuse(folder, files)

@@ -92,9 +92,7 @@ class TarRecords(Records):
         sample = self._samples[index]
         for extension in sample.members:
             member = f"{sample.key}.{extension}"
-            if name in (extension, member, Path(member).name) or (
-                sample.members and Path(name).name == Path(member).name
-            ):
+            if name in (extension, member) or Path(name).name == Path(member).name:
                 return sample.slice(extension)
         return super().locate(index, name)
 

@@ -210,6 +210,8 @@ def test_elements_of_a_json_list_have_their_lines(tmp_path: Path) -> None:
     assert [records.place(i) for i in range(3)] == [
         f"{tmp_path / 'a.json'}:{number}" for number in (2, lines.index('    "b": "]"'), len(lines) - 1)
     ]
+    (tmp_path / "dataset_infos.json").write_text("{}")
+    assert open_records(tmp_path).place(0) == records.place(0)
     (tmp_path / "a.json").write_text('\ufeff[{"a": 1}]')
     assert open_records(tmp_path / "a.json").record(0) == {"a": 1}
     for text, message in (
