@@ -1,4 +1,4 @@
-"""The command `mllm-seqpar`: `plan` estimates a training step, `calibrate` measures this machine.
+"""The command `mllm-seqpar`: `plan` estimates a step, `calibrate` measures this machine, `check-data` reads data.
 
 mllm-seqpar plan --model mplug-owl3-7b --frames 4096 --text 8192 --gpus 16 --cluster a100-80g-4x4
 torchrun --nproc-per-node 8 -m mllm_seqpar.cli.planner calibrate --output here.yaml
@@ -12,6 +12,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import replace
 
+from mllm_seqpar.cli import check_data
 from mllm_seqpar.errors import ConfigError, SeqParError
 from mllm_seqpar.planner.cluster import read_cluster, write_cluster
 from mllm_seqpar.planner.files import find_file, known_files
@@ -23,7 +24,7 @@ from mllm_seqpar.schedules.mesh_shapes import STRATEGIES
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command; return 0, 1 if a plan does not fit, or 2 after printing one line about invalid input."""
+    """Run the command; return 0, 1 for a finding (a fault, a plan that does not fit), or 2 after a line about bad input."""
     args = _parser().parse_args(arguments)
     try:
         status: int = args.run(args)
@@ -35,7 +36,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="mllm-seqpar", description="Plan sequence-parallel steps of MLLMs.", allow_abbrev=False
+        prog="mllm-seqpar",
+        description="Plan sequence-parallel steps of MLLMs, and check their data.",
+        allow_abbrev=False,
     )
     commands = parser.add_subparsers(dest="command", required=True)
     plan = commands.add_parser("plan", help="times, bytes and memory of a step, for each strategy", allow_abbrev=False)
@@ -43,6 +46,7 @@ def _parser() -> argparse.ArgumentParser:
         "calibrate", help="measure this machine; under torchrun, its links too", allow_abbrev=False
     )
     _add_plan(plan)
+    check_data.add_command(commands)
     calibrate.add_argument("--output", metavar="FILE", help="cluster file to write; default: print it")
     text = "auto (default): cuda if this node has a GPU for each process; cuda transfers over NCCL, cpu over gloo"
     calibrate.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto", help=text)

@@ -1,6 +1,6 @@
 """Videos, the feature store, chat data and the needle task. Decoding needs the extra `video`; importing does not."""
 
-from .chat import ChatBatch, ChatDataset, ChatSample, collate, load_local_frames, load_local_pictures
+from .chat import ChatBatch, ChatDataset, ChatSample, MediaError, collate, load_local_frames, load_local_pictures
 from .chat_family import ChatFamily, ChatText, chat_family
 from .feature_store import FeatureStore, model_fingerprint, open_features, save_features, source_meta
 from .reader import read_frames
@@ -17,6 +17,7 @@ __all__ = [
     "FramePlan",
     "FrameSource",
     "ImageListSource",
+    "MediaError",
     "VideoInfo",
     "VideoSource",
     "chat_family",

@@ -2,36 +2,56 @@
 
 The number of frames of a micro-batch is known, equally on every rank, before any frame is decoded. The frames of all
 samples form one flat list in the order of the placeholders in the text. A rank decodes its range of that list.
-`chat_format` describes the JSONL file.
+`chat_format` describes a conversation, and `formats` the data sets that are read.
 """
 
-import hashlib
-import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
-from pathlib import Path
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.data import Dataset
 
-from mllm_seqpar.errors import DataError, VideoError
+from mllm_seqpar.errors import ConfigError, DataError, VideoError
 
 from .chat_family import ChatFamily, ChatText, chat_family
 from .chat_format import SAMPLING, check_record, media_parts
+from .formats import DEFAULT_TEMPLATE, open_records, to_chat
 from .sources import FrameSource, ImageListSource, VideoSource
+
+ON_BAD_MEDIA = ("fail", "skip")
+"""What training does about media that cannot be read: stop, or use another sample instead."""
 
 DEFAULT_FPS = 1.0
 """Frames per second of a video for which neither the data nor the caller states a sampling."""
 
 
+class MediaError(VideoError):
+    """Media of one sample of a batch cannot be read.
+
+    Attributes:
+        sample: the number of the sample in its batch.
+    """
+
+    def __init__(self, message: str, sample: int) -> None:
+        super().__init__(message)
+        self.sample = sample
+
+
 @dataclass(frozen=True)
 class ChatSample:
-    """One conversation with the source of each media part; nothing is decoded. `line` counts lines from 1."""
+    """One conversation with the source of each media part; nothing is decoded.
+
+    Attributes:
+        line: the line of the file, or the record's number, from 1.
+        place: FILE:LINE, for messages.
+    """
 
     line: int
+    place: str
     messages: list[Mapping[str, Any]]
     sources: tuple[FrameSource, ...]
 
@@ -49,12 +69,16 @@ class ChatBatch:
         sources: the sources of all samples, in the order of the flat list of frames.
         frames: length of that list.
         lines: line numbers of the samples.
+        places: FILE:LINE of the samples.
+        owners: for each source, the number of its sample in the batch.
     """
 
     text: ChatText
     sources: tuple[FrameSource, ...]
     frames: int
     lines: tuple[int, ...]
+    places: tuple[str, ...]
+    owners: tuple[int, ...]
 
     @property
     def input_ids(self) -> Tensor:
@@ -85,17 +109,23 @@ class ChatBatch:
         return int(self.attention_mask.sum())
 
 
-class ChatDataset:
-    """The conversations of a JSONL file. Opening it validates all lines; a sample's videos are opened on access.
+class ChatDataset(Dataset[ChatSample]):
+    """The conversations of a data set. Opening it validates all records; a sample's videos are opened on access.
 
     Args:
-        processor: the model's processor; its family (`chat_family`) turns conversations into tokens.
+        path: a data set that `formats.open_records` opens.
+        processor: the model's processor; its family (`chat_family`) turns conversations into tokens. None reads samples
+            without a model, for checks; then there are no batches.
         fps, num_frames, max_frames: sampling of videos, as for `plan_frames`. `fps` and `num_frames` override what a
             line states; `max_frames` is an additional limit.
         max_length: the largest number of tokens of a sample; a longer sample is refused.
+        on_bad_media: "fail" checks here that all local files exist; "skip" leaves missing and damaged files to the
+            reader of the samples (`training.data_loader`).
+        media_root, template: see `formats.open_records` and `formats.to_chat`.
+        validate: False leaves the validation of a record to its access.
 
     Raises:
-        DataError: a malformed line; names its number and the problem.
+        DataError: a malformed record; names its file, its line and the problem.
     """
 
     def __init__(
@@ -107,75 +137,85 @@ class ChatDataset:
         num_frames: int | None = None,
         max_frames: int | None = None,
         max_length: int | None = None,
+        on_bad_media: str = "fail",
+        media_root: str | os.PathLike[str] | None = None,
+        template: str = DEFAULT_TEMPLATE,
+        validate: bool = True,
     ) -> None:
-        self.path = Path(path)
+        if on_bad_media not in ON_BAD_MEDIA:
+            raise ConfigError(f"on_bad_media: {on_bad_media!r} is not allowed; give {' or '.join(ON_BAD_MEDIA)}")
+        self.records = open_records(path, media_root=media_root)
+        self.path, self.digest = self.records.path, self.records.digest
+        self.on_bad_media, self._template = on_bad_media, template
         self.processor = processor
-        self._family = chat_family(processor)
+        self._family = None if processor is None else chat_family(processor)
         self.max_length = max_length
         self._sampling = {"fps": fps, "num_frames": num_frames}
         self._max_frames = max_frames
-        try:
-            content = self.path.read_bytes()
-        except OSError as error:
-            raise DataError(f"{self.path}: cannot be read ({error.strerror}); give a JSONL file of chats") from error
-        self.digest = hashlib.blake2b(content, digest_size=16).hexdigest()
-        rows = ((number, row) for number, row in enumerate(content.splitlines(), 1) if row.strip())
-        self._rows = [(number, self._messages(number, row)) for number, row in rows]
-        if not self._rows:
-            raise DataError(f"{self.path}: holds no conversation; give a JSONL file with one on each line")
+        for index in range(len(self.records) if validate else 0):
+            self.messages(index, check_files=on_bad_media == "fail")
         self._open_video = lru_cache(maxsize=65_536)(VideoSource.open)  # probe each video once, not once per epoch
 
     def __len__(self) -> int:
-        return len(self._rows)
+        return len(self.records)
 
     def __getitem__(self, index: int) -> ChatSample:
-        number, messages = self._rows[index]
+        messages, place = self.messages(index), self.records.place(index)
         try:
-            sources = tuple(self._source(part) for part in media_parts(messages))
+            sources = tuple(self.source(index, part) for part in media_parts(messages))
         except VideoError as error:
-            raise VideoError(f"{self.path}:{number}: {error}") from error
-        return ChatSample(number, messages, sources)
+            raise VideoError(f"{place}: {error}") from error
+        return ChatSample(self.records.line(index), place, messages, sources)
+
+    def messages(self, index: int, check_files: bool = False) -> list[Mapping[str, Any]]:
+        """Return the validated messages of a record; DataError names its place."""
+        files = partial(self.records.check, index) if check_files else None
+        marks = self._family.marks if self._family else ()
+        try:
+            return check_record(to_chat(self.records.record(index), template=self._template), files, marks)
+        except DataError as error:
+            raise DataError(f"{self.records.place(index)}: {error}") from error
 
     def batch(self, indices: Sequence[int]) -> ChatBatch:
         """Return the samples with these indices as one micro-batch; nothing is decoded.
 
-        A sample longer than `max_length` raises DataError, a video that cannot be opened VideoError.
+        A sample longer than `max_length` raises DataError, a video that cannot be opened MediaError.
         """
-        return collate([self[index] for index in indices], self.processor, self.max_length, str(self.path))
+        samples = []
+        for number, index in enumerate(indices):
+            try:
+                samples.append(self[index])
+            except VideoError as error:
+                raise MediaError(str(error), number) from error
+        return collate(samples, self.processor, self.max_length)
 
-    def _source(self, part: Mapping[str, Any]) -> FrameSource:
+    def source(self, index: int, part: Mapping[str, Any]) -> FrameSource:
+        """Return the frames of a media part of record `index`; VideoError if the file is missing or unreadable."""
+        locate = partial(self.records.locate, index)
         if part["type"] == "image":
-            return self._family.image_source(self.path.parent / part["path"])
+            name = locate(part["path"])
+            return self._family.image_source(name) if self._family else ImageListSource([name])
         if "images" in part:
             names = part["images"]
             count = _least(part.get("num_frames"), part.get("max_frames"), self._max_frames, len(names))
             # The middle of each of `count` equal parts; all of them if there are no more.
             chosen = [names[(2 * number + 1) * len(names) // (2 * count)] for number in range(count)]
-            return ImageListSource([self.path.parent / name for name in chosen])
+            return ImageListSource([locate(name) for name in chosen])
         sampling = {name: part.get(name) for name in SAMPLING}
         if any(self._sampling.values()):
             sampling |= self._sampling
         if not (sampling["fps"] or sampling["num_frames"]):
             sampling["fps"] = DEFAULT_FPS
         sampling["max_frames"] = _least(sampling["max_frames"], self._max_frames)
-        return self._open_video(str(self.path.parent / part["path"]), **sampling)
-
-    def _messages(self, number: int, row: bytes) -> list[Mapping[str, Any]]:
-        try:
-            return check_record(json.loads(row), self.path.parent, self._family.marks)
-        except DataError as error:
-            raise DataError(f"{self.path}:{number}: {error}") from error
-        except ValueError as error:
-            raise DataError(f"{self.path}:{number}: not JSON ({error}); each line holds one conversation") from error
+        return self._open_video(locate(part["path"]), **sampling)
 
 
-def collate(
-    samples: Sequence[ChatSample], processor: Any, max_length: int | None = None, name: str = "data"
-) -> ChatBatch:
-    """Return the samples, at least one, as one micro-batch, padded on the right; `name` is the data's in errors.
+def collate(samples: Sequence[ChatSample], processor: Any, max_length: int | None = None) -> ChatBatch:
+    """Return the samples, at least one, as one micro-batch, padded on the right.
 
     Raises:
-        DataError: a sample has more than `max_length` tokens, or the family cannot tokenize it; names its line.
+        DataError: a sample has more than `max_length` tokens, or the family cannot tokenize it; names its place.
+        MediaError: the size of a video is needed and cannot be read.
     """
     try:
         text = chat_family(processor).text(
@@ -185,12 +225,21 @@ def collate(
             padding_side="right",
         )
     except DataError as error:
-        raise DataError(f"{name}:{','.join(str(sample.line) for sample in samples)}: {error}") from error
+        raise DataError(f"{', '.join(sample.place for sample in samples)}: {error}") from error
+    except VideoError as error:  # a family may decode one frame to find the size of a video
+        if len(samples) == 1:
+            raise MediaError(f"{samples[0].place}: {error}", 0) from error
+        for number, sample in enumerate(samples):
+            try:
+                collate([sample], processor)
+            except MediaError as found:
+                raise MediaError(str(found), number) from error
+        raise
     lengths = text.attention_mask.sum(1).tolist()
     for sample, length in zip(samples, lengths, strict=True):
         if max_length is not None and length > max_length:
             raise DataError(
-                f"{name}:{sample.line}: {length} tokens ({sample.frames} of them stand for frames), more than "
+                f"{sample.place}: {length} tokens ({sample.frames} of them stand for frames), more than "
                 f"max_length = {max_length}; raise it, or take fewer frames"
             )
     return ChatBatch(
@@ -198,6 +247,8 @@ def collate(
         sources=tuple(source for sample in samples for source in sample.sources),
         frames=sum(sample.frames for sample in samples),
         lines=tuple(sample.line for sample in samples),
+        places=tuple(sample.place for sample in samples),
+        owners=tuple(number for number, sample in enumerate(samples) for _ in sample.sources),
     )
 
 
@@ -234,12 +285,19 @@ def load_local_pictures(batch: ChatBatch, slots: range, family: ChatFamily, *, a
 
 
 def _decode(batch: ChatBatch, frames: range, at_once: int) -> Iterator[Tensor]:
-    """Yield a range of a batch's frames as uint8 tensors (at most `at_once`, 3, H, W), each of one size."""
+    """Yield a range of a batch's frames as uint8 tensors (at most `at_once`, 3, H, W), each of one size.
+
+    Raises:
+        MediaError: a frame cannot be decoded; names the place of its sample.
+    """
     first = 0
-    for source in batch.sources:
+    for source, owner in zip(batch.sources, batch.owners, strict=True):
         low, high = max(frames.start - first, 0), min(frames.stop - first, len(source))
-        if low < high:
-            yield from source.read(low, high, batch=at_once)
+        try:
+            if low < high:
+                yield from source.read(low, high, batch=at_once)
+        except VideoError as error:
+            raise MediaError(f"{batch.places[owner]}: {error}", owner) from error
         first += len(source)
 
 

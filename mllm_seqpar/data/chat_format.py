@@ -1,4 +1,4 @@
-"""The JSONL format of conversations about videos and pictures, and its validation.
+"""The format of conversations about videos and pictures, and its validation; `formats` converts other formats to it.
 
 One conversation per line:
 
@@ -11,15 +11,17 @@ Media parts:
 - {"type": "video", "images": [FILE, ...]}, a list of pictures as a video
 - {"type": "image", "path": FILE}, one frame, or one frame per tile if the model's processor cuts images into tiles
 
-Relative paths start at the folder of the JSONL file. A line may have further keys, such as an id, but no keys that name
-media or tools outside the messages. Messages and parts have no further keys.
+A path may be a URL. Relative paths start at the folder of the JSONL file. A line may have further keys, such as an id,
+but no keys that name media or tools outside the messages. Messages and parts have no further keys.
 """
 
-from collections.abc import Mapping, Sequence
-from pathlib import Path
+import math
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from mllm_seqpar.errors import DataError
+from mllm_seqpar.errors import DataError, VideoError
+
+_Check = Callable[[str], object] | None
 
 SAMPLING = ("fps", "num_frames", "max_frames")
 _PART_KEYS = {
@@ -31,8 +33,13 @@ _REFUSED_KEYS = {"image", "images", "video", "videos", "audio", "audios", "tools
 """Keys of other formats whose content would be ignored."""
 
 
-def check_record(record: Any, folder: Path, marks: Sequence[str] = ()) -> list[Mapping[str, Any]]:
-    """Return the messages of one decoded line; relative paths start at `folder`, and no text may contain `marks`.
+def check_record(
+    record: Any, check_file: Callable[[str], object] | None = None, marks: Sequence[str] = ()
+) -> list[Mapping[str, Any]]:
+    """Return the messages of one decoded line; no text may contain `marks`.
+
+    Args:
+        check_file: called with the name of each file; raises VideoError if it does not exist. None: not checked.
 
     Raises:
         DataError: the line is malformed, or a file does not exist; names the message and the problem.
@@ -56,7 +63,7 @@ def check_record(record: Any, folder: Path, marks: Sequence[str] = ()) -> list[M
         if not isinstance(content, (str, list)):
             raise DataError(f"{where}: its content is {content!r:.80}; a text or a list of parts")
         for part in [{"type": "text", "text": content}] if isinstance(content, str) else content or [None]:
-            if fault := _part_fault(part, role, folder, marks):
+            if fault := _part_fault(part, role, check_file, marks):
                 raise DataError(f"{where}: {fault}")
     if all(message["role"] != "assistant" for message in messages):
         raise DataError("has no message of the assistant, so there are no target tokens")
@@ -74,7 +81,7 @@ def media_parts(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]
     ]
 
 
-def _part_fault(part: Any, role: str, folder: Path, marks: Sequence[str]) -> str | None:
+def _part_fault(part: Any, role: str, check_file: _Check, marks: Sequence[str]) -> str | None:
     """Return what is wrong with one part of a message's content, or None."""
     kind = part.get("type") if isinstance(part, dict) else None
     if kind not in ("text", "image", "video"):
@@ -89,22 +96,25 @@ def _part_fault(part: Any, role: str, folder: Path, marks: Sequence[str]) -> str
         return f"its text holds {found[0]}; show media by parts, and leave the model's own marks out" if found else None
     if role != "user":
         return f"a message of the {role} has a part of type {kind}; only a user message shows media"
-    return _media_fault(part, kind, folder)
+    return _media_fault(part, kind, check_file)
 
 
-def _media_fault(part: Mapping[str, Any], kind: str, folder: Path) -> str | None:
+def _media_fault(part: Mapping[str, Any], kind: str, check_file: _Check) -> str | None:
     listed = part.get("images") if kind == "video" and "images" in part else [part.get("path")]
     if not isinstance(listed, list) or not listed or not all(isinstance(name, str) for name in listed):
         return f'a part of type {kind} needs "path", a file' + (', or "images", a list' if kind == "video" else "")
     if "images" in part and ("path" in part or kind == "image"):
         return 'both "path" and "images"; give one of them' if kind == "video" else 'an image has a "path"'
-    missing = [name for name in listed if not (folder / name).is_file()]
-    if missing:
-        return f"{folder / missing[0]}: no such file"
+    try:
+        for name in listed:
+            if check_file is not None:
+                check_file(name)
+    except VideoError as error:
+        return str(error)
     given = {name: part[name] for name in SAMPLING if part.get(name) is not None}
     for name, value in given.items():
         kinds = (int, float) if name == "fps" else (int,)
-        if type(value) not in kinds or value <= 0:
+        if type(value) not in kinds or not 0 < value < math.inf:  # JSON of Python has Infinity and NaN
             return f"{name} is {value!r}; expected {'a' if name == 'fps' else 'a whole'} number above 0"
     if kind == "image" and given:
         return f"{next(iter(given))} of an image; only a video takes it"

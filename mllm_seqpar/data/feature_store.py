@@ -11,8 +11,7 @@ with an absent file is refused.
 import hashlib
 import json
 import os
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +19,11 @@ import torch
 from torch import Tensor
 
 from mllm_seqpar.errors import ConfigError, DataError
+from mllm_seqpar.models.hub import local_directory
 from mllm_seqpar.sharding import frame_bounds
 
+from .downloads import atomic_write
+from .media_files import media_digest, media_size, underlying_file
 from .video import FramePlan
 
 INDEX = "features.json"
@@ -75,10 +77,10 @@ def save_features(
     identity = hashlib.blake2b(json.dumps(index, sort_keys=True).encode(), digest_size=16).hexdigest()
     path = folder / _file_name(rank, world)
     tensors = {_TENSOR: embeds.detach().cpu().contiguous()}
-    with _atomic_write(path) as temporary:
+    with atomic_write(path) as temporary:
         save_file(tensors, temporary, metadata={"identity": identity, "start": str(start)})
     if rank == 0:
-        with _atomic_write(folder / INDEX) as temporary:
+        with atomic_write(folder / INDEX) as temporary:
             temporary.write_text(json.dumps({"identity": identity, **index}, indent=1) + "\n")
     return path
 
@@ -145,13 +147,14 @@ def open_features(directory: str | os.PathLike[str]) -> FeatureStore:
 
 
 def source_meta(plan: FramePlan) -> dict[str, Any]:
-    """Return metadata that identifies the frames of a plan: the file's path, size and mtime, a digest of the times."""
-    facts = os.stat(plan.path)
+    """Return metadata that identifies the frames of a plan: path, size, mtime and digest of the file; the times."""
+    path = underlying_file(plan.path)
     times = hashlib.blake2b(repr((plan.ticks, plan.time_base)).encode(), digest_size=16).hexdigest()
     return {
-        "source_path": os.path.abspath(plan.path),
-        "source_size": facts.st_size,
-        "source_mtime": int(facts.st_mtime),
+        "source_path": os.path.abspath(path),
+        "source_size": media_size(plan.path),
+        "source_mtime": int(os.stat(path).st_mtime),
+        "source_digest": media_digest(plan.path),
         "frames": len(plan),
         "frame_times": times,
     }
@@ -170,7 +173,7 @@ def model_fingerprint(
     """
     from safetensors import safe_open
 
-    found: dict[str, Path] = {}
+    directory, found = local_directory(directory), dict[str, Path]()
     for path in sorted(Path(directory).glob("*.safetensors")):
         with safe_open(path, "pt") as file:
             found |= {name: path for name in file.keys() if name.startswith(prefixes)}  # noqa: SIM118 (no mapping)
@@ -207,15 +210,3 @@ def _fault(store: FeatureStore, identity: str, start: int, stop: int, path: Path
         return "from another run"
     expected = (stop - start, store.tokens_per_frame, store.hidden)
     return None if shape == expected else f"shape {shape}, expected {expected}"
-
-
-@contextmanager
-def _atomic_write(path: Path) -> Iterator[Path]:
-    """Yield a temporary path beside `path`; rename it to `path` unless an exception is raised."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        yield temporary
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
-    temporary.replace(path)

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from mllm_seqpar.errors import VideoError
 
+from .media_files import local_media, media_size, open_media
 from .reader import check_range, read_frames
 from .video import FramePlan, plan_frames, probe
 
@@ -49,8 +50,8 @@ class VideoSource:
         num_frames: int | None = None,
         max_frames: int | None = None,
     ) -> "VideoSource":
-        """Probe `path` and plan its frames by the rules of `plan_frames`."""
-        return cls(plan_frames(probe(path), fps=fps, num_frames=num_frames, max_frames=max_frames))
+        """Probe `path`, a file or a URL, and plan its frames by the rules of `plan_frames`."""
+        return cls(plan_frames(probe(local_media(path)), fps=fps, num_frames=num_frames, max_frames=max_frames))
 
     def __len__(self) -> int:
         return len(self.plan)
@@ -70,11 +71,11 @@ class ImageListSource:
     paths: tuple[str, ...]
 
     def __init__(self, paths: Sequence[str | os.PathLike[str]]) -> None:
-        names = tuple(os.fspath(p) for p in paths)
+        names = tuple(local_media(p) for p in paths)
         if not names:
             raise VideoError("an image list without images; pass at least one path")
         for name in names:
-            if not os.path.isfile(name):
+            if media_size(name) < 0:
                 raise VideoError(f"{name}: no such file; an image list needs paths of picture files")
         object.__setattr__(self, "paths", names)
 
@@ -124,7 +125,7 @@ def _open_picture(name: str) -> Iterator[tuple[Any, Any]]:
             "Reading pictures needs Pillow, which is not installed: pip install 'mllm-seqpar[video]'"
         ) from error
     try:
-        with Image.open(name) as file:
+        with open_media(name) as content, Image.open(content) as file:
             yield file, ImageOps
     except (OSError, SyntaxError, ValueError) as error:  # Pillow raises any of these for broken files
         raise VideoError(f"{name}: not a readable picture ({error}); replace or convert it") from error

@@ -6,16 +6,18 @@ time base, so ranks cannot round differently. A planned tick stands for the fram
 not after it, or for the first frame if there is none. `reader.read_frames` decodes the plan.
 """
 
+import math
 import os
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from fractions import Fraction
-from pathlib import Path
 from typing import Any
 
 from mllm_seqpar._logging import get_logger
 from mllm_seqpar.errors import ConfigError, VideoError
+
+from .media_files import media_size
 
 _log = get_logger(__name__)
 
@@ -89,10 +91,10 @@ def open_video(path: str | os.PathLike[str]) -> Iterator[tuple[Any, Any]]:
     """Open a file and yield (container, video stream); raise VideoError if it has no readable video stream."""
     av = require_av()
     name = os.fspath(path)
-    if not os.path.isfile(name):
+    if media_size(name) < 0:
         found = "a directory" if os.path.isdir(name) else "no such file"
         raise VideoError(f"{name}: {found}; give the path of a video file")
-    if os.path.getsize(name) == 0:
+    if media_size(name) == 0:
         raise VideoError(f"{name}: the file is empty (0 bytes); was the download interrupted?")
     try:
         container = av.open(name)
@@ -136,16 +138,19 @@ def plan_frames(
         max_frames: if `fps` (or all frames) gives more than this, take this many as by `num_frames`.
 
     Raises:
-        ConfigError: a value that is not positive, or both `fps` and `num_frames`.
+        ConfigError: a value that is not positive and finite, or both `fps` and `num_frames`.
     """
     for name, value in (("fps", fps), ("num_frames", num_frames), ("max_frames", max_frames)):
         if value is not None and not value > 0:
             raise ConfigError(f"{name} must be positive, got {value}")
+        if value == math.inf:
+            raise ConfigError(f"{name} must be finite, got {value}; leave it out to take every frame")
     if fps is not None and num_frames is not None:
         raise ConfigError(f"give fps or num_frames, not both (got fps={fps}, num_frames={num_frames})")
     native = Fraction(info.frames) / (info.length * info.time_base)
     if fps is not None and fps < native:
-        step = 1 / (Fraction(fps).limit_denominator(1_000_000) * info.time_base)  # ticks between planned frames
+        rate = Fraction(fps).limit_denominator(1_000_000) or Fraction(fps)  # below half a millionth it would be 0
+        step = 1 / (rate * info.time_base)  # ticks between planned frames
         count = -(-info.length // step)  # ceil: all k with k * step < length
         if max_frames is None or count <= max_frames:
             return info.plan(info.start + round(k * step) for k in range(int(count)))
@@ -188,7 +193,7 @@ def _scan(path: str | os.PathLike[str], container: Any, stream: Any) -> VideoInf
 def _info(path: Any, stream: Any, frames: int, start: int, length: int, ticks: tuple[int, ...] | None) -> VideoInfo:
     duration = length * stream.time_base
     return VideoInfo(
-        path=os.fspath(Path(path)),
+        path=os.fspath(path),
         frames=frames,
         fps=float(frames / duration),
         duration=float(duration),

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from mllm_seqpar.comm import Communicator
+from mllm_seqpar.models.hub import local_directory
 from mllm_seqpar.models.loading import layer_classes, load_model, weight_files
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
@@ -34,7 +35,7 @@ def load_for_inference(path: str, dtype: str, device: torch.device, *, on_cpu: b
 
 def model_files_digest(path: str) -> str:
     """Return a hash of a model's config and of the names and sizes of its weight files, without reading a tensor."""
-    folder = Path(path)
+    folder = Path(local_directory(path))
     weights = sorted((file.name, file.stat().st_size) for file in weight_files(folder))
     return hashlib.sha256((folder / "config.json").read_bytes() + repr(weights).encode()).hexdigest()[:16]
 

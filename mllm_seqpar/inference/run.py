@@ -31,7 +31,7 @@ from .encoding import EncodedVideo, encode_video, encoder_of
 from .generation import Answer, answer
 from .model_loading import load_for_inference, model_files_digest, shard_weights
 from .report import ENCODE_STAGE, Report, StageTimes, frames_bar
-from .stored_features import feature_meta, load_video, open_store, save_video
+from .stored_features import feature_meta, load_video, open_store, require_replaceable, save_video
 
 
 @dataclass(frozen=True)
@@ -109,6 +109,7 @@ def _open(args: InferArguments, rank: int) -> RunInputs:
         _create_outputs(args)
         if args.save_features is not None and source is not None:
             meta = feature_meta(source, args.model, family, options)
+            require_replaceable(args.save_features, meta)
     return RunInputs(model_files_digest(args.model), processor, source, store, meta)
 
 

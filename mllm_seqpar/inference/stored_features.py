@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -11,7 +12,14 @@ import torch
 from mllm_seqpar.comm import Communicator
 from mllm_seqpar.comm.agreement import check_collectively
 from mllm_seqpar.data.chat_family import ChatFamily
-from mllm_seqpar.data.feature_store import FeatureStore, model_fingerprint, open_features, save_features, source_meta
+from mllm_seqpar.data.feature_store import (
+    INDEX,
+    FeatureStore,
+    model_fingerprint,
+    open_features,
+    save_features,
+    source_meta,
+)
 from mllm_seqpar.data.sources import VideoSource
 from mllm_seqpar.errors import DataError
 from mllm_seqpar.sharding import FrameShard, frame_range
@@ -32,9 +40,11 @@ def save_video(directory: str, video: EncodedVideo, comm: Communicator, meta: Ma
         meta: what the features depend on; rank 0's is written.
 
     Raises:
-        DataError: if this rank cannot write. AgreementError: if another rank cannot.
+        DataError: if this rank cannot write, or the directory has the features of another video. AgreementError: if
+            another rank cannot.
     """
     rank_0_meta = json.loads(comm.gather_texts(json.dumps(dict(meta)))[0])
+    check_collectively(comm, "saving the features", lambda: require_replaceable(directory, rank_0_meta))
     shard = video.shard
 
     def write() -> None:
@@ -45,6 +55,25 @@ def save_video(directory: str, video: EncodedVideo, comm: Communicator, meta: Ma
             raise DataError(f"{directory}: the features cannot be written: {error}") from error
 
     check_collectively(comm, "saving the features", write)
+
+
+def require_replaceable(directory: str, meta: Mapping[str, Any]) -> bool:
+    """Raise DataError if `directory` has the features of another video than that of `meta` (see `feature_meta`).
+
+    Features of the same video, encoded by another model or at other times, may be replaced. Without a complete store
+    in the directory, or metadata of the video, there is nothing to compare. Otherwise the result is True.
+    """
+    try:
+        stored = json.loads(Path(directory, INDEX).read_text())["meta"]
+    except (OSError, KeyError, TypeError, ValueError):
+        return True
+    identities = [(stored.get(name), meta.get(name)) for name in ("source_digest", "source_size")]
+    if any(None not in pair and pair[0] != pair[1] for pair in identities):
+        raise DataError(
+            f"{directory}: it has the features of another video, {stored.get('source_path')}; give --save-features "
+            "another directory, or delete this one"
+        )
+    return True
 
 
 def load_video(
@@ -96,7 +125,9 @@ def open_store(
     store.require(**{name: options[name] for name in FRAME_OPTIONS if options[name] is not None})
     if source is not None:
         found = source_meta(source.plan)  # path and time are not compared: a copy on another disk is the same video
-        store.require(**{name: found[name] for name in ("source_size", "frames", "frame_times")})
+        compared = ["source_size", "frames", "frame_times"]
+        compared += ["source_digest"] * ("source_digest" in store.meta)  # stores of earlier versions have none
+        store.require(**{name: found[name] for name in compared})
     if store.meta.get("model") != model_fingerprint(model, family.feature_weights):
         raise DataError(
             f"{directory}: these features were made by another model than {model} (its vision tower, projector or "

@@ -16,6 +16,8 @@ from torch import nn
 from mllm_seqpar import models
 from mllm_seqpar.errors import ConfigError, DataError
 
+from .hub import local_directory
+
 _SHOWN = 4
 _SAMPLES = 64
 _BYTES = 4096
@@ -25,6 +27,7 @@ def load_model(path: str, dtype: torch.dtype | str = torch.float32, device_map: 
     """Load the model of a directory that `save_pretrained` wrote, or of a published checkpoint.
 
     Args:
+        path: the directory, or USER/NAME on the Hub (see `hub.local_directory`).
         dtype: dtype of the parameters; "auto" is the checkpoint's. Training needs float32: optimizers need master
             weights, and FSDP casts for computation.
         device_map: "meta" validates names and shapes without reading the weights.
@@ -36,7 +39,7 @@ def load_model(path: str, dtype: torch.dtype | str = torch.float32, device_map: 
     from safetensors import SafetensorError
     from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForImageTextToText
 
-    _prepare(path)
+    path = _prepare(path)
     try:
         config = AutoConfig.from_pretrained(path)
     except (OSError, ValueError) as error:
@@ -56,7 +59,7 @@ def load_processor(path: str) -> Any:
     """Load the processor of a model directory; raise ConfigError if it has none."""
     from transformers import AutoProcessor
 
-    _prepare(path)
+    path = _prepare(path)
     try:
         return AutoProcessor.from_pretrained(path)
     except (OSError, ValueError, ImportError) as error:
@@ -130,7 +133,7 @@ def model_digest(path: str) -> str:
 
     Two trainings of one architecture differ in every sample. A few megabytes are read, however large the model is.
     """
-    folder, digest = Path(path), hashlib.sha256()
+    folder, digest = Path(local_directory(path)), hashlib.sha256()
     config = folder / "config.json"
     digest.update(config.read_bytes() if config.is_file() else b"")
     for file in weight_files(folder):
@@ -143,11 +146,12 @@ def model_digest(path: str) -> str:
     return digest.hexdigest()[:16]
 
 
-def _prepare(path: str) -> None:
-    """Import the native models, which register themselves with the Auto classes, and check the directory."""
+def _prepare(path: str) -> str:
+    """Import the native models, which register themselves with the Auto classes; return the directory of `path`."""
     for module in pkgutil.iter_modules(models.__path__, models.__name__ + "."):
         if module.ispkg:
             importlib.import_module(module.name)
+    path = local_directory(path)
     if not (Path(path) / "config.json").is_file():
         raise ConfigError(f"--model {path}: no config.json there; give a directory that save_pretrained wrote")
     if (Path(path) / "adapter_config.json").is_file():
@@ -156,6 +160,7 @@ def _prepare(path: str) -> None:
             "the base model that it names from elsewhere; merge the adapter (PEFT's merge_and_unload), save, and give "
             "that directory"
         )
+    return path
 
 
 def _shapes(entry: Any) -> str:

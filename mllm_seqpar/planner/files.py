@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from mllm_seqpar.errors import ConfigError
+from mllm_seqpar.models.hub import local_config
 
 T = TypeVar("T")
 
@@ -18,11 +19,14 @@ CONFIGS = _PACKAGE / "configs" if (_PACKAGE / "configs").is_dir() else _PACKAGE.
 def find_file(what: str, name: str) -> Path:
     """Return the path `name`, or the file that `name` stands for ("a100-80g-4x4" in configs/clusters).
 
-    `what` is "model" or "cluster". A ConfigError lists the known names.
+    `what` is "model" or "cluster". A model may be an id on the Hub, of which only the config.json is downloaded. A
+    ConfigError lists the known names.
     """
     path = CONFIGS / f"{what}s" / f"{name}.yaml"
     if Path(name).exists() or path.is_file():
         return Path(name) if Path(name).exists() else path
+    if what == "model" and (config := local_config(name)) != name:
+        return Path(config)
     raise ConfigError(f"{what}: {name!r} is neither a file nor a known name; known names: {known_files(what)}")
 
 

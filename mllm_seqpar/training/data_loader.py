@@ -1,10 +1,8 @@
-"""Micro-batches of a chat file; each rank decodes only its frame shard."""
+"""Micro-batches of a data set; each rank decodes only its frame shard. `batches` yields them in training order."""
 
-import json
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,7 +11,10 @@ from torch import Tensor
 from mllm_seqpar.comm.agreement import fingerprint
 from mllm_seqpar.data.chat import ChatBatch, ChatDataset, load_local_pictures
 from mllm_seqpar.data.chat_family import chat_family
-from mllm_seqpar.errors import DataError
+from mllm_seqpar.data.chat_format import media_parts
+from mllm_seqpar.data.formats.tables import is_embedded
+from mllm_seqpar.data.media_files import is_remote, media_size
+from mllm_seqpar.errors import DataError, VideoError
 from mllm_seqpar.sharding import FrameShard, frame_range
 
 from .arguments import TrainArguments
@@ -50,54 +51,76 @@ class ShardedBatch:
 
 
 class ShardedDataLoader:
-    """The micro-batches of a chat file, for one rank.
+    """The micro-batches of a data set, for one rank.
 
     Attributes:
-        digest: a hash of the file and of the names and sizes of its media files.
+        dataset: the conversations.
+        digest: a hash of the records and of the names and sizes of their media files.
     """
 
     def __init__(self, dataset: ChatDataset, processor: Any, dims: ParallelDims) -> None:
-        self._dataset = dataset
+        self.dataset = dataset
         self._processor = processor
         self._dims = dims
-        media = (f"{name} {size}" for name, size in media_sizes(dataset.path))
+        media = (f"{name} {size}" for name, size in media_sizes(dataset))
         self.digest = f"{dataset.digest[:16]}-{fingerprint(chr(10).join(media)):016x}"
 
     def __len__(self) -> int:
-        return len(self._dataset)
+        return len(self.dataset)
 
     def batch(self, samples: Sequence[int]) -> ShardedBatch:
         """Return the samples with these numbers as one micro-batch, without decoding frames.
 
         Raises:
             DataError: if no sample has a target token, or a sample is too long.
-            VideoError: if a video cannot be opened.
+            MediaError: if a video cannot be opened.
         """
-        chat = self._dataset.batch(samples)
+        chat = self.dataset.batch(samples)
         if chat.targets == 0:
-            lines = ", ".join(map(str, chat.lines))
-            raise DataError(f"{self._dataset.path}, line {lines}: no target tokens; add a message of the assistant")
+            raise DataError(f"{', '.join(chat.places)}: no target tokens; add a message of the assistant")
         return ShardedBatch(chat, self._processor, self._dims)
 
 
-def media_sizes(path: str | os.PathLike[str]) -> Iterator[tuple[str, int]]:
-    """Yield (name, bytes) of each video and picture that a chat file names, in order; -1 if the file is missing."""
-    folder = Path(path).parent
-    for line in Path(path).read_bytes().splitlines():
-        messages = json.loads(line).get("messages", ()) if line.strip() else ()
-        parts = (part for message in messages if isinstance(message["content"], list) for part in message["content"])
-        for part in parts:
-            for name in part.get("images") or [part.get("path")]:
-                if name:
-                    file = folder / name
-                    yield name, file.stat().st_size if file.is_file() else -1
+def media_sizes(dataset: ChatDataset) -> Iterator[tuple[str, int]]:
+    """Yield (name, bytes) of each video and picture that a data set names, in order.
+
+    The size is -1 if the file is missing and -2 for a URL. Files inside a table are left out: its digest covers them.
+    """
+    for index in range(len(dataset)):
+        for part in media_parts(dataset.messages(index)):
+            for name in part.get("images") or [part["path"]]:
+                if not is_embedded(name):
+                    yield name, _size(dataset, index, name)
 
 
-def open_data_loader(path: str, processor: Any, args: TrainArguments, dims: ParallelDims) -> ShardedDataLoader:
-    """Return the data loader of a chat file under a run's arguments.
+def _size(dataset: ChatDataset, index: int, name: str) -> int:
+    if is_remote(name):
+        return -2
+    try:
+        return media_size(dataset.records.locate(index, name))
+    except VideoError:
+        return -1
+
+
+def open_data_loader(
+    path: str | os.PathLike[str],
+    processor: Any,
+    args: TrainArguments,
+    dims: ParallelDims,
+    *,
+    on_bad_media: str = "fail",
+) -> ShardedDataLoader:
+    """Return the data loader of a data set under a run's arguments.
 
     Raises:
-        DataError: if the file is missing or malformed.
+        DataError: if the data set is missing or malformed.
     """
-    dataset = ChatDataset(path, processor, fps=args.fps, max_frames=args.max_frames, max_length=args.max_length)
+    dataset = ChatDataset(
+        path,
+        processor,
+        fps=args.fps,
+        max_frames=args.max_frames,
+        max_length=args.max_length,
+        on_bad_media=on_bad_media,
+    )
     return ShardedDataLoader(dataset, processor, dims)

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from mllm_seqpar.comm import Communicator, as_communicator
+from mllm_seqpar.models.hub import local_directory
 
 from .arguments import SAVE_DTYPES
 
@@ -20,7 +21,7 @@ def export_dtype(choice: str, source: str) -> torch.dtype | None:
     """Return the dtype to save in: `choice`, or for "source" that of directory `source` (None if not recorded)."""
     if choice != "source":
         return getattr(torch, choice)
-    config = json.loads((Path(source) / "config.json").read_text())
+    config = json.loads((Path(local_directory(source)) / "config.json").read_text())
     name = config.get("dtype") or config.get("torch_dtype")
     return getattr(torch, name) if name in SAVE_DTYPES else None
 

@@ -7,6 +7,7 @@ g-th `micro_batch` of those.
 """
 
 import random
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -64,6 +65,17 @@ class SampleOrder:
         samples = order[index * self.global_batch : (index + 1) * self.global_batch]
         size = self.micro_batch
         return [samples[start : start + size] for start in range(group * size, self.global_batch, size * self.dp)]
+
+    def replacements(self, step: int, sample: int) -> Iterator[int]:
+        """Yield the samples that stand in for `sample` if it cannot be read: those after it in the epoch's order.
+
+        Each other sample is yielded once. Nothing is stored, so a resumed run finds the same replacements, as does a
+        run with another number of ranks.
+        """
+        order = _permutation(self.samples, f"{self.seed}/{self.position(step)[0]}")
+        place = order.index(sample)
+        yield from order[place + 1 :]
+        yield from order[:place]
 
 
 @lru_cache(maxsize=1)

@@ -24,8 +24,17 @@ ORDER = (
 
 THIRD_PARTY = {
     "integrations": {"accelerate", "transformers"},
-    "models": {"numpy", "PIL", "safetensors", "tokenizers", "transformers", "open_clip", "open_flamingo"},
-    "data": {"numpy", "PIL", "safetensors", "av", "tokenizers", "transformers"},
+    "models": {
+        "numpy",
+        "PIL",
+        "safetensors",
+        "tokenizers",
+        "transformers",
+        "open_clip",
+        "open_flamingo",
+        "huggingface_hub",
+    },
+    "data": {"numpy", "PIL", "safetensors", "av", "tokenizers", "transformers", "filelock", "pyarrow"},
     "planner": {"yaml", "matplotlib"},
     "cli": {"matplotlib", "safetensors", "tqdm", "transformers", "yaml"},
     "inference": {"transformers"},

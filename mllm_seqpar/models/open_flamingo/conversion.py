@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from mllm_seqpar.errors import ConfigError
+from mllm_seqpar.models.hub import local_directory
 from mllm_seqpar.models.loading import require_clean
 
 from .configuration import OpenFlamingoConfig
@@ -41,7 +42,7 @@ def convert(
     """Write an OpenFlamingo directory.
 
     Args:
-        language_model: directory of a published causal language model with its tokenizer.
+        language_model: directory, or id on the Hub, of a published causal language model with its tokenizer.
         vision_model: directory of a CLIP, or of its vision tower, with its image processor.
         checkpoint: the published checkpoint.pt; None for untrained cross-attention with closed gates.
         cross_attn_every_n_layers: the checkpoint's value; None reads it from the checkpoint, and is 1 without one.
@@ -58,6 +59,7 @@ def convert(
     from .language import fit_vocabulary, load_language_model
     from .modeling import ClipTower, OpenFlamingo
 
+    language_model, vision_model = local_directory(language_model), local_directory(vision_model)
     state = None if checkpoint is None else _read(checkpoint)
     every = _interval(checkpoint, state, cross_attn_every_n_layers)
     text = load_language_model(language_model)

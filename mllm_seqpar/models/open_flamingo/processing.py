@@ -37,7 +37,7 @@ class OpenFlamingoProcessor(NativeProcessor):
 
     def __call__(
         self,
-        images: Sequence[Sequence[Any]] | None = None,
+        images: Any = None,
         text: str | Sequence[str] | None = None,
         padding_side: str | None = None,
         **unknown: Any,
@@ -45,7 +45,8 @@ class OpenFlamingoProcessor(NativeProcessor):
         """Return texts and their pictures as model inputs.
 
         Args:
-            images: the pictures of each text; samples are padded with zeros to equally many pictures.
+            images: the pictures of each text, a list of lists; or one list of all pictures, in the order of the
+                `<image>` in the texts; or one picture. Samples are padded with zeros to equally many pictures.
             text: one text or several, with `<image>` for each picture.
 
         Returns:
@@ -58,8 +59,8 @@ class OpenFlamingoProcessor(NativeProcessor):
         if text is None:
             raise DataError(f"text is None; pass text with {IMAGE} for each picture")
         texts = [text] if isinstance(text, str) else list(text)
-        pictures = [list(sample) for sample in images or [[] for _ in texts]]
         counts = [sample.count(IMAGE) for sample in texts]
+        pictures = _pictures_of_texts(images, counts)
         passed = [len(sample) for sample in pictures]
         if counts != passed:
             raise DataError(f"the texts have {counts} {IMAGE}, and {passed} pictures were passed; pass one for each")
@@ -77,3 +78,23 @@ class OpenFlamingoProcessor(NativeProcessor):
     @property
     def model_input_names(self) -> list[str]:
         return ["lang_x", "attention_mask", "vision_x"]
+
+
+def _pictures_of_texts(images: Any, counts: Sequence[int]) -> list[list[Any]]:
+    """Return the pictures of each text; one list of all pictures is divided by the numbers of placeholders."""
+    if images is None or (isinstance(images, (list, tuple)) and not images):
+        return [[] for _ in counts]
+    if not isinstance(images, (list, tuple)):
+        images = list(images) if getattr(images, "ndim", 3) > 3 else [images]
+    nested = [isinstance(item, (list, tuple)) for item in images]
+    if all(nested):
+        return [list(sample) for sample in images]
+    if any(nested):
+        raise DataError("images has both pictures and lists of pictures; pass one list of pictures for each text")
+    if len(images) != sum(counts):
+        raise DataError(
+            f"the texts have {list(counts)} {IMAGE}, and one list of {len(images)} pictures was passed; pass one for "
+            "each"
+        )
+    remaining = iter(images)
+    return [[next(remaining) for _ in range(count)] for count in counts]

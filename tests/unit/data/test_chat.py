@@ -1,6 +1,7 @@
 """Layer: one process, real files, the real processor. Chats become micro-batches, of which ranks load their frames."""
 
 import json
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,8 @@ from clips import decode_all, write_clip
 from PIL import Image
 from torch import Tensor
 
-from mllm_seqpar.data import ChatDataset, load_local_frames
+from mllm_seqpar.data import ChatDataset, chat_family, load_local_frames
+from mllm_seqpar.data.chat import MediaError
 from mllm_seqpar.data.needle import make_tokenizer
 from mllm_seqpar.errors import DataError, VideoError
 from mllm_seqpar.models.mplug_owl3 import MPlugOwl3ImageProcessor, MPlugOwl3Processor
@@ -149,6 +151,22 @@ def test_problems_of_a_batch_name_the_line(folder: Path, processor: Any) -> None
         ChatDataset(path, processor).batch([1])
 
 
+def test_unreadable_size_names_its_sample(folder: Path, processor: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    family = type(chat_family(processor))
+    text_of = family.text
+
+    def text(self: Any, conversations: Any, media: Any, **options: Any) -> Any:
+        """As in families that need the size of a video."""
+        if any(len(sources) == 2 for sources in media):
+            raise VideoError("frame 0 cannot be decoded")
+        return text_of(self, conversations, media, **options)
+
+    monkeypatch.setattr(family, "text", text)
+    with pytest.raises(MediaError, match="train.jsonl:3: frame 0 cannot be decoded") as caught:
+        ChatDataset(folder / "train.jsonl", processor).batch([0, 2])
+    assert caught.value.sample == 1
+
+
 VIDEO = {"type": "video", "path": "clips/a.mp4"}
 
 
@@ -177,6 +195,7 @@ VIDEO = {"type": "video", "path": "clips/a.mp4"}
         (chat({"type": "video", "images": ["0.png", "9.png"]}), "9.png: no such file"),
         (chat(VIDEO | {"images": ["0.png"]}), 'both "path" and "images"'),
         (chat(VIDEO | {"fps": "1"}), "fps is '1'; expected a number above 0"),
+        (chat(VIDEO | {"fps": inf}), "fps is inf; expected a number above 0"),
         (chat(VIDEO | {"num_frames": 2.5}), "num_frames is 2.5; expected a whole number"),
         (chat(VIDEO | {"fps": 1, "num_frames": 2}), "both fps and num_frames"),
         (chat(text("<|image|> what?")), r"its text holds <\|image\|>; show media by parts"),

@@ -4,6 +4,7 @@ import itertools
 import os
 import wave
 from dataclasses import replace
+from math import inf, nan
 from pathlib import Path
 
 import av
@@ -102,8 +103,10 @@ def test_metadata_agree_with_a_scan_and_plan_options_choose_the_times(clips: Pat
     assert len(plan_frames(info, fps=0.01)) == 1
     with pytest.raises(ConfigError, match="not both"):
         plan_frames(info, fps=1, num_frames=3)
-    with pytest.raises(ConfigError, match="fps must be positive, got 0"):
-        plan_frames(info, fps=0)
+    assert [plan_frames(info, fps=fps).ticks for fps in (1e-9, 1e-300)] == [(info.start,)] * 2
+    for fps, message in ((0, "fps must be positive, got 0"), (inf, "fps must be finite, got inf"), (nan, "got nan")):
+        with pytest.raises(ConfigError, match=message):
+            plan_frames(info, fps=fps)
 
 
 def test_jittered_times_do_not_repeat_or_drop_frames(clips: Path) -> None:

@@ -9,15 +9,18 @@ import pytest
 import torch
 
 from mllm_seqpar import patch_model
-from mllm_seqpar.comm import Communicator, run_loopback
+from mllm_seqpar.comm import Communicator, as_communicator, run_loopback
 from mllm_seqpar.comm.agreement import attempt
 from mllm_seqpar.data import VideoSource, plan_frames, probe, read_frames
 from mllm_seqpar.errors import AgreementError, ConfigError, DataError, VideoError
 from mllm_seqpar.inference import Sampling, answer, encode_video, load_for_inference
 from mllm_seqpar.inference.arguments import parse
+from mllm_seqpar.inference.encoding import EncodedVideo
 from mllm_seqpar.inference.run import answer_questions
+from mllm_seqpar.inference.stored_features import save_video
 from mllm_seqpar.models import loading
 from mllm_seqpar.models.mplug_owl3 import MPlugOwl3ForConditionalGeneration, MPlugOwl3Processor
+from mllm_seqpar.sharding import FrameShard
 
 CPU = torch.device("cpu")
 QUESTIONS = ("What is it?", "Which one comes first, <|video|> or this?")
@@ -123,6 +126,28 @@ def test_stored_features_give_the_same_answers(inference_files: Path, tmp_path: 
         errors = run(2, *argv, "--features", tmp_path / "features", "--question", "?")
         assert [type(error) for error in errors] == [DataError] * 2, errors
         assert message in str(errors[0])
+
+
+def test_features_of_another_video_are_not_overwritten(inference_files: Path, tmp_path: Path) -> None:
+    options = ["--model", inference_files / "gated", "--save-features", tmp_path / "features"]
+    clip = ["--video", inference_files / "clip.mp4"]
+    ask(2, tmp_path, *options, *clip, "--num-frames", 3, questions=())
+    before = (tmp_path / "features/features.json").read_bytes()
+    errors = run(2, *options, "--video", inference_files / "twin.mp4", "--num-frames", 3)
+    assert "it has the features of another video" in str(errors[0]) and "clip.mp4" in str(errors[0])
+    assert isinstance(errors[0], DataError) and isinstance(errors[1], AgreementError)
+    assert (tmp_path / "features/features.json").read_bytes() == before
+    ask(1, tmp_path, *options, *clip, "--num-frames", 5, questions=())  # the same video at other times
+    assert json.loads((tmp_path / "features/features.json").read_text())["total_frames"] == 5
+
+
+def test_saved_video_does_not_replace_another_one(tmp_path: Path) -> None:
+    features = EncodedVideo(torch.zeros(2, 1, 4), FrameShard(0, 2, 2))
+    comm = as_communicator("self")
+    for digest in ("x", "x", None):
+        save_video(str(tmp_path), features, comm, {"source_digest": digest, "source_size": 7})
+    with pytest.raises(DataError, match="it has the features of another video"):
+        save_video(str(tmp_path), features, comm, {"source_digest": "x", "source_size": 8})
 
 
 @pytest.mark.parametrize(

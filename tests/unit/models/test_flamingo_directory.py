@@ -219,6 +219,27 @@ def test_directory_with_differing_weights_is_refused(tmp_path: Path) -> None:
         load_model(str(tmp_path))
 
 
+def test_processor_takes_pictures_as_other_processors_do(published: Any) -> None:
+    processor: Any = load_processor(published("mosaic_gpt")[1])
+    a, b, c = (torch.full((3, 20, 30), value, dtype=torch.uint8) for value in (10, 120, 240))
+    two = ["<image><image>hi", "<image>ho"]
+    for text, nested, flat in ((two, [[a, b], [c]], [a, b, c]), (two[0], [[a, b]], [a, b]), (two[1], [[c]], c)):
+        expected, found = processor(text=text, images=nested), processor(text=text, images=flat)
+        assert all(torch.equal(found[name], expected[name]) for name in expected)
+    assert torch.equal(
+        processor(text=two[0], images=torch.stack([a, b]))["vision_x"],
+        processor(text=two[0], images=[[a, b]])["vision_x"],
+    )
+    assert processor(text=["hi", "ho"], images=[])["vision_x"].abs().sum() == 0
+    for images, message in (
+        ([a, b], r"the texts have \[2, 1\] <image>, and one list of 2 pictures was passed; pass one for each"),
+        ([[a, b], c], "images has both pictures and lists of pictures"),
+        ([[a], [b, c]], r"the texts have \[2, 1\] <image>, and \[1, 2\] pictures were passed"),
+    ):
+        with pytest.raises(DataError, match=message):
+            processor(text=two, images=images)
+
+
 def test_processor_refuses_other_arguments_and_tokenizers(published: Any) -> None:
     processor: Any = load_processor(published("mosaic_gpt")[1])
     picture = torch.zeros(3, 20, 30, dtype=torch.uint8)

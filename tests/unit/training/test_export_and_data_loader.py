@@ -50,7 +50,7 @@ def test_digest_covers_text_and_media(chat_file: Path) -> None:
     first = opened(chat_file).digest
     assert opened(chat_file).digest == first
     videos = sorted((chat_file.parent / "videos").iterdir())
-    assert [size for _, size in media_sizes(chat_file)] == [video.stat().st_size for video in videos]
+    assert [size for _, size in media_sizes(opened(chat_file).dataset)] == [video.stat().st_size for video in videos]
     with videos[1].open("ab") as video:
         video.write(b"more")
     second = opened(chat_file).digest

@@ -1,0 +1,247 @@
+"""The command `mllm-seqpar check-data`: opens everything that a data set names, and reports what training would meet.
+
+Of each video and picture, the first, the middle and the last frame that training would use are decoded, in threads:
+PyAV and Pillow release the interpreter lock, and frames are not passed between processes. Damage elsewhere in a file is
+not found; training then stops or skips the sample (`on_bad_media`).
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any
+
+from mllm_seqpar.data.chat import ChatDataset, ChatSample, collate
+from mllm_seqpar.data.chat_format import media_parts
+from mllm_seqpar.data.formats import DEFAULT_TEMPLATE
+from mllm_seqpar.data.sources import FrameSource, VideoSource
+from mllm_seqpar.errors import ConfigError, DataError, SeqParError
+
+BROKEN = 1
+"""The exit status if a sample is broken."""
+
+_SHOWN = 3
+
+
+def add_command(commands: Any) -> None:
+    """Add the command to the subparsers of `mllm-seqpar`."""
+    parser = commands.add_parser(
+        "check-data",
+        help="open every video and picture of a data set, and report what is broken or long",
+        description="Open the first, middle and last frame of everything that data sets name. The exit status is 1 if "
+        "a sample is broken.",
+        epilog="example: mllm-seqpar check-data train.jsonl --model my-model --fps 1",
+        allow_abbrev=False,
+    )
+    text = "JSONL, JSON, parquet, arrow, tar shards, a folder with metadata.jsonl, or an id on the Hub; may be several"
+    parser.add_argument("data", nargs="+", metavar="DATA", help=text)
+    text = "model directory or id on the Hub: counts tokens too, by the model's processor"
+    parser.add_argument("--model", metavar="DIR", help=text)
+    parser.add_argument("--fps", type=float, help="as in training; default: that of the data, else 1")
+    parser.add_argument("--num-frames", type=int, help="instead of --fps: this many frames of each video")
+    parser.add_argument("--max-frames", type=int, help="as in training: at most this many frames of each video")
+    text = "as in training: samples with more text tokens are broken; needs --model"
+    parser.add_argument("--max-length", type=int, metavar="TOKENS", help=text)
+    parser.add_argument("--media-root", metavar="DIR", help="folder of relative paths; default: that of the data")
+    parser.add_argument("--template", default=DEFAULT_TEMPLATE, help="text of multiple-choice questions")
+    text = "report longer videos; default: 3600"
+    parser.add_argument("--long", type=float, default=3600.0, metavar="SECONDS", help=text)
+    text = "files opened at once; default: the number of processors"
+    parser.add_argument("--workers", type=int, default=os.cpu_count() or 1, help=text)
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Check all data sets of a command line; return its exit status."""
+    for name in ("fps", "num_frames", "max_frames", "max_length", "workers", "long"):
+        value = getattr(args, name)
+        if value is not None and not 0 < value < float("inf"):
+            raise ConfigError(f"--{name.replace('_', '-')}: {value} is not allowed; give a finite number above 0")
+    if args.fps and args.num_frames:
+        raise ConfigError(f"--fps {args.fps:g} and --num-frames {args.num_frames}: give one of them")
+    if args.max_length and not args.model:
+        raise ConfigError("--max-length needs --model, whose processor counts the tokens")
+    processor = None
+    if args.model:
+        from mllm_seqpar.models.loading import load_processor
+
+        processor = load_processor(args.model)
+    broken = 0
+    for path in args.data:
+        names = ("fps", "num_frames", "max_frames", "max_length", "media_root", "template")
+        options = {name: getattr(args, name) for name in names}
+        dataset = ChatDataset(path, processor, **options, on_bad_media="skip", validate=False)
+        totals = Totals()
+        for line in check_dataset(dataset, totals, long=args.long, workers=args.workers):
+            sys.stdout.write(f"{line}\n")
+            sys.stdout.flush()
+        sys.stdout.write(totals.text(str(path), args.model) + "\n")
+        broken += totals.broken
+    return BROKEN if broken else 0
+
+
+@dataclass
+class Totals:
+    """What a data set has, in the samples that are not broken."""
+
+    samples: int = 0
+    broken: int = 0
+    long: int = 0
+    videos: int = 0
+    pictures: int = 0
+    frames: int = 0
+    tokens: int = 0
+    targets: int = 0
+    longest: list[tuple[int, str]] = field(default_factory=list)
+
+    def add(self, sample: ChatSample) -> None:
+        self.frames += sample.frames
+        videos = sum(part["type"] == "video" for part in media_parts(sample.messages))
+        self.videos, self.pictures = self.videos + videos, self.pictures + len(sample.sources) - videos
+        self.longest = sorted([*self.longest, (sample.frames, sample.place)], key=lambda row: -row[0])[:_SHOWN]
+
+    def text(self, name: str, model: str | None) -> str:
+        """Return the summary."""
+        lines = [
+            f"{name}: {self.samples:,} samples, {self.broken:,} broken, {self.long:,} long; in the others "
+            f"{self.videos:,} videos and {self.pictures:,} pictures with {self.frames:,} frames"
+        ]
+        if model:
+            lines.append(f"text tokens: {self.tokens:,}, of which {self.targets:,} are targets{_visual(self, model)}")
+        if self.frames:
+            lines.append("most frames: " + ", ".join(f"{place} ({frames:,})" for frames, place in self.longest))
+        return "\n".join(lines)
+
+
+def _visual(totals: Totals, model: str) -> str:
+    from mllm_seqpar.models.hub import local_directory
+    from mllm_seqpar.planner.model_sizes import read_model
+
+    try:
+        keys = read_model(local_directory(model)).vision.keys
+    except SeqParError:  # a family without sizes for the planner
+        return ""
+    return f"; visual tokens: {totals.frames * keys:,}, {keys:,} for each frame"
+
+
+@dataclass(frozen=True)
+class _Medium:
+    """What was found in one video or picture."""
+
+    source: FrameSource
+    seconds: float
+
+
+def check_dataset(dataset: ChatDataset, totals: Totals, *, long: float = 3600.0, workers: int = 1) -> Iterator[str]:
+    """Check all samples, yield a line for each fault and each long video, in order, and count into `totals`.
+
+    Args:
+        dataset: opened with `on_bad_media="skip"` and `validate=False`; without a processor, tokens are not counted.
+        long: a video of more seconds is reported.
+        workers: number of threads.
+    """
+    pool = ThreadPoolExecutor(max_workers=workers, thread_name_prefix="check-data")
+    try:
+        submitted: dict[Any, Future[_Medium]] = {}
+        for row in [_submit(dataset, index, pool, submitted) for index in range(len(dataset))]:
+            yield from _report(dataset, row, totals, long)
+    finally:
+        pool.shutdown(cancel_futures=True)  # after Ctrl-C, files that are not open yet stay closed
+
+
+@dataclass(frozen=True)
+class _Row:
+    """A sample, and its media that are being checked; or what is wrong with its record."""
+
+    index: int
+    messages: Sequence[Mapping[str, Any]]
+    media: Sequence[tuple[Mapping[str, Any], Future[_Medium]]]
+    fault: str | None = None
+
+
+def _submit(dataset: ChatDataset, index: int, pool: ThreadPoolExecutor, submitted: dict[Any, Future[_Medium]]) -> _Row:
+    try:
+        messages = dataset.messages(index)
+    except DataError as error:
+        return _Row(index, (), (), str(error))
+    parts = media_parts(messages)
+    keys = [_key(dataset, index, part) for part in parts]
+    for key, part in zip(keys, parts, strict=True):
+        if key not in submitted:
+            submitted[key] = pool.submit(_check_medium, dataset, index, part)
+    return _Row(index, messages, [(part, submitted[key]) for key, part in zip(keys, parts, strict=True)])
+
+
+def _report(dataset: ChatDataset, row: _Row, totals: Totals, long: float) -> Iterator[str]:
+    """Yield the lines of a sample, and count it."""
+    place = dataset.records.place(row.index)
+    faults, sources = [row.fault] if row.fault else [], []
+    for part, future in row.media:
+        try:
+            medium = future.result()
+        except ImportError as error:  # the message says what to install
+            raise ConfigError(str(error)) from error
+        except SeqParError as error:
+            faults.append(str(error))
+            continue
+        except Exception as error:  # a decoder's own, such as Pillow's about very large pictures
+            faults.append(f"{part.get('path')}: {type(error).__name__}: {error}")
+            continue
+        sources.append(medium.source)
+        if medium.seconds > long:
+            totals.long += 1
+            frames = len(medium.source)
+            yield f"{place}: long: {part['path']} has {_clock(medium.seconds)}, {frames:,} frames are used"
+    if not faults:
+        sample = ChatSample(dataset.records.line(row.index), place, list(row.messages), tuple(sources))
+        faults = _count(dataset, sample, totals)
+    totals.samples, totals.broken = totals.samples + 1, totals.broken + bool(faults)
+    for fault in faults:
+        yield f"{place}: broken: {fault.removeprefix(f'{place}: ')}"
+
+
+def _count(dataset: ChatDataset, sample: ChatSample, totals: Totals) -> list[str]:
+    """Count a sample whose media are in order; return what is wrong with its text."""
+    if dataset.processor is not None:
+        try:
+            batch = collate([sample], dataset.processor, dataset.max_length)
+        except SeqParError as error:
+            return [str(error)]
+        if batch.targets == 0:
+            return ["no target tokens; add a message of the assistant"]
+        totals.tokens, totals.targets = totals.tokens + batch.tokens, totals.targets + batch.targets
+    totals.add(sample)
+    return []
+
+
+def _key(dataset: ChatDataset, index: int, part: Mapping[str, Any]) -> Any:
+    """Return a key that is equal for equal files with equal sampling, so that each is opened once."""
+    names = part.get("images") or [part["path"]]
+    sampling = tuple(sorted((name, value) for name, value in part.items() if name not in ("path", "images")))
+    try:
+        return tuple(dataset.records.identify(index, name) for name in names), sampling
+    except SeqParError:
+        return index, tuple(names), sampling
+
+
+def _check_medium(dataset: ChatDataset, index: int, part: Mapping[str, Any]) -> _Medium:
+    source = dataset.source(index, part)
+    last = len(source) - 1
+    for number in sorted({0, last // 2, last}):
+        for _ in source.read(number, number + 1):
+            pass
+    seconds = 0.0
+    if isinstance(source, VideoSource):
+        from mllm_seqpar.data.video import probe
+
+        seconds = probe(source.plan.path).duration
+    return _Medium(source, seconds)
+
+
+def _clock(seconds: float) -> str:
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes // 60}:{minutes % 60:02}:{rest:02}"

@@ -1,0 +1,216 @@
+"""What one record looks like: chats, LLaVA, OpenAI, questions, captions; converted to the chats of `chat_format`."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from mllm_seqpar.data.chat_format import SAMPLING
+from mllm_seqpar.data.media_files import VIDEO_SUFFIXES
+from mllm_seqpar.errors import DataError
+
+from .choices import ANSWER_KEYS, DEFAULT_TEMPLATE, OPTION_KEYS, read_choice
+from .records import VIDEO_ID
+
+CAPTION_PROMPT = "Describe the {kind}."
+"""The question of a record that has a caption only; `{kind}` is image or video."""
+
+_MEDIA_KEYS = {
+    "image": ("image", "images", "image_path", "image_paths"),
+    "video": ("video", "videos", "video_path", "video_paths"),
+}
+_PLACEHOLDER = re.compile(r"\n?<\|?(image|video)\|?>\n?")
+_ROLES = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "system": "system"}
+_TEXT_PARTS = ("text", "input_text", "output_text")
+_MEDIA_PARTS = {
+    **dict.fromkeys(("image", "image_url", "input_image"), "image"),
+    **dict.fromkeys(("video", "video_url", "input_video"), "video"),
+}
+_KNOWN = (
+    "messages (chats, OpenAI), conversations (LLaVA), question with options or answer, or text or caption with an "
+    "image or video"
+)
+
+
+def to_chat(record: Any, *, template: str = DEFAULT_TEMPLATE) -> Mapping[str, Any]:
+    """Return a record in the form of `chat_format`; a record that is in this form already is returned as it is.
+
+    Args:
+        record: decoded JSON, or the row of a table.
+        template: the text of multiple-choice questions, see `DEFAULT_TEMPLATE`.
+
+    Raises:
+        DataError: the record's form is not known, or media and placeholders do not match.
+    """
+    if not isinstance(record, Mapping):
+        raise DataError(f'is {record!r:.60}; needs "messages", a list of {{"role": ..., "content": ...}}')
+    forms = [key for key in ("messages", "conversations", "question") if key in record]
+    if len(forms) > 1:
+        raise DataError(f"has {' and '.join(forms)}, so its form is ambiguous; expected one of {_KNOWN}")
+    if forms == ["messages"]:
+        return _from_messages(record)
+    if forms == ["conversations"]:
+        return {"messages": _fill(list(_turns(record["conversations"])), record)}
+    if forms == ["question"]:
+        return {"messages": _question(record, template)}
+    media = _media(record)
+    caption = next((record[key] for key in ("text", "caption") if isinstance(record.get(key), str)), None)
+    if caption is not None and media:
+        prompt = CAPTION_PROMPT.format(kind=media[0]["type"])
+        return {"messages": _ask(media, prompt, caption)}
+    keys = ", ".join(map(repr, list(record)[:8])) or "none"
+    raise DataError(f"has the keys {keys}, which is no known form; expected {_KNOWN}")
+
+
+def _from_messages(record: Mapping[str, Any]) -> Mapping[str, Any]:
+    messages = record["messages"]
+    if not isinstance(messages, list) or not all(isinstance(message, Mapping) for message in messages):
+        return record  # `check_record` says what is wrong
+    converted = [_message(message) for message in messages]
+    media_keys = [key for keys in _MEDIA_KEYS.values() for key in keys if record.get(key)]
+    if media_keys and any(_expects_media(message) for message in converted):
+        rest = {key: value for key, value in record.items() if key not in (*media_keys, *SAMPLING)}
+        return {**rest, "messages": _fill(converted, record)}
+    return {**record, "messages": converted}
+
+
+def _message(message: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a message with parts in our form; whatever is not known stays, and `check_record` names it."""
+    result = {key: value for key, value in message.items() if value is not None}  # tables fill absent keys with nulls
+    if result.get("role") == "developer":
+        result["role"] = "system"
+    if isinstance(result.get("content"), list):
+        result["content"] = [_part(part) if isinstance(part, Mapping) else part for part in result["content"]]
+    return result
+
+
+def _part(part: Mapping[str, Any]) -> dict[str, Any]:
+    given = {key: value for key, value in part.items() if value is not None}
+    kind = given.get("type")
+    if kind in _TEXT_PARTS:
+        return {**given, "type": "text"}
+    if kind not in _MEDIA_PARTS:
+        return given
+    media = _MEDIA_PARTS[kind]
+    names = {key for key in (kind, f"{media}_url", media, "url") if key in given}
+    if len(names) != 1 or {"path", "images"} & set(given):  # with two sources, `check_record` names the unknown key
+        return {**given, "type": media}
+    (source,) = names
+    value = given[source]
+    if isinstance(value, Mapping):  # {"url": ..., "detail": ...}
+        value = value.get("url")
+    rest = {key: given[key] for key in given if key not in ("type", "detail", source)}
+    return {"type": media, ("images" if isinstance(value, list) else "path"): value, **rest}
+
+
+def _turns(conversations: Any) -> Iterator[dict[str, Any]]:
+    if not isinstance(conversations, list) or not conversations:
+        raise DataError('conversations is no list; expected [{"from": "human", "value": ...}, ...]')
+    for number, turn in enumerate(conversations):
+        turn = turn if isinstance(turn, Mapping) else {}
+        speaker, text = turn.get("from", turn.get("role")), turn.get("value", turn.get("content"))
+        if speaker not in _ROLES or not isinstance(text, str):
+            raise DataError(
+                f"turn {number} of conversations is from {speaker!r} with the value {text!r:.40}; expected a text from "
+                "human, gpt or system"
+            )
+        yield {"role": _ROLES[speaker], "content": text}
+
+
+def _question(record: Mapping[str, Any], template: str) -> list[dict[str, Any]]:
+    if any(key in record for key in OPTION_KEYS):
+        choice = read_choice(record)
+        if choice.answer is None:
+            raise DataError(f"the question has no answer; expected one of {', '.join(ANSWER_KEYS)}")
+        question, answer = choice.prompt(template), choice.letters[choice.answer]
+    else:
+        question, answer = record["question"], record.get("answer", "")
+        if not isinstance(question, str) or not isinstance(answer, str) or not answer:
+            raise DataError(f"question and answer are {question!r:.40} and {answer!r:.40}; expected two texts")
+    if _PLACEHOLDER.search(question):
+        return _fill([{"role": "user", "content": question}, {"role": "assistant", "content": answer}], record)
+    return _ask(_media(record), question, answer)
+
+
+def _ask(media: Sequence[dict[str, Any]], question: str, answer: str) -> list[dict[str, Any]]:
+    content = [*media, {"type": "text", "text": question}]
+    return [{"role": "user", "content": content}, {"role": "assistant", "content": answer}]
+
+
+def _media(record: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return the media parts that the keys of a record name, pictures first."""
+    parts: list[dict[str, Any]] = []
+    sampling = {key: record[key] for key in SAMPLING if record.get(key) is not None}
+    for kind, keys in _MEDIA_KEYS.items():
+        found = [key for key in keys if record.get(key)]
+        if len(found) > 1:
+            raise DataError(f"has both {found[0]!r} and {found[1]!r}; give one of them")
+        for value in _listed(record[found[0]]) if found else ():
+            name = value.get("path") if isinstance(value, Mapping) else value
+            if not isinstance(name, str):
+                raise DataError(f"{found[0]} is {value!r:.60}; expected the path of a file, or a list of paths")
+            # LLaVA's video data sometimes name a video by the key of pictures.
+            part_kind = "video" if Path(name).suffix.lower() in VIDEO_SUFFIXES else kind
+            parts.append({"type": part_kind, "path": name, **(sampling if part_kind == "video" else {})})
+    if not parts and isinstance(name := record.get("videoID", record.get("video_id")), str):
+        parts.append({"type": "video", "path": VIDEO_ID + name, **sampling})
+    return parts
+
+
+def _listed(value: Any) -> Sequence[Any]:
+    return value if isinstance(value, (list, tuple)) else [value]
+
+
+def _expects_media(message: Mapping[str, Any]) -> bool:
+    content = message.get("content")
+    if isinstance(content, str):
+        return message.get("role") == "user" and bool(_PLACEHOLDER.search(content))
+    return isinstance(content, list) and any(_is_open(part) for part in content)
+
+
+def _is_open(part: Any) -> bool:
+    """Return whether a part shows a picture or video of the record's own list."""
+    return isinstance(part, Mapping) and part.get("type") in _MEDIA_KEYS and not {"path", "images"} & set(part)
+
+
+def _fill(messages: list[dict[str, Any]], record: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return messages in which each placeholder of a user's text is replaced by the next file of its kind.
+
+    If all files are videos and all placeholders are `<image>`, these show the videos, as in LLaVA's video data. A line
+    break next to a placeholder belongs to it.
+    """
+    media = _media(record)
+    split = [_split(message) for message in messages]
+    wanted = [part["type"] for content in split for part in content if _is_open(part)]
+    available = {kind: [part for part in media if part["type"] == kind] for kind in _MEDIA_KEYS}
+    if available["video"] and not available["image"] and "video" not in wanted:
+        available = {"image": available["video"], "video": []}
+    for kind, parts in available.items():
+        if wanted.count(kind) != len(parts):
+            raise DataError(
+                f"has {len(media)} files ({', '.join(part['path'] for part in media)!s:.120}) and the placeholders "
+                f"{', '.join(f'<{name}>' for name in wanted) or 'none'}; write one for each file, where it is shown"
+            )
+    queues = {kind: iter(parts) for kind, parts in available.items()}
+    return [
+        {**message, "content": [next(queues[part["type"]]) if _is_open(part) else part for part in content]}
+        if any(_is_open(part) for part in content)
+        else message
+        for message, content in zip(messages, split, strict=True)
+    ]
+
+
+def _split(message: Mapping[str, Any]) -> list[Any]:
+    """Return the parts of a message; a user's text is divided at its placeholders."""
+    content = message.get("content")
+    if not isinstance(content, str):
+        return content if isinstance(content, list) else []
+    if message.get("role") != "user":
+        return [{"type": "text", "text": content}]
+    pieces = _PLACEHOLDER.split(content)
+    parts = [
+        {"type": "text", "text": text} if number % 2 == 0 else {"type": text} for number, text in enumerate(pieces)
+    ]
+    return [part for part in parts if part.get("text") != ""]

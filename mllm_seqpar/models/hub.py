@@ -1,0 +1,55 @@
+"""Directories by name: a path, or USER/NAME on the Hugging Face Hub, whose files are downloaded into its cache."""
+
+from __future__ import annotations
+
+import os
+import re
+from typing import Any
+
+from mllm_seqpar.errors import ConfigError
+
+_HUB_ID = re.compile(r"^([A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(?:@([\w./-]+))?$")
+_UNUSED = ["original/*", "*.gguf", "*.onnx", "*.h5", "*.msgpack"]
+"""Other forms of the same weights, which are large: Llama 3.2's `original`, and files for other frameworks."""
+
+
+def local_directory(name: str | os.PathLike[str], kind: str = "model") -> str:
+    """Return the directory of a model or data set; a path is returned unchanged.
+
+    A name that is no existing path and has the form USER/NAME, or USER/NAME@REVISION, is an id on the Hub. Files that
+    are in the Hub's cache are used without a network. Any other name is returned unchanged, for the caller's own error.
+
+    Args:
+        kind: "model" or "dataset".
+
+    Raises:
+        ConfigError: the id cannot be downloaded and is not in the cache.
+    """
+    options = {"ignore_patterns": _UNUSED} if kind == "model" else {}
+    return _from_hub(os.fspath(name), kind, "snapshot_download", repo_type=kind, **options)
+
+
+def local_config(name: str | os.PathLike[str]) -> str:
+    """Return the path of the `config.json` of a model on the Hub, without its weights; otherwise as `local_directory`.
+
+    Raises:
+        ConfigError: the id cannot be downloaded and is not in the cache.
+    """
+    return _from_hub(os.fspath(name), "model", "hf_hub_download", filename="config.json")
+
+
+def _from_hub(name: str, kind: str, function: str, **options: Any) -> str:
+    """Return what a function of huggingface_hub returns for an id; a name that is no id is returned unchanged."""
+    found = _HUB_ID.match(name)
+    if os.path.exists(name) or found is None:
+        return name
+    import huggingface_hub
+
+    try:
+        return getattr(huggingface_hub, function)(found[1], revision=found[2], **options)
+    except Exception as error:  # of the Hub's client, of its HTTP client, or of the file system
+        first = next(iter(str(error).strip().splitlines()), repr(error))
+        raise ConfigError(
+            f"{name}: no such directory here, and as the id of a {kind} on the Hub it cannot be downloaded: {first} "
+            f"Without a network, download it elsewhere (hf download {found[1]}) and give the directory"
+        ) from error

@@ -1,0 +1,115 @@
+"""Layer: one process, real files. `mllm-seqpar check-data` reports what is broken or long, and what the data have."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from PIL import Image
+
+from mllm_seqpar.cli.planner import main
+from mllm_seqpar.data.chat import ChatDataset
+from mllm_seqpar.data.needle import make_needle_videos
+from mllm_seqpar.models.loading import load_processor
+
+
+def row(**part: Any) -> dict[str, Any]:
+    content = [{"type": "video", **part}, {"type": "text", "text": "What?"}]
+    return {"messages": [{"role": "user", "content": content}, {"role": "assistant", "content": "Red."}]}
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (video,) = make_needle_videos(tmp_path, 1, frames=(20, 20), rate=10)
+    Path(video.path).rename(tmp_path / "a.mp4")
+    content = (tmp_path / "a.mp4").read_bytes()
+    (tmp_path / "cut.mp4").write_bytes(content[: len(content) // 2])
+    Image.new("RGB", (28, 28)).save(tmp_path / "1.png")
+    (tmp_path / "bad.png").write_bytes(b"no picture")
+    return tmp_path
+
+
+def check(capsys: pytest.CaptureFixture[str], *argv: Any) -> tuple[int, list[str]]:
+    status = main(["check-data", *map(str, argv)])
+    return status, capsys.readouterr().out.splitlines()
+
+
+def test_every_fault_has_its_line(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    llava = [{"from": "human", "value": "<image>Look."}, {"from": "gpt", "value": "Red."}]
+    rows = [
+        row(path="a.mp4", num_frames=8),
+        row(path="cut.mp4"),
+        row(path="none.mp4"),
+        {"image": "1.png", "conversations": llava},
+        {"image": "bad.png", "conversations": llava},
+        {"hello": 1},
+        row(path="a.mp4", fps="2"),
+        row(path="a.mp4", fps=4),
+    ]
+    path = folder / "train.jsonl"
+    path.write_text("\n".join([*map(json.dumps, rows), "{"]))
+    for workers in (1, 3):
+        status, lines = check(capsys, path, "--workers", workers, "--long", 1.5)
+        assert status == 1
+        expected = [
+            (1, "long: a.mp4 has 0:00:02, 8 frames are used"),
+            (2, f"broken: {folder / 'cut.mp4'}: "),
+            (3, f"broken: {folder / 'none.mp4'}: no such file"),
+            (5, f"broken: {folder / 'bad.png'}: not a readable picture"),
+            (6, "broken: has the keys 'hello', which is no known form"),
+            (7, "broken: message 0 (user): fps is '2'"),
+            (8, "long: a.mp4 has 0:00:02, 8 frames are used"),
+            (9, "broken: not JSON"),
+        ]
+        for line, (number, text) in zip(lines, expected, strict=False):
+            assert line.startswith(f"{path}:{number}: {text}")
+        assert lines[len(expected) :] == [
+            f"{path}: 9 samples, 6 broken, 2 long; in the others 2 videos and 1 pictures with 17 frames",
+            f"most frames: {path}:1 (8), {path}:8 (8), {path}:4 (1)",
+        ]
+
+
+def test_model_adds_tokens_and_limits(folder: Path, inference_files: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path, model = folder / "train.jsonl", inference_files / "gated"
+    path.write_text("\n".join(json.dumps(row(path="a.mp4", num_frames=n)) for n in (2, 12)))
+    status, lines = check(capsys, path, "--model", model)
+    data = ChatDataset(path, load_processor(str(model)))
+    batches = [data.batch([index]) for index in range(2)]
+    tokens, targets = sum(batch.tokens for batch in batches), sum(batch.targets for batch in batches)
+    assert status == 0 and lines[1].startswith(f"text tokens: {tokens}, of which {targets} are targets")
+    assert lines[1].endswith("; visual tokens: 56, 4 for each frame")
+    status, lines = check(capsys, path, "--model", model, "--max-length", batches[0].tokens)
+    assert status == 1 and lines[0].startswith(f"{path}:2: broken: {batches[1].tokens} tokens (12 of them stand for")
+    assert check(capsys, path, "--num-frames", 3, "--model", model)[1][0].endswith("with 6 frames")
+
+
+def test_several_data_sets_and_one_video_of_many_questions(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened = []
+    source = ChatDataset.source
+    monkeypatch.setattr(ChatDataset, "source", lambda *args: opened.append(args[2]["path"]) or source(*args))
+    for name in ("a.jsonl", "b.jsonl"):
+        (folder / name).write_text("\n".join([json.dumps(row(path="a.mp4"))] * 5))
+    status, lines = check(capsys, folder / "a.jsonl", folder / "b.jsonl")
+    assert status == 0 and opened == ["a.mp4"] * 2
+    assert [line.partition(": ")[2] for line in lines if "samples" in line] == [
+        "5 samples, 0 broken, 0 long; in the others 5 videos and 0 pictures with 10 frames"
+    ] * 2
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["none.jsonl"], "none.jsonl: cannot be read (No such file or directory)"),
+        (["a.jsonl", "--fps", "inf"], "--fps: inf is not allowed; give a finite number above 0"),
+        (["a.jsonl", "--fps", "nan"], "--fps: nan is not allowed"),
+        (["a.jsonl", "--workers", "0"], "--workers: 0 is not allowed"),
+        (["a.jsonl", "--fps", "1", "--num-frames", "3"], "--fps 1 and --num-frames 3: give one of them"),
+        (["a.jsonl", "--max-length", "3"], "--max-length needs --model"),
+        (["a.jsonl", "--model", "nowhere"], "--model nowhere: no config.json there"),
+    ],
+)
+def test_wrong_options_are_one_line(capsys: pytest.CaptureFixture[str], argv: list[str], message: str) -> None:
+    assert main(["check-data", *argv]) == 2
+    assert capsys.readouterr().err.startswith(f"mllm-seqpar check-data: {message}")

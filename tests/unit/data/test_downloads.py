@@ -1,0 +1,116 @@
+"""Layer: one process, a server of this machine. URLs of videos become files of the cache, or one clear error."""
+
+import threading
+from collections.abc import Iterator
+from functools import partial
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from clips import write_clip
+
+from mllm_seqpar.data import VideoSource
+from mllm_seqpar.data.downloads import CACHE_VARIABLE, SIZE_VARIABLE, download
+from mllm_seqpar.data.media_files import local_media
+from mllm_seqpar.errors import VideoError
+
+
+class Server(BaseHTTPRequestHandler):
+    """Serves one video under several names, and counts the requests."""
+
+    def __init__(self, content: bytes, requests: list[str], *args: Any) -> None:
+        self._content, self._requests = content, requests
+        super().__init__(*args)
+
+    def do_GET(self) -> None:
+        self._requests.append(self.path)
+        if "none" in self.path:
+            self.send_error(404)
+            return
+        self.send_response(200)
+        self.send_header("Content-Type", "text/html; charset=utf-8" if "page" in self.path else "video/mp4")
+        if "unsized" not in self.path:
+            self.send_header("Content-Length", str(len(self._content) + 9 * ("short" in self.path)))
+        self.end_headers()
+        self.wfile.write(self._content)
+
+    def log_message(self, *args: Any) -> None:
+        pass
+
+
+@pytest.fixture
+def requests() -> list[str]:
+    return []
+
+
+@pytest.fixture
+def url(tmp_path: Path, requests: list[str], monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path / "cache"))
+    content = write_clip(tmp_path / "a.mp4").read_bytes()
+    server = ThreadingHTTPServer(("127.0.0.1", 0), partial(Server, content, requests))
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+    thread.start()
+    yield f"http://127.0.0.1:{server.server_port}"
+    server.shutdown()
+    server.server_close()
+    thread.join()
+
+
+def test_video_of_a_url_is_downloaded_once(tmp_path: Path, url: str, requests: list[str]) -> None:
+    (expected,) = VideoSource.open(tmp_path / "a.mp4", num_frames=3).read(0, 3)
+    results: list[VideoSource] = []
+    threads = [
+        threading.Thread(target=lambda: results.append(VideoSource.open(f"{url}/a.mp4?x=1", num_frames=3)))
+        for _ in "1234"
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(results) == 4 and requests == ["/a.mp4?x=1"]
+    assert torch.equal(next(results[0].read(0, 3)), expected)
+    assert Path(results[0].plan.path).parent == tmp_path / "cache/media" and results[0].plan.path.endswith(".mp4")
+    assert download(f"{url}/unsized").read_bytes() == (tmp_path / "a.mp4").read_bytes()
+    assert len(requests) == 2
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("/none.mp4", r"/none.mp4: the server answers 404 \(Not Found\); check the URL"),
+        ("/page", "/page: it is a web page, not a media file; give the URL of the file itself"),
+        ("/short.mp4", r"/short.mp4: .*(the download ended after \d+ of \d+ bytes|cannot be downloaded)"),
+    ],
+)
+def test_failed_download_leaves_nothing(tmp_path: Path, url: str, name: str, message: str) -> None:
+    with pytest.raises(VideoError, match=message):
+        local_media(url + name)
+    assert not [path for path in (tmp_path / "cache/media").iterdir() if path.suffix != ".lock"]
+
+
+def test_size_limits_hold_with_and_without_a_stated_size(
+    tmp_path: Path, url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    size = (tmp_path / "a.mp4").stat().st_size
+    monkeypatch.setenv(SIZE_VARIABLE, str(10.5 * size / 1e9))
+    download(f"{url}/1.mp4")
+    monkeypatch.setenv(SIZE_VARIABLE, str(9 * size / 1e9))
+    for name, message in (("2.mp4", "a file of the cache may have"), ("unsized", "would exceed its limit")):
+        with pytest.raises(VideoError, match=message):
+            download(f"{url}/{name}")
+    assert len([path for path in (tmp_path / "cache/media").iterdir() if path.suffix != ".lock"]) == 1
+    monkeypatch.setenv(SIZE_VARIABLE, "much")
+    with pytest.raises(VideoError, match="MLLM_SEQPAR_CACHE_GB='much' is not a number"):
+        download(f"{url}/3.mp4")
+
+
+def test_missing_network_and_other_urls_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path))
+    with pytest.raises(VideoError, match="cannot be downloaded .*; without a network, download it elsewhere"):
+        local_media("http://127.0.0.1:9/a.mp4")
+    with pytest.raises(VideoError, match="s3://bucket/a.mp4: s3 URLs cannot be read; give a path, or an http"):
+        local_media("s3://bucket/a.mp4")
+    assert local_media("file:///a%20b.mp4") == "/a b.mp4"
+    assert local_media(tmp_path / "a.mp4") == str(tmp_path / "a.mp4")

@@ -1,0 +1,248 @@
+"""Layer: pure Python. Records in the layouts of other projects become chats; what is unknown or ambiguous is named."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mllm_seqpar.data.formats import MultipleChoice, open_records, read_choice, to_chat
+from mllm_seqpar.errors import DataError
+
+
+def user(*content: Any) -> dict[str, Any]:
+    parts = [{"type": "text", "text": part} if isinstance(part, str) else part for part in content]
+    return {"role": "user", "content": parts}
+
+
+def says(text: str) -> dict[str, Any]:
+    return {"role": "assistant", "content": text}
+
+
+def image(path: str) -> dict[str, Any]:
+    return {"type": "image", "path": path}
+
+
+def video(path: str, **sampling: Any) -> dict[str, Any]:
+    return {"type": "video", "path": path, **sampling}
+
+
+def llava(*values: str, **media: Any) -> dict[str, Any]:
+    turns = [{"from": ("human", "gpt")[i % 2], "value": value} for i, value in enumerate(values)]
+    return {"id": "997bb945", **media, "conversations": turns}
+
+
+VIDEO_MME = {
+    "video_id": "001",
+    "duration": "short",
+    "domain": "Knowledge",
+    "sub_category": "Humanity & History",
+    "url": "https://www.youtube.com/watch?v=fFjv93ACGo8",
+    "videoID": "fFjv93ACGo8",
+    "question_id": "001-1",
+    "task_type": "Counting Problem",
+    "question": "How many doors open?",
+    "options": ["A. One.", "B. Two.", "C. Three.", "D. Four."],
+    "answer": "C",
+}
+LONG_VIDEO_BENCH = {
+    "video_path": "86CxyhFV9MI.mp4",
+    "question": "What is red?",
+    "question_category": "S2E",
+    "candidates": ["the door", "the lamp"],
+    "correct_choice": 1,
+}
+MV_BENCH = {"video": "a.webm", "question": "Which one?", "candidates": ["a cup", "a box"], "answer": "a box"}
+PROMPT = "\nReply with the letter of the correct option."
+
+CASES: dict[str, tuple[dict[str, Any], list[dict[str, Any]]]] = {
+    "LLaVA picture": (
+        llava("<image>\nWhat?", "A cat.", "And?", "A dog.", image="coco/1.jpg"),
+        [user(image("coco/1.jpg"), "What?"), says("A cat."), {"role": "user", "content": "And?"}, says("A dog.")],
+    ),
+    "LLaVA pictures within text": (
+        llava("Is <image> like <image>?", "No.", image=["1.jpg", "2.jpg"]),
+        [user("Is ", image("1.jpg"), " like ", image("2.jpg"), "?"), says("No.")],
+    ),
+    "LLaVA video by <image>": (
+        llava("<image>\nWhat?", "It.", video="a.mp4"), [user(video("a.mp4"), "What?"), says("It.")],
+    ),
+    "LLaVA video by <video>": (
+        llava("What?\n<video>", "It.", video="a.mp4", fps=2), [user("What?", video("a.mp4", fps=2)), says("It.")],
+    ),
+    "LLaVA text": (llava("Hello.", "Hello!"), [{"role": "user", "content": "Hello."}, says("Hello!")]),
+    "OpenAI": (
+        {
+            "messages": [
+                {"role": "developer", "content": "Be brief."},
+                user("What?", {"type": "image_url", "image_url": {"url": "https://x.org/1.png", "detail": "low"}}),
+                {"role": "assistant", "content": [{"type": "text", "text": "It."}]},
+            ]
+        },
+        [
+            {"role": "system", "content": "Be brief."},
+            user("What?", image("https://x.org/1.png")),
+            {"role": "assistant", "content": [{"type": "text", "text": "It."}]},
+        ],
+    ),
+    "OpenAI responses and video_url": (
+        {
+            "messages": [
+                user(
+                    {"type": "input_text", "text": "What?"},
+                    {"type": "input_image", "image_url": "1.png"},
+                    {"type": "video_url", "video_url": {"url": "a.mp4"}},
+                ),
+                says("It."),
+            ]
+        },
+        [user("What?", image("1.png"), video("a.mp4")), says("It.")],
+    ),
+    "Qwen": (
+        {"messages": [user({"type": "video", "video": "a.mp4", "fps": 2.0}, {"type": "image", "url": "1.png"})]},
+        [user(video("a.mp4", fps=2.0), image("1.png"))],
+    ),
+    "row of a table": (
+        {
+            "messages": [
+                user({"type": "image", "text": None, "path": "1.png"}, {"type": "text", "text": "What?", "path": None}),
+                says("It.") | {"tool_calls": None},
+            ]
+        },
+        [user(image("1.png"), "What?"), says("It.")],
+    ),
+    "placeholders and lists": (
+        {
+            "messages": [{"role": "user", "content": "<image><video>What?"}, says("It.")],
+            "images": ["1.png"],
+            "videos": ["a.mp4"],
+        },
+        [user(image("1.png"), video("a.mp4"), "What?"), says("It.")],
+    ),
+    "parts without a path": (
+        {"messages": [user({"type": "image"}, "What?"), says("It.")], "images": [{"path": "1.png"}]},
+        [user(image("1.png"), "What?"), says("It.")],
+    ),
+    "Video-MME": (
+        VIDEO_MME,
+        [
+            user(video("video-id:fFjv93ACGo8"), "How many doors open?\nA. One.\nB. Two.\nC. Three.\nD. Four." + PROMPT),
+            says("C"),
+        ],
+    ),
+    "LongVideoBench": (
+        LONG_VIDEO_BENCH,
+        [user(video("86CxyhFV9MI.mp4"), "What is red?\nA. the door\nB. the lamp" + PROMPT), says("B")],
+    ),
+    "MVBench": (MV_BENCH, [user(video("a.webm"), "Which one?\nA. a cup\nB. a box" + PROMPT), says("B")]),
+    "question and answer": (
+        {"image": "1.png", "question": "What?", "answer": "It."}, [user(image("1.png"), "What?"), says("It.")],
+    ),
+    "caption": ({"image": "1.png", "text": "A cat."}, [user(image("1.png"), "Describe the image."), says("A cat.")]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_record_becomes_a_chat(name: str) -> None:
+    record, messages = CASES[name]
+    before = json.dumps(record)
+    assert to_chat(record)["messages"] == messages
+    assert json.dumps(record) == before
+
+
+def test_own_chats_are_unchanged() -> None:
+    record = {"messages": [user(video("a.mp4", num_frames=3), "What?"), says("It.")], "id": 17}
+    assert to_chat(record) == record
+
+
+@pytest.mark.parametrize(
+    ("record", "message"),
+    [
+        (
+            {"prompt": "x", "completion": "y"},
+            "has the keys 'prompt', 'completion', which is no known form; expected mess",
+        ),
+        ({"messages": [], "conversations": []}, "has messages and conversations, so its form is ambiguous"),
+        ({"conversations": "x"}, "conversations is no list"),
+        (llava("x", "y") | {"conversations": [{"from": "bot", "value": "x"}]}, "turn 0 of conversations is from 'bot'"),
+        (llava("What?", "It.", image="1.png"), r"has 1 files \(1.png\) and the placeholders none; write one for each"),
+        (llava("<image><image>", "It.", image="1.png"), "and the placeholders <image>, <image>"),
+        (llava("<image>", "It.", image="1.png", video="a.mp4"), r"has 2 files \(1.png, a.mp4\)"),
+        (llava("<image>", "It.", image="1.png", images=["2.png"]), "has both 'image' and 'images'"),
+        (llava("<image>", "It.", image=3), "image is 3; expected the path of a file"),
+        ({"text": "no picture"}, "which is no known form"),
+        ({"question": "x", "image": "1.png"}, "question and answer are 'x' and ''; expected two texts"),
+        (VIDEO_MME | {"answer": None}, "the question has no answer; expected one of answer, correct_choice"),
+        (VIDEO_MME | {"answer": "E"}, "answer is 'E', which is none of the options"),
+        (VIDEO_MME | {"answer": 4}, "answer is 4, of 4 options"),
+        (VIDEO_MME | {"options": ["A", "A"], "answer": "A"}, "answer is 'A', which is ambiguous"),
+        (VIDEO_MME | {"options": ["B", "A"], "answer": "A"}, "answer is 'A', which is ambiguous"),
+        (VIDEO_MME | {"options": "A. One B. Two"}, "options is 'A. One B. Two'; expected a list"),
+    ],
+)
+def test_unknown_or_ambiguous_record_is_refused(record: Any, message: str) -> None:
+    with pytest.raises(DataError, match=message):
+        to_chat(record)
+
+
+def test_choices_have_texts_letters_and_categories() -> None:
+    choice = read_choice(VIDEO_MME)
+    options = ("One.", "Two.", "Three.", "Four.")
+    assert choice == MultipleChoice(
+        question="How many doors open?", options=options, answer=2, category="Counting Problem"
+    )
+    assert choice.letters == ("A", "B", "C", "D")
+    assert (
+        choice.prompt("Q: {question} {options} A:")
+        == "Q: How many doors open? A. One.\nB. Two.\nC. Three.\nD. Four. A:"
+    )
+    for answer in ("C", "(C)", "C.", "C. Three.", "Three.", 2):
+        assert read_choice(VIDEO_MME | {"answer": answer}).answer == 2
+    assert read_choice({"question": "x", "choices": {"A": "one", "B": "two"}, "answer": "two"}).answer == 1
+    assert read_choice({"question": "x", "options": ["one", "two"]}).answer is None
+
+
+def test_elements_of_a_json_list_have_their_lines(tmp_path: Path) -> None:
+    (tmp_path / "a.json").write_text(json.dumps([llava("x", "y"), {"b": "]"}, 3], indent=2))
+    lines = (tmp_path / "a.json").read_text().splitlines()
+    records = open_records(tmp_path / "a.json")
+    assert len(records) == 3 and [records.record(i) for i in range(3)] == [llava("x", "y"), {"b": "]"}, 3]
+    assert [records.place(i) for i in range(3)] == [
+        f"{tmp_path / 'a.json'}:{number}" for number in (2, lines.index('    "b": "]"'), len(lines) - 1)
+    ]
+    (tmp_path / "dataset_infos.json").write_text("{}")
+    assert open_records(tmp_path).place(0) == records.place(0)
+    (tmp_path / "a.json").write_text('\ufeff[{"a": 1}]')
+    assert open_records(tmp_path / "a.json").record(0) == {"a": 1}
+    for text, message in (
+        ('[{"a": 1}\n{"b": 2}]', ":1: not JSON: after this record"),
+        ('[\n{"a": 1},\n{', ":3: not JSON"),
+    ):
+        (tmp_path / "a.json").write_text(text)
+        with pytest.raises(DataError, match=f"a.json{message}"):
+            open_records(tmp_path / "a.json")
+
+
+@pytest.mark.parametrize(
+    ("files", "name", "message"),
+    [
+        ({"a.jsonl": "{}", "b.json": "[1]"}, ".", r"it has several data sets; give one of them: .*a.jsonl, .*b.json"),
+        ({"readme.txt": "x"}, ".", r"no data set was found there \(found: readme.txt\); expected JSONL, a JSON list"),
+        ({"cats/1.png": "x"}, ".", r"it has media such as 1.png but no texts; add metadata.jsonl"),
+        ({"a.bin": "hello"}, "a.bin", r"a.bin: it is a file that begins with b'hello', which cannot be read; expected"),
+        ({"a.jsonl.gz": "\x1f\x8b"}, "a.jsonl.gz", "it is a gzip file"),
+        ({"dataset_dict.json": '{"splits": ["train", "test"]}'}, ".", "several splits; give one of them: .*/train, "),
+        ({"data/test-0.parquet": "", "data/train-0.parquet": ""}, ".", "several splits or subsets; give one of them: "),
+        ({"s-000.tar": "x"}, "s-{000..002}.tar", "2 of 3 files are missing, first .*s-001.tar"),
+        ({"a.jsonl": "{}"}, "*.parquet", "no file has such a name; check the pattern"),
+        ({"a.jsonl": "{}", "b.jsonl": "{}"}, "*.jsonl", "2 json files; only parquet, arrow and tar may be in several"),
+        ({"a.json": '{\n"data": [1]\n}'}, "a.json", "a.json: holds one JSON object; expected a list of records"),
+        ({"a.jsonl": "{}"}, "b.jsonl", r"cannot be read \(No such file or directory\); expected JSONL"),
+    ],
+)
+def test_what_cannot_be_opened_is_named(tmp_path: Path, files: dict[str, str], name: str, message: str) -> None:
+    for path, text in files.items():
+        (tmp_path / path).parent.mkdir(exist_ok=True)
+        (tmp_path / path).write_bytes(text.encode("latin-1"))
+    with pytest.raises(DataError, match=message):
+        open_records(tmp_path / name)

@@ -1,0 +1,211 @@
+"""Layer: one process, ranks as threads. Samples with bad media are replaced alike on all ranks, or stop all ranks."""
+
+import json
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import av
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+from mllm_seqpar.comm import Communicator, run_loopback
+from mllm_seqpar.comm.agreement import attempt
+from mllm_seqpar.comm.base import Subgroup
+from mllm_seqpar.data import ChatDataset
+from mllm_seqpar.data.needle import make_needle_videos
+from mllm_seqpar.errors import AgreementError, ConfigError, DataError
+from mllm_seqpar.models.mplug_owl3 import MPlugOwl3ImageProcessor, MPlugOwl3Processor
+from mllm_seqpar.patches.mplug_owl3.testing import IMAGE_SIZE, tiny_tokenizer
+from mllm_seqpar.training import batches as batches_module
+from mllm_seqpar.training.batches import BatchReader, TrainingBatches, reader_communicator
+from mllm_seqpar.training.data_loader import ShardedDataLoader
+from mllm_seqpar.training.sample_order import SampleOrder
+
+SAMPLES, FRAMES = 9, 12
+HALF, MISSING, EMPTY = 2, 5, 6
+"""Samples whose video is damaged at its end, so that only some ranks see it; missing; and empty."""
+
+
+@dataclass(frozen=True)
+class Dims:
+    """The part of `ParallelDims` that the data loader reads; the group is one of loopback ranks."""
+
+    sp: int
+    sp_group: Communicator
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("bad")
+    videos = make_needle_videos(root, SAMPLES, frames=(FRAMES, FRAMES), rate=2)
+    rows = [video.sample(root) for video in videos]
+    for row in rows:
+        row["messages"][0]["content"][0]["num_frames"] = FRAMES
+    (root / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    Path(videos[MISSING].path).unlink()
+    Path(videos[EMPTY].path).write_bytes(b"")
+    cut_the_end(Path(videos[HALF].path))
+    return root
+
+
+def cut_the_end(path: Path) -> None:
+    """Remove the end of a video whose index comes first, so that it opens and its last frames cannot be decoded."""
+    whole = path.with_suffix(".whole.mp4")
+    with av.open(str(path)) as source, av.open(str(whole), "w", options={"movflags": "faststart"}) as target:
+        stream = target.add_stream_from_template(source.streams.video[0])
+        for packet in source.demux(video=0):
+            if packet.dts is not None:
+                packet.stream = stream
+                target.mux(packet)
+    content = whole.read_bytes()
+    whole.unlink()
+    path.write_bytes(content[: len(content) * 3 // 4])
+
+
+def loader(path: Path, comm: Communicator, sp: int, on_bad_media: str) -> ShardedDataLoader:
+    processor = MPlugOwl3Processor(MPlugOwl3ImageProcessor(image_size=IMAGE_SIZE), tiny_tokenizer())
+    first = comm.rank // sp * sp
+    dims: Any = Dims(sp, Subgroup(comm, range(first, first + sp)))
+    return ShardedDataLoader(ChatDataset(path, processor, on_bad_media=on_bad_media), processor, dims)
+
+
+def train(
+    path: Path,
+    world: int,
+    sp: int,
+    *,
+    on_bad_media: str = "skip",
+    micro_batch: int = 1,
+    first_step: int = 0,
+    steps: int = 3,
+    then: Callable[[Any, Any], Any] = lambda batch, reader: batch.samples,
+) -> list[list[Any]]:
+    """Return for each rank what `then` makes of each micro-batch, or the error that ended the run."""
+
+    def rank(comm: Communicator) -> list[Any]:
+        order = SampleOrder(samples=SAMPLES, global_batch=4, micro_batch=micro_batch, dp=world // sp, seed=1)
+        reader = BatchReader(loader(path, comm, sp, on_bad_media), comm, sp)
+        batches = TrainingBatches(reader, order, group=comm.rank // sp, first_step=first_step, steps=steps)
+        made, error = attempt(lambda: [then(batch, reader) for batch in batches])
+        return made if error is None else [error]
+
+    return run_loopback(world, rank, timeout=30)
+
+
+def by_step(results: list[list[Any]], sp: int) -> list[list[int]]:
+    """Return the samples of each optimizer step, in the order in which one rank with micro-batches of 1 has them."""
+    groups = results[::sp]
+    merged = [s for parts in zip(*groups, strict=True) for samples in parts for s in samples]
+    return [merged[start : start + 4] for start in range(0, len(merged), 4)]
+
+
+def test_replacements_do_not_depend_on_the_number_of_ranks(folder: Path) -> None:
+    path = folder / "train.jsonl"
+    expected = by_step(train(path, 1, 1), 1)
+    plain = SampleOrder(samples=SAMPLES, global_batch=4, micro_batch=1, dp=1, seed=1)
+    wanted = []
+    for step in range(3):
+        row = []
+        for (sample,) in plain.step(step, 0):
+            candidates = [sample, *plain.replacements(step, sample)]
+            row.append(next(s for s in candidates if s not in (HALF, MISSING, EMPTY)))
+        wanted.append(row)
+    assert expected == wanted and {HALF, MISSING, EMPTY} & {s for step in range(3) for (s,) in plain.step(step, 0)}
+    for world, sp, micro_batch in ((2, 2, 1), (3, 3, 2), (2, 1, 1), (4, 2, 2)):
+        results = train(path, world, sp, micro_batch=micro_batch)
+        assert by_step(results, sp) == expected
+        assert all(results[rank] == results[rank // sp * sp] for rank in range(world))
+
+
+def test_replacements_are_the_following_samples_once_each() -> None:
+    order = SampleOrder(samples=SAMPLES, global_batch=4, micro_batch=1, dp=1, seed=1)
+    first, second = (s for (s,) in order.step(0, 0)[:2])
+    after = list(order.replacements(1, first))  # of the same epoch
+    assert after[0] == second and sorted([first, *after]) == list(range(SAMPLES))
+    assert list(order.replacements(0, second)) == [*after[1:], first]
+
+
+def test_resumed_run_has_the_batches_of_an_uninterrupted_one(folder: Path) -> None:
+    def pixels(batch: Any, reader: Any) -> Any:
+        return batch.samples, batch.arguments["pixel_values"].double().sum().item(), batch.chat.targets
+
+    whole = train(folder / "train.jsonl", 2, 2, then=pixels)
+    resumed = train(folder / "train.jsonl", 2, 2, first_step=2, then=pixels)
+    assert [rows[8:] for rows in whole] == resumed and len(resumed[0]) == 4
+
+
+def test_skipped_samples_are_logged_once_with_file_and_line(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.WARNING)
+    path = folder / "train.jsonl"
+    (*_, counts), *_ = train(path, 2, 2, steps=6, then=lambda batch, reader: dict(reader.skipped))
+    assert sorted(counts) == [HALF, MISSING, EMPTY]
+    for sample, text in ((HALF, "cannot be decoded"), (MISSING, "no such file"), (EMPTY, "the file is empty")):
+        assert counts[sample].startswith(f"{path}:{sample + 1}: ") and text in counts[sample]
+        assert sum(f"so far: {path}:{sample + 1}: " in record.getMessage() for record in caplog.records) == 1
+
+
+def test_bad_media_stop_all_ranks_at_one_micro_batch(folder: Path) -> None:
+    with pytest.raises(DataError, match=r"train.jsonl:6: .*no such file"):
+        train(folder / "train.jsonl", 1, 1, on_bad_media="fail")
+    rows = (folder / "train.jsonl").read_text().splitlines()
+    good = [row for number, row in enumerate(rows) if number not in (MISSING, EMPTY)]
+    (folder / "half.jsonl").write_text("\n".join([*good, good[0], good[0]]))
+    results = train(folder / "half.jsonl", 4, 2, on_bad_media="fail")
+    message = f"{folder / 'half.jsonl'}:{HALF + 1}: "
+    assert [type(rank[0]).__name__ for rank in results].count("MediaError") == 1
+    assert sum(isinstance(rank[0], AgreementError) for rank in results) == 3
+    assert all(message in str(rank[0]) and len(rank) == 1 for rank in results)
+
+
+def test_search_for_a_replacement_ends(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = (folder / "train.jsonl").read_text().splitlines()
+    (folder / "all_bad.jsonl").write_text("\n".join([rows[MISSING]] * SAMPLES))
+    for most, tried in ((100, SAMPLES), (3, 4)):
+        monkeypatch.setattr(batches_module, "MOST_REPLACEMENTS", most)
+        results = train(folder / "all_bad.jsonl", 2, 2)
+        assert all(f"{tried} samples in a row cannot be read" in str(rank[0]) for rank in results)
+        assert "all_bad.jsonl:" in str(results[0][0]) and "no such file" in str(results[0][0])
+
+
+def test_other_errors_of_one_rank_are_raised_on_all(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    load = ShardedDataLoader.batch
+
+    def failing(self: Any, samples: Any) -> Any:
+        if self._dims.sp_group.rank == 1:
+            raise MemoryError("no memory")
+        return load(self, samples)
+
+    monkeypatch.setattr(ShardedDataLoader, "batch", failing)
+    first, second = train(folder / "train.jsonl", 2, 2)
+    assert isinstance(second[0], MemoryError)
+    assert "reading the training data: rank 1: MemoryError: no memory" in str(first[0])
+
+
+def test_errors_of_a_processor_name_the_place(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def failing(*args: Any, **kwargs: Any) -> Any:
+        raise ValueError("unexpected size")
+
+    monkeypatch.setattr(MPlugOwl3ImageProcessor, "__call__", failing)
+    for (error,) in train(folder / "train.jsonl", 2, 2):
+        assert "train.jsonl:" in str(error) and "ValueError: unexpected size" in str(error)
+
+
+def test_data_loader_of_torch_yields_the_batches(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    comm = reader_communicator()
+    order = SampleOrder(samples=SAMPLES, global_batch=4, micro_batch=2, dp=1, seed=1)
+    reader = BatchReader(loader(folder / "train.jsonl", comm, 1, "skip"), comm, 1)
+    data = TrainingBatches(reader, order, group=0, steps=2)
+    found = [batch.samples for batch in DataLoader(data, batch_size=None)]
+    assert len(found) == len(data) == 4 and found == [batch.samples for batch in data]
+    assert all(x.shape[1] == 3 for x in (batch.arguments["pixel_values"] for batch in data))
+    monkeypatch.setattr(batches_module, "get_worker_info", lambda: "worker 0")
+    with pytest.raises(ConfigError, match="TrainingBatches in a worker process"):
+        next(iter(DataLoader(data, batch_size=None)))
+    monkeypatch.undo()
+    with pytest.raises(ConfigError, match="on_bad_media: 'ignore' is not allowed; give fail or skip"):
+        loader(folder / "train.jsonl", comm, 1, "ignore")
+    assert isinstance(found[0], tuple) and torch.is_tensor(next(iter(data)).chat.input_ids)
