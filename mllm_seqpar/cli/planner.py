@@ -24,7 +24,7 @@ from mllm_seqpar.schedules.mesh_shapes import STRATEGIES
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command; return 0, 1 for a finding (a fault, a plan that does not fit), or 2 after a line about bad input."""
+    """Run the command; return 0, 1 for a finding (a fault, or a plan that does not fit), or 2 for invalid input."""
     args = _parser().parse_args(arguments)
     try:
         status: int = args.run(args)
