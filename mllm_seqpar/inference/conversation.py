@@ -149,7 +149,7 @@ class Conversation:
             interrupted: called for each token on rank 0; the answer ends on all ranks when it returns True.
         """
         tokenizer, length = self._processor.tokenizer, text.input_ids.shape[1]
-        kept = self._keep_prefix(text.input_ids[0].tolist())
+        kept = self._keep_prefix(text)
         watch = _StopWatch(self._comm, stop, on_text, interrupted)
         streamer = AnswerStreamer(tokenizer, watch.put)
         device = next(self._model.parameters()).device
@@ -202,17 +202,28 @@ class Conversation:
             self._encoded = EncodedVideo(features[local.start : local.stop], shard)
         return self._family.feature_arguments(self._model, self._encoded.features, self._encoded.shard)
 
-    def _keep_prefix(self, ids: list[int]) -> int:
-        """Crop the cache to the tokens that the prompt begins with, but not to all of it; return their number."""
+    def _keep_prefix(self, text: ChatText) -> int:
+        """Crop the cache to the tokens that the prompt begins with, but not to all of it; return their number.
+
+        A prompt whose media are elsewhere is prefilled from the start.
+        """
         if self._cache is None:
             return 0
+        ids = text.input_ids[0].tolist()
         limit = min(len(self._cached_ids), len(ids) - 1)
         kept = next((i for i in range(limit) if self._cached_ids[i] != ids[i]), limit)
-        if kept == 0:
-            self._cache = None
+        if kept == 0 or kept < self._media_end(text):
+            self._cache, kept = None, 0
         elif remove := len(self._cached_ids) - kept:
             self._cache.crop(-remove)
         return kept
+
+    def _media_end(self, text: ChatText) -> int:
+        """Return the number of tokens up to the last placeholder of a picture."""
+        offsets, mark = text.extras.get("media_offset"), getattr(self._family, "image_token", None)
+        if offsets is None and mark is not None:
+            offsets = (text.input_ids[0] == self._processor.tokenizer.convert_tokens_to_ids(mark)).nonzero()
+        return int(offsets.max()) + 1 if offsets is not None and offsets.numel() else 0
 
     def _finish_reason(self, watch: _StopWatch, tokens: list[int], sampling: Sampling, options: dict[str, Any]) -> str:
         if watch.interrupted:

@@ -43,8 +43,8 @@ def case(request: pytest.FixtureRequest, inference_files: Path) -> Case:
 
 def open_conversation(comm: Communicator, case: Case, **options: Any) -> Conversation:
     with LOADING:
-        model = patch_model(load_model(str(case[0])).eval(), group=comm, **options)
-        processor = load_processor(str(case[0]))
+        model, processor = load_model(str(case[0])).eval(), load_processor(str(case[0]))
+    model = patch_model(model, group=comm, **options)
     return Conversation(model, processor, [VideoSource.open(case[1], num_frames=FRAMES)], batch=2)
 
 
