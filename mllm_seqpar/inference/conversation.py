@@ -9,7 +9,7 @@ generated, the tokens from there on are computed again.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -19,7 +19,7 @@ from transformers import StoppingCriteria, StoppingCriteriaList
 from mllm_seqpar.comm import Communicator
 from mllm_seqpar.data.chat_family import ChatText, chat_family
 from mllm_seqpar.data.sources import FrameSource
-from mllm_seqpar.errors import ConfigError, DataError
+from mllm_seqpar.errors import ConfigError, DataError, SeqParError
 from mllm_seqpar.patching import patch_of
 from mllm_seqpar.sharding import FrameShard, frame_range
 
@@ -27,6 +27,10 @@ from .encoding import EncodedVideo, encode_video, encoder_of
 from .generation import Answer, AnswerStreamer, Sampling, longest_text
 
 OnText = Callable[[str], object]
+
+
+class Interrupted(SeqParError):
+    """Raised where the user ended the encoding of the frames."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,9 +48,10 @@ class Reply(Answer):
 
 @dataclass(frozen=True)
 class JoinedSource:
-    """The frames of several sources, one source after another."""
+    """The frames of several sources, one source after another; `interrupted` is called before each batch."""
 
     sources: tuple[FrameSource, ...]
+    interrupted: Callable[[], bool] | None = field(default=None, compare=False)
 
     def __len__(self) -> int:
         return sum(len(source) for source in self.sources)
@@ -61,7 +66,10 @@ class JoinedSource:
         for source in self.sources:
             low, high = max(start - first, 0), min(stop - first, len(source))
             if low < high:
-                yield from source.read(low, high, size=size, batch=batch)
+                for frames in source.read(low, high, size=size, batch=batch):
+                    if self.interrupted is not None and self.interrupted():
+                        raise Interrupted("interrupted while the frames were encoded")
+                    yield frames
             first += len(source)
 
 
@@ -73,10 +81,12 @@ class Conversation:
         processor: the model's.
         sources: the frames of the media parts of the messages, in their order.
         batch: frames that a rank reads and encodes at once.
-        progress: called with the number of frames that all ranks have encoded so far.
+        progress: called with (frames that all ranks have encoded so far, all frames).
+        interrupted: the encoding ends on all ranks when it returns True on this one.
 
     Raises:
-        VideoError: if this rank's frames cannot be read; AgreementError if another rank's cannot.
+        VideoError: if this rank's frames cannot be read; Interrupted if `interrupted` returned True; AgreementError if
+            another rank raised one of them.
     """
 
     def __init__(
@@ -86,7 +96,8 @@ class Conversation:
         sources: Sequence[FrameSource] = (),
         *,
         batch: int = 8,
-        progress: Callable[[int], object] | None = None,
+        progress: Callable[[int, int], object] | None = None,
+        interrupted: Callable[[], bool] | None = None,
     ) -> None:
         patch = patch_of(model)
         if patch is None:
@@ -95,7 +106,7 @@ class Conversation:
         self._model: Any = model
         self._processor, self._family = processor, chat_family(processor)
         self._comm: Communicator = patch.context.comm
-        self._encoded = self._encode(batch, progress)
+        self._encoded = self._encode(batch, progress, interrupted)
         self._cache: Any = None
         self._cached_ids: list[int] = []
 
@@ -119,7 +130,9 @@ class Conversation:
             content = message["content"]
             texts = [content] if isinstance(content, str) else [part.get("text", "") for part in content]
             if found := [mark for mark in self._family.marks if any(mark in text for text in texts)]:
-                raise DataError(f"a message contains {found[0]}, which is a mark of this model's chat format; remove it")
+                raise DataError(
+                    f"a message contains {found[0]}, which is a mark of this model's chat format; remove it"
+                )
         text = self._family.text([messages], [self.sources], add_generation_prompt=True)
         length, longest = text.input_ids.shape[1], longest_text(self._model)
         if longest is not None and length + max_new_tokens > longest:
@@ -181,12 +194,18 @@ class Conversation:
             cached_tokens=kept,
         )
 
-    def _encode(self, batch: int, progress: Callable[[int], object] | None) -> EncodedVideo | None:
+    def _encode(
+        self,
+        batch: int,
+        progress: Callable[[int, int], object] | None,
+        interrupted: Callable[[], bool] | None,
+    ) -> EncodedVideo | None:
         if not self.sources:
             return None
-        joined = JoinedSource(self.sources)
-        options: dict[str, Any] = {"group": self._comm, "batch": batch, "progress": progress}
-        return encode_video(self._model, self._processor, joined, **options)
+        joined, total = JoinedSource(self.sources, interrupted), self.frames
+        report = None if progress is None else lambda done: progress(done, total)
+        encoded = encode_video(self._model, self._processor, joined, group=self._comm, batch=batch, progress=report)
+        return EncodedVideo(encoded.features, encoded.shard)
 
     def _feature_arguments(self, text: ChatText, device: torch.device) -> dict[str, Any]:
         """Return the arguments that pass this rank's features; those of a blank picture if the family needs one."""

@@ -1,0 +1,83 @@
+"""Jobs from rank 0 to the other ranks of a program that waits for its user, perhaps for days.
+
+A rank that waits in a collective fails when the time limit of the process group has passed. Here, ranks wait for a key
+of a store that rank 0 serves, again and again, and count these waits in the store as their heartbeat. A rank whose
+connection to rank 0 breaks raises at once. Rank 0 raises if a rank has had no heartbeat for `LOST` of them.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from datetime import timedelta
+
+import torch.distributed as dist
+
+from mllm_seqpar.comm import Communicator
+from mllm_seqpar.errors import TransferError
+
+HEARTBEAT = 10.0
+"""Seconds between the heartbeats of a waiting rank."""
+LOST = 6
+_END = ""
+
+
+class JobChannel:
+    """Sends texts from rank 0 to all other ranks of `comm`. Every rank creates it; rank 0 calls `send`, others `receive`.
+
+    Args:
+        comm: the ranks.
+        heartbeat: seconds between heartbeats.
+    """
+
+    def __init__(self, comm: Communicator, heartbeat: float = HEARTBEAT) -> None:
+        self._comm, self.heartbeat, self._number = comm, heartbeat, 0
+        self._beats: dict[int, tuple[int, float]] = {}
+        if comm.size == 1:
+            return
+        host, limit = os.environ.get("MASTER_ADDR", "127.0.0.1"), timedelta(seconds=300)
+        if comm.rank == 0:
+            self._store = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=limit)
+        port = int(comm.gather_texts(str(self._store.port) if comm.rank == 0 else "")[0])
+        if comm.rank:
+            self._store = dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=limit)
+
+    def send(self, job: str) -> None:
+        """Send a job, which is not empty, to all other ranks."""
+        if self._comm.size == 1:
+            return
+        self._store.set(f"job/{self._number}", job)
+        self._store.delete_key(f"job/{self._number - 2}")  # every rank has taken part in the job after it
+        self._number += 1
+        self._beats.clear()
+
+    def close(self) -> None:
+        """Make `receive` return None on all other ranks."""
+        self.send(_END)
+
+    def receive(self) -> str | None:
+        """Wait for the next job, however long that takes. Return None if there is none after `close`.
+
+        Raises:
+            TransferError: rank 0 has ended.
+        """
+        key = f"job/{self._number}"
+        while True:
+            try:
+                self._store.wait([key], timedelta(seconds=self.heartbeat))
+                self._number += 1
+                return self._store.get(key).decode() or None
+            except dist.DistNetworkError as error:
+                raise TransferError(f"rank 0 closed its connection ({error})") from error
+            except dist.DistStoreError:  # no job within a heartbeat
+                self._store.add(f"alive/{self._comm.rank}", 1)
+
+    def require_alive(self) -> None:
+        """Raise TransferError if a waiting rank has had no heartbeat for a while. Rank 0 calls this between jobs."""
+        now = time.monotonic()
+        for rank in range(1, self._comm.size):
+            count = self._store.add(f"alive/{rank}", 0)
+            last, since = self._beats.get(rank, (-1, now))
+            self._beats[rank] = (count, since if count == last else now)
+            if now - self._beats[rank][1] > LOST * self.heartbeat:
+                raise TransferError(f"rank {rank} has not answered for {now - since:.0f} s while it waited for a job")
