@@ -23,7 +23,7 @@ _END = ""
 
 
 class JobChannel:
-    """Sends texts from rank 0 to all other ranks of `comm`. Every rank creates it; rank 0 calls `send`, others `receive`.
+    """Sends texts from rank 0 to all other ranks. Every rank creates it; rank 0 calls `send`, the others `receive`.
 
     Args:
         comm: the ranks.

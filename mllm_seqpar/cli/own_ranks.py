@@ -24,30 +24,28 @@ import torch.distributed as dist
 from mllm_seqpar.comm import launched_processes
 from mllm_seqpar.errors import ConfigError
 
+_MARK = "MLLM_SEQPAR_OWN_RANKS"
+"""The environment variable that is set in the ranks that `own_ranks` started."""
+
 GRACE = 3.0
 """Seconds that rank 0 has to report an error of its own after another rank has ended."""
 
 
-def default_processes() -> int:
-    """Return the number of GPUs of this machine, or 1 without any."""
-    return max(1, torch.cuda.device_count())
-
-
 def started_by_launcher() -> bool:
-    """Return whether a launcher started several processes, or `own_ranks` did."""
-    return launched_processes()[0] > 1
+    """Return whether a launcher, and not `own_ranks`, started several processes."""
+    return launched_processes()[0] > 1 and _MARK not in os.environ
 
 
 @contextmanager
 def own_ranks(
-    count: int, entry: str, argv: Sequence[str], before_exit: Callable[[], object] = lambda: None
+    count: int | None, entry: str, argv: Sequence[str], before_exit: Callable[[], object] = lambda: None
 ) -> Iterator[None]:
     """Make this process rank 0 of `count`, and start the others. They are ended at the end of the block.
 
     `launched_ranks` then joins them. Ranks that run already, by a launcher or by this function, are left as they are.
 
     Args:
-        count: 1 or more.
+        count: 1 or more; None: one for each GPU of this machine, or 1 without any.
         entry: "module:function", called as function(argv) in the other processes.
         argv: the arguments of the command line.
         before_exit: called before the program ends because another rank has ended.
@@ -55,20 +53,24 @@ def own_ranks(
     Raises:
         ConfigError: a launcher has started several processes, and `count` asks for another number.
     """
+    if _MARK in os.environ:
+        yield
+        return
     if started_by_launcher():
-        if count not in (1, launched_processes()[0]):
+        if count not in (None, launched_processes()[0]):
             raise ConfigError(
                 f"--num_processes {count}: a launcher has started {launched_processes()[0]} processes already; leave "
                 "--num_processes out, or start the command without a launcher"
             )
         yield
         return
+    count = count or max(1, torch.cuda.device_count())
     if count == 1:
         yield
         return
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     rendezvous = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
-    rendezvous |= {"WORLD_SIZE": str(count), "LOCAL_WORLD_SIZE": str(count)}
+    rendezvous |= {"WORLD_SIZE": str(count), "LOCAL_WORLD_SIZE": str(count), _MARK: "1"}
     if any(name == "lo" for _, name in socket.if_nameindex()):
         rendezvous.setdefault("GLOO_SOCKET_IFNAME", os.environ.get("GLOO_SOCKET_IFNAME", "lo"))
     if "OMP_NUM_THREADS" not in os.environ:  # more threads than cores slow all ranks down
@@ -81,8 +83,15 @@ def own_ranks(
         stack.callback(ranks.close)
         for rank in range(1, count):
             ranks.start(rank, command, {**os.environ, **rendezvous, "RANK": str(rank), "LOCAL_RANK": str(rank)})
+        before = dict(os.environ)
         os.environ.update(rendezvous, RANK="0", LOCAL_RANK="0")
+        stack.callback(_restore_environment, before)
         yield
+
+
+def _restore_environment(before: dict[str, str]) -> None:
+    os.environ.clear()
+    os.environ.update(before)
 
 
 class _Ranks:
