@@ -29,7 +29,7 @@ from mllm_seqpar.inference.generation import Sampling
 from .engine import Job
 from .media import MediaStore
 from .protocol import ApiError, ChatRequest, Completion, event, read_request
-from .requests import RequestQueue, Waiting
+from .request_queue import RequestQueue, Waiting
 
 PAGE = Path(__file__).parent / "page"
 POLICY = "default-src 'self'; media-src 'self' blob:; img-src 'self' blob: data:; frame-ancestors 'none'"
@@ -65,6 +65,7 @@ def make_app(service: Service) -> FastAPI:
     app.add_exception_handler(ApiError, _as_response)
     app.add_exception_handler(HTTPException, _as_response)
     app.add_exception_handler(SeqParError, _as_response)
+    app.add_exception_handler(ClientGone, _as_response)  # nobody reads it
     app.add_exception_handler(Exception, _as_response)
     _add_files(app, service.store)
     _add_page(app)
@@ -112,8 +113,9 @@ async def _complete(service: Service, request: Request) -> Response:
         while kind not in ("reply", "error"):
             kind, value = await anext(events)
     except BaseException:  # also a task that is cancelled because its client has gone
-        waiting.cancelled.set()
+        events.close()
         raise
+    events.close()
     if kind == "error":
         raise value
     return JSONResponse(completion.whole(value))

@@ -29,7 +29,7 @@ from mllm_seqpar.errors import ConfigError
 from .arguments import ModelOptions, parse
 from .jobs import Worker, joined_worker
 from .media import MediaStore
-from .requests import RequestQueue
+from .request_queue import RequestQueue
 
 ENTRY = "mllm_seqpar.serving.server:main"
 API_KEY = "MLLM_SEQPAR_API_KEY"
@@ -174,7 +174,7 @@ def _upload_folder(args: ServeOptions) -> Iterator[Path]:
 def _require_packages() -> None:
     try:
         import fastapi  # noqa: F401
-        import multipart  # noqa: F401
+        import python_multipart  # noqa: F401
         import uvicorn  # noqa: F401
     except ImportError as error:
         raise ConfigError(
