@@ -1,8 +1,8 @@
 """Jobs from rank 0 to the other ranks of a program that waits for its user, perhaps for days.
 
-A rank that waits in a collective fails when the time limit of the process group has passed. Here, ranks wait for a key
-of a store that rank 0 serves, again and again, and count these waits in the store as their heartbeat. A rank whose
-connection to rank 0 breaks raises at once. Rank 0 raises if a rank has had no heartbeat for `LOST` of them.
+A rank that waits in a collective fails when the time limit of the process group has passed. Here, ranks ask a store
+that rank 0 serves whether there is a job, and count in it as their heartbeat. A rank whose connection to rank 0 breaks
+raises at once. Rank 0 raises if a rank has had no heartbeat for `LOST` of them.
 """
 
 from __future__ import annotations
@@ -18,6 +18,8 @@ from mllm_seqpar.errors import TransferError
 
 HEARTBEAT = 10.0
 """Seconds between the heartbeats of a waiting rank."""
+POLL = 0.02
+"""Seconds between two looks at the store."""
 LOST = 6
 _END = ""
 
@@ -61,16 +63,17 @@ class JobChannel:
         Raises:
             TransferError: rank 0 has ended.
         """
-        key = f"job/{self._number}"
-        while True:
-            try:
-                self._store.wait([key], timedelta(seconds=self.heartbeat))
-                self._number += 1
-                return self._store.get(key).decode() or None
-            except dist.DistNetworkError as error:
-                raise TransferError(f"rank 0 closed its connection ({error})") from error
-            except dist.DistStoreError:  # no job within a heartbeat
-                self._store.add(f"alive/{self._comm.rank}", 1)
+        key, beat = f"job/{self._number}", time.monotonic()
+        try:
+            while not self._store.check([key]):  # a wait with a time limit would write warnings
+                time.sleep(POLL)
+                if time.monotonic() - beat > self.heartbeat:
+                    beat = time.monotonic()
+                    self._store.add(f"alive/{self._comm.rank}", 1)
+            self._number += 1
+            return self._store.get(key).decode() or None
+        except (dist.DistNetworkError, dist.DistStoreError) as error:
+            raise TransferError(f"rank 0 does not answer ({error})") from error
 
     def require_alive(self) -> None:
         """Raise TransferError if a waiting rank has had no heartbeat for a while. Rank 0 calls this between jobs."""

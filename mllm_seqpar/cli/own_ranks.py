@@ -27,6 +27,8 @@ from mllm_seqpar.errors import ConfigError
 _MARK = "MLLM_SEQPAR_OWN_RANKS"
 """The environment variable that is set in the ranks that `own_ranks` started."""
 
+_READY = "ready/{}"
+
 GRACE = 3.0
 """Seconds that rank 0 has to report an error of its own after another rank has ended."""
 
@@ -83,10 +85,21 @@ def own_ranks(
         stack.callback(ranks.close)
         for rank in range(1, count):
             ranks.start(rank, command, {**os.environ, **rendezvous, "RANK": str(rank), "LOCAL_RANK": str(rank)})
+        _wait_until_ready(store, count)
         before = dict(os.environ)
         os.environ.update(rendezvous, RANK="0", LOCAL_RANK="0")
         stack.callback(_restore_environment, before)
         yield
+
+
+def _wait_until_ready(store: dist.Store, count: int) -> None:
+    """Wait until all ranks have imported their modules, for which the time limit of a collective may be too short.
+
+    If one of them ends before, its thread ends the program.
+    """
+    for rank in range(1, count):
+        while not store.check([_READY.format(rank)]):
+            time.sleep(0.05)
 
 
 def _restore_environment(before: dict[str, str]) -> None:
@@ -142,7 +155,10 @@ def main(argv: Sequence[str]) -> None:
     """Run a rank that `own_ranks` started: `argv` is "module:function" and the arguments of the function."""
     threading.Thread(target=_end_with_rank_0, daemon=True).start()
     module, _, function = argv[0].partition(":")
-    getattr(importlib.import_module(module), function)(argv[1:])
+    entry = getattr(importlib.import_module(module), function)
+    store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), wait_for_workers=False)
+    store.set(_READY.format(os.environ["RANK"]), "")
+    entry(argv[1:])
 
 
 if __name__ == "__main__":

@@ -29,6 +29,10 @@ from .generation import Answer, AnswerStreamer, Sampling, longest_text
 OnText = Callable[[str], object]
 
 
+class LengthError(DataError):
+    """A prompt that is, with its answer, longer than the model's context."""
+
+
 class Interrupted(SeqParError):
     """Raised where the user ended the encoding of the frames."""
 
@@ -123,8 +127,8 @@ class Conversation:
             max_new_tokens: maximum length of the answer.
 
         Raises:
-            DataError: a text contains a mark of the chat format, the media are not those of the conversation, or the
-                prompt and its answer are longer than the model's context.
+            DataError: a text contains a mark of the chat format, or the media are not those of the conversation.
+            LengthError: the prompt and its answer are longer than the model's context.
         """
         for message in messages:
             content = message["content"]
@@ -136,7 +140,7 @@ class Conversation:
         text = self._family.text([messages], [self.sources], add_generation_prompt=True)
         length, longest = text.input_ids.shape[1], longest_text(self._model)
         if longest is not None and length + max_new_tokens > longest:
-            raise DataError(
+            raise LengthError(
                 f"the context of this model is {longest} tokens, and the prompt has {length} ({self.frames} of them "
                 f"stand for frames), with up to {max_new_tokens} of the answer; take fewer frames, ask for a shorter "
                 "answer, or begin a new conversation"

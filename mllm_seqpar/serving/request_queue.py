@@ -9,9 +9,10 @@ import threading
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
-from mllm_seqpar.inference.conversation import Reply
+from mllm_seqpar.inference.conversation import LengthError, Reply
 
 from .engine import Job
 from .jobs import Impossible, Worker
@@ -119,9 +120,11 @@ class RequestQueue:
             if memory:
                 sys.stderr.write("".join(traceback.format_exception(error.cause)))
             status, kind = (500, "server_error") if memory else (400, "invalid_request_error")
-            long = "the context of this model is" in str(error)
-            code = "context_length_exceeded" if long else None
-            return "error", ApiError(status, str(error), code=code, kind=kind, param="messages")
+            text = str(error)
+            for file in request.job.media:  # clients need not know where files are
+                text = text.replace(file.path, Path(file.path).name)
+            code = "context_length_exceeded" if isinstance(error.cause, LengthError) else None
+            return "error", ApiError(status, text, code=code, kind=kind, param="messages")
         if reply.finish_reason == "interrupted":
             return "error", SHUTTING_DOWN
         return "reply", reply
