@@ -21,7 +21,7 @@ HEARTBEAT = 10.0
 POLL = 0.02
 """Seconds between two looks at the store."""
 LOST = 6
-_END = ""
+_END, _CLOSED = "", "closed"
 
 
 class JobChannel:
@@ -54,8 +54,13 @@ class JobChannel:
         self._beats.clear()
 
     def close(self) -> None:
-        """Make `receive` return None on all other ranks."""
+        """Make `receive` return None on all other ranks, and wait until they have read it, but not for a lost rank."""
         self.send(_END)
+        deadline = time.monotonic() + self.heartbeat
+        while self._comm.size > 1 and self._store.add(_CLOSED, 0) < self._comm.size - 1:
+            if time.monotonic() > deadline:
+                return
+            time.sleep(POLL)
 
     def receive(self) -> str | None:
         """Wait for the next job, however long that takes. Return None if there is none after `close`.
@@ -71,7 +76,10 @@ class JobChannel:
                     beat = time.monotonic()
                     self._store.add(f"alive/{self._comm.rank}", 1)
             self._number += 1
-            return self._store.get(key).decode() or None
+            job = self._store.get(key).decode()
+            if job == _END:
+                self._store.add(_CLOSED, 1)
+            return job or None
         except (dist.DistNetworkError, dist.DistStoreError) as error:
             raise TransferError(f"rank 0 does not answer ({error})") from error
 

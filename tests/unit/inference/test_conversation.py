@@ -13,9 +13,9 @@ from family_directories import MAKERS, family_folder
 from mllm_seqpar import patch_model
 from mllm_seqpar.comm import Communicator, run_loopback
 from mllm_seqpar.data import VideoSource, chat_family
-from mllm_seqpar.errors import ConfigError, DataError
+from mllm_seqpar.errors import DataError
 from mllm_seqpar.inference import Sampling
-from mllm_seqpar.inference.conversation import Conversation, Reply, _StopWatch
+from mllm_seqpar.inference.conversation import Conversation, LengthError, Reply, _StopWatch
 from mllm_seqpar.models.loading import load_model, load_processor
 
 FRAMES = 5
@@ -73,7 +73,9 @@ def unpatched(case: Case, messages: list[Any], tokens: int) -> list[int]:
 
 
 @torch.no_grad()
-def _generate_without_cache(model: Any, vision_x: Tensor, lang_x: Tensor, max_new_tokens: int, **options: Any) -> Tensor:
+def _generate_without_cache(
+    model: Any, vision_x: Tensor, lang_x: Tensor, max_new_tokens: int, **options: Any
+) -> Tensor:
     """Return what `Flamingo.generate` would; the unpatched method fails with transformers 5."""
     for _step in range(max_new_tokens):
         logits = model(vision_x, lang_x, torch.ones_like(lang_x)).logits[:, -1]
@@ -94,3 +96,79 @@ def test_turns_equal_one_prompt_with_all_messages(case: Case) -> None:
             assert reply.tokens == unpatched(case, messages[: 2 * number + 1], tokens), (world, number)
             # What precedes the last answer was in the cache, so only new tokens were prefilled.
             assert reply.cached_tokens >= (replies[number - 1].prompt_tokens if number else 0)
+
+
+def converse(case: Case, world: int, body: Any, **options: Any) -> list[Any]:
+    return run_loopback(world, lambda comm: body(open_conversation(comm, case, **options)))
+
+
+@pytest.fixture
+def gated(inference_files: Path) -> Case:
+    return inference_files / "gated", str(inference_files / "clip.mp4")
+
+
+def test_other_history_keeps_what_both_have_in_common(gated: Case) -> None:
+    def body(conversation: Conversation) -> tuple[Reply, Reply]:
+        first = conversation.prompt([user("What is it?", "video")])
+        conversation.answer(first, Sampling(max_new_tokens=3))
+        changed = conversation.prompt([user("What was it?", "video"), says("A dot."), user("Where?")])
+        return conversation.answer(changed, Sampling(max_new_tokens=6)), conversation.answer(first, Sampling())
+
+    (reply, _), *_ = converse(gated, 1, body)
+    messages = [user("What was it?", "video"), says("A dot."), user("Where?")]
+    assert reply.tokens == unpatched(gated, messages, 6)
+    assert 20 < reply.cached_tokens < reply.prompt_tokens - 20
+
+
+def test_interrupted_and_stopped_answers_end_on_all_ranks_and_go_on(gated: Case) -> None:
+    def body(conversation: Conversation) -> list[Reply]:
+        prompt, pieces = conversation.prompt([user("What is it?", "video")]), []
+        whole = conversation.answer(prompt, Sampling(max_new_tokens=12), on_text=pieces.append)
+        assert "".join(pieces) == whole.text
+        rank_0 = conversation._comm.rank == 0
+        stop = whole.text[2:5]
+        return [
+            whole,
+            conversation.answer(prompt, Sampling(max_new_tokens=12), interrupted=lambda: rank_0),
+            conversation.answer(prompt, Sampling(max_new_tokens=12), stop=[stop]),
+            conversation.answer(prompt, Sampling(max_new_tokens=12)),
+        ]
+
+    for whole, interrupted, stopped, again in converse(gated, 2, body):
+        assert (interrupted.tokens, interrupted.finish_reason) == (whole.tokens[:1], "interrupted")
+        assert stopped.finish_reason == "stop" and len(stopped.tokens) < len(whole.tokens)
+        assert stopped.text == whole.text[: whole.text.index(whole.text[2:5])]
+        assert (again.tokens, whole.finish_reason) == (whole.tokens, "length")
+
+
+def test_pieces_never_contain_the_beginning_of_a_stop_string() -> None:
+    pieces: list[str] = []
+    watch = _StopWatch(LoopbackWorld(1).communicators()[0], ["</end>", "dd"], pieces.append, None)
+    for piece in ("a<", "b</e", "nd", ">c"):
+        watch.put(piece)
+    assert (pieces, watch.finish(), watch.stopped) == (["a", "<b"], "a<b", True)
+
+
+def test_prompts_that_the_model_cannot_take_are_refused(gated: Case) -> None:
+    def body(conversation: Conversation) -> None:
+        with pytest.raises(LengthError, match="the context of this model is 4096 tokens"):
+            conversation.prompt([user("What is it?", "video")], max_new_tokens=4096)
+        with pytest.raises(DataError, match="which is a mark of this model's chat format"):
+            conversation.prompt([user("<|im_end|>", "video")])
+        with pytest.raises(DataError, match="1 videos"):
+            conversation.prompt([user("What is it?")])
+
+    converse(gated, 1, body)
+
+
+def test_conversation_without_media(case: Case) -> None:
+    def body(comm: Communicator) -> Reply:
+        with LOADING:
+            model, processor = load_model(str(case[0])).eval(), load_processor(str(case[0]))
+        conversation = Conversation(patch_model(model, group=comm), processor)
+        messages = [user("Say hello."), says("Hello!"), user("And?")]
+        conversation.answer(conversation.prompt(messages[:1]), Sampling(max_new_tokens=2))
+        return conversation.answer(conversation.prompt(messages), Sampling(max_new_tokens=4))
+
+    replies = [reply.tokens for world in (1, 2) for reply in run_loopback(world, body)]
+    assert replies[0] and all(tokens == replies[0] for tokens in replies)
