@@ -11,7 +11,7 @@ from torch import Tensor
 
 from family_directories import MAKERS, family_folder
 from mllm_seqpar import patch_model
-from mllm_seqpar.comm import Communicator, run_loopback
+from mllm_seqpar.comm import Communicator, as_communicator, run_loopback
 from mllm_seqpar.data import VideoSource, chat_family
 from mllm_seqpar.errors import DataError
 from mllm_seqpar.inference import Sampling
@@ -143,7 +143,7 @@ def test_interrupted_and_stopped_answers_end_on_all_ranks_and_go_on(gated: Case)
 
 def test_pieces_never_contain_the_beginning_of_a_stop_string() -> None:
     pieces: list[str] = []
-    watch = _StopWatch(LoopbackWorld(1).communicators()[0], ["</end>", "dd"], pieces.append, None)
+    watch = _StopWatch(as_communicator(None), ["</end>", "dd"], pieces.append, None)
     for piece in ("a<", "b</e", "nd", ">c"):
         watch.put(piece)
     assert (pieces, watch.finish(), watch.stopped) == (["a", "<b"], "a<b", True)

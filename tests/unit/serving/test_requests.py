@@ -74,7 +74,7 @@ def test_fields_that_cannot_be_honoured_are_refused_by_name(field: str, value: A
         ({"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x", "fps": 1}}]}, "fps"),
         ({"role": "user", "content": [{"type": "video_url", "video_url": {"url": "x", "fps": 0}}]}, "fps"),
         ({"role": "user", "content": [{"type": "video_url", "video_url": {"url": "x", "speed": 2}}]}, "speed"),
-        ({"role": "user", "content": [{"type": "file", "file": {"file_id": "x", "fps": 1, "num_frames": 2}}]}, "one of"),
+        ({"role": "user", "content": [{"type": "file", "file": {"file_id": "x", "fps": 1, "num_frames": 2}}]}, "both"),
         ({"role": "user", "content": [{"type": "file", "file": {"file_data": "x"}}]}, "file_data"),
     ],
 )  # fmt: skip
