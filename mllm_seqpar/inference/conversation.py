@@ -18,6 +18,7 @@ from transformers import StoppingCriteria, StoppingCriteriaList
 
 from mllm_seqpar.comm import Communicator
 from mllm_seqpar.data.chat_family import ChatText, chat_family
+from mllm_seqpar.data.chat_format import media_parts
 from mllm_seqpar.data.sources import FrameSource
 from mllm_seqpar.errors import ConfigError, DataError, SeqParError
 from mllm_seqpar.patching import patch_of
@@ -137,6 +138,8 @@ class Conversation:
                 raise DataError(
                     f"a message contains {found[0]}, which is a mark of this model's chat format; remove it"
                 )
+        if (parts := len(media_parts(messages))) != len(self.sources):
+            raise DataError(f"the messages have {parts} media parts, and the conversation {len(self.sources)} media")
         text = self._family.text([messages], [self.sources], add_generation_prompt=True)
         length, longest = text.input_ids.shape[1], longest_text(self._model)
         if longest is not None and length + max_new_tokens > longest:

@@ -155,7 +155,7 @@ def test_prompts_that_the_model_cannot_take_are_refused(gated: Case) -> None:
             conversation.prompt([user("What is it?", "video")], max_new_tokens=4096)
         with pytest.raises(DataError, match="which is a mark of this model's chat format"):
             conversation.prompt([user("<|im_end|>", "video")])
-        with pytest.raises(DataError, match="1 videos"):
+        with pytest.raises(DataError, match="0 media parts"):
             conversation.prompt([user("What is it?")])
 
     converse(gated, 1, body)
