@@ -74,7 +74,7 @@ class _Http(urllib.request.HTTPHandler):
             def connect(self) -> None:
                 self.sock = _connect(hosts, self)
 
-        return self.do_open(Connection, request)  # type: ignore[arg-type]
+        return self.do_open(Connection, request)
 
 
 class _Https(urllib.request.HTTPSHandler):
@@ -92,7 +92,7 @@ class _Https(urllib.request.HTTPSHandler):
                 secure = ssl.create_default_context()
                 self.sock = secure.wrap_socket(_connect(hosts, self), server_hostname=self.host)
 
-        return self.do_open(Connection, request)  # type: ignore[arg-type]
+        return self.do_open(Connection, request)
 
 
 class _Redirects(urllib.request.HTTPRedirectHandler):

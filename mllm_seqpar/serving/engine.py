@@ -65,8 +65,7 @@ class MediaFile:
         if self.kind == "image":
             return family.image_source(self.path)
         try:
-            sampling = {"fps": self.fps, "num_frames": self.num_frames, "max_frames": self.max_frames}
-            return VideoSource.open(self.path, **sampling)
+            return VideoSource.open(self.path, fps=self.fps, num_frames=self.num_frames, max_frames=self.max_frames)
         except ImportError as error:  # the message says what to install
             raise ConfigError(str(error)) from error
 

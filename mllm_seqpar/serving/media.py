@@ -208,7 +208,7 @@ class MediaStore:
         assert reference.url is not None
         try:
             with open_url(reference.url, self._hosts) as answer:
-                version = answer.headers.get("ETag") or os.urandom(8)
+                version = answer.headers.get("ETag") or os.urandom(8).hex()
                 name = hashlib.sha256(f"{reference.url} {version}".encode()).hexdigest()
                 return self._keep(name, iter(lambda: answer.read(1 << 20), b""), reference)
         except NotAllowed as error:
