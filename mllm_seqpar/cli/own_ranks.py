@@ -121,6 +121,9 @@ class _Ranks:
 
     def close(self) -> None:
         """End all processes: those that do not end when their input closes are killed."""
+        for rank, process in enumerate(self._processes, 1):
+            if process.poll():  # it has ended before, which may be why this one ends
+                self._report(rank, process.returncode)
         self._closing.set()
         for process in self._processes:
             assert process.stdin is not None
@@ -138,11 +141,14 @@ class _Ranks:
         if self._closing.wait(GRACE):
             return
         self._before_exit()
+        self._report(rank, status)
+        os._exit(1)  # the other ranks end when their input closes
+
+    def _report(self, rank: int, status: int) -> None:
         ended = f"with exit status {status}" if status >= 0 else f"by signal {-status} ({signal.Signals(-status).name})"
         hint = "; a process that needs more memory than there is ends like this" if status == -signal.SIGKILL else ""
         sys.stderr.write(f"\nstopped: rank {rank} ended {ended}{hint}\n")
         sys.stderr.flush()
-        os._exit(1)  # the other ranks end when their input closes
 
 
 def _end_with_rank_0() -> None:

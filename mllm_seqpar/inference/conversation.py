@@ -86,23 +86,10 @@ class Conversation:
         processor: the model's.
         sources: the frames of the media parts of the messages, in their order.
         batch: frames that a rank reads and encodes at once.
-        progress: called with (frames that all ranks have encoded so far, all frames).
-        interrupted: the encoding ends on all ranks when it returns True on this one.
-
-    Raises:
-        VideoError: if this rank's frames cannot be read; Interrupted if `interrupted` returned True; AgreementError if
-            another rank raised one of them.
     """
 
     def __init__(
-        self,
-        model: nn.Module,
-        processor: Any,
-        sources: Sequence[FrameSource] = (),
-        *,
-        batch: int = 8,
-        progress: Callable[[int, int], object] | None = None,
-        interrupted: Callable[[], bool] | None = None,
+        self, model: nn.Module, processor: Any, sources: Sequence[FrameSource] = (), *, batch: int = 8
     ) -> None:
         patch = patch_of(model)
         if patch is None:
@@ -111,7 +98,8 @@ class Conversation:
         self._model: Any = model
         self._processor, self._family = processor, chat_family(processor)
         self._comm: Communicator = patch.context.comm
-        self._encoded = self._encode(batch, progress, interrupted)
+        self._batch = batch
+        self._encoded: EncodedVideo | None = None
         self._cache: Any = None
         self._cached_ids: list[int] = []
 
@@ -121,7 +109,9 @@ class Conversation:
         return sum(len(source) for source in self.sources)
 
     def prompt(self, messages: Sequence[Mapping[str, Any]], max_new_tokens: int = 0) -> ChatText:
-        """Return the tokens of the messages, with the beginning of an answer. Ranks do not communicate.
+        """Return the tokens of the messages, with the beginning of an answer.
+
+        Frames are not encoded, and ranks do not communicate.
 
         Args:
             messages: {"role": ..., "content": ...}; a content is a text, or parts of type text, video or image.
@@ -150,6 +140,29 @@ class Conversation:
             )
         return text
 
+    def encode(
+        self,
+        progress: Callable[[int, int], object] | None = None,
+        interrupted: Callable[[], bool] | None = None,
+    ) -> None:
+        """Read and encode the frames, each rank its own, unless that has been done. `answer` does it too.
+
+        Args:
+            progress: called with (frames that all ranks have encoded so far, all frames).
+            interrupted: the encoding ends on all ranks when it returns True on this one.
+
+        Raises:
+            VideoError: if this rank's frames cannot be read; Interrupted if `interrupted` returned True; AgreementError
+                if another rank raised one of them.
+        """
+        if self._encoded is not None or not self.sources:
+            return
+        joined, total = JoinedSource(self.sources, interrupted), self.frames
+        report = None if progress is None else lambda done: progress(done, total)
+        options: dict[str, Any] = {"group": self._comm, "batch": self._batch, "progress": report}
+        encoded = encode_video(self._model, self._processor, joined, **options)
+        self._encoded = EncodedVideo(encoded.features, encoded.shard)
+
     def answer(
         self,
         text: ChatText,
@@ -168,6 +181,7 @@ class Conversation:
             on_text: called with each piece of the answer.
             interrupted: called for each token on rank 0; the answer ends on all ranks when it returns True.
         """
+        self.encode()
         tokenizer, length = self._processor.tokenizer, text.input_ids.shape[1]
         kept = self._keep_prefix(text)
         watch = _StopWatch(self._comm, stop, on_text, interrupted)
@@ -200,19 +214,6 @@ class Conversation:
             finish_reason=self._finish_reason(watch, tokens, sampling, options),
             cached_tokens=kept,
         )
-
-    def _encode(
-        self,
-        batch: int,
-        progress: Callable[[int, int], object] | None,
-        interrupted: Callable[[], bool] | None,
-    ) -> EncodedVideo | None:
-        if not self.sources:
-            return None
-        joined, total = JoinedSource(self.sources, interrupted), self.frames
-        report = None if progress is None else lambda done: progress(done, total)
-        encoded = encode_video(self._model, self._processor, joined, group=self._comm, batch=batch, progress=report)
-        return EncodedVideo(encoded.features, encoded.shard)
 
     def _feature_arguments(self, text: ChatText, device: torch.device) -> dict[str, Any]:
         """Return the arguments that pass this rank's features; those of a blank picture if the family needs one."""

@@ -130,7 +130,7 @@ class Engine:
             SeqParError: on all ranks. Interrupted on the rank that `interrupted` ended. OutOfMemoryError on a rank
                 without the memory for these frames.
         """
-        conversation = self._conversations.pop(job.media, None)
+        conversation = kept = self._conversations.get(job.media)
         if conversation is None:
             sources = check_collectively(
                 self.comm,
@@ -138,14 +138,14 @@ class Engine:
                 lambda: [file.open(self.family) for file in job.media],
                 lambda opened: {"frames": [len(source) for source in opened]},
             )
-            while len(self._conversations) >= self._keep:  # before the new one takes memory
-                self._conversations.popitem(last=False)
-            conversation = Conversation(
-                self.model, self.processor, sources, batch=self._batch, progress=progress, interrupted=interrupted
-            )
-        self._conversations[job.media] = conversation
+            conversation = Conversation(self.model, self.processor, sources, batch=self._batch)
         limit = job.sampling.max_new_tokens
         text = check_collectively(self.comm, "prompt", lambda: conversation.prompt(job.messages, limit))
+        while kept is None and len(self._conversations) >= self._keep:  # before the new one takes memory
+            self._conversations.popitem(last=False)
+        conversation.encode(progress, interrupted)
+        self._conversations[job.media] = conversation
+        self._conversations.move_to_end(job.media)
         return conversation, text
 
     def answer(
