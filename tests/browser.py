@@ -44,7 +44,8 @@ class Browser:
         command = {"id": self._number, "method": method, "params": params, **self._session}
         os.write(self._write, json.dumps(command).encode() + b"\0")
         while (message := self._receive()).get("id") != self._number:
-            if message.get("method") in ("Runtime.exceptionThrown", "Log.entryAdded"):
+            entry = message.get("params", {}).get("entry", {})
+            if message.get("method") == "Runtime.exceptionThrown" or entry.get("level") == "error":
                 self.errors.append(json.dumps(message["params"]))
         assert "error" not in message, message
         return message["result"]

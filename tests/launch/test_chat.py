@@ -4,14 +4,15 @@ import os
 import pty
 import re
 import select
-import subprocess
 import sys
 import time
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
+from conversation_cases import replies_in_one_process
 from launch import HANG, ROOT
 
 pytestmark = [pytest.mark.launch, pytest.mark.slow]
@@ -51,20 +52,12 @@ class Terminal:
         return os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
 
 
-def alone(inference_files: Path, *lines: str) -> list[str]:
-    """The answers of one process without a terminal."""
-    command = [sys.executable, "-m", MODULE, "--model", inference_files / "gated", "--num-frames", "5"]
-    command += ["--video", inference_files / "clip.mp4", "--max-new-tokens", "6"]
-    done = subprocess.run(
-        [*map(str, command)], input="\n".join(lines), capture_output=True, text=True, cwd=ROOT, timeout=HANG
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout.splitlines()
-
-
 def test_turns_in_a_terminal_on_two_ranks(inference_files: Path) -> None:
     twin = inference_files / "twin.mp4"
-    expected = alone(inference_files, "What is it?", "Why?", f"/video {twin}", "What is it?", "/reset", "Hello")
+    model = inference_files / "gated"
+    replies = replies_in_one_process(model, inference_files / "clip.mp4", ("What is it?", "Why?"), 5, 6)
+    replies += replies_in_one_process(model, twin, ("What is it?",), 5, 6)
+    replies += replies_in_one_process(model, twin, ("Hello",), 5, 6)
     options = ["--model", inference_files / "gated", "--num-frames", 5, "--max-new-tokens", 6]
     terminal = Terminal(*options, "--video", inference_files / "clip.mp4", "--num_processes", 2)
     assert "gated on 2 ranks" in terminal.read_until(r"5 frames, from 0.00 s to 3.60 s\r\n> ")
@@ -80,8 +73,8 @@ def test_turns_in_a_terminal_on_two_ranks(inference_files: Path) -> None:
     terminal.type("/reset\n")
     terminal.read_until("begins again\r\n> ")
     answers.append(ask("Hello"))
-    for answer, text in zip(answers, expected, strict=True):
-        assert f"\n{text}\n" in answer
+    for answer, reply in zip(answers, replies, strict=True):
+        assert f"\n{reply.text}\n" in answer
     terminal.type("/frames 3\n")
     assert "twin.mp4: 3 frames" in terminal.read_until("> ")
     terminal.type("/video none.mp4\n")
@@ -92,7 +85,7 @@ def test_turns_in_a_terminal_on_two_ranks(inference_files: Path) -> None:
     assert terminal.wait() == 0
 
 
-def test_ctrl_c_stops_the_answer_and_not_the_program(inference_files: Path) -> None:
+def test_ctrl_c_stops_the_answer_and_a_lost_rank_the_program(inference_files: Path) -> None:
     options = ["--model", inference_files / "gated", "--num-frames", 5, "--max-new-tokens", 3000]
     terminal = Terminal(*options, "--video", inference_files / "clip.mp4", "--num_processes", 2)
     terminal.read_until(r"\r\n> ")
@@ -103,13 +96,7 @@ def test_ctrl_c_stops_the_answer_and_not_the_program(inference_files: Path) -> N
         terminal.read_until(r"\r\nstopped\r\n> ")
     terminal.type("\x03")
     terminal.read_until(r"/exit or Ctrl-D ends the chat\r\n> ")
-    terminal.type("/exit\n")
-    assert terminal.wait() == 0
-
-
-def test_launcher_is_refused() -> None:
-    variables = {**os.environ, "RANK": "0", "WORLD_SIZE": "2"}
-    done = subprocess.run(
-        [sys.executable, "-m", MODULE, "--model", "none"], capture_output=True, text=True, env=variables, cwd=ROOT
-    )
-    assert done.returncode == 2 and "start it as mllm-seqpar chat --num_processes N" in done.stderr
+    (rank_1,) = [child for child in psutil.Process(terminal.pid).children() if "own_ranks" in " ".join(child.cmdline())]
+    rank_1.kill()
+    terminal.read_until(r"stopped: rank 1 ended by signal 9 \(SIGKILL\)")
+    assert terminal.wait() == 1

@@ -20,12 +20,9 @@ pytest.importorskip("openai", reason="openai is not installed (extra test)")
 import openai
 
 from browser import CHROMIUM, Browser
+from conversation_cases import replies_in_one_process
 from launch import HANG, ROOT
-from mllm_seqpar import patch_model
-from mllm_seqpar.data import VideoSource
-from mllm_seqpar.inference import Sampling
-from mllm_seqpar.inference.conversation import Conversation, Reply
-from mllm_seqpar.models.loading import load_model, load_processor
+from mllm_seqpar.inference.conversation import Reply
 
 pytestmark = [pytest.mark.launch, pytest.mark.slow]
 QUESTIONS = ("What is it?", "Why?")
@@ -74,17 +71,7 @@ def server(inference_files: Path, tmp_path_factory: pytest.TempPathFactory) -> I
 @pytest.fixture(scope="module")
 def expected(inference_files: Path) -> list[Reply]:
     """Replies to `QUESTIONS` in one process."""
-    model = patch_model(load_model(str(inference_files / "gated")).eval())
-    processor = load_processor(str(inference_files / "gated"))
-    conversation = Conversation(model, processor, [VideoSource.open(inference_files / "clip.mp4", num_frames=5)])
-    messages: list[Any] = []
-    replies = []
-    for question in QUESTIONS:
-        media = [] if messages else [{"type": "video"}]
-        messages.append({"role": "user", "content": [*media, {"type": "text", "text": question}]})
-        replies.append(conversation.answer(conversation.prompt(messages), Sampling(max_new_tokens=8)))
-        messages.append({"role": "assistant", "content": replies[-1].text})
-    return replies
+    return replies_in_one_process(inference_files / "gated", inference_files / "clip.mp4", QUESTIONS, 5, 8)
 
 
 def test_turns_of_the_openai_client_equal_one_process(server: SimpleNamespace, expected: list[Reply]) -> None:
@@ -148,29 +135,10 @@ def test_page_plays_asks_and_shows_the_streamed_answer(
         browser.close()
 
 
-def test_rank_that_dies_ends_the_server_with_a_message(server: SimpleNamespace) -> None:
-    (child,) = [p for p in psutil.Process(server.server.process.pid).children() if "own_ranks" in " ".join(p.cmdline())]
-    child.kill()
-    assert server.server.process.wait(60) == 1
-    assert "stopped: rank 1 ended by signal 9 (SIGKILL)" in server.server.output
-
-
-def test_port_in_use_is_reported_before_the_model_is_loaded(tmp_path: Path) -> None:
-    import socket
-
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
-        server = Server(tmp_path, "--model", "none", "--port", taken.getsockname()[1])
-        assert server.process.wait(HANG) == 2
-    assert re.search(r"^error: --host 127.0.0.1 --port \d+: .*; choose another port$", server.output, re.MULTILINE)
-
-
-def test_sigterm_ends_the_server_and_its_ranks(inference_files: Path, tmp_path: Path) -> None:
-    server = Server(tmp_path, "--model", inference_files / "gated", "--num-processes", 2)
-    server.url()
-    ranks = psutil.Process(server.process.pid).children()
-    assert server.end(signal.SIGTERM) == 0, server.output
+def test_sigterm_ends_the_server_and_its_ranks(server: SimpleNamespace) -> None:
+    ranks = psutil.Process(server.server.process.pid).children()
+    assert len(ranks) == 1
+    assert server.server.end(signal.SIGTERM) == 0, server.server.output
     psutil.wait_procs(ranks, timeout=30)
     assert not any(rank.is_running() for rank in ranks)
-    assert server.output.endswith("stopped\n")
+    assert server.server.output.endswith("stopped\n")
