@@ -11,7 +11,7 @@ from mllm_seqpar.comm import ProcessGroupCommunicator
 from mllm_seqpar.errors import TransferError
 from ranks import ranks
 
-TIMEOUT = 2.0
+TIMEOUT = 3.0
 
 
 def idle_then_work(rank: int, world: int) -> list[str | None]:
