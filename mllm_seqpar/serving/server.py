@@ -7,7 +7,9 @@ Rank 0's main thread runs the model. A second thread of it runs the HTTP interfa
 
 from __future__ import annotations
 
+import functools
 import os
+import shutil
 import signal
 import socket
 import sys
@@ -64,8 +66,10 @@ class ServeOptions(ModelOptions):
         self._require("max_queue", self.max_queue >= 0, "0 or more")
         for name in ("max_upload_mb", "max_stored_mb", "keep_conversations"):
             self._require(name, getattr(self, name) > 0, "more than 0")
-        if self.media_root is not None and not Path(self.media_root).is_dir():
-            raise ConfigError(f"--media_root {self.media_root}: no such folder")
+        for name in ("media_root", "upload_dir"):
+            folder = getattr(self, name)
+            if folder is not None and not Path(folder).is_dir():
+                raise ConfigError(f"--{name} {folder}: no such folder")
 
     @property
     def name(self) -> str:
@@ -92,9 +96,11 @@ def serve(argv: Sequence[str]) -> None:
             worker.follow()
         return
     _require_packages()
-    with _bound_socket(args) as listener, own_ranks(args.num_processes, ENTRY, argv), _upload_folder(args) as folder:
-        with joined_worker(args, args.keep_conversations) as worker:
-            _serve(args, worker, listener, folder)
+    with _bound_socket(args) as listener, _upload_folder(args) as folder:
+        remove = functools.partial(shutil.rmtree, folder, ignore_errors=True)
+        with own_ranks(args.num_processes, ENTRY, argv, before_exit=remove):
+            with joined_worker(args, args.keep_conversations) as worker:
+                _serve(args, worker, listener, folder)
 
 
 def _serve(args: ServeOptions, worker: Worker, listener: socket.socket, folder: Path) -> None:
