@@ -33,7 +33,7 @@ def says(text: str) -> dict[str, Any]:
     return {"role": "assistant", "content": text}
 
 
-@pytest.fixture(params=["gated", "mllama", *(pytest.param(n, marks=pytest.mark.slow) for n in MAKERS if n != "mllama")])
+@pytest.fixture(params=["gated", *(pytest.param(name, marks=pytest.mark.slow) for name in MAKERS)])
 def case(request: pytest.FixtureRequest, inference_files: Path) -> Case:
     """A model directory and a video."""
     if request.param == "gated":
