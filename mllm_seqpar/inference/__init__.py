@@ -10,6 +10,7 @@
 
 from mllm_seqpar.cli.launch import launched_ranks
 
+from .conversation import Conversation, Reply
 from .encoding import EncodedVideo, encode_video
 from .generation import Answer, Sampling, answer
 from .model_loading import load_for_inference, shard_weights
@@ -17,7 +18,9 @@ from .stored_features import load_video, open_store, save_video
 
 __all__ = [
     "Answer",
+    "Conversation",
     "EncodedVideo",
+    "Reply",
     "Sampling",
     "answer",
     "encode_video",

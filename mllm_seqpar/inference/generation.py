@@ -121,11 +121,17 @@ def _make_prompt(family: ChatFamily, question: str, video: EncodedVideo) -> Chat
     return family.text([[{"role": "user", "content": content[:-1]}]], [[source]], add_generation_prompt=True)
 
 
-def _warn_if_long(model: Any, length: int) -> None:
+def longest_text(model: Any) -> int | None:
+    """Return the number of tokens that the model was made for; None if its config does not say."""
     config = getattr(model, "config", None)
     longest = getattr(config, "max_position_embeddings", None)
     if longest is None and config is not None:
         longest = getattr(config.get_text_config(decoder=True), "max_position_embeddings", None)
+    return longest
+
+
+def _warn_if_long(model: Any, length: int) -> None:
+    longest = longest_text(model)
     if longest is not None and length > longest:
         text = "prompt and answer may take %d tokens, including one per frame; the model was made for %d"
         _log.warning(f"{text}: take fewer frames", length, longest)

@@ -69,7 +69,7 @@ class OpenFlamingoAdapter:
         patch_generate(language_model, patch)
         patch.set(model, "_encode_vision_x", functools.partial(_condition_layers, language_model))
         patch.set(model, "forward", _with_media(model.forward))
-        patch.set(model, "generate", _with_media(model.generate))
+        patch.set(model, "generate", _with_media(_continues_cache(model)))
         patch.set(model, "cache_media", _cache_media(model, family))
 
 
@@ -95,6 +95,24 @@ def _with_media(unpatched: Any) -> Any:
 
     wrapper.__doc__ = (unpatched.__doc__ or "") + _VISUAL_SHARD_DOC
     return wrapper
+
+
+def _continues_cache(model: Any) -> Any:
+    """Wrap `generate`, so that new text after a filled cache follows the media tokens of the text in the cache.
+
+    Only the new text reaches the language model then. Unpatched, it would attend to no medium.
+    """
+    unpatched = model.generate
+
+    @functools.wraps(unpatched)
+    def generate(media: Media | None, lang_x: Tensor, *args: Any, **kwargs: Any) -> Any:
+        cache = kwargs.get("past_key_values")
+        if cache is not None and cache.get_seq_length():
+            for layer in model.lang_encoder._get_decoder_layers():
+                layer.condition_media_locations(lang_x == model.media_token_id)
+        return unpatched(media, lang_x, *args, **kwargs)
+
+    return generate
 
 
 _VISUAL_SHARD_DOC = """

@@ -18,7 +18,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 ORDER = (
     "errors _compat _logging _transfers schedules comm sharding config masks kernels attention checkpointing runtime "
-    "families patching models integrations adapting data planner cli inference training patches"
+    "families patching models integrations adapting data planner cli inference serving training patches"
 ).split()
 """Parts of the package. A part imports only parts before it; see CONTRIBUTING.md."""
 
@@ -38,6 +38,7 @@ THIRD_PARTY = {
     "planner": {"yaml", "matplotlib"},
     "cli": {"matplotlib", "safetensors", "tqdm", "transformers", "yaml"},
     "inference": {"transformers"},
+    "serving": {"fastapi", "python_multipart", "starlette", "transformers", "uvicorn"},
     "training": {"numpy", "accelerate", "peft", "safetensors", "transformers"},
     "patches": {"numpy", "PIL", "tokenizers", "transformers", "open_flamingo"},
 }
@@ -151,6 +152,7 @@ def test_wheel_contains_every_module_and_config(tmp_path: Path) -> None:
     subprocess.run(command, cwd=ROOT, check=True)
     configs = [path.relative_to(ROOT) for path in (ROOT / "configs").rglob("*.yaml")]
     named = {*(path.relative_to(ROOT) for path in PACKAGE), *configs, Path("mllm_seqpar/py.typed")}
+    named |= {path.relative_to(ROOT) for path in (ROOT / "mllm_seqpar" / "serving" / "page").iterdir()}
     expected = {path if path.parts[0] == "mllm_seqpar" else Path("mllm_seqpar") / path for path in named}
     assert {path.relative_to(tmp_path) for path in tmp_path.rglob("*") if path.is_file()} == expected
 

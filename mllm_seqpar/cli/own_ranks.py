@@ -1,0 +1,171 @@
+"""Ranks that a program starts itself, on this machine, so that it keeps the keyboard and Ctrl-C.
+
+A launcher gives no rank the terminal, and passes Ctrl-C to all of them. Here, the program is rank 0. The other ranks
+are processes in sessions of their own, whose standard input is a pipe from rank 0. The pipe closes when rank 0 ends
+for whatever reason, and they then end too. A thread for each of them ends the program with a message if one ends first.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+
+import torch
+import torch.distributed as dist
+
+from mllm_seqpar.comm import launched_processes
+from mllm_seqpar.errors import ConfigError
+
+_MARK = "MLLM_SEQPAR_OWN_RANKS"
+"""The environment variable that is set in the ranks that `own_ranks` started."""
+
+_READY = "ready/{}"
+
+GRACE = 3.0
+"""Seconds that rank 0 has to report an error of its own after another rank has ended."""
+
+
+def started_by_launcher() -> bool:
+    """Return whether a launcher, and not `own_ranks`, started several processes."""
+    return launched_processes()[0] > 1 and _MARK not in os.environ
+
+
+@contextmanager
+def own_ranks(
+    count: int | None, entry: str, argv: Sequence[str], before_exit: Callable[[], object] = lambda: None
+) -> Iterator[None]:
+    """Make this process rank 0 of `count`, and start the others. They are ended at the end of the block.
+
+    `launched_ranks` then joins them. Ranks that run already, by a launcher or by this function, are left as they are.
+
+    Args:
+        count: 1 or more; None: one for each GPU of this machine, or 1 without any.
+        entry: "module:function", called as function(argv) in the other processes.
+        argv: the arguments of the command line.
+        before_exit: called before the program ends because another rank has ended.
+
+    Raises:
+        ConfigError: a launcher has started several processes, and `count` asks for another number.
+    """
+    if _MARK in os.environ:
+        yield
+        return
+    if started_by_launcher():
+        if count not in (None, launched_processes()[0]):
+            raise ConfigError(
+                f"--num_processes {count}: a launcher has started {launched_processes()[0]} processes already; leave "
+                "--num_processes out, or start the command without a launcher"
+            )
+        yield
+        return
+    count = count or max(1, torch.cuda.device_count())
+    if count == 1:
+        yield
+        return
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    rendezvous = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    rendezvous |= {"WORLD_SIZE": str(count), "LOCAL_WORLD_SIZE": str(count), _MARK: "1"}
+    if any(name == "lo" for _, name in socket.if_nameindex()):
+        rendezvous.setdefault("GLOO_SOCKET_IFNAME", os.environ.get("GLOO_SOCKET_IFNAME", "lo"))
+    if "OMP_NUM_THREADS" not in os.environ:  # more threads than cores slow all ranks down
+        threads = max(1, (os.cpu_count() or 1) // count)
+        rendezvous["OMP_NUM_THREADS"] = str(threads)
+        torch.set_num_threads(threads)
+    command = [sys.executable, "-m", __spec__.name if __spec__ else __name__, entry, *argv]
+    ranks = _Ranks(before_exit)
+    with ExitStack() as stack:
+        stack.callback(ranks.close)
+        for rank in range(1, count):
+            ranks.start(rank, command, {**os.environ, **rendezvous, "RANK": str(rank), "LOCAL_RANK": str(rank)})
+        _wait_until_ready(store, count)
+        before = dict(os.environ)
+        os.environ.update(rendezvous, RANK="0", LOCAL_RANK="0")
+        stack.callback(_restore_environment, before)
+        yield
+
+
+def _wait_until_ready(store: dist.Store, count: int) -> None:
+    """Wait until all ranks have imported their modules, for which the time limit of a collective may be too short.
+
+    If one of them ends before, its thread ends the program.
+    """
+    for rank in range(1, count):
+        while not store.check([_READY.format(rank)]):
+            time.sleep(0.05)
+
+
+def _restore_environment(before: dict[str, str]) -> None:
+    os.environ.clear()
+    os.environ.update(before)
+
+
+class _Ranks:
+    """The processes of ranks 1 and above, with a thread for each that waits for its end."""
+
+    def __init__(self, before_exit: Callable[[], object]) -> None:
+        self._before_exit, self._closing = before_exit, threading.Event()
+        self._processes: list[subprocess.Popen[bytes]] = []
+
+    def start(self, rank: int, command: Sequence[str], environment: dict[str, str]) -> None:
+        process = subprocess.Popen(command, stdin=subprocess.PIPE, env=environment, start_new_session=True)
+        self._processes.append(process)
+        threading.Thread(target=self._watch, args=(rank, process), daemon=True).start()
+
+    def close(self) -> None:
+        """End all processes: those that do not end when their input closes are killed."""
+        for rank, process in enumerate(self._processes, 1):
+            if process.poll():  # it has ended before, which may be why this one ends
+                self._report(rank, process.returncode)
+        self._closing.set()
+        for process in self._processes:
+            assert process.stdin is not None
+            process.stdin.close()
+        deadline = time.monotonic() + 5.0
+        for process in self._processes:
+            try:
+                process.wait(max(0.1, deadline - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+
+    def _watch(self, rank: int, process: subprocess.Popen[bytes]) -> None:
+        status = process.wait()
+        if self._closing.wait(GRACE):
+            return
+        self._before_exit()
+        self._report(rank, status)
+        os._exit(1)  # the other ranks end when their input closes
+
+    def _report(self, rank: int, status: int) -> None:
+        ended = f"with exit status {status}" if status >= 0 else f"by signal {-status} ({signal.Signals(-status).name})"
+        hint = "; a process that needs more memory than there is ends like this" if status == -signal.SIGKILL else ""
+        sys.stderr.write(f"\nstopped: rank {rank} ended {ended}{hint}\n")
+        sys.stderr.flush()
+
+
+def _end_with_rank_0() -> None:
+    while os.read(0, 1024):
+        pass
+    os._exit(1)
+
+
+def main(argv: Sequence[str]) -> None:
+    """Run a rank that `own_ranks` started: `argv` is "module:function" and the arguments of the function."""
+    threading.Thread(target=_end_with_rank_0, daemon=True).start()
+    module, _, function = argv[0].partition(":")
+    entry = getattr(importlib.import_module(module), function)
+    store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), wait_for_workers=False)
+    store.set(_READY.format(os.environ["RANK"]), "")
+    entry(argv[1:])
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

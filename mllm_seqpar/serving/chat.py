@@ -1,0 +1,256 @@
+"""`mllm-seqpar chat`: a conversation about a video in the terminal.
+
+    mllm-seqpar chat --model DIR --video movie.mp4 --num_processes 4
+
+Earlier turns stay in the KV cache, and the frames on the ranks that encoded them; a question costs its own tokens.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
+from typing import Any
+
+from transformers.utils import logging
+
+from mllm_seqpar.cli.options import option
+from mllm_seqpar.cli.own_ranks import own_ranks, started_by_launcher
+from mllm_seqpar.cli.program_exit import run
+from mllm_seqpar.cli.progress import progress_bar
+from mllm_seqpar.data.sources import VideoSource
+from mllm_seqpar.errors import ConfigError, SeqParError
+from mllm_seqpar.inference.conversation import Interrupted
+
+from .arguments import ModelOptions, parse
+from .engine import Job, MediaFile
+from .jobs import Impossible, Worker, joined_worker
+
+ENTRY = "mllm_seqpar.serving.chat:main"
+
+COMMANDS = """\
+/video PATH   talk about this video; forgets the conversation
+/frames       say which frames of the video the model sees
+/frames N     show the model N frames, evenly spaced; forgets the conversation
+/reset        forget the conversation, keep the video
+/help         this list
+/exit         end the chat, as Ctrl-D does
+Ctrl-C stops an answer."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChatOptions(ModelOptions):
+    """The options of a chat."""
+
+    video: str | None = option("the video to talk about; /video PATH chooses another", None)
+    system: str | None = option("a text that precedes the conversation, for models that were trained with one", None)
+    seed: int = option("seed of the sampling", 0)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._require("seed", 0 <= self.seed < 2**63, "0 or more, below 2**63")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command; return 0, or end the process with a message."""
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    run(chat, sys.argv[1:] if argv is None else argv)
+    return 0
+
+
+def chat(argv: Sequence[str]) -> None:
+    """Talk to the user of the terminal until the end of the input. The ranks that `own_ranks` starts call this too.
+
+    Raises:
+        SeqParError: on invalid options, or a model or video that cannot be read.
+    """
+    args = parse(ChatOptions, argv, "mllm-seqpar chat", "Talk about a video in the terminal.")
+    if started_by_launcher():
+        raise ConfigError(
+            "chat: a launcher started this process, and launchers keep the keyboard and Ctrl-C to themselves; start "
+            "it as mllm-seqpar chat --num_processes N"
+        )
+    media = _open_video(args, args.video) if args.video is not None else None
+    with terminal_restored() as restore, own_ranks(args.num_processes, ENTRY, argv, restore):
+        with joined_worker(args, keep=1) as worker:
+            if worker.engine.comm.rank:
+                worker.follow()
+            else:
+                Terminal(args, worker, media).talk()
+
+
+class Terminal:
+    """The conversation with the user, on rank 0."""
+
+    def __init__(self, args: ChatOptions, worker: Worker, video: MediaFile | None) -> None:
+        self._args, self._worker, self._video = args, worker, video
+        self._messages: list[dict[str, Any]] = []
+        self._stop = False
+        self._reset()
+
+    def talk(self) -> None:
+        """Read lines until the end of the input."""
+        ranks = self._worker.engine.comm.size
+        _note(f"{self._args.model} on {ranks} rank{'s' * (ranks > 1)}; /help lists the commands")
+        if self._video is not None:
+            self._describe_frames()
+        with suppress(EOFError), suppress(ImportError):
+            import readline  # noqa: F401 - editing and history of input lines
+
+        while (line := self._read_line()) is not None:
+            try:
+                if line.startswith("/"):
+                    name, _, rest = line.partition(" ")
+                    if name in ("/exit", "/quit"):
+                        return
+                    self._command(name, rest.strip())
+                elif line:
+                    self._ask(line)
+            except (SeqParError, Impossible) as error:
+                _note(f"error: {error}")
+
+    def _read_line(self) -> str | None:
+        """Return the next line, empty after Ctrl-C; None at the end of the input."""
+        try:
+            return input("> " if sys.stdin.isatty() else "").strip()
+        except EOFError:
+            return None
+        except KeyboardInterrupt:
+            _note("\n/exit or Ctrl-D ends the chat")
+            return ""
+
+    def _command(self, name: str, value: str) -> None:
+        if name == "/help":
+            _note(COMMANDS)
+        elif name == "/reset":
+            self._reset()
+            _note("the conversation begins again")
+        elif name == "/video" and value:
+            self._video = _open_video(self._args, value)
+            self._reset()
+            self._describe_frames()
+        elif name == "/frames":
+            if self._video is None:
+                raise ConfigError("no video yet: /video PATH chooses one")
+            if value:
+                if not (value.isdigit() and int(value)):
+                    raise ConfigError(f"/frames {value}: give a number above 0")
+                self._video = replace(self._video, fps=None, max_frames=None, num_frames=int(value))
+                self._reset()
+            self._describe_frames()
+        else:
+            raise ConfigError(f"{name}: unknown, or without its argument\n{COMMANDS}")
+
+    def _reset(self) -> None:
+        system = self._args.system
+        self._messages = [] if system is None else [{"role": "system", "content": system}]
+
+    def _describe_frames(self) -> None:
+        assert self._video is not None
+        source = self._video.open(self._worker.engine.family)
+        assert isinstance(source, VideoSource)
+        count, last = len(source), source.plan.seconds(len(source) - 1)
+        _note(f"{self._video.path}: {count} frames, from 0.00 s to {last:.2f} s")
+
+    def _ask(self, question: str) -> None:
+        """Answer a question and add both to the conversation; without an answer, the question is forgotten."""
+        shown = any(message["role"] == "user" for message in self._messages)
+        video = () if self._video is None else (self._video,)
+        content = [*({"type": "video"} for _ in video if not shown), {"type": "text", "text": question}]
+        messages = [*self._messages, {"role": "user", "content": content}]
+        sampling = self._args.sampling(seed=self._args.seed)
+        with _Progress() as progress, self._interrupts():
+            try:
+                job = Job(messages=messages, media=video, sampling=sampling)
+                reply = self._worker.run(
+                    job, progress=progress, on_start=progress.close, on_text=_write, interrupted=lambda: self._stop
+                )
+            except Impossible as error:
+                if not isinstance(error.cause, Interrupted):
+                    raise
+                _note("\nstopped")
+                return
+        _write("\n")
+        if reply.finish_reason != "stop":
+            limit = f"the answer has --max_new_tokens {sampling.max_new_tokens} tokens and was cut"
+            _note("stopped" if reply.finish_reason == "interrupted" else limit)
+        if reply.text or reply.finish_reason != "interrupted":
+            self._messages = [*messages, {"role": "assistant", "content": reply.text}]
+
+    @contextmanager
+    def _interrupts(self) -> Iterator[None]:
+        """Let Ctrl-C stop the answer. A pass that has begun is finished."""
+
+        def stop(number: int, frame: Any) -> None:
+            self._stop = True
+
+        self._stop, before = False, signal.signal(signal.SIGINT, stop)
+        try:
+            yield
+        finally:
+            signal.signal(signal.SIGINT, before)
+
+
+class _Progress:
+    """A progress bar of frames that appears with the first frame."""
+
+    def __init__(self) -> None:
+        self._bar: Any = None
+
+    def __enter__(self) -> _Progress:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def __call__(self, done: int, total: int) -> None:
+        if self._bar is None:
+            self._bar = progress_bar(total, "frame", "reading and encoding")
+        self._bar.update(done - self._bar.n)
+
+    def close(self) -> None:
+        if self._bar is not None:
+            self._bar.close()
+        self._bar = None
+
+
+@contextmanager
+def terminal_restored() -> Iterator[Callable[[], None]]:
+    """Yield a function that restores the terminal's settings, which line editing changes; call it before `os._exit`."""
+    try:
+        import termios
+
+        settings = termios.tcgetattr(sys.stdin.fileno())
+    except (ImportError, OSError, ValueError):  # not a terminal; termios.error is an OSError since Python 3.3
+        yield lambda: None
+        return
+    except termios.error:
+        yield lambda: None
+        return
+    yield lambda: termios.tcsetattr(sys.stdin.fileno(), termios.TCSADRAIN, settings)
+
+
+def _open_video(args: ChatOptions, name: str) -> MediaFile:
+    path = os.path.expanduser(name.strip("'\""))
+    file = MediaFile.of("video", path, **args.frame_options())
+    file.open(None)  # raises if it is no video, before a model is loaded
+    return file
+
+
+def _write(text: str) -> None:
+    sys.stdout.write(text)
+    sys.stdout.flush()
+
+
+def _note(text: str) -> None:
+    """Write what is not an answer, so that standard output has only answers."""
+    sys.stderr.write(f"{text}\n")
+    sys.stderr.flush()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,171 @@
+"""The model on all ranks, and the jobs that it runs: an answer to messages about videos and images.
+
+Rank 0 makes a job, checks it and sends it to the others. All ranks then prepare it and generate. What makes one job
+impossible (a damaged video, a prompt that is too long) is found by `prepare`, which raises on all ranks, and the next
+job can follow. An error while tokens are generated ends the program, because the ranks may be at different points.
+
+The conversations of the last jobs are kept, with the features of their media and the K and V of their text. A job about
+the same media continues such a conversation, whoever sent it: only the tokens that differ are computed.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+
+from mllm_seqpar.comm import Communicator
+from mllm_seqpar.comm.agreement import check_collectively
+from mllm_seqpar.data.chat_family import ChatText, chat_family
+from mllm_seqpar.data.sources import FrameSource, VideoSource
+from mllm_seqpar.errors import ConfigError
+from mllm_seqpar.inference.conversation import Conversation, OnText, Reply
+from mllm_seqpar.inference.encoding import encoder_of
+from mllm_seqpar.inference.generation import Sampling
+from mllm_seqpar.inference.model_loading import load_for_inference, model_files_digest, shard_weights
+from mllm_seqpar.models.loading import load_processor
+from mllm_seqpar.patching import patch_model
+
+from .arguments import ModelOptions
+
+
+@dataclass(frozen=True, kw_only=True)
+class MediaFile:
+    """A video or an image on disk.
+
+    Attributes:
+        kind: "video" or "image".
+        path: the same file on all ranks.
+        version: changes with the contents of the file.
+        fps, num_frames, max_frames: the sampling of a video.
+    """
+
+    kind: str
+    path: str
+    version: str
+    fps: float | None = None
+    num_frames: int | None = None
+    max_frames: int | None = None
+
+    @classmethod
+    def of(cls, kind: str, path: str, **sampling: Any) -> MediaFile:
+        """Return the file with its current version; raise ConfigError if there is none."""
+        try:
+            facts = os.stat(path)
+        except OSError as error:
+            raise ConfigError(f"{path}: {error.strerror}; give the path of a file") from error
+        return cls(kind=kind, path=os.path.abspath(path), version=f"{facts.st_size} {facts.st_mtime_ns}", **sampling)
+
+    def open(self, family: Any) -> FrameSource:
+        if self.kind == "image":
+            return family.image_source(self.path)
+        try:
+            return VideoSource.open(self.path, fps=self.fps, num_frames=self.num_frames, max_frames=self.max_frames)
+        except ImportError as error:  # the message says what to install
+            raise ConfigError(str(error)) from error
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """Messages, the files of their media parts in order, and how to answer."""
+
+    messages: list[dict[str, Any]]
+    media: tuple[MediaFile, ...] = ()
+    sampling: Sampling
+    stop: tuple[str, ...] = ()
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> Job:
+        values = json.loads(text)
+        values["media"] = tuple(MediaFile(**item) for item in values["media"])
+        return cls(**values | {"sampling": Sampling(**values["sampling"]), "stop": tuple(values["stop"])})
+
+
+class Engine:
+    """A patched model that answers jobs, on every rank of `comm`.
+
+    Args:
+        args: the model and its options.
+        comm: the ranks.
+        device: of this rank.
+        keep: conversations to keep, 1 or more.
+
+    Raises:
+        SeqParError: on all ranks, if the model cannot be loaded on one of them.
+    """
+
+    def __init__(self, args: ModelOptions, comm: Communicator, device: torch.device, keep: int = 1) -> None:
+        facts: Callable[[Any], dict[str, Any]] = lambda _: {"model": model_files_digest(args.model)}  # noqa: E731
+        self.processor = check_collectively(comm, "processor", lambda: load_processor(args.model), facts)
+        self.family = chat_family(self.processor)
+        self.comm, self._batch, self._keep = comm, args.encode_batch, keep
+        self.model = check_collectively(comm, "model", lambda: self._load(args, device))
+        if args.shard_weights:
+            self.model = shard_weights(self.model, comm, device, encode=encoder_of(self.model, self.family))
+        patch_model(self.model, group=comm, config=args.seqpar_config())
+        self._conversations: OrderedDict[tuple[MediaFile, ...], Conversation] = OrderedDict()
+
+    def prepare(
+        self,
+        job: Job,
+        progress: Callable[[int, int], object] | None = None,
+        interrupted: Callable[[], bool] | None = None,
+    ) -> tuple[Conversation, ChatText]:
+        """Open and encode the media of a job that no kept conversation has, and tokenize its messages.
+
+        Args:
+            job: the same on all ranks.
+            progress: called with (frames that all ranks have encoded, all frames).
+            interrupted: ends the encoding when it returns True on this rank.
+
+        Raises:
+            SeqParError: on all ranks. Interrupted on the rank that `interrupted` ended. OutOfMemoryError on a rank
+                without the memory for these frames.
+        """
+        conversation = kept = self._conversations.get(job.media)
+        if conversation is None:
+            sources = check_collectively(
+                self.comm,
+                "media",
+                lambda: [file.open(self.family) for file in job.media],
+                lambda opened: {"frames": [len(source) for source in opened]},
+            )
+            conversation = Conversation(self.model, self.processor, sources, batch=self._batch)
+        limit = job.sampling.max_new_tokens
+        text = check_collectively(self.comm, "prompt", lambda: conversation.prompt(job.messages, limit))
+        while kept is None and len(self._conversations) >= self._keep:  # before the new one takes memory
+            self._conversations.popitem(last=False)
+        conversation.encode(progress, interrupted)
+        self._conversations[job.media] = conversation
+        self._conversations.move_to_end(job.media)
+        return conversation, text
+
+    def answer(
+        self,
+        job: Job,
+        prepared: tuple[Conversation, ChatText],
+        on_text: OnText | None = None,
+        interrupted: Callable[[], bool] | None = None,
+    ) -> Reply:
+        """Generate the answer to a prepared job; `on_text` and `interrupted` as in `Conversation.answer`."""
+        conversation, text = prepared
+        return conversation.answer(text, job.sampling, stop=job.stop, on_text=on_text, interrupted=interrupted)
+
+    def forget(self) -> None:
+        """Drop all kept conversations and free their memory."""
+        self._conversations.clear()
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+
+    def _load(self, args: ModelOptions, device: torch.device) -> Any:
+        model = load_for_inference(args.model, args.dtype, device, on_cpu=args.shard_weights)
+        self.family.check(model)
+        return model

@@ -1,0 +1,130 @@
+"""Requests that wait for the model: HTTP handlers put them into a queue, and rank 0's main thread answers them."""
+
+from __future__ import annotations
+
+import asyncio
+import queue
+import sys
+import threading
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from mllm_seqpar.inference.conversation import LengthError, Reply
+
+from .engine import Job
+from .jobs import Impossible, Worker
+from .protocol import ApiError
+
+SHUTTING_DOWN = ApiError(503, "the server is shutting down", code="shutting_down", kind="server_error")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Waiting:
+    """A request: its job, and the events that its HTTP handler waits for.
+
+    The events are ("started", None), ("progress", (done, total)), ("text", piece), and last ("reply", Reply) or
+    ("error", ApiError).
+
+    Attributes:
+        cancelled: set by the handler when the client has gone.
+        release: called once when the files of the job are no longer needed.
+    """
+
+    job: Job
+    loop: asyncio.AbstractEventLoop
+    release: Callable[[], object]
+    events: asyncio.Queue[tuple[str, Any]] = field(default_factory=asyncio.Queue)
+    cancelled: threading.Event = field(default_factory=threading.Event)
+
+    def put(self, kind: str, value: Any = None) -> None:
+        """Pass an event from the main thread to the handler."""
+        self.loop.call_soon_threadsafe(self.events.put_nowait, (kind, value))
+
+
+class RequestQueue:
+    """At most `limit` requests wait while one is answered."""
+
+    def __init__(self, limit: int) -> None:
+        self._limit, self._waiting, self._lock = limit, 0, threading.Lock()
+        self._requests: queue.SimpleQueue[Waiting | None] = queue.SimpleQueue()
+        self.running = self.stopping = False
+
+    @property
+    def waiting(self) -> int:
+        return self._waiting
+
+    def put(self, request: Waiting) -> None:
+        """Add a request; raise ApiError 429 if too many wait, 503 if the server is shutting down."""
+        with self._lock:
+            if self.stopping:
+                raise SHUTTING_DOWN
+            if self._waiting >= self._limit + (not self.running):
+                raise ApiError(
+                    429,
+                    f"{self._waiting} requests are waiting, which is the limit of this server; try again later",
+                    code="rate_limit_exceeded",
+                    kind="rate_limit_error",
+                )
+            self._waiting += 1
+        self._requests.put(request)
+
+    def stop(self) -> None:
+        """Refuse further requests, and end `answer_all`. A signal handler may call this."""
+        self.stopping = True
+        self._requests.put(None)
+
+    def answer_all(self, worker: Worker) -> None:
+        """Answer requests one after another until `stop`; rank 0's main thread calls this."""
+        while not self.stopping:
+            try:
+                request = self._requests.get(timeout=worker.channel.heartbeat)
+            except queue.Empty:
+                worker.channel.require_alive()
+                continue
+            if request is not None:
+                with self._lock:
+                    self._waiting, self.running = self._waiting - 1, True
+                self._answer(worker, request)
+                self.running = False
+        while not self._requests.empty():
+            if (request := self._requests.get()) is not None:
+                request.put("error", SHUTTING_DOWN)
+                request.release()
+
+    def _answer(self, worker: Worker, request: Waiting) -> None:
+        try:
+            if not request.cancelled.is_set():
+                request.put(*self._run(worker, request))
+        except BaseException:
+            request.put("error", ApiError(500, "the server failed and ends; its log says why", kind="server_error"))
+            raise
+        finally:
+            request.release()
+
+    def _run(self, worker: Worker, request: Waiting) -> tuple[str, Reply | ApiError]:
+        try:
+            reply = worker.run(
+                request.job,
+                on_start=lambda: request.put("started"),
+                progress=lambda done, total: request.put("progress", (done, total)),
+                on_text=lambda piece: request.put("text", piece),
+                interrupted=lambda: self.stopping or request.cancelled.is_set(),
+            )
+        except Impossible as error:
+            if self.stopping:
+                return "error", SHUTTING_DOWN
+            memory = not isinstance(error.cause, ValueError)
+            if memory:
+                sys.stderr.write("".join(traceback.format_exception(error.cause)))
+            status, kind = (500, "server_error") if memory else (400, "invalid_request_error")
+            text = str(error)
+            for file in request.job.media:  # clients need not know where files are
+                text = text.replace(file.path, Path(file.path).name)
+            code = "context_length_exceeded" if isinstance(error.cause, LengthError) else None
+            return "error", ApiError(status, text, code=code, kind=kind, param="messages")
+        if reply.finish_reason == "interrupted":
+            return "error", SHUTTING_DOWN
+        return "reply", reply

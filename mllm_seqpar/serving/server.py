@@ -1,0 +1,197 @@
+"""`mllm-seqpar serve`: OpenAI's chat completions about videos, by HTTP, and a page to try it.
+
+    mllm-seqpar serve --model DIR --num_processes 4 --media_root /videos
+
+Rank 0's main thread runs the model. A second thread of it runs the HTTP interface (`app`).
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import shutil
+import signal
+import socket
+import sys
+import tempfile
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from transformers.utils import logging
+
+from mllm_seqpar.cli.options import option
+from mllm_seqpar.cli.own_ranks import own_ranks
+from mllm_seqpar.cli.program_exit import run
+from mllm_seqpar.errors import ConfigError
+
+from .arguments import ModelOptions, parse
+from .jobs import Worker, joined_worker
+from .media import MediaStore
+from .request_queue import RequestQueue
+
+ENTRY = "mllm_seqpar.serving.server:main"
+API_KEY = "MLLM_SEQPAR_API_KEY"
+MB = 1_000_000
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServeOptions(ModelOptions):
+    """The options of the server."""
+
+    host: str = option("address to listen on; 0.0.0.0 for all", "127.0.0.1")
+    port: int = option("port to listen on; 0 for any free one", 8000)
+    api_key: str | None = option(
+        f"key that clients must send; the environment variable {API_KEY} keeps it out of the list of processes", None
+    )
+    served_model_name: str | None = option("name of the model for clients (default: the directory's)", None)
+    media_root: str | None = option("folder below which requests may name files by path (default: none may)", None)
+    allow_urls: tuple[str, ...] = option(
+        'host whose http(s) URLs requests may name; may be repeated; "*" for all public ones (default: none)', ()
+    )
+    upload_dir: str | None = option(
+        "folder for uploads, which all ranks must see (default: a temporary one of this machine)", None
+    )
+    max_upload_mb: float = option("largest request, in megabytes", 1000.0)
+    max_stored_mb: float = option("all uploads together, in megabytes", 10_000.0)
+    max_queue: int = option("requests that may wait while one is answered", 16)
+    keep_conversations: int = option("conversations whose features and K and V are kept for their next turn", 1)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._require("port", 0 <= self.port < 65536, "0 to 65535")
+        self._require("max_queue", self.max_queue >= 0, "0 or more")
+        for name in ("max_upload_mb", "max_stored_mb", "keep_conversations"):
+            self._require(name, getattr(self, name) > 0, "more than 0")
+        for name in ("media_root", "upload_dir"):
+            folder = getattr(self, name)
+            if folder is not None and not Path(folder).is_dir():
+                raise ConfigError(f"--{name} {folder}: no such folder")
+
+    @property
+    def name(self) -> str:
+        return self.served_model_name or Path(self.model).resolve().name
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command; return 0, or end the process with a message."""
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    run(serve, sys.argv[1:] if argv is None else argv)
+    return 0
+
+
+def serve(argv: Sequence[str]) -> None:
+    """Answer requests until SIGINT or SIGTERM. The ranks that `own_ranks` starts call this too.
+
+    Raises:
+        SeqParError: on invalid options, a model that cannot be read, or a port that is in use.
+    """
+    args = parse(ServeOptions, argv, "mllm-seqpar serve", "Answer questions about videos by OpenAI's HTTP interface.")
+    if int(os.environ.get("RANK", "0")):
+        with joined_worker(args, args.keep_conversations) as worker:
+            worker.follow()
+        return
+    _require_packages()
+    with _bound_socket(args) as listener, _upload_folder(args) as folder:
+        remove = functools.partial(shutil.rmtree, folder, ignore_errors=True)
+        with own_ranks(args.num_processes, ENTRY, argv, before_exit=remove):
+            with joined_worker(args, args.keep_conversations) as worker:
+                _serve(args, worker, listener, folder)
+
+
+def _serve(args: ServeOptions, worker: Worker, listener: socket.socket, folder: Path) -> None:
+    import uvicorn
+
+    from .app import Service, make_app
+
+    requests = RequestQueue(args.max_queue)
+    key, limit = args.api_key or os.environ.get(API_KEY) or None, int(args.max_upload_mb * MB)
+    store = MediaStore(
+        folder,
+        media_root=args.media_root,
+        allowed_hosts=args.allow_urls,
+        max_bytes=limit,
+        max_total=int(args.max_stored_mb * MB),
+    )
+    service = Service(
+        model=args.name,
+        store=store,
+        queue=requests,
+        ranks=worker.engine.comm.size,
+        api_key=key,
+        max_bytes=limit,
+        sampling=args.sampling(),
+        frames=args.frame_options(),
+    )
+    server = uvicorn.Server(uvicorn.Config(make_app(service), log_level="warning", lifespan="off"))
+    thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
+    thread.start()
+    host, port = listener.getsockname()[:2]
+    _note(f"{args.name} on {service.ranks} rank{'s' * (service.ranks > 1)}: http://{host}:{port} (page), /v1 (API)")
+    if key is None and not host.startswith("127.") and host != "::1":
+        _note(f"warning: everybody who reaches {host} can use this server; --api_key restricts it")
+    try:
+        with _stopped_by_signals(requests):
+            requests.answer_all(worker)
+    finally:
+        server.should_exit = True
+        thread.join(5.0)
+    _note("stopped")
+
+
+@contextmanager
+def _stopped_by_signals(requests: RequestQueue) -> Iterator[None]:
+    def stop(number: int, frame: Any) -> None:
+        requests.stop()
+
+    before = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+@contextmanager
+def _bound_socket(args: ServeOptions) -> Iterator[socket.socket]:
+    """Yield a socket bound to the address, so that a port in use is reported before the model is loaded."""
+    family = socket.AF_INET6 if ":" in args.host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as listener:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            listener.bind((args.host, args.port))
+        except OSError as error:
+            raise ConfigError(
+                f"--host {args.host} --port {args.port}: {error.strerror}; choose another port"
+            ) from error
+        yield listener
+
+
+@contextmanager
+def _upload_folder(args: ServeOptions) -> Iterator[Path]:
+    with tempfile.TemporaryDirectory(prefix="mllm-seqpar-", dir=args.upload_dir) as folder:
+        yield Path(folder)
+
+
+def _require_packages() -> None:
+    try:
+        import fastapi  # noqa: F401
+        import python_multipart  # noqa: F401
+        import uvicorn  # noqa: F401
+    except ImportError as error:
+        raise ConfigError(
+            f"serve needs {error.name}, which is not installed: pip install 'mllm-seqpar[serve]'"
+        ) from error
+
+
+def _note(text: str) -> None:
+    sys.stderr.write(f"{text}\n")
+    sys.stderr.flush()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

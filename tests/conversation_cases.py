@@ -1,0 +1,25 @@
+"""Conversations in one process, which those on several ranks and through a program must equal."""
+
+from pathlib import Path
+from typing import Any
+
+from mllm_seqpar import patch_model
+from mllm_seqpar.data import VideoSource
+from mllm_seqpar.inference import Sampling
+from mllm_seqpar.inference.conversation import Conversation, Reply
+from mllm_seqpar.models.loading import load_model, load_processor
+
+
+def replies_in_one_process(
+    model: Path, video: Path, questions: tuple[str, ...], frames: int, tokens: int
+) -> list[Reply]:
+    """Return the replies to questions that are asked one after another."""
+    patched = patch_model(load_model(str(model)).eval())
+    source = VideoSource.open(video, num_frames=frames)
+    conversation, messages, replies = Conversation(patched, load_processor(str(model)), [source]), [], []
+    for question in questions:
+        media: list[Any] = [] if messages else [{"type": "video"}]
+        messages.append({"role": "user", "content": [*media, {"type": "text", "text": question}]})
+        replies.append(conversation.answer(conversation.prompt(messages), Sampling(max_new_tokens=tokens)))
+        messages.append({"role": "assistant", "content": replies[-1].text})
+    return replies

@@ -1,0 +1,144 @@
+"""Layer: real launch. The server on 2 ranks that it starts itself, by the openai client and in a headless browser."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import psutil
+import pytest
+
+pytest.importorskip("fastapi", reason="fastapi is not installed (extra serve)")
+pytest.importorskip("openai", reason="openai is not installed (extra test)")
+
+import openai
+
+from browser import CHROMIUM, Browser
+from conversation_cases import replies_in_one_process
+from launch import HANG, ROOT
+from mllm_seqpar.inference.conversation import Reply
+
+pytestmark = [pytest.mark.launch, pytest.mark.slow]
+QUESTIONS = ("What is it?", "Why?")
+
+
+class Server:
+    """The command in a process, with its output in a file."""
+
+    def __init__(self, folder: Path, *argv: Any) -> None:
+        self._log = folder / "log"
+        command = [sys.executable, "-m", "mllm_seqpar.serving.server", "--port", "0", *map(str, argv)]
+        variables = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+        with self._log.open("w") as log:
+            pipes: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": log, "stderr": subprocess.STDOUT}
+            self.process = subprocess.Popen(command, cwd=ROOT, env=variables, start_new_session=True, **pipes)
+
+    @property
+    def output(self) -> str:
+        return self._log.read_text()
+
+    def url(self) -> str:
+        """Return the address as soon as the server listens."""
+        deadline = time.monotonic() + HANG
+        while not (found := re.search(r"http://\S+:\d+", self.output)):
+            assert self.process.poll() is None and time.monotonic() < deadline, self.output
+            time.sleep(0.05)
+        return found[0]
+
+    def end(self, number: int) -> int:
+        self.process.send_signal(number)
+        return self.process.wait(60)
+
+
+@pytest.fixture(scope="module")
+def server(inference_files: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[SimpleNamespace]:
+    options = ["--model", inference_files / "gated", "--num-processes", 2, "--num-frames", 5, "--max-new-tokens", 8]
+    started = Server(tmp_path_factory.mktemp("server"), *options, "--media-root", inference_files)
+    try:
+        url = started.url()
+        client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
+        yield SimpleNamespace(server=started, url=url, client=client)
+    finally:
+        started.process.kill()
+
+
+@pytest.fixture(scope="module")
+def expected(inference_files: Path) -> list[Reply]:
+    """Replies to `QUESTIONS` in one process."""
+    return replies_in_one_process(inference_files / "gated", inference_files / "clip.mp4", QUESTIONS, 5, 8)
+
+
+def test_turns_of_the_openai_client_equal_one_process(server: SimpleNamespace, expected: list[Reply]) -> None:
+    video = {"type": "video_url", "video_url": {"url": "clip.mp4"}}
+    messages: list[Any] = [{"role": "user", "content": [video, {"type": "text", "text": QUESTIONS[0]}]}]
+    create = server.client.chat.completions.create
+    first = create(model="gated", messages=messages)
+    assert first.choices[0].message.content == expected[0].text
+    messages += [first.choices[0].message, {"role": "user", "content": QUESTIONS[1]}]
+    chunks = list(create(model="gated", messages=messages, stream=True, stream_options={"include_usage": True}))
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks[:-1]) == expected[1].text
+    usage = chunks[-1].usage
+    assert usage.completion_tokens == len(expected[1].tokens)
+    assert usage.prompt_tokens_details.cached_tokens == expected[1].cached_tokens > 0
+    with pytest.raises(openai.BadRequestError, match="the context of this model is 4096 tokens") as error:
+        create(model="gated", messages=messages, max_tokens=5000)
+    assert error.value.code == "context_length_exceeded"
+
+
+def test_sampling_depends_on_the_seed_only(server: SimpleNamespace) -> None:
+    def sample(seed: int) -> str:
+        options: dict[str, Any] = {"temperature": 1.5, "top_p": 0.95, "seed": seed, "max_tokens": 30}
+        messages = [{"role": "user", "content": "Hello"}]
+        return (
+            server.client.chat.completions.create(model="gated", messages=messages, **options)
+            .choices[0]
+            .message.content
+        )
+
+    assert sample(1) == sample(1) != sample(2)
+
+
+def test_damaged_video_is_one_bad_request(server: SimpleNamespace, inference_files: Path) -> None:
+    damaged = (inference_files / "clip.mp4").read_bytes()[:20_000]
+    upload = server.client.files.create(file=("cut.mp4", damaged), purpose="user_data")
+    part = {"type": "file", "file": {"file_id": upload.id}}
+    messages = [{"role": "user", "content": [part, {"type": "text", "text": "?"}]}]
+    with pytest.raises(openai.BadRequestError, match=r"file-\w+\.mp4") as error:
+        server.client.chat.completions.create(model="gated", messages=messages)
+    assert "/" not in str(error.value.body["message"])  # type: ignore[index]
+    assert server.client.models.list().data[0].id == "gated"
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium")
+def test_page_plays_asks_and_shows_the_streamed_answer(
+    server: SimpleNamespace, expected: list[Reply], inference_files: Path, tmp_path: Path
+) -> None:
+    browser = Browser(server.url, tmp_path)
+    try:
+        browser.wait("document.getElementById('model')?.textContent === 'gated'")
+        browser.choose_file("#file", inference_files / "clip.mp4")
+        browser.wait("document.getElementById('status').textContent.endsWith('is uploaded')")
+        assert browser.value("!player.hidden && player.src.startsWith('blob:')")
+        for question in QUESTIONS:
+            browser.value(f"question.value = {question!r}; form.requestSubmit(); null")
+            browser.wait("document.getElementById('ask').disabled === false && !answering")
+        shown = browser.value("[...document.querySelectorAll('#messages li')].map(item => item.textContent)")
+        assert shown == [QUESTIONS[0], expected[0].text, QUESTIONS[1], expected[1].text]
+        assert browser.errors == []
+    finally:
+        browser.close()
+
+
+def test_sigterm_ends_the_server_and_its_ranks(server: SimpleNamespace) -> None:
+    ranks = psutil.Process(server.server.process.pid).children()
+    assert len(ranks) == 1
+    assert server.server.end(signal.SIGTERM) == 0, server.server.output
+    psutil.wait_procs(ranks, timeout=30)
+    assert not any(rank.is_running() for rank in ranks)
+    assert server.server.output.endswith("stopped\n")

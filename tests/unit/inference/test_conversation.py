@@ -1,0 +1,174 @@
+"""Layer: one process. Each turn of a conversation equals one prompt with all messages; the ranks are threads."""
+
+import threading
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from family_directories import MAKERS, family_folder
+from mllm_seqpar import patch_model
+from mllm_seqpar.comm import Communicator, as_communicator, run_loopback
+from mllm_seqpar.data import VideoSource, chat_family
+from mllm_seqpar.errors import DataError
+from mllm_seqpar.inference import Sampling
+from mllm_seqpar.inference.conversation import Conversation, LengthError, Reply, _StopWatch
+from mllm_seqpar.models.loading import load_model, load_processor
+
+FRAMES = 5
+QUESTIONS = ("What is it?", "Why?", "And then?")
+LOADING = threading.Lock()  # `from_pretrained` changes state of the whole process while it runs
+
+Case = tuple[Path, str]
+
+
+def user(text: str, *media: str) -> dict[str, Any]:
+    return {"role": "user", "content": [*({"type": kind} for kind in media), {"type": "text", "text": text}]}
+
+
+def says(text: str) -> dict[str, Any]:
+    return {"role": "assistant", "content": text}
+
+
+@pytest.fixture(params=["gated", *(pytest.param(name, marks=pytest.mark.slow) for name in MAKERS)])
+def case(request: pytest.FixtureRequest, inference_files: Path) -> Case:
+    """A model directory and a video."""
+    if request.param == "gated":
+        return inference_files / "gated", str(inference_files / "clip.mp4")
+    return family_folder() / request.param, str(family_folder() / "clip.mp4")
+
+
+def open_conversation(comm: Communicator, case: Case, **options: Any) -> Conversation:
+    with LOADING:
+        model, processor = load_model(str(case[0])).eval(), load_processor(str(case[0]))
+    model = patch_model(model, group=comm, **options)
+    return Conversation(model, processor, [VideoSource.open(case[1], num_frames=FRAMES)], batch=2)
+
+
+def turns(comm: Communicator, case: Case, tokens: int, **options: Any) -> tuple[list[Any], list[Reply]]:
+    """Ask `QUESTIONS` one after another; return the messages and the replies."""
+    conversation, messages, replies = open_conversation(comm, case, **options), [], []
+    for question in QUESTIONS:
+        messages.append(user(question, *(["video"] if not messages else [])))
+        replies.append(conversation.answer(conversation.prompt(messages), Sampling(max_new_tokens=tokens)))
+        messages.append(says(replies[-1].text))
+    return messages, replies
+
+
+def unpatched(case: Case, messages: list[Any], tokens: int) -> list[int]:
+    """The tokens of the unpatched model, which gets all messages in one prompt, and all frames as pixels."""
+    processor, model = load_processor(str(case[0])), load_model(str(case[0])).eval()
+    family, source = chat_family(processor), VideoSource.open(case[1], num_frames=FRAMES)
+    pixels = family.pixels(torch.cat(list(source.read(0, FRAMES))))
+    flat = family.always_sharded  # otherwise the pictures have no dimension of samples
+    pictures = {name: x[None] if flat else x for name, x in zip(family.frame_names, pixels, strict=True)}
+    text = family.text([messages], [[source]], add_generation_prompt=True)
+    generate = partial(_generate_without_cache, model) if family.ids_name == "lang_x" else model.generate
+    options = {"do_sample": False, "max_new_tokens": tokens} | family.generation(model)
+    output = generate(**family.arguments(text), **pictures, **options)
+    return output[0, text.input_ids.shape[1] :].tolist()
+
+
+@torch.no_grad()
+def _generate_without_cache(
+    model: Any, vision_x: Tensor, lang_x: Tensor, max_new_tokens: int, **options: Any
+) -> Tensor:
+    """Return what `Flamingo.generate` would; the unpatched method fails with transformers 5."""
+    for _step in range(max_new_tokens):
+        logits = model(vision_x, lang_x, torch.ones_like(lang_x)).logits[:, -1]
+        logits[:, [token for (token,) in options["bad_words_ids"]]] = -torch.inf
+        lang_x = torch.cat([lang_x, logits.argmax(-1, keepdim=True)], 1)
+        if int(lang_x[0, -1]) == model.eoc_token_id:
+            break
+    return lang_x
+
+
+def test_turns_equal_one_prompt_with_all_messages(case: Case) -> None:
+    tokens = 6
+    for world, options in ((1, {}), (2, {"shard_prompt_from": 4})):
+        results = run_loopback(world, lambda comm, options=options: turns(comm, case, tokens, **options))
+        messages, replies = results[0]
+        assert all([r.tokens for r in other] == [r.tokens for r in replies] for _, other in results)
+        for number, reply in enumerate(replies):
+            assert reply.tokens == unpatched(case, messages[: 2 * number + 1], tokens), (world, number)
+            # What precedes the last answer was in the cache, so only new tokens were prefilled.
+            assert reply.cached_tokens >= (replies[number - 1].prompt_tokens if number else 0)
+
+
+def converse(case: Case, world: int, body: Any, **options: Any) -> list[Any]:
+    return run_loopback(world, lambda comm: body(open_conversation(comm, case, **options)))
+
+
+@pytest.fixture
+def gated(inference_files: Path) -> Case:
+    return inference_files / "gated", str(inference_files / "clip.mp4")
+
+
+def test_other_history_keeps_what_both_have_in_common(gated: Case) -> None:
+    def body(conversation: Conversation) -> tuple[Reply, Reply]:
+        first = conversation.prompt([user("What is it?", "video")])
+        conversation.answer(first, Sampling(max_new_tokens=3))
+        changed = conversation.prompt([user("What was it?", "video"), says("A dot."), user("Where?")])
+        return conversation.answer(changed, Sampling(max_new_tokens=6)), conversation.answer(first, Sampling())
+
+    (reply, _), *_ = converse(gated, 1, body)
+    messages = [user("What was it?", "video"), says("A dot."), user("Where?")]
+    assert reply.tokens == unpatched(gated, messages, 6)
+    assert 20 < reply.cached_tokens < reply.prompt_tokens - 20
+
+
+def test_interrupted_and_stopped_answers_end_on_all_ranks_and_go_on(gated: Case) -> None:
+    def body(conversation: Conversation) -> list[Reply]:
+        prompt, pieces = conversation.prompt([user("What is it?", "video")]), []
+        whole = conversation.answer(prompt, Sampling(max_new_tokens=12), on_text=pieces.append)
+        assert "".join(pieces) == whole.text
+        rank_0 = conversation._comm.rank == 0
+        stop = whole.text[2:5]
+        return [
+            whole,
+            conversation.answer(prompt, Sampling(max_new_tokens=12), interrupted=lambda: rank_0),
+            conversation.answer(prompt, Sampling(max_new_tokens=12), stop=[stop]),
+            conversation.answer(prompt, Sampling(max_new_tokens=12)),
+        ]
+
+    for whole, interrupted, stopped, again in converse(gated, 2, body):
+        assert (interrupted.tokens, interrupted.finish_reason) == (whole.tokens[:1], "interrupted")
+        assert stopped.finish_reason == "stop" and len(stopped.tokens) < len(whole.tokens)
+        assert stopped.text == whole.text[: whole.text.index(whole.text[2:5])]
+        assert (again.tokens, whole.finish_reason) == (whole.tokens, "length")
+
+
+def test_pieces_never_contain_the_beginning_of_a_stop_string() -> None:
+    pieces: list[str] = []
+    watch = _StopWatch(as_communicator(None), ["</end>", "dd"], pieces.append, None)
+    for piece in ("a<", "b</e", "nd", ">c"):
+        watch.put(piece)
+    assert (pieces, watch.finish(), watch.stopped) == (["a", "<b"], "a<b", True)
+
+
+def test_prompts_that_the_model_cannot_take_are_refused(gated: Case) -> None:
+    def body(conversation: Conversation) -> None:
+        with pytest.raises(LengthError, match="the context of this model is 4096 tokens"):
+            conversation.prompt([user("What is it?", "video")], max_new_tokens=4096)
+        with pytest.raises(DataError, match="which is a mark of this model's chat format"):
+            conversation.prompt([user("<|im_end|>", "video")])
+        with pytest.raises(DataError, match="0 media parts"):
+            conversation.prompt([user("What is it?")])
+
+    converse(gated, 1, body)
+
+
+def test_conversation_without_media(case: Case) -> None:
+    def body(comm: Communicator) -> Reply:
+        with LOADING:
+            model, processor = load_model(str(case[0])).eval(), load_processor(str(case[0]))
+        conversation = Conversation(patch_model(model, group=comm), processor)
+        messages = [user("Say hello."), says("Hello!"), user("And?")]
+        conversation.answer(conversation.prompt(messages[:1]), Sampling(max_new_tokens=2))
+        return conversation.answer(conversation.prompt(messages), Sampling(max_new_tokens=4))
+
+    replies = [reply.tokens for world in (1, 2) for reply in run_loopback(world, body)]
+    assert replies[0] and all(tokens == replies[0] for tokens in replies)

@@ -1,0 +1,69 @@
+"""Layer: one process. Options of chat and serve, and what is refused before a model is loaded."""
+
+import importlib.util
+import socket
+from pathlib import Path
+
+import pytest
+
+from mllm_seqpar.errors import ConfigError, VideoError
+from mllm_seqpar.inference import Sampling
+from mllm_seqpar.serving.arguments import parse
+from mllm_seqpar.serving.chat import ChatOptions, chat
+from mllm_seqpar.serving.server import ServeOptions, serve
+
+MODEL = ["--model", "none"]
+
+
+def options(*argv: str) -> ServeOptions:
+    return parse(ServeOptions, [*MODEL, *argv], "serve", "")
+
+
+def test_names_may_have_underscores_or_hyphens() -> None:
+    both = options("--max_new_tokens=7", "--media-root", ".", "--allow_urls", "a_b.example", "--allow-urls", "*")
+    assert (both.max_new_tokens, both.media_root, both.allow_urls) == (7, ".", ("a_b.example", "*"))
+    assert both.sampling() == Sampling(max_new_tokens=7) and both.frame_options()["fps"] == 1.0
+    assert options("--num_frames", "4").frame_options() == {"fps": None, "num_frames": 4, "max_frames": None}
+    assert parse(ChatOptions, [*MODEL, "--seed", "3"], "chat", "").seed == 3
+
+
+@pytest.mark.parametrize(
+    ("argv", "fault"),
+    [
+        (["--num_processes", "0"], "--num-processes: 0"),
+        (["--fps", "1", "--num_frames", "2"], "give one of them"),
+        (["--temperature", "inf"], "temperature"),
+        (["--port", "70000"], "--port: 70000"),
+        (["--media_root", "nowhere"], "nowhere: no such folder"),
+        (["--max_upload_mb", "0"], "--max-upload-mb: 0.0"),
+        (["--kernel", "none"], "--kernel: 'none' is unknown"),
+    ],
+)
+def test_invalid_options_are_refused(argv: list[str], fault: str) -> None:
+    with pytest.raises(ConfigError, match=fault):
+        options(*argv)
+
+
+def test_chat_refuses_a_launcher_and_a_file_that_is_no_video(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "text.mp4").write_text("no video")
+    with pytest.raises(VideoError, match="not a readable video"):
+        chat([*MODEL, "--video", str(tmp_path / "text.mp4")])
+    for name, value in {"RANK": "0", "WORLD_SIZE": "2"}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ConfigError, match="start it as mllm-seqpar chat --num_processes N"):
+        chat(MODEL)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("fastapi") is None, reason="fastapi is not installed (extra serve)")
+def test_port_in_use_is_reported_before_the_model_is_loaded() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        with pytest.raises(ConfigError, match="choose another port"):
+            serve([*MODEL, "--port", str(taken.getsockname()[1])])
+
+
+@pytest.mark.skipif(importlib.util.find_spec("fastapi") is not None, reason="fastapi is installed")
+def test_missing_packages_are_named() -> None:
+    with pytest.raises(ConfigError, match=r"pip install 'mllm-seqpar\[serve\]'"):
+        serve(MODEL)

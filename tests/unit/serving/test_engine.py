@@ -1,0 +1,150 @@
+"""Layer: one process. Jobs about videos and images on ranks that are threads, and jobs that cannot be answered."""
+
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from family_directories import family_folder
+from mllm_seqpar.cli.job_channel import JobChannel
+from mllm_seqpar.comm import Communicator, run_loopback
+from mllm_seqpar.data import VideoSource, chat_family
+from mllm_seqpar.errors import SeqParError
+from mllm_seqpar.inference import Sampling
+from mllm_seqpar.inference.conversation import Interrupted, JoinedSource, LengthError, Reply
+from mllm_seqpar.models import loading
+from mllm_seqpar.models.loading import load_model, load_processor
+from mllm_seqpar.serving.arguments import parse
+from mllm_seqpar.serving.chat import ChatOptions
+from mllm_seqpar.serving.engine import Engine, Job, MediaFile
+from mllm_seqpar.serving.jobs import Impossible, Worker
+
+CPU = torch.device("cpu")
+FEW = Sampling(max_new_tokens=5)
+
+
+@pytest.fixture(autouse=True)
+def load_one_model_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`from_pretrained` changes state of the whole process while it runs, so threads must not call it together."""
+    lock, load = threading.Lock(), loading.load_model
+
+    def locked(*args: Any, **kwargs: Any) -> Any:
+        with lock:
+            return load(*args, **kwargs)
+
+    monkeypatch.setattr("mllm_seqpar.inference.model_loading.load_model", locked)
+
+
+@pytest.fixture
+def video(inference_files: Path) -> MediaFile:
+    return MediaFile.of("video", str(inference_files / "clip.mp4"), num_frames=3)
+
+
+def on_ranks(world: int, model: Path, body: Callable[[Engine], Any]) -> list[Any]:
+    args = parse(ChatOptions, ["--model", str(model), "--encode-batch", "2"], "chat", "")
+    return run_loopback(world, lambda comm: body(Engine(args, comm, CPU)))
+
+
+def job(*media: MediaFile, question: str = "What is it?", sampling: Sampling = FEW) -> Job:
+    content = [*({"type": file.kind} for file in media), {"type": "text", "text": question}]
+    return Job(messages=[{"role": "user", "content": content}], media=media, sampling=sampling)
+
+
+def answer(engine: Engine, asked: Job, **options: Any) -> Reply:
+    return engine.answer(asked, engine.prepare(asked, **options))
+
+
+def test_job_survives_its_way_to_the_other_ranks(video: MediaFile) -> None:
+    asked = Job(messages=[{"role": "user", "content": "?"}], media=(video,), sampling=FEW, stop=("x", "y"))
+    assert Job.from_json(asked.to_json()) == asked
+
+
+def test_videos_and_images_in_one_message_equal_the_unpatched_model() -> None:
+    folder = family_folder()
+    model = folder / "mllama"
+    clip = MediaFile.of("video", str(folder / "clip.mp4"), num_frames=3)
+    images = [MediaFile.of("image", str(folder / f"{number}.png")) for number in (1, 2)]
+    asked = job(images[0], clip, images[1])
+    replies = [reply for world in (1, 2) for reply in on_ranks(world, model, lambda engine: answer(engine, asked))]
+
+    processor, unpatched = load_processor(str(model)), load_model(str(model)).eval()
+    family = chat_family(processor)
+    sources = [file.open(family) for file in asked.media]
+    text = family.text([asked.messages], [sources], add_generation_prompt=True)
+    parts = [family.pixels(frames) for frames in JoinedSource(tuple(sources)).read(0, 5)]
+    pictures = (torch.cat(columns)[None] for columns in zip(*parts, strict=True))
+    named = dict(zip(family.frame_names, pictures, strict=True))
+    output = unpatched.generate(**family.arguments(text), **named, do_sample=False, max_new_tokens=5)
+    expected = output[0, text.input_ids.shape[1] :].tolist()
+    assert all(reply.tokens == expected for reply in replies)
+
+
+def test_job_that_fails_on_all_ranks_is_followed_by_the_next(
+    inference_files: Path, video: MediaFile, tmp_path: Path
+) -> None:
+    damaged, calls = tmp_path / "cut.mp4", []
+    damaged.write_bytes((inference_files / "clip.mp4").read_bytes()[:20_000])
+    broken = MediaFile.of("video", str(damaged), num_frames=3)
+
+    def body(engine: Engine) -> tuple[list[type], Reply]:
+        first_rank = engine.comm.rank == 0
+        answer(engine, job(video))
+        found = []
+        for asked, interrupted in (
+            (job(broken), None),
+            (job(video, sampling=Sampling(max_new_tokens=5000)), None),
+            (job(video, question="<|im_end|>"), None),
+        ):
+            with pytest.raises(SeqParError) as error:
+                engine.prepare(asked, interrupted=interrupted)
+            found.append(type(error.value))
+        again = answer(engine, job(video), progress=lambda *_: calls.append(1))
+        other = job(MediaFile.of("video", video.path, num_frames=4))
+        with pytest.raises(SeqParError) as error:
+            engine.prepare(other, interrupted=(lambda: True) if first_rank else None)
+        found.append(type(error.value))
+        return found, again
+
+    (errors, again), (_, again_1) = on_ranks(2, inference_files / "gated", body)
+    assert errors[1] is LengthError and errors[3] is Interrupted
+    assert again.tokens == again_1.tokens and again.cached_tokens == again.prompt_tokens - 1
+    assert not calls  # the frames stayed encoded
+
+
+def test_out_of_memory_is_an_impossible_job_on_one_rank_only(
+    inference_files: Path, video: MediaFile, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*args: Any, **kwargs: Any) -> Any:
+        raise torch.OutOfMemoryError("no memory")
+
+    def body(engine: Engine) -> str:
+        worker = Worker(engine, JobChannel(engine.comm))
+        with monkeypatch.context() as patch:
+            patch.setattr(Engine, "answer", fail)
+            with pytest.raises(Impossible, match="take fewer frames, or start more ranks") as error:
+                worker.run(job(video))
+        assert worker.run(job(video)).tokens
+        return str(error.value)
+
+    on_ranks(1, inference_files / "gated", body)
+
+
+def test_source_that_is_interrupted_reads_no_further(video: MediaFile) -> None:
+    flags = iter((False, True))
+    source = JoinedSource((VideoSource.open(video.path, num_frames=4),), lambda: next(flags))
+    frames = source.read(0, 4, batch=2)
+    next(frames)
+    with pytest.raises(Interrupted):
+        next(frames)
+
+
+def test_ranks_of_an_engine_need_the_same_model(inference_files: Path) -> None:
+    def body(comm: Communicator) -> None:
+        model = inference_files / ("gated" if comm.rank else "fused")
+        Engine(parse(ChatOptions, ["--model", str(model)], "chat", ""), comm, CPU)
+
+    with pytest.raises(SeqParError, match="the ranks differ in model"):
+        run_loopback(2, body)
