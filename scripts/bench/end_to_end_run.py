@@ -1,0 +1,288 @@
+"""Whole training steps of one model, in every mode and in a changing order, on the ranks of a group.
+
+A step is forward, backward, the average of the gradients over the ranks, and AdamW. Its learning rate is 0, so that
+every step of every mode must give the same loss and the same gradient norm. Each mode has a model of its own with the
+same weights, patched once, so what a patched model measures and plans on its first pass is not in the time of a step.
+
+The link's speed follows from the time of a block, as in `network_run`. The part of the step that is not cross-attention
+follows from the paper's table: where the model's own part is shorter, the step sleeps for the rest of it first, in the
+place of the vision tower.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+import random
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from statistics import median
+from typing import Any
+
+import torch
+from network_modes import BlockTime, Mode, Speed, cluster, modes
+from network_run import CLOSE, Link, NetworkBenchmark
+from network_settings import Setting, scaled_row
+from paper_tables import PaperRow, read_table
+from scaled_models import Subject, mllama, mplug_owl3, open_flamingo
+from torch import Tensor
+
+from mllm_seqpar import FrameShard, patch_model
+from mllm_seqpar.comm import Communicator, Pending, Recv, Send
+from mllm_seqpar.patching.patch import patch_of
+from mllm_seqpar.planner import ParallelSpec, call_cost
+from mllm_seqpar.planner.call_cost import VisualProjection
+from mllm_seqpar.runtime.forward_state import ForwardState
+
+LAYERS = 4
+"""Layers of each model; every second one has cross-attention."""
+Build = Callable[[], Subject]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """A model and its setting. `rest` is the time of the step outside cross-attention, over that of cross-attention
+    without transfers; None: the model's own."""
+
+    setting: Setting
+    build: Build
+    rest: float | None = None
+
+
+PAPER_ROWS = {"owl3-1b": ("table3", "mPLUG-Owl3-1b", 2), "owl3-7b": ("table3", "mPLUG-Owl3-7b", 2)}
+PAPER_ROWS |= {"owl3-1b-a30": ("table4", "mPLUG-Owl3-1b", 0), "flamingo-3b-a30": ("table4", "OpenFlamingo-3b", 2)}
+"""Table, model, and the number of the row among those of the model."""
+
+SUITES: dict[str, dict[str, tuple[str, Callable[..., Subject], str, int, int, float | None]]] = {
+    "emulated": {
+        "a100-owl3": ("owl3-1b", mplug_owl3, "mplug-owl3-1b", 8, 16, 0.008),
+        "a30-owl3": ("owl3-1b-a30", mplug_owl3, "mplug-owl3-1b", 8, 16, 0.005),
+        "a30-flamingo": ("flamingo-3b-a30", open_flamingo, "open-flamingo-3b", 16, 64, 0.008),
+        "llama": ("owl3-7b", mllama, "llama-3.2-11b-vision", 32, 16, 0.008),
+    },
+    "real": {
+        "a100-owl3": ("owl3-1b", mplug_owl3, "mplug-owl3-1b", 4, 32, None),
+        "a30-flamingo": ("flamingo-3b-a30", open_flamingo, "open-flamingo-3b", 16, 256, None),
+        "llama": ("owl3-7b", mllama, "llama-3.2-11b-vision", 16, 32, None),
+    },
+}
+"""By suite and case: row of the paper, model, divisor of its widths, query rows of a rank, seconds of a block."""
+RANKS = {"emulated": 8, "real": 2}
+
+
+def cases(suite: str) -> list[Case]:
+    found = []
+    for name, (paper, build, config, scale, rows, block_s) in SUITES[suite].items():
+        table, label, number = PAPER_ROWS[paper]
+        row = [row for row in read_table(table) if row.label == label][number]
+        model = functools.partial(build, scale, config, LAYERS, **({"every": 2} if build is open_flamingo else {}))
+        found.append(case_of(name, row, RANKS[suite], rows, block_s, model))
+    return found
+
+
+def case_of(name: str, row: PaperRow, ranks: int, rows: int, block_s: float | None, build: Build) -> Case:
+    """Return a case with the proportions of a row of the paper, for the heads of the model."""
+    cross = build().sizes.cross
+    heads = {"heads": cross.heads, "kv_heads": cross.kv_heads, "dim": cross.head_dim}
+    setting = replace(scaled_row(name, row, ranks, rows, block_s), **heads)
+    setting = replace(setting, dtype="bfloat16" if block_s else "float32")
+    if setting.heads != row.model.cross.heads:  # another model than the paper's
+        setting = replace(setting, paper=None)
+    return Case(setting=setting, build=build, rest=row.step_seconds["lv-xattn"] / row.seconds["lv-xattn"] - 1)
+
+
+def step_modes(setting: Setting) -> list[Mode]:
+    """Return `none`, the strategies that the paper compares, and "auto", whose spec the planner selects."""
+    names = ("none", "lv-xattn", "ring", "ring, expanded")
+    chosen = [mode for mode in modes(setting) if mode.name in names or mode.name.startswith("ulysses")]
+    return [*chosen, Mode(name="auto", spec=None)]
+
+
+class Step:
+    """The training step of one mode."""
+
+    def __init__(self, case: Case, mode: Mode, comm: Communicator, kernel: str, features: Tensor) -> None:
+        torch.manual_seed(0)
+        self.mode, self.comm, self.features, setting = mode, comm, features, case.setting
+        subject = case.build()
+        self.model = subject.model.to(features.dtype).train().requires_grad_(True)
+        shard = FrameShard(comm.rank, comm.rank + 1, comm.size)
+        self.arguments = subject.arguments(setting.rows * comm.size, features, shard)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.0)
+        options: dict[str, Any] = {"kernel": kernel}
+        strategy = mode.spec.strategy if mode.spec else {"none": "lv-xattn"}.get(mode.name, mode.name)
+        if mode.spec and mode.spec.strategy == "ulysses" and mode.spec.mesh_shape != (1, 1):
+            options["tile"] = mode.spec.mesh_shape
+        if mode.expanded:
+            options["accumulate_dtype"] = mode.accumulate_dtype
+            comm = copy.copy(comm)
+            comm.expanded_heads = setting.heads  # type: ignore[attr-defined]
+            _expand_keys()
+        if mode.name == "none":
+            comm = without_transfers(comm)
+        patch_model(self.model, strategy, group=comm, **options)
+
+    def once(self, rest_s: float) -> tuple[float, float, float, int]:
+        """Return the slowest rank's seconds of a step, the loss, the gradient norm, and the bytes this rank sends."""
+        self.comm.gather_ints([0])  # all ranks start together
+        self.comm.bytes.reset()
+        start = time.perf_counter()
+        time.sleep(rest_s)
+        self.features.grad = None
+        self.optimizer.zero_grad(set_to_none=True)
+        loss = self.model(**self.arguments).loss
+        loss.backward()
+        grads = [p.grad for p in self.model.parameters() if p.grad is not None]
+        mean = self.comm.all_reduce(torch.cat([grad.flatten() for grad in grads]), "gradients").div_(self.comm.size)
+        for grad, part in zip(grads, mean.split([grad.numel() for grad in grads]), strict=True):
+            grad.copy_(part.view_as(grad))
+        self.optimizer.step()
+        nanoseconds, sent = int((time.perf_counter() - start) * 1e9), self.comm.bytes.total
+        seconds = max(row[0] for row in self.comm.gather_ints([nanoseconds])) / 1e9
+        return seconds, float(loss.detach()), float(mean.float().norm()), sent
+
+    @property
+    def spec(self) -> ParallelSpec | None:
+        """The spec of the mode's cross-attention, after a step; None without transfers."""
+        if self.mode.name != "auto":
+            return self.mode.spec
+        selector = patch_of(self.model).context.selector  # type: ignore[union-attr]
+        return next(iter(selector._selections.values())).spec  # type: ignore[union-attr]
+
+    @property
+    def matmul(self) -> float:
+        """The rate of matrix products that "auto" has measured, in FLOP/s."""
+        selector = patch_of(self.model).context.selector  # type: ignore[union-attr]
+        return next(iter(selector._selections.values())).cluster.matmul  # type: ignore[union-attr]
+
+
+@dataclass
+class Measured:
+    """Seconds of each mode's steps in the order of repetitions, what the planner predicts, and the bytes sent."""
+
+    block: BlockTime
+    mbit: float | None
+    speed: Speed | None
+    own_s: float  # a step without transfers and without sleeping
+    rest_s: float  # how long a step sleeps
+    seconds: dict[str, list[float]] = field(default_factory=dict)
+    sent: dict[str, int] = field(default_factory=dict)
+    predicted: dict[str, float] = field(default_factory=dict)
+    selected: str = ""
+
+
+class StepBenchmark:
+    def __init__(self, case: Case, comm: Communicator) -> None:
+        self.case, self.comm, self.setting = case, comm, case.setting
+        self.network = NetworkBenchmark(case.setting, comm, torch.device("cpu"))
+        sizes, generator = case.build().sizes, torch.Generator().manual_seed(comm.rank)
+        self.visual_dim, dtype = sizes.cross.visual_dim, getattr(torch, case.setting.dtype)
+        frame = torch.randn(1, case.setting.keys, self.visual_dim, generator=generator)
+        self.features = frame.to(dtype).requires_grad_()
+
+    def run(self, repeats: int, seed: int, link: Link) -> Measured:
+        """Measure all modes: once to warm up, then `repeats` times."""
+        kernel = self.network.kernel
+        with kernel.registered() if kernel else contextlib.nullcontext():
+            block = self._block()
+            mbit, speed = self.network.shape_link(link, block[0])
+            options = self.comm, kernel.name if kernel else "auto", self.features
+            steps = {mode.name: Step(self.case, mode, *options) for mode in step_modes(self.setting)}
+            steps["none"].once(0.0)
+            own_s = median(steps["none"].once(0.0)[0] for _ in range(3))
+            cross_s = LAYERS // 2 * self.setting.ranks * sum(block)
+            rest_s = 0.0 if self.case.rest is None else max(0.0, (1 + self.case.rest) * cross_s - own_s)
+            found = Measured(block, mbit, speed, own_s, rest_s, {name: [] for name in steps})
+            order, shuffler = list(steps), random.Random(seed)
+            expected: tuple[float, float] | None = None
+            for repeat in range(1 + repeats):
+                for name in order:
+                    seconds, *result, found.sent[name] = steps[name].once(rest_s)
+                    if name != "none" or kernel:  # real blocks of `none` attend to keys of this rank only
+                        expected = self._same(name, result, expected or result)
+                    if repeat:
+                        found.seconds[name].append(seconds)
+                shuffler.shuffle(order)
+        found.selected = str(steps["auto"].spec)
+        self._predict(steps, found)
+        return found
+
+    def _block(self) -> BlockTime:
+        """Return the seconds of one block's forward and backward, with all ranks computing at once."""
+        none, n = modes(self.setting)[0], self.setting.ranks
+        self.network.once(none)
+        runs = [self.network.once(none) for _ in range(5)]
+        forward = median(run[0] for run in runs)
+        return forward / n, (median(run[1] for run in runs) - forward) / n
+
+    def _same(self, name: str, result: Sequence[float], expected: Sequence[float]) -> Sequence[float]:
+        """Raise SystemExit, on all ranks, if loss or gradient norm differ from those of the other modes."""
+        limit = CLOSE[self.features.dtype]
+        for what, value, other in zip(("loss", "gradient norm"), result, expected, strict=True):
+            if not abs(value - other) <= limit * abs(other):
+                raise SystemExit(f"{self.setting.name}, {name}: {what} {value}; other modes have {other}")
+        return expected
+
+    def _predict(self, steps: dict[str, Step], found: Measured) -> None:
+        """Predict a step as a measured one without transfers, and the planner's time of the cross-attention calls."""
+        none = median(found.seconds["none"])
+        if found.speed is None:
+            found.predicted = dict.fromkeys(steps, none)
+            return
+        rates = replace(cluster(self.setting, found.block, found.speed), matmul=steps["auto"].matmul)
+        ideal = replace(rates, network_link=1e18, node_link=1e18, network_latency_s=0.0, node_latency_s=0.0)
+        visual = VisualProjection(dim=self.visual_dim, layers=LAYERS // 2)
+
+        def calls_s(mode: Mode, spec: ParallelSpec, network: Any) -> float:
+            problem = mode.problem(self.setting)
+            costs = [call_cost(problem, spec, network, backward=b, visual=visual) for b in (False, True)]
+            return LAYERS // 2 * sum(cost.seconds for cost in costs)
+
+        lv = steps["lv-xattn"]
+        without = calls_s(lv.mode, lv.mode.spec, ideal)  # type: ignore[arg-type]
+        for name, step in steps.items():
+            spec = step.spec
+            found.predicted[name] = none if spec is None else none + calls_s(step.mode, spec, rates) - without
+
+
+class _Done(Pending):
+    def wait(self) -> None:
+        pass
+
+
+def without_transfers(comm: Communicator) -> Communicator:
+    """Return a communicator like `comm`, whose exchanges send nothing: a rank receives what it would send itself.
+
+    Collectives are those of `comm`, so ranks still agree on their arguments.
+    """
+
+    def exchange(sends: Sequence[Send], recvs: Sequence[Recv]) -> Pending:
+        for send, recv in zip(sends, recvs, strict=False):
+            if send.tensor.shape == recv.buffer.shape and send.tensor.dtype == recv.buffer.dtype:
+                recv.buffer.copy_(send.tensor)
+            else:
+                recv.buffer.zero_()
+        return _Done()
+
+    silent = copy.copy(comm)
+    collectives = ("all_gather", "reduce_scatter", "all_reduce", "broadcast")
+    vars(silent).update({name: getattr(comm, name) for name in collectives}, exchange=exchange)
+    return silent
+
+
+@functools.cache
+def _expand_keys() -> None:
+    """Repeat visual K and V for all query heads in models whose communicator has the attribute `expanded_heads`."""
+    original = ForwardState.visual_keys
+
+    def visual_keys(self: ForwardState, q: Tensor, layer: Any, project: Any, *rest: Any) -> Any:
+        heads = getattr(self.context.comm, "expanded_heads", None)
+
+        def repeated(features: Tensor, index: Tensor) -> tuple[Tensor, ...]:
+            return tuple(x.repeat_interleave(heads // x.shape[1], dim=1) for x in project(features, index))
+
+        return original(self, q, layer, repeated if heads else project, *rest)
+
+    ForwardState.visual_keys = visual_keys  # type: ignore[method-assign]
