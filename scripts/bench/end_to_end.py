@@ -25,7 +25,7 @@ from typing import Any
 import report
 import torch
 import torch.distributed as dist
-from end_to_end_run import LAYERS, RANKS, SUITES, Case, Measured, StepBenchmark, cases
+from end_to_end_run import RANKS, SUITES, Case, Measured, StepBenchmark, cases
 from measure import environment
 from namespaces import launch, obstacle
 from network import columns_of
@@ -84,9 +84,9 @@ def rank_main(args: argparse.Namespace) -> None:
 def rows_of(case: Case, found: Measured) -> list[dict[str, Any]]:
     """Return one row per mode; times of the ring and of LV-XAttn in the paper are those of whole steps."""
     setting, times = case.setting, found.seconds
-    cross_s = LAYERS // 2 * setting.ranks * sum(found.block)
+    cross_s = case.layers * setting.ranks * sum(found.block)
     common = {"benchmark": "end_to_end"} | columns_of(setting, found.block[0], found.mbit, found.speed)
-    common |= {"layers": LAYERS, "rest_s": found.rest_s, "cross_share": cross_s / (found.own_s + found.rest_s)}
+    common |= {"layers": case.layers, "rest_s": found.rest_s, "cross_share": cross_s / (found.own_s + found.rest_s)}
     if (paper := setting.paper) is not None:
         common |= {"paper_ring_s": paper.step_seconds["ring"], "paper_lv_xattn_s": paper.step_seconds["lv-xattn"]}
         common |= {"paper_cross_share": paper.seconds["lv-xattn"] / paper.step_seconds["lv-xattn"]}

@@ -26,7 +26,7 @@ from network_modes import BlockTime, Mode, Speed, cluster, modes
 from network_run import CLOSE, Link, NetworkBenchmark
 from network_settings import Setting, scaled_row
 from paper_tables import PaperRow, read_table
-from scaled_models import Subject, mllama, mplug_owl3, open_flamingo
+from scaled_models import Subject, mllama, mplug_owl3, open_flamingo, scaled
 from torch import Tensor
 
 from mllm_seqpar import FrameShard, patch_model
@@ -34,11 +34,11 @@ from mllm_seqpar.comm import Communicator, Pending, Recv, Send
 from mllm_seqpar.patching.patch import patch_of
 from mllm_seqpar.planner import ParallelSpec, call_cost
 from mllm_seqpar.planner.call_cost import VisualProjection
+from mllm_seqpar.planner.model_sizes import ModelSizes
 from mllm_seqpar.runtime.forward_state import ForwardState
 
-LAYERS = 4
-"""Layers of each model; every second one has cross-attention."""
 Build = Callable[[], Subject]
+Builder = Callable[..., Subject]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,49 +48,66 @@ class Case:
 
     setting: Setting
     build: Build
+    layers: int  # with cross-attention
+    visual_dim: int
     rest: float | None = None
 
 
-PAPER_ROWS = {"owl3-1b": ("table3", "mPLUG-Owl3-1b", 2), "owl3-7b": ("table3", "mPLUG-Owl3-7b", 2)}
-PAPER_ROWS |= {"owl3-1b-a30": ("table4", "mPLUG-Owl3-1b", 0), "flamingo-3b-a30": ("table4", "OpenFlamingo-3b", 2)}
+PAPER_ROWS = {
+    "owl3-1b on A100": ("table3", "mPLUG-Owl3-1b", 2),
+    "owl3-7b on A100": ("table3", "mPLUG-Owl3-7b", 2),
+    "owl3-1b on A30": ("table4", "mPLUG-Owl3-1b", 0),
+    "flamingo-3b on A30": ("table4", "OpenFlamingo-3b", 2),
+}
 """Table, model, and the number of the row among those of the model."""
-
-SUITES: dict[str, dict[str, tuple[str, Callable[..., Subject], str, int, int, float | None]]] = {
+RANKS = {"emulated": 8, "real": 2}
+SUITES: dict[str, dict[str, tuple[str, Builder, str, int, int, int, float | None]]] = {
     "emulated": {
-        "a100-owl3": ("owl3-1b", mplug_owl3, "mplug-owl3-1b", 8, 16, 0.008),
-        "a30-owl3": ("owl3-1b-a30", mplug_owl3, "mplug-owl3-1b", 8, 16, 0.005),
-        "a30-flamingo": ("flamingo-3b-a30", open_flamingo, "open-flamingo-3b", 16, 64, 0.008),
-        "llama": ("owl3-7b", mllama, "llama-3.2-11b-vision", 32, 16, 0.008),
+        "a100-owl3": ("owl3-1b on A100", mplug_owl3, "mplug-owl3-1b", 16, 1, 16, 0.02),
+        "a30-owl3": ("owl3-1b on A30", mplug_owl3, "mplug-owl3-1b", 16, 1, 16, 0.01),
+        "a30-flamingo": ("flamingo-3b on A30", open_flamingo, "open-flamingo-3b", 16, 1, 64, 0.016),
+        "llama": ("owl3-7b on A100", mllama, "llama-3.2-11b-vision", 32, 1, 16, 0.016),
     },
     "real": {
-        "a100-owl3": ("owl3-1b", mplug_owl3, "mplug-owl3-1b", 4, 32, None),
-        "a30-flamingo": ("flamingo-3b-a30", open_flamingo, "open-flamingo-3b", 16, 256, None),
-        "llama": ("owl3-7b", mllama, "llama-3.2-11b-vision", 16, 32, None),
+        "a100-owl3": ("owl3-1b on A100", mplug_owl3, "mplug-owl3-1b", 4, 2, 32, None),
+        "a30-flamingo": ("flamingo-3b on A30", open_flamingo, "open-flamingo-3b", 16, 2, 256, None),
+        "llama": ("owl3-7b on A100", mllama, "llama-3.2-11b-vision", 16, 2, 32, None),
     },
 }
-"""By suite and case: row of the paper, model, divisor of its widths, query rows of a rank, seconds of a block."""
-RANKS = {"emulated": 8, "real": 2}
+"""By suite and case: row of the paper, model, its sizes, divisor of its widths, layers with cross-attention (every
+second one), query rows of a rank, seconds of an emulated block."""
 
 
 def cases(suite: str) -> list[Case]:
     found = []
-    for name, (paper, build, config, scale, rows, block_s) in SUITES[suite].items():
+    for name, (paper, build, config, scale, layers, rows, block_s) in SUITES[suite].items():
         table, label, number = PAPER_ROWS[paper]
         row = [row for row in read_table(table) if row.label == label][number]
-        model = functools.partial(build, scale, config, LAYERS, **({"every": 2} if build is open_flamingo else {}))
-        found.append(case_of(name, row, RANKS[suite], rows, block_s, model))
+        every = {"every": 2} if build is open_flamingo else {}
+        model, sizes = functools.partial(build, scale, config, 2 * layers, **every), scaled(config, scale, 2 * layers)
+        found.append(case_of(name, row, RANKS[suite], rows, block_s, model, sizes, layers))
     return found
 
 
-def case_of(name: str, row: PaperRow, ranks: int, rows: int, block_s: float | None, build: Build) -> Case:
+def case_of(
+    name: str,
+    row: PaperRow,
+    ranks: int,
+    rows: int,
+    block_s: float | None,
+    build: Build,
+    sizes: ModelSizes,
+    layers: int = 1,
+) -> Case:
     """Return a case with the proportions of a row of the paper, for the heads of the model."""
-    cross = build().sizes.cross
+    cross = sizes.cross
     heads = {"heads": cross.heads, "kv_heads": cross.kv_heads, "dim": cross.head_dim}
     setting = replace(scaled_row(name, row, ranks, rows, block_s), **heads)
     setting = replace(setting, dtype="bfloat16" if block_s else "float32")
     if setting.heads != row.model.cross.heads:  # another model than the paper's
         setting = replace(setting, paper=None)
-    return Case(setting=setting, build=build, rest=row.step_seconds["lv-xattn"] / row.seconds["lv-xattn"] - 1)
+    rest = row.step_seconds["lv-xattn"] / row.seconds["lv-xattn"] - 1
+    return Case(setting=setting, build=build, layers=layers, visual_dim=cross.visual_dim, rest=rest)
 
 
 def step_modes(setting: Setting) -> list[Mode]:
@@ -110,7 +127,7 @@ class Step:
         self.model = subject.model.to(features.dtype).train().requires_grad_(True)
         shard = FrameShard(comm.rank, comm.rank + 1, comm.size)
         self.arguments = subject.arguments(setting.rows * comm.size, features, shard)
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.0)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.0, fused=True)
         options: dict[str, Any] = {"kernel": kernel}
         strategy = mode.spec.strategy if mode.spec else {"none": "lv-xattn"}.get(mode.name, mode.name)
         if mode.spec and mode.spec.strategy == "ulysses" and mode.spec.mesh_shape != (1, 1):
@@ -177,10 +194,9 @@ class StepBenchmark:
     def __init__(self, case: Case, comm: Communicator) -> None:
         self.case, self.comm, self.setting = case, comm, case.setting
         self.network = NetworkBenchmark(case.setting, comm, torch.device("cpu"))
-        sizes, generator = case.build().sizes, torch.Generator().manual_seed(comm.rank)
-        self.visual_dim, dtype = sizes.cross.visual_dim, getattr(torch, case.setting.dtype)
-        frame = torch.randn(1, case.setting.keys, self.visual_dim, generator=generator)
-        self.features = frame.to(dtype).requires_grad_()
+        generator = torch.Generator().manual_seed(comm.rank)
+        frame = torch.randn(1, case.setting.keys, case.visual_dim, generator=generator)
+        self.features = frame.to(getattr(torch, case.setting.dtype)).requires_grad_()
 
     def run(self, repeats: int, seed: int, link: Link) -> Measured:
         """Measure all modes: once to warm up, then `repeats` times."""
@@ -192,14 +208,14 @@ class StepBenchmark:
             steps = {mode.name: Step(self.case, mode, *options) for mode in step_modes(self.setting)}
             steps["none"].once(0.0)
             own_s = median(steps["none"].once(0.0)[0] for _ in range(3))
-            cross_s = LAYERS // 2 * self.setting.ranks * sum(block)
+            cross_s = self.case.layers * self.setting.ranks * sum(block)
             rest_s = 0.0 if self.case.rest is None else max(0.0, (1 + self.case.rest) * cross_s - own_s)
             found = Measured(block, mbit, speed, own_s, rest_s, {name: [] for name in steps})
             order, shuffler = list(steps), random.Random(seed)
             expected: tuple[float, float] | None = None
             for repeat in range(1 + repeats):
                 for name in order:
-                    seconds, *result, found.sent[name] = steps[name].once(rest_s)
+                    seconds, *result, found.sent[name] = steps[name].once(rest_s if repeat else 0.0)
                     if name != "none" or kernel:  # real blocks of `none` attend to keys of this rank only
                         expected = self._same(name, result, expected or result)
                     if repeat:
@@ -233,12 +249,12 @@ class StepBenchmark:
             return
         rates = replace(cluster(self.setting, found.block, found.speed), matmul=steps["auto"].matmul)
         ideal = replace(rates, network_link=1e18, node_link=1e18, network_latency_s=0.0, node_latency_s=0.0)
-        visual = VisualProjection(dim=self.visual_dim, layers=LAYERS // 2)
+        visual = VisualProjection(dim=self.case.visual_dim, layers=self.case.layers)
 
         def calls_s(mode: Mode, spec: ParallelSpec, network: Any) -> float:
             problem = mode.problem(self.setting)
             costs = [call_cost(problem, spec, network, backward=b, visual=visual) for b in (False, True)]
-            return LAYERS // 2 * sum(cost.seconds for cost in costs)
+            return self.case.layers * sum(cost.seconds for cost in costs)
 
         lv = steps["lv-xattn"]
         without = calls_s(lv.mode, lv.mode.spec, ideal)  # type: ignore[arg-type]

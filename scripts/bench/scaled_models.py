@@ -81,7 +81,9 @@ def open_flamingo(scale: int, name: str = "open-flamingo-3b", layers: int = 24, 
     from open_flamingo.src.helpers import MaskedCrossAttention  # after make_flamingo, which works without open_clip
 
     shape = {"dim": sizes.text.hidden, "dim_visual": cross.visual_dim, "dim_head": cross.head_dim, "heads": cross.heads}
-    for block in filter(None, model.lang_encoder.gated_cross_attn_layers):  # the model class takes neither heads nor head_dim
+    for block in filter(
+        None, model.lang_encoder.gated_cross_attn_layers
+    ):  # the model class takes neither heads nor head_dim
         block.attn = MaskedCrossAttention(**shape, only_attend_immediate_media=False)
 
     def inputs(ids: Tensor, features: Tensor, shard: FrameShard) -> Inputs:
