@@ -50,8 +50,8 @@ def main() -> None:
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    names = list(dict.fromkeys(name for suite in SUITES.values() for name in suite))
-    parser.add_argument("--suite", nargs="+", default=list(SUITES), choices=list(SUITES))
+    names = [*SUITES["emulated"], "short-video"]
+    parser.add_argument("--suite", nargs="+", default=["emulated", "real"], choices=list(SUITES))
     parser.add_argument("--cases", nargs="+", default=names, choices=names)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--seed", type=int, default=0, help="seed of the order of modes")

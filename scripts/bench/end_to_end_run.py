@@ -32,10 +32,11 @@ from torch import Tensor
 from mllm_seqpar import FrameShard, patch_model
 from mllm_seqpar.comm import Communicator, Pending, Recv, Send
 from mllm_seqpar.patching.patch import patch_of
-from mllm_seqpar.planner import ParallelSpec, call_cost
+from mllm_seqpar.planner import Cluster, ParallelSpec, call_cost
 from mllm_seqpar.planner.call_cost import VisualProjection
 from mllm_seqpar.planner.model_sizes import ModelSizes
 from mllm_seqpar.runtime.forward_state import ForwardState
+from mllm_seqpar.schedules.bytes_sent import Problem
 
 Build = Callable[[], Subject]
 Builder = Callable[..., Subject]
@@ -49,7 +50,7 @@ class Case:
     setting: Setting
     build: Build
     layers: int  # with cross-attention
-    visual_dim: int
+    sizes: ModelSizes
     rest: float | None = None
 
 
@@ -60,7 +61,7 @@ PAPER_ROWS = {
     "flamingo-3b on A30": ("table4", "OpenFlamingo-3b", 2),
 }
 """Table, model, and the number of the row among those of the model."""
-RANKS = {"emulated": 8, "real": 2}
+RANKS = {"emulated": 8, "real": 2, "smallest": 2}
 SUITES: dict[str, dict[str, tuple[str, Builder, str, int, int, int, float | None]]] = {
     "emulated": {
         "a100-owl3": ("owl3-1b on A100", mplug_owl3, "mplug-owl3-1b", 16, 1, 16, 0.02),
@@ -70,9 +71,10 @@ SUITES: dict[str, dict[str, tuple[str, Builder, str, int, int, int, float | None
     },
     "real": {
         "a100-owl3": ("owl3-1b on A100", mplug_owl3, "mplug-owl3-1b", 4, 2, 32, None),
-        "a30-flamingo": ("flamingo-3b on A30", open_flamingo, "open-flamingo-3b", 16, 2, 256, None),
+        "a30-flamingo": ("flamingo-3b on A30", open_flamingo, "open-flamingo-3b", 16, 2, 128, None),
         "llama": ("owl3-7b on A100", mllama, "llama-3.2-11b-vision", 16, 2, 32, None),
     },
+    "smallest": {"a100-owl3": ("owl3-1b on A100", mplug_owl3, "mplug-owl3-1b", 16, 1, 4, 0.002)},
 }
 """By suite and case: row of the paper, model, its sizes, divisor of its widths, layers with cross-attention (every
 second one), query rows of a rank, seconds of an emulated block."""
@@ -84,9 +86,19 @@ def cases(suite: str) -> list[Case]:
         table, label, number = PAPER_ROWS[paper]
         row = [row for row in read_table(table) if row.label == label][number]
         every = {"every": 2} if build is open_flamingo else {}
-        model, sizes = functools.partial(build, scale, config, 2 * layers, **every), scaled(config, scale, 2 * layers)
+        decoder = layers if build is mllama else 2 * layers  # cross-attention replaces decoder layers, or adds to them
+        model, sizes = functools.partial(build, scale, config, decoder, **every), scaled(config, scale, decoder)
         found.append(case_of(name, row, RANKS[suite], rows, block_s, model, sizes, layers))
-    return found
+    return [*found, short_video()] if suite == "emulated" else found
+
+
+def short_video() -> Case:
+    """Return a case in which K and V of a rank are smaller than its Q and O, so that LV-XAttn is not the fastest."""
+    arguments = 16, "mplug-owl3-1b", 2
+    sizes = scaled(*arguments)
+    heads = {"heads": sizes.cross.heads, "kv_heads": sizes.cross.kv_heads, "dim": sizes.cross.head_dim}
+    setting = Setting(name="short-video", ranks=8, rows=256, keys=512, **heads, block_s=0.01, mbit=40)
+    return Case(setting=setting, build=functools.partial(mplug_owl3, *arguments), layers=1, sizes=sizes)
 
 
 def case_of(
@@ -107,7 +119,7 @@ def case_of(
     if setting.heads != row.model.cross.heads:  # another model than the paper's
         setting = replace(setting, paper=None)
     rest = row.step_seconds["lv-xattn"] / row.seconds["lv-xattn"] - 1
-    return Case(setting=setting, build=build, layers=layers, visual_dim=cross.visual_dim, rest=rest)
+    return Case(setting=setting, build=build, layers=layers, sizes=sizes, rest=rest)
 
 
 def step_modes(setting: Setting) -> list[Mode]:
@@ -195,7 +207,7 @@ class StepBenchmark:
         self.case, self.comm, self.setting = case, comm, case.setting
         self.network = NetworkBenchmark(case.setting, comm, torch.device("cpu"))
         generator = torch.Generator().manual_seed(comm.rank)
-        frame = torch.randn(1, case.setting.keys, case.visual_dim, generator=generator)
+        frame = torch.randn(1, case.setting.keys, case.sizes.cross.visual_dim, generator=generator)
         self.features = frame.to(getattr(torch, case.setting.dtype)).requires_grad_()
 
     def run(self, repeats: int, seed: int, link: Link) -> Measured:
@@ -242,25 +254,29 @@ class StepBenchmark:
         return expected
 
     def _predict(self, steps: dict[str, Step], found: Measured) -> None:
-        """Predict a step as a measured one without transfers, and the planner's time of the cross-attention calls."""
+        """Predict a step as a measured one without transfers, and what transfers add to the planner's attention."""
         none = median(found.seconds["none"])
         if found.speed is None:
             found.predicted = dict.fromkeys(steps, none)
             return
         rates = replace(cluster(self.setting, found.block, found.speed), matmul=steps["auto"].matmul)
         ideal = replace(rates, network_link=1e18, node_link=1e18, network_latency_s=0.0, node_latency_s=0.0)
-        visual = VisualProjection(dim=self.case.visual_dim, layers=self.case.layers)
+        text, cross = self.case.sizes.text, self.case.sizes.cross
+        visual = VisualProjection(dim=cross.visual_dim, layers=self.case.layers)
+        text_sizes = {"heads": text.heads, "kv_heads": text.kv_heads, "dim": text.head_dim, "rows": self.setting.rows}
+        text_problem = replace(self.setting.problem(), keys=(self.setting.rows,) * self.setting.ranks, **text_sizes)
 
-        def calls_s(mode: Mode, spec: ParallelSpec, network: Any) -> float:
-            problem = mode.problem(self.setting)
-            costs = [call_cost(problem, spec, network, backward=b, visual=visual) for b in (False, True)]
-            return self.case.layers * sum(cost.seconds for cost in costs)
+        def call_s(problem: Problem, spec: ParallelSpec, network: Cluster, **options: Any) -> float:
+            return sum(call_cost(problem, spec, network, backward=b, **options).seconds for b in (False, True))
 
-        lv = steps["lv-xattn"]
-        without = calls_s(lv.mode, lv.mode.spec, ideal)  # type: ignore[arg-type]
+        ring, lv = ParallelSpec("ring", (1, self.comm.size)), steps["lv-xattn"].mode
+        of_text = [call_s(text_problem, ring, network, visible=0.5) for network in (rates, ideal)]
+        without = call_s(lv.problem(self.setting), lv.spec, ideal, visual=visual)  # type: ignore[arg-type]
         for name, step in steps.items():
-            spec = step.spec
-            found.predicted[name] = none if spec is None else none + calls_s(step.mode, spec, rates) - without
+            found.predicted[name] = none
+            if (spec := step.spec) is not None:
+                of_cross = call_s(step.mode.problem(self.setting), spec, rates, visual=visual) - without
+                found.predicted[name] += self.case.layers * of_cross + text.layers * (of_text[0] - of_text[1])
 
 
 class _Done(Pending):
