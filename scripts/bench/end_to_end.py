@@ -7,7 +7,7 @@ root. A step is forward, backward, the average of gradients and AdamW of a real 
 on 2 ranks and emulated on 8, as in `network.py`. Queries to keys, a block's time to a transfer's time, and
 cross-attention's time to the rest of the step are those of the paper's table, or as near to them as the rest of the
 model allows (`cross_share`). Loss and gradient norm of all modes agree in every step. `none` is LV-XAttn without the
-transfers of attention. `predicted` adds the planner's time of the cross-attention calls to a step of `none`.
+transfers of cross-attention. `predicted` adds to a step of `none` what they add to the planner's time of the calls.
 
 Ratios are those of steps in the same repetition, their median. `auto_over_best` compares "auto" with the mode that is
 fastest by its median; `spread` is the range of that mode's own times over their median.
