@@ -25,7 +25,8 @@ from typing import Any
 import report
 import torch
 import torch.distributed as dist
-from end_to_end_run import RANKS, SUITES, Case, Measured, StepBenchmark, cases
+from end_to_end_cases import RANKS, SUITES, Case, cases
+from end_to_end_run import Measured, StepBenchmark
 from measure import environment
 from namespaces import launch, obstacle
 from network import columns_of
@@ -50,8 +51,9 @@ def main() -> None:
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    names = [*SUITES["emulated"], "short-video"]
-    parser.add_argument("--suite", nargs="+", default=["emulated", "real"], choices=list(SUITES))
+    names = [case.setting.name for case in cases("emulated")]
+    suites = "; ".join(f"{name}: {what}" for name, what in SUITES.items())
+    parser.add_argument("--suite", nargs="+", default=["emulated", "real"], choices=list(SUITES), help=suites)
     parser.add_argument("--cases", nargs="+", default=names, choices=names)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--seed", type=int, default=0, help="seed of the order of modes")

@@ -16,17 +16,16 @@ import copy
 import functools
 import random
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from statistics import median
 from typing import Any
 
 import torch
+from end_to_end_cases import Case
 from network_modes import BlockTime, Mode, Speed, cluster, modes
 from network_run import CLOSE, Link, NetworkBenchmark
-from network_settings import Setting, scaled_row
-from paper_tables import PaperRow, read_table
-from scaled_models import Subject, mllama, mplug_owl3, open_flamingo, scaled
+from network_settings import Setting
 from torch import Tensor
 
 from mllm_seqpar import FrameShard, patch_model
@@ -34,91 +33,7 @@ from mllm_seqpar.comm import Communicator, Pending, Recv, Send
 from mllm_seqpar.patching.patch import patch_of
 from mllm_seqpar.planner import Cluster, ParallelSpec, call_cost
 from mllm_seqpar.planner.call_cost import VisualProjection
-from mllm_seqpar.planner.model_sizes import ModelSizes
 from mllm_seqpar.runtime.forward_state import ForwardState
-
-Build = Callable[[], Subject]
-Builder = Callable[..., Subject]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Case:
-    """A model and its setting. `rest` is the time of the step outside cross-attention, over that of cross-attention
-    without transfers; None: the model's own."""
-
-    setting: Setting
-    build: Build
-    layers: int  # with cross-attention
-    sizes: ModelSizes
-    rest: float | None = None
-
-
-PAPER_ROWS = {
-    "owl3-1b on A100": ("table3", "mPLUG-Owl3-1b", 2),
-    "owl3-7b on A100": ("table3", "mPLUG-Owl3-7b", 2),
-    "owl3-1b on A30": ("table4", "mPLUG-Owl3-1b", 0),
-    "flamingo-3b on A30": ("table4", "OpenFlamingo-3b", 2),
-}
-"""Table, model, and the number of the row among those of the model."""
-RANKS = {"emulated": 8, "real": 2, "smallest": 2}
-SUITES: dict[str, dict[str, tuple[str, Builder, str, int, int, int, float | None]]] = {
-    "emulated": {
-        "a100-owl3": ("owl3-1b on A100", mplug_owl3, "mplug-owl3-1b", 16, 1, 16, 0.016),
-        "a30-owl3": ("owl3-1b on A30", mplug_owl3, "mplug-owl3-1b", 16, 1, 16, 0.008),
-        "a30-flamingo": ("flamingo-3b on A30", open_flamingo, "open-flamingo-3b", 16, 1, 64, 0.016),
-        "llama": ("owl3-7b on A100", mllama, "llama-3.2-11b-vision", 32, 1, 16, 0.016),
-    },
-    "real": {
-        "a100-owl3": ("owl3-1b on A100", mplug_owl3, "mplug-owl3-1b", 4, 2, 32, None),
-        "a30-flamingo": ("flamingo-3b on A30", open_flamingo, "open-flamingo-3b", 16, 2, 128, None),
-        "llama": ("owl3-7b on A100", mllama, "llama-3.2-11b-vision", 16, 2, 32, None),
-    },
-    "smallest": {"a100-owl3": ("owl3-1b on A100", mplug_owl3, "mplug-owl3-1b", 16, 1, 4, 0.002)},
-}
-"""By suite and case: row of the paper, model, its sizes, divisor of its widths, layers with cross-attention (every
-second one), query rows of a rank, seconds of an emulated block."""
-
-
-def cases(suite: str) -> list[Case]:
-    found = []
-    for name, (paper, build, config, scale, layers, rows, block_s) in SUITES[suite].items():
-        table, label, number = PAPER_ROWS[paper]
-        row = [row for row in read_table(table) if row.label == label][number]
-        every = {"every": 2} if build is open_flamingo else {}
-        decoder = layers if build is mllama else 2 * layers  # cross-attention replaces decoder layers, or adds to them
-        model, sizes = functools.partial(build, scale, config, decoder, **every), scaled(config, scale, decoder)
-        found.append(case_of(name, row, RANKS[suite], rows, block_s, model, sizes, layers))
-    return [*found, short_video()] if suite == "emulated" else found
-
-
-def short_video() -> Case:
-    """Return a case in which K and V of a rank are smaller than its Q and O, so that LV-XAttn is not the fastest."""
-    name, scale, layers = "mplug-owl3-1b", 16, 2
-    sizes = scaled(name, scale, layers)
-    heads = {"heads": sizes.cross.heads, "kv_heads": sizes.cross.kv_heads, "dim": sizes.cross.head_dim}
-    setting = Setting(name="short-video", ranks=8, rows=256, keys=512, **heads, block_s=0.01, mbit=25)
-    return Case(setting=setting, build=functools.partial(mplug_owl3, scale, name, layers), layers=1, sizes=sizes)
-
-
-def case_of(
-    name: str,
-    row: PaperRow,
-    ranks: int,
-    rows: int,
-    block_s: float | None,
-    build: Build,
-    sizes: ModelSizes,
-    layers: int = 1,
-) -> Case:
-    """Return a case with the proportions of a row of the paper, for the heads of the model."""
-    cross = sizes.cross
-    heads = {"heads": cross.heads, "kv_heads": cross.kv_heads, "dim": cross.head_dim}
-    setting = replace(scaled_row(name, row, ranks, rows, block_s), **heads)
-    setting = replace(setting, dtype="bfloat16" if block_s else "float32")
-    if setting.heads != row.model.cross.heads:  # another model than the paper's
-        setting = replace(setting, paper=None)
-    rest = row.step_seconds["lv-xattn"] / row.seconds["lv-xattn"] - 1
-    return Case(setting=setting, build=build, layers=layers, sizes=sizes, rest=rest)
 
 
 def step_modes(setting: Setting) -> list[Mode]:

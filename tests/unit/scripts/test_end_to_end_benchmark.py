@@ -1,7 +1,7 @@
 """Layer: one process. The benchmark of whole training steps, small, on loopback ranks: modes, checks and rows."""
 
-import functools
 import threading
+from dataclasses import replace
 
 import pytest
 import torch
@@ -20,34 +20,41 @@ def run(script, monkeypatch: pytest.MonkeyPatch):
     return script("end_to_end_run")
 
 
-def small_case(run, block_s: float | None = None, ranks: int = 2):
-    """mPLUG-Owl3 with real blocks of 4 rows and 1,458 keys a rank; the ranks of a process build it one by one."""
-    row = [row for row in run.read_table("table3") if row.label == "mPLUG-Owl3-1b"][2]
-    made = functools.partial(run.mplug_owl3, 16, "mplug-owl3-1b", 2)
+@pytest.fixture
+def small_case(script, run):
+    """mPLUG-Owl3 with blocks of 4 rows and 1,458 keys; the ranks of a process build it one by one."""
+    made = script("end_to_end_cases")
 
-    def build():
-        with LOCK:
-            torch.manual_seed(0)
-            return made()
+    def case(**options):
+        row = made.paper_row("table3", "mPLUG-Owl3-1b", 2)
+        case = made.scaled_case("a100-owl3", row, made.mplug_owl3, 16, rows=4, **options)
 
-    return run.case_of("a100-owl3", row, ranks, 4, block_s, build, run.scaled("mplug-owl3-1b", 16, 2))
+        def build():
+            with LOCK:
+                torch.manual_seed(0)
+                return case.build()
+
+        return replace(case, build=build)
+
+    return case
 
 
-def test_cases_keep_proportions_of_paper(run) -> None:
-    for case in run.cases("emulated"):
+def test_cases_keep_proportions_of_paper(script) -> None:
+    cases = script("end_to_end_cases").cases
+    for case in cases("emulated"):
         row = case.setting.paper
         if row is None:  # the paper's tables of Llama are not in `paper/`
             assert case.setting.name in ("llama", "short-video")
         else:
             assert case.setting.keys == case.setting.rows * row.keys // row.rows
             assert (1 + case.rest) * row.seconds["lv-xattn"] == pytest.approx(row.step_seconds["lv-xattn"])
-    headline = next(iter(run.cases("emulated"))).setting.paper
+    headline = cases("emulated")[0].setting.paper
     assert headline.step_seconds["ring"] / headline.step_seconds["lv-xattn"] == pytest.approx(5.58, abs=0.005)
 
 
 @pytest.mark.slow
-def test_all_modes_take_the_same_step_and_give_rows(run, script) -> None:
-    case = small_case(run)
+def test_all_modes_take_the_same_step_and_give_rows(run, script, small_case) -> None:
+    case = small_case(ranks=2)
     link = script("network_run").Link
     first, second = run_loopback(2, lambda comm: run.StepBenchmark(case, comm).run(2, 0, link()))
     assert first.seconds == second.seconds
@@ -66,14 +73,14 @@ def test_all_modes_take_the_same_step_and_give_rows(run, script) -> None:
     assert "| ring, expanded |" in summary and "auto / best" in summary and "| 5.58 |" in summary
 
 
-def test_different_loss_stops_the_benchmark(run, script, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_different_loss_stops_the_benchmark(run, script, small_case, monkeypatch: pytest.MonkeyPatch) -> None:
     losses = iter([1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.01])
     monkeypatch.setattr(run.Step, "once", lambda *_: (1.0, next(losses), 1.0, 0))
     with pytest.raises(SystemExit, match="loss 1.01; other modes have 1.0"):
-        run.StepBenchmark(small_case(run, ranks=1), as_communicator(None)).run(1, 0, script("network_run").Link())
+        run.StepBenchmark(small_case(ranks=1), as_communicator(None)).run(1, 0, script("network_run").Link())
 
 
-def test_step_sleeps_for_the_rest_of_the_papers_step(run, script, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_step_sleeps_for_the_rest_of_the_papers_step(run, script, small_case, monkeypatch: pytest.MonkeyPatch) -> None:
     slept: list[float] = []
 
     def once(step, rest_s: float):
@@ -82,7 +89,7 @@ def test_step_sleeps_for_the_rest_of_the_papers_step(run, script, monkeypatch: p
 
     monkeypatch.setattr(run.Step, "once", once)
     monkeypatch.setattr(run.Step, "spec", property(lambda step: step.mode.spec))
-    case = small_case(run, block_s=0.004, ranks=1)
+    case = small_case(block_s=0.004, ranks=1)
     found = run.StepBenchmark(case, as_communicator(None)).run(1, 0, script("network_run").Link())
     assert found.rest_s == pytest.approx((1 + case.rest) * sum(found.block) - 0.001) and slept[-1] == found.rest_s
     assert case.rest == pytest.approx(5.24 / 1.52 - 1)
