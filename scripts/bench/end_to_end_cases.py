@@ -60,7 +60,7 @@ def cases(suite: str) -> list[Case]:
     return [
         scaled_case("a100-owl3", owl3, mplug_owl3, 16, ranks=8, rows=16, block_s=0.016),
         scaled_case("a30-owl3", owl3_a30, mplug_owl3, 16, ranks=8, rows=16, block_s=0.008),
-        scaled_case("a30-flamingo", flamingo, open_flamingo, 16, ranks=8, rows=64, block_s=0.016),
+        scaled_case("a30-flamingo", flamingo, open_flamingo, 16, ranks=8, rows=64, block_s=0.012),
         scaled_case("llama", owl3_7b, mllama, 32, ranks=8, rows=16, block_s=0.016),
         short_video(scaled_case("short-video", owl3, mplug_owl3, 16, ranks=8, rows=256, block_s=0.01)),
     ]
