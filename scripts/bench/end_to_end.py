@@ -1,6 +1,6 @@
 """Time whole training steps over links of a given speed, with every strategy of cross-attention in the same run.
 
-    python scripts/bench/end_to_end.py [--suite emulated real] [--cases a100-owl3 ...] [--repeats 4] [--out rows.csv]
+    python scripts/bench/end_to_end.py [--suite emulated real] [--cases a100-owl3 ...] [--repeats 3] [--out rows.csv]
 
 Ranks are processes in network namespaces of their own with capped links (see `namespaces`) and use gloo; this needs
 root. A step is forward, backward, the average of gradients and AdamW of a real model at a small width. Blocks are real
@@ -55,7 +55,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     suites = "; ".join(f"{name}: {what}" for name, what in SUITES.items())
     parser.add_argument("--suite", nargs="+", default=["emulated", "real"], choices=list(SUITES), help=suites)
     parser.add_argument("--cases", nargs="+", default=names, choices=names)
-    parser.add_argument("--repeats", type=int, default=4)
+    parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--seed", type=int, default=0, help="seed of the order of modes")
     parser.add_argument("--out", help="append a row per case and mode to this CSV file")
     parser.add_argument("--rank-of", help=argparse.SUPPRESS)
