@@ -28,6 +28,7 @@ import torch
 import torch.distributed as dist
 from measure import environment, synchronize
 from namespaces import launch, obstacle
+from network_modes import Speed
 from network_run import Link, Measured, NetworkBenchmark
 from network_settings import SUITES, Setting, suite
 from paper_tables import GPUS
@@ -108,16 +109,22 @@ def rank_main(args: argparse.Namespace) -> None:
     dist.destroy_process_group()
 
 
-def rows_of(setting: Setting, found: Measured) -> list[dict[str, Any]]:
+def columns_of(setting: Setting, block_s: float, mbit: float | None, speed: Speed | None) -> dict[str, Any]:
+    """Return the columns that all modes of a setting share."""
     shape = {name: getattr(setting, name) for name in ("ranks", "rows", "keys", "heads", "kv_heads", "dim", "dtype")}
-    common = {"benchmark": "network", "setting": setting.name, "blocks": "emulated" if setting.block_s else "real"}
-    common |= shape | {"block_ms": found.block_s * 1e3, "cap_mbit": found.mbit or "", "link_mbit": "", "latency_ms": ""}
-    if found.speed is not None:
-        common |= {"link_mbit": found.speed[0] * 8e-6, "latency_ms": found.speed[1] * 1e3}
+    common = {"setting": setting.name, "blocks": "emulated" if setting.block_s else "real"}
+    common |= shape | {"block_ms": block_s * 1e3, "cap_mbit": mbit or "", "link_mbit": "", "latency_ms": ""}
+    if speed is not None:
+        common |= {"link_mbit": speed[0] * 8e-6, "latency_ms": speed[1] * 1e3}
     if (paper := setting.paper) is not None:
         common |= {"paper_cluster": {"table3": "A100", "table4": "A30"}[paper.table], "paper_model": paper.label}
         common |= {"paper_gpus": GPUS[paper.table], "paper_rows": paper.rows, "paper_keys": paper.keys}
         common |= {"paper_ring_s": paper.seconds["ring"], "paper_lv_xattn_s": paper.seconds["lv-xattn"]}
+    return common
+
+
+def rows_of(setting: Setting, found: Measured) -> list[dict[str, Any]]:
+    common = {"benchmark": "network"} | columns_of(setting, found.block_s, found.mbit, found.speed)
     without = next(times for mode, times in found.times.items() if mode.spec is None)
     none, forward = median(without.total), median(without.forward)
     block = forward / setting.ranks, (none - forward) / setting.ranks

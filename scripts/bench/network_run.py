@@ -140,14 +140,8 @@ class NetworkBenchmark:
             if block_s is None:  # a real block's, with all ranks computing at once
                 none = modes(self.setting)[0]
                 block_s = median(self.once(none)[0] for _ in range(5)) / self.setting.ranks
-            mbit = self.setting.cap_mbit(block_s) if link.capped else None
-            if mbit is not None:
-                self.comm.gather_ints([0])
-                link.cap(mbit)
-                self.comm.gather_ints([0])
-            speed = None
-            if self.comm.size > 1:
-                speed = measure_speed(self.comm, self.device, mbit * 125e3 if mbit else 1e8)
+            mbit, speed = self.shape_link(link, block_s)
+            if speed is not None:
                 self.network = cluster(self.setting, (block_s, BACKWARD * block_s), speed)
             order, shuffler = list(times), random.Random(seed)
             for repeat in range(1 + repeats):
@@ -159,6 +153,17 @@ class NetworkBenchmark:
                     times[mode].sent = sum(mode.bytes_sent(self.setting, self.comm.rank).values())
                 shuffler.shuffle(order)
         return Measured(times, block_s, mbit, speed)
+
+    def shape_link(self, link: Link, block_s: float) -> tuple[float | None, Speed | None]:
+        """Cap the links for this time of a block, if they can be; return the cap in Mbit/s and the measured speed."""
+        mbit = self.setting.cap_mbit(block_s) if link.capped else None
+        if mbit is not None:
+            self.comm.gather_ints([0])
+            link.cap(mbit)
+            self.comm.gather_ints([0])
+        if self.comm.size == 1:
+            return mbit, None
+        return mbit, measure_speed(self.comm, self.device, mbit * 125e3 if mbit else 1e8)
 
     def once(self, mode: Mode) -> tuple[float, float]:
         """Return the slowest rank's seconds of forward, and of both passes; SystemExit on all ranks if any is wrong."""

@@ -79,13 +79,18 @@ def suite(name: str, ranks: int | None) -> list[Setting]:
 
 
 def _scaled(key: str, ranks: int, rows: int | None, block_s: float | None) -> Setting:
-    """Return a row of the paper scaled to `rows` query rows per rank (None: not scaled); proportions stay."""
+    """Return a row of the paper scaled to `rows` query rows per rank (None: not scaled)."""
     table, model = PAPER[key]
-    row, gpus = next(row for row in read_table(table) if row.label == model), GPUS[table]
+    row = next(row for row in read_table(table) if row.label == model)
+    return scaled_row(key, row, ranks, rows or row.rows // ranks, block_s)
+
+
+def scaled_row(name: str, row: PaperRow, ranks: int, rows: int, block_s: float | None) -> Setting:
+    """Return the setting with the proportions of a row of the paper and `rows` query rows per rank."""
+    gpus = GPUS[row.table]
     transfer_s, block_of_paper_s = row.seconds["ring"] / (3 * (gpus - 1)), row.seconds["lv-xattn"] / (3.5 * gpus)
-    rows = rows or row.rows // ranks
     return Setting(
-        name=key,
+        name=name,
         ranks=ranks,
         rows=rows,
         keys=rows * row.keys // row.rows,

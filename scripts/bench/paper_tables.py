@@ -43,7 +43,8 @@ class PaperRow:
     model: ModelSizes
     rows: int  # text tokens
     keys: int  # visual keys
-    seconds: dict[str, float] = field(hash=False)  # by strategy
+    seconds: dict[str, float] = field(hash=False)  # in cross-attention, by strategy
+    step_seconds: dict[str, float] = field(hash=False)  # of a whole step
 
     @property
     def family(self) -> str:
@@ -67,7 +68,8 @@ def read_table(name: str) -> list[PaperRow]:
         file = row["model"].lower().replace("openflamingo", "open-flamingo")
         model = read_model(CONFIGS / "models" / f"{file}.yaml")
         seconds = {"ring": float(row["ca_ring_s"]), "lv-xattn": float(row["ca_lvxattn_s"])}
-        found.append(PaperRow(name, row["model"], model, int(row["s_q"]), int(row["s_kv"]), seconds))
+        steps = {"ring": float(row["total_ring_s"]), "lv-xattn": float(row["total_lvxattn_s"])}
+        found.append(PaperRow(name, row["model"], model, int(row["s_q"]), int(row["s_kv"]), seconds, steps))
     return found
 
 

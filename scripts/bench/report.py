@@ -91,6 +91,34 @@ def setting_table(rows: Sequence[Row]) -> str:
     return f"{description}\n\n{table(rows, columns)}"
 
 
+def end_to_end(folder: Path) -> str:
+    rows = read(folder / "end-to-end.csv")
+    cases = list(groups(rows, "blocks", "setting").values())
+    errors = [abs(_ratio(row, "predicted_s", "seconds") - 1) for row in rows if row["mode"] != "none"]
+    error = f"The median error of the predictions is {median(errors):.1%} over {len(errors)} rows." if errors else ""
+    return joined(rows, error, step_table(cases), *map(setting_table, cases))
+
+
+def step_table(cases: Sequence[Sequence[Row]]) -> str:
+    """Return a line per case: steps over those of LV-XAttn, the paper's, and "auto" over the best strategy."""
+    lines = []
+    for rows in cases:
+        modes = {row["mode"].partition(" ")[0] if "ulysses" in row["mode"] else row["mode"]: row for row in rows}
+        lv = modes["lv-xattn"]
+        line = lv | {name: row["over_lv_xattn"] for name, row in modes.items()}
+        if "paper_ring_s" in lv:
+            line["paper"] = str(_ratio(lv, "paper_ring_s", "paper_lv_xattn_s"))
+        lines.append(line)
+    columns = {"case": text("setting"), "blocks": text("blocks"), "ranks": text("ranks")}
+    names = {"ring / LV-XAttn": "ring", "expanded / LV-XAttn": "ring, expanded", "paper": "paper"}
+    columns |= {name: number(column, ".2f") for name, column in (names | {"Ulysses / LV-XAttn": "ulysses"}).items()}
+    columns |= {"LV-XAttn / none": number("over_none", ".3f"), "auto": text("selected")}
+    columns |= {"auto / best": number("auto_over_best", ".3f"), "spread": number("spread", ".3f")}
+    shares = {"cross-attention": "cross_share", "paper's": "paper_cross_share"}
+    columns |= {name: number(column, ".0%") for name, column in shares.items()} | {"load": number("load", ".1f")}
+    return table(lines, columns)
+
+
 def mesh_shapes(folder: Path) -> str:
     rows, path = read(folder / "network-tiles.csv"), folder / "network-tiles.png"
     settings = groups([row for row in rows if row["mode"] != "none"], "setting")
@@ -191,6 +219,7 @@ PARTS: dict[str, Callable[[Path], str]] = {
     "network-paper": partial(network_clusters, name="network-paper"),
     "network-tiles": mesh_shapes,
     "network-real": partial(network_clusters, name="network-real"),
+    "end-to-end": end_to_end,
     "memory": memory,
     "decode": decoding,
 }

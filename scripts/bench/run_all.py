@@ -24,11 +24,13 @@ RUNS = {
     "network-paper": "network.py --suite paper --repeats 4 --out",
     "network-tiles": "network.py --suite tiles --out",
     "network-real": "network.py --suite real --out",
+    "end-to-end": "end_to_end.py --out",
     "memory": "memory.py --out",
     "decode": "decode.py --images 64 256 --family idefics open_flamingo mllama mplug_owl3 --csv",
 }
 """The command of each run; the file of its rows follows."""
 QUICK = {"network.py": "--repeats 1", "memory.py": "--quick", "decode.py": "--images 16 --repeats 1 --tokens 8"}
+QUICK |= {"end_to_end.py": "--repeats 1 --suite smallest"}
 """Options that make a run short; they follow and override those of the command."""
 
 

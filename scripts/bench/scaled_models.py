@@ -1,4 +1,4 @@
-"""The models that `memory.py` measures: the real class of each family, with the sizes of `configs/models` scaled down.
+"""Models of benchmarks: the real class of each family, with the sizes of `configs/models` scaled down.
 
 All widths are divided by one number. The numbers of heads, of tokens per frame and of cross-attention layers stay, so
 the visual features, K and V of a frame keep their published proportions. There are fewer decoder layers without
@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from small_models import MEDIA, TEXT, WORDS, make_flamingo, make_idefics, make_owl, random_weights
+from small_models import MEDIA, TEXT, WORDS, make_flamingo, make_idefics, make_mllama, make_owl, random_weights
 from torch import Tensor, nn
 
 from mllm_seqpar import FrameShard
@@ -58,11 +58,12 @@ def scaled(name: str, scale: int, layers: int) -> ModelSizes:
     )
 
 
-def mplug_owl3(scale: int) -> Subject:
-    """Build mPLUG-Owl3-7B, gated: 729 keys per frame, 28 query heads, 4 KV heads, 4 hyper layers; 8 of 28 layers."""
-    sizes = scaled("mplug-owl3-7b", scale, layers=8)
+def mplug_owl3(scale: int, name: str = "mplug-owl3-7b", layers: int = 8) -> Subject:
+    """Build mPLUG-Owl3, gated: every second layer is a hyper layer. 7B has 28 query heads, 4 KV heads, 28 layers."""
+    sizes = scaled(name, scale, layers)
     tower = TOWER | {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 2}
-    model = make_owl(_text(sizes), kv_heads=sizes.text.kv_heads, hyper_layers=[1, 3, 5, 7], tower=tower)
+    hyper_layers = list(range(1, layers, 2))
+    model = make_owl(_text(sizes), kv_heads=sizes.text.kv_heads, hyper_layers=hyper_layers, tower=tower)
 
     def inputs(ids: Tensor, features: Tensor, shard: FrameShard) -> Inputs:
         return {"input_ids": ids, "image_embeds": features, "visual_shard": shard}
@@ -70,17 +71,19 @@ def mplug_owl3(scale: int) -> Subject:
     return Subject(sizes, model, inputs)
 
 
-def open_flamingo(scale: int) -> Subject:
-    """Build OpenFlamingo-3B over LLaMA: 64 keys per frame, 8 heads, cross-attention to all frames in all 24 layers."""
-    sizes = scaled("open-flamingo-3b", scale, layers=24)
+def open_flamingo(scale: int, name: str = "open-flamingo-3b", layers: int = 24, every: int = 1) -> Subject:
+    """Build OpenFlamingo over LLaMA: 8 heads, cross-attention to all frames before every `every`-th layer."""
+    sizes = scaled(name, scale, layers)
     # The MLPs of LLaMA are gated; those of MPT, which the published model uses, are not.
     sizes = replace(sizes, text=replace(sizes.text, mlp_matrices=3))
     cross = sizes.cross
-    model = make_flamingo(_text(sizes), nn.Identity(), cross.visual_dim, every=1)
+    model = make_flamingo(_text(sizes), nn.Identity(), cross.visual_dim, every=every)
     from open_flamingo.src.helpers import MaskedCrossAttention  # after make_flamingo, which works without open_clip
 
     shape = {"dim": sizes.text.hidden, "dim_visual": cross.visual_dim, "dim_head": cross.head_dim, "heads": cross.heads}
-    for block in model.lang_encoder.gated_cross_attn_layers:  # the model class takes neither heads nor head_dim
+    for block in filter(
+        None, model.lang_encoder.gated_cross_attn_layers
+    ):  # the model class takes neither heads nor head_dim
         block.attn = MaskedCrossAttention(**shape, only_attend_immediate_media=False)
 
     def inputs(ids: Tensor, features: Tensor, shard: FrameShard) -> Inputs:
@@ -101,6 +104,21 @@ def idefics(scale: int) -> Subject:
         visible = torch.ones(1, ids.shape[1], shard.total, dtype=torch.long, device=ids.device)
         arguments = {"input_ids": ids, "image_attention_mask": visible}
         return arguments | {"perceiver_embeddings": features, "visual_shard": shard}
+
+    return Subject(sizes, model, inputs)
+
+
+def mllama(scale: int, name: str = "llama-3.2-11b-vision", layers: int = 4) -> Subject:
+    """Build Llama 3.2 Vision: each self-attention layer precedes one with cross-attention. 11B has 32 and 8 heads."""
+    sizes = scaled(name, scale, layers)
+    tower = {"hidden_size": 32, "attention_heads": 2, "intermediate_size": 48, "vision_output_dim": 64}
+    tower |= {"num_hidden_layers": 1, "num_global_layers": 1, "intermediate_layers_indices": [0]}
+    text = {"num_hidden_layers": 2 * layers, "cross_attention_layers": list(range(1, 2 * layers, 2))}
+    text |= {"num_key_value_heads": sizes.cross.kv_heads}
+    model = make_mllama(_text(sizes) | text, tower | {"image_size": 28, "patch_size": 14})
+
+    def inputs(ids: Tensor, features: Tensor, shard: FrameShard) -> Inputs:
+        return {"input_ids": ids, "cross_attention_states": features, "visual_shard": shard}
 
     return Subject(sizes, model, inputs)
 

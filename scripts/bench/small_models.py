@@ -74,18 +74,10 @@ def open_flamingo(images: int, prompt: int, immediate: bool = True) -> Subject:
 
 def mllama(images: int, prompt: int) -> Subject:
     """Build Llama 3.2 Vision: an image tile of 65 patches per image; it has a visual KV cache unpatched, too."""
-    from transformers import MllamaConfig, MllamaForConditionalGeneration
-    from transformers.models.mllama.configuration_mllama import MllamaTextConfig, MllamaVisionConfig
-
-    heads = {"num_key_value_heads": 2, "cross_attention_layers": [1, 5]}
-    rope = {"rope_type": "default", "rope_theta": 10000.0}
-    text = MllamaTextConfig(**text_sizes(), **heads, rope_parameters=rope)
-    sizes = {"hidden_size": 160, "attention_heads": 4, "intermediate_size": 640, "vision_output_dim": 320}
-    layers = {"num_hidden_layers": 2, "num_global_layers": 1, "intermediate_layers_indices": [0]}
-    tiles = {"image_size": PICTURE, "patch_size": PATCH, "max_num_tiles": 1, "supported_aspect_ratios": [[1, 1]]}
-    tower = MllamaVisionConfig(**sizes, **layers, **tiles)
-    config = MllamaConfig(vision_config=tower, text_config=text, image_token_index=WORDS)
-    model = random_weights(MllamaForConditionalGeneration(config))
+    text = text_sizes() | {"num_key_value_heads": 2, "cross_attention_layers": [1, 5]}
+    tower = {"hidden_size": 160, "attention_heads": 4, "intermediate_size": 640, "vision_output_dim": 320}
+    tower |= {"num_hidden_layers": 2, "num_global_layers": 1, "intermediate_layers_indices": [0]}
+    model = make_mllama(text, tower | {"image_size": PICTURE, "patch_size": PATCH})
     ones = partial(torch.ones, dtype=torch.long)
     inputs = {"input_ids": words(prompt), "pixel_values": pictures(1, images, 1)}
     inputs |= {"aspect_ratio_ids": ones(1, images), "aspect_ratio_mask": ones(1, images, 1)}
@@ -160,6 +152,19 @@ def make_owl(text: dict[str, int], *, kv_heads: int, hyper_layers: list[int], to
     options |= {"image_token_id": MEDIA, "max_position_embeddings": 32768}
     config = MPlugOwl3Config(**text, **options, vision_config=SiglipVisionConfig(**tower))
     return random_weights(MPlugOwl3ForConditionalGeneration(config))
+
+
+def make_mllama(text: dict[str, Any], tower: dict[str, Any]) -> Any:
+    """Return Llama 3.2 Vision with one tile per image."""
+    from transformers import MllamaConfig, MllamaForConditionalGeneration
+    from transformers.models.mllama.configuration_mllama import MllamaTextConfig, MllamaVisionConfig
+
+    rope = {"rope_type": "default", "rope_theta": 10000.0}
+    vision = MllamaVisionConfig(**tower, max_num_tiles=1, supported_aspect_ratios=[[1, 1]])
+    config = MllamaConfig(
+        vision_config=vision, text_config=MllamaTextConfig(**text, rope_parameters=rope), image_token_index=WORDS
+    )
+    return random_weights(MllamaForConditionalGeneration(config))
 
 
 def words(count: int) -> Tensor:

@@ -1,0 +1,240 @@
+"""Whole training steps of one model, in every mode and in a changing order, on the ranks of a group.
+
+A step is forward, backward, the average of the gradients over the ranks, and AdamW. Its learning rate is 0, so that
+every step of every mode must give the same loss and the same gradient norm. Each mode has a model of its own with the
+same weights, patched once, so what a patched model measures and plans on its first pass is not in the time of a step.
+
+The link's speed follows from the time of a block, as in `network_run`. The part of the step that is not cross-attention
+follows from the paper's table: where the model's own part is shorter, the step sleeps for the rest of it first, in the
+place of the vision tower.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+import random
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from statistics import median
+from typing import Any
+
+import torch
+from end_to_end_cases import Case
+from network_modes import BlockTime, Mode, Speed, cluster, modes
+from network_run import BACKWARD, CLOSE, Link, NetworkBenchmark
+from network_settings import Setting
+from torch import Tensor
+
+from mllm_seqpar import FrameShard, patch_model
+from mllm_seqpar.comm import Communicator, Pending, Recv, Send
+from mllm_seqpar.patching.patch import patch_of
+from mllm_seqpar.planner import Cluster, ParallelSpec, call_cost
+from mllm_seqpar.planner.call_cost import VisualProjection
+from mllm_seqpar.runtime.forward_state import ForwardState
+
+
+def step_modes(setting: Setting) -> list[Mode]:
+    """Return `none`, the strategies that the paper compares, and "auto", whose spec the planner selects."""
+    names = ("none", "lv-xattn", "ring", "ring, expanded")
+    chosen = [mode for mode in modes(setting) if mode.name in names or mode.name.startswith("ulysses")]
+    return [*chosen, Mode(name="auto", spec=None)]
+
+
+class Step:
+    """The training step of one mode."""
+
+    def __init__(self, case: Case, mode: Mode, comm: Communicator, kernel: str, features: Tensor) -> None:
+        torch.manual_seed(0)
+        self.mode, self.comm, self.features, setting = mode, comm, features, case.setting
+        subject = case.build()
+        self.model = subject.model.to(features.dtype).train().requires_grad_(True)
+        shard = FrameShard(comm.rank, comm.rank + 1, comm.size)
+        self.arguments = subject.arguments(setting.rows * comm.size, features, shard)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.0, fused=True)
+        options: dict[str, Any] = {"kernel": kernel}
+        strategy = mode.spec.strategy if mode.spec else {"none": "lv-xattn"}.get(mode.name, mode.name)
+        if mode.spec and mode.spec.strategy == "ulysses" and mode.spec.mesh_shape != (1, 1):
+            options["tile"] = mode.spec.mesh_shape
+        if mode.expanded:
+            options["accumulate_dtype"] = mode.accumulate_dtype
+            comm = copy.copy(comm)
+            comm.expanded_heads = setting.heads  # type: ignore[attr-defined]
+            _expand_keys()
+        if mode.name == "none":
+            comm = without_transfers(comm)
+        patch_model(self.model, strategy, group=comm, **options)
+
+    def once(self, rest_s: float) -> tuple[float, float, float, int]:
+        """Return the slowest rank's seconds of a step, the loss, the gradient norm, and the bytes this rank sends."""
+        self.comm.gather_ints([0])  # all ranks start together
+        self.comm.bytes.reset()
+        start = time.perf_counter()
+        time.sleep(rest_s)
+        self.features.grad = None
+        self.optimizer.zero_grad(set_to_none=True)
+        loss = self.model(**self.arguments).loss
+        loss.backward()
+        grads = [p.grad for p in self.model.parameters() if p.grad is not None]
+        mean = self.comm.all_reduce(torch.cat([grad.flatten() for grad in grads]), "gradients").div_(self.comm.size)
+        for grad, part in zip(grads, mean.split([grad.numel() for grad in grads]), strict=True):
+            grad.copy_(part.view_as(grad))
+        self.optimizer.step()
+        nanoseconds, sent = int((time.perf_counter() - start) * 1e9), self.comm.bytes.total
+        seconds = max(row[0] for row in self.comm.gather_ints([nanoseconds])) / 1e9
+        return seconds, float(loss.detach()), float(mean.float().norm()), sent
+
+    @property
+    def spec(self) -> ParallelSpec | None:
+        """The spec of the mode's cross-attention, after a step; None without transfers."""
+        if self.mode.name != "auto":
+            return self.mode.spec
+        selector = patch_of(self.model).context.selector  # type: ignore[union-attr]
+        return next(iter(selector._selections.values())).spec  # type: ignore[union-attr]
+
+    @property
+    def matmul(self) -> float:
+        """The rate of matrix products that "auto" has measured, in FLOP/s."""
+        selector = patch_of(self.model).context.selector  # type: ignore[union-attr]
+        return next(iter(selector._selections.values())).cluster.matmul  # type: ignore[union-attr]
+
+
+SLOW, FEW = 3, 2
+"""A mode that takes more than SLOW times as long as the fastest is measured in the first FEW repetitions only."""
+
+
+@dataclass
+class Measured:
+    """Seconds of each mode's steps in the order of repetitions, what the planner predicts, and the bytes sent."""
+
+    block: BlockTime
+    mbit: float | None
+    speed: Speed | None
+    own_s: float  # a step without transfers and without sleeping
+    rest_s: float  # how long a step sleeps
+    seconds: dict[str, list[float]] = field(default_factory=dict)
+    sent: dict[str, int] = field(default_factory=dict)
+    predicted: dict[str, float] = field(default_factory=dict)
+    selected: str = ""
+
+
+class StepBenchmark:
+    def __init__(self, case: Case, comm: Communicator) -> None:
+        self.case, self.comm, self.setting = case, comm, case.setting
+        self.network = NetworkBenchmark(case.setting, comm, torch.device("cpu"))
+        generator = torch.Generator().manual_seed(comm.rank)
+        frame = torch.randn(1, case.setting.keys, case.sizes.cross.visual_dim, generator=generator)
+        self.features = frame.to(getattr(torch, case.setting.dtype)).requires_grad_()
+
+    def run(self, repeats: int, seed: int, link: Link) -> Measured:
+        """Measure all modes: once to warm up, then `repeats` times."""
+        kernel = self.network.kernel
+        with kernel.registered() if kernel else contextlib.nullcontext():
+            block = self._block()
+            mbit, speed = self.network.shape_link(link, sum(block) / (1 + BACKWARD))
+            options = self.comm, kernel.name if kernel else "auto", self.features
+            steps = {mode.name: Step(self.case, mode, *options) for mode in step_modes(self.setting)}
+            steps["none"].once(0.0)
+            own_s = median(steps["none"].once(0.0)[0] for _ in range(3))
+            cross_s = self.case.layers * self.setting.ranks * sum(block)
+            rest_s = 0.0 if self.case.rest is None else max(0.0, (1 + self.case.rest) * cross_s - own_s)
+            found = Measured(block, mbit, speed, own_s, rest_s, {name: [] for name in steps})
+            order, shuffler = list(steps), random.Random(seed)
+            expected: tuple[float, float] | None = None
+            for repeat in range(1 + repeats):
+                fastest = min(filter(None, found.seconds.values()), key=median, default=None)
+                for name in order:
+                    known = found.seconds[name]
+                    if fastest and len(known) >= FEW and median(known) > SLOW * median(fastest):
+                        continue
+                    seconds, *result, found.sent[name] = steps[name].once(rest_s if repeat else 0.0)
+                    if name != "none" or kernel:  # real blocks of `none` attend to keys of this rank only
+                        expected = self._same(name, result, expected or result)
+                    if repeat:
+                        found.seconds[name].append(seconds)
+                shuffler.shuffle(order)
+        found.selected = str(steps["auto"].spec)
+        self._predict(steps, found)
+        return found
+
+    def _block(self) -> BlockTime:
+        """Return the seconds of one block's forward and backward, with all ranks computing at once."""
+        none, n = modes(self.setting)[0], self.setting.ranks
+        self.network.once(none)
+        runs = [self.network.once(none) for _ in range(5)]
+        forward = median(run[0] for run in runs)
+        return forward / n, (median(run[1] for run in runs) - forward) / n
+
+    def _same(self, name: str, result: Sequence[float], expected: Sequence[float]) -> Sequence[float]:
+        """Raise SystemExit, on all ranks, if loss or gradient norm differ from those of the other modes."""
+        limit = CLOSE[self.features.dtype]
+        for what, value, other in zip(("loss", "gradient norm"), result, expected, strict=True):
+            if not abs(value - other) <= limit * abs(other):
+                raise SystemExit(f"{self.setting.name}, {name}: {what} {value}; other modes have {other}")
+        return expected
+
+    def _predict(self, steps: dict[str, Step], found: Measured) -> None:
+        """Predict a step as a measured one without transfers, and what they add to the planner's cross-attention."""
+        none = median(found.seconds["none"])
+        if found.speed is None:
+            found.predicted = dict.fromkeys(steps, none)
+            return
+        rates = replace(cluster(self.setting, found.block, found.speed), matmul=steps["auto"].matmul)
+        ideal = replace(rates, network_link=1e18, node_link=1e18, network_latency_s=0.0, node_latency_s=0.0)
+        visual = VisualProjection(dim=self.case.sizes.cross.visual_dim, layers=self.case.layers)
+
+        def call_s(mode: Mode, spec: ParallelSpec | None, network: Cluster) -> float:
+            assert spec is not None
+            problem = mode.problem(self.setting)
+            return sum(call_cost(problem, spec, network, backward=b, visual=visual).seconds for b in (False, True))
+
+        lv = steps["lv-xattn"].mode
+        without = call_s(lv, lv.spec, ideal)
+        for name, step in steps.items():
+            of_call = without if name == "none" else call_s(step.mode, step.spec, rates)
+            found.predicted[name] = none + self.case.layers * (of_call - without)
+
+
+class _Done(Pending):
+    def wait(self) -> None:
+        pass
+
+
+def without_transfers(comm: Communicator) -> Communicator:
+    """Return a communicator like `comm` that sends nothing for LV-XAttn: a rank receives what it would send itself.
+
+    Keys and values, which self-attention sends by Ring Attention, and collectives are sent.
+    """
+
+    def exchange(sends: Sequence[Send], recvs: Sequence[Recv]) -> Pending:
+        if any(send.label in ("k", "v", "dk", "dv") for send in sends):
+            return comm.exchange(sends, recvs)
+        for send, recv in zip(sends, recvs, strict=False):
+            if send.tensor.shape == recv.buffer.shape and send.tensor.dtype == recv.buffer.dtype:
+                recv.buffer.copy_(send.tensor)
+            else:
+                recv.buffer.zero_()
+        return _Done()
+
+    silent = copy.copy(comm)
+    collectives = ("all_gather", "reduce_scatter", "all_reduce", "broadcast")
+    vars(silent).update({name: getattr(comm, name) for name in collectives}, exchange=exchange)
+    return silent
+
+
+@functools.cache
+def _expand_keys() -> None:
+    """Repeat visual K and V for all query heads in models whose communicator has the attribute `expanded_heads`."""
+    original = ForwardState.visual_keys
+
+    def visual_keys(self: ForwardState, q: Tensor, layer: Any, project: Any, *rest: Any) -> Any:
+        heads = getattr(self.context.comm, "expanded_heads", None)
+
+        def repeated(features: Tensor, index: Tensor) -> tuple[Tensor, ...]:
+            return tuple(x.repeat_interleave(heads // x.shape[1], dim=1) for x in project(features, index))
+
+        return original(self, q, layer, repeated if heads else project, *rest)
+
+    ForwardState.visual_keys = visual_keys  # type: ignore[method-assign]
