@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -22,7 +23,7 @@ from torch.nn import functional as F
 from mllm_seqpar._transfers import copy_to_device
 from mllm_seqpar.attention.block_math import BlockMath, PartialResult
 from mllm_seqpar.attention.call_spec import CallSpec, accumulation, call_spec_for, problem_of
-from mllm_seqpar.attention.decode import decode_attention, merge_over_ranks
+from mllm_seqpar.attention.decode import PreparedAttention, merge_over_ranks, prepare_frames
 from mllm_seqpar.attention.joint import attend
 from mllm_seqpar.attention.kv_sources import GivenKV, KVSource
 from mllm_seqpar.comm import Communicator
@@ -44,7 +45,10 @@ from .strategy_selector import (
 )
 from .text_kv_cache import CachedTextMask
 from .text_shards import TextShards
-from .visual_features import Projection, RecomputedKV, VisualFeatures, VisualKVCache
+from .visual_features import Projection, RecomputedKV, VisualFeatures, VisualKVCache, project_all
+
+MAX_TEXT_MASK = 1 << 24
+"""On one process, torch's own attention takes a mask (B, L, L) of at most this many entries for padded text."""
 
 
 def as_attended(*tensors: Tensor) -> tuple[Tensor, ...]:
@@ -177,6 +181,25 @@ class ForwardState:
         """The call specs of this pass; not a field, because FSDP copies dataclasses field by field."""
         return {}
 
+    @cached_property
+    def _prepared(self) -> dict[Hashable, PreparedAttention]:
+        """The prepared calls of this pass, by the shapes that they are for."""
+        return {}
+
+    @cached_property
+    def text_on_one_process(self) -> Literal["", "plain", "masked"]:
+        """How torch's own attention computes the text, as in the unpatched model; empty if it does not.
+
+        "plain": without a mask, causal. "masked": with the decoder's `attention_mask`. Several ranks, a block kernel
+        selected by name and masks that would be large need the block kernels.
+        """
+        text, config = self.text, self.context.config
+        if text is None or self.context.comm.size > 1 or not self.shards_text or config.kernel != "auto":
+            return ""
+        if text.is_plain:
+            return "plain"
+        return "masked" if text.batch * text.length**2 <= MAX_TEXT_MASK else ""
+
     @property
     def shards_text(self) -> bool:
         """Whether hidden states hold this rank's tokens only."""
@@ -240,7 +263,12 @@ class ForwardState:
         if self.text is None:
             assert self.visual_cache is not None
             k, v = self.visual_cache.keys_values(layer, project, q.dtype)
-            return self.attend_replicated(q, k, v, scale)[0].to(given)
+            return self.attend_cached_frames(q, k, v, scale).to(given)
+        if self.context.comm.size == 1 and not torch.is_grad_enabled():
+            frames = self.frames
+            assert frames is not None and isinstance(frames.masks, FrameBlockMasks)
+            k, v = project_all(project, frames.visual.features, frames.visual.index, q.dtype)
+            return self._prepare(q, k, frames.masks.masks[0]).output(q, k, v, scale).to(given)
         if self.shards_text:
             return self.attend(q, [self.visual_keys(q, layer, project, modules)], scale).to(given)
         # With self_attention="local" the text is replicated, and sharded for this attention only.
@@ -253,19 +281,23 @@ class ForwardState:
         if self.requires_backward(q, k, v):
             sources = [self.cached_visual_source(q, k, v)]
             return attend(q, sources, comm=self.context.comm, scale=scale, kernel=self.context.config.kernel)
-        result = decode_attention(
-            q,
-            k,
-            v,
-            group=self.context.comm,
-            mask=self.frame_mask,
-            units_per_frame=self.units_per_frame,
-            scale=scale,
-            kernel=self.context.config.kernel,
-            return_lse=True,
-        )
-        assert isinstance(result, tuple)
-        return result
+        o, lse = self._prepare(q, k, self.frame_mask).partial(q, k, v, scale)
+        o, lse = merge_over_ranks(o, lse, self.context.comm)
+        return o.to(q.dtype), lse
+
+    def attend_cached_frames(self, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+        """Return o of `attend_replicated` alone, for which one process needs no log-sum-exp."""
+        if self.context.comm.size > 1 or self.requires_backward(q, k, v):
+            return self.attend_replicated(q, k, v, scale)[0]
+        return self._prepare(q, k, self.frame_mask).output(q, k, v, scale)
+
+    def _prepare(self, q: Tensor, k: Tensor, mask: FrameMask | None) -> PreparedAttention:
+        key = q.shape, k.shape, q.dtype
+        found = self._prepared.get(key)
+        if found is None:
+            comm, kernel = self.context.comm, self.context.config.kernel
+            found = self._prepared[key] = prepare_frames(q, k, mask, comm, kernel, self.units_per_frame)
+        return found
 
     def attend_cached_text(
         self, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None = None

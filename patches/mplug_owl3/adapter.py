@@ -108,8 +108,22 @@ def _hyper_attention(
     if past_key_values is not None:
         k, v = past_key_values.update(k, v, self.layer_idx)
     if seqpar.text is not None:
+        if seqpar.text_on_one_process and not (self.fused and seqpar.frames is not None):
+            return self.o_proj(_attend_whole(self, q, k, v, attention_mask, visual_norm, seqpar)), None
         return self.o_proj(_attend_sharded(self, q, k, v, visual_norm, seqpar)), None
     return self.o_proj(_attend_replicated(self, q, k, v, attention_mask, visual_norm, seqpar)), None
+
+
+def _attend_whole(
+    self: Any, q: Tensor, k: Tensor, v: Tensor, attention_mask: Tensor | None, visual_norm: Any, seqpar: ForwardState
+) -> Tensor:
+    """Return (B, L, C) before `o_proj` on one process, with text attention as in the unpatched model."""
+    text_out = self._attend_text(q, k, v, attention_mask, seqpar=seqpar)[0]
+    if seqpar.frames is None:
+        return text_out
+    modules = [visual_norm, self.v_kv_proj]
+    o = seqpar.cross_attend(q, self.layer_idx, _projection(self, visual_norm), modules, self.scaling)
+    return self.mix(text_out, merge_heads(o), seqpar.frames.any_frame_visible)
 
 
 def _attend_sharded(self: Any, q: Tensor, k: Tensor, v: Tensor, visual_norm: Any, seqpar: ForwardState) -> Tensor:
@@ -152,10 +166,11 @@ def _attend_replicated(
         k, v = k[:, :, : seqpar.tokens], v[:, :, : seqpar.tokens]
         source = seqpar.local_source(q, k, v, GivenBlockMask(tuple(causal_rectangles(attention_mask, q, k))))
         return merge_heads(seqpar.attend(q, [source, seqpar.cached_visual_source(q, *visual)], self.scaling))
-    visual_o, visual_lse = seqpar.attend_replicated(q, *visual, self.scaling)
     if not self.fused:
+        visual_o = seqpar.attend_cached_frames(q, *visual, self.scaling)
         text_out = merge_heads(text[0].to(q.dtype)) if text else self._attend_text(q, k, v, attention_mask)[0]
         return self.mix(text_out, merge_heads(visual_o), seqpar.rows["attends_to_frames"])
+    visual_o, visual_lse = seqpar.attend_replicated(q, *visual, self.scaling)
     partial = PartialResult(q, torch.promote_types(torch.float32, q.dtype))
     if text is None:
         k, v = k[:, :, : seqpar.tokens], v[:, :, : seqpar.tokens]  # the rest of a static cache is empty
