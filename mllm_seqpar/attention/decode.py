@@ -96,7 +96,8 @@ def prepare_frames(
 class PreparedAttention:
     """Attention to this rank's keys with kernels and rectangles that are chosen once, for all layers of a pass.
 
-    Calls must have tensors of the shapes, dtype and device of those that it was prepared for. For inference.
+    Calls must have tensors of the shapes, dtype and device of those that it was prepared for. No gradients, except
+    those of `output` if it is `differentiable`.
 
     Args:
         q: (B, H, s_q, D).
@@ -115,6 +116,11 @@ class PreparedAttention:
         whole = [((0, rows.shape[0]), (0, rows.shape[2]), "full")]
         if kernel == "auto" and [(r.batch, r.rows, r.kind) for r in rectangles] == whole:
             self._visible_keys = slice(*rectangles[0].keys) if rectangles[0].gathered is None else None
+
+    @property
+    def differentiable(self) -> bool:
+        """Whether `output` can be differentiated: it is then torch's own operator."""
+        return self._visible_keys is not None
 
     @staticmethod
     def _part(rectangle: Rectangle, q: Tensor, k: Tensor, kernel: str) -> tuple[Any, ...]:

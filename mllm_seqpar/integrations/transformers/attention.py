@@ -18,7 +18,8 @@ from transformers.masking_utils import create_causal_mask, create_sliding_window
 
 from mllm_seqpar.errors import ConfigError
 from mllm_seqpar.patching import Patch
-from mllm_seqpar.runtime.forward_state import ForwardState, as_attended
+from mllm_seqpar.runtime.forward_state import ForwardState
+from mllm_seqpar.runtime.frame_state import as_attended
 
 NAME = "mllm_seqpar"
 

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from mllm_seqpar._transfers import copy_to_device
 from mllm_seqpar.errors import ShapeError
 from mllm_seqpar.masks import FrameMask
-from mllm_seqpar.runtime.forward_state import FrameState, select_for_pass
+from mllm_seqpar.runtime.frame_state import FrameState, select_for_pass
 from mllm_seqpar.runtime.text_shards import TextShards
 from mllm_seqpar.runtime.visual_features import VisualFeatures, VisualKVCache
 from mllm_seqpar.sharding import frame_bounds
