@@ -173,18 +173,34 @@ def merge_over_ranks(o: Tensor, lse: Tensor, comm: Communicator) -> tuple[Tensor
     both = torch.cat([o, lse.to(o.dtype).unsqueeze(-1)], dim=-1)  # one message instead of two
     rows = both.shape[2]
     if rows < max(SCATTER_ROWS, comm.size):
-        return _merge_all(comm.all_gather(both, "o"))
+        return _merge_all(_gather(both, comm))
     length = -(-rows // comm.size)
     missing = length * comm.size - rows
     padded = torch.nn.functional.pad(both, (0, 0, 0, missing)) if missing else both  # pad always copies
     parts = [part.contiguous() for part in padded.split(length, dim=2)]
-    received = [parts[comm.rank] if peer == comm.rank else torch.empty_like(parts[0]) for peer in range(comm.size)]
-    others = [peer for peer in range(comm.size) if peer != comm.rank]
-    comm.exchange([Send(p, parts[p], "o") for p in others], [Recv(p, received[p]) for p in others]).wait()
-    o_part, lse_part = _merge_all(received)
+    o_part, lse_part = _merge_all(_exchange(parts, comm))
     merged = comm.all_gather(torch.cat([o_part, lse_part.to(o.dtype).unsqueeze(-1)], dim=-1), "o")
     whole = torch.cat(merged, dim=2)[:, :, :rows]
     return whole[..., :-1].contiguous(), whole[..., -1].contiguous()
+
+
+def _gather(x: Tensor, comm: Communicator) -> list[Tensor]:
+    """Return x (few rows) of all ranks, by rank.
+
+    The all-gather of gloo is a ring of n - 1 messages, one after the other. Messages to all ranks at once take the
+    latency of one, and as many bytes. NCCL gathers few bytes in one kernel.
+    """
+    if x.device.type != "cpu":
+        return comm.all_gather(x, "o")
+    return _exchange([x] * comm.size, comm)
+
+
+def _exchange(parts: list[Tensor], comm: Communicator) -> list[Tensor]:
+    """Send parts[r] to rank r; return what each rank sent to this one, by rank."""
+    received = [part if peer == comm.rank else torch.empty_like(part) for peer, part in enumerate(parts)]
+    others = [peer for peer in range(comm.size) if peer != comm.rank]
+    comm.exchange([Send(p, parts[p], "o") for p in others], [Recv(p, received[p]) for p in others]).wait()
+    return received
 
 
 def _merge_all(parts: list[Tensor]) -> tuple[Tensor, Tensor]:

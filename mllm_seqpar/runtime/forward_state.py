@@ -19,12 +19,12 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from mllm_seqpar.attention.block_math import BlockMath, PartialResult
 from mllm_seqpar.attention.call_spec import CallSpec, accumulation, call_spec_for, problem_of
 from mllm_seqpar.attention.decode import PreparedAttention, merge_over_ranks, prepare_frames
 from mllm_seqpar.attention.joint import attend
 from mllm_seqpar.attention.kv_sources import GivenKV, KVSource
 from mllm_seqpar.errors import ConfigError
+from mllm_seqpar.kernels.merge import merge
 from mllm_seqpar.masks import BlockMasks, FrameBlockMasks, FrameMask
 
 from .context import SeqParContext
@@ -203,11 +203,43 @@ class ForwardState:
         self, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None = None
     ) -> tuple[Tensor, Tensor]:
         """Return (o, lse) of q (B, H, L, D), the same on every rank, over the text K and V of all ranks; likewise."""
+        return merge_over_ranks(*self._cached_text_partial(q, k, v, scale, window), self.context.comm)
+
+    def attend_text_and_frames(
+        self,
+        q: Tensor,
+        text: tuple[Tensor, Tensor],
+        frames: tuple[Tensor, Tensor],
+        scale: float,
+        window: int | None = None,
+        *,
+        jointly: bool,
+    ) -> tuple[Tensor, Tensor]:
+        """Return (o of the text, o of the frames), of K and V that are sharded over ranks, by one exchange.
+
+        Both are o (B, H, L, D) in the accumulator's dtype, the same on every rank; with `jointly`, both are the
+        attention with one softmax over all keys.
+        """
+        on_text = self._cached_text_partial(q, *text, scale, window)
+        on_frames = self._prepare(q, frames[0], self.frame_mask).partial(q, *frames, scale)
+        if jointly:
+            o, _ = merge_over_ranks(*merge(on_text, on_frames), self.context.comm)
+            return o, o
+        both = (torch.cat(pair) for pair in zip(on_text, on_frames, strict=True))
+        text_o, frames_o = merge_over_ranks(*both, self.context.comm)[0].chunk(2)
+        return text_o, frames_o
+
+    def _cached_text_partial(
+        self, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None
+    ) -> tuple[Tensor, Tensor]:
+        """Return (o, lse) of q over the text K and V that this rank stores."""
         assert self.cached_text is not None
-        partial = PartialResult(q, accumulation(torch.float32, q.dtype))
-        rectangles = self.cached_text.rectangles(q.shape[0], window)
-        BlockMath(self.context.config.kernel, scale).forward(q, k, v, rectangles, partial)
-        return merge_over_ranks(*partial.value, self.context.comm)
+        key = "text", q.shape, k.shape, q.dtype, window
+        found = self._prepared.get(key)
+        if found is None:
+            rectangles = self.cached_text.rectangles(q.shape[0], window)
+            found = self._prepared[key] = PreparedAttention(q, k, rectangles, self.context.config.kernel)
+        return found.partial(q, k, v, scale)
 
     def requires_backward(self, *tensors: Tensor) -> bool:
         """Return whether a pass with a cache is differentiated, which only a single process supports.

@@ -22,7 +22,7 @@ import statistics
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from pathlib import Path
 from types import FrameType
@@ -75,14 +75,17 @@ def subject(family: str) -> Subject:
 FAMILIES = ("mplug_owl3", "open_flamingo", "idefics", "mllama")
 
 
-class _Clock(LogitsProcessor):
-    """Records the CPU time at which the scores of each token are computed."""
+class Clock(LogitsProcessor):
+    """Records a time, and a copy of `count`, whenever the scores of a token are computed."""
 
-    def __init__(self) -> None:
+    def __init__(self, time_of: Callable[[], float] = time.process_time, count: Sequence[int] = (0,)) -> None:
         self.times: list[float] = []
+        self.counts: list[int] = []
+        self._time_of, self._count = time_of, count
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        self.times.append(time.process_time())
+        self.times.append(self._time_of())
+        self.counts.append(self._count[0])
         return scores
 
 
@@ -111,7 +114,7 @@ def step(model: Any, inputs: dict[str, Tensor], **_: Any) -> Run:
 
 def token(model: Any, inputs: dict[str, Tensor], *, tokens: int, generate: Any) -> Run:
     model.eval()
-    clock = _Clock()
+    clock = Clock()
     greedy = {"max_new_tokens": tokens, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
     ids = (generate or model.generate)(**inputs, **greedy, logits_processor=LogitsProcessorList([clock]))
     return statistics.median(after - before for before, after in pairwise(clock.times)), ids[:, -tokens:]
