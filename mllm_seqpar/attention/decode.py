@@ -136,7 +136,8 @@ class PreparedAttention:
         for forward, batch, span, keys, causal, masked in self._parts:
             mask = None if masked is None else masked.mask(q.device)
             part = rows[batch, :, span], k[batch, :, keys], v[batch, :, keys]
-            result.add(*forward(*part, scale=scale, causal=causal, mask=mask), batch, span)
+            o, lse = forward(*part, scale=scale, causal=causal, mask=mask)
+            result.add(o, lse, batch, span)
         o, lse = result.value
         return (o, lse) if self._batch is None else (_unfolded(o, self._batch), _unfolded(lse, self._batch))
 

@@ -225,8 +225,8 @@ class ForwardState:
         if jointly:
             o, _ = merge_over_ranks(*merge(on_text, on_frames), self.context.comm)
             return o, o
-        both = (torch.cat(pair) for pair in zip(on_text, on_frames, strict=True))
-        text_o, frames_o = merge_over_ranks(*both, self.context.comm)[0].chunk(2)
+        o, lse = (torch.cat(pair) for pair in zip(on_text, on_frames, strict=True))
+        text_o, frames_o = merge_over_ranks(o, lse, self.context.comm)[0].chunk(2)
         return text_o, frames_o
 
     def _cached_text_partial(
