@@ -170,7 +170,11 @@ class ForwardState:
         """Return the cross-attention of a layer whose K and V are not computed again in backward."""
         frames = self.frames
         assert frames is not None and isinstance(frames.masks, FrameBlockMasks)
-        k, v = project_all(project, frames.visual.features, frames.visual.index, q.dtype)
+        features, index = frames.visual.features, frames.visual.index
+        if torch.is_grad_enabled():  # K and V stay, so nothing is saved by projecting in chunks, or by copies
+            k, v = (x.to(q.dtype) for x in project(features, index))
+        else:
+            k, v = project_all(project, features, index, q.dtype)
         prepared = self._prepare(q, k, frames.masks.masks[0])
         if torch.is_grad_enabled() and not prepared.differentiable:
             return self.attend(q, [GivenKV(self._visual_spec(q, k, project), k, v)], scale)
