@@ -20,7 +20,8 @@ from .masks import FrameMask
 from .patching import Patch
 from .patching.registry import Adapter
 from .runtime.context import SeqParContext
-from .runtime.forward_state import ForwardState, FrameState
+from .runtime.forward_state import ForwardState
+from .runtime.frame_state import FrameState
 from .runtime.loss import sharded_causal_lm_loss, shifted
 from .runtime.text_shards import TextShards
 from .runtime.visual_features import Projection, VisualFeatures

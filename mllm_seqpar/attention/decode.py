@@ -9,16 +9,22 @@ results, so that they sample the same tokens.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from mllm_seqpar.comm import Communicator, Group, Recv, Send, transfer_communicator
 from mllm_seqpar.errors import ConfigError, MaskError
+from mllm_seqpar.kernels import choose_kernel
+from mllm_seqpar.kernels.base import fold_groups, unfold_groups
 from mllm_seqpar.masks import FrameMask, Rectangle, full_rectangle
 from mllm_seqpar.sharding import frame_range
 
 from .argument_checks import check_flags, check_mask, check_mask_type, check_qkv, check_scale
-from .block_math import BlockMath, PartialResult, fold, unfold
+from .block_math import PartialResult, fold, unfold
 from .call_spec import accumulation
 from .joint import eager
 
@@ -67,21 +73,88 @@ def decode_attention(
     check_flags(return_lse=return_lse)
     _check_units(units_per_frame, mask)
     comm = transfer_communicator(group)
-    batch = q.shape[0]
-    rows = fold(q) if k.shape[0] < batch else q
-    rectangles: tuple[Rectangle, ...]
-    if mask is None:
-        rectangles = full_rectangle(rows.shape[0], rows.shape[2], k.shape[2])
-    else:
-        frames = frame_range(mask.total_frames // units_per_frame, comm)
-        start, stop = frames.start * units_per_frame, frames.stop * units_per_frame
-        check_mask(mask, q, k, (start, stop))
-        rectangles = (mask if rows is q else mask.folded()).rectangles(start, stop)
-    partial = PartialResult(rows, accumulation(torch.float32, q.dtype))
-    BlockMath(kernel, q.shape[-1] ** -0.5 if scale is None else scale).forward(rows, k, v, rectangles, partial)
-    o, lse = (x if rows is q else unfold(x, batch).contiguous() for x in partial.value)
-    o, lse = merge_over_ranks(o, lse, comm)
+    prepared = prepare_frames(q, k, mask, comm, kernel, units_per_frame)
+    o, lse = merge_over_ranks(*prepared.partial(q, k, v, q.shape[-1] ** -0.5 if scale is None else scale), comm)
     return (o.to(q.dtype), lse) if return_lse else o.to(q.dtype)
+
+
+def prepare_frames(
+    q: Tensor, k: Tensor, mask: FrameMask | None, comm: Communicator, kernel: str, units_per_frame: int = 1
+) -> PreparedAttention:
+    """Return the attention to this rank's keys, for tensors of these shapes; arguments as for `decode_attention`."""
+    batch = q.shape[0]
+    if mask is None:
+        folded = k.shape[0] < batch
+        rows = full_rectangle(1 if folded else batch, (batch if folded else 1) * q.shape[2], k.shape[2])
+        return PreparedAttention(q, k, rows, kernel)
+    frames = frame_range(mask.total_frames // units_per_frame, comm)
+    start, stop = frames.start * units_per_frame, frames.stop * units_per_frame
+    check_mask(mask, q, k, (start, stop))
+    return PreparedAttention(q, k, (mask.folded() if k.shape[0] < batch else mask).rectangles(start, stop), kernel)
+
+
+class PreparedAttention:
+    """Attention to this rank's keys with kernels and rectangles that are chosen once, for all layers of a pass.
+
+    Calls must have tensors of the shapes, dtype and device of those that it was prepared for. No gradients, except
+    those of `output` if it is `differentiable`.
+
+    Args:
+        q: (B, H, s_q, D).
+        k: (B or 1, G, s_kv, D). If it has a batch of 1 and q has not, the batch of q is folded into its rows.
+        rectangles: the mask rectangles, of the folded rows.
+        kernel: name of a block kernel, or "auto".
+    """
+
+    def __init__(self, q: Tensor, k: Tensor, rectangles: Sequence[Rectangle], kernel: str) -> None:
+        self._batch = q.shape[0] if k.shape[0] < q.shape[0] else None
+        self._dtype = accumulation(torch.float32, q.dtype)
+        rows = q if self._batch is None else fold(q)
+        self._parts = [self._part(rectangle, rows, k, kernel) for rectangle in rectangles]
+        self._visible_keys: slice | None = None
+        """The keys that all rows attend to, if no row attends to others and torch may choose the kernel."""
+        whole = [((0, rows.shape[0]), (0, rows.shape[2]), "full")]
+        if kernel == "auto" and [(r.batch, r.rows, r.kind) for r in rectangles] == whole:
+            self._visible_keys = slice(*rectangles[0].keys) if rectangles[0].gathered is None else None
+
+    @property
+    def differentiable(self) -> bool:
+        """Whether `output` can be differentiated: it is then torch's own operator."""
+        return self._visible_keys is not None
+
+    @staticmethod
+    def _part(rectangle: Rectangle, q: Tensor, k: Tensor, kernel: str) -> tuple[Any, ...]:
+        batch, rows, keys = slice(*rectangle.batch), slice(*rectangle.rows), rectangle.key_index(q.device)
+        causal, masked = rectangle.kind == "causal", rectangle.kind == "masked"
+        chosen, _ = choose_kernel(kernel, q[batch, :, rows], k[batch, :, keys], causal=causal, masked=masked)
+        return chosen.forward, batch, rows, keys, causal, rectangle if masked else None
+
+    def partial(self, q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+        """Return (o, lse), contiguous, as partial results: o (B, H, s_q, D) in float32 or wider, lse (B, H, s_q)."""
+        rows = q if self._batch is None else fold(q)
+        result = PartialResult(rows, self._dtype)
+        for forward, batch, span, keys, causal, masked in self._parts:
+            mask = None if masked is None else masked.mask(q.device)
+            part = rows[batch, :, span], k[batch, :, keys], v[batch, :, keys]
+            o, lse = forward(*part, scale=scale, causal=causal, mask=mask)
+            result.add(o, lse, batch, span)
+        o, lse = result.value
+        return (o, lse) if self._batch is None else (_unfolded(o, self._batch), _unfolded(lse, self._batch))
+
+    def output(self, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+        """Return o (B, H, s_q, D) in q.dtype alone, on one process."""
+        keys = self._visible_keys
+        if keys is None:
+            return self.partial(q, k, v, scale)[0].to(q.dtype)
+        rows = q if self._batch is None else fold(q)
+        # Without a mask rows are independent: the query heads of a KV head are rows of one head.
+        o = F.scaled_dot_product_attention(fold_groups(rows, k.shape[1]), k[:, :, keys], v[:, :, keys], scale=scale)
+        o = unfold_groups(o, q.shape[1])
+        return o if self._batch is None else unfold(o, self._batch)
+
+
+def _unfolded(x: Tensor, batch: int) -> Tensor:
+    return unfold(x, batch).contiguous()
 
 
 def _check_units(units: int, mask: FrameMask | None) -> None:
@@ -101,18 +174,34 @@ def merge_over_ranks(o: Tensor, lse: Tensor, comm: Communicator) -> tuple[Tensor
     both = torch.cat([o, lse.to(o.dtype).unsqueeze(-1)], dim=-1)  # one message instead of two
     rows = both.shape[2]
     if rows < max(SCATTER_ROWS, comm.size):
-        return _merge_all(comm.all_gather(both, "o"))
+        return _merge_all(_gather(both, comm))
     length = -(-rows // comm.size)
     missing = length * comm.size - rows
     padded = torch.nn.functional.pad(both, (0, 0, 0, missing)) if missing else both  # pad always copies
     parts = [part.contiguous() for part in padded.split(length, dim=2)]
-    received = [parts[comm.rank] if peer == comm.rank else torch.empty_like(parts[0]) for peer in range(comm.size)]
-    others = [peer for peer in range(comm.size) if peer != comm.rank]
-    comm.exchange([Send(p, parts[p], "o") for p in others], [Recv(p, received[p]) for p in others]).wait()
-    o_part, lse_part = _merge_all(received)
+    o_part, lse_part = _merge_all(_exchange(parts, comm))
     merged = comm.all_gather(torch.cat([o_part, lse_part.to(o.dtype).unsqueeze(-1)], dim=-1), "o")
     whole = torch.cat(merged, dim=2)[:, :, :rows]
     return whole[..., :-1].contiguous(), whole[..., -1].contiguous()
+
+
+def _gather(x: Tensor, comm: Communicator) -> list[Tensor]:
+    """Return x (few rows) of all ranks, by rank.
+
+    The all-gather of gloo is a ring of n - 1 messages, one after the other. Messages to all ranks at once take the
+    latency of one, and as many bytes. NCCL gathers few bytes in one kernel.
+    """
+    if x.device.type != "cpu":
+        return comm.all_gather(x, "o")
+    return _exchange([x] * comm.size, comm)
+
+
+def _exchange(parts: list[Tensor], comm: Communicator) -> list[Tensor]:
+    """Send parts[r] to rank r; return what each rank sent to this one, by rank."""
+    received = [part if peer == comm.rank else torch.empty_like(part) for peer, part in enumerate(parts)]
+    others = [peer for peer in range(comm.size) if peer != comm.rank]
+    comm.exchange([Send(p, parts[p], "o") for p in others], [Recv(p, received[p]) for p in others]).wait()
+    return received
 
 
 def _merge_all(parts: list[Tensor]) -> tuple[Tensor, Tensor]:

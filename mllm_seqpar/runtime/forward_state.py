@@ -12,138 +12,38 @@ unchanged, and it is not stored on a module, so that recomputation in backward u
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
-from mllm_seqpar._transfers import copy_to_device
-from mllm_seqpar.attention.block_math import BlockMath, PartialResult
 from mllm_seqpar.attention.call_spec import CallSpec, accumulation, call_spec_for, problem_of
-from mllm_seqpar.attention.decode import decode_attention, merge_over_ranks
+from mllm_seqpar.attention.decode import PreparedAttention, merge_over_ranks, prepare_frames
 from mllm_seqpar.attention.joint import attend
 from mllm_seqpar.attention.kv_sources import GivenKV, KVSource
-from mllm_seqpar.comm import Communicator
-from mllm_seqpar.comm.autograd import gather_shards
 from mllm_seqpar.errors import ConfigError
+from mllm_seqpar.kernels.merge import merge
 from mllm_seqpar.masks import BlockMasks, FrameBlockMasks, FrameMask
-from mllm_seqpar.sharding import frame_bounds
 
 from .context import SeqParContext
+from .frame_state import FrameState, as_attended
 from .strategy_selector import (
     CROSS,
     CROSS_MESH,
     SELF,
     SELF_MESH,
     CandidateStrategies,
-    CrossAttentionShape,
     SelectedStrategy,
     selected_spec,
 )
 from .text_kv_cache import CachedTextMask
 from .text_shards import TextShards
-from .visual_features import Projection, RecomputedKV, VisualFeatures, VisualKVCache
+from .visual_features import Projection, RecomputedKV, VisualKVCache, project_all
 
-
-def as_attended(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """Cast tensors to autocast's dtype if it is enabled, as autocast does for torch's own attention.
-
-    Under autocast, q and k leave the rotary embedding in float32, while v has the dtype of the projection.
-    """
-    device = tensors[0].device.type
-    if not torch.is_autocast_enabled(device):
-        return tensors
-    narrow = torch.get_autocast_dtype(device)
-    return tuple(x if x.dtype is torch.float64 else x.to(narrow) for x in tensors)
-
-
-@dataclass(frozen=True)
-class FrameState:
-    """The frames of one forward pass: this rank's features, and the frame mask of this pass.
-
-    Attributes:
-        visual: this rank's features.
-        masks: the mask rectangles of every block.
-        key_lengths: the number of visual keys on every rank.
-        any_frame_visible: (B, s) bool, this rank's rows that attend to any frame, on the device of the features.
-        replicated: whether every rank holds the features of all frames.
-        selection: the strategy that "auto" selected for the whole pass, if it did.
-    """
-
-    visual: VisualFeatures
-    masks: BlockMasks
-    key_lengths: tuple[int, ...]
-    any_frame_visible: Tensor
-    replicated: bool = False
-    selection: SelectedStrategy | None = None
-
-    @classmethod
-    def of(cls, visual: VisualFeatures, mask: FrameMask, text: TextShards, units_per_frame: int = 1) -> FrameState:
-        """Return the state for a mask of ALL text rows (B, L) in order; padding rows attend to nothing.
-
-        Args:
-            visual: this rank's features.
-            mask: the mask over units, `units_per_frame` of which make a frame; a frame is never split over ranks.
-            text: the sharding of the rows.
-            units_per_frame: the number of image tiles of a picture, for example.
-        """
-        padded = FrameMask(
-            None if mask.bounds is None else (text.pad(mask.bounds[0], 1), text.pad(mask.bounds[1], 1)),
-            None if mask.visible is None else text.pad(mask.visible, 1),
-            mask.tokens_per_frame,
-            mask.total_frames,
-        )
-        bounds = frame_bounds(mask.total_frames // units_per_frame, text.comm.size)
-        units = [(start * units_per_frame, stop * units_per_frame) for start, stop in bounds]
-        by_rank = [padded.take(text.positions(rank)) for rank in range(text.comm.size)]
-        key_lengths = tuple((stop - start) * mask.tokens_per_frame for start, stop in units)
-        visible = copy_to_device(by_rank[text.comm.rank].any_frame_visible(), visual.features.device)
-        return cls(visual, FrameBlockMasks(by_rank, units), key_lengths, visible)
-
-    def gathered(self, comm: Communicator, index: Tensor) -> FrameState:
-        """Return the state with all ranks' features on every rank ("replicate").
-
-        The features are gathered once for all layers; backward sums the ranks' gradients of each frame, also once.
-
-        Args:
-            comm: the group.
-            index: (units,), the index of all units.
-        """
-        assert isinstance(self.masks, FrameBlockMasks)
-        counts = [stop - start for start, stop in self.masks.frames]
-        local = self.visual.features
-        parts = gather_shards(F.pad(local, (0, 0, 0, 0, 0, max(counts) - local.shape[0])), comm)
-        features = torch.cat([part[:count] for part, count in zip(parts, counts, strict=True)])
-        total = self.visual.total_frames
-        return replace(
-            self,
-            visual=VisualFeatures(features, copy_to_device(index, features.device), total),
-            masks=FrameBlockMasks(self.masks.masks, [(0, total)] * comm.size),
-            key_lengths=(features.shape[0] * features.shape[1],) * comm.size,
-            replicated=True,
-        )
-
-
-def select_for_pass(
-    context: SeqParContext, shape: CrossAttentionShape, text: TextShards, frames: FrameState
-) -> FrameState:
-    """Return the frames with what "auto" selects for all cross-attention layers of the pass, possibly replication."""
-    features, config = frames.visual.features, context.config
-    (probe,) = as_attended(features[:0])
-    q_shape, k_shape = (text.batch, shape.heads, text.local, shape.dim), (1, shape.kv_heads)
-    assert context.selector is not None
-    selection = context.selector.select_for_pass(
-        problem_of(q_shape, k_shape, frames.key_lengths, probe.dtype, config.accumulate_dtype),
-        frames.masks,
-        probe,
-        training=torch.is_grad_enabled(),
-        visual_dim=features.shape[2],
-        layers=shape.layers,
-        recompute=config.recompute_visual,
-    )
-    return replace(frames, selection=selection)
+MAX_TEXT_MASK = 1 << 24
+"""On one process, torch's own attention takes a mask (B, L, L) of at most this many entries for padded text."""
 
 
 @dataclass(frozen=True)
@@ -176,6 +76,25 @@ class ForwardState:
     def _specs(self) -> dict[Hashable, CallSpec]:
         """The call specs of this pass; not a field, because FSDP copies dataclasses field by field."""
         return {}
+
+    @cached_property
+    def _prepared(self) -> dict[Hashable, PreparedAttention]:
+        """The prepared calls of this pass, by the shapes that they are for."""
+        return {}
+
+    @cached_property
+    def text_on_one_process(self) -> Literal["", "plain", "masked"]:
+        """How torch's own attention computes the text, as in the unpatched model; empty if it does not.
+
+        "plain": without a mask, causal. "masked": with the decoder's `attention_mask`. Several ranks, a block kernel
+        selected by name and masks that would be large need the block kernels.
+        """
+        text, config = self.text, self.context.config
+        if text is None or self.context.comm.size > 1 or not self.shards_text or config.kernel != "auto":
+            return ""
+        if text.is_plain:
+            return "plain"
+        return "masked" if text.batch * text.length**2 <= MAX_TEXT_MASK else ""
 
     @property
     def shards_text(self) -> bool:
@@ -212,10 +131,7 @@ class ForwardState:
             k, v = self.visual_cache.keys_values(layer, project, q.dtype)
         elif not self.context.config.recompute_visual:
             k, v = (x.to(q.dtype) for x in project(visual.features, visual.index))
-        key = "visual", q.shape, q.dtype, torch.is_grad_enabled()
-        spec = self._specs.get(key)
-        if spec is None:
-            spec = self._specs[key] = self._visual_spec(q, k, project)
+        spec = self._visual_spec(q, k, project)
         if k is None or v is None:
             return RecomputedKV(spec, visual, project, modules, q.dtype)
         return GivenKV(spec, k, v)
@@ -240,7 +156,9 @@ class ForwardState:
         if self.text is None:
             assert self.visual_cache is not None
             k, v = self.visual_cache.keys_values(layer, project, q.dtype)
-            return self.attend_replicated(q, k, v, scale)[0].to(given)
+            return self.attend_cached_frames(q, k, v, scale).to(given)
+        if self.context.comm.size == 1 and not (torch.is_grad_enabled() and self.context.config.recompute_visual):
+            return self._attend_on_one_process(q, project, scale).to(given)
         if self.shards_text:
             return self.attend(q, [self.visual_keys(q, layer, project, modules)], scale).to(given)
         # With self_attention="local" the text is replicated, and sharded for this attention only.
@@ -248,34 +166,84 @@ class ForwardState:
         o = self.attend(q, [self.visual_keys(q, layer, project, modules)], scale)
         return self.text.unshard(o, 2).to(given)
 
+    def _attend_on_one_process(self, q: Tensor, project: Projection, scale: float) -> Tensor:
+        """Return the cross-attention of a layer whose K and V are not computed again in backward."""
+        frames = self.frames
+        assert frames is not None and isinstance(frames.masks, FrameBlockMasks)
+        features, index = frames.visual.features, frames.visual.index
+        if torch.is_grad_enabled():  # K and V stay, so nothing is saved by projecting in chunks, or by copies
+            k, v = (x.to(q.dtype) for x in project(features, index))
+        else:
+            k, v = project_all(project, features, index, q.dtype)
+        prepared = self._prepare(q, k, frames.masks.masks[0])
+        if torch.is_grad_enabled() and not prepared.differentiable:
+            return self.attend(q, [GivenKV(self._visual_spec(q, k, project), k, v)], scale)
+        return prepared.output(q, k, v, scale)
+
     def attend_replicated(self, q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
         """Return (o, lse) of q (B, H, L, D), the same on every rank, over the ranks' visual keys; likewise."""
         if self.requires_backward(q, k, v):
             sources = [self.cached_visual_source(q, k, v)]
             return attend(q, sources, comm=self.context.comm, scale=scale, kernel=self.context.config.kernel)
-        result = decode_attention(
-            q,
-            k,
-            v,
-            group=self.context.comm,
-            mask=self.frame_mask,
-            units_per_frame=self.units_per_frame,
-            scale=scale,
-            kernel=self.context.config.kernel,
-            return_lse=True,
-        )
-        assert isinstance(result, tuple)
-        return result
+        o, lse = self._prepare(q, k, self.frame_mask).partial(q, k, v, scale)
+        o, lse = merge_over_ranks(o, lse, self.context.comm)
+        return o.to(q.dtype), lse
+
+    def attend_cached_frames(self, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+        """Return o of `attend_replicated` alone, for which one process needs no log-sum-exp."""
+        if self.context.comm.size > 1 or self.requires_backward(q, k, v):
+            return self.attend_replicated(q, k, v, scale)[0]
+        return self._prepare(q, k, self.frame_mask).output(q, k, v, scale)
+
+    def _prepare(self, q: Tensor, k: Tensor, mask: FrameMask | None) -> PreparedAttention:
+        key = q.shape, k.shape, q.dtype
+        found = self._prepared.get(key)
+        if found is None:
+            comm, kernel = self.context.comm, self.context.config.kernel
+            found = self._prepared[key] = prepare_frames(q, k, mask, comm, kernel, self.units_per_frame)
+        return found
 
     def attend_cached_text(
         self, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None = None
     ) -> tuple[Tensor, Tensor]:
         """Return (o, lse) of q (B, H, L, D), the same on every rank, over the text K and V of all ranks; likewise."""
+        return merge_over_ranks(*self._cached_text_partial(q, k, v, scale, window), self.context.comm)
+
+    def attend_text_and_frames(
+        self,
+        q: Tensor,
+        text: tuple[Tensor, Tensor],
+        frames: tuple[Tensor, Tensor],
+        scale: float,
+        window: int | None = None,
+        *,
+        jointly: bool,
+    ) -> tuple[Tensor, Tensor]:
+        """Return (o of the text, o of the frames), of K and V that are sharded over ranks, by one exchange.
+
+        Both are o (B, H, L, D) in the accumulator's dtype, the same on every rank; with `jointly`, both are the
+        attention with one softmax over all keys.
+        """
+        on_text = self._cached_text_partial(q, *text, scale, window)
+        on_frames = self._prepare(q, frames[0], self.frame_mask).partial(q, *frames, scale)
+        if jointly:
+            o, _ = merge_over_ranks(*merge(on_text, on_frames), self.context.comm)
+            return o, o
+        o, lse = (torch.cat(pair) for pair in zip(on_text, on_frames, strict=True))
+        text_o, frames_o = merge_over_ranks(o, lse, self.context.comm)[0].chunk(2)
+        return text_o, frames_o
+
+    def _cached_text_partial(
+        self, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None
+    ) -> tuple[Tensor, Tensor]:
+        """Return (o, lse) of q over the text K and V that this rank stores."""
         assert self.cached_text is not None
-        partial = PartialResult(q, accumulation(torch.float32, q.dtype))
-        rectangles = self.cached_text.rectangles(q.shape[0], window)
-        BlockMath(self.context.config.kernel, scale).forward(q, k, v, rectangles, partial)
-        return merge_over_ranks(*partial.value, self.context.comm)
+        key = "text", q.shape, k.shape, q.dtype, window
+        found = self._prepared.get(key)
+        if found is None:
+            rectangles = self.cached_text.rectangles(q.shape[0], window)
+            found = self._prepared[key] = PreparedAttention(q, k, rectangles, self.context.config.kernel)
+        return found.partial(q, k, v, scale)
 
     def requires_backward(self, *tensors: Tensor) -> bool:
         """Return whether a pass with a cache is differentiated, which only a single process supports.
@@ -311,6 +279,13 @@ class ForwardState:
         return self._spec(name, candidates, masks, lengths, (k.shape[0], heads, *k.shape[2:]), k.shape, k)
 
     def _visual_spec(self, q: Tensor, k: Tensor | None, project: Projection) -> CallSpec:
+        key = "visual", q.shape, q.dtype, torch.is_grad_enabled()
+        spec = self._specs.get(key)
+        if spec is None:
+            spec = self._specs[key] = self._new_visual_spec(q, k, project)
+        return spec
+
+    def _new_visual_spec(self, q: Tensor, k: Tensor | None, project: Projection) -> CallSpec:
         assert self.frames is not None
         frames, config = self.frames, self.context.config
         if frames.replicated:

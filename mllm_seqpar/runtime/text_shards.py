@@ -54,6 +54,11 @@ class TextShards:
         """s, the number of tokens on each rank, padding included."""
         return self.padded // self.comm.size
 
+    @property
+    def is_plain(self) -> bool:
+        """Whether the text is one causal sequence for each sample, without padding of the caller."""
+        return self._valid is None and self._first is None
+
     def positions(self, rank: int) -> Tensor:
         """Return the positions of the tokens of `rank` in the padded text, (s,) int64 on the CPU."""
         return sequence_positions(self.padded, rank, self.comm.size, self.layout)

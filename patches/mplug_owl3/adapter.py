@@ -43,7 +43,7 @@ from mllm_seqpar.integrations.transformers.text import causal_rectangles
 from mllm_seqpar.masks import GivenBlockMask
 from mllm_seqpar.models.mplug_owl3.media import MediaLayout, check_layout
 from mllm_seqpar.patching.registry import is_instance_by_name
-from mllm_seqpar.runtime.forward_state import as_attended
+from mllm_seqpar.runtime.frame_state import as_attended
 from mllm_seqpar.runtime.strategy_selector import CrossAttentionShape
 
 from .cache import FramePlacement, MediaLayoutCache, run_with_native_cache
@@ -108,8 +108,22 @@ def _hyper_attention(
     if past_key_values is not None:
         k, v = past_key_values.update(k, v, self.layer_idx)
     if seqpar.text is not None:
+        if seqpar.text_on_one_process and not (self.fused and seqpar.frames is not None):
+            return self.o_proj(_attend_whole(self, q, k, v, attention_mask, visual_norm, seqpar)), None
         return self.o_proj(_attend_sharded(self, q, k, v, visual_norm, seqpar)), None
     return self.o_proj(_attend_replicated(self, q, k, v, attention_mask, visual_norm, seqpar)), None
+
+
+def _attend_whole(
+    self: Any, q: Tensor, k: Tensor, v: Tensor, attention_mask: Tensor | None, visual_norm: Any, seqpar: ForwardState
+) -> Tensor:
+    """Return (B, L, C) before `o_proj` on one process, with text attention as in the unpatched model."""
+    text_out = self._attend_text(q, k, v, attention_mask, seqpar=seqpar)[0]
+    if seqpar.frames is None:
+        return text_out
+    modules = [visual_norm, self.v_kv_proj]
+    o = seqpar.cross_attend(q, self.layer_idx, _projection(self, visual_norm), modules, self.scaling)
+    return self.mix(text_out, merge_heads(o), seqpar.frames.any_frame_visible)
 
 
 def _attend_sharded(self: Any, q: Tensor, k: Tensor, v: Tensor, visual_norm: Any, seqpar: ForwardState) -> Tensor:
@@ -141,28 +155,27 @@ def _attend_replicated(
     if seqpar.visual_cache is None and seqpar.cached_text is None:
         return self._attend_text(q, k, v, attention_mask)[0]
     q, k, v = as_attended(q, k, v)
-    text: tuple[Tensor, Tensor] | None = None
-    if seqpar.cached_text is not None:
-        text = seqpar.attend_cached_text(q, k, v, self.scaling, self.sliding_window)
     if seqpar.visual_cache is None:
-        assert text is not None
-        return merge_heads(text[0].to(q.dtype))
+        return merge_heads(seqpar.attend_cached_text(q, k, v, self.scaling, self.sliding_window)[0].to(q.dtype))
     visual = seqpar.visual_cache.keys_values(self.layer_idx, _projection(self, visual_norm), q.dtype)
+    if seqpar.cached_text is not None:
+        seqpar.requires_backward(q, k, v, *visual)  # raises: text is sharded over several ranks
+        found = seqpar.attend_text_and_frames(q, (k, v), visual, self.scaling, self.sliding_window, jointly=self.fused)
+        text_out, visual_out = (merge_heads(o.to(q.dtype)) for o in found)
+        return text_out if self.fused else self.mix(text_out, visual_out, seqpar.rows["attends_to_frames"])
     if self.fused and seqpar.requires_backward(q, k, v, *visual):
         k, v = k[:, :, : seqpar.tokens], v[:, :, : seqpar.tokens]
         source = seqpar.local_source(q, k, v, GivenBlockMask(tuple(causal_rectangles(attention_mask, q, k))))
         return merge_heads(seqpar.attend(q, [source, seqpar.cached_visual_source(q, *visual)], self.scaling))
-    visual_o, visual_lse = seqpar.attend_replicated(q, *visual, self.scaling)
     if not self.fused:
-        text_out = merge_heads(text[0].to(q.dtype)) if text else self._attend_text(q, k, v, attention_mask)[0]
+        visual_o = seqpar.attend_cached_frames(q, *visual, self.scaling)
+        text_out = self._attend_text(q, k, v, attention_mask)[0]
         return self.mix(text_out, merge_heads(visual_o), seqpar.rows["attends_to_frames"])
+    visual_o, visual_lse = seqpar.attend_replicated(q, *visual, self.scaling)
     partial = PartialResult(q, torch.promote_types(torch.float32, q.dtype))
-    if text is None:
-        k, v = k[:, :, : seqpar.tokens], v[:, :, : seqpar.tokens]  # the rest of a static cache is empty
-        block_math = BlockMath(seqpar.context.config.kernel, self.scaling)
-        block_math.forward(q, k, v, causal_rectangles(attention_mask, q, k), partial)
-    else:
-        partial.add(*text)
+    k, v = k[:, :, : seqpar.tokens], v[:, :, : seqpar.tokens]  # the rest of a static cache is empty
+    block_math = BlockMath(seqpar.context.config.kernel, self.scaling)
+    block_math.forward(q, k, v, causal_rectangles(attention_mask, q, k), partial)
     partial.add(visual_o, visual_lse)
     return merge_heads(partial.value[0].to(q.dtype))
 

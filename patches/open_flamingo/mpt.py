@@ -40,7 +40,8 @@ from mllm_seqpar.integrations.transformers.cache import cache_state_of
 from mllm_seqpar.models.open_flamingo.language import mpt_projections
 from mllm_seqpar.patching import Patch
 from mllm_seqpar.patching.registry import is_instance_by_name
-from mllm_seqpar.runtime.forward_state import ForwardState, as_attended
+from mllm_seqpar.runtime.forward_state import ForwardState
+from mllm_seqpar.runtime.frame_state import as_attended
 from mllm_seqpar.runtime.star import StarText
 
 BIAS_DIMS = 16

@@ -1,29 +1,156 @@
-"""Count the Python calls and files of this project that the forward pass of one hyper layer goes through on each rank.
+"""Compare the host time of patched and unpatched models on one process, or count the Python calls of one hyper layer.
 
-    python scripts/bench/host_path.py --ranks 2 --strategy lv-xattn
+    python scripts/bench/host_path.py [--family mplug_owl3 idefics ...] [--repeats 15] [--tokens 12]
+    python scripts/bench/host_path.py --count [--ranks 2] [--strategy lv-xattn] [--list]
 
-A tiny mPLUG-Owl3 runs on loopback ranks. The first pass of the model fills lazy state; the last hyper layer of the
-second pass is counted with `sys.setprofile` (generators and comprehension frames count as calls).
+The models have 40 layers of width 64 and a prompt of 16 words after two images of 4 patches, so the time is that of the
+host. All options are the defaults of `patch_model`, which recompute K and V of frames in backward; no gradient
+checkpointing. One thread; patched and unpatched runs alternate, in one process. Each figure is the median over
+the repetitions of the ratio of CPU times, patched to unpatched, with the quartiles. `forward` has no gradients and no
+cache; `step` is forward and backward in training mode; `token` is a token of greedy `generate` after the first. Logits,
+loss and tokens must agree.
+
+With `--count`, a tiny mPLUG-Owl3 runs on loopback ranks. The first pass of the model fills lazy state; the last hyper
+layer of the second pass is counted with `sys.setprofile` (generators and comprehension frames count as calls).
 """
 
 from __future__ import annotations
 
 import argparse
 import copy
+import statistics
 import sys
+import time
 from collections import Counter
+from collections.abc import Callable, Sequence
+from itertools import pairwise
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
+import small_models
 import torch
-from small_models import MEDIA, TEXT, make_owl
+from measure import environment
+from small_models import MEDIA, TEXT, Subject, make_flamingo, make_idefics, make_mllama, make_owl, words
+from torch import Tensor
+from transformers import LogitsProcessor, LogitsProcessorList
 
 import mllm_seqpar
 from mllm_seqpar import patch_model
 from mllm_seqpar.comm import Communicator, run_loopback
 
 ROOTS = tuple(str(Path(path).resolve()) for path in (*mllm_seqpar.__path__, Path(__file__).parents[2] / "patches"))
+LAYERS, WIDTH, IMAGES, PICTURE, PATCH = 40, 64, 2, 28, 14
+SIZES = {"hidden_size": WIDTH, "intermediate_size": 2 * WIDTH, "num_attention_heads": 4, "num_hidden_layers": LAYERS}
+TOWER = {"image_size": PICTURE, "patch_size": PATCH, "num_hidden_layers": 1, "intermediate_size": WIDTH}
+CROSS = list(range(3, LAYERS, 5))
+"""Cross-attention layers, a fifth of all, as in Llama 3.2 Vision. IDEFICS and OpenFlamingo have them between layers."""
+
+
+def subject(family: str) -> Subject:
+    """Return the model of a family, and its arguments; the generator of weights is seeded."""
+    torch.manual_seed(0)
+    pictures = torch.randn(IMAGES, 3, PICTURE, PICTURE, generator=torch.Generator().manual_seed(2))
+    media = torch.cat([torch.full((1, IMAGES), MEDIA), words(16)], dim=1)
+    if family == "idefics":
+        tower = TOWER | {"embed_dim": WIDTH, "num_attention_heads": 4}
+        model = make_idefics(TEXT | SIZES, interval=5, tower=tower, heads=4, head_dim=16)
+        visible = torch.ones(1, 16, IMAGES, dtype=torch.long)
+        inputs = {"input_ids": words(16), "image_attention_mask": visible, "pixel_values": pictures[None]}
+        return Subject(model, inputs, IMAGES * 64)
+    if family == "mllama":
+        tower = TOWER | {"hidden_size": WIDTH, "attention_heads": 4, "vision_output_dim": 2 * WIDTH}
+        model = make_mllama(TEXT | SIZES, kv_heads=2, cross_layers=CROSS, tower=tower)
+        inputs = {"input_ids": words(16), "pixel_values": pictures[None, :, None]}
+        return Subject(model, inputs | small_models.tile_arguments(IMAGES, 16), IMAGES * 5)
+    if family == "open_flamingo":
+        model = small_models.random_weights(make_flamingo(TEXT | SIZES, small_models.Patches(WIDTH), WIDTH, every=5))
+        inputs = {"vision_x": pictures[None, :, None], "lang_x": media, "attention_mask": torch.ones_like(media)}
+        return Subject(model, inputs, IMAGES * 64, small_models.flamingo_generate(model))
+    tower = TOWER | {"hidden_size": WIDTH, "num_attention_heads": 4}
+    model = make_owl(TEXT | SIZES, kv_heads=2, hyper_layers=[layer + 1 for layer in CROSS], tower=tower)
+    return Subject(model, {"input_ids": media, "pixel_values": pictures}, IMAGES * 4)
+
+
+FAMILIES = ("mplug_owl3", "open_flamingo", "idefics", "mllama")
+
+
+class Clock(LogitsProcessor):
+    """Records a time, and a copy of `count`, whenever the scores of a token are computed."""
+
+    def __init__(self, time_of: Callable[[], float] = time.process_time, count: Sequence[int] = (0,)) -> None:
+        self.times: list[float] = []
+        self.counts: list[int] = []
+        self._time_of, self._count = time_of, count
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        self.times.append(self._time_of())
+        self.counts.append(self._count[0])
+        return scores
+
+
+Run = tuple[float, Tensor]
+"""CPU seconds, and a result that must agree between patched and unpatched."""
+
+
+def forward(model: Any, inputs: dict[str, Tensor], **_: Any) -> Run:
+    model.eval()
+    with torch.no_grad():
+        start = time.process_time()
+        logits = model(**inputs, use_cache=False).logits
+        return time.process_time() - start, logits
+
+
+def step(model: Any, inputs: dict[str, Tensor], **_: Any) -> Run:
+    model.train()
+    model.zero_grad(set_to_none=True)
+    ids = inputs["lang_x" if "lang_x" in inputs else "input_ids"]
+    labels = ids.masked_fill(ids >= small_models.WORDS - 2, -100)
+    start = time.process_time()
+    loss = model(**inputs, labels=labels, use_cache=False).loss
+    loss.backward()
+    return time.process_time() - start, loss.detach()
+
+
+def token(model: Any, inputs: dict[str, Tensor], *, tokens: int, generate: Any) -> Run:
+    model.eval()
+    clock = Clock()
+    greedy = {"max_new_tokens": tokens, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    ids = (generate or model.generate)(**inputs, **greedy, logits_processor=LogitsProcessorList([clock]))
+    return statistics.median(after - before for before, after in pairwise(clock.times)), ids[:, -tokens:]
+
+
+RUNS: dict[str, Callable[..., Run]] = {"forward": forward, "step": step, "token": token}
+
+
+def ratios(family: str, repeats: int, tokens: int) -> dict[str, tuple[float, float, float, float]]:
+    """Return by run: lower quartile, median and upper quartile of patched to unpatched; extra µs for each layer."""
+    unpatched, patched = subject(family), subject(family)
+    patch_model(patched.model)
+    found = {}
+    for name, run in RUNS.items():
+        pairs = []
+        for repeat in range(repeats + 2):
+            before, expected = run(
+                unpatched.model, unpatched.inputs, tokens=tokens, generate=unpatched.unpatched_generate
+            )
+            after, actual = run(patched.model, patched.inputs, tokens=tokens, generate=None)
+            torch.testing.assert_close(actual, expected, rtol=1e-3, atol=1e-4)
+            if repeat > 1:
+                pairs.append((after, before))
+        low, middle, high = statistics.quantiles([after / before for after, before in pairs], n=4)
+        extra = statistics.median(after - before for after, before in pairs) / LAYERS * 1e6
+        found[name] = low, middle, high, extra
+    return found
+
+
+def print_ratios(arguments: argparse.Namespace) -> None:
+    torch.set_num_threads(1)
+    print(", ".join(f"{key} {value}" for key, value in environment("cpu").items()))
+    print(f"{'family':>14} {'run':>8} {'ratio':>6} {'quartiles':>12} {'us per layer more':>18}")
+    for family in arguments.family:
+        for name, (low, middle, high, extra) in ratios(family, arguments.repeats, arguments.tokens).items():
+            print(f"{family:>14} {name:>8} {middle:>6.2f} {low:>6.2f} {high:>5.2f} {extra:>18.0f}", flush=True)
 
 
 def tiny_model() -> Any:
@@ -53,17 +180,25 @@ def count_calls(comm: Communicator, model: Any, options: dict[str, Any]) -> Coun
     return calls
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--strategy", default="lv-xattn")
-    parser.add_argument("--list", action="store_true", help="list the functions that rank 0 calls")
-    arguments = parser.parse_args()
+def print_calls(arguments: argparse.Namespace) -> None:
     found = run_loopback(arguments.ranks, count_calls, tiny_model(), {"strategy": arguments.strategy})
     for rank, calls in enumerate(found):
         print(f"rank {rank}: {sum(calls.values())} calls in {len({name for name, _ in calls})} files")
     for (name, function), number in found[0].most_common() if arguments.list else ():
         print(f"{number:5d}  {'/'.join(Path(name).parts[-3:])}:{function}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--family", nargs="+", default=FAMILIES, choices=FAMILIES)
+    parser.add_argument("--repeats", type=int, default=15)
+    parser.add_argument("--tokens", type=int, default=12, help="tokens that are generated in each repetition")
+    parser.add_argument("--count", action="store_true", help="count the calls of a hyper layer instead")
+    parser.add_argument("--ranks", type=int, default=2, help="with --count")
+    parser.add_argument("--strategy", default="lv-xattn", help="with --count")
+    parser.add_argument("--list", action="store_true", help="with --count: list the functions that rank 0 calls")
+    arguments = parser.parse_args()
+    (print_calls if arguments.count else print_ratios)(arguments)
 
 
 if __name__ == "__main__":

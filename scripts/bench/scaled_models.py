@@ -112,10 +112,10 @@ def mllama(scale: int, name: str = "llama-3.2-11b-vision", layers: int = 4) -> S
     """Build Llama 3.2 Vision: each self-attention layer precedes one with cross-attention. 11B has 32 and 8 heads."""
     sizes = scaled(name, scale, layers)
     tower = {"hidden_size": 32, "attention_heads": 2, "intermediate_size": 48, "vision_output_dim": 64}
-    tower |= {"num_hidden_layers": 1, "num_global_layers": 1, "intermediate_layers_indices": [0]}
-    text = {"num_hidden_layers": 2 * layers, "cross_attention_layers": list(range(1, 2 * layers, 2))}
-    text |= {"num_key_value_heads": sizes.cross.kv_heads}
-    model = make_mllama(_text(sizes) | text, tower | {"image_size": 28, "patch_size": 14})
+    tower |= {"num_hidden_layers": 1, "image_size": 28, "patch_size": 14}
+    text = _text(sizes) | {"num_hidden_layers": 2 * layers}
+    cross_layers = list(range(1, 2 * layers, 2))
+    model = make_mllama(text, kv_heads=sizes.cross.kv_heads, cross_layers=cross_layers, tower=tower)
 
     def inputs(ids: Tensor, features: Tensor, shard: FrameShard) -> Inputs:
         return {"input_ids": ids, "cross_attention_states": features, "visual_shard": shard}

@@ -45,12 +45,19 @@ def idefics(images: int, prompt: int) -> Subject:
 
 def open_flamingo(images: int, prompt: int, immediate: bool = True) -> Subject:
     """Build OpenFlamingo over LLaMA: 64 latents per image; a token attends to the last image before it only."""
-    model = random_weights(make_flamingo(text_sizes(), _Patches(128), 128, every=4))
+    model = random_weights(make_flamingo(text_sizes(), Patches(128), 128, every=4))
     language_model = model.lang_encoder
     for block in filter(None, language_model.gated_cross_attn_layers):
         block.attn.only_attend_immediate_media = immediate
     ids = torch.cat([torch.full((1, images), MEDIA), words(prompt)], dim=1)
     inputs = {"vision_x": pictures(1, images, 1), "lang_x": ids, "attention_mask": torch.ones_like(ids)}
+
+    return Subject(model, inputs, images * 64, flamingo_generate(model))
+
+
+def flamingo_generate(model: Any) -> Callable[..., Tensor]:
+    """Return a `generate` for an unpatched Flamingo, whose own does not work with transformers 5."""
+    language_model = model.lang_encoder
 
     def generate(vision_x: Tensor, lang_x: Tensor, **kwargs: Any) -> Tensor:
         """Pass `FlamingoLMMixin.forward` the mask it requires; transformers 5 omits a mask of ones."""
@@ -69,20 +76,23 @@ def open_flamingo(images: int, prompt: int, immediate: bool = True) -> Subject:
         finally:
             del language_model.forward
 
-    return Subject(model, inputs, images * 64, generate)
+    return generate
 
 
 def mllama(images: int, prompt: int) -> Subject:
     """Build Llama 3.2 Vision: an image tile of 65 patches per image; it has a visual KV cache unpatched, too."""
-    text = text_sizes() | {"num_key_value_heads": 2, "cross_attention_layers": [1, 5]}
-    tower = {"hidden_size": 160, "attention_heads": 4, "intermediate_size": 640, "vision_output_dim": 320}
-    tower |= {"num_hidden_layers": 2, "num_global_layers": 1, "intermediate_layers_indices": [0]}
-    model = make_mllama(text, tower | {"image_size": PICTURE, "patch_size": PATCH})
-    ones = partial(torch.ones, dtype=torch.long)
-    inputs = {"input_ids": words(prompt), "pixel_values": pictures(1, images, 1)}
-    inputs |= {"aspect_ratio_ids": ones(1, images), "aspect_ratio_mask": ones(1, images, 1)}
-    inputs |= {"cross_attention_mask": ones(1, prompt, images, 1)}
+    sizes = {"hidden_size": 160, "attention_heads": 4, "intermediate_size": 640, "vision_output_dim": 320}
+    tower = sizes | {"image_size": PICTURE, "patch_size": PATCH, "num_hidden_layers": 2}
+    model = make_mllama(text_sizes(), kv_heads=2, cross_layers=[1, 5], tower=tower)
+    inputs = {"input_ids": words(prompt), "pixel_values": pictures(1, images, 1)} | tile_arguments(images, prompt)
     return Subject(model, inputs, images * ((PICTURE // PATCH) ** 2 + 1))
+
+
+def tile_arguments(images: int, prompt: int) -> dict[str, Tensor]:
+    """Return the arguments of Llama 3.2 Vision for images of one tile, all of which every token attends to."""
+    ones = partial(torch.ones, dtype=torch.long)
+    inputs = {"aspect_ratio_ids": ones(1, images), "aspect_ratio_mask": ones(1, images, 1)}
+    return inputs | {"cross_attention_mask": ones(1, prompt, images, 1)}
 
 
 def mplug_owl3(images: int, prompt: int) -> Subject:
@@ -143,6 +153,22 @@ def make_flamingo(text: dict[str, int], tower: nn.Module, visual_dim: int, *, ev
     return Flamingo(encoder, language_model, WORDS - 2, MEDIA, visual_dim, cross_attn_every_n_layers=every)
 
 
+def make_mllama(text: dict[str, int], *, kv_heads: int, cross_layers: list[int], tower: dict[str, Any]) -> Any:
+    """Return Llama 3.2 Vision with images of one tile and one global layer in the tower."""
+    from transformers import MllamaConfig, MllamaForConditionalGeneration
+    from transformers.models.mllama.configuration_mllama import MllamaTextConfig, MllamaVisionConfig
+
+    layers = {"num_key_value_heads": kv_heads, "cross_attention_layers": cross_layers}
+    rope = {"rope_type": "default", "rope_theta": 10000.0}
+    text_config = MllamaTextConfig(**text, **layers, rope_parameters=rope)
+    tiles = {"num_global_layers": 1, "intermediate_layers_indices": [0]}
+    tiles |= {"max_num_tiles": 1, "supported_aspect_ratios": [[1, 1]]}
+    config = MllamaConfig(
+        vision_config=MllamaVisionConfig(**tower, **tiles), text_config=text_config, image_token_index=WORDS
+    )
+    return random_weights(MllamaForConditionalGeneration(config))
+
+
 def make_owl(text: dict[str, int], *, kv_heads: int, hyper_layers: list[int], tower: dict[str, Any]) -> Any:
     from transformers import SiglipVisionConfig
 
@@ -152,19 +178,6 @@ def make_owl(text: dict[str, int], *, kv_heads: int, hyper_layers: list[int], to
     options |= {"image_token_id": MEDIA, "max_position_embeddings": 32768}
     config = MPlugOwl3Config(**text, **options, vision_config=SiglipVisionConfig(**tower))
     return random_weights(MPlugOwl3ForConditionalGeneration(config))
-
-
-def make_mllama(text: dict[str, Any], tower: dict[str, Any]) -> Any:
-    """Return Llama 3.2 Vision with one tile per image."""
-    from transformers import MllamaConfig, MllamaForConditionalGeneration
-    from transformers.models.mllama.configuration_mllama import MllamaTextConfig, MllamaVisionConfig
-
-    rope = {"rope_type": "default", "rope_theta": 10000.0}
-    vision = MllamaVisionConfig(**tower, max_num_tiles=1, supported_aspect_ratios=[[1, 1]])
-    config = MllamaConfig(
-        vision_config=vision, text_config=MllamaTextConfig(**text, rope_parameters=rope), image_token_index=WORDS
-    )
-    return random_weights(MllamaForConditionalGeneration(config))
 
 
 def words(count: int) -> Tensor:
@@ -189,7 +202,7 @@ def random_weights(model: Any) -> Any:
     return model.eval()
 
 
-class _Patches(nn.Module):
+class Patches(nn.Module):
     """A linear map of patches, like open_clip: pixels (n, 3, H, W) -> pooled (n, width), tokens (n, patches, width)."""
 
     def __init__(self, width: int) -> None:

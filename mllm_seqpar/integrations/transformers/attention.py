@@ -18,7 +18,8 @@ from transformers.masking_utils import create_causal_mask, create_sliding_window
 
 from mllm_seqpar.errors import ConfigError
 from mllm_seqpar.patching import Patch
-from mllm_seqpar.runtime.forward_state import ForwardState, as_attended
+from mllm_seqpar.runtime.forward_state import ForwardState
+from mllm_seqpar.runtime.frame_state import as_attended
 
 NAME = "mllm_seqpar"
 
@@ -37,16 +38,24 @@ def seqpar_attention(
 ) -> tuple[Tensor, None]:
     """query (B, H, s, D), key and value (B, G, s, D) of this rank's tokens -> o (B, s, H, D), and no weights.
 
-    A pass with sharded text takes its mask from `seqpar.text`; the other passes use `attention_mask`.
+    A pass with sharded text takes its mask from `seqpar.text`; the other passes use `attention_mask`. On one process,
+    text that needs no block kernel is computed as in the unpatched model.
     """
-    if seqpar is not None:
+    if seqpar is not None and dropout:
         refuse_dropout(dropout)  # also with all text on every rank, where each rank would drop other weights
-    if seqpar is None or not (seqpar.shards_text or seqpar.cached_text is not None):
+    whole = seqpar is None or not (seqpar.shards_text or seqpar.cached_text is not None)
+    if seqpar is not None and not whole and (how := seqpar.text_on_one_process):
+        assert seqpar.text is not None
+        if how == "plain":
+            attention_mask = None
+        whole = how == "masked" or sliding_window is None or sliding_window >= seqpar.text.length
+    if whole:
         return sdpa_attention_forward(
             module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
         )
     dtype = query.dtype
     query, key, value = as_attended(query, key, value)
+    assert seqpar is not None
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     if seqpar.cached_text is not None:
         o, _ = seqpar.attend_cached_text(query, key, value, scale, sliding_window)

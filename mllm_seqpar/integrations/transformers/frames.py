@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from mllm_seqpar._transfers import copy_to_device
 from mllm_seqpar.errors import ShapeError
 from mllm_seqpar.masks import FrameMask
-from mllm_seqpar.runtime.forward_state import FrameState, select_for_pass
+from mllm_seqpar.runtime.frame_state import FrameState, select_for_pass
 from mllm_seqpar.runtime.text_shards import TextShards
 from mllm_seqpar.runtime.visual_features import VisualFeatures, VisualKVCache
 from mllm_seqpar.sharding import frame_bounds
@@ -75,7 +75,7 @@ def _tower_runs(model: nn.Module, runs: int) -> int:
     skips a module stalls the others. Sequence-parallel groups of one job may have different batches, so the maximum is
     taken over the mesh that the parameters are sharded on.
     """
-    if not any(isinstance(module, FSDPModule) for module in model.modules()):
+    if not dist.is_initialized() or not any(isinstance(module, FSDPModule) for module in model.modules()):
         return runs
     mesh = next((p.device_mesh for p in model.parameters() if isinstance(p, DTensor)), None)
     if mesh is None:  # one FSDP unit, gathered already: there is no mesh to ask, so assume that some rank has a frame

@@ -60,6 +60,12 @@ def require_same_inputs(
     Returns whether all ranks have the same random state; True without `model`.
     """
 
+    if comm.size == 1:
+        _check_frames(comm, inputs)
+        check()
+        inputs.read()
+        return True
+
     def describe() -> dict[str, int]:
         _check_frames(comm, inputs)
         check()
@@ -212,7 +218,9 @@ def refuse_reentrant_checkpointing(model: nn.Module) -> None:
     It runs a backward pass per layer, and the first one frees the graph of the features that all layers share.
     """
     for module in model.modules():
-        function = getattr(module, "_gradient_checkpointing_func", None)
+        function = vars(module).get("_gradient_checkpointing_func")  # `getattr` is slow where there is none
+        if function is None:
+            continue
         keywords = function.keywords if isinstance(function, functools.partial) else {}
         if getattr(module, "gradient_checkpointing", False) and keywords.get("use_reentrant"):
             raise ConfigError(

@@ -57,7 +57,7 @@ def _uncached_pass(
     if not (state.shards_text or same_random_state) and family.model.training:
         share_random_state(context.comm, inputs.text.device)
     embeds, positions, mask = rows_of_pass(family, inputs, state)
-    if not state.shards_text:
+    if not state.shards_text or state.text_on_one_process == "masked":
         mask = family.text_mask(embeds, mask, positions, None)
     decoded = family.run_decoder(embeds, positions, mask, None, state, **kwargs)
     out = uncached_outputs(family, inputs, state, decoded, logits_to_keep, kwargs)

@@ -64,8 +64,9 @@ def rows_of_pass(family: Family, inputs: ForwardInputs, state: ForwardState) -> 
     """Return (embeds, positions, attention mask) of the rows that this rank computes."""
     text, mask = state.text, inputs.attention_mask
     if state.shards_text and text is not None:
-        embeds = embeddings(family, inputs, lambda x: text.shard(x, 1))
-        return embeds, text.shard(inputs.positions(), 1), dummy_mask(inputs.text)
+        embeds, positions = embeddings(family, inputs, lambda x: text.shard(x, 1)), text.shard(inputs.positions(), 1)
+        if state.text_on_one_process != "masked":
+            return embeds, positions, dummy_mask(inputs.text)
     if mask is None and not inputs.detects_packing:  # a mask of ones keeps transformers from looking at positions
         mask = torch.ones(inputs.batch, inputs.length, dtype=torch.long, device=inputs.text.device)
     return embeddings(family, inputs, lambda x: x), inputs.positions(), mask

@@ -11,8 +11,8 @@ from torch import Tensor
 from attention_cases import Case, frame_mask, inputs, visible_frames
 from dense_attention import dense_attention
 from mllm_seqpar.attention import decode_attention
-from mllm_seqpar.attention.decode import SCATTER_ROWS
-from mllm_seqpar.comm import Communicator, run_loopback
+from mllm_seqpar.attention.decode import SCATTER_ROWS, merge_over_ranks, prepare_frames
+from mllm_seqpar.comm import Communicator, LoopbackCommunicator, LoopbackWorld, run_loopback
 from mllm_seqpar.errors import ConfigError, MaskError, SeqParError, ShapeError
 from mllm_seqpar.masks import FrameMask
 from mllm_seqpar.sharding import frame_range
@@ -101,3 +101,40 @@ def test_inputs_may_require_gradients_without_grad_mode() -> None:
     q, k, v = (x.requires_grad_() for x in tensors(CASE))
     with torch.no_grad():
         assert not decode_attention(q, k, v).requires_grad
+
+
+def test_few_rows_are_sent_to_all_ranks_at_once() -> None:
+    """An all-gather of gloo is a ring, which takes the latency of n - 1 messages."""
+
+    def run(comm: Communicator) -> tuple[int, int]:
+        exchanges: list[int] = []
+        exchange = comm.exchange
+
+        def counted(sends: Any, recvs: Any) -> Any:
+            exchanges.append(len(sends))
+            return exchange(sends, recvs)
+
+        comm.exchange, comm.all_gather = counted, None  # type: ignore[method-assign, assignment]
+        o, lse = torch.ones(1, 2, 3, 4), torch.zeros(1, 2, 3)
+        merged, total = merge_over_ranks(o * comm.rank, lse, comm)
+        torch.testing.assert_close(merged, torch.full_like(o, 1.5))
+        torch.testing.assert_close(total, torch.full_like(lse, 4.0).log())
+        assert comm.bytes.total == 3 * (o.numel() + lse.numel()) * 4
+        return len(exchanges), exchanges[0]
+
+    assert run_loopback(4, run) == [(1, 3)] * 4
+
+
+def test_keys_that_all_rows_see_need_no_block_kernel() -> None:
+    q, k, v = torch.randn(3, 4, 2, 8), torch.randn(1, 2, 6, 8), torch.randn(1, 2, 6, 8)
+    for mask, differentiable in (
+        (None, True),
+        (FrameMask.from_dense(torch.tensor([1, 1, 0]).bool().expand(3, 2, 3), 2), True),
+        (FrameMask.from_dense(torch.tensor([1, 0, 1]).bool().expand(3, 2, 3), 2), False),
+    ):
+        prepared = prepare_frames(q, k, mask, LoopbackCommunicator(LoopbackWorld(1), 0), "auto")
+        assert prepared.differentiable is differentiable
+        torch.testing.assert_close(prepared.output(q, k, v, 0.3), prepared.partial(q, k, v, 0.3)[0])
+        assert not prepare_frames(
+            q, k, mask, LoopbackCommunicator(LoopbackWorld(1), 0), "blocked_matmul"
+        ).differentiable
