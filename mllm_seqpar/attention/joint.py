@@ -62,7 +62,7 @@ class _JointAttention(torch.autograd.Function):
     Backward: P = exp(scale q K^T - lse), dV = P^T do, dS = P (do V^T - rowsum(do o)), dq = scale dS K,
     dK = scale dS^T q.
 
-    `counts` is the number of inputs of each source; `keep` is an argument of `attend`.
+    `counts` is the number of inputs of each source; `recompute` is an argument of `attend`.
     """
 
     @staticmethod
@@ -72,14 +72,14 @@ class _JointAttention(torch.autograd.Function):
         block_math: BlockMath,
         sources: Sequence[KVSource],
         counts: Sequence[int],
-        keep: bool,
+        recompute: bool,
         q: Tensor,
         *inputs: Tensor,
     ) -> tuple[Tensor, Tensor]:
         local_q = q.contiguous()
         by_source = [inputs[end - count : end] for count, end in zip(counts, itertools.accumulate(counts), strict=True)]
         compute = functools.partial(_merged_forward, comm, block_math, sources, local_q, by_source)
-        o, lse = computed_once(compute, "attention", keep and any(ctx.needs_input_grad))
+        o, lse = computed_once(compute, "attention", not recompute and any(ctx.needs_input_grad))
         saved: list[Tensor] = []
         ctx.counts, ctx.sources = [], []
         for source, own_inputs in zip(sources, by_source, strict=True):
@@ -143,7 +143,7 @@ def attend(
     comm: Communicator,
     scale: float,
     kernel: str = "auto",
-    keep: bool = True,
+    recompute: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Return the attention of this rank's rows over every source's keys on all ranks, as one softmax.
 
@@ -153,7 +153,8 @@ def attend(
         comm: the group.
         scale: factor of q k^T.
         kernel: name of a block kernel, or "auto".
-        keep: under activation checkpointing, keep (o, lse) for the recomputation in backward (`kept_results`).
+        recompute: under activation checkpointing, compute the result again when backward recomputes the layer, instead
+            of keeping it (`kept_results`).
 
     Returns:
         o (B, H, s_q, D) in q.dtype, and lse (B, H, s_q) float32, which carries no gradient. A row without visible keys
@@ -161,9 +162,8 @@ def attend(
     """
     degree = sources[0].spec.head_degree
     if degree > 1 and all(source.spec.head_degree == degree for source in sources):
-        return attend_head_sharded(
-            q, sources, comm, functools.partial(attend, scale=scale, kernel=kernel, keep=keep), keep
-        )
+        among_equal_heads = functools.partial(attend, scale=scale, kernel=kernel, recompute=recompute)
+        return attend_head_sharded(q, sources, comm, among_equal_heads, keep=not recompute)
     inputs: list[Tensor] = []
     counts = []
     for source in sources:
@@ -171,4 +171,4 @@ def attend(
         inputs.extend(source_inputs)
         counts.append(len(source_inputs))
     block_math = BlockMath(kernel, scale, sources[0].spec.kernels)
-    return _JointAttention.apply(comm, block_math, tuple(sources), counts, keep, q, *inputs)
+    return _JointAttention.apply(comm, block_math, tuple(sources), counts, recompute, q, *inputs)

@@ -184,9 +184,8 @@ class ForwardState:
 
     def attend(self, q: Tensor, sources: Sequence[KVSource], scale: float) -> Tensor:
         """q (B, H, s, D) -> o (B, H, s, D): one softmax over the keys of all sources on all ranks."""
-        config = self.context.config
-        keep = config.keep_attention_under_checkpointing
-        o, _ = attend(q, sources, comm=self.context.comm, scale=scale, kernel=config.kernel, keep=keep)
+        comm, config = self.context.comm, self.context.config
+        o, _ = attend(q, sources, comm=comm, scale=scale, kernel=config.kernel, recompute=config.recompute_attention)
         return o
 
     def text_keys(self, k: Tensor, v: Tensor, window: int | None = None, heads: int | None = None) -> GivenKV:
@@ -253,9 +252,8 @@ class ForwardState:
     def attend_replicated(self, q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
         """Return (o, lse) of q (B, H, L, D), the same on every rank, over the ranks' visual keys; likewise."""
         if self.requires_backward(q, k, v):
-            config, sources = self.context.config, [self.cached_visual_source(q, k, v)]
-            keep = config.keep_attention_under_checkpointing
-            return attend(q, sources, comm=self.context.comm, scale=scale, kernel=config.kernel, keep=keep)
+            sources = [self.cached_visual_source(q, k, v)]
+            return attend(q, sources, comm=self.context.comm, scale=scale, kernel=self.context.config.kernel)
         result = decode_attention(
             q,
             k,
