@@ -79,7 +79,8 @@ class _JointAttention(torch.autograd.Function):
         local_q = q.contiguous()
         by_source = [inputs[end - count : end] for count, end in zip(counts, itertools.accumulate(counts), strict=True)]
         compute = functools.partial(_merged_forward, comm, block_math, sources, local_q, by_source)
-        o, lse = computed_once(compute, "attention", not recompute and any(ctx.needs_input_grad))
+        keep = not recompute and any(ctx.needs_input_grad)
+        o, lse = computed_once(compute, "attention", keep)
         saved: list[Tensor] = []
         ctx.counts, ctx.sources = [], []
         for source, own_inputs in zip(sources, by_source, strict=True):
@@ -88,7 +89,9 @@ class _JointAttention(torch.autograd.Function):
             ctx.counts.append((len(own_inputs), len(kept)))
             ctx.sources.append(source.without_inputs())
         ctx.comm, ctx.block_math = comm, block_math
-        ctx.save_for_backward(local_q, o, lse, *saved)
+        # Without RNG replay, dropout before attention recomputes another q, k and v than those that gave (o, lse).
+        q, *saved = computed_once(lambda: (local_q, *saved), "inputs", keep, only_without_rng_replay=True)
+        ctx.save_for_backward(q, o, lse, *saved)
         ctx.mark_non_differentiable(lse)
         return o, lse
 

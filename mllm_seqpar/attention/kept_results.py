@@ -48,23 +48,28 @@ class _Region(NamedTuple):
             have the same key.
         position: the number of tensors that the region has saved so far.
         recomputes: whether this is the region's recomputation.
+        replays_rng: whether the recomputation draws the same random numbers as the forward pass.
     """
 
     kept: dict[tuple[int, str], tuple[Results, list[int]] | None]
     position: int
     recomputes: bool
+    replays_rng: bool
 
 
-def computed_once(compute: Callable[[], Results], name: str, enabled: bool = True) -> Results:
+def computed_once(
+    compute: Callable[[], Results], name: str, enabled: bool = True, only_without_rng_replay: bool = False
+) -> Results:
     """Return `compute()`; in the recomputation of a checkpointed region, what it returned in the forward pass.
 
     Args:
         compute: returns tensors without grad_fn. It must save nothing for backward.
         name: distinguishes calls between which the region saves no tensor.
         enabled: False: always compute.
+        only_without_rng_replay: compute in regions with preserve_rng_state=True, the default of torch, too.
     """
     region = _running_region() if enabled else None
-    if region is None:
+    if region is None or (only_without_rng_replay and region.replays_rng):
         return compute()
     key = region.position, name
     if region.recomputes:
@@ -94,7 +99,8 @@ def _running_region() -> _Region | None:
             position = len(frame.weak_holders)
         if type(_variable(frame.recompute_fn, "recompute_context")) is not nullcontext:
             return None
-        return _Region(vars(frame).setdefault(_ATTRIBUTE, {}), position, recomputes)
+        kept = vars(frame).setdefault(_ATTRIBUTE, {})
+        return _Region(kept, position, recomputes, _variable(frame.recompute_fn, "preserve_rng_state"))
     except (AttributeError, TypeError, ValueError):  # another version of torch
         return None
 
