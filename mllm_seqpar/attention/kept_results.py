@@ -44,14 +44,13 @@ class _Region(NamedTuple):
     """The checkpointed region that runs at present.
 
     Attributes:
-        kept: results by (number of tensors saved before, name), with their version counters; None if several calls
-            have the same key.
+        kept: results by (number of tensors saved before, name), with their version counters.
         position: the number of tensors that the region has saved so far.
         recomputes: whether this is the region's recomputation.
         replays_rng: whether the recomputation draws the same random numbers as the forward pass.
     """
 
-    kept: dict[tuple[int, str], tuple[Results, list[int]] | None]
+    kept: dict[tuple[int, str], tuple[Results, list[int]]]
     position: int
     recomputes: bool
     replays_rng: bool
@@ -63,8 +62,8 @@ def computed_once(
     """Return `compute()`; in the recomputation of a checkpointed region, what it returned in the forward pass.
 
     Args:
-        compute: returns tensors without grad_fn. It must save nothing for backward.
-        name: distinguishes calls between which the region saves no tensor.
+        compute: returns tensors.
+        name: distinguishes calls between which the region saves no tensor for backward.
         enabled: False: always compute.
         only_without_rng_replay: compute in regions with preserve_rng_state=True, the default of torch, too.
     """
@@ -73,14 +72,14 @@ def computed_once(
         return compute()
     key = region.position, name
     if region.recomputes:
-        results, versions = region.kept.get(key) or ((), [])
+        results, versions = region.kept.get(key, ((), []))
         if results and versions == [x._version for x in results]:
             return tuple(x.detach() for x in results)
         return compute()
     results = compute()
     # Detached: the outputs themselves will refer to the graph, and the graph to the frame.
     kept = tuple(x.detach() for x in results)
-    region.kept[key] = None if key in region.kept else (kept, [x._version for x in kept])
+    region.kept[key] = kept, [x._version for x in kept]
     return results
 
 
