@@ -3,7 +3,7 @@
 A layer under `torch.utils.checkpoint` (use_reentrant=False) runs once in forward and once more in backward, which
 recomputes the tensors that the layer saves. The backward pass of attention needs only (o, lse) of its forward pass, so
 these are kept, and the recomputation computes neither attention blocks, nor K and V of visual features, nor transfers
-(DistFlashAttn, arXiv 2310.03294, section 3.3, "rematerialization-aware gradient checkpointing").
+(DistFlashAttn, arXiv 2310.03294, "rematerialization-aware gradient checkpointing").
 
 torch runs a checkpointed region (one call of a checkpointed function) inside a pair of default hooks for saved tensors,
 one pair in forward and another in recomputation. Both refer to the region's frame, an object that lives as long as the
@@ -20,8 +20,8 @@ results are computed again, which is exact but slower. This also holds for
 - regions inside other regions, in the recomputation of the outer one; their own recomputation finds the results;
 - results that were changed in place after the call.
 
-Every one of these is a property of the model's code and therefore the same on all ranks, which must agree on whether
-there are transfers.
+All of these must be the same on all ranks, because the ranks must agree on whether there are transfers. They are
+properties of the model's code, except torch's debug mode of checkpointing, which has a `context_fn`.
 """
 
 from __future__ import annotations
