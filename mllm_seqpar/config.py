@@ -36,6 +36,9 @@ class SeqParConfig:
             that sends the fewest bytes). With "ulysses", the mesh shape over groups of n / (a * b) ranks that shard the
             heads (None: one group).
         recompute_visual: compute K and V of visual tokens again in backward instead of saving them.
+        recompute_attention: with gradient checkpointing, compute attention and its transfers again when backward
+            recomputes a layer. By default (o, lse) of each call are kept, which takes the memory of one hidden state
+            per layer.
         kernel: name of a block kernel, or "auto"; `mllm_seqpar.kernels.available_kernels()` lists them. Rectangles with
             a mask go to the kernel of "auto" if the named one takes no mask.
         overlap: run transfers during computation; False only to measure.
@@ -61,6 +64,7 @@ class SeqParConfig:
     text_layout: str = "zigzag"
     tile: tuple[int, int] | None = None
     recompute_visual: bool = True
+    recompute_attention: bool = False
     kernel: str = "auto"
     overlap: bool = True
     accumulate_dtype: torch.dtype | None = torch.float32
@@ -83,7 +87,7 @@ class SeqParConfig:
         if self.tile is not None:
             object.__setattr__(self, "tile", check_tile(self.tile))
             self._require_strategy("tile", TILE_STRATEGIES, "takes one")
-        for name in ("recompute_visual", "overlap"):
+        for name in ("recompute_visual", "recompute_attention", "overlap"):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(f"{name}: {getattr(self, name)!r} is not a bool; pass True or False")
         counts = (("shard_prompt_from", "tokens"), ("mlp_chunk_size", "tokens"), ("vision_chunk_size", "frames"))

@@ -7,12 +7,14 @@ Backward: the distributed backward of each source, given the merged o and lse an
 because the backward of a block needs only the final (o, lse) and do of its rows, and nothing of other blocks.
 
 Saved for backward are q, o, lse, and what each source saves. A recomputed source saves only the features that all
-layers share, so nothing here grows with the number of visual keys (arXiv 2502.02406, section 3.2).
+layers share, so nothing here grows with the number of visual keys (arXiv 2502.02406, section 3.2). Under activation
+checkpointing, (o, lse) of the forward pass are kept for the recomputation of the layer (`kept_results`).
 """
 
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any, ParamSpec, TypeVar
 
@@ -25,6 +27,7 @@ from mllm_seqpar.kernels.merge import merge_
 
 from .block_math import BlockMath
 from .executor import distributed_backward, distributed_forward
+from .kept_results import computed_once
 from .kv_sources import KVSource
 from .ulysses import attend_head_sharded, backward_head_sharded, forward_head_sharded
 
@@ -59,7 +62,7 @@ class _JointAttention(torch.autograd.Function):
     Backward: P = exp(scale q K^T - lse), dV = P^T do, dS = P (do V^T - rowsum(do o)), dq = scale dS K,
     dK = scale dS^T q.
 
-    `counts` is the number of inputs of each source.
+    `counts` is the number of inputs of each source; `recompute` is an argument of `attend`.
     """
 
     @staticmethod
@@ -69,30 +72,26 @@ class _JointAttention(torch.autograd.Function):
         block_math: BlockMath,
         sources: Sequence[KVSource],
         counts: Sequence[int],
+        recompute: bool,
         q: Tensor,
         *inputs: Tensor,
     ) -> tuple[Tensor, Tensor]:
         local_q = q.contiguous()
-        total: tuple[Tensor, Tensor] | None = None
+        by_source = [inputs[end - count : end] for count, end in zip(counts, itertools.accumulate(counts), strict=True)]
+        compute = functools.partial(_merged_forward, comm, block_math, sources, local_q, by_source)
+        keep = not recompute and any(ctx.needs_input_grad)
+        o, lse = computed_once(compute, "attention", keep)
         saved: list[Tensor] = []
         ctx.counts, ctx.sources = [], []
-        for source, count in zip(sources, counts, strict=True):
-            own_inputs, inputs = inputs[:count], inputs[count:]
-            k, v = source.keys_values(own_inputs)
-            forward = distributed_forward if source.spec.head_degree == 1 else forward_head_sharded
-            result = forward(comm, source.spec, block_math, local_q, k, v)
-            if total is None:
-                total = result[0].contiguous(), result[1].contiguous()
-            else:
-                merge_(*total, *result)
+        for source, own_inputs in zip(sources, by_source, strict=True):
             kept = source.saved(own_inputs)
             saved.extend(kept)
-            ctx.counts.append((count, len(kept)))
+            ctx.counts.append((len(own_inputs), len(kept)))
             ctx.sources.append(source.without_inputs())
-        assert total is not None
-        o, lse = total[0].to(q.dtype), total[1]
         ctx.comm, ctx.block_math = comm, block_math
-        ctx.save_for_backward(local_q, o, lse, *saved)
+        # Without RNG replay, dropout before attention recomputes another q, k and v than those that gave (o, lse).
+        q, *saved = computed_once(lambda: (local_q, *saved), "inputs", keep, only_without_rng_replay=True)
+        ctx.save_for_backward(q, o, lse, *saved)
         ctx.mark_non_differentiable(lse)
         return o, lse
 
@@ -103,7 +102,7 @@ class _JointAttention(torch.autograd.Function):
         rows = (q, o, lse, do.contiguous())
         dq: Tensor | None = None
         grads: list[Tensor | None] = []
-        needed = list(ctx.needs_input_grad[5:])
+        needed = list(ctx.needs_input_grad[6:])
         for source, (count, kept) in zip(ctx.sources, ctx.counts, strict=True):
             own_saved, saved = saved[:kept], saved[kept:]
             own_needed, needed = needed[:count], needed[count:]
@@ -115,12 +114,39 @@ class _JointAttention(torch.autograd.Function):
             dq = part if dq is None else dq.add_(part)
             grads.extend(source.input_grads(inputs, own_needed, dk, dv))
         assert dq is not None
-        return None, None, None, None, dq.to(q.dtype), *grads
+        return None, None, None, None, None, dq.to(q.dtype), *grads
+
+
+def _merged_forward(
+    comm: Communicator,
+    block_math: BlockMath,
+    sources: Sequence[KVSource],
+    q: Tensor,
+    inputs: Sequence[Sequence[Tensor]],
+) -> tuple[Tensor, Tensor]:
+    """Return (o, lse) of contiguous q over all sources, given the inputs of each, with o in the dtype of q."""
+    total: tuple[Tensor, Tensor] | None = None
+    for source, own_inputs in zip(sources, inputs, strict=True):
+        k, v = source.keys_values(own_inputs)
+        forward = distributed_forward if source.spec.head_degree == 1 else forward_head_sharded
+        result = forward(comm, source.spec, block_math, q, k, v)
+        if total is None:
+            total = result[0].contiguous(), result[1].contiguous()
+        else:
+            merge_(*total, *result)
+    assert total is not None
+    return total[0].to(q.dtype), total[1]
 
 
 @eager
 def attend(
-    q: Tensor, sources: Sequence[KVSource], *, comm: Communicator, scale: float, kernel: str = "auto"
+    q: Tensor,
+    sources: Sequence[KVSource],
+    *,
+    comm: Communicator,
+    scale: float,
+    kernel: str = "auto",
+    recompute: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Return the attention of this rank's rows over every source's keys on all ranks, as one softmax.
 
@@ -130,6 +156,8 @@ def attend(
         comm: the group.
         scale: factor of q k^T.
         kernel: name of a block kernel, or "auto".
+        recompute: under activation checkpointing, compute the result again when backward recomputes the layer, instead
+            of keeping it (`kept_results`).
 
     Returns:
         o (B, H, s_q, D) in q.dtype, and lse (B, H, s_q) float32, which carries no gradient. A row without visible keys
@@ -137,7 +165,8 @@ def attend(
     """
     degree = sources[0].spec.head_degree
     if degree > 1 and all(source.spec.head_degree == degree for source in sources):
-        return attend_head_sharded(q, sources, comm, functools.partial(attend, scale=scale, kernel=kernel))
+        among_equal_heads = functools.partial(attend, scale=scale, kernel=kernel, recompute=recompute)
+        return attend_head_sharded(q, sources, comm, among_equal_heads, keep=not recompute)
     inputs: list[Tensor] = []
     counts = []
     for source in sources:
@@ -145,4 +174,4 @@ def attend(
         inputs.extend(source_inputs)
         counts.append(len(source_inputs))
     block_math = BlockMath(kernel, scale, sources[0].spec.kernels)
-    return _JointAttention.apply(comm, block_math, tuple(sources), counts, q, *inputs)
+    return _JointAttention.apply(comm, block_math, tuple(sources), counts, recompute, q, *inputs)

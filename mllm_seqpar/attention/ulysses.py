@@ -28,6 +28,7 @@ from mllm_seqpar.schedules.head_sharding import HeadShards
 from .block_math import BlockMath
 from .call_spec import CallSpec
 from .executor import distributed_backward, distributed_forward
+from .kept_results import computed_once
 from .kv_sources import GivenKV, KVSource
 
 
@@ -112,19 +113,21 @@ def _sum_heads(parts: Sequence[Tensor], heads: Sequence[range]) -> Tensor:
 class _Reshard(torch.autograd.Function):
     """Forward: `shard_heads` or, with `gather`, `gather_heads` of one tensor. Backward: the other, of its gradient.
 
-    The bytes of the gradient are counted under "d" and the label of the tensor.
+    The bytes of the gradient are counted under "d" and the label of the tensor. With `keep`, the result is kept for
+    recomputation under activation checkpointing.
     """
 
     @staticmethod
-    def forward(ctx: Any, comm: Communicator, item: HeadTensor, gather: bool, x: Tensor) -> Tensor:
+    def forward(ctx: Any, comm: Communicator, item: HeadTensor, gather: bool, keep: bool, x: Tensor) -> Tensor:
         ctx.comm, ctx.item, ctx.gather = comm, item, gather
-        return (gather_heads if gather else shard_heads)([x], [item], comm)[0]
+        reshard = gather_heads if gather else shard_heads
+        return computed_once(lambda: tuple(reshard([x], [item], comm)), item.label, keep)[0]
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         item = ctx.item._replace(label=f"d{ctx.item.label}")
-        return None, None, None, (shard_heads if ctx.gather else gather_heads)([grad], [item], ctx.comm)[0]
+        return None, None, None, None, (shard_heads if ctx.gather else gather_heads)([grad], [item], ctx.comm)[0]
 
 
 class HeadLayout:
@@ -250,6 +253,8 @@ class HeadShardedKV:
         return self.source.input_grads(inputs, needed, *grads)
 
     def saved(self, inputs: Sequence[Tensor]) -> Sequence[Tensor]:
+        if isinstance(self.source, GivenKV) and not self._sharded:
+            self.keys_values(inputs)  # in a recomputation with kept results, which do not need them
         return self._sharded or self.source.saved(inputs)
 
     def restored(self, saved: Sequence[Tensor]) -> Sequence[Tensor]:
@@ -260,7 +265,7 @@ class HeadShardedKV:
 
 
 def attend_head_sharded(
-    q: Tensor, sources: Sequence[KVSource], comm: Communicator, attend: Attend
+    q: Tensor, sources: Sequence[KVSource], comm: Communicator, attend: Attend, keep: bool
 ) -> tuple[Tensor, Tensor]:
     """Return o (B, H, s, D) and lse (B, H, s) of one softmax over sources that all have the same head-sharding degree.
 
@@ -269,17 +274,20 @@ def attend_head_sharded(
         sources: row-sharded.
         comm: the group.
         attend: the attention among ranks with the same heads.
+        keep: as for `attend`.
     """
     size = sources[0].spec.head_degree
     groups = [source.spec.by_node(comm) for source in sources]
     orders = next((found for _, s in groups if (found := s.masks.orders(size, q.device)) is not None), None)
     layouts = [HeadLayout.of(ordered, spec, q, orders) for ordered, spec in groups]
     first = layouts[0]
-    sharded_q = _Reshard.apply(first.inside, first.rows("q"), False, q)
+    sharded_q = _Reshard.apply(first.inside, first.rows("q"), False, False, q)
     inner = [HeadShardedKV(source, layout, q.dtype) for source, layout in zip(sources, layouts, strict=True)]
     o, lse = attend(sharded_q, inner, comm=first.across)
-    o = _Reshard.apply(first.inside, first.rows("o"), True, o)
-    (row_lse,) = gather_heads([lse.unsqueeze(-1)], [first.rows("lse")], first.inside)
+    keep &= o.requires_grad
+    o = _Reshard.apply(first.inside, first.rows("o"), True, keep, o)
+    lse_item = first.rows("lse")
+    (row_lse,) = computed_once(lambda: tuple(gather_heads([lse.unsqueeze(-1)], [lse_item], first.inside)), "lse", keep)
     return o, row_lse.squeeze(-1)
 
 

@@ -84,6 +84,8 @@ def _add_plan(plan: argparse.ArgumentParser) -> None:
     plan.add_argument("--keep-visual", action="store_true", help="save K and V of frames instead of recomputing them")
     text = "recompute decoder layers, and those of a trained vision tower, in backward"
     plan.add_argument("--gradient-checkpointing", action="store_true", help=text)
+    text = "with --gradient-checkpointing: compute attention again instead of keeping its results"
+    plan.add_argument("--recompute-attention", action="store_true", help=text)
     plan.add_argument("--mlp-chunk-size", type=int, metavar="TOKENS", help="tokens per MLP chunk; default: all")
     chunk = Workload.vision_chunk_size
     text = f"frames that the vision tower encodes at once; default: {chunk}"
@@ -112,12 +114,15 @@ def _plan(args: argparse.Namespace) -> int:
             f"{unused[0]}: would have no effect, because with --trained none there is no backward pass; leave it out, "
             "or pass another --trained"
         )
+    if args.recompute_attention and not args.gradient_checkpointing:
+        raise ConfigError("recompute_attention: has no effect without --gradient-checkpointing; pass both, or neither")
     names = "frames text gpus batch trained self_attention element mlp_chunk_size vision_chunk_size content_tiles"
     workload = Workload(
         model=read_model(find_file("model", args.model)),
         **{name: getattr(args, name) for name in names.split()},
         recompute=not args.keep_visual,
         checkpointing=args.gradient_checkpointing,
+        recompute_attention=args.recompute_attention,
         overlap=not args.no_overlap,
         parameter=(4 if training else args.element) if args.parameter is None else args.parameter,
         optimizer=Workload.optimizer if args.optimizer is None else args.optimizer,

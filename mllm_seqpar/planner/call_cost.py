@@ -263,10 +263,9 @@ def _collectives(
         return _replication(problem, cluster, backward, visual)
     if spec.head_degree == 1:
         return CollectiveCost()
-    shards = HeadShards(problem.heads, problem.kv_heads, spec.head_degree)
-    kv_heads = sum(len(shards.kv_heads_of(member)) for member in range(spec.head_degree))
-    q = problem.batch * problem.rows * problem.heads * problem.dim * problem.element
-    kv = 2 * problem.key_batch * max(problem.keys) * kv_heads * problem.dim * problem.element
+    kv_heads = _sharded_kv_heads(problem, spec.head_degree)
+    q = head_sharding_bytes(problem, spec.head_degree, kv=False)
+    kv = head_sharding_bytes(problem, spec.head_degree, kv=True) - q
     if backward:  # dO, and K and V if they were recomputed; then dQ, dK, dV
         partial = kv_heads > problem.kv_heads  # ranks that share a KV head have partial gradients of it
         kv_gradients = kv // problem.element * problem.accumulated if partial else kv
@@ -275,6 +274,19 @@ def _collectives(
         sizes = (q + kv, q + problem.batch * problem.rows * problem.heads * LSE_BYTES)
     costs = [all_to_all(cluster, problem.ranks, spec.head_degree, size) for size in sizes]
     return CollectiveCost(*(sum(values) for values in zip(*costs, strict=True)))
+
+
+def _sharded_kv_heads(problem: Problem, degree: int) -> int:
+    """Return the number of KV heads that `degree` ranks hold together; several ranks may hold the same one."""
+    shards = HeadShards(problem.heads, problem.kv_heads, degree)
+    return sum(len(shards.kv_heads_of(member)) for member in range(degree))
+
+
+def head_sharding_bytes(problem: Problem, degree: int, *, kv: bool) -> int:
+    """Return the bytes of Q of one rank, and with `kv` of K and V, that an all-to-all turns into head shards."""
+    rows = problem.batch * problem.rows * problem.heads
+    keys = 2 * problem.key_batch * max(problem.keys) * _sharded_kv_heads(problem, degree) if kv else 0
+    return (rows + keys) * problem.dim * problem.element
 
 
 def _replication(problem: Problem, cluster: Cluster, backward: bool, visual: VisualProjection | None) -> CollectiveCost:

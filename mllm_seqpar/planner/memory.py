@@ -85,8 +85,29 @@ def saved_for_backward(workload: Workload, spec: ParallelSpec) -> int:
     visual = 0 if workload.recompute else _keys_values_and_norms(workload, spec)
     if workload.checkpointing:  # the input of every layer, and the inside of one
         layer_input = workload.tokens * text.hidden * workload.element
-        return (text.layers + cross.layers) * layer_input + decoder + crossing + visual
+        saved = (text.layers + cross.layers) * layer_input + decoder + crossing + visual
+        return saved + _kept_results(workload, spec)
     return text.layers * decoder + cross.layers * (crossing + visual)
+
+
+def _kept_results(workload: Workload, spec: ParallelSpec) -> int:
+    """Return the bytes of the attention results that checkpointed layers keep: o and the log-sum-exp of each call.
+
+    With head sharding, o is kept by heads and by rows. Text and frames share a call unless the layer has two outputs.
+    """
+    text, cross = workload.model.text, workload.model.cross
+    if workload.recompute_attention:
+        return 0
+
+    def kept(sizes: TextSizes | CrossAttentionSizes, problem: Problem, sharded: bool) -> int:
+        row = sizes.head_dim * workload.element * (2 if sharded else 1) + LSE_BYTES
+        return sizes.layers * problem.batch * problem.rows * sizes.heads * row
+
+    local = workload.self_attention == "local"  # torch's own attention
+    total = 0 if local else kept(text, workload.text_problem, workload.self_attention == "ulysses")
+    if local or cross.own_queries or cross.gate == "per_head":
+        total += kept(cross, workload.cross_problem, spec.head_degree > 1)
+    return total
 
 
 def saved_before_features(workload: Workload) -> int:

@@ -81,7 +81,7 @@ def patch_options(plan: Plan) -> dict[str, Any]:
         options["tile"] = spec.mesh_shape
     elif spec.strategy not in ("mesh", "ulysses") and workload.self_attention != "auto" and _needs_tile(plan.text.spec):
         options["tile"] = plan.text.spec.mesh_shape
-    for name in ("recompute", "overlap", "mlp_chunk_size", "vision_chunk_size"):
+    for name in ("recompute", "recompute_attention", "overlap", "mlp_chunk_size", "vision_chunk_size"):
         value = getattr(workload, name)
         if value != getattr(Workload, name):
             options["recompute_visual" if name == "recompute" else name] = value
@@ -101,7 +101,10 @@ def _heading(plan: Plan) -> list[str]:
     if workload.training:
         assumptions[0] += f", gradients of {workload.parameter}, optimizer {workload.optimizer} bytes each"
         assumptions.append("K and V of frames " + ("recomputed in backward" if workload.recompute else "saved"))
-        assumptions.append(("with" if workload.checkpointing else "no") + " gradient checkpointing")
+        kept = ", attention computed again" if workload.recompute_attention else ", results of attention kept"
+        assumptions.append(
+            "with gradient checkpointing" + kept if workload.checkpointing else "no gradient checkpointing"
+        )
     if workload.mlp_chunk_size is not None:
         assumptions.append(f"MLPs of {workload.mlp_chunk_size} tokens at once")
     self_attention = "local" if workload.self_attention == "local" else str(plan.text.spec)

@@ -10,10 +10,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import astuple, dataclass
 
 from mllm_seqpar.errors import ConfigError
+from mllm_seqpar.schedules.bytes_sent import Problem
 
+from .call_cost import head_sharding_bytes
 from .candidates import STRATEGIES
 from .cluster import Cluster
-from .collectives import all_gather, all_gather_seconds
+from .collectives import CollectiveCost, all_gather, all_gather_seconds, all_to_all
 from .selection import Candidate, SelectionOptions, select_strategy
 from .workload import Workload
 
@@ -82,7 +84,7 @@ def step_parts(workload: Workload, cluster: Cluster, cross: Candidate, text: Can
     layer = _linear(workload, cluster, sizes.attention_parameters, trained=trained, recomputed=workload.checkpointing)
     parts = {
         "vision tower": _vision(workload, cluster),
-        "self-attention": (layer + _attention_call(workload, text)) * sizes.layers,
+        "self-attention": (layer + _attention_call(workload, cluster, text, workload.text_problem)) * sizes.layers,
         "cross-attention": _cross_attention(workload, cluster, cross),
         "MLP": _mlp(workload, cluster),
         "vocabulary": _linear(workload, cluster, sizes.vocabulary * sizes.hidden, trained=trained),
@@ -115,21 +117,39 @@ def _cross_attention(workload: Workload, cluster: Cluster, cross: Candidate) -> 
     sizes = workload.model.cross
     queries = 2 * workload.model.text.hidden * sizes.heads * sizes.head_dim if sizes.own_queries else 0
     layer = _linear(workload, cluster, queries, trained=True, recomputed=workload.checkpointing)
-    layer += _attention_call(workload, cross)
+    layer += _attention_call(workload, cluster, cross, workload.cross_problem, recomputed_kv=workload.recompute)
     if workload.self_attention == "local":
         layer += _gathered_rows(workload, cluster)
     return layer * sizes.layers
 
 
-def _attention_call(workload: Workload, candidate: Candidate) -> Part:
-    """Return the cost of one attention call; with checkpointing, backward repeats the forward pass with transfers."""
-    calls = list(candidate.passes)
+def _attention_call(
+    workload: Workload, cluster: Cluster, candidate: Candidate, problem: Problem, recomputed_kv: bool = False
+) -> Part:
+    """Return the cost of one attention call.
+
+    With checkpointing, backward repeats the forward pass with its transfers, or, if its results are kept, only the
+    all-to-all of Q, and of given K and V, to head shards.
+    """
+    calls, extra = list(candidate.passes), CollectiveCost()
     if workload.training and workload.checkpointing:
-        calls.append(candidate.forward)
-    totals = (
+        if workload.recompute_attention:
+            calls.append(candidate.forward)
+        elif (degree := candidate.spec.head_degree) > 1:
+            extra = all_to_all(
+                cluster, problem.ranks, degree, head_sharding_bytes(problem, degree, kv=not recomputed_kv)
+            )
+    exposed, hidden, node_bytes, network_bytes = (
         sum(getattr(call, name) for call in calls) for name in ("exposed", "hidden", "node_bytes", "network_bytes")
     )
-    return Part(candidate.forward.seconds, sum(call.seconds for call in calls[1:]), *totals)
+    return Part(
+        candidate.forward.seconds,
+        sum(call.seconds for call in calls[1:]) + extra.seconds,
+        exposed + extra.seconds,
+        hidden,
+        node_bytes + extra.node_bytes,
+        network_bytes + extra.network_bytes,
+    )
 
 
 def _gathered_rows(workload: Workload, cluster: Cluster) -> Part:

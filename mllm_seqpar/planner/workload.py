@@ -25,6 +25,7 @@ class Workload:
             first three).
         recompute: whether backward projects K and V of the frames again.
         checkpointing: whether backward recomputes decoder layers, and those of a trained vision tower.
+        recompute_attention: whether that includes attention, instead of keeping its results.
         mlp_chunk_size: tokens per MLP chunk, recomputed in backward if a rank has more; None for all tokens.
         vision_chunk_size: frames that the vision tower encodes at once; None for all of a rank's frames.
         content_tiles: image tiles of a frame with content, which are the only ones that text attends to; None for all.
@@ -42,6 +43,7 @@ class Workload:
     self_attention: str = "ring"
     recompute: bool = True
     checkpointing: bool = False
+    recompute_attention: bool = False
     mlp_chunk_size: int | None = None
     vision_chunk_size: int | None = 32
     content_tiles: int | None = None

@@ -103,7 +103,8 @@ class ForwardState:
 
     def attend(self, q: Tensor, sources: Sequence[KVSource], scale: float) -> Tensor:
         """q (B, H, s, D) -> o (B, H, s, D): one softmax over the keys of all sources on all ranks."""
-        o, _ = attend(q, sources, comm=self.context.comm, scale=scale, kernel=self.context.config.kernel)
+        comm, config = self.context.comm, self.context.config
+        o, _ = attend(q, sources, comm=comm, scale=scale, kernel=config.kernel, recompute=config.recompute_attention)
         return o
 
     def text_keys(self, k: Tensor, v: Tensor, window: int | None = None, heads: int | None = None) -> GivenKV:

@@ -41,6 +41,7 @@ class TrainArguments(CommandOptions):
     mlp_chunk_size: int | None = option("text tokens per MLP chunk, recomputed in backward; default: all", None)
     kernel: str = option("block attention kernel", "auto")
     recompute_visual: bool = option("recompute K and V of visual tokens in backward instead of storing them", True)
+    recompute_attention: bool = option("with --gradient-checkpointing, recompute attention too", False)
 
     steps: int | None = option("optimizer steps; default: those of --epochs", None)
     epochs: float = option("passes over the data if --steps is not given", 1.0)

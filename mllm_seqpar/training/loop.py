@@ -142,6 +142,7 @@ def _seqpar_config(args: TrainArguments) -> SeqParConfig:
         vision_chunk_size=args.vision_chunk_size,
         kernel=args.kernel,
         recompute_visual=args.recompute_visual,
+        recompute_attention=args.recompute_attention,
     )
 
 

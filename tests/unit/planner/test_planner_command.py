@@ -71,6 +71,7 @@ def test_plan_of_too_long_a_video_says_what_would_fit(capsys: pytest.CaptureFixt
         (["--frames", "0"], "frames: 0 is not a number of frames"),
         (["--trained", "none", "--keep-visual"], "would have no effect, because with --trained none"),
         (["--trained", "none", "--gradient-checkpointing"], "would have no effect"),
+        (["--recompute-attention"], "has no effect without --gradient-checkpointing"),
         (["--trained", "none", "--optimizer", "4"], "would have no effect"),
     ],
 )

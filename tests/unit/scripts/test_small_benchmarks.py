@@ -30,6 +30,13 @@ def test_mlp_chunks_save_less_and_give_same_gradients(script, capsys: pytest.Cap
     assert int(chunked[2]) < int(whole[2])
 
 
+@pytest.mark.slow
+def test_kept_attention_is_computed_once_and_gives_the_same_bits(script, capsys: pytest.CaptureFixture[str]) -> None:
+    script("kept_attention").main("--family mplug_owl3 --scale 32 --frames 2 --text 16 --repeats 1".split())
+    plain, before, after = [line.split(" | ") for line in capsys.readouterr().out.splitlines()[-3:]]
+    assert plain[3:6] == after[3:6] and int(before[3]) == 2 * int(after[3]) and float(before[5]) > float(after[5])
+
+
 def test_scale_and_traffic_print_their_tables(script, capsys: pytest.CaptureFixture[str]) -> None:
     sizes = "--model mplug-owl3-7b --text 8192 --cluster a100-80g-8xN --gpus 8 --minutes 10"
     script("scale").main(sizes.split())
