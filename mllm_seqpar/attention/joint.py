@@ -26,6 +26,7 @@ from mllm_seqpar.kernels.merge import merge_
 from .block_math import BlockMath
 from .executor import distributed_backward, distributed_forward
 from .kv_sources import KVSource
+from .streamed import StreamedKV, streamed_backward, streamed_forward
 from .ulysses import attend_head_sharded, backward_head_sharded, forward_head_sharded
 
 P = ParamSpec("P")
@@ -67,7 +68,7 @@ class _JointAttention(torch.autograd.Function):
         ctx: Any,
         comm: Communicator,
         block_math: BlockMath,
-        sources: Sequence[KVSource],
+        sources: Sequence[KVSource | StreamedKV],
         counts: Sequence[int],
         q: Tensor,
         *inputs: Tensor,
@@ -78,9 +79,12 @@ class _JointAttention(torch.autograd.Function):
         ctx.counts, ctx.sources = [], []
         for source, count in zip(sources, counts, strict=True):
             own_inputs, inputs = inputs[:count], inputs[count:]
-            k, v = source.keys_values(own_inputs)
-            forward = distributed_forward if source.spec.head_degree == 1 else forward_head_sharded
-            result = forward(comm, source.spec, block_math, local_q, k, v)
+            if isinstance(source, StreamedKV):
+                result = streamed_forward(comm, source, block_math, local_q, own_inputs)
+            else:
+                k, v = source.keys_values(own_inputs)
+                forward = distributed_forward if source.spec.head_degree == 1 else forward_head_sharded
+                result = forward(comm, source.spec, block_math, local_q, k, v)
             if total is None:
                 total = result[0].contiguous(), result[1].contiguous()
             else:
@@ -108,6 +112,11 @@ class _JointAttention(torch.autograd.Function):
             own_saved, saved = saved[:kept], saved[kept:]
             own_needed, needed = needed[:count], needed[count:]
             inputs = source.restored(own_saved)
+            if isinstance(source, StreamedKV):
+                part, input_grads = streamed_backward(ctx.comm, source, ctx.block_math, rows, inputs, own_needed)
+                dq = part if dq is None else dq.add_(part)
+                grads.extend(input_grads)
+                continue
             k, v = source.keys_values(inputs)
             backward = distributed_backward if source.spec.head_degree == 1 else backward_head_sharded
             part, dk, dv = backward(ctx.comm, source.spec, ctx.block_math, rows, k, v)
@@ -120,7 +129,7 @@ class _JointAttention(torch.autograd.Function):
 
 @eager
 def attend(
-    q: Tensor, sources: Sequence[KVSource], *, comm: Communicator, scale: float, kernel: str = "auto"
+    q: Tensor, sources: Sequence[KVSource | StreamedKV], *, comm: Communicator, scale: float, kernel: str = "auto"
 ) -> tuple[Tensor, Tensor]:
     """Return the attention of this rank's rows over every source's keys on all ranks, as one softmax.
 

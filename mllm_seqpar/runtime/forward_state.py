@@ -25,6 +25,7 @@ from mllm_seqpar.attention.call_spec import CallSpec, accumulation, call_spec_fo
 from mllm_seqpar.attention.decode import decode_attention, merge_over_ranks
 from mllm_seqpar.attention.joint import attend
 from mllm_seqpar.attention.kv_sources import GivenKV, KVSource
+from mllm_seqpar.attention.streamed import StreamedKV
 from mllm_seqpar.comm import Communicator
 from mllm_seqpar.comm.autograd import gather_shards
 from mllm_seqpar.errors import ConfigError
@@ -32,6 +33,7 @@ from mllm_seqpar.masks import BlockMasks, FrameBlockMasks, FrameMask
 from mllm_seqpar.sharding import frame_bounds
 
 from .context import SeqParContext
+from .offload import HostFeatures
 from .strategy_selector import (
     CROSS,
     CROSS_MESH,
@@ -99,7 +101,7 @@ class FrameState:
         units = [(start * units_per_frame, stop * units_per_frame) for start, stop in bounds]
         by_rank = [padded.take(text.positions(rank)) for rank in range(text.comm.size)]
         key_lengths = tuple((stop - start) * mask.tokens_per_frame for start, stop in units)
-        visible = copy_to_device(by_rank[text.comm.rank].any_frame_visible(), visual.features.device)
+        visible = copy_to_device(by_rank[text.comm.rank].any_frame_visible(), visual.index.device)
         return cls(visual, FrameBlockMasks(by_rank, units), key_lengths, visible)
 
     def gathered(self, comm: Communicator, index: Tensor) -> FrameState:
@@ -182,7 +184,7 @@ class ForwardState:
         """Whether hidden states hold this rank's tokens only."""
         return self.text is not None and self.context.config.self_attention != "local"
 
-    def attend(self, q: Tensor, sources: Sequence[KVSource], scale: float) -> Tensor:
+    def attend(self, q: Tensor, sources: Sequence[KVSource | StreamedKV], scale: float) -> Tensor:
         """q (B, H, s, D) -> o (B, H, s, D): one softmax over the keys of all sources on all ranks."""
         o, _ = attend(q, sources, comm=self.context.comm, scale=scale, kernel=self.context.config.kernel)
         return o
@@ -201,7 +203,9 @@ class ForwardState:
             spec = self._specs[key] = self._text_spec(k, window, heads or k.shape[1])
         return GivenKV(spec, k, v)
 
-    def visual_keys(self, q: Tensor, layer: Hashable, project: Projection, modules: Sequence[nn.Module]) -> KVSource:
+    def visual_keys(
+        self, q: Tensor, layer: Hashable, project: Projection, modules: Sequence[nn.Module]
+    ) -> KVSource | StreamedKV:
         """Return the visual keys of a layer as a source, for the configured strategy.
 
         The arguments are those of `cross_attend`, with q in the dtype that attention computes in.
@@ -216,6 +220,8 @@ class ForwardState:
         spec = self._specs.get(key)
         if spec is None:
             spec = self._specs[key] = self._visual_spec(q, k, project)
+        if isinstance(visual, HostFeatures) and k is None:
+            return visual.source(spec, project, modules, q.dtype)
         if k is None or v is None:
             return RecomputedKV(spec, visual, project, modules, q.dtype)
         return GivenKV(spec, k, v)

@@ -10,6 +10,7 @@ example) are at least as large as y, and only one chunk of them is alive at a ti
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -194,6 +195,13 @@ class RecomputedKV:
     def without_inputs(self) -> RecomputedKV:
         """Return this source: the features are the one copy that all layers share."""
         return self
+
+    def of_chunk(self, visual: VisualFeatures, number: int) -> RecomputedKV:
+        """Return the source of a chunk of the frames: with the same projection and autocast mode, and its own seed."""
+        chunk = copy.copy(self)
+        object.__setattr__(chunk, "visual", visual)
+        object.__setattr__(chunk, "_seed", None if self._seed is None else self._seed + number)
+        return chunk
 
     def keys_values(self, inputs: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
         """Return k and v of all frames of this rank, projected chunk by chunk without grad mode."""
