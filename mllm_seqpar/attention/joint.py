@@ -29,6 +29,9 @@ from .kv_sources import KVSource
 from .streamed import StreamedKV, streamed_backward, streamed_forward
 from .ulysses import attend_head_sharded, backward_head_sharded, forward_head_sharded
 
+KeySource = KVSource | StreamedKV
+"""What `attend` attends to: keys and values that exist as a whole while it runs, or arrive in chunks."""
+
 P = ParamSpec("P")
 T = TypeVar("T")
 
@@ -68,7 +71,7 @@ class _JointAttention(torch.autograd.Function):
         ctx: Any,
         comm: Communicator,
         block_math: BlockMath,
-        sources: Sequence[KVSource | StreamedKV],
+        sources: Sequence[KeySource],
         counts: Sequence[int],
         q: Tensor,
         *inputs: Tensor,
@@ -129,7 +132,7 @@ class _JointAttention(torch.autograd.Function):
 
 @eager
 def attend(
-    q: Tensor, sources: Sequence[KVSource | StreamedKV], *, comm: Communicator, scale: float, kernel: str = "auto"
+    q: Tensor, sources: Sequence[KeySource], *, comm: Communicator, scale: float, kernel: str = "auto"
 ) -> tuple[Tensor, Tensor]:
     """Return the attention of this rank's rows over every source's keys on all ranks, as one softmax.
 

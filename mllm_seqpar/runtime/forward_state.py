@@ -22,10 +22,9 @@ from torch.nn import functional as F
 from mllm_seqpar._transfers import copy_to_device
 from mllm_seqpar.attention.block_math import BlockMath, PartialResult
 from mllm_seqpar.attention.call_spec import CallSpec, accumulation, call_spec_for, problem_of
-from mllm_seqpar.attention.decode import decode_attention, merge_over_ranks
-from mllm_seqpar.attention.joint import attend
-from mllm_seqpar.attention.kv_sources import GivenKV, KVSource
-from mllm_seqpar.attention.streamed import StreamedKV
+from mllm_seqpar.attention.decode import merge_over_ranks
+from mllm_seqpar.attention.joint import KeySource, attend
+from mllm_seqpar.attention.kv_sources import GivenKV
 from mllm_seqpar.comm import Communicator
 from mllm_seqpar.comm.autograd import gather_shards
 from mllm_seqpar.errors import ConfigError
@@ -33,7 +32,6 @@ from mllm_seqpar.masks import BlockMasks, FrameBlockMasks, FrameMask
 from mllm_seqpar.sharding import frame_bounds
 
 from .context import SeqParContext
-from .offload import HostFeatures
 from .strategy_selector import (
     CROSS,
     CROSS_MESH,
@@ -46,7 +44,7 @@ from .strategy_selector import (
 )
 from .text_kv_cache import CachedTextMask
 from .text_shards import TextShards
-from .visual_features import Projection, RecomputedKV, VisualFeatures, VisualKVCache
+from .visual_features import Projection, VisualFeatures, VisualKVCache
 
 
 def as_attended(*tensors: Tensor) -> tuple[Tensor, ...]:
@@ -184,7 +182,7 @@ class ForwardState:
         """Whether hidden states hold this rank's tokens only."""
         return self.text is not None and self.context.config.self_attention != "local"
 
-    def attend(self, q: Tensor, sources: Sequence[KVSource | StreamedKV], scale: float) -> Tensor:
+    def attend(self, q: Tensor, sources: Sequence[KeySource], scale: float) -> Tensor:
         """q (B, H, s, D) -> o (B, H, s, D): one softmax over the keys of all sources on all ranks."""
         o, _ = attend(q, sources, comm=self.context.comm, scale=scale, kernel=self.context.config.kernel)
         return o
@@ -203,9 +201,7 @@ class ForwardState:
             spec = self._specs[key] = self._text_spec(k, window, heads or k.shape[1])
         return GivenKV(spec, k, v)
 
-    def visual_keys(
-        self, q: Tensor, layer: Hashable, project: Projection, modules: Sequence[nn.Module]
-    ) -> KVSource | StreamedKV:
+    def visual_keys(self, q: Tensor, layer: Hashable, project: Projection, modules: Sequence[nn.Module]) -> KeySource:
         """Return the visual keys of a layer as a source, for the configured strategy.
 
         The arguments are those of `cross_attend`, with q in the dtype that attention computes in.
@@ -220,11 +216,9 @@ class ForwardState:
         spec = self._specs.get(key)
         if spec is None:
             spec = self._specs[key] = self._visual_spec(q, k, project)
-        if isinstance(visual, HostFeatures) and k is None:
-            return visual.source(spec, project, modules, q.dtype)
         if k is None or v is None:
-            return RecomputedKV(spec, visual, project, modules, q.dtype)
-        return GivenKV(spec, k, v)
+            return visual.source(spec, project, modules, q.dtype)
+        return GivenKV(spec, k, v) if self.visual_cache is None else self.visual_cache.source(spec, k, v)
 
     def cross_attend(
         self, q: Tensor, layer: Hashable, project: Projection, modules: Sequence[nn.Module], scale: float
@@ -259,7 +253,8 @@ class ForwardState:
         if self.requires_backward(q, k, v):
             sources = [self.cached_visual_source(q, k, v)]
             return attend(q, sources, comm=self.context.comm, scale=scale, kernel=self.context.config.kernel)
-        result = decode_attention(
+        assert self.visual_cache is not None
+        return self.visual_cache.decode(
             q,
             k,
             v,
@@ -268,10 +263,7 @@ class ForwardState:
             units_per_frame=self.units_per_frame,
             scale=scale,
             kernel=self.context.config.kernel,
-            return_lse=True,
         )
-        assert isinstance(result, tuple)
-        return result
 
     def attend_cached_text(
         self, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None = None

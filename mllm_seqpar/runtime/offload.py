@@ -24,7 +24,7 @@ from mllm_seqpar.attention.streamed import StreamedKV
 from mllm_seqpar.masks.rectangles import Span
 
 from .host_copies import HostCopies, host_empty
-from .visual_features import Projection, RecomputedKV, VisualFeatures, frame_chunks
+from .visual_features import Projection, RecomputedKV, VisualFeatures, VisualKVCache, frame_chunks
 
 
 class HostGradient:
@@ -99,6 +99,12 @@ class HostFeatures(VisualFeatures):
         empty = torch.empty((0, *self.features.shape[1:]), dtype=self.dtype, device=self.index.device)
         no_frames = VisualFeatures(empty, self.index[:0], self.total_frames)
         return OffloadedKV(spec, self, RecomputedKV(spec, no_frames, project, modules, dtype))
+
+    def kv_cache(self, total_frames: int) -> VisualKVCache:
+        """Return an empty cache that keeps K and V of these frames in host memory."""
+        from .offload_cache import HostKVCache
+
+        return HostKVCache(self, total_frames)
 
 
 @dataclass(frozen=True)

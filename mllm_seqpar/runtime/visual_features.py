@@ -20,7 +20,9 @@ import torch
 from torch import Tensor, nn
 
 from mllm_seqpar.attention.call_spec import CallSpec
-from mllm_seqpar.attention.kv_sources import AutocastState
+from mllm_seqpar.attention.decode import decode_attention
+from mllm_seqpar.attention.kv_sources import AutocastState, GivenKV
+from mllm_seqpar.attention.streamed import StreamedKV
 from mllm_seqpar.errors import ShapeError
 
 CHUNK_BYTES = 64 << 20
@@ -54,6 +56,16 @@ class VisualFeatures:
                 f"VisualFeatures: features are {tuple(self.features.shape)} and index is {tuple(self.index.shape)}; "
                 "expected (frames, tokens, width) and (frames,)"
             )
+
+    def source(
+        self, spec: CallSpec, project: Projection, modules: Sequence[nn.Module], dtype: torch.dtype
+    ) -> RecomputedKV | StreamedKV:
+        """Return the keys and values of a layer; see `RecomputedKV`."""
+        return RecomputedKV(spec, self, project, modules, dtype)
+
+    def kv_cache(self, total_frames: int) -> VisualKVCache:
+        """Return an empty cache for the K and V of these frames."""
+        return VisualKVCache(self, total_frames)
 
 
 def frame_chunks(features: Tensor) -> list[slice]:
@@ -145,6 +157,16 @@ class VisualKVCache:
             assert self._visual is not None, f"layer {layer} has not seen the prompt's first pass"
             self.states[layer] = project_all(project, self._visual.features, self._visual.index, dtype)
         return self.states[layer]
+
+    def source(self, spec: CallSpec, k: Tensor, v: Tensor) -> GivenKV | StreamedKV:
+        """Return what `keys_values` returned as a KV source."""
+        return GivenKV(spec, k, v)
+
+    def decode(self, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
+        """Return (o, lse) of `decode_attention` to what `keys_values` returned."""
+        result = decode_attention(q, k, v, return_lse=True, **options)
+        assert isinstance(result, tuple)
+        return result
 
     def close(self) -> None:
         """Release the features after the first pass, in which every layer has projected them."""
