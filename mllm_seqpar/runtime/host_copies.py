@@ -22,11 +22,6 @@ import torch
 from torch import Tensor
 
 
-def host_empty(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return an uninitialised tensor in host memory, pinned if chunks of it are copied to and from a CUDA device."""
-    return torch.empty(*shape, dtype=dtype, pin_memory=device.type == "cuda")
-
-
 class CudaStreams:
     """The functions of `torch.cuda` that the copies use."""
 
@@ -46,12 +41,22 @@ class CudaStreams:
     def is_pinned(self, x: Tensor) -> bool:
         return x.is_pinned()
 
+    def pinned_empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        return torch.empty(*shape, dtype=dtype, pin_memory=True)
+
+    def device_empty(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+        return torch.empty(*shape, dtype=dtype, device=device)
+
+    def keep(self, x: Tensor, stream: Any) -> None:
+        """Keep the memory of `x` from being used again before what is enqueued on `stream` when `x` is freed."""
+        x.record_stream(stream)
+
 
 class _Slot:
     """A buffer on the device for one chunk, its events, and a pinned buffer if the host tensor is not pinned."""
 
     def __init__(self, streams: CudaStreams, like: Tensor, device: torch.device) -> None:
-        self.buffer = torch.empty(like.shape, dtype=like.dtype, device=device)
+        self.buffer = streams.device_empty(like.shape, like.dtype, device)
         self.ready, self.free = streams.event(), streams.event()
         self.pinned: Tensor | None = None
 
@@ -66,6 +71,12 @@ class HostCopies:
     @cached_property
     def _stream(self) -> Any:
         return self._streams.copy_stream(self.device)
+
+    def host_empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """Return an uninitialised tensor in host memory, pinned if the device is a CUDA device."""
+        if self.device.type != "cuda":
+            return torch.empty(*shape, dtype=dtype)
+        return self._streams.pinned_empty(shape, dtype)
 
     def to_device(self, name: str, host: Tensor, chunks: Sequence[slice]) -> Iterator[Tensor]:
         """Begin to copy the first chunk, and return an iterator over ``host[chunk]`` on the device.
@@ -101,13 +112,13 @@ class HostCopies:
             for slot in slots:
                 # The memory may have been used on the current stream before, and may not be freed during a copy.
                 slot.free.record(self._streams.current(self.device))
-                slot.buffer.record_stream(self._stream)
+                self._streams.keep(slot.buffer, self._stream)
         return slots[number % 2]
 
     def _start(self, slot: _Slot, part: Tensor, pinned: bool) -> None:
         if not pinned:
             if slot.pinned is None:
-                slot.pinned = torch.empty(slot.buffer.shape, dtype=part.dtype, pin_memory=True)
+                slot.pinned = self._streams.pinned_empty(slot.buffer.shape, part.dtype)
             slot.ready.synchronize()  # the copy from this pinned buffer before
             part = slot.pinned[: part.shape[0]].copy_(part)
         with self._streams.on(self._stream):
@@ -122,7 +133,7 @@ class HostCopies:
             return
         computed = self._streams.event()
         computed.record(self._streams.current(self.device))
-        x.record_stream(self._stream)
+        self._streams.keep(x, self._stream)
         with self._streams.on(self._stream):
             self._stream.wait_event(computed)
             target.copy_(x, non_blocking=True)

@@ -23,7 +23,7 @@ from mllm_seqpar.attention.call_spec import CallSpec
 from mllm_seqpar.attention.streamed import StreamedKV
 from mllm_seqpar.masks.rectangles import Span
 
-from .host_copies import HostCopies, host_empty
+from .host_copies import HostCopies
 from .visual_features import Projection, RecomputedKV, VisualFeatures, VisualKVCache, frame_chunks
 
 
@@ -43,7 +43,7 @@ class HostGradient:
         task = torch._C._current_graph_task_id()  # as torch's activation checkpointing tells passes apart
         first = self._sum is None or self._task != task
         if self._sum is None or first:
-            self._task, self._sum = task, host_empty(self._shape, self._dtype, self._copies.device)
+            self._task, self._sum = task, self._copies.host_empty(self._shape, self._dtype)
         return self._sum, first
 
     def take(self) -> Tensor:
@@ -190,7 +190,7 @@ class _StoredRun(torch.autograd.Function):
     """Forward: features (f, tokens, width) on the device -> 0, stored in host memory. Backward: their gradient."""
 
     @staticmethod
-    def forward(ctx: Any, features: Tensor, store: HostStore, frames: slice) -> Tensor:
+    def forward(ctx: Any, features: Tensor, store: _HostStore, frames: slice) -> Tensor:
         ctx.store, ctx.frames, ctx.device = store, frames, features.device
         store.whole[frames].copy_(features)
         return torch.zeros(())
@@ -205,7 +205,7 @@ class _StoredFeatures(torch.autograd.Function):
     """Forward: the whole of the stored runs. Backward: keeps its gradient for the backward functions of the runs."""
 
     @staticmethod
-    def forward(ctx: Any, store: HostStore, *runs: Tensor) -> Tensor:
+    def forward(ctx: Any, store: _HostStore, *runs: Tensor) -> Tensor:
         ctx.store, ctx.runs = store, len(runs)
         return store.whole.detach()
 
@@ -215,26 +215,30 @@ class _StoredFeatures(torch.autograd.Function):
         return None, *(torch.zeros(()) for _ in range(ctx.runs))
 
 
-class HostStore:
-    """Collects the features that runs of the vision tower return, in host memory, differentiably.
+class _HostStore:
+    """The features of all runs in host memory, and in backward their gradient."""
 
-    Args:
-        device: of the model.
-        runs: the features (f, tokens, width) of each run; each is freed before the next is asked for.
-        frames: the number of features of all runs.
-    """
-
-    def __init__(self, device: torch.device, runs: Iterator[Tensor], frames: int) -> None:
+    def __init__(self) -> None:
         self.whole = torch.empty(0)
         self.gradient: Tensor | None = None
-        tokens, start = [], 0
-        for part in runs:
-            if not tokens:
-                self.whole = host_empty((frames, *part.shape[1:]), part.dtype, device)
-            tokens.append(_StoredRun.apply(part, self, slice(start, start + part.shape[0])))
-            start += part.shape[0]
-            del part
-        self.features: Tensor = _StoredFeatures.apply(self, *tokens)
+
+
+def stored_in_host_memory(runs: Iterator[Tensor], frames: int, device: torch.device) -> Tensor:
+    """Return the concatenation of features in host memory, differentiably.
+
+    Args:
+        runs: features (f, tokens, width) on `device`; each is freed before the next is asked for.
+        frames: the number of features of all runs.
+        device: of the model.
+    """
+    store, stored, start = _HostStore(), [], 0
+    for part in runs:
+        if not stored:
+            store.whole = HostCopies(device).host_empty((frames, *part.shape[1:]), part.dtype)
+        stored.append(_StoredRun.apply(part, store, slice(start, start + part.shape[0])))
+        start += part.shape[0]
+        del part
+    return _StoredFeatures.apply(store, *stored)
 
 
 def in_host_memory(features: Tensor, device: torch.device) -> Tensor:
@@ -244,4 +248,4 @@ def in_host_memory(features: Tensor, device: torch.device) -> Tensor:
     """
     if features.device.type == "cpu":
         return features
-    return HostStore(device, iter([features]), features.shape[0]).features
+    return stored_in_host_memory(iter([features]), features.shape[0], device)

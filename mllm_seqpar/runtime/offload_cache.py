@@ -23,7 +23,7 @@ from mllm_seqpar.masks import FrameMask
 from mllm_seqpar.masks.rectangles import Span
 from mllm_seqpar.sharding import frame_range
 
-from .host_copies import HostCopies, host_empty
+from .host_copies import HostCopies
 from .offload import HostFeatures
 from .visual_features import Projection, VisualKVCache, frame_chunks, project_all
 
@@ -61,7 +61,7 @@ class HostKVCache(VisualKVCache):
             for number, x in enumerate(project_all(project, features.to(visual.dtype), visual.index[chunk], dtype)):
                 if len(stored) <= number:
                     shape = visual.features.shape[0] * tokens, x.shape[1], x.shape[3]
-                    stored.append(host_empty(shape, dtype, self._copies.device))
+                    stored.append(self._copies.host_empty(shape, dtype))
                 target = stored[number][chunk.start * tokens : chunk.stop * tokens]
                 self._copies.to_host(x[0].transpose(0, 1).contiguous(), target)
         return stored

@@ -18,7 +18,7 @@ from mllm_seqpar._transfers import copy_to_device
 from mllm_seqpar.errors import ShapeError
 from mllm_seqpar.masks import FrameMask
 from mllm_seqpar.runtime.forward_state import FrameState, select_for_pass
-from mllm_seqpar.runtime.offload import HostFeatures, HostStore, in_host_memory
+from mllm_seqpar.runtime.offload import HostFeatures, in_host_memory, stored_in_host_memory
 from mllm_seqpar.runtime.text_shards import TextShards
 from mllm_seqpar.runtime.visual_features import VisualFeatures, VisualKVCache
 from mllm_seqpar.sharding import frame_bounds
@@ -109,7 +109,7 @@ def _encode_in_runs(
                 yield family.encode(*(x[:1] for x in spare))[:0]
 
     if family.context.config.visual_offload is not None:
-        return HostStore(family.embedding_weight().device, encoded(), count * units_per_frame).features
+        return stored_in_host_memory(encoded(), count * units_per_frame, family.embedding_weight().device)
     parts = list(encoded())
     return parts[0] if runs == 1 else torch.cat(parts)
 
