@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import gc
 import inspect
-import weakref
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
 import stream_model
 from family_cases import BATCHES, FUSED, OWL, PADDED, Mllama, Owl
@@ -87,18 +87,18 @@ def test_gradients_of_an_abandoned_backward_pass_are_dropped() -> None:
 def test_features_are_freed_with_the_graph() -> None:
     gc.disable()
     try:
-        made: list[weakref.ref] = []
+        made: list[StorageWeakRef] = []
         model, inputs = patched("mplug_owl3", offloaded(OWL), "self")
         original = offload.HostFeatures.of.__func__
 
         def of(cls: Any, features: Any, *args: Any) -> Any:
-            made.append(weakref.ref(features.untyped_storage()))
+            made.append(StorageWeakRef(features.untyped_storage()))
             return original(cls, features, *args)
 
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(offload.HostFeatures, "of", classmethod(of))
             model(**inputs).loss.backward()
-        assert len(made) == 1 and made[0]() is None
+        assert len(made) == 1 and made[0].expired()
     finally:
         gc.enable()
 
