@@ -6,6 +6,7 @@ from typing import Any
 
 from .candidates import ParallelSpec
 from .memory import KINDS, USABLE
+from .offload import host_bytes
 from .plan import Plan, StrategyPlan
 from .selection import Candidate
 from .step_cost import PARTS
@@ -81,7 +82,7 @@ def patch_options(plan: Plan) -> dict[str, Any]:
         options["tile"] = spec.mesh_shape
     elif spec.strategy not in ("mesh", "ulysses") and workload.self_attention != "auto" and _needs_tile(plan.text.spec):
         options["tile"] = plan.text.spec.mesh_shape
-    for name in ("recompute", "overlap", "mlp_chunk_size", "vision_chunk_size"):
+    for name in ("recompute", "overlap", "mlp_chunk_size", "vision_chunk_size", "visual_offload"):
         value = getattr(workload, name)
         if value != getattr(Workload, name):
             options["recompute_visual" if name == "recompute" else name] = value
@@ -102,6 +103,8 @@ def _heading(plan: Plan) -> list[str]:
         assumptions[0] += f", gradients of {workload.parameter}, optimizer {workload.optimizer} bytes each"
         assumptions.append("K and V of frames " + ("recomputed in backward" if workload.recompute else "saved"))
         assumptions.append(("with" if workload.checkpointing else "no") + " gradient checkpointing")
+    if workload.visual_offload:
+        assumptions.append(f"features in host memory, {host_bytes(workload) / 1e9:.3g} GB of a rank")
     if workload.mlp_chunk_size is not None:
         assumptions.append(f"MLPs of {workload.mlp_chunk_size} tokens at once")
     self_attention = "local" if workload.self_attention == "local" else str(plan.text.spec)
