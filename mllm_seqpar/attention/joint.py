@@ -148,8 +148,9 @@ def attend(
         has o = 0, lse = -inf. Differentiable in q and in the inputs of the sources.
     """
     degree = sources[0].spec.head_degree
-    if degree > 1 and all(source.spec.head_degree == degree for source in sources):
-        return attend_head_sharded(q, sources, comm, functools.partial(attend, scale=scale, kernel=kernel))
+    sharded = [s for s in sources if not isinstance(s, StreamedKV) and s.spec.head_degree == degree]
+    if degree > 1 and len(sharded) == len(sources):
+        return attend_head_sharded(q, sharded, comm, functools.partial(attend, scale=scale, kernel=kernel))
     inputs: list[Tensor] = []
     counts = []
     for source in sources:

@@ -81,10 +81,10 @@ def streamed_forward(
     partial = PartialResult(every_q, spec.accumulate_dtype)
     for units, k, v in chunks:
         block_math.forward(every_q, k, v, plan.rectangles(units), partial)
-    results = dict(zip(("o", "lse"), partial.value, strict=True))
-    total = PartialResult(rows, spec.accumulate_dtype)
-    total.add(*(x[:, :, plan.spans[comm.rank]] for x in results.values()))
-    with _returned_rows(comm, plan, results) as parts:
+    o, lse = partial.value
+    total, own = PartialResult(rows, spec.accumulate_dtype), plan.spans[comm.rank]
+    total.add(o[:, :, own], lse[:, :, own])
+    with _returned_rows(comm, plan, {"o": o, "lse": lse}) as parts:
         for index, part in parts:
             total.add(part["o"], part["lse"], rows=index, borrowed=True)
     o, lse = total.value

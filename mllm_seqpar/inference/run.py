@@ -143,7 +143,8 @@ def _video(
     assert source is not None  # InferArguments requires --video or --features
     show = args.progress and comm.rank == 0
     with times.measure(ENCODE_STAGE), frames_bar(len(source), "reading and encoding", show) as progress:
-        options = {"batch": args.encode_batch, "progress": progress, "on_host": args.visual_offload is not None}
+        on_host = args.visual_offload is not None
+        options: dict[str, Any] = {"batch": args.encode_batch, "progress": progress, "on_host": on_host}
         video = encode_video(model, inputs.processor, source, group=comm, **options)
     if args.save_features is not None:
         with times.measure("save"):

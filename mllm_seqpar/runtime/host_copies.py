@@ -108,7 +108,8 @@ class HostCopies:
     def _slot(self, name: str, like: Tensor, number: int) -> _Slot:
         slots = self._slots.get(name)
         if slots is None or slots[0].buffer.shape != like.shape or slots[0].buffer.dtype != like.dtype:
-            slots = self._slots[name] = tuple(_Slot(self._streams, like, self.device) for _ in range(2))
+            slots = _Slot(self._streams, like, self.device), _Slot(self._streams, like, self.device)
+            self._slots[name] = slots
             for slot in slots:
                 # The memory may have been used on the current stream before, and may not be freed during a copy.
                 slot.free.record(self._streams.current(self.device))

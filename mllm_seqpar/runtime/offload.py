@@ -231,7 +231,8 @@ def stored_in_host_memory(runs: Iterator[Tensor], frames: int, device: torch.dev
         frames: the number of features of all runs.
         device: of the model.
     """
-    store, stored, start = _HostStore(), [], 0
+    store, start = _HostStore(), 0
+    stored: list[Tensor] = []
     for part in runs:
         if not stored:
             store.whole = HostCopies(device).host_empty((frames, *part.shape[1:]), part.dtype)

@@ -87,7 +87,8 @@ class HostKVCache(VisualKVCache):
         partial, block_math = PartialResult(rows, accumulation(torch.float32, q.dtype)), BlockMath(kernel, scale)
         for (start, stop), k_part, v_part in self._open(k, v):
             block_math.forward(rows, k_part, v_part, folded.rectangles(first + start, first + stop), partial)
-        o, lse = merge_over_ranks(*(unfold(x, q.shape[0]).contiguous() for x in partial.value), group)
+        o, lse = (unfold(x, q.shape[0]).contiguous() for x in partial.value)
+        o, lse = merge_over_ranks(o, lse, group)
         return o.to(q.dtype), lse
 
     def _open(self, k: Tensor, v: Tensor) -> _StoredPass:
