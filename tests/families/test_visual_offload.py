@@ -13,7 +13,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 import stream_model
 from family_cases import BATCHES, FUSED, OWL, PADDED, Mllama, Owl
-from family_harness import check, check_exact, check_tokens, on_ranks, outcome, patched, reference
+from family_harness import check, check_exact, check_tokens, on_ranks, outcome, patched, reference, slow_unless
 from generation_cases import LATENTS
 from mllm_seqpar.errors import ConfigError
 from mllm_seqpar.runtime import host_copies, offload, visual_features
@@ -49,12 +49,12 @@ def offloaded(case: Any) -> Any:
     return case.with_options(visual_offload="cpu", vision_chunk_size=1)
 
 
-@pytest.mark.parametrize(("family", "size", "case"), EXACT)
+@pytest.mark.parametrize(("family", "size", "case"), slow_unless(lambda row: row in EXACT[:4], EXACT))
 def test_training_step_with_offload_equals_unpatched(family: str, size: int, case: Any) -> None:
     check_exact(family, size, offloaded(case))
 
 
-@pytest.mark.parametrize(("family", "size", "case"), TOKENS)
+@pytest.mark.parametrize(("family", "size", "case"), slow_unless(lambda row: row in TOKENS[:2], TOKENS))
 def test_generated_tokens_with_offload_equal_unpatched(family: str, size: int, case: Any) -> None:
     check_tokens(family, size, offloaded(replace(case, labels=None)), {"max_new_tokens": 4})
 
