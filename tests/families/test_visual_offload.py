@@ -13,10 +13,28 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 import stream_model
 from family_cases import BATCHES, FUSED, OWL, PADDED, Mllama, Owl
-from family_harness import check, check_exact, check_tokens, on_ranks, outcome, patched, reference, slow_unless
+from family_harness import (
+    check,
+    check_exact,
+    check_tokens,
+    compare_gradients,
+    on_ranks,
+    outcome,
+    patched,
+    reference,
+    slow_unless,
+)
 from generation_cases import LATENTS
+from mllm_seqpar.comm import as_communicator
+from mllm_seqpar.config import SeqParConfig
 from mllm_seqpar.errors import ConfigError
+from mllm_seqpar.masks import FrameMask
 from mllm_seqpar.runtime import host_copies, offload, visual_features
+from mllm_seqpar.runtime.context import SeqParContext
+from mllm_seqpar.runtime.forward_state import ForwardState, FrameState
+from mllm_seqpar.runtime.offload import HostFeatures
+from mllm_seqpar.runtime.text_shards import TextShards
+from outcomes import run_case
 from stream_model import Race, StreamModel, on_model
 
 PROJECTED = Owl(frames=(3, 1), features="projected", wants_grad=("image_embeds",))
@@ -149,3 +167,41 @@ def test_model_of_streams_finds_each_missing_wait(wait: str, monkeypatch: pytest
     on_model(monkeypatch, model)
     with pytest.raises(Race), model:
         outcome("mplug_owl3", offloaded(PROJECTED), "self")
+
+
+@pytest.mark.parametrize("family", ["mplug_owl3", "mllama"])
+def test_gradient_checkpointing_with_offload_equals_unpatched(family: str) -> None:
+    case = offloaded(replace(BATCHES[family], train=True))
+    expected = reference(family, case)
+
+    def run(model: Any, inputs: Any, comm: Any) -> Any:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+        return run_case(model, inputs, model(**inputs))
+
+    found = on_ranks(2, family, case, run)
+    assert all(each.loss == pytest.approx(expected.loss, rel=1e-5) for each in found)
+    compare_gradients([each.grads for each in found], expected.grads)
+
+
+def test_dropout_of_a_projection_is_replayed_and_differs_between_chunks() -> None:
+    """o is linear in the weight, so the inner products of o and of the weight with their gradients are equal."""
+    weight, dropout = torch.nn.Linear(8, 32, bias=False), torch.nn.Dropout(0.5)
+    context = SeqParContext(as_communicator("self"), SeqParConfig(visual_offload="cpu"))
+    text = TextShards(1, 4, context.comm, "zigzag")
+    features = HostFeatures.of(torch.ones(6, 2, 8), torch.zeros(6, dtype=torch.long), 6, torch.float32)
+    mask = FrameMask.from_intervals(torch.zeros(1, 4).long(), torch.full((1, 4), 6), 2, 6)
+    state = ForwardState(context, text=text, frames=FrameState.of(features, mask, text))
+    seen = []
+
+    def project(x: torch.Tensor, _: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        v = weight(dropout(x)).flatten(0, 1).unflatten(-1, (2, 16)).transpose(0, 1)[None]
+        seen.append(v.detach().clone())
+        return torch.zeros_like(v), v
+
+    o = state.cross_attend(torch.zeros(1, 2, 4, 16), 0, project, [weight, dropout], 1.0)
+    d_o = torch.randn_like(o)
+    o.backward(d_o)
+    forward, attention, gradients = seen[:6], seen[6::2], seen[7::2]  # backward projects each chunk for both in turn
+    assert not forward[0].equal(forward[1])
+    assert all(x.equal(y) and x.equal(z) for x, y, z in zip(forward, attention, gradients, strict=True))
+    assert (weight.weight * weight.weight.grad).sum() == pytest.approx((o * d_o).sum().item(), rel=1e-4)
