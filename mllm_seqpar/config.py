@@ -50,6 +50,9 @@ class SeqParConfig:
             (blockwise feed-forward, arXiv 2310.01889, section 3). None: all tokens of the rank, without recomputation.
         vision_chunk_size: frames that the vision tower encodes at once; bounds the peak activation memory of the vision
             tower. Under FSDP2 its parameters are gathered once per chunk. None: all frames of the rank.
+        visual_offload: "cpu" keeps the visual features in host memory and brings them to the device chunk by chunk,
+            forward and backward, so that the memory of the device does not grow with the video. Features that the
+            caller passes from a memory-mapped file stay in the file. Needs strategy="lv-xattn". None: no offload.
         cluster: a cluster file of the planner (`configs/clusters`). "auto" decides by its rates (None: measured rates).
             "mesh" optimises its order of transfers, and its shape without `tile`, for them (None: for bytes).
         logits: "full": every rank returns the logits of the caller's whole text; "local": of its own tokens; "auto":
@@ -72,6 +75,7 @@ class SeqParConfig:
     shard_prompt_from: int | None = 16384
     mlp_chunk_size: int | None = None
     vision_chunk_size: int | None = 32
+    visual_offload: str | None = None
     cluster: str | None = None
 
     def __post_init__(self) -> None:
@@ -101,6 +105,7 @@ class SeqParConfig:
             self._require_strategy("cluster", ("auto", "mesh"), "uses it")
         if not isinstance(self.kernel, str):
             raise ConfigError(f"kernel: {self.kernel!r} is not a kernel's name; pass 'auto' or a name")
+        self._check_offload()
         self._check_text_options()
 
     def _require_strategy(self, name: str, strategies: tuple[str, ...], verb: str) -> None:
@@ -108,6 +113,23 @@ class SeqParConfig:
             raise ConfigError(
                 f"{name}: {getattr(self, name)!r} was given, but neither strategy={self.strategy!r} nor self_attention="
                 f"{self.self_attention!r} {verb}; use {' or '.join(strategies)}, or leave it out"
+            )
+
+    def _check_offload(self) -> None:
+        """Raise ConfigError for options that cannot be combined with `visual_offload`."""
+        if self.visual_offload is None:
+            return
+        if self.visual_offload != "cpu":
+            raise ConfigError(f'visual_offload: {self.visual_offload!r} is unknown; choose "cpu", or None')
+        if self.strategy != "lv-xattn":
+            raise ConfigError(
+                f'visual_offload="cpu" reads each chunk of frames once per layer, for the queries of all ranks; with '
+                f'strategy={self.strategy!r} other ranks would need the chunks too; use strategy="lv-xattn"'
+            )
+        if not self.recompute_visual:
+            raise ConfigError(
+                'visual_offload="cpu" projects K and V again in backward; with recompute_visual=False they would stay '
+                "on the device; leave one of the two options out"
             )
 
     def _check_text_options(self) -> None:

@@ -29,7 +29,11 @@ from .block_math import BlockMath
 from .executor import distributed_backward, distributed_forward
 from .kept_results import computed_once
 from .kv_sources import KVSource
+from .streamed import StreamedKV, streamed_backward, streamed_forward
 from .ulysses import attend_head_sharded, backward_head_sharded, forward_head_sharded
+
+KeySource = KVSource | StreamedKV
+"""What `attend` attends to: keys and values that exist as a whole while it runs, or arrive in chunks."""
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -70,7 +74,7 @@ class _JointAttention(torch.autograd.Function):
         ctx: Any,
         comm: Communicator,
         block_math: BlockMath,
-        sources: Sequence[KVSource],
+        sources: Sequence[KeySource],
         counts: Sequence[int],
         recompute: bool,
         q: Tensor,
@@ -107,6 +111,11 @@ class _JointAttention(torch.autograd.Function):
             own_saved, saved = saved[:kept], saved[kept:]
             own_needed, needed = needed[:count], needed[count:]
             inputs = source.restored(own_saved)
+            if isinstance(source, StreamedKV):
+                part, input_grads = streamed_backward(ctx.comm, source, ctx.block_math, rows, inputs, own_needed)
+                dq = part if dq is None else dq.add_(part)
+                grads.extend(input_grads)
+                continue
             k, v = source.keys_values(inputs)
             backward = distributed_backward if source.spec.head_degree == 1 else backward_head_sharded
             part, dk, dv = backward(ctx.comm, source.spec, ctx.block_math, rows, k, v)
@@ -120,16 +129,19 @@ class _JointAttention(torch.autograd.Function):
 def _merged_forward(
     comm: Communicator,
     block_math: BlockMath,
-    sources: Sequence[KVSource],
+    sources: Sequence[KeySource],
     q: Tensor,
     inputs: Sequence[Sequence[Tensor]],
 ) -> tuple[Tensor, Tensor]:
     """Return (o, lse) of contiguous q over all sources, given the inputs of each, with o in the dtype of q."""
     total: tuple[Tensor, Tensor] | None = None
     for source, own_inputs in zip(sources, inputs, strict=True):
-        k, v = source.keys_values(own_inputs)
-        forward = distributed_forward if source.spec.head_degree == 1 else forward_head_sharded
-        result = forward(comm, source.spec, block_math, q, k, v)
+        if isinstance(source, StreamedKV):
+            result = streamed_forward(comm, source, block_math, q, own_inputs)
+        else:
+            k, v = source.keys_values(own_inputs)
+            forward = distributed_forward if source.spec.head_degree == 1 else forward_head_sharded
+            result = forward(comm, source.spec, block_math, q, k, v)
         if total is None:
             total = result[0].contiguous(), result[1].contiguous()
         else:
@@ -141,7 +153,7 @@ def _merged_forward(
 @eager
 def attend(
     q: Tensor,
-    sources: Sequence[KVSource],
+    sources: Sequence[KeySource],
     *,
     comm: Communicator,
     scale: float,
@@ -164,9 +176,10 @@ def attend(
         has o = 0, lse = -inf. Differentiable in q and in the inputs of the sources.
     """
     degree = sources[0].spec.head_degree
-    if degree > 1 and all(source.spec.head_degree == degree for source in sources):
+    sharded = [s for s in sources if not isinstance(s, StreamedKV) and s.spec.head_degree == degree]
+    if degree > 1 and len(sharded) == len(sources):
         among_equal_heads = functools.partial(attend, scale=scale, kernel=kernel, recompute=recompute)
-        return attend_head_sharded(q, sources, comm, among_equal_heads, keep=not recompute)
+        return attend_head_sharded(q, sharded, comm, among_equal_heads, keep=not recompute)
     inputs: list[Tensor] = []
     counts = []
     for source in sources:

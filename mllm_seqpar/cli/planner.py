@@ -74,8 +74,8 @@ def _add_plan(plan: argparse.ArgumentParser) -> None:
     plan.add_argument("--gpus", type=int, required=True, help="GPUs that share one batch")
     plan.add_argument("--batch", type=int, default=1, help="videos with their texts; default: 1")
     text = (
-        "trained parameters: all but the vision tower (default); connector: cross-attention and what follows the "
-        "tower; all; or none: forward only"
+        "trained parameters: all but the vision tower (default); language: all but the tower and what follows it; "
+        "connector: cross-attention and what follows the tower; all; or none: forward only"
     )
     plan.add_argument("--trained", choices=TRAINED, default="no-vision", help=text)
     text = "strategies to compare; default: all"
@@ -95,6 +95,8 @@ def _add_plan(plan: argparse.ArgumentParser) -> None:
         "2 at 360p and 480p, 4 from 720p); text does not attend to empty ones; default: all"
     )
     plan.add_argument("--content-tiles", type=int, metavar="TILES", help=text)
+    text = "cpu: the visual features stay in host memory, with lv-xattn (patch_model's visual_offload)"
+    plan.add_argument("--visual-offload", choices=["cpu"], help=text)
     plan.add_argument("--no-overlap", action="store_true", help="wait for transfers before computing")
     plan.add_argument("--element", type=int, default=2, help="bytes per element of an activation; default: 2, bf16")
     text = "bytes per stored parameter, and per gradient; default: 4, or as --element if nothing is trained"
@@ -116,7 +118,8 @@ def _plan(args: argparse.Namespace) -> int:
         )
     if args.recompute_attention and not args.gradient_checkpointing:
         raise ConfigError("recompute_attention: has no effect without --gradient-checkpointing; pass both, or neither")
-    names = "frames text gpus batch trained self_attention element mlp_chunk_size vision_chunk_size content_tiles"
+    names = "frames text gpus batch trained self_attention element mlp_chunk_size vision_chunk_size content_tiles "
+    names += "visual_offload"
     workload = Workload(
         model=read_model(find_file("model", args.model)),
         **{name: getattr(args, name) for name in names.split()},

@@ -117,6 +117,20 @@ class FeatureStore:
                     out[low - start : high - start] = file.get_slice(_TENSOR)[low - first : high - first]
         return out
 
+    def map(self, start: int, stop: int) -> Tensor:
+        """Return frames start <= f < stop as `read` does, mapped from their file, so that only used rows are read.
+
+        If the frames are in several files, which as many ranks wrote, they are read into memory. The tensor must not be
+        written to.
+        """
+        from safetensors import safe_open
+
+        for first, last, path in self._files:
+            if first <= start < stop <= last:
+                with safe_open(path, "pt") as file:
+                    return file.get_slice(_TENSOR)[start - first : stop - first]
+        return self.read(start, stop)
+
     def require(self, **expected: Any) -> None:
         """Raise DataError unless these entries of `meta` have the given values."""
         for key, value in expected.items():

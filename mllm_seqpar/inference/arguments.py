@@ -17,6 +17,8 @@ from .model_loading import DTYPES
 from .stored_features import FRAME_OPTIONS
 
 DEFAULT_FPS = 1.0
+SAME_OPTIONS = ("strategy", "self_attention", "mlp_chunk_size", "kernel", "visual_offload")
+"""Options that `SeqParConfig` has under the same name."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,6 +55,11 @@ class InferArguments(CommandOptions):
         "mesh shape AxB of mesh (A * B = ranks) or of hybrid ulysses; default: selected automatically", None
     )
     mlp_chunk_size: int | None = option("text tokens per MLP chunk; default: all", None)
+    visual_offload: str | None = option(
+        "cpu: keep the encoded video, and K and V of its frames, in host memory; what --features names stays in its "
+        "file; default: on the device",
+        None,
+    )
     kernel: str = option("block attention kernel", "auto")
     shard_weights: bool = option("shard the weights over the ranks too, for models that do not fit on a device", False)
     dtype: str = option(f"dtype of the model: {', '.join(DTYPES)} (auto: that of the checkpoint)", "auto")
@@ -100,7 +107,7 @@ class InferArguments(CommandOptions):
         return Sampling(**{item.name: getattr(self, item.name) for item in fields(Sampling)})
 
     def seqpar_config(self) -> SeqParConfig:
-        same = {name: getattr(self, name) for name in ("strategy", "self_attention", "mlp_chunk_size", "kernel")}
+        same = {name: getattr(self, name) for name in SAME_OPTIONS}
         return SeqParConfig(tile=parse_tile(self.tile), **same)
 
     def frame_options(self, default_fps: float | None = None) -> dict[str, Any]:

@@ -25,6 +25,7 @@ from mllm_seqpar.data.chat_family import ChatFamily, chat_family
 from mllm_seqpar.data.prefetch import read_ahead
 from mllm_seqpar.data.sources import FrameSource
 from mllm_seqpar.errors import ConfigError, VideoError
+from mllm_seqpar.runtime.host_copies import HostCopies
 from mllm_seqpar.sharding import FrameShard, frame_bounds
 
 Pictures = tuple[Tensor, ...]
@@ -64,6 +65,7 @@ def encode_video(
     group: Group = None,
     batch: int = 8,
     progress: Callable[[int], object] | None = None,
+    on_host: bool = False,
 ) -> EncodedVideo:
     """Read and encode this rank's frames of a video. Every rank of the group calls this with the same source.
 
@@ -75,6 +77,7 @@ def encode_video(
         group: the ranks that share the frames, as for `patch_model`.
         batch: number of frames read and encoded at once.
         progress: called after each round with the number of frames that all ranks have encoded so far.
+        on_host: collect the features in host memory, for a model with `visual_offload="cpu"`.
 
     Raises:
         VideoError: if this rank's part of the video cannot be read.
@@ -89,7 +92,7 @@ def encode_video(
         raise VideoError("encode_video: the source has no frames; give a source with at least one frame")
     bounds = frame_bounds(len(source), comm.size)
     start, stop = bounds[comm.rank]
-    encoder = _Encoder(model, family, stop - start)
+    encoder = _Encoder(model, family, stop - start, on_host)
     with torch.no_grad(), closing(_batches(source, start, stop, batch, family)) as batches:
         while True:
             pixels = encoder.read(batches)
@@ -126,13 +129,13 @@ def _batches(
 class _Encoder:
     """The features of this rank's frames so far, and the error that stopped this rank, if any."""
 
-    def __init__(self, model: Any, family: ChatFamily, frames: int) -> None:
+    def __init__(self, model: Any, family: ChatFamily, frames: int, on_host: bool) -> None:
         weight = next(model.parameters())
         self._family, self._device, self._dtype = family, weight.device, weight.dtype
         self._encode_pictures = encoder_of(model, family)
         # FSDP gathers parameters in each module's forward, so a rank without frames in a round must run it too.
         self._collective = any(isinstance(module, FSDPModule) for module in model.modules())
-        self._frames = frames
+        self._frames, self._on_host = frames, on_host
         self._features: Tensor | None = None
         self.done = 0
         self.error: Exception | None = None
@@ -175,7 +178,9 @@ class _Encoder:
             *(x.to(device=self._device, dtype=self._dtype if x.is_floating_point() else None) for x in inputs)
         )
         if self._features is None:
-            self._features = encoded.new_empty((self._frames, *encoded.shape[1:]))
+            shape = self._frames, *encoded.shape[1:]
+            copies = HostCopies(self._device)
+            self._features = copies.host_empty(shape, encoded.dtype) if self._on_host else encoded.new_empty(shape)
         if pixels is not None:
             self._features[self.done : self.done + encoded.shape[0]] = encoded
             self.done += encoded.shape[0]

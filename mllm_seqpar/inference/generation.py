@@ -97,7 +97,8 @@ def answer(
     sampling = sampling or Sampling()
     family = chat_family(processor)
     text = _make_prompt(family, question, video)
-    prompt = {name: value.to(video.features.device) for name, value in family.arguments(text).items()}
+    device = next(model.parameters()).device
+    prompt = {name: value.to(device) for name, value in family.arguments(text).items()}
     length = text.input_ids.shape[1]
     _warn_if_long(model, length + sampling.max_new_tokens)
     streamer = AnswerStreamer(processor.tokenizer, on_text)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -138,11 +139,14 @@ def _video(
     if store is not None:
         target = times.device, next(model.parameters()).dtype
         with times.measure("read features"):
-            return check_collectively(comm, "features", lambda: load_video(store, inputs.family, comm, *target))
+            load = partial(load_video, store, inputs.family, comm, *target, mapped=args.visual_offload is not None)
+            return check_collectively(comm, "features", load)
     assert source is not None  # InferArguments requires --video or --features
     show = args.progress and comm.rank == 0
     with times.measure(ENCODE_STAGE), frames_bar(len(source), "reading and encoding", show) as progress:
-        video = encode_video(model, inputs.processor, source, group=comm, batch=args.encode_batch, progress=progress)
+        on_host = args.visual_offload is not None
+        options: dict[str, Any] = {"batch": args.encode_batch, "progress": progress, "on_host": on_host}
+        video = encode_video(model, inputs.processor, source, group=comm, **options)
     if args.save_features is not None:
         with times.measure("save"):
             save_video(args.save_features, video, comm, inputs.feature_meta)

@@ -77,9 +77,15 @@ def require_replaceable(directory: str, meta: Mapping[str, Any]) -> bool:
 
 
 def load_video(
-    store: FeatureStore, family: ChatFamily, comm: Communicator, device: torch.device, dtype: torch.dtype
+    store: FeatureStore,
+    family: ChatFamily,
+    comm: Communicator,
+    device: torch.device,
+    dtype: torch.dtype,
+    *,
+    mapped: bool = False,
 ) -> EncodedVideo:
-    """Read this rank's frames of a store.
+    """Read this rank's frames of a store; `mapped` maps them from their file instead (`FeatureStore.map`).
 
     Raises:
         DataError: if the features have another dtype than the model, which would change the answers.
@@ -93,7 +99,8 @@ def load_video(
     local = frame_range(store.total_frames, comm)
     shard = FrameShard(local.start, local.stop, store.total_frames)
     frames = family.stored_frames(store.total_frames, store.meta)
-    return EncodedVideo(store.read(local.start, local.stop, device), shard, frames)
+    features = store.map(local.start, local.stop) if mapped else store.read(local.start, local.stop, device)
+    return EncodedVideo(features, shard, frames)
 
 
 def feature_meta(source: VideoSource, model: str, family: ChatFamily, options: Mapping[str, Any]) -> dict[str, Any]:

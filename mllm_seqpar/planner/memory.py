@@ -13,6 +13,7 @@ that compute in float32, which save most; layer norms, as in OpenFlamingo, save 
 
 from mllm_seqpar.schedules.bytes_sent import LSE_BYTES, Problem
 
+from . import offload
 from .call_cost import shard_bytes
 from .candidates import ParallelSpec
 from .model_sizes import CrossAttentionSizes, ResamplerSizes, TextSizes, VisionSizes
@@ -51,7 +52,7 @@ def memory_after_tower(workload: Workload, spec: ParallelSpec) -> dict[str, int]
     """Return features, activations, receive buffers and other buffers of the language model and cross-attention."""
     text, element, tokens = workload.model.text, workload.element, workload.tokens
     features = _visual_tokens(workload, spec) * workload.model.cross.visual_dim
-    backward = workload.training and workload.visual.trained
+    backward = workload.training and workload.trains_features
     buffers = max(_cross_attention_buffers(workload, spec), _mlp_buffers(workload))
     if spec.strategy == "replicate" and workload.gpus > 1:
         # The shards before concatenation; in backward, the gradient's shards, float32 sums and whole.
@@ -62,8 +63,9 @@ def memory_after_tower(workload: Workload, spec: ParallelSpec) -> dict[str, int]
         activations = 2 * tokens * text.hidden * element + _attention_layer(workload, text)
         activations += workload.mlp_tokens * _mlp_token(element, text.mlp_inner, text.mlp_matrices)
     logits = tokens * text.vocabulary * (element + (2 * FLOAT32 if workload.training else 0))
+    on_device = features * element * (2 if backward else 1)
     return {
-        "features": features * element * (2 if backward else 1),
+        "features": offload.features_memory(workload) if workload.visual_offload else on_device,
         "activations": activations + logits,
         "transfers": receive_buffer_memory(workload, spec),
         "buffers": buffers,
@@ -114,6 +116,8 @@ def saved_before_features(workload: Workload) -> int:
     """Return the bytes that the projector, the resampler and a trained vision tower save."""
     model, element, frame = workload.model, workload.element, 0
     vision = model.vision
+    if not workload.trains_features:
+        return 0
     if model.projector:  # the input of its layers, and of the activation function between them
         frame += vision.keys * (model.projector[0] + 2 * sum(model.projector[1:-1])) * element
     if model.resampler:  # its input, the inside of each layer, and the input of the last norm
@@ -168,6 +172,8 @@ def _head_norm(workload: Workload, heads: int) -> int:
 
 
 def _visual_tokens(workload: Workload, spec: ParallelSpec) -> int:
+    if workload.visual_offload:  # one chunk is computed with at a time
+        return offload.chunk_keys(workload)
     copies = workload.gpus if spec.strategy == "replicate" else 1
     return workload.local_frames * workload.model.vision.keys * copies
 
@@ -222,6 +228,10 @@ def frozen_tower_memory(workload: Workload) -> int:
 def _cross_attention_buffers(workload: Workload, spec: ParallelSpec) -> int:
     """Return the buffer bytes of one cross-attention call, the larger of forward and backward."""
     problem, cross = workload.cross_problem, workload.model.cross
+    if workload.visual_offload:
+        kv, grads = (_keys_values(workload, spec, size) for size in (problem.element, problem.accumulated))
+        grads = grads if workload.training else 0
+        return kv + grads + offload.rows_memory(workload, backward=workload.training)
     keys_values = _keys_values(workload, spec, problem.element)  # if they are saved: their gradients in that dtype
     forward = keys_values + _partial_results(problem, spec, backward=False)
     if not workload.training:

@@ -74,7 +74,8 @@ class Plan:
 def make_plan(workload: Workload, cluster: Cluster, strategies: Sequence[str] = STRATEGIES) -> Plan:
     """Return the plan; a ConfigError names an unknown or no legal strategy, or link speeds that the cluster lacks."""
     cluster.check_ranks(workload.gpus)
-    by_strategy = cross_attention_candidates(workload, cluster, tuple(strategies))
+    possible = ("lv-xattn",) if workload.visual_offload else tuple(strategies)
+    by_strategy = cross_attention_candidates(workload, cluster, possible)
     text = self_attention_candidate(workload, cluster)
     rows = [_strategy_plan(workload, cluster, candidates, text) for candidates in by_strategy.values()]
     rows.sort(key=lambda row: (not row.fits, row.seconds, STRATEGIES.index(row.spec.strategy)))
@@ -110,6 +111,8 @@ def max_frames(workload: Workload, cluster: Cluster, spec: ParallelSpec) -> int:
 
 
 def _why_illegal(strategy: str, workload: Workload) -> str:
+    if workload.visual_offload:
+        return "features in host memory need lv-xattn"
     if workload.gpus == 1:
         return "one GPU has no other GPU to share with"
     if strategy == "mesh":

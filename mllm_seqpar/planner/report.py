@@ -6,6 +6,7 @@ from typing import Any
 
 from .candidates import ParallelSpec
 from .memory import KINDS, USABLE
+from .offload import host_bytes
 from .plan import Plan, StrategyPlan
 from .selection import Candidate
 from .step_cost import PARTS
@@ -81,7 +82,8 @@ def patch_options(plan: Plan) -> dict[str, Any]:
         options["tile"] = spec.mesh_shape
     elif spec.strategy not in ("mesh", "ulysses") and workload.self_attention != "auto" and _needs_tile(plan.text.spec):
         options["tile"] = plan.text.spec.mesh_shape
-    for name in ("recompute", "recompute_attention", "overlap", "mlp_chunk_size", "vision_chunk_size"):
+    names = ("recompute", "recompute_attention", "overlap", "mlp_chunk_size", "vision_chunk_size", "visual_offload")
+    for name in names:
         value = getattr(workload, name)
         if value != getattr(Workload, name):
             options["recompute_visual" if name == "recompute" else name] = value
@@ -105,6 +107,8 @@ def _heading(plan: Plan) -> list[str]:
         assumptions.append(
             "with gradient checkpointing" + kept if workload.checkpointing else "no gradient checkpointing"
         )
+    if workload.visual_offload:
+        assumptions.append(f"features in host memory, {host_bytes(workload) / 1e9:.3g} GB of a rank")
     if workload.mlp_chunk_size is not None:
         assumptions.append(f"MLPs of {workload.mlp_chunk_size} tokens at once")
     self_attention = "local" if workload.self_attention == "local" else str(plan.text.spec)

@@ -12,6 +12,7 @@ from dataclasses import astuple, dataclass
 from mllm_seqpar.errors import ConfigError
 from mllm_seqpar.schedules.bytes_sent import Problem
 
+from . import offload
 from .call_cost import head_sharding_bytes
 from .candidates import STRATEGIES
 from .cluster import Cluster
@@ -110,14 +111,17 @@ def _vision(workload: Workload, cluster: Cluster) -> Part:
         backward = 2 * linear + 10 * entries / cluster.attention_backward
         backward += forward if workload.checkpointing else 0.0
     connector = 2 * workload.model.connector_work * frames / cluster.matmul
-    return Part(forward + connector, backward + (2 * connector if workload.training else 0.0))
+    return Part(
+        forward + connector, backward + (2 * connector if workload.training and workload.trains_features else 0.0)
+    )
 
 
 def _cross_attention(workload: Workload, cluster: Cluster, cross: Candidate) -> Part:
     sizes = workload.model.cross
     queries = 2 * workload.model.text.hidden * sizes.heads * sizes.head_dim if sizes.own_queries else 0
     layer = _linear(workload, cluster, queries, trained=True, recomputed=workload.checkpointing)
-    layer += _attention_call(workload, cluster, cross, workload.cross_problem, recomputed_kv=workload.recompute)
+    call = _attention_call(workload, cluster, cross, workload.cross_problem, recomputed_kv=workload.recompute)
+    layer += offload.with_copies(workload, call) if workload.visual_offload else call
     if workload.self_attention == "local":
         layer += _gathered_rows(workload, cluster)
     return layer * sizes.layers

@@ -8,7 +8,7 @@ from mllm_seqpar.schedules.bytes_sent import Problem
 from .call_cost import VisualProjection
 from .model_sizes import CrossAttentionSizes, ModelSizes, TextSizes
 
-TRAINED = ("all", "no-vision", "connector", "none")
+TRAINED = ("all", "no-vision", "language", "connector", "none")
 SELF_ATTENTION = ("ring", "mesh", "ulysses", "local", "auto")
 
 
@@ -19,8 +19,9 @@ class Workload:
     Attributes:
         frames, text: frames and text tokens of one sample.
         gpus: the number of ranks; FSDP2 shards the parameters over them too.
-        trained: "all"; "no-vision": all but the vision tower; "connector": cross-attention and what follows the tower;
-            "none": forward only.
+        trained: "all"; "no-vision": all but the vision tower; "language": all but the tower and what follows it, so
+            that features can be computed beforehand; "connector": cross-attention and what follows the tower; "none":
+            forward only.
         self_attention: "ring", "mesh", "ulysses", "local" (every rank computes all text), or "auto" (the fastest of the
             first three).
         recompute: whether backward projects K and V of the frames again.
@@ -28,6 +29,7 @@ class Workload:
         recompute_attention: whether that includes attention, instead of keeping its results.
         mlp_chunk_size: tokens per MLP chunk, recomputed in backward if a rank has more; None for all tokens.
         vision_chunk_size: frames that the vision tower encodes at once; None for all of a rank's frames.
+        visual_offload: "cpu" if the features stay in host memory, as in `SeqParConfig`.
         content_tiles: image tiles of a frame with content, which are the only ones that text attends to; None for all.
         element: bytes of an element of an activation (bf16: 2).
         parameter: bytes of an element of a stored parameter and of its gradient (float32: 4).
@@ -47,6 +49,7 @@ class Workload:
     mlp_chunk_size: int | None = None
     vision_chunk_size: int | None = 32
     content_tiles: int | None = None
+    visual_offload: str | None = None
     overlap: bool = True
     element: int = 2
     parameter: int = 4
@@ -71,6 +74,10 @@ class Workload:
                 f"content_tiles: {self.content_tiles!r} is not a number of tiles that a frame of {self.model.name} can "
                 f"have; pass 1 to {tiles}"
             )
+        if self.visual_offload not in (None, "cpu"):
+            raise ConfigError(f'visual_offload: {self.visual_offload!r} is unknown; choose "cpu", or None')
+        if self.visual_offload and not self.recompute:
+            raise ConfigError('visual_offload="cpu" projects K and V again in backward; do not keep them')
         if self.trained not in TRAINED:
             raise ConfigError(f"trained: {self.trained!r} is unknown; choose one of {', '.join(TRAINED)}")
         if self.self_attention not in SELF_ATTENTION:
@@ -141,7 +148,12 @@ class Workload:
 
     @property
     def language_trained(self) -> bool:
-        return self.trained in ("all", "no-vision")
+        return self.trained in ("all", "no-vision", "language")
+
+    @property
+    def trains_features(self) -> bool:
+        """Whether the features have a gradient."""
+        return self.visual.trained and self.trained != "language"
 
     @property
     def trained_parameters(self) -> int:
@@ -149,6 +161,7 @@ class Workload:
         return {
             "all": model.parameters,
             "no-vision": model.parameters - model.vision.parameters,
+            "language": model.parameters - model.vision.parameters - model.connector_parameters,
             "connector": model.connector_parameters + model.cross.layers * model.cross_parameters,
             "none": 0,
         }[self.trained]

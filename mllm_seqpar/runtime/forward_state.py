@@ -21,14 +21,15 @@ from torch import Tensor, nn
 
 from mllm_seqpar.attention.call_spec import CallSpec, accumulation, call_spec_for, problem_of
 from mllm_seqpar.attention.decode import PreparedAttention, merge_over_ranks, prepare_frames
-from mllm_seqpar.attention.joint import attend
-from mllm_seqpar.attention.kv_sources import GivenKV, KVSource
+from mllm_seqpar.attention.joint import KeySource, attend
+from mllm_seqpar.attention.kv_sources import GivenKV
 from mllm_seqpar.errors import ConfigError
 from mllm_seqpar.kernels.merge import merge
 from mllm_seqpar.masks import BlockMasks, FrameBlockMasks, FrameMask
 
 from .context import SeqParContext
 from .frame_state import FrameState, as_attended
+from .offload_cache import HostKVCache
 from .strategy_selector import (
     CROSS,
     CROSS_MESH,
@@ -40,7 +41,7 @@ from .strategy_selector import (
 )
 from .text_kv_cache import CachedTextMask
 from .text_shards import TextShards
-from .visual_features import Projection, RecomputedKV, VisualKVCache, project_all
+from .visual_features import Projection, VisualKVCache, project_all
 
 MAX_TEXT_MASK = 1 << 24
 """On one process, torch's own attention takes a mask (B, L, L) of at most this many entries for padded text."""
@@ -97,11 +98,16 @@ class ForwardState:
         return "masked" if text.batch * text.length**2 <= MAX_TEXT_MASK else ""
 
     @property
+    def _offloads(self) -> bool:
+        """Whether the features, and K and V of a cache, are in host memory."""
+        return self.context.config.visual_offload is not None
+
+    @property
     def shards_text(self) -> bool:
         """Whether hidden states hold this rank's tokens only."""
         return self.text is not None and self.context.config.self_attention != "local"
 
-    def attend(self, q: Tensor, sources: Sequence[KVSource], scale: float) -> Tensor:
+    def attend(self, q: Tensor, sources: Sequence[KeySource], scale: float) -> Tensor:
         """q (B, H, s, D) -> o (B, H, s, D): one softmax over the keys of all sources on all ranks."""
         comm, config = self.context.comm, self.context.config
         o, _ = attend(q, sources, comm=comm, scale=scale, kernel=config.kernel, recompute=config.recompute_attention)
@@ -121,7 +127,7 @@ class ForwardState:
             spec = self._specs[key] = self._text_spec(k, window, heads or k.shape[1])
         return GivenKV(spec, k, v)
 
-    def visual_keys(self, q: Tensor, layer: Hashable, project: Projection, modules: Sequence[nn.Module]) -> KVSource:
+    def visual_keys(self, q: Tensor, layer: Hashable, project: Projection, modules: Sequence[nn.Module]) -> KeySource:
         """Return the visual keys of a layer as a source, for the configured strategy.
 
         The arguments are those of `cross_attend`, with q in the dtype that attention computes in.
@@ -134,8 +140,8 @@ class ForwardState:
             k, v = (x.to(q.dtype) for x in project(visual.features, visual.index))
         spec = self._visual_spec(q, k, project)
         if k is None or v is None:
-            return RecomputedKV(spec, visual, project, modules, q.dtype)
-        return GivenKV(spec, k, v)
+            return visual.source(spec, project, modules, q.dtype)
+        return GivenKV(spec, k, v) if self.visual_cache is None else self.visual_cache.source(spec, k, v)
 
     def cross_attend(
         self, q: Tensor, layer: Hashable, project: Projection, modules: Sequence[nn.Module], scale: float
@@ -158,7 +164,8 @@ class ForwardState:
             assert self.visual_cache is not None
             k, v = self.visual_cache.keys_values(layer, project, q.dtype)
             return self.attend_cached_frames(q, k, v, scale).to(given)
-        if self.context.comm.size == 1 and not (torch.is_grad_enabled() and self.context.config.recompute_visual):
+        recomputes = torch.is_grad_enabled() and self.context.config.recompute_visual
+        if self.context.comm.size == 1 and not recomputes and not self._offloads:
             return self._attend_on_one_process(q, project, scale).to(given)
         if self.shards_text:
             return self.attend(q, [self.visual_keys(q, layer, project, modules)], scale).to(given)
@@ -186,13 +193,17 @@ class ForwardState:
         if self.requires_backward(q, k, v):
             sources = [self.cached_visual_source(q, k, v)]
             return attend(q, sources, comm=self.context.comm, scale=scale, kernel=self.context.config.kernel)
+        if self._offloads:
+            assert isinstance(self.visual_cache, HostKVCache) and self.frame_mask is not None
+            options = {"scale": scale, "kernel": self.context.config.kernel, "units_per_frame": self.units_per_frame}
+            return self.visual_cache.decode(q, k, v, group=self.context.comm, mask=self.frame_mask, **options)
         o, lse = self._prepare(q, k, self.frame_mask).partial(q, k, v, scale)
         o, lse = merge_over_ranks(o, lse, self.context.comm)
         return o.to(q.dtype), lse
 
     def attend_cached_frames(self, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
         """Return o of `attend_replicated` alone, for which one process needs no log-sum-exp."""
-        if self.context.comm.size > 1 or self.requires_backward(q, k, v):
+        if self._offloads or self.context.comm.size > 1 or self.requires_backward(q, k, v):
             return self.attend_replicated(q, k, v, scale)[0]
         return self._prepare(q, k, self.frame_mask).output(q, k, v, scale)
 
@@ -225,6 +236,13 @@ class ForwardState:
         Both are o (B, H, L, D) in the accumulator's dtype, the same on every rank; with `jointly`, both are the
         attention with one softmax over all keys.
         """
+        if self._offloads:
+            by_text = self.attend_cached_text(q, *text, scale, window)
+            by_frames = self.attend_replicated(q, *frames, scale)
+            if not jointly:
+                return by_text[0], by_frames[0]
+            o, _ = merge(by_text, by_frames)
+            return o, o
         on_text = self._cached_text_partial(q, *text, scale, window)
         on_frames = self._prepare(q, frames[0], self.frame_mask).partial(q, *frames, scale)
         if jointly:

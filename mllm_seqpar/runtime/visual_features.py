@@ -10,6 +10,7 @@ example) are at least as large as y, and only one chunk of them is alive at a ti
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -19,7 +20,8 @@ import torch
 from torch import Tensor, nn
 
 from mllm_seqpar.attention.call_spec import CallSpec
-from mllm_seqpar.attention.kv_sources import AutocastState
+from mllm_seqpar.attention.kv_sources import AutocastState, GivenKV
+from mllm_seqpar.attention.streamed import StreamedKV
 from mllm_seqpar.errors import ShapeError
 
 CHUNK_BYTES = 64 << 20
@@ -53,6 +55,16 @@ class VisualFeatures:
                 f"VisualFeatures: features are {tuple(self.features.shape)} and index is {tuple(self.index.shape)}; "
                 "expected (frames, tokens, width) and (frames,)"
             )
+
+    def source(
+        self, spec: CallSpec, project: Projection, modules: Sequence[nn.Module], dtype: torch.dtype
+    ) -> RecomputedKV | StreamedKV:
+        """Return the keys and values of a layer; see `RecomputedKV`."""
+        return RecomputedKV(spec, self, project, modules, dtype)
+
+    def kv_cache(self, total_frames: int) -> VisualKVCache:
+        """Return an empty cache for the K and V of these frames."""
+        return VisualKVCache(self, total_frames)
 
 
 def frame_chunks(features: Tensor) -> list[slice]:
@@ -145,6 +157,10 @@ class VisualKVCache:
             self.states[layer] = project_all(project, self._visual.features, self._visual.index, dtype)
         return self.states[layer]
 
+    def source(self, spec: CallSpec, k: Tensor, v: Tensor) -> GivenKV | StreamedKV:
+        """Return what `keys_values` returned as a KV source."""
+        return GivenKV(spec, k, v)
+
     def close(self) -> None:
         """Release the features after the first pass, in which every layer has projected them."""
         self._visual = None
@@ -194,6 +210,13 @@ class RecomputedKV:
     def without_inputs(self) -> RecomputedKV:
         """Return this source: the features are the one copy that all layers share."""
         return self
+
+    def of_chunk(self, visual: VisualFeatures, number: int) -> RecomputedKV:
+        """Return the source of a chunk of the frames: with the same projection and autocast mode, and its own seed."""
+        chunk = copy.copy(self)
+        object.__setattr__(chunk, "visual", visual)
+        object.__setattr__(chunk, "_seed", None if self._seed is None else self._seed + number)
+        return chunk
 
     def keys_values(self, inputs: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
         """Return k and v of all frames of this rank, projected chunk by chunk without grad mode."""

@@ -104,7 +104,7 @@ class _CachedPass:
         placement = family.placement(inputs)
         features = local_features(family, inputs)  # also without frames, for FSDP
         if features is not None:
-            visual_cache = VisualKVCache(visual_features(family, inputs, features), inputs.total_frames)
+            visual_cache = visual_features(family, inputs, features).kv_cache(inputs.total_frames)
             state.store_frames(visual_cache, placement, inputs.batch)
             state.frame_fingerprints = {fingerprint_of(features)}
             if inputs.frames is not None:

@@ -5,7 +5,7 @@ Shape legend: B samples, L text tokens, U units of a sample, F frames of all sam
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ from mllm_seqpar._transfers import copy_to_device
 from mllm_seqpar.errors import ShapeError
 from mllm_seqpar.masks import FrameMask
 from mllm_seqpar.runtime.frame_state import FrameState, select_for_pass
+from mllm_seqpar.runtime.offload import HostFeatures, in_host_memory, stored_in_host_memory
 from mllm_seqpar.runtime.text_shards import TextShards
 from mllm_seqpar.runtime.visual_features import VisualFeatures, VisualKVCache
 from mllm_seqpar.sharding import frame_bounds
@@ -51,7 +52,7 @@ def local_features(family: Family, inputs: ForwardInputs) -> Tensor | None:
             empty = frames.new_zeros((units, *frames.shape[1:]), dtype=weight.dtype, device=weight.device)
         else:
             blank = family.blank_frame()
-            empty = _encode_in_runs(family, blank, blank, runs)
+            empty = _encode_in_runs(family, blank, blank, runs, units)
         return empty if rank == 0 else empty[:0]
     assert frames is not None
     local = given = (frames, *inputs.extras)
@@ -60,12 +61,19 @@ def local_features(family: Family, inputs: ForwardInputs) -> Tensor | None:
         local = tuple(x[start:stop] for x in given)
     if inputs.frames_are_features:
         features = local[0].flatten(0, local[0].dim() - 3)  # by units, if they came by frames
-        dtype = features.dtype if torch.is_autocast_enabled(weight.device.type) else weight.dtype
-        return features.to(device=weight.device, dtype=dtype)
+        if family.context.config.visual_offload is not None:
+            return in_host_memory(features, weight.device)
+        return features.to(device=weight.device, dtype=_features_dtype(family, features))
     # A discarded run takes a frame of the caller, of any rank, so that a frame of a wrong size fails on every rank and
     # the caller's tensor has a zero gradient here rather than none.
     spare = local if local[0].shape[0] else tuple(x if x.shape[0] else x.new_zeros((1, *x.shape[1:])) for x in given)
-    return _encode_in_runs(family, local, spare, runs)
+    return _encode_in_runs(family, local, spare, runs, units)
+
+
+def _features_dtype(family: Family, features: Tensor) -> torch.dtype:
+    """Return the dtype that layers take features of the caller in."""
+    weight = family.embedding_weight()
+    return features.dtype if torch.is_autocast_enabled(weight.device.type) else weight.dtype
 
 
 def _tower_runs(model: nn.Module, runs: int) -> int:
@@ -86,14 +94,23 @@ def _tower_runs(model: nn.Module, runs: int) -> int:
     return int(most)
 
 
-def _encode_in_runs(family: Family, local: Sequence[Tensor], spare: Sequence[Tensor], runs: int) -> Tensor:
+def _encode_in_runs(
+    family: Family, local: Sequence[Tensor], spare: Sequence[Tensor], runs: int, units_per_frame: int
+) -> Tensor:
     """Encode `local` in `runs` runs of the tower; a run with nothing left encodes a frame of `spare`, and drops it."""
     count = local[0].shape[0]
     chunk = max(1, -(-count // runs))
-    used = range(0, count, chunk)
-    parts = [family.encode(*(x[start : start + chunk] for x in local)) for start in used]
-    # An empty slice, so that the run stays in the graph for backward.
-    parts += [family.encode(*(x[:1] for x in spare))[:0] for _ in range(runs - len(used))]
+
+    def encoded() -> Iterator[Tensor]:
+        for number in range(runs):
+            if number * chunk < count:
+                yield family.encode(*(x[number * chunk : (number + 1) * chunk] for x in local))
+            else:  # an empty slice, so that the run stays in the graph for backward
+                yield family.encode(*(x[:1] for x in spare))[:0]
+
+    if family.context.config.visual_offload is not None:
+        return stored_in_host_memory(encoded(), count * units_per_frame, family.embedding_weight().device)
+    parts = list(encoded())
     return parts[0] if runs == 1 else torch.cat(parts)
 
 
@@ -135,7 +152,11 @@ def visual_features(family: Family, inputs: ForwardInputs, features: Tensor) -> 
     per_frame, total = family.units_per_frame(inputs), max(1, inputs.total_frames)
     start, stop = frame_bounds(total, family.context.comm.size)[family.context.comm.rank]
     index = family.unit_index(inputs, total * per_frame)[start * per_frame : stop * per_frame]
-    return VisualFeatures(features, copy_to_device(index, features.device), total * per_frame)
+    if family.context.config.visual_offload is None:
+        return VisualFeatures(features, copy_to_device(index, features.device), total * per_frame)
+    dtype = _features_dtype(family, features) if inputs.frames_are_features else features.dtype
+    index = copy_to_device(index, family.embedding_weight().device)
+    return HostFeatures.of(features, index, total * per_frame, dtype)
 
 
 def visibility_of(

@@ -146,13 +146,15 @@ def makes_cache(
 
     If the caller does not say (`use_cache=None`), one process makes a cache as the unpatched model does, except in
     training, where the cache would hold K and V that are otherwise recomputed. Several ranks make none, because a cache
-    needs all text on every rank. With gradient checkpointing no new cache is made, as in transformers.
+    needs all text on every rank. With gradient checkpointing no new cache is made, as in transformers. With offloaded
+    features none is made in grad mode, because its K and V in host memory have no gradients.
     """
     if past is not None or use_cache is False:
         return past is not None
     trains = model.training and torch.is_grad_enabled()
     if use_cache:
         return not (trains and any(getattr(m, "gradient_checkpointing", False) for m in model.modules()))
+    trains |= context.config.visual_offload is not None and torch.is_grad_enabled()
     return context.comm.size == 1 and labels is None and not trains and bool(config.use_cache)
 
 

@@ -107,6 +107,17 @@ def test_library_functions_answer_as_the_script_does(inference_files: Path, capl
     assert "the model was made for 40: take fewer frames" in caplog.text
 
 
+@pytest.mark.parametrize(("world", "model", "frames"), [(1, "fused", {"fps": 3}), (2, "gated", {"num_frames": 7})])
+def test_answers_with_offload_equal_the_unpatched_models(
+    inference_files: Path, tmp_path: Path, world: int, model: str, frames: dict[str, int]
+) -> None:
+    options = ["--model", inference_files / model, "--visual-offload", "cpu"]
+    sampled = [part for name, value in frames.items() for part in (f"--{name.replace('_', '-')}", value)]
+    video, expected = ["--video", inference_files / "clip.mp4", *sampled], unpatched(inference_files, model, **frames)
+    assert ask(world, tmp_path, *options, *video, "--save-features", tmp_path / "f")["tokens"] == expected
+    assert ask(world, tmp_path, *options, "--features", tmp_path / "f")["tokens"] == expected
+
+
 def test_stored_features_give_the_same_answers(inference_files: Path, tmp_path: Path) -> None:
     model, clip = ["--model", inference_files / "gated"], ["--video", inference_files / "clip.mp4", "--num-frames", 7]
     ask(2, tmp_path, *model, *clip, "--save-features", tmp_path / "features", questions=())

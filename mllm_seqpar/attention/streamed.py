@@ -1,0 +1,201 @@
+"""Distributed attention to frames that arrive one chunk at a time: the loop over chunks is outside, all queries inside.
+
+    forward    q of every rank --exchange--> Q, the rows that attend to any frame of this rank
+               for each chunk: (o, lse) = merge((o, lse), attend(Q, k, v))
+               (o, lse) of each rank's rows --exchange--> their owner, which merges them
+    backward   the same exchange of q, o, lse and do; for each chunk: dk, dv, and dq += ...
+               dq of each rank's rows --exchange--> their owner, which sums them
+
+Each chunk of K and V exists once per layer and pass, and only one exists at a time. A ring over Q shards would need all
+chunks of a rank once per hop. The bytes sent are those of LV-XAttn: a rank sends its rows to the ranks that hold a
+frame they attend to, and receives one result from each. All Q shards are on every rank during a call.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from mllm_seqpar.comm import Communicator, Recv, Send
+from mllm_seqpar.masks import FrameBlockMasks, FrameMask, Rectangle, RowSubset
+from mllm_seqpar.masks.rectangles import Span
+
+from .block_math import BlockMath, GradientAccumulator, PartialResult, fold, unfold
+from .call_spec import CallSpec
+
+Bundle = dict[str, Tensor]
+
+
+class ChunkPass(Protocol):
+    """One pass over the chunks of a source, in order."""
+
+    def __iter__(self) -> Iterator[tuple[Span, Tensor, Tensor]]:
+        """Yield (start, stop), k and v (1, G, keys, D), of the units from `start` to `stop` after this rank's first."""
+
+    def add_gradients(self, dk: Tensor, dv: Tensor) -> None:
+        """Take the gradients of the k and v that were yielded last."""
+
+    def input_grads(self) -> Sequence[Tensor | None]:
+        """Return the gradients of the source's inputs, after the last chunk."""
+
+
+class StreamedKV(ABC):
+    """A KV source (`kv_sources.KVSource`) whose k and v never exist as a whole. Its masks are a `FrameBlockMasks`."""
+
+    spec: CallSpec
+
+    @abstractmethod
+    def inputs(self) -> Sequence[Tensor]:
+        """Return the tensors that k and v are computed from and that may require gradients; always as many."""
+
+    @abstractmethod
+    def open(self, inputs: Sequence[Tensor], needed: Sequence[bool] | None = None) -> ChunkPass:
+        """Begin a pass; with `needed`, a backward pass that returns the gradients of these inputs."""
+
+    @abstractmethod
+    def saved(self, inputs: Sequence[Tensor]) -> Sequence[Tensor]:
+        """Return the part of `inputs` that backward needs saved."""
+
+    @abstractmethod
+    def restored(self, saved: Sequence[Tensor]) -> Sequence[Tensor]:
+        """Return all inputs from the saved ones."""
+
+    def without_inputs(self) -> StreamedKV:
+        """Return this source, which refers to no tensor on the device that grows with the video."""
+        return self
+
+
+def streamed_forward(
+    comm: Communicator, source: StreamedKV, block_math: BlockMath, q: Tensor, inputs: Sequence[Tensor]
+) -> tuple[Tensor, Tensor]:
+    """Return (o, lse) of this rank's rows q (B, H, s, D) over all ranks' keys, as `executor.distributed_forward`."""
+    spec, rows = source.spec, fold(q)
+    chunks, plan = source.open(inputs), _plan(source.spec, comm)
+    every_q = _gather_rows(comm, plan, {"q": rows})["q"]
+    partial = PartialResult(every_q, spec.accumulate_dtype)
+    for units, k, v in chunks:
+        block_math.forward(every_q, k, v, plan.rectangles(units), partial)
+    o, lse = partial.value
+    total, own = PartialResult(rows, spec.accumulate_dtype), plan.spans[comm.rank]
+    total.add(o[:, :, own], lse[:, :, own])
+    with _returned_rows(comm, plan, {"o": o, "lse": lse}) as parts:
+        for index, part in parts:
+            total.add(part["o"], part["lse"], rows=index, borrowed=True)
+    o, lse = total.value
+    return unfold(o, q.shape[0]), unfold(lse, q.shape[0])
+
+
+def streamed_backward(
+    comm: Communicator,
+    source: StreamedKV,
+    block_math: BlockMath,
+    rows: tuple[Tensor, Tensor, Tensor, Tensor],
+    inputs: Sequence[Tensor],
+    needed: Sequence[bool],
+) -> tuple[Tensor, Sequence[Tensor | None]]:
+    """Return dq of this rank's rows (q, o, lse, do), where o and lse are final, and the gradients of `inputs`."""
+    spec, batch = source.spec, rows[0].shape[0]
+    chunks, plan = source.open(inputs, needed), _plan(source.spec, comm)
+    local = dict(zip(("q", "o", "lse", "do"), map(fold, rows), strict=True))
+    every = _gather_rows(comm, plan, local)
+    dq = GradientAccumulator(every["q"], spec.accumulate_dtype)
+    for units, k, v in chunks:
+        dk, dv = (GradientAccumulator(x, spec.accumulate_dtype) for x in (k, v))
+        rectangles = plan.rectangles(units)
+        block_math.backward((dq, dk, dv), every["do"], every["q"], k, v, every["o"], every["lse"], rectangles)
+        chunks.add_gradients(dk.value, dv.value)
+    total = GradientAccumulator(local["q"], spec.accumulate_dtype)
+    total.add(dq.value[:, :, plan.spans[comm.rank]])
+    with _returned_rows(comm, plan, {"dq": dq.value}) as parts:
+        for index, part in parts:
+            total.add(part["dq"], rows=index, borrowed=True)
+    return unfold(total.value, batch), chunks.input_grads()
+
+
+@dataclass(frozen=True)
+class _RowPlan:
+    """Which rows the ranks exchange, and the mask of those that this rank computes with.
+
+    Attributes:
+        mask: of the gathered rows, in the order of ranks.
+        first: the number of this rank's first unit.
+        spans: where the rows of each rank are among the gathered rows.
+        sent: this rank's rows that each rank computes with; None: all.
+    """
+
+    mask: FrameMask
+    first: int
+    spans: tuple[slice, ...]
+    sent: tuple[RowSubset | None, ...]
+
+    def rectangles(self, units: Span) -> tuple[Rectangle, ...]:
+        return self.mask.rectangles(self.first + units[0], self.first + units[1])
+
+
+def _plan(spec: CallSpec, comm: Communicator) -> _RowPlan:
+    """Return the plan of this rank, made on first use: a rank's own rows are complete, of others those that attend."""
+    key = "streamed", comm.rank, comm.identity
+    found: _RowPlan | None = spec.derived.get(key)
+    if found is None:
+        blocks, ranks = spec.folded.masks, range(comm.size)
+        assert isinstance(blocks, FrameBlockMasks), "a streamed source has frame masks"
+        received = [None if rank == comm.rank else blocks.visible_rows(rank, comm.rank) for rank in ranks]
+        masks = [m if rows is None else m.take(rows.index) for m, rows in zip(blocks.masks, received, strict=True)]
+        stops = torch.tensor([mask.shape[1] for mask in masks]).cumsum(0).tolist()
+        spans = tuple(slice(start, stop) for start, stop in zip([0, *stops], stops, strict=False))
+        sent = tuple(None if rank == comm.rank else blocks.visible_rows(comm.rank, rank) for rank in ranks)
+        found = spec.derived[key] = _RowPlan(FrameMask.cat(masks), blocks.frames[comm.rank][0], spans, sent)
+    return found
+
+
+def _gather_rows(comm: Communicator, plan: _RowPlan, local: Mapping[str, Tensor]) -> Bundle:
+    """(1, H, s, ...) of this rank -> (1, H, gathered rows, ...), in the order of ranks."""
+    if comm.size == 1:
+        return dict(local)
+    sends, recvs = [], []
+    with comm.buffers.lease() as lease:
+        parts: dict[str, list[Tensor]] = {name: [] for name in local}
+        for peer, (span, rows) in enumerate(zip(plan.spans, plan.sent, strict=True)):
+            for name, x in local.items():
+                if peer == comm.rank:
+                    parts[name].append(x)
+                    continue
+                part = x.contiguous() if rows is None else rows.select(x)
+                buffer = lease.take(("streamed", x.dim()), x, span.stop - span.start)
+                parts[name].append(buffer)
+                if part.numel():
+                    sends.append(Send(peer, part, name))
+                if buffer.numel():
+                    recvs.append(Recv(peer, buffer))
+        comm.exchange(sends, recvs).wait()
+        return {name: torch.cat(pieces, dim=2) for name, pieces in parts.items()}
+
+
+@contextmanager
+def _returned_rows(
+    comm: Communicator, plan: _RowPlan, results: Mapping[str, Tensor]
+) -> Iterator[list[tuple[slice | Tensor | None, Bundle]]]:
+    """Send each rank the results for its rows; yield (rows of this rank, results) from each other rank, by rank."""
+    sends, recvs, parts = [], [], []
+    with comm.buffers.lease() as lease:
+        for peer, (span, rows) in enumerate(zip(plan.spans, plan.sent, strict=True)):
+            if peer == comm.rank:
+                continue
+            own, bundle = plan.spans[comm.rank], {}
+            for name, x in results.items():
+                length = own.stop - own.start if rows is None else rows.count
+                bundle[name] = lease.take(("streamed results", x.dim()), x, length)
+                if span.stop > span.start:
+                    sends.append(Send(peer, x[:, :, span].contiguous(), name))
+                if bundle[name].numel():
+                    recvs.append(Recv(peer, bundle[name]))
+            if rows is None or rows.count:
+                parts.append((None if rows is None else rows.index_on(bundle[name].device), bundle))
+        comm.exchange(sends, recvs).wait()
+        yield parts

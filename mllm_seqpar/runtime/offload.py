@@ -1,0 +1,252 @@
+"""Visual features in host memory (`visual_offload="cpu"`): layers bring them to the device chunk by chunk.
+
+The features of a rank are one tensor in host memory: pinned, or a view of a mapped file, which is then never read as a
+whole. A layer brings a chunk of frames, projects its K and V, computes the attention of all ranks' queries to them, and
+drops them (`attention.streamed`), while the next chunk is on its way (`host_copies`). Nothing on the device grows with
+the number of frames.
+
+Backward brings the chunks again. The gradients of the features are summed over layers in host memory, chunk by chunk.
+They do not go through autograd layer by layer, which would need two such sums at a time: the layers depend on an
+`anchor`, a scalar that autograd differentiates after all of them, and whose backward function returns the sum.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from mllm_seqpar.attention.call_spec import CallSpec
+from mllm_seqpar.attention.streamed import StreamedKV
+from mllm_seqpar.masks.rectangles import Span
+
+from .host_copies import HostCopies
+from .visual_features import Projection, RecomputedKV, VisualFeatures, VisualKVCache, frame_chunks
+
+
+class HostGradient:
+    """The sum over layers of the gradients of features (frames, tokens, width), in host memory."""
+
+    def __init__(self, features: Tensor, copies: HostCopies) -> None:
+        self._shape, self._dtype, self._copies = features.shape, features.dtype, copies
+        self._sum: Tensor | None = None
+        self._task = -1
+
+    def begin(self) -> tuple[Tensor, bool]:
+        """Return the sum, and whether this is the first layer of this backward pass, which writes every frame.
+
+        A sum that another backward pass left behind is dropped: it failed, or asked for no gradient of the features.
+        """
+        task = torch._C._current_graph_task_id()  # as torch's activation checkpointing tells passes apart
+        first = self._sum is None or self._task != task
+        if self._sum is None or first:
+            self._task, self._sum = task, self._copies.host_empty(self._shape, self._dtype)
+        return self._sum, first
+
+    def take(self) -> Tensor:
+        """Return the sum of this backward pass, and drop it."""
+        total, self._sum = self._sum, None
+        if total is None or self._task != torch._C._current_graph_task_id():
+            return torch.zeros(self._shape, dtype=self._dtype)
+        self._copies.wait()
+        return total
+
+
+class _Anchor(torch.autograd.Function):
+    """Forward: features (frames, tokens, width) -> 0. Backward: the gradient of the features that layers summed."""
+
+    @staticmethod
+    def forward(ctx: Any, features: Tensor, gradient: HostGradient) -> Tensor:
+        ctx.gradient = gradient
+        return torch.zeros(())
+
+    @staticmethod
+    def backward(ctx: Any, _: Tensor) -> tuple[Tensor, None]:
+        return ctx.gradient.take(), None
+
+
+@dataclass(frozen=True)
+class HostFeatures(VisualFeatures):
+    """This rank's visual features in host memory; `index` is on the device that computes.
+
+    Attributes:
+        dtype: the dtype of the features on the device.
+        anchor: (), on which the layers depend in the place of the features.
+        gradient: the gradients of the features so far.
+        copies: the copies to and from the device.
+    """
+
+    dtype: torch.dtype
+    anchor: Tensor
+    gradient: HostGradient
+    copies: HostCopies
+
+    @classmethod
+    def of(cls, features: Tensor, index: Tensor, total_frames: int, dtype: torch.dtype) -> HostFeatures:
+        """Make the features of a pass from a host tensor, which autograd may differentiate."""
+        copies = HostCopies(index.device)
+        gradient = HostGradient(features, copies)
+        anchor = _Anchor.apply(features, gradient)
+        return cls(features.detach(), index, total_frames, dtype, anchor, gradient, copies)
+
+    def source(
+        self, spec: CallSpec, project: Projection, modules: Sequence[nn.Module], dtype: torch.dtype
+    ) -> OffloadedKV:
+        """Return the keys and values of a layer; the arguments are those of `RecomputedKV`."""
+        empty = torch.empty((0, *self.features.shape[1:]), dtype=self.dtype, device=self.index.device)
+        no_frames = VisualFeatures(empty, self.index[:0], self.total_frames)
+        return OffloadedKV(spec, self, RecomputedKV(spec, no_frames, project, modules, dtype))
+
+    def kv_cache(self, total_frames: int) -> VisualKVCache:
+        """Return an empty cache that keeps K and V of these frames in host memory."""
+        from .offload_cache import HostKVCache
+
+        return HostKVCache(self, total_frames)
+
+
+@dataclass(frozen=True)
+class OffloadedKV(StreamedKV):
+    """Keys and values that are projected from features in host memory, one chunk of frames at a time.
+
+    Attributes:
+        spec: how the group attends to these keys.
+        visual: the features.
+        projection: the projection, as a source of no frames.
+    """
+
+    spec: CallSpec
+    visual: HostFeatures
+    projection: RecomputedKV
+
+    def inputs(self) -> Sequence[Tensor]:
+        """Return the anchor of the features and the parameters that require gradients."""
+        return self.visual.anchor, *self.projection.inputs()[1:]
+
+    def saved(self, inputs: Sequence[Tensor]) -> Sequence[Tensor]:
+        return inputs[:1]
+
+    def restored(self, saved: Sequence[Tensor]) -> Sequence[Tensor]:
+        return saved[0], *self.projection.inputs()[1:]
+
+    def open(self, inputs: Sequence[Tensor], needed: Sequence[bool] | None = None) -> _Pass:
+        return _Pass(self, inputs[1:], needed)
+
+
+class _Pass:
+    """One pass over the chunks of a layer's features; see `attention.streamed.ChunkPass`."""
+
+    def __init__(self, source: OffloadedKV, parameters: Sequence[Tensor], needed: Sequence[bool] | None) -> None:
+        visual = source.visual
+        self._visual, self._projection, self._parameters = visual, source.projection, parameters
+        self._needed = needed or [False] * (1 + len(parameters))
+        self._chunks = frame_chunks(visual.features)
+        self._features = visual.copies.to_device("features", visual.features, self._chunks)
+        self._sum: Tensor | None = None
+        self._earlier: Iterator[Tensor] | None = None
+        if self._needed[0]:
+            self._sum, first = visual.gradient.begin()
+            if not first:
+                self._earlier = visual.copies.to_device("gradient", self._sum, self._chunks)
+        self._sums = [
+            torch.zeros_like(p, dtype=torch.promote_types(p.dtype, torch.float32)) if need else None
+            for p, need in zip(parameters, self._needed[1:], strict=True)
+        ]
+
+    def __iter__(self) -> Iterator[tuple[Span, Tensor, Tensor]]:
+        visual = self._visual
+        for number, chunk in enumerate(self._chunks):
+            self._chunk, features = chunk, next(self._features).to(visual.dtype)
+            frames = VisualFeatures(features, visual.index[chunk], visual.total_frames)
+            self._source = self._projection.of_chunk(frames, number)
+            self._inputs = features, *self._parameters
+            yield (chunk.start, chunk.stop), *self._source.keys_values(self._inputs)
+        for copies in (self._features, self._earlier):
+            if copies is not None:
+                assert next(copies, None) is None  # which marks the last buffer as free
+
+    def add_gradients(self, dk: Tensor, dv: Tensor) -> None:
+        d_features, *grads = self._source.input_grads(self._inputs, self._needed, dk, dv)
+        if self._sum is not None:
+            assert d_features is not None
+            d_features = d_features.to(self._sum.dtype)
+            if self._earlier is not None:
+                d_features = next(self._earlier) + d_features
+            self._visual.copies.to_host(d_features, self._sum[self._chunk])
+        for total, grad in zip(self._sums, grads, strict=True):
+            if total is not None and grad is not None:
+                total += grad
+
+    def input_grads(self) -> Sequence[Tensor | None]:
+        """Return zero for the anchor, whose gradient is in `HostGradient`, and the gradients of the parameters."""
+        anchor = torch.zeros(()) if self._needed[0] else None
+        totals = zip(self._parameters, self._sums, strict=True)
+        return anchor, *(None if total is None else total.to(p.dtype) for p, total in totals)
+
+
+class _StoredRun(torch.autograd.Function):
+    """Forward: features (f, tokens, width) on the device -> 0, stored in host memory. Backward: their gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, features: Tensor, store: _HostStore, frames: slice) -> Tensor:
+        ctx.store, ctx.frames, ctx.device = store, frames, features.device
+        store.whole[frames].copy_(features)
+        return torch.zeros(())
+
+    @staticmethod
+    def backward(ctx: Any, _: Tensor) -> tuple[Tensor, None, None]:
+        assert ctx.store.gradient is not None
+        return ctx.store.gradient[ctx.frames].to(ctx.device), None, None
+
+
+class _StoredFeatures(torch.autograd.Function):
+    """Forward: the whole of the stored runs. Backward: keeps its gradient for the backward functions of the runs."""
+
+    @staticmethod
+    def forward(ctx: Any, store: _HostStore, *runs: Tensor) -> Tensor:
+        ctx.store, ctx.runs = store, len(runs)
+        return store.whole.detach()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        ctx.store.gradient = gradient
+        return None, *(torch.zeros(()) for _ in range(ctx.runs))
+
+
+class _HostStore:
+    """The features of all runs in host memory, and in backward their gradient."""
+
+    def __init__(self) -> None:
+        self.whole = torch.empty(0)
+        self.gradient: Tensor | None = None
+
+
+def stored_in_host_memory(runs: Iterator[Tensor], frames: int, device: torch.device) -> Tensor:
+    """Return the concatenation of features in host memory, differentiably.
+
+    Args:
+        runs: features (f, tokens, width) on `device`; each is freed before the next is asked for.
+        frames: the number of features of all runs.
+        device: of the model.
+    """
+    store, start = _HostStore(), 0
+    stored: list[Tensor] = []
+    for part in runs:
+        if not stored:
+            store.whole = HostCopies(device).host_empty((frames, *part.shape[1:]), part.dtype)
+        stored.append(_StoredRun.apply(part, store, slice(start, start + part.shape[0])))
+        start += part.shape[0]
+        del part
+    return _StoredFeatures.apply(store, *stored)
+
+
+def in_host_memory(features: Tensor, device: torch.device) -> Tensor:
+    """Return features (frames, tokens, width) in host memory, differentiably; those that are there stay where they are.
+
+    A view of a mapped file remains one. Features on the device are copied to pinned memory.
+    """
+    if features.device.type == "cpu":
+        return features
+    return stored_in_host_memory(iter([features]), features.shape[0], device)
