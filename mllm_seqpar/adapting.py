@@ -21,9 +21,10 @@ from .patching import Patch
 from .patching.registry import Adapter
 from .runtime.context import SeqParContext
 from .runtime.forward_state import ForwardState, FrameState
+from .runtime.kv_projection import KVProjection, Projection
 from .runtime.loss import sharded_causal_lm_loss, shifted
 from .runtime.text_shards import TextShards
-from .runtime.visual_features import Projection, VisualFeatures
+from .runtime.visual_features import VisualFeatures
 from .sharding import FrameShard, frame_bounds, frame_range
 
 __all__ = [
@@ -33,6 +34,7 @@ __all__ = [
     "ConfigError",
     "FrameMask",
     "FrameShard",
+    "KVProjection",
     "Patch",
     "Projection",
     "ForwardState",
