@@ -119,7 +119,7 @@ class KVProjection:
         needs_x = needs_features or bool(of_input)
         y = features.detach().requires_grad_(needs_features)
         with torch.enable_grad():
-            x = y if self.input_norm is None else self.input_norm(y)
+            x = y if self.input_norm is None else self.input_norm(_inner(y))
         dk, dv = (g[0].transpose(0, 1).unflatten(0, features.shape[:2]) for g in (dk, dv))  # (f, tokens, G, D)
         if self.rotate is not None:
             dk = self.rotate(dk, index, True)
@@ -127,7 +127,7 @@ class KVProjection:
             assert raw_keys is not None
             raw = raw_keys.detach().requires_grad_()
             with torch.enable_grad():
-                k = self.key_norm(raw)
+                k = self.key_norm(_inner(raw))
             dk, *found = torch.autograd.grad(k, [raw, *of_key], dk.to(k.dtype), allow_unused=True)
             _add(grads, of_key, found)
         dx = self._linear_grads(x.detach().flatten(0, 1), self._join(dk, dv), needs_x, trained, grads)
@@ -203,7 +203,7 @@ def autograd_grads(
     `project`, the result of which is cast to `dtype`. The arguments are those of `KVProjection.direct_grads`."""
     with torch.enable_grad():
         part = features.detach().requires_grad_(needs_features)
-        k, v = (x.to(dtype) for x in project(part, index))
+        k, v = (x.to(dtype) for x in project(_inner(part), index))
     outputs = [(x, g.to(x.dtype)) for x, g in ((k, dk), (v, dv)) if x.requires_grad]
     if not outputs:
         return None, [None] * len(trained)
@@ -211,6 +211,11 @@ def autograd_grads(
     found = torch.autograd.grad([x for x, _ in outputs], targets, [g for _, g in outputs], allow_unused=True)
     grads: list[Tensor | None] = list(found)
     return grads.pop(0) if needs_features else None, grads
+
+
+def _inner(leaf: Tensor) -> Tensor:
+    """Return the tensor as the result of an operation: the hooks of torch's FLOP counter do not accept leaf tensors."""
+    return leaf.view_as(leaf)
 
 
 def _is_plain_linear(module: nn.Module) -> bool:
