@@ -121,6 +121,8 @@ class KVProjection:
         with torch.enable_grad():
             x = y if self.input_norm is None else self.input_norm(_inner(y))
         dk, dv = (g[0].transpose(0, 1).unflatten(0, features.shape[:2]) for g in (dk, dv))  # (f, tokens, G, D)
+        if self.modifies_keys:
+            dk = dk.contiguous()
         if self.rotate is not None:
             dk = self.rotate(dk, index, True)
         if self.key_norm is not None:
