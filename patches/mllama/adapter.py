@@ -101,9 +101,13 @@ def _cross_attention(
     """Attend from this rank's rows (B, s, C) to the tiles of all ranks; return (B, s, C) and no weights."""
     refuse_dropout(self.dropout if self.training else 0.0)
     q = self.q_norm(split_heads(self.q_proj(hidden_states), self.head_dim))
-    project = KVProjection((self.k_proj, self.v_proj), self.head_dim, key_norm=self.k_norm)
+    project = _projection(self)
     o = seqpar.cross_attend(q, self.layer_idx, project, project.modules, self.scaling)
     return self.o_proj(merge_heads(o)), None
+
+
+def _projection(self: Any) -> KVProjection:
+    return KVProjection((self.k_proj, self.v_proj), self.head_dim, key_norm=self.k_norm)
 
 
 class MllamaFamily(Family[MllamaInputs]):
