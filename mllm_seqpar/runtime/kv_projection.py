@@ -121,8 +121,6 @@ class KVProjection:
         with torch.enable_grad():
             x = y if self.input_norm is None else self.input_norm(_inner(y))
         dk, dv = (g[0].transpose(0, 1).unflatten(0, features.shape[:2]) for g in (dk, dv))  # (f, tokens, G, D)
-        if self.modifies_keys:
-            dk = dk.contiguous()
         if self.rotate is not None:
             dk = self.rotate(dk, index, True)
         if self.key_norm is not None:
@@ -130,7 +128,7 @@ class KVProjection:
             raw = raw_keys.detach().requires_grad_()
             with torch.enable_grad():
                 k = self.key_norm(_inner(raw))
-            dk, *found = torch.autograd.grad(k, [raw, *of_key], dk.to(k.dtype), allow_unused=True)
+            dk, *found = torch.autograd.grad(k, [raw, *of_key], dk.to(k.dtype).contiguous(), allow_unused=True)
             _add(grads, of_key, found)
         dx = self._linear_grads(x.detach().flatten(0, 1), self._join(dk, dv), needs_x, trained, grads)
         d_features = None

@@ -1,7 +1,7 @@
 """Measure the projections of K and V in a training step: FLOPs, and seconds of the step, before and after.
 
-    python scripts/bench/kv_projection.py [--family mplug_owl3 idefics ...] [--rows 64 16] [--keys 16384]
-        [--scale 16] [--repeats 5] [--dtype float32|bfloat16]
+    python scripts/bench/kv_projection.py [--family mplug_owl3 idefics ...] [--rows 128 32] [--keys 8192]
+        [--scale 8] [--repeats 5] [--dtype float32|bfloat16]
 
 "After" computes the gradients of a projection without repeating it (`KVProjection.direct_grads`), "before" by autograd,
 which repeats it; both take turns in one process. The models are the real classes with the proportions of the published
@@ -93,9 +93,9 @@ def main() -> None:
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--family", nargs="+", default=list(FAMILIES), choices=FAMILIES)
-    parser.add_argument("--rows", type=int, nargs="+", default=[64, 16], help="text tokens")
-    parser.add_argument("--keys", type=int, default=16384, help="visual keys, at most as many as placeholders allow")
-    parser.add_argument("--scale", type=int, default=16, help="divisor of all widths")
+    parser.add_argument("--rows", type=int, nargs="+", default=[128, 32], help="text tokens")
+    parser.add_argument("--keys", type=int, default=8192, help="visual keys, at most as many as placeholders allow")
+    parser.add_argument("--scale", type=int, default=8, help="divisor of all widths")
     parser.add_argument("--repeats", type=int, default=5, help="number of timed pairs of steps")
     parser.add_argument("--dtype", type=lambda name: getattr(torch, name), default=torch.float32)
     parser.add_argument("--threads", type=int, default=1)
