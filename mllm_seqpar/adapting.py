@@ -4,8 +4,9 @@ An adapter (`Adapter`) replaces forwards through `Patch.set`. The model's forwar
 (`frame_range`), states which text rows attend to which frames (`FrameMask`), and creates the state of the pass with
 `sharded_call`. Layers then attend through it: ``state.attend(q, [state.text_keys(k, v)], scale)`` is the language
 model's causal attention, and ``state.cross_attend(q, layer, project, modules, scale)`` is the attention to the frames
-of all ranks. Models of transformers need more (caches, generation, padded batches), which
-`mllm_seqpar.integrations.transformers.family.Family` provides; `mllm_seqpar.patches.idefics.adapter` is an example.
+of all ranks; `project` is a `KVProjection` or another function. Models of transformers need more (caches, generation,
+padded batches), which `mllm_seqpar.integrations.transformers.family.Family` provides;
+`mllm_seqpar.patches.idefics.adapter` is an example.
 """
 
 from __future__ import annotations
@@ -22,9 +23,10 @@ from .patching.registry import Adapter
 from .runtime.context import SeqParContext
 from .runtime.forward_state import ForwardState
 from .runtime.frame_state import FrameState
+from .runtime.kv_projection import KVProjection, Projection
 from .runtime.loss import sharded_causal_lm_loss, shifted
 from .runtime.text_shards import TextShards
-from .runtime.visual_features import Projection, VisualFeatures
+from .runtime.visual_features import VisualFeatures
 from .sharding import FrameShard, frame_bounds, frame_range
 
 __all__ = [
@@ -34,6 +36,7 @@ __all__ = [
     "ConfigError",
     "FrameMask",
     "FrameShard",
+    "KVProjection",
     "Patch",
     "Projection",
     "ForwardState",

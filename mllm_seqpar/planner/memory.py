@@ -237,9 +237,11 @@ def _cross_attention_buffers(workload: Workload, spec: ParallelSpec) -> int:
     if not workload.training:
         return forward
     backward = keys_values + _keys_values(workload, spec, problem.accumulated)
-    if not workload.recompute:  # norms run backward over all frames at once, with three tensors in float32
-        normalized = cross.visual_dim if cross.features_norm else 0
-        normalized += cross.kv_heads * cross.head_dim if cross.key_norm != "none" else 0
+    normalized = cross.kv_heads * cross.head_dim if cross.key_norm != "none" else 0
+    if workload.recompute:  # K before its norm
+        backward += problem.element * _visual_tokens(workload, spec) * normalized
+    else:  # norms run backward over all frames at once, with three tensors in float32
+        normalized += cross.visual_dim if cross.features_norm else 0
         backward += 3 * FLOAT32 * _visual_tokens(workload, spec) * normalized
     return max(forward, backward + _partial_results(problem, spec, backward=True))
 

@@ -29,6 +29,7 @@ from mllm_seqpar.masks import BlockMasks, FrameBlockMasks, FrameMask
 
 from .context import SeqParContext
 from .frame_state import FrameState, as_attended
+from .kv_projection import Projection
 from .offload_cache import HostKVCache
 from .strategy_selector import (
     CROSS,
@@ -41,7 +42,7 @@ from .strategy_selector import (
 )
 from .text_kv_cache import CachedTextMask
 from .text_shards import TextShards
-from .visual_features import Projection, VisualKVCache, project_all
+from .visual_features import VisualKVCache, project_all
 
 MAX_TEXT_MASK = 1 << 24
 """On one process, torch's own attention takes a mask (B, L, L) of at most this many entries for padded text."""
@@ -195,8 +196,16 @@ class ForwardState:
             return attend(q, sources, comm=self.context.comm, scale=scale, kernel=self.context.config.kernel)
         if self._offloads:
             assert isinstance(self.visual_cache, HostKVCache) and self.frame_mask is not None
-            options = {"scale": scale, "kernel": self.context.config.kernel, "units_per_frame": self.units_per_frame}
-            return self.visual_cache.decode(q, k, v, group=self.context.comm, mask=self.frame_mask, **options)
+            return self.visual_cache.decode(
+                q,
+                k,
+                v,
+                group=self.context.comm,
+                mask=self.frame_mask,
+                units_per_frame=self.units_per_frame,
+                scale=scale,
+                kernel=self.context.config.kernel,
+            )
         o, lse = self._prepare(q, k, self.frame_mask).partial(q, k, v, scale)
         o, lse = merge_over_ranks(o, lse, self.context.comm)
         return o.to(q.dtype), lse

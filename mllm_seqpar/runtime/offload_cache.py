@@ -24,8 +24,9 @@ from mllm_seqpar.masks.rectangles import Span
 from mllm_seqpar.sharding import frame_range
 
 from .host_copies import HostCopies
+from .kv_projection import Projection
 from .offload import HostFeatures
-from .visual_features import Projection, VisualKVCache, frame_chunks, project_all
+from .visual_features import VisualKVCache, frame_chunks, project_all
 
 
 class HostKVCache(VisualKVCache):

@@ -11,6 +11,7 @@ example) are at least as large as y, and only one chunk of them is alive at a ti
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -24,6 +25,8 @@ from mllm_seqpar.attention.kv_sources import AutocastState, GivenKV
 from mllm_seqpar.attention.streamed import StreamedKV
 from mllm_seqpar.errors import ShapeError
 
+from .kv_projection import Grads, KVProjection, Projection, autograd_grads
+
 CHUNK_BYTES = 64 << 20
 """The size of the features that are projected at once; it bounds the intermediate results of a projection."""
 
@@ -31,8 +34,6 @@ CUDA_CHUNK_BYTES = 512 << 20
 """The same on a GPU, whose matrix multiplications are efficient for more rows, and which has fewer launches then."""
 
 _SAMPLED = 4096
-
-Projection = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
 @dataclass(frozen=True)
@@ -169,6 +170,16 @@ class VisualKVCache:
         return self
 
 
+class RestoredInputs(tuple[Tensor, ...]):
+    """The inputs of a `RecomputedKV` in one backward pass, which `keys_values` and `input_grads` both receive.
+
+    Attributes:
+        raw_keys: K before its norm, (f, tokens, G, D) for each chunk of frames; None if `keys_values` stored none.
+    """
+
+    raw_keys: list[Tensor] | None = None
+
+
 @dataclass(frozen=True)
 class RecomputedKV:
     """A KV source that is projected from the shared features, in forward and again in backward.
@@ -204,8 +215,8 @@ class RecomputedKV:
         """Return the features alone: parameters belong to their modules, and FSDP gathers them again in backward."""
         return inputs[:1]
 
-    def restored(self, saved: Sequence[Tensor]) -> Sequence[Tensor]:
-        return saved[0], *self._parameters()
+    def restored(self, saved: Sequence[Tensor]) -> RestoredInputs:
+        return RestoredInputs((saved[0], *self._parameters()))
 
     def without_inputs(self) -> RecomputedKV:
         """Return this source: the features are the one copy that all layers share."""
@@ -219,42 +230,59 @@ class RecomputedKV:
         return chunk
 
     def keys_values(self, inputs: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-        """Return k and v of all frames of this rank, projected chunk by chunk without grad mode."""
+        """Return k and v of all frames of this rank, projected chunk by chunk without grad mode.
+
+        In backward, it also stores what `input_grads` would otherwise project again, in the restored inputs.
+        """
+        project = self.project
+        if isinstance(inputs, RestoredInputs) and isinstance(project, KVProjection) and project.key_norm is not None:
+            differentiated = inputs[0].requires_grad or len(inputs) > 1
+            if differentiated and project.has_direct_grads(inputs[1:]):
+                inputs.raw_keys = []
+                project = functools.partial(project, raw_keys=inputs.raw_keys)
         with torch.no_grad(), self._forward_mode():
-            return project_all(self.project, inputs[0], self.visual.index, self.dtype)
+            return project_all(project, inputs[0], self.visual.index, self.dtype)
 
     def input_grads(
         self, inputs: Sequence[Tensor], needed: Sequence[bool], dk: Tensor, dv: Tensor
     ) -> Sequence[Tensor | None]:
-        """Return the gradients of the inputs, by differentiating `project` one chunk of frames at a time."""
+        """Return the gradients of the inputs, computed one chunk of frames at a time.
+
+        `KVProjection` computes them without projecting K and V again, if it can; autograd does it otherwise.
+        """
+        if not any(needed):
+            return [None] * len(inputs)
         features, *parameters = inputs
         tokens = features.shape[1]
         d_features = torch.zeros_like(features) if needed[0] else None
         trained = [p for p, n in zip(parameters, needed[1:], strict=True) if n]
         sums = [torch.zeros_like(p, dtype=torch.promote_types(p.dtype, torch.float32)) for p in trained]
-        if not any(needed):
-            return [None] * len(inputs)
-        with torch.enable_grad(), self._forward_mode():
+        chunk_grads = self._chunk_grads(inputs, needed[0], trained)
+        with self._forward_mode():
             for chunk in frame_chunks(features):
-                part = features[chunk].detach().requires_grad_(needed[0])
-                k, v = (x.to(self.dtype) for x in self.project(part, self.visual.index[chunk]))
-                keys = slice(chunk.start * tokens, chunk.start * tokens + k.shape[2])
-                outputs = [(x, g[:, :, keys].to(x.dtype)) for x, g in ((k, dk), (v, dv)) if x.requires_grad]
-                if not outputs:
-                    continue
-                targets = ([part] if needed[0] else []) + trained
-                grads = list(
-                    torch.autograd.grad([x for x, _ in outputs], targets, [g for _, g in outputs], allow_unused=True)
-                )
-                if d_features is not None:
-                    d_part = grads.pop(0)
-                    if d_part is not None:
-                        d_features[chunk] = d_part
+                keys = slice(chunk.start * tokens, chunk.stop * tokens)
+                d_part, grads = chunk_grads(features[chunk], self.visual.index[chunk], dk[:, :, keys], dv[:, :, keys])
+                if d_features is not None and d_part is not None:
+                    d_features[chunk] = d_part
                 for total, grad in zip(sums, grads, strict=True):
                     if grad is not None:
                         total += grad
         done = iter(total.to(p.dtype) for p, total in zip(trained, sums, strict=True))
         return [d_features, *(next(done) if need else None for need in needed[1:])]
+
+    def _chunk_grads(
+        self, inputs: Sequence[Tensor], needs_features: bool, trained: Sequence[Tensor]
+    ) -> Callable[[Tensor, Tensor, Tensor, Tensor], Grads]:
+        """Return a function of features, index, dk and dv of one chunk, to be called for the chunks in order."""
+        project, raw_keys = self.project, inputs.raw_keys if isinstance(inputs, RestoredInputs) else None
+        if isinstance(project, KVProjection) and project.has_direct_grads(trained):
+            if project.key_norm is None:
+                return lambda y, index, dk, dv: project.direct_grads(y, index, dk, dv, needs_features, trained)
+            if raw_keys is not None:  # released one chunk at a time
+                return lambda y, index, dk, dv: project.direct_grads(
+                    y, index, dk, dv, needs_features, trained, raw_keys.pop(0)
+                )
+        return lambda y, index, dk, dv: autograd_grads(project, y, index, dk, dv, self.dtype, needs_features, trained)
 
     def _parameters(self) -> list[Tensor]:
         seen: dict[int, Tensor] = {}

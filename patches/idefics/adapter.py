@@ -21,10 +21,9 @@ from transformers.cache_utils import Cache
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 from transformers.utils.output_capturing import capture_outputs
 
-from mllm_seqpar.adapting import AdapterError, ForwardState, FrameShard, Patch, SeqParContext, ShapeError
+from mllm_seqpar.adapting import AdapterError, ForwardState, FrameShard, KVProjection, Patch, SeqParContext, ShapeError
 from mllm_seqpar.integrations.transformers.attention import (
     causal_mask,
-    keys_values,
     merge_heads,
     refuse_dropout,
     split_heads,
@@ -83,8 +82,8 @@ def _cross_attention(
     if self.qk_layer_norms:
         q = self.q_layer_norm(q)
     norm = self.k_layer_norm if self.qk_layer_norms else None
-    modules = [self.k_proj, self.v_proj, *([norm] if norm is not None else [])]
-    o = seqpar.cross_attend(q, index, functools.partial(keys_values, self, norm), modules, self.scaling)
+    project = KVProjection((self.k_proj, self.v_proj), self.head_dim, key_norm=norm)
+    o = seqpar.cross_attend(q, index, project, project.modules, self.scaling)
     return self.o_proj(merge_heads(o)), None
 
 

@@ -16,7 +16,6 @@ reproduced here.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Mapping
 from typing import Any
 
@@ -27,10 +26,18 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from mllm_seqpar._logging import get_logger
 from mllm_seqpar._transfers import copy_to_device
-from mllm_seqpar.adapting import AdapterError, ConfigError, ForwardState, FrameMask, FrameShard, Patch, SeqParContext
+from mllm_seqpar.adapting import (
+    AdapterError,
+    ConfigError,
+    ForwardState,
+    FrameMask,
+    FrameShard,
+    KVProjection,
+    Patch,
+    SeqParContext,
+)
 from mllm_seqpar.integrations.transformers.attention import (
     causal_mask,
-    keys_values,
     merge_heads,
     refuse_dropout,
     split_heads,
@@ -94,13 +101,13 @@ def _cross_attention(
     """Attend from this rank's rows (B, s, C) to the tiles of all ranks; return (B, s, C) and no weights."""
     refuse_dropout(self.dropout if self.training else 0.0)
     q = self.q_norm(split_heads(self.q_proj(hidden_states), self.head_dim))
-    modules = [self.k_proj, self.v_proj, self.k_norm]
-    o = seqpar.cross_attend(q, self.layer_idx, functools.partial(_keys_values, self), modules, self.scaling)
+    project = _projection(self)
+    o = seqpar.cross_attend(q, self.layer_idx, project, project.modules, self.scaling)
     return self.o_proj(merge_heads(o)), None
 
 
-def _keys_values(attention: Any, features: Tensor, index: Tensor) -> tuple[Tensor, Tensor]:
-    return keys_values(attention, attention.k_norm, features, index)
+def _projection(self: Any) -> KVProjection:
+    return KVProjection((self.k_proj, self.v_proj), self.head_dim, key_norm=self.k_norm)
 
 
 class MllamaFamily(Family[MllamaInputs]):

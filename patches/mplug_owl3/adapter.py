@@ -23,8 +23,8 @@ from mllm_seqpar.adapting import (
     ForwardState,
     FrameMask,
     FrameShard,
+    KVProjection,
     Patch,
-    Projection,
     SeqParContext,
     ShapeError,
 )
@@ -138,8 +138,8 @@ def _attend_sharded(self: Any, q: Tensor, k: Tensor, v: Tensor, visual_norm: Any
         q, k, v = (seqpar.text.shard(x, 2) for x in (q, k, v))
     text, visual = seqpar.text_keys(k, v, self.sliding_window, q.shape[1]), []
     if seqpar.frames is not None:
-        modules = [visual_norm, self.v_kv_proj]
-        visual = [seqpar.visual_keys(q, self.layer_idx, _projection(self, visual_norm), modules)]
+        project = _projection(self, visual_norm)
+        visual = [seqpar.visual_keys(q, self.layer_idx, project, project.modules)]
     if seqpar.frames is None or self.fused:
         o = merge_heads(seqpar.attend(q, [text, *visual], self.scaling))
     else:
@@ -180,9 +180,11 @@ def _attend_replicated(
     return merge_heads(partial.value[0].to(q.dtype))
 
 
-def _projection(self: Any, visual_norm: Any) -> Projection:
+def _projection(self: Any, visual_norm: Any) -> KVProjection:
     """Return the layer's projection of features (f, tokens, width) and frame positions (f,) to k and v."""
-    return lambda features, frame_position: self.project_visual(visual_norm(features), frame_position)
+    return KVProjection(
+        (self.v_kv_proj,), self.head_dim, interleaved=True, input_norm=visual_norm, rotate=self.rotate_visual
+    )
 
 
 _LAYOUT = tuple(field.name for field in fields(MediaLayout))

@@ -25,7 +25,15 @@ import torch
 from torch import Tensor
 
 from mllm_seqpar._transfers import copy_to_device
-from mllm_seqpar.adapting import AdapterError, ForwardState, FrameMask, FrameShard, SeqParContext, ShapeError
+from mllm_seqpar.adapting import (
+    AdapterError,
+    ForwardState,
+    FrameMask,
+    FrameShard,
+    KVProjection,
+    SeqParContext,
+    ShapeError,
+)
 from mllm_seqpar.comm import Communicator
 from mllm_seqpar.integrations.transformers.attention import merge_heads
 from mllm_seqpar.integrations.transformers.family import Family, Visibility
@@ -114,12 +122,6 @@ def cross_attention_forward(attention: Any, index: int) -> Any:
     """Return a forward of the MaskedCrossAttention of layer `index` that attends to the media of all ranks."""
     unpatched = attention.forward
 
-    def project(features: Tensor, _: Tensor) -> tuple[Tensor, Tensor]:
-        """(f, tokens, width) -> k, v (1, heads, f * tokens, head_dim)."""
-        k, v = attention.to_kv(features).flatten(0, 1).chunk(2, dim=-1)
-        k, v = (x.unflatten(-1, (attention.heads, -1)).transpose(0, 1)[None] for x in (k, v))
-        return k, v
-
     @functools.wraps(unpatched)
     def forward(self: Any, x: Tensor, media: Any, *args: Any, **kwargs: Any) -> Tensor:
         if not isinstance(media, ForwardState):
@@ -128,7 +130,8 @@ def cross_attention_forward(attention: Any, index: int) -> Any:
         uniform = media.rows.get("uniform")
         if uniform is not None:  # a zero query gives the mean of all V, and q has no gradient, as with equal scores
             q = q.masked_fill(uniform[:, None, :, None], 0.0)
-        o = media.cross_attend(q, index, project, [self.to_kv], self.scale)
+        project = KVProjection((self.to_kv,), q.shape[-1])
+        o = media.cross_attend(q, index, project, project.modules, self.scale)
         return self.to_out(merge_heads(o))
 
     return types.MethodType(forward, attention)

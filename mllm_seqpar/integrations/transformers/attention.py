@@ -74,13 +74,6 @@ def merge_heads(o: Tensor) -> Tensor:
     return o.transpose(1, 2).flatten(2)
 
 
-def keys_values(attention: Any, norm: nn.Module | None, features: Tensor, _: Tensor) -> tuple[Tensor, Tensor]:
-    """Project features (t, tokens, C) of frames or tiles to k, normalised by `norm`, and v: (1, G, t * tokens, D)."""
-    flat = features.flatten(0, 1)[None]
-    k, v = (split_heads(project(flat), attention.head_dim) for project in (attention.k_proj, attention.v_proj))
-    return k if norm is None else norm(k), v
-
-
 def refuse_dropout(dropout: float) -> None:
     """Raise ConfigError for dropout of attention weights, which would differ from the unpatched model's."""
     if dropout:

@@ -67,12 +67,17 @@ class HyperAttention(Qwen2Attention):
         frames, tokens, _ = embeds.shape
         kv = self.v_kv_proj(embeds).view(frames, tokens, self.num_kv_heads, 2, self.head_dim)
         k, v = kv.unbind(-2)
-        wide = k.to(torch.promote_types(k.dtype, torch.float32))
-        cos, sin = self.rotary_emb(wide, frame_position[None].to(k.device))  # (1, F, D)
-        k = (wide * cos[0, :, None, None] + rotate_half(wide) * sin[0, :, None, None]).to(k.dtype)
+        k = self.rotate_visual(k, frame_position)
         v = v.contiguous()  # A view would keep the unrotated K, which shares its storage, alive.
         shape = 1, frames * tokens, self.num_kv_heads, self.head_dim
         return k.reshape(shape).transpose(1, 2), v.reshape(shape).transpose(1, 2)
+
+    def rotate_visual(self, k: Tensor, frame_position: Tensor, transposed: bool = False) -> Tensor:
+        """Rotate keys (F, T, G, D) of frames by `frame_position` (F,), or apply the transpose of this linear map."""
+        wide = k.to(torch.promote_types(k.dtype, torch.float32))
+        cos, sin = (x[0, :, None, None] for x in self.rotary_emb(wide, frame_position[None].to(k.device)))  # (1, F, D)
+        turned = -rotate_half(wide * sin) if transposed else rotate_half(wide) * sin
+        return (wide * cos + turned).to(k.dtype)
 
     def mix(self, text_out: Tensor, visual_out: Tensor, has_frames: Tensor) -> Tensor:
         """Return text_out (1 - w) + visual_out w, (B, L, C), where the gate gives the weight w.

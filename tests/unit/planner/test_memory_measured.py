@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from mllm_seqpar import patch_model
-from mllm_seqpar.patches.mllama.adapter import _keys_values
+from mllm_seqpar.patches.mllama.adapter import _projection
 from mllm_seqpar.patches.mplug_owl3.planner import model_sizes
 from mllm_seqpar.patches.mplug_owl3.testing import tiny_frames, tiny_model, tiny_text
 from mllm_seqpar.planner import ParallelSpec
@@ -139,7 +139,7 @@ def test_mllama_keys_and_values_save_as_many_bytes_as_planned(dtype: torch.dtype
     features = torch.randn(3, 8, 64, dtype=dtype, requires_grad=True)
 
     def project() -> torch.Tensor:
-        k, v = _keys_values(attention, features, torch.zeros(3))
+        k, v = _projection(attention)(features, torch.zeros(3))
         return (k * v).sum()  # saves both, as attention does
 
     cross = CrossAttentionSizes(layers=1, heads=4, kv_heads=2, head_dim=16, visual_dim=64, key_norm="float32")
