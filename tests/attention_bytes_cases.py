@@ -51,8 +51,8 @@ def expected_bytes(case: Case, n: int, rank: int, *, backward: bool) -> dict[str
     else:
         mesh = by == "mesh"
         sent = (mesh_bytes if mesh else ulysses_bytes)(sizes, tile or (n if mesh else 1, 1), backward=backward)
-    if case.dtype is torch.float64 and "lse" in sent:
-        sent["lse"] *= 2  # float64 log-sum-exp
+    if case.dtype is torch.float64:
+        sent |= {name: 2 * sent[name] for name in ("lse", "delta") if name in sent}  # float64 as well
     return {label: size for label, size in sent.items() if size}
 
 

@@ -25,7 +25,7 @@ from torch.autograd.function import once_differentiable
 from mllm_seqpar.comm import Communicator, Recv, Send, Subgroup
 from mllm_seqpar.schedules.head_sharding import HeadShards
 
-from .block_math import BlockMath
+from .block_math import BlockMath, FinalRows
 from .call_spec import CallSpec
 from .executor import distributed_backward, distributed_forward
 from .kv_sources import GivenKV, KVSource
@@ -303,18 +303,21 @@ def backward_head_sharded(
     comm: Communicator,
     spec: CallSpec,
     block_math: BlockMath,
-    rows: tuple[Tensor, Tensor, Tensor, Tensor],
+    rows: FinalRows | tuple[Tensor, Tensor, Tensor, Tensor],
     k: Tensor,
     v: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Do what `distributed_backward` does, for such a source."""
-    q, o, lse, do = rows
+    q, _, lse, do, delta = FinalRows(*rows).with_delta()
+    assert delta is not None
     comm, spec = spec.by_node(comm)
     layout = HeadLayout.of(comm, spec, q, spec.masks.orders(spec.head_degree, q.device))
-    items = [layout.rows(name) for name in ("q", "o", "lse", "do")]
-    q, o, lse, do = (x.contiguous() for x in shard_heads([q, o, lse.unsqueeze(-1), do], items, layout.inside))
+    items = [layout.rows(name) for name in ("q", "do", "lse", "delta")]
+    sharded = shard_heads([q, do, lse.unsqueeze(-1), delta.unsqueeze(-1)], items, layout.inside)
+    q, do, lse, delta = (x.contiguous() for x in sharded)
     kv_heads = k.shape[1]
     k, v = layout.shard_kv(k, v)
-    dq, dk, dv = distributed_backward(layout.across, layout.spec, block_math, (q, o, lse.squeeze(-1), do), k, v)
+    final = FinalRows(q, None, lse.squeeze(-1), do, delta.squeeze(-1))
+    dq, dk, dv = distributed_backward(layout.across, layout.spec, block_math, final, k, v)
     (dq,) = gather_heads([dq], [layout.rows("dq")], layout.inside)
     return dq, *layout.gather_kv_grads(dk, dv, kv_heads, None)

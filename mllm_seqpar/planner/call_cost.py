@@ -181,7 +181,7 @@ def transfer_bytes(
         receiver = transfer.dst if transfer.kind == "input" else sender
         rows = problem.key_batch * visible_rows[transfer.send_shard][receiver]
     if transfer.kind == "input":
-        per_row = 3 * problem.dim * problem.element + LSE_BYTES if backward else problem.dim * problem.element
+        per_row = 2 * (problem.dim * problem.element + LSE_BYTES) if backward else problem.dim * problem.element
     else:
         per_row = problem.dim * problem.accumulated + (0 if backward else LSE_BYTES)
     return rows * problem.heads * per_row

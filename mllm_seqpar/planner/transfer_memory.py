@@ -71,7 +71,7 @@ def receive_buffers(problem: Problem, spec: ParallelSpec, *, backward: bool) -> 
     kv, wide_kv = (key * inner.dim * size for size in (inner.element, inner.accumulated))
     rows, element, accumulated = (row * LSE_BYTES, "lse"), inner.element, inner.accumulated
     tensors: dict[tuple[TransferKind, Axis], list[tuple[int, Hashable]]] = {
-        ("input", "q"): [(o, element)] * 3 + [rows] if backward else [(o, element)],
+        ("input", "q"): [(o, element), rows] * 2 if backward else [(o, element)],
         ("input", "kv"): [(kv, element)] * 2,
         ("result", "q"): [(wide, accumulated)] if backward else [(wide, accumulated), rows],
         ("result", "kv"): [(wide_kv, accumulated)] * 2,

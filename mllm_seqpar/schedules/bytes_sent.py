@@ -5,11 +5,11 @@ one of n ranks sends per call, with s_q query rows per rank and, for even shards
 KV heads, head_dim D):
 
     LV-XAttn (arXiv 2502.02406)         forward   (n - 1) s_q H D  +  (n - 1) s_q H (D + 1)
-                                        backward  (n - 1) s_q H (4 D + 1)
+                                        backward  (n - 1) s_q H (3 D + 2)
     Ring Attention (arXiv 2310.01889)   forward   2 (n - 1) s_kv G D
                                         backward  4 (n - 1) s_kv G D
     Mesh-Attention, mesh shape (a, b)   forward   (a - 1) s_q H (2 D + 1)  +  2 (b - 1) s_kv G D
-                                        backward  (a - 1) s_q H (4 D + 1)  +  4 (b - 1) s_kv G D
+                                        backward  (a - 1) s_q H (3 D + 2)  +  4 (b - 1) s_kv G D
     DeepSpeed-Ulysses (arXiv 2309.14509)
                                         forward   (n - 1)/n (2 s_q H D + s_q H + 2 s_kv G D)
                                         backward  (n - 1)/n (2 s_q H D + 2 s_kv G D)
@@ -22,7 +22,7 @@ If a mask hides all keys of some rank from some rows, LV-XAttn sends rows point 
 visible key. With r(i, j) the number of rows of rank i that see any key of rank j, rank i then sends
 
     forward   sum_j r(i, j) H D  +  sum_j r(j, i) H (D + 1)             over all j but i: queries, then results
-    backward  sum_j r(i, j) H (3 D + 1)  +  sum_j r(j, i) H D
+    backward  sum_j r(i, j) H (2 D + 2)  +  sum_j r(j, i) H D
 
 This equals the ring if every r(i, j) is s_q, and never exceeds it, summed over ranks.
 
@@ -39,6 +39,7 @@ from .head_sharding import HeadShards
 from .mesh import MeshShape, OverlapRatios
 
 LSE_BYTES = 4
+"""Of a log-sum-exp, and of delta = rowsum(dO * O), which backward sends in the place of O."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,7 +75,7 @@ class Problem:
 def lv_xattn_bytes(
     problem: Problem, *, backward: bool, visible_rows: Sequence[Sequence[int]] | None = None
 ) -> dict[str, int]:
-    """Return the bytes that LV-XAttn sends per rank and call, by label: q, o, lse; backward q, o, do, lse, dq.
+    """Return the bytes that LV-XAttn sends per rank and call, by label: q, o, lse; backward q, do, lse, delta, dq.
 
     Args:
         problem: the call.
@@ -95,8 +96,9 @@ def lv_xattn_bytes(
             "o": results * problem.dim * problem.accumulated,
             "lse": results * LSE_BYTES,
         }
-    sent = {name: inputs * problem.dim * problem.element for name in ("q", "o", "do")}
-    return sent | {"lse": inputs * LSE_BYTES, "dq": results * problem.dim * problem.accumulated}
+    sent = {name: inputs * problem.dim * problem.element for name in ("q", "do")}
+    sent |= {name: inputs * LSE_BYTES for name in ("lse", "delta")}
+    return sent | {"dq": results * problem.dim * problem.accumulated}
 
 
 def ring_bytes(problem: Problem, *, backward: bool) -> dict[str, int]:
@@ -140,7 +142,7 @@ def overlap_ratios_by_bytes(problem: Problem, *, backward: bool) -> OverlapRatio
     """
     row, key = problem.batch * problem.heads * problem.rows, problem.key_batch * problem.kv_heads * max(problem.keys)
     o = row * (problem.dim * problem.accumulated + (0 if backward else LSE_BYTES))
-    q = row * problem.dim * problem.element * (3 if backward else 1) + (row * LSE_BYTES if backward else 0)
+    q = row * (2 * problem.dim * problem.element + 2 * LSE_BYTES if backward else problem.dim * problem.element)
     kv, dkv = (2 * key * problem.dim * size for size in (problem.element, problem.accumulated if backward else 0))
     largest = max(q, kv, o, dkv, 1)
     return OverlapRatios(q=q / largest, kv=kv / largest, o=o / largest, dkv=dkv / largest)
