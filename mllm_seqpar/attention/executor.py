@@ -47,6 +47,7 @@ class _Forward:
     def __init__(self, spec: CallSpec, block_math: BlockMath, q: Tensor, k: Tensor, v: Tensor) -> None:
         self.local: dict[Axis, Bundle] = {"q": {"q": q}, "kv": {"k": k, "v": v}}
         self._dtype, self._math = spec.accumulate_dtype, block_math
+        self._sent_dtype = spec.result_dtype("q", q.dtype)
         self.partials: dict[int, PartialResult] = {}
 
     def compute(self, block: PlannedBlock, rows: Bundle, columns: Bundle) -> None:
@@ -58,7 +59,7 @@ class _Forward:
 
     def result(self, axis: Axis, owner: int) -> Bundle:
         o, lse = self.partials.pop(owner).value
-        return {"o": o, "lse": lse}
+        return {"o": o.to(self._sent_dtype), "lse": lse}
 
     def receive(self, transfer: PlannedTransfer, bundle: Bundle) -> None:
         self.partials[transfer.recv_shard].add(bundle["o"], bundle["lse"], rows=transfer.recv_rows, borrowed=True)
@@ -75,6 +76,7 @@ class _Backward:
         sent = {name: x for name in names if (x := getattr(rows, name)) is not None}
         self.local: dict[Axis, Bundle] = {"q": sent, "kv": {"k": k, "v": v}}
         self._dtype, self._math, self._own_o = spec.accumulate_dtype, block_math, rows.o
+        self._sent_dtype = {axis: spec.result_dtype(axis, k.dtype) for axis in self.local}
         self._grads: dict[tuple[str, int], GradientAccumulator] = {}
 
     def grad(self, name: str, owner: int, like: Tensor) -> GradientAccumulator:
@@ -95,7 +97,7 @@ class _Backward:
 
     def result(self, axis: Axis, owner: int) -> Bundle:
         names = ("dq",) if axis == "q" else ("dk", "dv")
-        return {name: self._grads.pop((name, owner)).value for name in names}
+        return {name: self._grads.pop((name, owner)).value.to(self._sent_dtype[axis]) for name in names}
 
     def receive(self, transfer: PlannedTransfer, bundle: Bundle) -> None:
         for name, tensor in bundle.items():
