@@ -36,8 +36,8 @@ class Case:
     """What is computed.
 
     Attributes:
-        op: "lv", "direct" (LV-XAttn among all pairs of ranks), "ring", "mesh" or "ulysses" for cross-attention, "causal"
-            for text, "joint" for text and frames in one softmax; `by` and `frames_by` are the strategies of the text
+        op: "lv", "direct" (LV-XAttn among all pairs), "ring", "mesh" or "ulysses" for cross-attention, "causal" for
+            text, "joint" for text and frames in one softmax; `by` and `frames_by` are the strategies of the text
             and of the frames in "causal" and "joint".
         rows: query rows of all ranks, before padding.
         frames, tokens: visual keys of all ranks.

@@ -118,6 +118,10 @@ def select_strategy(problem: Problem, cluster: Cluster, *, options: SelectionOpt
         for spec in candidate_specs(problem, options.strategies, all_pairs=all_pairs)
         if options.mesh_shape in (None, spec.mesh_shape)
     ]
+    # LV-XAttn among all pairs must be faster than LV-XAttn around the ring, which is the first candidate beside it.
+    candidates = [
+        c for c in candidates if not c.spec.all_pairs or c.seconds * (1 + options.margin) < candidates[0].seconds
+    ]
     if not candidates:
         raise ConfigError(
             f"strategies: none of {', '.join(options.strategies)} is legal for {problem.heads} heads on "

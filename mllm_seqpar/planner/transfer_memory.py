@@ -68,11 +68,8 @@ def receive_buffers(problem: Problem, spec: ParallelSpec, *, backward: bool) -> 
     inner = problem_between_groups(problem, spec.head_degree)
     row, key = inner.batch * inner.heads * inner.rows, inner.key_batch * inner.kv_heads * max(inner.keys)
     a, b = spec.mesh_shape
-    element, q_result, kv_result = (
-        inner.element,
-        inner.result_element(a, direct=spec.all_pairs),
-        inner.result_element(b),
-    )
+    element, q_result = inner.element, inner.result_element(a, direct=spec.all_pairs)
+    kv_result = inner.result_element(b)
     o, kv, rows = row * inner.dim * element, key * inner.dim * element, (row * LSE_BYTES, "lse")
     result, kv_grad = (row * inner.dim * q_result, q_result), (key * inner.dim * kv_result, kv_result)
     tensors: dict[tuple[TransferKind, Axis], list[tuple[int, Hashable]]] = {
