@@ -49,7 +49,8 @@ class FinalRows(NamedTuple):
         return self._replace(delta=delta_of(self.do, self.o, self.delta))
 
     def folded(self) -> FinalRows:
-        return self._make(x if x is None else fold(x) for x in self)
+        o, delta = (x if x is None else fold(x) for x in (self.o, self.delta))
+        return FinalRows(fold(self.q), o, fold(self.lse), fold(self.do), delta)
 
 
 class PartialResult:

@@ -107,8 +107,8 @@ class FusedKernel:
         if base.is_empty(q, k):
             return base.empty_backward(q, k, v)
         if k.shape[2] < self.min_keys:
-            options = {"scale": scale, "causal": causal, "mask": mask, "delta": delta}
-            return BlockedMatmulKernel().backward(do, q, k, v, o, lse, **options)
+            kernel = BlockedMatmulKernel()
+            return kernel.backward(do, q, k, v, o, lse, scale=scale, causal=causal, mask=mask, delta=delta)
         if o is None:
             assert delta is not None
             o = base.output_with_row_sums(do, delta, self.operator_dtype or q.dtype)
