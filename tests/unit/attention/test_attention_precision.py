@@ -11,11 +11,14 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from attention_cases import Case, errors, exact, inputs, run_case
-from mllm_seqpar.attention.call_spec import AccumulateDtype
-from mllm_seqpar.comm import run_loopback
+from mllm_seqpar.attention.block_math import BlockMath
+from mllm_seqpar.attention.call_spec import AccumulateDtype, call_spec_for, problem_of
+from mllm_seqpar.attention.ulysses import backward_head_sharded, forward_head_sharded
+from mllm_seqpar.comm import Communicator, run_loopback
 from mllm_seqpar.kernels import registry
 from mllm_seqpar.kernels.base import output_with_row_sums
 from mllm_seqpar.kernels.blocked_matmul import BlockedMatmulKernel
+from mllm_seqpar.masks import FullBlockMasks
 from tolerances import AGAINST_ONE_DEVICE, AGAINST_ONE_DEVICE_FLOAT32_PARTIALS, drift, relative_error
 
 pytestmark = pytest.mark.rounding
@@ -110,6 +113,24 @@ def test_rounded_gradients_of_shared_kv_heads_are_as_good_as_one_device(n: int) 
     whole = found(replace(case, accumulate=torch.float32), n)
     for name in ("dk", "dv"):
         assert whole[name] < found(case, n)[name] <= 1.6 * whole[name] <= 1.1 * one_device()[name], name
+
+
+def head_sharded_dtypes(comm: Communicator) -> list[torch.dtype]:
+    """The dtypes of o, dq, dk and dv of a head-sharded source of a joint softmax; 2 ranks share one KV head."""
+    q, k, do = torch.randn(3, 1, 2, 4, 8).bfloat16()
+    k = k[:, :1].contiguous()
+    problem = problem_of(q.shape, k.shape, (4, 4), q.dtype, "auto")
+    spec = call_spec_for("ulysses", None, FullBlockMasks(1, 4, (4, 4)), problem, torch.float32)
+    block_math = BlockMath("auto", 1.0)
+    o, lse = forward_head_sharded(comm, spec, block_math, q, k, k)
+    grads = backward_head_sharded(comm, spec, block_math, (q, o.bfloat16(), lse, do), k, k)
+    assert comm.bytes.sent["o"] == comm.bytes.sent["dq"] == comm.bytes.sent["q"] // 2, "sent in 16 bits; q twice"
+    return [x.dtype for x in (o, *grads)]
+
+
+def test_results_that_were_sent_in_16_bits_are_added_in_float32() -> None:
+    """The caller adds o and dq of all sources in their dtype; dk and dv are sums over the ranks."""
+    assert run_loopback(2, head_sharded_dtypes) == [[torch.float32] * 4] * 2
 
 
 def test_joint_softmax_adds_rounded_results_in_float32() -> None:
