@@ -150,12 +150,9 @@ class Patch:
 
         @functools.wraps(unpatched)
         def forward(*args: Any, **kwargs: Any) -> Any:
-            if kwargs.get("seqpar") is None:  # some modules take the state under another name or by position
-                for given in (*args, *kwargs.values()):
-                    if isinstance(given, ForwardState):
-                        break
-                else:
-                    self._refuse_call_outside_pass(module)
+            given = (*args, *kwargs.values())  # some modules take the state under another name or by position
+            if kwargs.get("seqpar") is None and not any(isinstance(x, ForwardState) for x in given):
+                self._refuse_call_outside_pass(module)
             return unpatched(*args, **kwargs)
 
         return forward

@@ -75,7 +75,7 @@ def _tower_runs(model: nn.Module, runs: int) -> int:
     skips a module stalls the others. Sequence-parallel groups of one job may have different batches, so the maximum is
     taken over the mesh that the parameters are sharded on.
     """
-    if not dist.is_initialized() or not any(isinstance(module, FSDPModule) for module in model.modules()):
+    if not any(isinstance(module, FSDPModule) for module in model.modules()):
         return runs
     mesh = next((p.device_mesh for p in model.parameters() if isinstance(p, DTensor)), None)
     if mesh is None:  # one FSDP unit, gathered already: there is no mesh to ask, so assume that some rank has a frame

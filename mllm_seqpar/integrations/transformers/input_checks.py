@@ -60,12 +60,6 @@ def require_same_inputs(
     Returns whether all ranks have the same random state; True without `model`.
     """
 
-    if comm.size == 1:
-        _check_frames(comm, inputs)
-        check()
-        inputs.read()
-        return True
-
     def describe() -> dict[str, int]:
         _check_frames(comm, inputs)
         check()
