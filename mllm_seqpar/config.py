@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
+from typing import Literal
 
 import torch
 
@@ -42,7 +43,9 @@ class SeqParConfig:
         kernel: name of a block kernel, or "auto"; `mllm_seqpar.kernels.available_kernels()` lists them. Rectangles with
             a mask go to the kernel of "auto" if the named one takes no mask.
         overlap: run transfers during computation; False only to measure.
-        accumulate_dtype: dtype in which O is merged and sent: torch.float32, or None for the dtype of the queries.
+        accumulate_dtype: dtype in which O, dQ, dK and dV are accumulated and sent: torch.float32, None for the dtype of
+            the queries, or "auto": accumulated in float32, and sent in the dtype of the queries where each partial
+            result goes straight to its owner rank and is therefore rounded once, in float32 where it hops.
         shard_prompt_from: `generate` reads prompts of at least this many tokens with sharded text (by
             `self_attention`), and the text KV cache stays sharded while decoding. For shorter prompts every rank holds
             all text, which saves an exchange per layer and token. None: no prompt is sharded.
@@ -70,7 +73,7 @@ class SeqParConfig:
     recompute_attention: bool = False
     kernel: str = "auto"
     overlap: bool = True
-    accumulate_dtype: torch.dtype | None = torch.float32
+    accumulate_dtype: torch.dtype | Literal["auto"] | None = "auto"
     logits: str = "auto"
     shard_prompt_from: int | None = 16384
     mlp_chunk_size: int | None = None
@@ -83,10 +86,10 @@ class SeqParConfig:
             value = getattr(self, name)
             if value not in allowed:
                 raise ConfigError(f"{name}: {value!r} is unknown; choose one of {', '.join(allowed)}")
-        if self.accumulate_dtype not in (torch.float32, None):
+        if self.accumulate_dtype not in ("auto", torch.float32, None):
             raise ConfigError(
-                f"accumulate_dtype: {self.accumulate_dtype} cannot be used; choose torch.float32 (exact for any number "
-                "of ranks) or None (the dtype of the queries: half the bytes, an error that grows with the ranks)"
+                f'accumulate_dtype: {self.accumulate_dtype} cannot be used; choose "auto", torch.float32 (nothing is '
+                "rounded before it is sent) or None (the dtype of the queries: an error that grows with the ranks)"
             )
         if self.tile is not None:
             object.__setattr__(self, "tile", check_tile(self.tile))

@@ -24,7 +24,7 @@ from mllm_seqpar.schedules.bytes_sent import Problem, expanded, ring_bytes
 from mllm_seqpar.sharding import frame_bounds
 
 # Labels of the visual attention's transfers; Ring Attention alone sends k, v, dk, dv.
-LABELS = ("q", "o", "do", "lse", "dq", "k", "v", "dk", "dv")
+LABELS = ("q", "o", "do", "delta", "lse", "dq", "k", "v", "dk", "dv")
 
 
 def answers(one: Path, many: Path, expected: str) -> int:

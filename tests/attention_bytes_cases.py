@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from attention_cases import Case, visible_frames
+from mllm_seqpar.attention.call_spec import accumulation
 from mllm_seqpar.schedules.bytes_sent import Problem, lv_xattn_bytes, mesh_bytes, ring_bytes, ulysses_bytes
 from mllm_seqpar.sharding import frame_bounds, sequence_positions
 
@@ -22,7 +23,8 @@ def problem(case: Case, n: int, rank: int) -> Problem:
         **{"rows": rows, "keys": (rows,) * n if case.op == "causal" else frames, "rank": rank},
         **{"heads": case.heads, "kv_heads": case.groups, "dim": case.dim, "element": case.dtype.itemsize},
         **{"batch": case.batch, "key_batch": 1 if case.shared_keys else case.batch},
-        accumulated=torch.promote_types(case.accumulate or case.dtype, case.dtype).itemsize,
+        accumulated=accumulation(case.accumulate, case.dtype).itemsize,
+        straight=case.dtype.itemsize if case.accumulate == "auto" else None,
     )
 
 
@@ -40,19 +42,26 @@ def visible_row_counts(case: Case, n: int) -> list[list[int]] | None:
     return [by_rank[:, index].sum((0, 1)).tolist() for index in rows]
 
 
+def prunes(case: Case, n: int) -> bool:
+    """Whether some rank has rows that attend to no key of some other rank; if not, rows go around the ring."""
+    visible, rows = visible_row_counts(case, n), case.total(n) // n * (case.batch if case.shared_keys else 1)
+    return visible is not None and any(visible[i][j] < rows for i in range(n) for j in range(n) if i != j)
+
+
 def expected_bytes(case: Case, n: int, rank: int, *, backward: bool) -> dict[str, int]:
     """Bytes that the formulas say a rank sends, by label."""
     by, sizes = case.by if case.op == "causal" else case.op, problem(case, n, rank)
     tile, visible = case.tile, visible_row_counts(case, n)
-    if by == "lv" or (by == "mesh" and tile == (n, 1) and visible is not None):
-        sent = lv_xattn_bytes(sizes, backward=backward, visible_rows=visible)
+    if by in ("lv", "direct") or (by == "mesh" and tile == (n, 1) and visible is not None):
+        visible = visible if prunes(case, n) else None
+        sent = lv_xattn_bytes(sizes, backward=backward, visible_rows=visible, direct=by == "direct")
     elif by == "ring":
         sent = ring_bytes(sizes, backward=backward)
     else:
         mesh = by == "mesh"
         sent = (mesh_bytes if mesh else ulysses_bytes)(sizes, tile or (n if mesh else 1, 1), backward=backward)
-    if case.dtype is torch.float64 and "lse" in sent:
-        sent["lse"] *= 2  # float64 log-sum-exp
+    if case.dtype is torch.float64:
+        sent |= {name: 2 * sent[name] for name in ("lse", "delta") if name in sent}  # float64 as well
     return {label: size for label, size in sent.items() if size}
 
 

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from dense_attention import dense_attention, squared_terms
 from mllm_seqpar.attention import lv_xattn, mesh_attention, ring_attention, ulysses_attention
-from mllm_seqpar.attention.call_spec import accumulation, call_spec_for, problem_of
+from mllm_seqpar.attention.call_spec import AccumulateDtype, accumulation, call_spec_for, problem_of
 from mllm_seqpar.attention.joint import attend
 from mllm_seqpar.attention.kv_sources import GivenKV
 from mllm_seqpar.comm import Communicator, as_communicator
@@ -36,8 +36,9 @@ class Case:
     """What is computed.
 
     Attributes:
-        op: "lv", "ring", "mesh" or "ulysses" for cross-attention, "causal" for text, "joint" for text and frames in one
-            softmax; `by` and `frames_by` are the strategies of the text and of the frames in "causal" and "joint".
+        op: "lv", "direct" (LV-XAttn among all pairs), "ring", "mesh" or "ulysses" for cross-attention, "causal" for
+            text, "joint" for text and frames in one softmax; `by` and `frames_by` are the strategies of the text
+            and of the frames in "causal" and "joint".
         rows: query rows of all ranks, before padding.
         frames, tokens: visual keys of all ranks.
         mask: a name of `frame_table`, or None; with `table`, by FrameMask.from_dense instead of intervals.
@@ -66,7 +67,7 @@ class Case:
     size: float = 1.0
     offset: float = 0.0
     dtype: torch.dtype = torch.float32
-    accumulate: torch.dtype | None = torch.float32
+    accumulate: AccumulateDtype = "auto"
     kernel: str = "auto"
     overlap: bool = True
     seed: int = 0
@@ -210,6 +211,12 @@ def _call(
     if case.op == "causal" and case.text == "plain" and total == case.rows:
         return FUNCTIONS[name](x["q"], x["text_k"], x["text_v"], causal=True, layout=case.layout, **options)
     n, dtype = comm.size, accumulation(case.accumulate, case.dtype)
+    if case.op == "direct":
+        lengths = tuple((stop - start) * case.tokens for start, stop in frame_bounds(case.frames, n))
+        full = FullBlockMasks(case.batch, total // n, lengths)
+        problem = problem_of(x["q"].shape, x["k"].shape, lengths, case.dtype, case.accumulate)
+        spec = call_spec_for("lv-xattn", None, full, problem, dtype, case.overlap, all_pairs=True)
+        return attend(x["q"], [GivenKV(spec, x["k"], x["v"])], comm=comm, scale=case.dim**-0.5, kernel=case.kernel)
     first, valid = text_limits(case, total)
     text = CausalBlockMasks(case.batch, total, n, case.layout, first, valid)
 

@@ -43,9 +43,11 @@ def check_qkv(q: Tensor, k: Tensor, v: Tensor) -> None:
         raise ShapeError(f"q, k and v must be floating point ({', '.join(map(str, _DTYPES))}); got {q.dtype}")
 
 
-def check_accumulation(dtype: torch.dtype | None) -> None:
-    if dtype is not None and dtype not in _DTYPES:
-        raise ConfigError(f"accumulate_dtype: {dtype!r} cannot be used; choose torch.float32, or None for q's dtype")
+def check_accumulation(dtype: torch.dtype | str | None) -> None:
+    if dtype not in (*_DTYPES, "auto", None):
+        raise ConfigError(
+            f'accumulate_dtype: {dtype!r} cannot be used; choose "auto", torch.float32, or None for q\'s dtype'
+        )
 
 
 def check_scale(scale: float | None) -> None:
@@ -85,8 +87,8 @@ def scale_bits(scale: float) -> int:
     return struct.unpack("<q", struct.pack("<d", scale))[0]
 
 
-def dtype_code(dtype: torch.dtype | None) -> int:
-    return 0 if dtype is None else 1 + _DTYPES.index(dtype)
+def dtype_code(dtype: torch.dtype | str | None) -> int:
+    return 0 if dtype is None else -1 if isinstance(dtype, str) else 1 + _DTYPES.index(dtype)
 
 
 def require_same_call(
@@ -172,5 +174,5 @@ def _show(name: str, value: int) -> str:
     if name == "dtype":
         return str(_DTYPES[value])
     if name == "accumulate_dtype":
-        return str(_DTYPES[value - 1]) if value else "None"
+        return "auto" if value < 0 else str(_DTYPES[value - 1]) if value else "None"
     return f"{struct.unpack('<d', struct.pack('<q', value))[0]:g}" if name == "scale" else str(value)

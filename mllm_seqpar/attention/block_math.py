@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from mllm_seqpar.kernels import BlockKernel, choose_kernel
+from mllm_seqpar.kernels.base import delta_of
 from mllm_seqpar.kernels.merge import merge_
 from mllm_seqpar.masks import Rectangle
 
@@ -30,6 +31,26 @@ def fold(x: Tensor) -> Tensor:
 def unfold(x: Tensor, batch: int) -> Tensor:
     """(1, H, B * S, ...) -> (B, H, S, ...), a view."""
     return x.reshape(x.shape[1], batch, x.shape[2] // batch, *x.shape[3:]).transpose(0, 1)
+
+
+class FinalRows(NamedTuple):
+    """What backward needs of some query rows: q, do, and o and lse merged over all keys.
+
+    The gradients depend on o only through delta = rowsum(do * o), (B, H, S) in float32, which is sent instead of it.
+    """
+
+    q: Tensor
+    o: Tensor | None
+    lse: Tensor
+    do: Tensor
+    delta: Tensor | None = None
+
+    def with_delta(self) -> FinalRows:
+        return self._replace(delta=delta_of(self.do, self.o, self.delta))
+
+    def folded(self) -> FinalRows:
+        o, delta = (x if x is None else fold(x) for x in (self.o, self.delta))
+        return FinalRows(fold(self.q), o, fold(self.lse), fold(self.do), delta)
 
 
 class PartialResult:
@@ -120,20 +141,18 @@ class BlockMath:
     def backward(
         self,
         grads: tuple[GradientAccumulator, GradientAccumulator, GradientAccumulator],
-        do: Tensor,
-        q: Tensor,
+        final: FinalRows,
         k: Tensor,
         v: Tensor,
-        o: Tensor,
-        lse: Tensor,
         rectangles: Iterable[Rectangle],
     ) -> None:
-        """Add the block's dq, dk and dv to `grads`; o and lse are final, merged over all keys of their rows."""
+        """Add the block's dq, dk and dv to `grads`."""
         dq, dk, dv = grads
         for rectangle in rectangles:
-            kernel, batch, rows, keys, qkv, options = self._part(rectangle, q, k, v)
-            do_part, o_part, lse_part = (x[batch, :, rows] for x in (do, o, lse))
-            dq_part, dk_part, dv_part = kernel.backward(do_part, *qkv, o_part, lse_part, **options)
+            kernel, batch, rows, keys, qkv, options = self._part(rectangle, final.q, k, v)
+            do, lse = final.do[batch, :, rows], final.lse[batch, :, rows]
+            o, delta = (None if x is None else x[batch, :, rows] for x in (final.o, final.delta))
+            dq_part, dk_part, dv_part = kernel.backward(do, *qkv, o, lse, delta=delta, **options)
             dq.add(dq_part, batch, rows)
             dk.add(dk_part, batch, keys)
             dv.add(dv_part, batch, keys)

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -77,11 +77,15 @@ class CallSpec:
             (1, n) sends KV shards, other shapes send both. With (1, 1) each rank computes its own block only.
         masks: the mask rectangles of every block.
         key_lengths: the number of keys on each rank.
-        accumulate_dtype: dtype in which O, dQ, dK and dV are accumulated and sent.
+        accumulate_dtype: dtype in which O, dQ, dK and dV are accumulated, and sent unless `round_results`.
         overlap: whether transfers run during computation.
         head_degree: the number of consecutive ranks that shard the heads among themselves first (Ulysses);
             `mesh_shape` then describes the n / head_degree ranks that hold the same heads.
         overlap_ratios: the ratios that a mesh orders its steps by, forward and backward.
+        round_results: whether results that go straight to their owner are sent in the dtype of the inputs, see
+            `result_dtype`.
+        all_pairs: whether Q shards are sent point to point even if the mask makes no (row, rank) pair empty; for
+            (n, 1) only.
     """
 
     mesh_shape: tuple[int, int]
@@ -91,6 +95,8 @@ class CallSpec:
     overlap: bool = True
     head_degree: int = 1
     overlap_ratios: tuple[OverlapRatios, OverlapRatios] = (OverlapRatios(), OverlapRatios())
+    round_results: bool = False
+    all_pairs: bool = False
 
     @cached_property
     def kernels(self) -> dict[Hashable, BlockKernel]:
@@ -104,8 +110,20 @@ class CallSpec:
 
     @property
     def direct(self) -> bool:
-        """True if Q shards are sent point to point, which is when the mask makes some (row, rank) pairs empty."""
-        return self.mesh_shape[0] > 1 and self.mesh_shape[1] == 1 and self.masks.prunes
+        """True if Q shards are sent point to point: by choice, or because the mask makes (row, rank) pairs empty."""
+        return self.mesh_shape[0] > 1 and self.mesh_shape[1] == 1 and (self.all_pairs or self.masks.prunes)
+
+    def result_dtype(self, axis: Axis, inputs: torch.dtype) -> torch.dtype:
+        """Return the dtype in which results for the shards of an axis are sent, for inputs of a dtype.
+
+        Each rank adds its result to those that pass through it, so with many hops 16 bits would be rounded many times.
+        Results that go straight to their owner are rounded once, and accumulated there in `accumulate_dtype`.
+        """
+        straight = self.mesh_shape[axis == "kv"] == 2 or (axis == "q" and self.direct)
+        return self.straight_dtype(inputs) if straight else self.accumulate_dtype
+
+    def straight_dtype(self, inputs: torch.dtype) -> torch.dtype:
+        return inputs if self.round_results else self.accumulate_dtype
 
     @cached_property
     def folded(self) -> CallSpec:
@@ -197,8 +215,14 @@ class CallSpec:
         return tuple(part for rectangle in rectangles for part in clip_rows(rectangle, start, stop))
 
 
-def accumulation(dtype: torch.dtype | None, input_dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype of partial results: the wider of the two; None: `input_dtype`."""
+AccumulateDtype = torch.dtype | Literal["auto"] | None
+"""The option `accumulate_dtype`; see `SeqParConfig`."""
+
+
+def accumulation(dtype: AccumulateDtype, input_dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype of partial results: the wider of the two; None: `input_dtype`; "auto": as float32."""
+    if dtype == "auto":
+        dtype = torch.float32
     return input_dtype if dtype is None else torch.promote_types(dtype, input_dtype)
 
 
@@ -207,7 +231,7 @@ def problem_of(
     k_shape: Sequence[int],
     key_lengths: tuple[int, ...],
     dtype: torch.dtype,
-    accumulate_dtype: torch.dtype | None,
+    accumulate_dtype: AccumulateDtype,
 ) -> Problem:
     """Return the sizes of a call with q (B, H, s, D) and k (B or 1, G, ...) that the byte formulas need."""
     batch, heads, rows, dim = q_shape
@@ -221,6 +245,7 @@ def problem_of(
         key_batch=k_shape[0],
         element=dtype.itemsize,
         accumulated=accumulation(accumulate_dtype, dtype).itemsize,
+        straight=dtype.itemsize if accumulate_dtype == "auto" else None,
     )
 
 
@@ -232,12 +257,15 @@ def call_spec_for(
     accumulate_dtype: torch.dtype,
     overlap: bool = True,
     overlap_ratios: tuple[OverlapRatios, OverlapRatios] | None = None,
+    all_pairs: bool = False,
 ) -> CallSpec:
     """Return the call spec of a strategy.
 
     Args:
         mesh_shape: for "mesh" and "ulysses"; a mesh without one takes the shape that sends the fewest bytes.
+        problem: as `problem_of` returns it; it also says in how many bytes results are sent.
         overlap_ratios: forward and backward, for the order of a mesh's steps; None: by the bytes of its transfers.
+        all_pairs: for "lv-xattn", see `CallSpec`.
 
     Raises:
         ConfigError: the mesh shape does not fit the number of ranks.
@@ -249,4 +277,5 @@ def call_spec_for(
         forward, backward = (overlap_ratios_by_bytes(problem, backward=b) for b in (False, True))
         overlap_ratios = forward, backward
     ratios = overlap_ratios or (OverlapRatios(), OverlapRatios())
-    return CallSpec(shape, masks, problem.keys, accumulate_dtype, overlap, head_degree, ratios)
+    rounded = problem.straight is not None and problem.straight < accumulate_dtype.itemsize
+    return CallSpec(shape, masks, problem.keys, accumulate_dtype, overlap, head_degree, ratios, rounded, all_pairs)

@@ -16,7 +16,7 @@ from mllm_seqpar.comm import Communicator, Pending, Recv, Send
 from mllm_seqpar.comm.receive_buffers import BufferLease
 from mllm_seqpar.schedules import Axis
 
-from .block_math import BlockMath, GradientAccumulator, PartialResult, fold, unfold
+from .block_math import BlockMath, FinalRows, GradientAccumulator, PartialResult, fold, unfold
 from .call_spec import CallSpec, PlannedBlock, PlannedStep, PlannedTransfer
 
 Bundle = dict[str, Tensor]
@@ -47,6 +47,7 @@ class _Forward:
     def __init__(self, spec: CallSpec, block_math: BlockMath, q: Tensor, k: Tensor, v: Tensor) -> None:
         self.local: dict[Axis, Bundle] = {"q": {"q": q}, "kv": {"k": k, "v": v}}
         self._dtype, self._math = spec.accumulate_dtype, block_math
+        self._sent_dtype = spec.result_dtype("q", q.dtype)
         self.partials: dict[int, PartialResult] = {}
 
     def compute(self, block: PlannedBlock, rows: Bundle, columns: Bundle) -> None:
@@ -58,21 +59,24 @@ class _Forward:
 
     def result(self, axis: Axis, owner: int) -> Bundle:
         o, lse = self.partials.pop(owner).value
-        return {"o": o, "lse": lse}
+        return {"o": o.to(self._sent_dtype), "lse": lse}
 
     def receive(self, transfer: PlannedTransfer, bundle: Bundle) -> None:
         self.partials[transfer.recv_shard].add(bundle["o"], bundle["lse"], rows=transfer.recv_rows, borrowed=True)
 
 
 class _Backward:
-    """Q shards are sent with q, o, lse and do and return dq; KV shards are sent with k and v and return dk and dv."""
+    """Q shards are sent with q, do, lse and delta and return dq; KV shards are sent with k and v and return dk and dv.
 
-    def __init__(
-        self, spec: CallSpec, block_math: BlockMath, rows: tuple[Tensor, Tensor, Tensor, Tensor], k: Tensor, v: Tensor
-    ) -> None:
-        names = ("q", "o", "lse", "do")
-        self.local: dict[Axis, Bundle] = {"q": dict(zip(names, rows, strict=True)), "kv": {"k": k, "v": v}}
-        self._dtype, self._math = spec.accumulate_dtype, block_math
+    This rank's own rows keep their o, for kernels that take no delta.
+    """
+
+    def __init__(self, spec: CallSpec, block_math: BlockMath, rows: FinalRows, k: Tensor, v: Tensor) -> None:
+        names = ("q", "do", "lse", "delta")
+        sent = {name: x for name in names if (x := getattr(rows, name)) is not None}
+        self.local: dict[Axis, Bundle] = {"q": sent, "kv": {"k": k, "v": v}}
+        self._dtype, self._math, self._own_o = spec.accumulate_dtype, block_math, rows.o
+        self._sent_dtype = {axis: spec.result_dtype(axis, k.dtype) for axis in self.local}
         self._grads: dict[tuple[str, int], GradientAccumulator] = {}
 
     def grad(self, name: str, owner: int, like: Tensor) -> GradientAccumulator:
@@ -87,11 +91,13 @@ class _Backward:
             self.grad("dk", block.kv_shard, k),
             self.grad("dv", block.kv_shard, v),
         )
-        self._math.backward((dq, dk, dv), rows["do"], q, k, v, rows["o"], rows["lse"], block.rectangles)
+        o = self._own_o if rows is self.local["q"] else None
+        final = FinalRows(q, o, rows["lse"], rows["do"], rows.get("delta"))
+        self._math.backward((dq, dk, dv), final, k, v, block.rectangles)
 
     def result(self, axis: Axis, owner: int) -> Bundle:
         names = ("dq",) if axis == "q" else ("dk", "dv")
-        return {name: self._grads.pop((name, owner)).value for name in names}
+        return {name: self._grads.pop((name, owner)).value.to(self._sent_dtype[axis]) for name in names}
 
     def receive(self, transfer: PlannedTransfer, bundle: Bundle) -> None:
         for name, tensor in bundle.items():
@@ -119,23 +125,25 @@ def distributed_backward(
     comm: Communicator,
     spec: CallSpec,
     block_math: BlockMath,
-    rows: tuple[Tensor, Tensor, Tensor, Tensor],
+    rows: FinalRows | tuple[Tensor, Tensor, Tensor, Tensor],
     k: Tensor,
     v: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return this rank's dq, dk and dv in `spec.accumulate_dtype`.
 
     Args:
-        rows: q, o, lse and do of this rank's query rows, where o and lse are final: merged over all keys.
+        rows: q, o, lse and do of this rank's query rows, where o and lse are final: merged over all keys. If Q shards
+            are sent and delta is not given, it is computed here, and sent instead of o.
         k, v: this rank's KV shard.
     """
-    q = rows[0]
+    final = FinalRows(*rows)
+    q = final.q
     if k.shape[0] < q.shape[0]:
-        q_folded, o_folded, lse_folded, do_folded = map(fold, rows)
-        folded = q_folded, o_folded, lse_folded, do_folded
-        dq, dk, dv = distributed_backward(comm, spec.folded, block_math, folded, k, v)
+        dq, dk, dv = distributed_backward(comm, spec.folded, block_math, final.folded(), k, v)
         return unfold(dq, q.shape[0]), dk, dv
-    backward = _Backward(spec, block_math, rows, k, v)
+    if spec.mesh_shape[0] > 1:
+        final = final.with_delta()
+    backward = _Backward(spec, block_math, final, k, v)
     _run(spec.steps(comm, q, k, backward=True), comm, backward, spec.overlap)
     dq, dk, dv = (backward.grad(name, comm.rank, like).value for name, like in (("dq", q), ("dk", k), ("dv", v)))
     return dq, dk, dv

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from typing import Literal, TypedDict, Unpack, overload
 
-import torch
 from torch import Tensor
 
 from mllm_seqpar.comm import Group, transfer_communicator
@@ -22,7 +21,7 @@ from mllm_seqpar.schedules.mesh_shapes import check_tile, resolve_tile
 from mllm_seqpar.sharding import LAYOUTS, frame_bounds, sequence_positions
 
 from . import argument_checks
-from .call_spec import accumulation, call_spec_for, problem_of
+from .call_spec import AccumulateDtype, accumulation, call_spec_for, problem_of
 from .joint import attend, eager
 from .kv_sources import GivenKV
 
@@ -37,7 +36,7 @@ class SharedOptions(TypedDict, total=False):
     scale: float | None
     kernel: str
     overlap: bool
-    accumulate_dtype: torch.dtype | None
+    accumulate_dtype: AccumulateDtype
 
 
 class TextOptions(SharedOptions, total=False):
@@ -71,7 +70,7 @@ def lv_xattn(
     scale: float | None = None,
     kernel: str = "auto",
     overlap: bool = True,
-    accumulate_dtype: torch.dtype | None = torch.float32,
+    accumulate_dtype: AccumulateDtype = "auto",
     return_lse: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """LV-XAttn (arXiv 2502.02406): K and V stay on their ranks; Q and (O, lse) are sent around the ring.
@@ -87,7 +86,8 @@ def lv_xattn(
         kernel: name of a block kernel, or "auto"; a block that needs a mask falls back to "auto" if the named kernel
             takes none.
         overlap: whether transfers run during computation; False only to measure.
-        accumulate_dtype: dtype that O is merged and sent in; None: q.dtype.
+        accumulate_dtype: dtype that O, dQ, dK and dV are accumulated and sent in: torch.float32, None for q.dtype, or
+            "auto": torch.float32, but results that go straight to their owner are sent in q.dtype.
         return_lse: also return lse (B, H, s_q), natural logarithm, float32 (float64 for float64 inputs). It carries no
             gradient.
 
@@ -123,7 +123,7 @@ def ring_attention(
     scale: float | None = None,
     kernel: str = "auto",
     overlap: bool = True,
-    accumulate_dtype: torch.dtype | None = torch.float32,
+    accumulate_dtype: AccumulateDtype = "auto",
     return_lse: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Ring Attention (arXiv 2310.01889): Q and O stay on their ranks, K and V are sent around the ring; GQA stays
@@ -163,7 +163,7 @@ def mesh_attention(
     scale: float | None = None,
     kernel: str = "auto",
     overlap: bool = True,
-    accumulate_dtype: torch.dtype | None = torch.float32,
+    accumulate_dtype: AccumulateDtype = "auto",
     return_lse: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Mesh-Attention: each rank computes the a x b blocks of its Q group and its KV group (`schedules.mesh`).
@@ -200,7 +200,7 @@ def ulysses_attention(
     scale: float | None = None,
     kernel: str = "auto",
     overlap: bool = True,
-    accumulate_dtype: torch.dtype | None = torch.float32,
+    accumulate_dtype: AccumulateDtype = "auto",
     return_lse: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """DeepSpeed-Ulysses (arXiv 2309.14509): all-to-all to shard the heads, attention, all-to-all back.
@@ -232,7 +232,7 @@ def _attend_once(
     scale: float | None,
     kernel: str,
     overlap: bool,
-    accumulate_dtype: torch.dtype | None,
+    accumulate_dtype: AccumulateDtype,
     return_lse: bool,
 ) -> Tensor | tuple[Tensor, Tensor]:
     comm = transfer_communicator(group)

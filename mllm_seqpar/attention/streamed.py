@@ -3,7 +3,7 @@
     forward    q of every rank --exchange--> Q, the rows that attend to any frame of this rank
                for each chunk: (o, lse) = merge((o, lse), attend(Q, k, v))
                (o, lse) of each rank's rows --exchange--> their owner, which merges them
-    backward   the same exchange of q, o, lse and do; for each chunk: dk, dv, and dq += ...
+    backward   the same exchange of q, do, lse and delta; for each chunk: dk, dv, and dq += ...
                dq of each rank's rows --exchange--> their owner, which sums them
 
 Each chunk of K and V exists once per layer and pass, and only one exists at a time. A ring over Q shards would need all
@@ -26,7 +26,7 @@ from mllm_seqpar.comm import Communicator, Recv, Send
 from mllm_seqpar.masks import FrameBlockMasks, FrameMask, Rectangle, RowSubset
 from mllm_seqpar.masks.rectangles import Span
 
-from .block_math import BlockMath, GradientAccumulator, PartialResult, fold, unfold
+from .block_math import BlockMath, FinalRows, GradientAccumulator, PartialResult, fold, unfold
 from .call_spec import CallSpec
 
 Bundle = dict[str, Tensor]
@@ -84,7 +84,7 @@ def streamed_forward(
     o, lse = partial.value
     total, own = PartialResult(rows, spec.accumulate_dtype), plan.spans[comm.rank]
     total.add(o[:, :, own], lse[:, :, own])
-    with _returned_rows(comm, plan, {"o": o, "lse": lse}) as parts:
+    with _returned_rows(comm, plan, {"o": o.to(spec.result_dtype("q", q.dtype)), "lse": lse}) as parts:
         for index, part in parts:
             total.add(part["o"], part["lse"], rows=index, borrowed=True)
     o, lse = total.value
@@ -95,24 +95,27 @@ def streamed_backward(
     comm: Communicator,
     source: StreamedKV,
     block_math: BlockMath,
-    rows: tuple[Tensor, Tensor, Tensor, Tensor],
+    rows: FinalRows | tuple[Tensor, Tensor, Tensor, Tensor],
     inputs: Sequence[Tensor],
     needed: Sequence[bool],
 ) -> tuple[Tensor, Sequence[Tensor | None]]:
     """Return dq of this rank's rows (q, o, lse, do), where o and lse are final, and the gradients of `inputs`."""
     spec, batch = source.spec, rows[0].shape[0]
     chunks, plan = source.open(inputs, needed), _plan(source.spec, comm)
-    local = dict(zip(("q", "o", "lse", "do"), map(fold, rows), strict=True))
+    final = FinalRows(*rows).folded()
+    if comm.size > 1:
+        final = final.with_delta()._replace(o=None)
+    local = {name: x for name, x in final._asdict().items() if x is not None}
     every = _gather_rows(comm, plan, local)
+    gathered = FinalRows(every["q"], every.get("o"), every["lse"], every["do"], every.get("delta"))
     dq = GradientAccumulator(every["q"], spec.accumulate_dtype)
     for units, k, v in chunks:
         dk, dv = (GradientAccumulator(x, spec.accumulate_dtype) for x in (k, v))
-        rectangles = plan.rectangles(units)
-        block_math.backward((dq, dk, dv), every["do"], every["q"], k, v, every["o"], every["lse"], rectangles)
+        block_math.backward((dq, dk, dv), gathered, k, v, plan.rectangles(units))
         chunks.add_gradients(dk.value, dv.value)
     total = GradientAccumulator(local["q"], spec.accumulate_dtype)
     total.add(dq.value[:, :, plan.spans[comm.rank]])
-    with _returned_rows(comm, plan, {"dq": dq.value}) as parts:
+    with _returned_rows(comm, plan, {"dq": dq.value.to(spec.result_dtype("q", local["q"].dtype))}) as parts:
         for index, part in parts:
             total.add(part["dq"], rows=index, borrowed=True)
     return unfold(total.value, batch), chunks.input_grads()

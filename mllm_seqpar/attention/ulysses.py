@@ -7,7 +7,8 @@ of the heads. The n / u ranks with the same heads then run any mesh shape (a, b)
 is plain Ulysses. A KV head is sent only to the ranks whose query heads use it (`schedules.head_sharding`).
 
 Forward sends Q, K, V and O, backward dO, dQ, dK and dV. These are complete and therefore sent in the inputs' dtype,
-except dK and dV of a KV head that several ranks use: those are partial sums, sent in the accumulation dtype. The
+except dK and dV of a KV head that several ranks use: those are partial sums, sent in the dtype of the inputs too or in
+the accumulation dtype (`CallSpec.straight_dtype`). The
 tensors saved for backward are head-sharded too, and as large as row-sharded ones. Causal rows are put in the order of
 the text, in which their mask is few and large rectangles.
 """
@@ -25,7 +26,7 @@ from torch.autograd.function import once_differentiable
 from mllm_seqpar.comm import Communicator, Recv, Send, Subgroup
 from mllm_seqpar.schedules.head_sharding import HeadShards
 
-from .block_math import BlockMath
+from .block_math import BlockMath, FinalRows
 from .call_spec import CallSpec
 from .executor import distributed_backward, distributed_forward
 from .kept_results import computed_once
@@ -78,7 +79,7 @@ def shard_heads(xs: Sequence[Tensor], items: Sequence[HeadTensor], comm: Communi
 def gather_heads(xs: Sequence[Tensor], items: Sequence[HeadTensor], comm: Communicator) -> list[Tensor]:
     """(B, this rank's heads, sum of lengths, D) -> (B, all heads, this rank's length, D), for each tensor.
 
-    The adjoint of `shard_heads`: a head that several ranks hold is summed over them.
+    The adjoint of `shard_heads`: a head that several ranks hold is summed over them, in float32 at least.
     """
     sends, recvs, received = [], [], []
     for x, item in zip(xs, items, strict=True):
@@ -107,7 +108,7 @@ def _sum_heads(parts: Sequence[Tensor], heads: Sequence[range]) -> Tensor:
     total = first.new_zeros((first.shape[0], heads[-1].stop, *first.shape[2:]), dtype=wide)
     for part, some in zip(parts, heads, strict=True):
         total[:, some.start : some.stop] += part
-    return total.to(first.dtype)
+    return total
 
 
 class _Reshard(torch.autograd.Function):
@@ -183,16 +184,17 @@ class HeadLayout:
         return k, v
 
     def gather_kv_grads(
-        self, dk: Tensor, dv: Tensor, kv_heads: int, dtype: torch.dtype | None
+        self, dk: Tensor, dv: Tensor, kv_heads: int, dtype: torch.dtype, *, complete: bool
     ) -> tuple[Tensor, Tensor]:
         """Return row-sharded dk and dv with `kv_heads` heads: the adjoint of `shard_kv`.
 
-        They are sent in `dtype`, or in the accumulation dtype if it is None or several ranks hold a KV head.
+        They are sent in `dtype`, that of the inputs, or in `CallSpec.straight_dtype` if they are not complete or
+        several ranks hold a KV head.
         """
         shards = HeadShards(self._heads, kv_heads, self.inside.size)
         several = sum(len(shards.kv_heads_of(rank)) for rank in range(self.inside.size)) > kv_heads
-        if several or dtype is None:
-            dtype = self.spec.accumulate_dtype
+        if several or not complete:
+            dtype = self.spec.straight_dtype(dtype)
         places = shards.kv_head_index(self.inside.rank)
         grads = [(x if places is None else _add_heads(x, places)).to(dtype) for x in (dk, dv)]
         dk, dv = gather_heads(grads, self._keys(("dk", "dv"), shards), self.inside)
@@ -249,7 +251,7 @@ class HeadShardedKV:
         self, inputs: Sequence[Tensor], needed: Sequence[bool], dk: Tensor, dv: Tensor
     ) -> Sequence[Tensor | None]:
         """Return the gradients of the source's inputs, from the gradients of its k and v on all ranks."""
-        grads = self.layout.gather_kv_grads(dk, dv, self.kv_heads[0], self.dtype)
+        grads = self.layout.gather_kv_grads(dk, dv, self.kv_heads[0], self.dtype, complete=True)
         return self.source.input_grads(inputs, needed, *grads)
 
     def saved(self, inputs: Sequence[Tensor]) -> Sequence[Tensor]:
@@ -303,26 +305,31 @@ def forward_head_sharded(
     (q,) = shard_heads([q], [layout.rows("q")], layout.inside)
     k, v = layout.shard_kv(k, v)
     o, lse = distributed_forward(layout.across, layout.spec, block_math, q, k, v)
+    o = o.to(spec.straight_dtype(q.dtype))
     o, lse = gather_heads([o, lse.unsqueeze(-1)], [layout.rows("o"), layout.rows("lse")], layout.inside)
-    return o, lse.squeeze(-1)
+    return o.to(spec.accumulate_dtype), lse.squeeze(-1)
 
 
 def backward_head_sharded(
     comm: Communicator,
     spec: CallSpec,
     block_math: BlockMath,
-    rows: tuple[Tensor, Tensor, Tensor, Tensor],
+    rows: FinalRows | tuple[Tensor, Tensor, Tensor, Tensor],
     k: Tensor,
     v: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Do what `distributed_backward` does, for such a source."""
-    q, o, lse, do = rows
+    q, _, lse, do, delta = FinalRows(*rows).with_delta()
+    assert delta is not None
     comm, spec = spec.by_node(comm)
     layout = HeadLayout.of(comm, spec, q, spec.masks.orders(spec.head_degree, q.device))
-    items = [layout.rows(name) for name in ("q", "o", "lse", "do")]
-    q, o, lse, do = (x.contiguous() for x in shard_heads([q, o, lse.unsqueeze(-1), do], items, layout.inside))
+    items = [layout.rows(name) for name in ("q", "do", "lse", "delta")]
+    sharded = shard_heads([q, do, lse.unsqueeze(-1), delta.unsqueeze(-1)], items, layout.inside)
+    q, do, lse, delta = (x.contiguous() for x in sharded)
     kv_heads = k.shape[1]
     k, v = layout.shard_kv(k, v)
-    dq, dk, dv = distributed_backward(layout.across, layout.spec, block_math, (q, o, lse.squeeze(-1), do), k, v)
-    (dq,) = gather_heads([dq], [layout.rows("dq")], layout.inside)
-    return dq, *layout.gather_kv_grads(dk, dv, kv_heads, None)
+    final = FinalRows(q, None, lse.squeeze(-1), do, delta.squeeze(-1))
+    dq, dk, dv = distributed_backward(layout.across, layout.spec, block_math, final, k, v)
+    (dq,) = gather_heads([dq.to(spec.straight_dtype(q.dtype))], [layout.rows("dq")], layout.inside)
+    kv_grads = layout.gather_kv_grads(dk, dv, kv_heads, q.dtype, complete=False)
+    return dq.to(spec.accumulate_dtype), *kv_grads

@@ -5,10 +5,11 @@ blocks of a row over all keys, on whichever rank they are. Every kernel follows 
 
 * forward returns the normalised output of the block and the natural log-sum-exp of its scores, so that blocks merge;
 * backward takes the output and the log-sum-exp of the FINAL, merged rows. The probabilities that it recomputes are then
-  those of the whole softmax, and the gradients of blocks add up (FlashAttention-2, section 3.1.2).
+  those of the whole softmax, and the gradients of blocks add up (FlashAttention-2, section 3.1.2). Of the output it
+  needs delta = rowsum(do * o) only, so a rank that computes with the rows of another rank receives delta instead of o.
 
 Shapes: B batch, H query heads, G key/value heads (G divides H), R = H / G, S query rows, T keys, D head dim.
-    q, do, o  (B, H, S, D)      k, v  (B, G, T, D)      lse  (B, H, S) float32
+    q, do, o  (B, H, S, D)      k, v  (B, G, T, D)      lse, delta  (B, H, S) float32
     mask  (B or 1, S, T) bool, True = visible, the same for all heads
 """
 
@@ -18,6 +19,7 @@ from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from mllm_seqpar.errors import ShapeError
 
@@ -59,16 +61,22 @@ class BlockKernel(Protocol):
         q: Tensor,
         k: Tensor,
         v: Tensor,
-        o: Tensor,
+        o: Tensor | None,
         lse: Tensor,
         *,
         scale: float,
         causal: bool = False,
         mask: Tensor | None = None,
+        delta: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Compute the part of the gradients that this block contributes, from the final (merged) o and lse.
 
         o and do are in q.dtype or float32. Rows with lse = -inf have a zero dq and add exact zeros to dk and dv.
+
+        Args:
+            o: None for rows of another rank, whose `delta` is given. `delta_of` returns delta in either case, and
+                `output_with_row_sums` an o.
+            delta: `row_sums(do, o)`, if it exists already; None: the kernel computes it from o.
 
         Returns:
             dq (B, H, S, D), dk and dv (B, G, T, D), in float32 if the kernel accumulates in it, else in q.dtype.
@@ -113,13 +121,52 @@ def _check_mask(mask: Tensor, q: Tensor, k: Tensor) -> None:
         raise ShapeError(f"mask must be on {q.device} like q; got {mask.device}")
 
 
-def check_final(do: Tensor, q: Tensor, o: Tensor, lse: Tensor) -> None:
-    """Raise ShapeError unless do, o and lse belong to the rows of q."""
-    if do.shape != q.shape or o.shape != q.shape or lse.shape != q.shape[:3]:
+def check_final(do: Tensor, q: Tensor, o: Tensor | None, lse: Tensor, delta: Tensor | None) -> None:
+    """Raise ShapeError unless do, lse, and o or delta are given and belong to the rows of q."""
+    if o is None and delta is None:
+        raise ShapeError("backward needs o, or delta = rowsum(do * o); got None for both")
+    given = {"do": (do, 4), "o": (o, 4), "lse": (lse, 3), "delta": (delta, 3)}
+    if any(x is not None and x.shape != q.shape[:dims] for x, dims in given.values()):
+        found = ", ".join(f"{name} {tuple(x.shape)}" for name, (x, _) in given.items() if x is not None)
         raise ShapeError(
-            f"do and o must have q's shape {tuple(q.shape)} and lse its first three sizes; got do {tuple(do.shape)}, "
-            f"o {tuple(o.shape)}, lse {tuple(lse.shape)}"
+            f"do and o must have q's shape {tuple(q.shape)}, lse and delta its first three sizes; got {found}"
         )
+
+
+def row_sums(do: Tensor, o: Tensor) -> Tensor:
+    """Return delta (B, H, S) = rowsum(do * o), contiguous, in float32 (float64 if do or o is)."""
+    wide = torch.promote_types(torch.promote_types(do.dtype, o.dtype), torch.float32)
+    return do.to(wide, copy=True).mul_(o).sum(dim=-1)
+
+
+def delta_of(do: Tensor, o: Tensor | None, delta: Tensor | None) -> Tensor:
+    """Return delta, computed from do and o if it is not given."""
+    if delta is not None:
+        return delta
+    assert o is not None
+    return row_sums(do, o)
+
+
+def output_with_row_sums(do: Tensor, delta: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return an o (B, H, S, D) in `dtype` with rowsum(do * o) = delta, for operators that take o and no delta.
+
+    In each row, only two elements of o are not 0. Where do is largest, o is delta over it, rounded to `dtype`. Where do
+    is largest in the other half of the row, o makes up for that rounding. The row sum is therefore as exact in 16 bits
+    as delta itself (do * delta / |do|^2 is not, if do is constant or has outliers), and as nothing is squared, rows of
+    any magnitude keep theirs. A row of zeros gives zeros.
+    """
+    width = do.shape[-1]
+    do = F.pad(do, (0, 1)) if width % 2 else do
+    size, index = do.unflatten(-1, (2, -1)).abs().max(dim=-1)
+    index[..., 1] += do.shape[-1] // 2
+    index = torch.where(size[..., :1] < size[..., 1:], index.flip(-1), index)
+    at = do.gather(-1, index).to(dtype).to(delta.dtype)
+    first, second = at.masked_fill(at == 0, 1.0).unbind(-1)
+    o_first = (delta / first).to(dtype)
+    limit = torch.finfo(dtype).max
+    o_second = ((delta - first * o_first) / second).clamp(-limit, limit).to(dtype)
+    o = torch.zeros(do.shape, dtype=dtype, device=do.device)
+    return o.scatter_(-1, index, torch.stack((o_first, o_second), dim=-1))[..., :width]
 
 
 def accumulator(dtype: torch.dtype) -> torch.dtype:

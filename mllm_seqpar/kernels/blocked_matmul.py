@@ -53,20 +53,21 @@ class BlockedMatmulKernel:
         q: Tensor,
         k: Tensor,
         v: Tensor,
-        o: Tensor,
+        o: Tensor | None,
         lse: Tensor,
         *,
         scale: float,
         causal: bool = False,
         mask: Tensor | None = None,
+        delta: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         base.check_block(q, k, v, causal=causal, mask=mask)
-        base.check_final(do, q, o, lse)
+        base.check_final(do, q, o, lse, delta)
         dq, dk, dv = base.empty_backward(q, k, v)
         if base.is_empty(q, k):
             return dq, dk, dv
         groups, dtype = k.shape[1], _matmul_dtype(q)
-        delta = (do.to(dq.dtype) * o.to(dq.dtype)).sum(dim=-1, keepdim=True)
+        delta = base.delta_of(do, o, delta).unsqueeze(-1).to(dq.dtype)
         lse = base.safe_lse(lse).unsqueeze(-1).to(dq.dtype)
         for rows in _row_chunks(q):
             chunk = _RowChunk.of(q, k, rows, scale)

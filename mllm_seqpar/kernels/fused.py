@@ -42,7 +42,7 @@ class FusedKernel:
         grouped_causal: True if the operator itself takes G < H KV heads.
         min_keys: with fewer keys, the kernel `BlockedMatmulKernel` computes the block.
         mask_entries, mask_keys: entries of a bias, and keys, that are computed at once with a mask.
-        bias_dtype: dtype of a bias; None for that of q.
+        operator_dtype: dtype of the operator's inputs; None for that of q.
     """
 
     name = ""
@@ -50,7 +50,7 @@ class FusedKernel:
     min_keys = 1
     mask_entries = 1 << 20
     mask_keys = 1024
-    bias_dtype: torch.dtype | None = None
+    operator_dtype: torch.dtype | None = None
 
     def unsupported_reason(self, q: Tensor, k: Tensor, *, causal: bool, masked: bool) -> str | None:
         raise NotImplementedError
@@ -94,19 +94,24 @@ class FusedKernel:
         q: Tensor,
         k: Tensor,
         v: Tensor,
-        o: Tensor,
+        o: Tensor | None,
         lse: Tensor,
         *,
         scale: float,
         causal: bool = False,
         mask: Tensor | None = None,
+        delta: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         base.check_block(q, k, v, causal=causal, mask=mask)
-        base.check_final(do, q, o, lse)
+        base.check_final(do, q, o, lse, delta)
         if base.is_empty(q, k):
             return base.empty_backward(q, k, v)
         if k.shape[2] < self.min_keys:
-            return BlockedMatmulKernel().backward(do, q, k, v, o, lse, scale=scale, causal=causal, mask=mask)
+            kernel = BlockedMatmulKernel()
+            return kernel.backward(do, q, k, v, o, lse, scale=scale, causal=causal, mask=mask, delta=delta)
+        if o is None:
+            assert delta is not None
+            o = base.output_with_row_sums(do, delta, self.operator_dtype or q.dtype)
         lse = base.safe_lse(lse.float())
         if causal and q.shape[2] > 1:
             return self._backward_causal(do, q, k, v, o, lse, AttentionArgs(scale, causal=True))
@@ -191,7 +196,7 @@ class FusedKernel:
         batch, rows, keys = mask.shape
         repeat = q.shape[1] // groups
         width = -(-keys // BIAS_ALIGNMENT) * BIAS_ALIGNMENT
-        bias = q.new_zeros(batch, repeat, rows, width, dtype=self.bias_dtype or q.dtype)
+        bias = q.new_zeros(batch, repeat, rows, width, dtype=self.operator_dtype or q.dtype)
         bias[..., :keys].masked_fill_(~mask.unsqueeze(1), -torch.inf)
         return bias.view(batch, 1, repeat * rows, width)[..., :keys]
 

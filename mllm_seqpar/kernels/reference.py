@@ -33,23 +33,25 @@ class ReferenceKernel:
         q: Tensor,
         k: Tensor,
         v: Tensor,
-        o: Tensor,
+        o: Tensor | None,
         lse: Tensor,
         *,
         scale: float,
         causal: bool = False,
         mask: Tensor | None = None,
+        delta: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         base.check_block(q, k, v, causal=causal, mask=mask)
-        base.check_final(do, q, o, lse)
+        base.check_final(do, q, o, lse, delta)
         if base.is_empty(q, k):
             return base.empty_backward(q, k, v)
-        q5, do5, o5 = (_group(x, k.shape[1]).double() for x in (q, do, o))
+        delta = base.delta_of(do, o, delta)
+        q5, do5, delta5 = (_group(x, k.shape[1]).double() for x in (q, do, delta))
         p = torch.exp(
             _scores(q, k, scale, causal, mask) - base.safe_lse(_group(lse, k.shape[1]).double()).unsqueeze(-1)
         )
         dp = torch.einsum("bgrsd,bgtd->bgrst", do5, v.double())
-        ds = p * (dp - (do5 * o5).sum(-1, keepdim=True)) * scale
+        ds = p * (dp - delta5.unsqueeze(-1)) * scale
         dq = torch.einsum("bgrst,bgtd->bgrsd", ds, k.double()).reshape(q.shape)
         dk = torch.einsum("bgrst,bgrsd->bgtd", ds, q5)
         dv = torch.einsum("bgrst,bgrsd->bgtd", p, do5)

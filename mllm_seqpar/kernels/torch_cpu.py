@@ -28,7 +28,7 @@ class TorchCpuKernel(FusedKernel):
     """Block attention with torch's fused CPU operator; partial results are float32 for every input dtype."""
 
     name = "torch_cpu"
-    bias_dtype = torch.float32
+    operator_dtype = torch.float32
 
     def unsupported_reason(self, q: Tensor, k: Tensor, *, causal: bool, masked: bool) -> str | None:
         if q.device.type != "cpu":

@@ -102,7 +102,7 @@ def call_cost(
             return Computation(seconds / block.parts, f"Q{i} KV{j}")
 
         def message(transfer: Transfer) -> SentMessage:
-            size = transfer_bytes(inner, transfer, backward=backward, sender=group, visible_rows=visible_rows)
+            size = transfer_bytes(inner, transfer, spec, backward=backward, sender=group, visible_rows=visible_rows)
             label = f"{_LABELS[transfer.kind, transfer.axis][backward]}{transfer.send_shard}"
             return SentMessage(transfer.dst * degree + member, size, label)
 
@@ -110,7 +110,7 @@ def call_cost(
             (1, 1) if replicated else spec.mesh_shape,
             0 if replicated else group if order is None else order.index(group),
             backward=backward,
-            direct=visible_rows is not None and not replicated,
+            direct=(spec.all_pairs or visible_rows is not None) and not replicated,
             overlap_ratios=ratios,
         )
         if order is not None:
@@ -164,6 +164,7 @@ def block_seconds(problem: Problem, cluster: Cluster, keys: int, *, backward: bo
 def transfer_bytes(
     problem: Problem,
     transfer: Transfer,
+    spec: ParallelSpec,
     *,
     backward: bool,
     sender: int,
@@ -173,23 +174,25 @@ def transfer_bytes(
 
     With `visible_rows`, the argument of `lv_xattn_bytes`, the rank `sender` determines which rows are sent.
     """
+    a, b = spec.mesh_shape
     if transfer.axis == "kv":
         width = 2 * problem.key_batch * problem.kv_heads * problem.dim * problem.keys[transfer.send_shard]
-        return width * (problem.element if transfer.kind == "input" else problem.accumulated)
+        return width * (problem.element if transfer.kind == "input" else problem.result_element(b))
     rows = problem.batch * problem.rows
     if visible_rows is not None:
         receiver = transfer.dst if transfer.kind == "input" else sender
         rows = problem.key_batch * visible_rows[transfer.send_shard][receiver]
     if transfer.kind == "input":
-        per_row = 3 * problem.dim * problem.element + LSE_BYTES if backward else problem.dim * problem.element
+        per_row = 2 * (problem.dim * problem.element + LSE_BYTES) if backward else problem.dim * problem.element
     else:
-        per_row = problem.dim * problem.accumulated + (0 if backward else LSE_BYTES)
+        element = problem.result_element(a, direct=spec.all_pairs or visible_rows is not None)
+        per_row = problem.dim * element + (0 if backward else LSE_BYTES)
     return rows * problem.heads * per_row
 
 
-def shard_bytes(problem: Problem, kind: TransferKind, axis: Axis, *, backward: bool) -> int:
+def shard_bytes(problem: Problem, spec: ParallelSpec, kind: TransferKind, axis: Axis, *, backward: bool) -> int:
     """Return the bytes of a transfer of the first shard, without a mask."""
-    return transfer_bytes(problem, Transfer(kind, axis, 0, 0, 0, 0), backward=backward, sender=0)
+    return transfer_bytes(problem, Transfer(kind, axis, 0, 0, 0, 0), spec, backward=backward, sender=0)
 
 
 def overlap_ratios_by_rates(
@@ -209,6 +212,7 @@ def overlap_ratios_by_rates(
     keys = ceil(sum(inner.keys) / len(inner.keys))
     block = block_seconds(inner, cluster, keys, backward=backward, visible=visible)
     a, b = mesh_shape
+    spec = ParallelSpec("mesh", mesh_shape)
     kv_first = _order(inner, mesh_shape, cluster, head_degree, backward=backward) is not None
     first = b if kv_first else a
     near = _slowest_hop(cluster, problem.ranks, distance=head_degree, span=first * head_degree)
@@ -216,7 +220,7 @@ def overlap_ratios_by_rates(
     q_hop, kv_hop = (far, near) if kv_first else (near, far)
 
     def blocks(kind: TransferKind, axis: Axis) -> float:
-        size = shard_bytes(inner, kind, axis, backward=backward)
+        size = shard_bytes(inner, spec, kind, axis, backward=backward)
         rate, latency, _ = q_hop if axis == "q" else kv_hop
         seconds = latency + size / rate + cluster.step_overhead_s
         return float(f"{seconds / block:.2g}") if block else 1.0
@@ -268,7 +272,8 @@ def _collectives(
     kv = head_sharding_bytes(problem, spec.head_degree, kv=True) - q
     if backward:  # dO, and K and V if they were recomputed; then dQ, dK, dV
         partial = kv_heads > problem.kv_heads  # ranks that share a KV head have partial gradients of it
-        kv_gradients = kv // problem.element * problem.accumulated if partial else kv
+        element = problem.result_element(spec.head_degree, direct=True)
+        kv_gradients = kv // problem.element * element if partial else kv
         sizes = (q + (kv if visual is not None and visual.recompute else 0), q + kv_gradients)
     else:  # Q, K, V; then O and the log-sum-exp
         sizes = (q + kv, q + problem.batch * problem.rows * problem.heads * LSE_BYTES)

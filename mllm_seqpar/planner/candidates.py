@@ -19,11 +19,13 @@ class ParallelSpec:
         strategy: one of STRATEGIES.
         mesh_shape: (a, b), Q shards by KV shards; of the ranks, or of the groups of `head_degree` ranks.
         head_degree: the number of consecutive ranks that shard the heads by all-to-all (Ulysses); 1 for none.
+        all_pairs: whether LV-XAttn sends Q shards point to point without a mask that asks for it.
     """
 
     strategy: str
     mesh_shape: tuple[int, int]
     head_degree: int = 1
+    all_pairs: bool = False
 
     def __str__(self) -> str:
         a, b = self.mesh_shape
@@ -31,11 +33,16 @@ class ParallelSpec:
             return f"mesh {a}x{b}"
         if self.strategy == "ulysses" and self.mesh_shape != (1, 1):
             return f"ulysses {self.head_degree} x tile {a}x{b}"
-        return self.strategy
+        return f"{self.strategy} among all pairs" if self.all_pairs else self.strategy
 
 
-def candidate_specs(problem: Problem, strategies: Sequence[str] = STRATEGIES) -> Iterator[ParallelSpec]:
-    """Yield all legal specs of `strategies` in the order of STRATEGIES; raise ConfigError for an unknown strategy."""
+def candidate_specs(
+    problem: Problem, strategies: Sequence[str] = STRATEGIES, *, all_pairs: bool = False
+) -> Iterator[ParallelSpec]:
+    """Yield all legal specs of `strategies` in the order of STRATEGIES; raise ConfigError for an unknown strategy.
+
+    `all_pairs` includes LV-XAttn among all pairs of ranks. With 2 ranks it is the ring.
+    """
     unknown = sorted(set(strategies) - set(STRATEGIES))
     if unknown:
         raise ConfigError(f"strategies: cannot plan {', '.join(unknown)}; choose from {', '.join(STRATEGIES)}")
@@ -43,6 +50,7 @@ def candidate_specs(problem: Problem, strategies: Sequence[str] = STRATEGIES) ->
     degrees = [degree for degree in reversed(_divisors(n)) if degree > 1 and problem.heads % degree == 0]
     specs = (
         ParallelSpec("lv-xattn", (n, 1)),
+        *([ParallelSpec("lv-xattn", (n, 1), all_pairs=True)] if all_pairs and n > 2 else []),
         ParallelSpec("ring", (1, n)),
         *(ParallelSpec("mesh", (a, n // a)) for a in _divisors(n)[1:-1]),
         *(ParallelSpec("ulysses", (a, n // d // a), d) for d in degrees for a in _divisors(n // d)),

@@ -31,6 +31,8 @@ class Cluster:
         overlap: fraction of computation that can run while transfers are in flight: 1 if transfers do not slow it down,
             0 if a step takes the sum of both.
         peak_flops: peak of one GPU according to its maker, dense bf16; None if unknown.
+        all_pairs: whether every GPU of a node reaches `node_link` to any other while all pairs exchange (NVSwitch, or
+            NVLink between all pairs), so that rows may be sent to their ranks directly instead of around a ring.
         links: which links the figures describe: "all", "node" (measured on one node) or "none" (measured on one GPU);
             see `check_ranks`.
     """
@@ -52,12 +54,15 @@ class Cluster:
     peak_flops: float | None = None
     source: str = ""
     links: str = "all"
+    all_pairs: bool = False
 
     def __post_init__(self) -> None:
         for name in ("name", "source"):
             value = getattr(self, name)
             if not isinstance(value, str):
                 raise ConfigError(f"cluster: {name} is {value!r}; expected a string")
+        if not isinstance(self.all_pairs, bool):
+            raise ConfigError(f"cluster {self.name!r}: all_pairs is {self.all_pairs!r}; expected true or false")
         if self.links not in ("all", "node", "none"):
             raise ConfigError(f"cluster {self.name!r}: links is {self.links!r}; expected all, node or none")
         for name, unit in _UNITS.items():
@@ -85,6 +90,10 @@ class Cluster:
                 f"cluster {self.name!r}: {ranks} ranks need {missing} alone could not measure; calibrate with more, or "
                 "write the figures into the file and remove `links`"
             )
+
+    def pairs_exchange(self, ranks: int) -> bool:
+        """Return whether all of `ranks` ranks are in one node whose links are symmetric."""
+        return self.all_pairs and ranks <= self.gpus_per_node
 
     def same_node(self, rank: int, other: int) -> bool:
         return rank // self.gpus_per_node == other // self.gpus_per_node

@@ -11,6 +11,8 @@ the formulas with real, patched models. Dropout and position embeddings are left
 that compute in float32, which save most; layer norms, as in OpenFlamingo, save less.
 """
 
+from dataclasses import replace
+
 from mllm_seqpar.schedules.bytes_sent import LSE_BYTES, Problem
 
 from . import offload
@@ -251,8 +253,9 @@ def _partial_results(problem: Problem, spec: ParallelSpec, *, backward: bool) ->
 
     A ring holds two of each kind, a mesh those of all other ranks of its groups. Ulysses holds all its heads once more.
     """
-    q, o = (shard_bytes(problem, kind, "q", backward=backward) for kind in ("input", "result"))
-    kv, dkv = (shard_bytes(problem, kind, "kv", backward=backward) for kind in ("input", "result"))
+    held = replace(problem, straight=None)  # results are rounded, if at all, when they are sent
+    q, o = (shard_bytes(held, spec, kind, "q", backward=backward) for kind in ("input", "result"))
+    kv, dkv = (shard_bytes(held, spec, kind, "kv", backward=backward) for kind in ("input", "result"))
     dkv = dkv if backward else 0
     if spec.strategy == "replicate":
         return o

@@ -10,7 +10,10 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from mllm_seqpar.schedules import TransferKind
+
 from .call_cost import shard_bytes
+from .candidates import ParallelSpec
 
 if TYPE_CHECKING:
     from .step_cost import Part
@@ -44,7 +47,9 @@ def features_memory(workload: Workload) -> int:
 def rows_memory(workload: Workload, *, backward: bool) -> int:
     """Return the bytes of all ranks' rows and of their results, as they are sent and as they are computed with."""
     problem = workload.cross_problem
-    rows = sum(shard_bytes(problem, kind, "q", backward=backward) for kind in ("input", "result"))
+    spec = ParallelSpec("lv-xattn", (problem.ranks, 1))
+    kinds: tuple[TransferKind, ...] = ("input", "result")
+    rows = sum(shard_bytes(problem, spec, kind, "q", backward=backward) for kind in kinds)
     return (2 * workload.gpus - 1) * rows
 
 

@@ -87,6 +87,10 @@ class Selection:
     def mesh_shape(self) -> tuple[int, int]:
         return self.spec.mesh_shape
 
+    @property
+    def all_pairs(self) -> bool:
+        return self.spec.all_pairs
+
 
 def select_strategy(problem: Problem, cluster: Cluster, *, options: SelectionOptions | None = None) -> Selection:
     """Return the fastest legal spec; raise ConfigError if none is legal. `problem.rank` is ignored."""
@@ -107,10 +111,16 @@ def select_strategy(problem: Problem, cluster: Cluster, *, options: SelectionOpt
             overlap=options.overlap,
         )
 
+    # A mask that makes (row, rank) pairs empty asks for the direct schedule anyway.
+    all_pairs = options.visible_rows is None and cluster.pairs_exchange(problem.ranks)
     candidates = [
         Candidate(spec, cost(spec, False), cost(spec, True) if options.training else None)
-        for spec in candidate_specs(problem, options.strategies)
+        for spec in candidate_specs(problem, options.strategies, all_pairs=all_pairs)
         if options.mesh_shape in (None, spec.mesh_shape)
+    ]
+    # LV-XAttn among all pairs must be faster than LV-XAttn around the ring, which is the first candidate beside it.
+    candidates = [
+        c for c in candidates if not c.spec.all_pairs or c.seconds * (1 + options.margin) < candidates[0].seconds
     ]
     if not candidates:
         raise ConfigError(

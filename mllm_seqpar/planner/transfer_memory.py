@@ -67,14 +67,16 @@ def receive_buffers(problem: Problem, spec: ParallelSpec, *, backward: bool) -> 
         return {}
     inner = problem_between_groups(problem, spec.head_degree)
     row, key = inner.batch * inner.heads * inner.rows, inner.key_batch * inner.kv_heads * max(inner.keys)
-    o, wide = (row * inner.dim * size for size in (inner.element, inner.accumulated))
-    kv, wide_kv = (key * inner.dim * size for size in (inner.element, inner.accumulated))
-    rows, element, accumulated = (row * LSE_BYTES, "lse"), inner.element, inner.accumulated
+    a, b = spec.mesh_shape
+    element, q_result = inner.element, inner.result_element(a, direct=spec.all_pairs)
+    kv_result = inner.result_element(b)
+    o, kv, rows = row * inner.dim * element, key * inner.dim * element, (row * LSE_BYTES, "lse")
+    result, kv_grad = (row * inner.dim * q_result, q_result), (key * inner.dim * kv_result, kv_result)
     tensors: dict[tuple[TransferKind, Axis], list[tuple[int, Hashable]]] = {
-        ("input", "q"): [(o, element)] * 3 + [rows] if backward else [(o, element)],
+        ("input", "q"): [(o, element), rows] * 2 if backward else [(o, element)],
         ("input", "kv"): [(kv, element)] * 2,
-        ("result", "q"): [(wide, accumulated)] if backward else [(wide, accumulated), rows],
-        ("result", "kv"): [(wide_kv, accumulated)] * 2,
+        ("result", "q"): [result] if backward else [result, rows],
+        ("result", "kv"): [kv_grad] * 2,
     }
     found: defaultdict[Hashable, list[int]] = defaultdict(list)
     for kind, count in _shards_at_one_time(spec.mesh_shape, backward).items():

@@ -138,6 +138,7 @@ class Workload:
             batch=self.batch,
             key_batch=self.batch,
             element=self.element,
+            straight=self.element,
         )
 
     @property

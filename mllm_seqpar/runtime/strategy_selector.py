@@ -53,13 +53,16 @@ SELF_MESH = CandidateStrategies('self_attention="mesh"', _ALL_MESH_SHAPES, causa
 
 
 class SelectedStrategy(Protocol):
-    """The selected strategy and its mesh shape (a, b)."""
+    """The selected strategy, its mesh shape (a, b), and whether all pairs of ranks exchange (`CallSpec.all_pairs`)."""
 
     @property
     def strategy(self) -> str: ...
 
     @property
     def mesh_shape(self) -> tuple[int, int]: ...
+
+    @property
+    def all_pairs(self) -> bool: ...
 
 
 class StrategySelector(Protocol):
@@ -130,4 +133,5 @@ def selected_spec(
         accumulation(config.accumulate_dtype, dtype),
         config.overlap,
         selector.overlap_ratios(selection, problem, blocks, causal=causal),
+        selection.all_pairs,
     )

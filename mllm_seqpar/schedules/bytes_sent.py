@@ -5,24 +5,27 @@ one of n ranks sends per call, with s_q query rows per rank and, for even shards
 KV heads, head_dim D):
 
     LV-XAttn (arXiv 2502.02406)         forward   (n - 1) s_q H D  +  (n - 1) s_q H (D + 1)
-                                        backward  (n - 1) s_q H (4 D + 1)
+                                        backward  (n - 1) s_q H (3 D + 2)
     Ring Attention (arXiv 2310.01889)   forward   2 (n - 1) s_kv G D
                                         backward  4 (n - 1) s_kv G D
     Mesh-Attention, mesh shape (a, b)   forward   (a - 1) s_q H (2 D + 1)  +  2 (b - 1) s_kv G D
-                                        backward  (a - 1) s_q H (4 D + 1)  +  4 (b - 1) s_kv G D
+                                        backward  (a - 1) s_q H (3 D + 2)  +  4 (b - 1) s_kv G D
     DeepSpeed-Ulysses (arXiv 2309.14509)
                                         forward   (n - 1)/n (2 s_q H D + s_q H + 2 s_kv G D)
                                         backward  (n - 1)/n (2 s_q H D + 2 s_kv G D)
 
 With fewer KV heads than ranks, Ulysses sends each rank the one head that it needs: replace G by n. Complete results
-(its O, dQ, dK, dV) are sent in the dtype of the inputs, partial ones (for KV heads that ranks share) in the dtype of
-the accumulator.
+(its O, dQ, dK, dV) are sent in the dtype of the inputs, partial ones (for KV heads that ranks share) as other results
+that go straight to their owner.
+
+Results are sent in the dtype of the accumulator where they pass through other ranks, which add their own. Where they go
+straight to their owner (point to point, among two ranks, and in Ulysses), `Problem.straight` is the size of an element.
 
 If a mask hides all keys of some rank from some rows, LV-XAttn sends rows point to point, and only to ranks with a
 visible key. With r(i, j) the number of rows of rank i that see any key of rank j, rank i then sends
 
     forward   sum_j r(i, j) H D  +  sum_j r(j, i) H (D + 1)             over all j but i: queries, then results
-    backward  sum_j r(i, j) H (3 D + 1)  +  sum_j r(j, i) H D
+    backward  sum_j r(i, j) H (2 D + 2)  +  sum_j r(j, i) H D
 
 This equals the ring if every r(i, j) is s_q, and never exceeds it, summed over ranks.
 
@@ -39,6 +42,7 @@ from .head_sharding import HeadShards
 from .mesh import MeshShape, OverlapRatios
 
 LSE_BYTES = 4
+"""Of a log-sum-exp, and of delta = rowsum(dO * O), which backward sends in the place of O."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,6 +57,7 @@ class Problem:
         rank: the rank that sends; ranks differ only if their numbers of keys do.
         element: bytes per element of q, k, v, o and do.
         accumulated: bytes per element of what is summed over ranks: O forward; dQ, dK, dV backward.
+        straight: the same for results that go straight to their owner; None: `accumulated`.
     """
 
     rows: int
@@ -65,16 +70,25 @@ class Problem:
     rank: int = 0
     element: int = 2
     accumulated: int = 4
+    straight: int | None = None
 
     @property
     def ranks(self) -> int:
         return len(self.keys)
 
+    def result_element(self, ranks: int, *, direct: bool = False) -> int:
+        """Return the bytes per element of results among `ranks` ranks, sent point to point (`direct`) or in a ring."""
+        return self.accumulated if self.straight is None or not (direct or ranks == 2) else self.straight
+
 
 def lv_xattn_bytes(
-    problem: Problem, *, backward: bool, visible_rows: Sequence[Sequence[int]] | None = None
+    problem: Problem,
+    *,
+    backward: bool,
+    visible_rows: Sequence[Sequence[int]] | None = None,
+    direct: bool = False,
 ) -> dict[str, int]:
-    """Return the bytes that LV-XAttn sends per rank and call, by label: q, o, lse; backward q, o, do, lse, dq.
+    """Return the bytes that LV-XAttn sends per rank and call, by label: q, o, lse; backward q, do, lse, delta, dq.
 
     Args:
         problem: the call.
@@ -82,7 +96,9 @@ def lv_xattn_bytes(
         visible_rows: with a mask, visible_rows[i][j] is the number of rows of rank i that see any key of rank j. If
             batch items share their keys (key_batch 1), it counts the rows of all items, else the row numbers for which
             this is so in any item. None: every row sees keys of every rank.
+        direct: whether rows are sent point to point, which is so with `visible_rows`.
     """
+    result = problem.result_element(problem.ranks, direct=direct or visible_rows is not None)
     if visible_rows is None:
         inputs = results = (problem.ranks - 1) * problem.batch * problem.heads * problem.rows
     else:
@@ -92,11 +108,12 @@ def lv_xattn_bytes(
     if not backward:
         return {
             "q": inputs * problem.dim * problem.element,
-            "o": results * problem.dim * problem.accumulated,
+            "o": results * problem.dim * result,
             "lse": results * LSE_BYTES,
         }
-    sent = {name: inputs * problem.dim * problem.element for name in ("q", "o", "do")}
-    return sent | {"lse": inputs * LSE_BYTES, "dq": results * problem.dim * problem.accumulated}
+    sent = {name: inputs * problem.dim * problem.element for name in ("q", "do")}
+    sent |= {name: inputs * LSE_BYTES for name in ("lse", "delta")}
+    return sent | {"dq": results * problem.dim * result}
 
 
 def ring_bytes(problem: Problem, *, backward: bool) -> dict[str, int]:
@@ -109,7 +126,7 @@ def ring_bytes(problem: Problem, *, backward: bool) -> dict[str, int]:
     inputs = (total - problem.keys[next_rank]) * width * problem.element
     sent = {"k": inputs, "v": inputs}
     if backward:
-        results = (total - problem.keys[problem.rank]) * width * problem.accumulated
+        results = (total - problem.keys[problem.rank]) * width * problem.result_element(problem.ranks)
         sent |= {"dk": results, "dv": results}
     return sent
 
@@ -140,7 +157,7 @@ def overlap_ratios_by_bytes(problem: Problem, *, backward: bool) -> OverlapRatio
     """
     row, key = problem.batch * problem.heads * problem.rows, problem.key_batch * problem.kv_heads * max(problem.keys)
     o = row * (problem.dim * problem.accumulated + (0 if backward else LSE_BYTES))
-    q = row * problem.dim * problem.element * (3 if backward else 1) + (row * LSE_BYTES if backward else 0)
+    q = row * (2 * problem.dim * problem.element + 2 * LSE_BYTES if backward else problem.dim * problem.element)
     kv, dkv = (2 * key * problem.dim * size for size in (problem.element, problem.accumulated if backward else 0))
     largest = max(q, kv, o, dkv, 1)
     return OverlapRatios(q=q / largest, kv=kv / largest, o=o / largest, dkv=dkv / largest)
@@ -165,7 +182,8 @@ def ulysses_bytes(problem: Problem, mesh_shape: MeshShape = (1, 1), *, backward:
     rows = (size - 1) * per_row * problem.dim * problem.element
     if backward:
         shared = sum(len(shards.kv_heads_of(peer)) for peer in range(size)) > problem.kv_heads
-        per_kv_head = problem.key_batch * problem.dim * (problem.accumulated if shared else problem.element)
+        partial = problem.result_element(size, direct=True)
+        per_kv_head = problem.key_batch * problem.dim * (partial if shared else problem.element)
         grads = sum(keys[peer] for peer in others) * len(shards.kv_heads_of(member)) * per_kv_head
         sent = {"do": rows, "dq": rows, "dk": grads, "dv": grads}
     else:

@@ -34,7 +34,7 @@ class OverlapRatios:
     """Number of attention blocks that hide one transfer: the time of the transfer over the time of a block.
 
     Attributes:
-        q: inputs along the Q axis (Q; in the backward pass Q, O, dO and the log-sum-exp).
+        q: inputs along the Q axis (Q; in the backward pass Q, dO, the log-sum-exp and delta).
         kv: K and V.
         o: results along the Q axis (O and the log-sum-exp; dQ in the backward pass).
         dkv: dK and dV, in the backward pass.

@@ -29,7 +29,7 @@ MEANING = {
     "Q": "Q: queries",
     "O": "O: partial output and its log-sum-exp",
     "KV": "KV: keys and values",
-    "Q+": "Q+: Q, O, dO and the log-sum-exp of queries",
+    "Q+": "Q+: Q, dO, delta and the log-sum-exp of queries",
     "dQ": "dQ: partial gradient of Q",
     "dKV": "dKV: partial gradients of K and V",
 }

@@ -3,7 +3,7 @@
     python scripts/docs/sent.py
 
 The figures follow from the formulas of `schedules/bytes_sent.py`, which tests hold equal to the bytes counted. They are
-millions of bytes per layer of the rank that sends most, with inputs in bf16 and sums over ranks in float32.
+millions of bytes per layer of the rank that sends most, with inputs in bf16 and accumulate_dtype="auto".
 
 video: the Video-MME case of the LV-XAttn paper, 5,514 queries, 1,739,394 keys, 28 heads, 4 KV heads of 128
 (mPLUG-Owl3-7B). Backward recomputes K and V, as in a patched model; Ulysses then shards them again.
@@ -22,8 +22,8 @@ from mllm_seqpar.schedules.mesh_shapes import mesh_shapes_of
 RANKS = 8
 WIDTH, LAYERS = 3584, 4
 """Of mPLUG-Owl3-7B: channels of the visual features, and the cross-attention layers that share them."""
-VIDEO = video_mme(RANKS)
-TEXT = Problem(rows=4096, keys=(4096,) * RANKS, heads=32, kv_heads=8, dim=128)
+VIDEO = replace(video_mme(RANKS), straight=2)
+TEXT = Problem(rows=4096, keys=(4096,) * RANKS, heads=32, kv_heads=8, dim=128, straight=2)
 CASES = {"video": VIDEO, "text": TEXT}
 
 

@@ -21,9 +21,9 @@ from mllm_seqpar.planner import Cluster, write_cluster
 CASE = Case(frames=(6, 5), length=24)
 LOGGER = "mllm_seqpar.planner.auto"
 VISUAL_LABELS: dict[str, set[str]] = {  # what cross-attention sends in forward and backward, beside replicated text
-    "lv-xattn": {"q", "o", "lse", "do", "dq"},
+    "lv-xattn": {"q", "o", "lse", "do", "delta", "dq"},
     "ring": {"k", "v", "dk", "dv"},
-    "mesh": {"q", "o", "lse", "do", "dq", "k", "v", "dk", "dv"},
+    "mesh": {"q", "o", "lse", "do", "delta", "dq", "k", "v", "dk", "dv"},
     "ulysses": {"q", "k", "v", "o", "lse", "do", "dq", "dk", "dv"},
     "replicate": set(),
 }

@@ -16,7 +16,8 @@ def test_every_choice_is_accepted() -> None:
     given = {"shard_prompt_from": None, "accumulate_dtype": None, "strategy": "auto", "cluster": "any.yaml"}
     config = SeqParConfig(**given)
     assert {name: getattr(config, name) for name in given} == given
-    assert SeqParConfig().accumulate_dtype is torch.float32 and SeqParConfig().recompute_visual
+    assert SeqParConfig().accumulate_dtype == "auto" and SeqParConfig().recompute_visual
+    assert SeqParConfig(accumulate_dtype=torch.float32).accumulate_dtype is torch.float32
 
 
 def test_tile_goes_to_mesh_before_ulysses() -> None:
@@ -44,7 +45,7 @@ def test_tile_must_fit_the_number_of_ranks() -> None:
     [
         *((name, "fancy", f"{name}: 'fancy' is unknown; choose one of {', '.join(CHOICES[name])}") for name in CHOICES),
         ("strategy", None, "strategy: None is unknown"),
-        ("accumulate_dtype", torch.bfloat16, "torch.bfloat16 cannot be used; choose torch.float32"),
+        ("accumulate_dtype", torch.bfloat16, 'torch.bfloat16 cannot be used; choose "auto", torch.float32'),
         ("tile", (2, 2), "tile: (2, 2) was given, but neither strategy='lv-xattn' nor self_attention='ring' takes one"),
         ("tile", (2, 0), "tile: (2, 0) is invalid"),
         ("tile", (2, True), "tile: (2, True) is invalid"),

@@ -29,6 +29,10 @@ CASES = [
     Case(op="lv", mask="nothing"),
     Case(op="lv", dtype=torch.bfloat16, accumulate=None),
     Case(op="lv", dtype=torch.float64, frames=3),
+    Case(op="lv", dtype=torch.bfloat16, accumulate=torch.float32),
+    Case(op="lv", rows=32, frames=11, mask="random", dtype=torch.bfloat16, accumulate=torch.float32),
+    Case(op="direct", frames=8, batch=2, dtype=torch.bfloat16),
+    Case(op="direct", frames=9, batch=2, shared_keys=True, dtype=torch.bfloat16, accumulate=torch.float32),
     Case(op="ring"),
     Case(op="ring", frames=2, batch=2, groups=1, dtype=torch.bfloat16),  # uneven frames, ranks without any
     Case(op="ring", frames=9, mask="holes", batch=2, shared_keys=True),
@@ -42,6 +46,7 @@ TILED_CASES = [
     Case(op="ulysses", heads=24, groups=24, frames=5, dtype=torch.bfloat16, batch=2),
     Case(op="ulysses", heads=24, groups=8, frames=9, mask="holes", batch=2, shared_keys=True),
     Case(op="ulysses", heads=24, groups=1, dtype=torch.bfloat16),
+    Case(op="ulysses", heads=24, groups=1, dtype=torch.bfloat16, accumulate=torch.float32),
     Case(op="causal", by="ulysses", rows=48, heads=24, groups=4),
 ]
 

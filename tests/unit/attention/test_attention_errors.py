@@ -53,6 +53,7 @@ WRONG_EVERYWHERE: dict[type[SeqParError], dict[str, Call]] = {
         "overlap: None is not a bool": lv(Q, K, V, overlap=None),
         "return_lse: 1 is not a bool": lv(Q, K, V, return_lse=1),
         "torch.int64 cannot be used": lv(Q, K, V, accumulate_dtype=torch.int64),
+        "'wide' cannot be used; choose \"auto\", torch.float32": lv(Q, K, V, accumulate_dtype="wide"),
         "'spiral' is unknown; choose one of zigzag": ring(*SQUARE, causal=True, layout="spiral"),
         "'helix' is unknown; choose one of zigzag": ring(*SQUARE, layout="helix"),
         "None is unknown; choose one of zigzag": ring(*SQUARE, causal=True, layout=None),

@@ -35,6 +35,13 @@ def test_cross_attention(op: str, mask: str | None, sizes: tuple[int, ...]) -> N
         check(n, op=op, rows=6 * n, mask=mask, layout="contiguous", **keys)
 
 
+@pytest.mark.parametrize("n", [1, 2, 3, 5])
+def test_all_pairs_without_a_mask(n: int) -> None:
+    for keys in KEYS:
+        check(n, op="direct", rows=6 * n, layout="contiguous", **keys)
+        check(n, op="direct", rows=6 * n, dtype=torch.bfloat16, **keys)
+
+
 @pytest.mark.rounding
 @pytest.mark.parametrize("n", [1, 2, 3])
 @pytest.mark.parametrize("op", ["lv", "ring"])

@@ -68,7 +68,9 @@ def test_ring_has_one_link_out_of_each_node_and_one_into_it(op: str, nodes: Sequ
 
 @pytest.mark.parametrize("nodes", [(0, 1, 0, 1), (0, 0, 1, 1)], ids=["interleaved", "contiguous"])
 @pytest.mark.parametrize(
-    ("frames", "inside"), [(40, {"k", "v", "dk", "dv"}), (4, {"q", "o", "lse", "do", "dq"})], ids=["keys", "queries"]
+    ("frames", "inside"),
+    [(40, {"k", "v", "dk", "dv"}), (4, {"q", "o", "lse", "do", "delta", "dq"})],
+    ids=["keys", "queries"],
 )
 def test_mesh_keeps_the_axis_that_sends_more_inside_nodes(frames: int, inside: set[str], nodes: Sequence[int]) -> None:
     between = check_on(nodes, op="mesh", tile=(2, 2), frames=frames, rows=24)
@@ -84,7 +86,7 @@ def test_hybrid_shards_heads_inside_nodes(options: dict[str, Any], nodes: Sequen
     between = check_on(nodes, op="ulysses", tile=(2, 1), **options)
     assert between and not {"k", "v", "dk", "dv"} & {label for *_, label in between}
     with_keys = check_on(nodes, op="ulysses", tile=(1, 2), **options)
-    assert with_keys and not {"q", "o", "lse", "do", "dq"} & {label for *_, label in with_keys}
+    assert with_keys and not {"q", "o", "lse", "do", "delta", "dq"} & {label for *_, label in with_keys}
 
 
 @pytest.mark.parametrize("nodes", [INTERLEAVED, UNEVEN], ids=["interleaved", "uneven"])

@@ -13,6 +13,7 @@ import torch
 from kernel_cases import KINDS, Block, Results, block, dense, sizes_of_terms
 
 from mllm_seqpar.kernels import flash_attn, kernel_by_name, torch_cuda
+from mllm_seqpar.kernels.base import row_sums
 from mllm_seqpar.kernels.merge import merge_
 from tolerances import EXACT, relative_error
 
@@ -61,6 +62,19 @@ def test_backward_takes_a_merged_float32_output(emulated):
     dq = sum(emulated.backward(b.do, b.q, part.k, part.v, o, lse, **part.options)[0].float() for part in parts)
     assert relative_error(o, dense(b).o) <= EXACT[torch.bfloat16]
     assert relative_error(dq, dense(b).dq) <= EXACT[torch.bfloat16]
+
+
+def test_backward_of_rows_of_another_rank_has_the_error_of_their_o(emulated):
+    """delta replaces o: the o that the operator is given has the row sums of the true one, to more than 16 bits."""
+    for kind in kinds_of(emulated):
+        b = block(groups=2, dtype=torch.bfloat16, **KINDS[kind])
+        o, lse = emulated.forward(b.q, b.k, b.v, **b.options)
+        o = o.to(b.q.dtype)
+        expected = emulated.backward(b.do, b.q, b.k, b.v, o, lse, **b.options)
+        found = emulated.backward(b.do, b.q, b.k, b.v, None, lse, delta=row_sums(b.do, o), **b.options)
+        exact = dense(b)[2:]
+        for ours, with_o, right in zip(found, expected, exact, strict=True):
+            assert relative_error(ours, right) <= 1.01 * relative_error(with_o, right), kind
 
 
 def test_unaligned_views_are_copied(emulated):

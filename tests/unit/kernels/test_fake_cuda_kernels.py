@@ -55,9 +55,10 @@ def run(kernel, *, heads=2, groups=2, rows=20, keys=70, dtype=torch.bfloat16, ca
     assert (o.shape, lse.shape, lse.dtype) == (q.shape, q.shape[:3], torch.float32) and lse.is_contiguous()
     merged = torch.empty(q.shape, device="cuda"), torch.empty(q.shape[:3], device="cuda")
     gradients = [kernel.backward(do, q, k, v, *final, **options) for final in ((o, lse), merged)]
+    gradients.append(kernel.backward(do, q, k, v, None, lse, delta=lse, **options))
     for dq, dk, dv in gradients:
         assert (dq.shape, dk.shape, dv.shape) == (q.shape, k.shape, v.shape)
-    for x in (o, lse, *gradients[0], *gradients[1]):
+    for x in (o, lse, *(x for grads in gradients for x in grads)):
         assert x.device == q.device and x.dtype in (dtype, accumulator(dtype))
     return True
 

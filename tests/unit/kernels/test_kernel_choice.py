@@ -99,3 +99,7 @@ def test_invalid_blocks_are_rejected_by_every_kernel(name):
     o, lse = kernel.forward(B.q, B.k, B.v, **B.options)
     with pytest.raises(ShapeError, match="q's shape"):
         kernel.backward(B.do, B.q, B.k, B.v, o, lse[:, :, 1:], **B.options)
+    with pytest.raises(ShapeError, match="first three sizes"):
+        kernel.backward(B.do, B.q, B.k, B.v, None, lse, delta=lse[:, :, 1:], **B.options)
+    with pytest.raises(ShapeError, match="needs o, or delta"):
+        kernel.backward(B.do, B.q, B.k, B.v, None, lse, **B.options)

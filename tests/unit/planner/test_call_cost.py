@@ -8,6 +8,7 @@ from clusters import FAST, with_
 
 from mllm_seqpar.errors import ConfigError
 from mllm_seqpar.planner import (
+    Cluster,
     ParallelSpec,
     SelectionOptions,
     VisualProjection,
@@ -80,6 +81,26 @@ def test_pruned_mask_reduces_bytes_as_in_the_formula(backward: bool) -> None:
     for rank in range(3):
         sent = lv_xattn_bytes(replace(problem, rank=rank), backward=backward, visible_rows=seen)
         assert found.node_bytes[rank] == sum(sent.values())
+
+
+@PASSES
+@pytest.mark.parametrize("straight", [None, 2])
+def test_bytes_among_all_pairs_match_the_formula(straight: int | None, backward: bool) -> None:
+    problem, spec = replace(EVEN, straight=straight), ParallelSpec("lv-xattn", (8, 1), all_pairs=True)
+    found = call_cost(problem, spec, ONE_NODE, backward=backward)
+    assert found.node_bytes == sum(lv_xattn_bytes(problem, backward=backward, direct=True).values())
+    ring = call_cost(problem, LV, ONE_NODE, backward=backward).node_bytes
+    assert found.node_bytes == ring if straight is None else found.node_bytes < 0.8 * ring
+
+
+@PASSES
+@pytest.mark.parametrize("mesh_shape", [(2, 4), (1, 1), (2, 2), (4, 1), (1, 2)])
+def test_bytes_of_rounded_results_match_the_formulas(mesh_shape: tuple[int, int], backward: bool) -> None:
+    problem = replace(EVEN, straight=2, kv_heads=1)
+    degree = 8 // (mesh_shape[0] * mesh_shape[1])
+    name, formula = ("ulysses", ulysses_bytes) if degree > 1 else ("mesh", mesh_bytes)
+    found = call_cost(problem, ParallelSpec(name, mesh_shape, degree), ONE_NODE, backward=backward)
+    assert found.node_bytes == sum(formula(problem, mesh_shape, backward=backward).values())
 
 
 @PASSES
@@ -231,6 +252,23 @@ def test_candidates_are_the_legal_specs() -> None:
         select_strategy(problem(8, 8), REAL, options=SelectionOptions(strategies=("lv-xattn", "star")))
     with pytest.raises(ConfigError, match="none of ulysses is legal for 7 heads on 8 ranks"):
         select_strategy(problem(8, 8, heads=7, kv_heads=1), REAL, options=SelectionOptions(strategies=("ulysses",)))
+
+
+def test_all_pairs_are_a_candidate_inside_a_node_with_symmetric_links() -> None:
+    call = replace(problem(2048, 4096), straight=2)
+    slow = with_(REAL, gpus_per_node=8, node_link=1e9)
+    only = SelectionOptions(strategies=("lv-xattn",))
+
+    def all_pairs(cluster: Cluster, options: SelectionOptions = only) -> list[bool]:
+        return [c.spec.all_pairs for c in select_strategy(call, cluster, options=options).candidates]
+
+    assert all_pairs(with_(slow, all_pairs=True)) == [True, False], "they send fewer bytes, so they are faster"
+    assert all_pairs(slow) == [False], "the links may not be symmetric"
+    assert all_pairs(with_(slow, all_pairs=True, gpus_per_node=4)) == [False], "two nodes"
+    assert all_pairs(with_(slow, all_pairs=True), replace(only, visible_rows=[[1] * 8] * 8)) == [False], "direct anyway"
+    hidden = with_(slow, all_pairs=True, node_link=1e15)
+    assert all_pairs(hidden) == [False], "not faster by more than the margin"
+    assert "among all pairs" in select_strategy(call, with_(slow, all_pairs=True), options=only).reason
 
 
 def test_selection_gives_a_reason_and_all_candidates() -> None:

@@ -178,8 +178,8 @@ def test_memory_of_transfers() -> None:
     nccl = COMMUNICATORS * COMMUNICATOR_BYTES
     rows, keys = 512 * 28, 2 * KEYS * 4 * 128
     text = 512 * 4 * 128 * 2  # elements of K and V of one text shard
-    lse = 3 * 4 * rows  # two of the backward pass, one of the forward pass
-    q = 6 * rows * 128 * 2 + rows * 128 * 4 + lse  # two times q, o and do; O or dQ
+    lse = 5 * 4 * rows  # two times lse and delta of the backward pass, lse of the forward pass
+    q = 4 * rows * 128 * 2 + rows * 128 * 4 + lse  # two times q and do; O or dQ
     kv = 2 * keys * 2 + keys * 4  # two times K and V; dK and dV
     assert memory(LV)["transfers"] == nccl + q + 2 * text * 2 + text * 4
     assert memory(RING)["transfers"] == nccl + kv

@@ -16,6 +16,8 @@ CALLS: dict[str, list[tuple[Case, ParallelSpec]]] = {
     "mesh": [(Case(op="mesh", tile=(2, 2), **BF16), ParallelSpec("mesh", (2, 2)))],
     "hybrid": [(Case(op="ulysses", tile=(2, 1), **BF16), ParallelSpec("ulysses", (2, 1), 2))],
     "ulysses": [(Case(op="ulysses", **BF16), ParallelSpec("ulysses", (1, 1), 4))],
+    "all pairs": [(Case(op="direct", **BF16), ParallelSpec("lv-xattn", (4, 1), all_pairs=True))],
+    "float32 results": [(Case(op="mesh", tile=(2, 2), accumulate=torch.float32, **BF16), ParallelSpec("mesh", (2, 2)))],
     "float32": [(Case(op="lv", rows=24, frames=12), ParallelSpec("lv-xattn", (4, 1)))],
     "text and frames": [
         (Case(op="ring", **BF16), ParallelSpec("ring", (1, 4))),

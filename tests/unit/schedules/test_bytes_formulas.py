@@ -37,7 +37,7 @@ def test_video_mme_forward_has_the_papers_share_of_ring_bytes(ranks: int) -> Non
     problem = video_mme(ranks)
     assert problem.rows * ranks == 5514 and sum(problem.keys) == 1_739_394
     assert lv(problem, False) == (ranks - 1) * problem.rows * 28 * (2 * 128 + 4 * 128 + 4)
-    assert lv(problem, True) == (ranks - 1) * problem.rows * 28 * (3 * 2 * 128 + 4 * 128 + 4)
+    assert lv(problem, True) == (ranks - 1) * problem.rows * 28 * (2 * 2 * 128 + 4 * 128 + 8)
     assert ring(problem, True) == (ranks - 1) * (2 * 2 + 2 * 4) * sum(problem.keys) / ranks * 4 * 128
     assert round(100 * lv(problem, False) / ring(expanded(problem), False), 2) == 0.48
     # K and V with their 4 KV heads, not expanded to 28, take a seventh of the bytes.
@@ -47,9 +47,9 @@ def test_video_mme_forward_has_the_papers_share_of_ring_bytes(ranks: int) -> Non
 def test_elements_of_even_shards_equal_the_table() -> None:
     n, s_q, s_kv, heads, groups, dim = 4, 10, 30, 6, 2, 8
     one_byte = Problem(rows=s_q, keys=(s_kv,) * n, heads=heads, kv_heads=groups, dim=dim, element=1, accumulated=1)
-    lse = (n - 1) * s_q * heads * 3  # 4 bytes each
+    lse = (n - 1) * s_q * heads * 3  # 4 bytes each, and so is delta
     assert lv(one_byte, False) - lse == (n - 1) * s_q * heads * (dim + dim + 1)
-    assert lv(one_byte, True) - lse == (n - 1) * s_q * heads * (4 * dim + 1)
+    assert lv(one_byte, True) - 2 * lse == (n - 1) * s_q * heads * (3 * dim + 2)
     assert ring(one_byte, False) == 2 * (n - 1) * s_kv * groups * dim
     assert ring(one_byte, True) == 4 * (n - 1) * s_kv * groups * dim
 
@@ -60,7 +60,7 @@ def test_overlap_ratios_are_in_proportion_to_the_bytes(keys: int) -> None:
     options = {"rows": 11, "keys": (keys - 1, keys), "heads": 5, "kv_heads": 2, "dim": 8, "batch": 3, "key_batch": 2}
     sizes = {
         False: {"q": 165 * 16, "kv": 2 * 4 * keys * 16, "o": 165 * (32 + 4), "dkv": 0},
-        True: {"q": 165 * (48 + 4), "kv": 2 * 4 * keys * 16, "o": 165 * 32, "dkv": 2 * 4 * keys * 32},
+        True: {"q": 165 * (32 + 8), "kv": 2 * 4 * keys * 16, "o": 165 * 32, "dkv": 2 * 4 * keys * 32},
     }
     for backward, expected in sizes.items():
         largest = max(expected.values())

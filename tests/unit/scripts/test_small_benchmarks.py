@@ -42,7 +42,7 @@ def test_scale_and_traffic_print_their_tables(script, capsys: pytest.CaptureFixt
     script("scale").main(sizes.split())
     printed = capsys.readouterr().out
     assert "| 10 min | 8 | **568 ms (0%)** | 568 ms (0%) | 568 ms (0%) 2x4 | 570 ms (1%) 2 x 2x2 |" in printed
-    assert "| 8 | 6 h | 3 h | 3 h | 3 h | 20 min |" in printed
+    assert "| 8 | 6 h | 3 h | 3 h | 4 h | 20 min |" in printed
     script("traffic").main(["--ranks", "2"])
     assert "| 2 | forward | " in capsys.readouterr().out
 
