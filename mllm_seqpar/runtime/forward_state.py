@@ -246,12 +246,9 @@ class ForwardState:
         attention with one softmax over all keys.
         """
         if self._offloads:
-            by_text = self.attend_cached_text(q, *text, scale, window)
-            by_frames = self.attend_replicated(q, *frames, scale)
-            if not jointly:
-                return by_text[0], by_frames[0]
-            o, _ = merge(by_text, by_frames)
-            return o, o
+            by_source = self.attend_cached_text(q, *text, scale, window), self.attend_replicated(q, *frames, scale)
+            merged = merge(*by_source) if jointly else None
+            return (merged[0], merged[0]) if merged else (by_source[0][0], by_source[1][0])
         on_text = self._cached_text_partial(q, *text, scale, window)
         on_frames = self._prepare(q, frames[0], self.frame_mask).partial(q, *frames, scale)
         if jointly:
