@@ -96,7 +96,7 @@ def saved_in_training(model: Any, dtype: torch.dtype, frames: int, length: int) 
 def test_text_token_saves_as_many_bytes_as_planned(dtype: torch.dtype, chunk: int | None) -> None:
     """The difference between two lengths of text."""
     model, sizes = owl(dtype)
-    # A kernel selected by name, because "auto" on one process computes text with torch's own attention, which saves less.
+    # With "auto", one process computes text with torch's own attention, which saves less than the block kernels.
     model = patch_model(model, strategy="lv-xattn", mlp_chunk_size=chunk, kernel="torch_cpu").train()
 
     def planned(text: int) -> int:
