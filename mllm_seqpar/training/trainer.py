@@ -53,7 +53,7 @@ from .trainer_checks import find_parallelism, patched_degree, refuse_rankwise_ar
 from .trl import remove_fused_head, trl_trainer, use_token_scores
 
 if TYPE_CHECKING:
-    _Base = Trainer
+    from transformers import Trainer as _Base
 else:
     _Base = object
 

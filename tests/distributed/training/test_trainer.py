@@ -22,7 +22,7 @@ FSDP2 = "configs/fsdp2_cpu_4.yaml"
 FSDP2_WITH_CP = "configs/fsdp2_cp_cpu_4.yaml"
 SETTINGS: dict[str, Any] = {"use_cpu": True, "seed": 0, "logging_steps": 1, "report_to": [], "disable_tqdm": True}
 SETTINGS |= {"learning_rate": 1e-3, "adam_epsilon": 1e-4, "max_grad_norm": 1.0, "gradient_accumulation_steps": 2}
-SETTINGS |= {"save_strategy": "no", "label_names": ["labels"], "remove_unused_columns": False}
+SETTINGS |= {"save_strategy": "no", "remove_unused_columns": False}
 SETTINGS |= {"include_num_input_tokens_seen": "non_padding"}
 Log = list[dict[str, Any]]
 
