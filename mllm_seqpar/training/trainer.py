@@ -62,8 +62,8 @@ class SeqParMixin(_Base):
     """Makes a subclass of `transformers.Trainer` share each sample among several ranks.
 
     Name it before the trainer: ``class SeqParSFTTrainer(SeqParMixin, SFTTrainer)``. TRL's `SFTTrainer` and `DPOTrainer`
-    are supported; DPO's reference model is patched over the same group. Other trainers of TRL are refused. A subclass of
-    your own stays exact if its loss is the one that the model returns.
+    are supported; DPO's reference model is patched over the same group. Other trainers of TRL are refused. A subclass
+    of your own stays exact if its loss is the one that the model returns.
 
     Args:
         *args, **kwargs: those of the trainer. `per_device_train_batch_size` is the batch size of one group of ranks.

@@ -56,7 +56,7 @@ def train(rank: int, world: int, output: Path, kind: str, seqpar: bool, **given:
     trainer, config = (UnpreparedDPOTrainer, DPOConfig) if kind == "dpo" else (SFTTrainer, SFTConfig)
     settings = dict(SETTINGS) | ({} if kind == "dpo" else {"dataset_kwargs": {"skip_prepare_dataset": True}})
     arguments: dict[str, Any] = {"ref_model": tiny_model(seed=1)} if kind == "dpo" else {}
-    if given.pop("lora", False):
+    if given.pop("lora", False):  # the reference is then the model without adapters
         from peft import LoraConfig
 
         arguments = {"peft_config": LoraConfig(r=2, target_modules=["q_proj", "v_proj"], init_lora_weights=False)}
@@ -77,8 +77,8 @@ def train(rank: int, world: int, output: Path, kind: str, seqpar: bool, **given:
         **arguments,
     )
     run.train()
-    if seqpar:
-        unpatch_model(run.model)  # the scores are part of the patch
+    for patched in [run.model, *([run.ref_model] if arguments.get("ref_model") else [])] if seqpar else []:
+        unpatch_model(patched)  # fails if it is not patched; the scores are part of the patch
     return run.state.log_history
 
 
@@ -95,7 +95,7 @@ SFT = ("loss", "grad_norm", "entropy", "mean_token_accuracy", "num_tokens", "eva
 DPO = ("loss", "grad_norm", "rewards/margins", "logps/chosen", "logits/rejected", "entropy", "num_tokens", "eval_loss")
 
 
-@pytest.mark.parametrize(("kind", "names", "lora"), [("sft", SFT, False), ("sft", SFT, True), ("dpo", DPO, False)])
+@pytest.mark.parametrize(("kind", "names", "lora"), [("sft", SFT, False), ("dpo", DPO, False), ("dpo", DPO, True)])
 def test_two_ranks_train_as_trl_trains_the_unpatched_model(
     tmp_path: Path, kind: str, names: tuple[str, ...], lora: bool
 ) -> None:
