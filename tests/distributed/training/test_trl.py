@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
 from mllm_seqpar import SeqParConfig, SeqParMixin, patch_model, unpatch_model
-from mllm_seqpar.errors import ConfigError
+from mllm_seqpar.errors import AdapterError, ConfigError
 from mllm_seqpar.patches.mllama.testing import Case, inputs_of, tiny_model
 from ranks import ranks
 
@@ -103,6 +103,11 @@ def test_two_ranks_train_as_trl_trains_the_unpatched_model(
     log = ranks(2, ENVIRONMENT).run(train, tmp_path / "two", kind, True, lora=lora)[0]
     assert_same_log(log, expected, names)
     assert log[0]["frames_per_second"] > 0
+
+
+def test_trl_without_the_mixin_is_refused_on_several_ranks(tmp_path: Path) -> None:
+    errors = ranks(2, ENVIRONMENT).errors(train, tmp_path, "sft", False, patched=True)
+    assert all(isinstance(e, AdapterError) and "of TRL did, use mllm_seqpar.SeqParMixin" in str(e) for e in errors)
 
 
 def test_what_trl_would_undo_is_refused(tmp_path: Path) -> None:
