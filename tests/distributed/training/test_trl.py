@@ -9,9 +9,10 @@ from tokenizers import Tokenizer, models
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
-from mllm_seqpar import SeqParConfig, SeqParMixin, patch_model, unpatch_model
+from mllm_seqpar import SeqParConfig, SeqParMixin, patch_model
 from mllm_seqpar.errors import AdapterError, ConfigError
 from mllm_seqpar.patches.mllama.testing import Case, inputs_of, tiny_model
+from mllm_seqpar.patching import patch_of
 from ranks import ranks
 
 pytestmark = [
@@ -77,8 +78,8 @@ def train(rank: int, world: int, output: Path, kind: str, seqpar: bool, **given:
         **arguments,
     )
     run.train()
-    for patched in [run.model, *([run.ref_model] if arguments.get("ref_model") else [])] if seqpar else []:
-        unpatch_model(patched)  # fails if it is not patched; the scores are part of the patch
+    used = [run.model, *([run.ref_model] if arguments.get("ref_model") else [])]
+    assert all((patch_of(model) is not None) is seqpar for model in used) or world == 1
     return run.state.log_history
 
 
