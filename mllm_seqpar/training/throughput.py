@@ -59,11 +59,11 @@ class Throughput:
         now = time.perf_counter()
         seconds, self._since = now - self._since, now
         row = [float(self._tokens), float(self._frames), self._waited, peak_memory(self._device)]
-        rows = accelerator.gather(torch.tensor([row], dtype=torch.float64, device=self._device)).cpu()
+        rows = accelerator.gather(torch.tensor([row], device=self._device)).cpu()
         self._tokens, self._frames, self._waited = 0, 0, 0.0
         reset_peak_memory(self._device)
         tokens, frames = rows[::degree, :2].sum(0).tolist()
         report = {"tokens_per_second": tokens / seconds, "frames_per_second": frames / seconds}
         if not getattr(self._context.comm, "uses_nccl", False):  # the host does not wait for NCCL
             report["exposed_communication_seconds"] = float(rows[:, 2].max())
-        return report | {f"peak_memory_mib/rank_{rank}": float(peak) for rank, peak in enumerate(rows[:, 3])}
+        return report | {f"peak_memory_mib/rank_{rank}": round(float(peak), 1) for rank, peak in enumerate(rows[:, 3])}

@@ -2,6 +2,8 @@
 
 import logging
 
+import pytest
+
 from mllm_seqpar import patch_model
 from mllm_seqpar.patches.mplug_owl3.testing import tiny_model
 from ranks import ranks
@@ -21,6 +23,7 @@ def shown_lines(rank: int, world: int) -> list[str]:
     return lines
 
 
+@pytest.mark.slow
 def test_rank_0_of_several_reports_one_line_and_one_rank_reports_nothing() -> None:
     first, second = ranks(2).run(shown_lines)
     assert first == [

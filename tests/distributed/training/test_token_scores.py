@@ -67,6 +67,7 @@ def compare(rank: int, world: int, options: dict[str, Any], shift: bool) -> None
     assert unpatch_model(model).forward == unpatched_forward
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("world", "options", "shift"),
     [(1, {}, False), (2, {}, False), (3, {"logits": "local"}, True), (2, {"logits": "full"}, False)]
