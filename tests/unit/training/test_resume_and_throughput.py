@@ -62,7 +62,7 @@ def test_a_log_row_has_the_tokens_frames_and_waiting_of_its_steps_only(monkeypat
     report = throughput.report(TwoRanks(), degree=2)
     assert report["frames_per_second"] == 4 and report["tokens_per_second"] == 24
     assert report["exposed_communication_seconds"] == 1.5
-    assert report["peak_memory_mib/rank_1"] == pytest.approx(report["peak_memory_mib/rank_0"] + 1) > 1
+    assert report["peak_memory_mib/rank_1"] == pytest.approx(report["peak_memory_mib/rank_0"] + 1)
     step()
     assert throughput.report(TwoRanks(), degree=1)["tokens_per_second"] == 48  # two groups
 
