@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from mllm_seqpar.patching import patch_model, unpatch_model
     from mllm_seqpar.patching.registry import register_adapter
     from mllm_seqpar.sharding import FrameShard, frame_range, shard_sequence, unshard_sequence
-    from mllm_seqpar.training.trainer import SeqParTrainer
+    from mllm_seqpar.training.trainer import SeqParMixin, SeqParTrainer
 
 __version__ = "0.2.0"
 
@@ -20,6 +20,7 @@ __all__ = [
     "FrameMask",
     "FrameShard",
     "SeqParConfig",
+    "SeqParMixin",
     "SeqParTrainer",
     "frame_range",
     "patch_model",
@@ -33,6 +34,7 @@ _EXPORTED_FROM = {
     "FrameMask": "masks",
     "FrameShard": "sharding",
     "SeqParConfig": "config",
+    "SeqParMixin": "training.trainer",
     "SeqParTrainer": "training.trainer",
     "frame_range": "sharding",
     "patch_model": "patching",

@@ -68,7 +68,8 @@ def require_agreement(
         )
         raise AgreementError(
             f"{what}: the ranks of the sequence-parallel group were given different inputs. {found}. "
-            "Every rank of the group must pass what it would pass to the unpatched model"
+            "Every rank of the group must pass what it would pass to the unpatched model. transformers' Trainer gives "
+            "each rank samples of its own: use mllm_seqpar.SeqParTrainer instead, or SeqParMixin for a subclass"
         )
     return [row[1 + len(names) :] for row in rows]
 

@@ -8,9 +8,11 @@ collectives from `exchange`, for `loopback` and for `Subgroup`.
 
 from __future__ import annotations
 
+import time
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import NamedTuple
 
 import torch
@@ -24,15 +26,29 @@ class ByteCounter:
 
     The transport counts a message when it posts it. A collective counts what a ring of one-hop sends would take: an
     all-gather of x bytes among n ranks is ``(n - 1) * x``.
+
+    Attributes:
+        waited: seconds that the host waited for transfers to complete: communication that no computation overlapped.
+            With NCCL the host does not wait, so the number says nothing there.
     """
 
     def __init__(self) -> None:
         self.sent: Counter[str] = Counter()
         self.messages: Counter[str] = Counter()
+        self.waited = 0.0
 
     def add(self, label: str, nbytes: int, messages: int = 1) -> None:
         self.sent[label] += nbytes
         self.messages[label] += messages
+
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Add the time inside to `waited`."""
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.waited += time.perf_counter() - start
 
     @property
     def total(self) -> int:
@@ -42,6 +58,7 @@ class ByteCounter:
     def reset(self) -> None:
         self.sent.clear()
         self.messages.clear()
+        self.waited = 0.0
 
     def __repr__(self) -> str:
         return f"ByteCounter(total={self.total}, sent={dict(self.sent)})"

@@ -53,13 +53,14 @@ class LoopbackWorld:
 
 
 class _PendingCopies(Pending):
-    def __init__(self, world: LoopbackWorld, rank: int, recvs: Sequence[Recv]) -> None:
-        self._world, self._rank, self._recvs = world, rank, list(recvs)
+    def __init__(self, world: LoopbackWorld, rank: int, recvs: Sequence[Recv], counter: ByteCounter) -> None:
+        self._world, self._rank, self._recvs, self._bytes = world, rank, list(recvs), counter
 
     def wait(self) -> None:
         self._require_first_wait()
         for peer, buffer in self._recvs:
-            arrived = self._world.get(peer, self._rank)
+            with self._bytes.waiting():
+                arrived = self._world.get(peer, self._rank)
             if arrived.shape != buffer.shape or arrived.dtype != buffer.dtype:
                 raise TransferError(
                     f"loopback rank {self._rank}: rank {peer} sent {tuple(arrived.shape)} {arrived.dtype} where "
@@ -85,7 +86,7 @@ class LoopbackCommunicator(ExchangeCollectives):
         for peer, tensor, label in sends:
             self.bytes.add(label, tensor.numel() * tensor.element_size())
             self.world.put(self.rank, peer, tensor)
-        return _PendingCopies(self.world, self.rank, recvs)
+        return _PendingCopies(self.world, self.rank, recvs, self.bytes)
 
 
 def run_loopback(size: int, fn: Callable[..., T], *args: Any, timeout: float = 120.0) -> list[T]:

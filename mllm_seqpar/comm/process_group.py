@@ -45,7 +45,8 @@ class _PendingWorks(Pending):
         self._require_first_wait()
         while self._works:
             work = self._works.pop(0)
-            self._owner._guard(self._what, work.wait)
+            with self._owner.bytes.waiting():
+                self._owner._guard(self._what, work.wait)
 
 
 @dataclass
@@ -139,7 +140,7 @@ class ProcessGroupCommunicator(Communicator):
         self.bytes.add(label, (self.size - 1) * x.numel() * x.element_size())
         dtype = torch.uint8 if x.dtype is torch.bool else x.dtype  # gloo and NCCL gather bytes, not bools
         flat, mine = out.view(dtype).view(-1), x.view(dtype).view(-1)
-        self._guard(label, lambda: _single_tensor_collectives()[0](flat, mine, group=self.transfers))
+        self._collective(label, lambda: _single_tensor_collectives()[0](flat, mine, group=self.transfers))
         return [part.detach() for part in out.unbind(0)]  # for autograd, they are not views of one tensor
 
     def reduce_scatter(self, parts: Sequence[Tensor], label: str = "reduce_scatter") -> Tensor:
@@ -148,15 +149,19 @@ class ProcessGroupCommunicator(Communicator):
         flat = torch.stack([part.reshape(-1) for part in parts])
         out = torch.empty_like(flat[0])
         self.bytes.add(label, (self.size - 1) * out.numel() * out.element_size())
-        self._guard(label, lambda: _single_tensor_collectives()[1](out, flat.view(-1), group=self.transfers))
+        self._collective(label, lambda: _single_tensor_collectives()[1](out, flat.view(-1), group=self.transfers))
         return out.view(parts[0].shape)
 
     def all_reduce(self, x: Tensor, label: str = "reduce") -> Tensor:
         out = x.clone(memory_format=torch.contiguous_format)
         if self.size > 1:
             self.bytes.add(label, 2 * (self.size - 1) * out.numel() * out.element_size() // self.size)
-            self._guard(label, lambda: dist.all_reduce(out, group=self.transfers))
+            self._collective(label, lambda: dist.all_reduce(out, group=self.transfers))
         return out
+
+    def _collective(self, label: str, call: Callable[[], Any]) -> None:
+        with self.bytes.waiting():
+            self._guard(label, call)
 
     def _guard(self, what: str, call: Callable[[], T]) -> T:
         """Run `call`; turn an error of the backend into one that names the transfer and the likely cause."""

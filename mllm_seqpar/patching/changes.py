@@ -167,8 +167,9 @@ class Patch:
             raise AdapterError(
                 f"{name} ({type(module).__name__}) was called outside of the patched forward of its {model}; on "
                 f"{self.context.comm.size} ranks it would compute with the inputs of this rank only. Call the model "
-                "itself. If a trainer or a fused kernel (Liger) replaced its forward, turn that off; to call inner "
-                "modules, call unpatch_model(model) first. The vision tower may be called"
+                "itself. If a fused kernel (Liger) replaced its forward, turn that off; if a trainer of TRL did, use "
+                "mllm_seqpar.SeqParMixin. To call inner modules, call unpatch_model(model) first. The vision tower may "
+                "be called"
             )
 
 

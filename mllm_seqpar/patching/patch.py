@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -111,7 +112,9 @@ def patch_model(
         patch.undo()
         raise
     object.__setattr__(inner, _ATTRIBUTE, patch)
-    _log.info(
+    first = comm.rank == 0 and (not dist.is_initialized() or dist.get_rank() == 0)
+    _log.log(  # WARNING, as Python shows nothing below it by default; one rank changes nothing that a user must know of
+        logging.WARNING if first and comm.size > 1 else logging.INFO,
         "%s is sequence-parallel over %d rank(s): cross-attention by %s, self-attention by %s (%s text)",
         type(inner).__name__,
         comm.size,

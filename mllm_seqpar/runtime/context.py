@@ -33,6 +33,7 @@ class SeqParContext:
     assumed_alone: bool = False
     _reported: set[str] = field(default_factory=set, repr=False, compare=False)
     _passes: list[int] = field(default_factory=lambda: [0], repr=False, compare=False)
+    _frames: list[int] = field(default_factory=lambda: [0], repr=False, compare=False)
 
     def require_same_world(self) -> None:
         """Raise ConfigError if a process group of several ranks was created after patching for a single process."""
@@ -53,13 +54,19 @@ class SeqParContext:
         self._passes[0] += 1
         return self.comm.size > 1 and self._passes[0].bit_count() == 1
 
+    @property
+    def frames_seen(self) -> int:
+        """Number of frames of the group in all passes so far."""
+        return self._frames[0]
+
     def log_shard_sizes(self, tokens: tuple[int, int], frames: tuple[int, int]) -> None:
-        """Log once how much of the first pass this rank holds.
+        """Count the frames of a pass, and log once how much of the first pass this rank holds.
 
         Args:
             tokens: (of this rank, of the text).
             frames: (of this rank, of the group).
         """
+        self._frames[0] += frames[1]
         if "shards" not in self._reported:
             self._reported.add("shards")
             _log.info(

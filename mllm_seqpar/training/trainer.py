@@ -1,5 +1,7 @@
 """transformers' Trainer for sequence-parallel models: several ranks share a sample, and loss and gradients are exact.
 
+`SeqParTrainer` is `Trainer` with `SeqParMixin`, which also works with subclasses of `Trainer` (`trl.py`).
+
 The ranks form accelerate's device mesh: the ranks along `cp` share each sample, the remaining axes are data parallel,
 and FSDP2 shards parameters over all of them. `SeqParTrainer` changes the following, and nothing else, of `Trainer`:
 
@@ -10,6 +12,8 @@ and FSDP2 shards parameters over all of them. `SeqParTrainer` changes the follow
 - Evaluation gathers each sample once, and full logits if the caller wants logits. Its loss equals that of one process
   with the same `per_device_eval_batch_size`.
 - FSDP2 works on CPU, where accelerate would silently use DDP, and `save_model` writes an unsharded model.
+- The log has the speed, the exposed communication and the memory of the ranks (`throughput.py`), and a checkpoint is
+  resumed only by a run whose steps have equally many samples (`resume.py`).
 """
 
 from __future__ import annotations
@@ -17,14 +21,13 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
-import os
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from transformers import Trainer
+from transformers import Trainer, TrainingArguments
 
 from mllm_seqpar._compat import PARALLELISM_ON_CPU
 from mllm_seqpar.config import SeqParConfig
@@ -39,28 +42,51 @@ from mllm_seqpar.integrations.accelerate.fsdp2 import (
     without_launched_parallelism,
 )
 from mllm_seqpar.patching import patch_model, patch_of
+from mllm_seqpar.patching.changes import Patch
 from mllm_seqpar.patching.registry import find_adapter
 
 from .evaluation import count_streamed_samples, gather_once, mask_duplicate_samples
 from .export import export_model
+from .resume import RunLayout
+from .throughput import Throughput
+from .trainer_checks import find_parallelism, patched_degree, refuse_rankwise_arguments, refuse_unsupported
+from .trl import remove_fused_head, trl_trainer, use_token_scores
+
+if TYPE_CHECKING:
+    from transformers import Trainer as _Base
+else:
+    _Base = object
 
 
-class SeqParTrainer(Trainer):
-    """`transformers.Trainer` whose samples are shared by several ranks.
+class SeqParMixin(_Base):
+    """Makes a subclass of `transformers.Trainer` share each sample among several ranks.
+
+    Name it before the trainer: ``class SeqParSFTTrainer(SeqParMixin, SFTTrainer)``. TRL's `SFTTrainer` and `DPOTrainer`
+    are supported; DPO's reference model is patched over the same group. Other trainers of TRL are refused. A subclass
+    of your own stays exact if its loss is the one that the model returns.
 
     Args:
-        *args, **kwargs: those of `Trainer`. `per_device_train_batch_size` is the batch size of one group of ranks.
+        *args, **kwargs: those of the trainer. `per_device_train_batch_size` is the batch size of one group of ranks.
         sequence_parallel_size: number of ranks that share a sample. None: accelerate's `cp_size` (of
             `TrainingArguments.parallelism_config` or of the launch config), else the size of the group that the model
             is patched for, else all ranks.
         seqpar: how to patch the model, unless it is already patched over such a group; None for the defaults.
 
     Raises:
-        ConfigError: if degrees contradict each other or do not divide the number of processes.
+        ConfigError: if degrees contradict each other or do not divide the number of processes, or for arguments,
+            trainers and launch configs that are not supported, such as DeepSpeed.
     """
 
     model: Any
     optimizer: Any
+    ref_model: Any
+    _throughput: Throughput | None
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        order = cls.__mro__
+        if Trainer in order and order.index(Trainer) < order.index(SeqParMixin):
+            raise TypeError(f"{cls.__name__}: name SeqParMixin before the trainer, or it has no effect")
 
     def __init__(
         self,
@@ -70,42 +96,31 @@ class SeqParTrainer(Trainer):
         **kwargs: Any,
     ) -> None:
         self._requested_degree = sequence_parallel_size
+        self._trl, self._throughput = trl_trainer(type(self)), None
         model = kwargs.get("model", args[0] if args else None)
+        training = next((x for x in (*args, *kwargs.values()) if isinstance(x, TrainingArguments)), None)
         if model is None or kwargs.get("model_init") is not None:
             raise ConfigError("SeqParTrainer: pass model=...; model_init, which creates models later, is not supported")
-        if sequence_parallel_size is not None and type(sequence_parallel_size) is not int:
-            raise ConfigError(
-                f"SeqParTrainer: sequence_parallel_size={sequence_parallel_size!r} is not an int; pass an int"
-            )
-        self._patched_degree = _patched_degree(model, seqpar)
-        if getattr(kwargs.get("args", args[1] if len(args) > 1 else None), "use_liger_kernel", False):
-            raise ConfigError(
-                "SeqParTrainer: use_liger_kernel=True replaces the forward that patch_model makes sequence-parallel; "
-                "leave it out (block kernels: SeqParConfig(kernel=...))"
-            )
+        self._patched_degree = patched_degree(model, seqpar)
+        patched = any(patch_of(x) for x in (*args, *kwargs.values()) if isinstance(x, nn.Module))
+        refuse_unsupported(training, sequence_parallel_size, self._trl, patched)
         super().__init__(*args, **kwargs)
-        self._check_arguments()
-        if self._patched_degree is None:
-            patch_model(self.model, group=self._group(), config=seqpar)
+        refuse_rankwise_arguments(self.args, self.sequence_parallel_size)
+        group = self._group()
+        self._patch(self.model, group, seqpar)
+        if getattr(self, "ref_model", None) is not None:
+            self._patch(self.ref_model, group, seqpar, self.accelerator.autocast)
         set_fsdp_units(self.accelerator, find_adapter(self.model)[1])
+        self._throughput = Throughput(_patch_of(self.model), self.args.device)
 
-    def _check_arguments(self) -> None:
-        """Raise ConfigError for arguments of `Trainer` that act on each rank separately."""
-        if not self.args.average_tokens_across_devices:
-            raise ConfigError(
-                "SeqParTrainer: average_tokens_across_devices=False divides by the tokens of one rank's batches over "
-                "the ranks that share them, in some versions rounded; leave it out, and the loss is exact"
-            )
-        if self.sequence_parallel_size > 1 and self.args.neftune_noise_alpha:
-            raise ConfigError(
-                f"SeqParTrainer: neftune_noise_alpha={self.args.neftune_noise_alpha} scales the noise by the number of "
-                "tokens on a rank, which is only a shard of the text; leave it out"
-            )
-        if self.args.world_size > 1 and self.args.auto_find_batch_size:
-            raise ConfigError(
-                "SeqParTrainer: auto_find_batch_size=True restarts only the rank that ran out of memory, and the "
-                "others would wait for it; set per_device_train_batch_size"
-            )
+    def _patch(self, model: nn.Module, group: Any, seqpar: SeqParConfig | None, autocast: Any = None) -> None:
+        inner = find_adapter(model)[1]
+        if self._trl is not None:
+            remove_fused_head(inner)
+        if patch_of(inner) is None:
+            patch_model(model, group=group, config=seqpar)
+        if self._trl is not None:
+            use_token_scores(inner, _patch_of(inner), autocast or contextlib.nullcontext)
 
     @property
     def sequence_parallel_size(self) -> int:
@@ -113,7 +128,8 @@ class SeqParTrainer(Trainer):
         return self.get_cp_size()
 
     def create_accelerator_and_postprocess(self) -> None:
-        parallelism, cpu = self._parallelism(), self.args.device.type == "cpu"
+        parallelism = find_parallelism(self.args, self._requested_degree, self._patched_degree)
+        cpu = self.args.device.type == "cpu"
         self.args.parallelism_config = None if cpu and PARALLELISM_ON_CPU.applies() else parallelism
         with without_launched_parallelism(cpu):
             super().create_accelerator_and_postprocess()
@@ -135,46 +151,6 @@ class SeqParTrainer(Trainer):
         self.accelerator.gather_for_metrics = gather
         self.gather_function = functools.partial(gather, use_gather_object=self.args.eval_use_gather_object)
 
-    def _parallelism(self) -> Any:
-        """Return the `ParallelismConfig` of this run, or None on one process."""
-        from accelerate.parallelism_config import ParallelismConfig
-
-        world = self.args.world_size
-        given = self.args.parallelism_config
-        if given is None and os.environ.get("ACCELERATE_USE_PARALLELISM_CONFIG", "").lower() == "true":
-            given = ParallelismConfig()
-        if given is not None and given.total_size == 1:
-            given = None
-        degree = self._degree(world, given)
-        if world == 1:
-            return None
-        if given is None:
-            return ParallelismConfig(cp_size=degree, dp_shard_size=world // degree)
-        if given.data_parallel_size * given.cp_size != world:
-            raise ConfigError(
-                f"SeqParTrainer: accelerate's parallelism config has dp_replicate_size={given.dp_replicate_size}, "
-                f"dp_shard_size={given.dp_shard_size}, cp_size={given.cp_size}, tp_size={given.tp_size}, sp_size="
-                f"{given.sp_size}; the first three must multiply to the {world} processes, the others be 1"
-            )
-        return given
-
-    def _degree(self, world: int, parallelism: Any) -> int:
-        sources = {
-            "sequence_parallel_size": self._requested_degree,
-            "cp_size of accelerate's parallelism config": None if parallelism is None else parallelism.cp_size,
-            "the group that the model is patched for": self._patched_degree,
-        }
-        sizes = {name: size for name, size in sources.items() if size is not None}
-        if len(set(sizes.values())) > 1:
-            listed = ", ".join(f"{name} is {size}" for name, size in sizes.items())
-            raise ConfigError(f"SeqParTrainer: {listed}; they must be the same number, or be left out")
-        degree = next(iter(sizes.values()), world)
-        if degree < 1 or world % degree:
-            raise ConfigError(
-                f"SeqParTrainer: {degree} ranks per sample do not divide {world} processes; use a divisor of {world}"
-            )
-        return degree
-
     def _group(self) -> Any:
         mesh = self.accelerator.torch_device_mesh
         if mesh is None:
@@ -195,7 +171,7 @@ class SeqParTrainer(Trainer):
         num_items_in_batch: Tensor | int | None = None,
     ) -> Any:
         """Return the loss of the group's batch; its gradients averaged over all ranks are the step's gradient."""
-        if self.compute_loss_func is not None or self.label_smoother is not None:
+        if callable(self.compute_loss_func) or self.label_smoother is not None:
             raise ConfigError(
                 "SeqParTrainer: compute_loss_func and label_smoothing_factor compute the loss from logits, but each "
                 "rank has the logits of its text shard only; leave them out"
@@ -207,11 +183,40 @@ class SeqParTrainer(Trainer):
         result = super().compute_loss(
             model, inputs, return_outputs=return_outputs, num_items_in_batch=num_items_in_batch
         )
-        if num_items_in_batch is None:
+        if num_items_in_batch is None or self.loss_is_scaled_for_ga is False:
             return result
         loss, outputs = result if return_outputs else (result, None)
         loss = loss / self.sequence_parallel_size  # Trainer multiplied by the number of processes, not of groups
         return (loss, outputs) if return_outputs else loss
+
+    def training_step(self, model: nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Tensor:
+        assert self._throughput is not None
+        with self._throughput.step(inputs):
+            return super().training_step(model, inputs, *args, **kwargs)
+
+    def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
+        assert self._throughput is not None
+        with self._throughput.pause():
+            super()._maybe_log_save_evaluate(*args, **kwargs)
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        """Log, beside the loss of training, the speed, the exposed communication and the memory of the ranks."""
+        if self._throughput is not None and {"loss", "learning_rate"} <= logs.keys():
+            logs = logs | self._throughput.report(self.accelerator, self.sequence_parallel_size)
+        super().log(logs, start_time)
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
+        self._layout().require_resumable(resume_from_checkpoint)
+        super()._load_from_checkpoint(resume_from_checkpoint, model)
+
+    def _layout(self) -> RunLayout:
+        return RunLayout(
+            processes=self.args.world_size,
+            sequence_parallel_size=self.sequence_parallel_size,
+            per_device_train_batch_size=self.args.per_device_train_batch_size,
+            gradient_accumulation_steps=self.args.gradient_accumulation_steps,
+            fsdp=bool(self.is_fsdp_enabled),
+        )
 
     def prediction_step(
         self,
@@ -262,12 +267,18 @@ class SeqParTrainer(Trainer):
             # Next, Trainer checks on each rank whether the best checkpoint exists. With sharded weights nothing is
             # written yet: without the directory, some ranks would load shards of an older checkpoint.
             Path(output_dir).mkdir(parents=True, exist_ok=True)
+            if self.args.should_save:
+                self._layout().write(output_dir)
         if _internal_call or not self.is_fsdp_enabled or full_state_dict:
             super().save_model(output_dir, _internal_call)
             return
         reshard(self.model)
         directory = Path(output_dir or str(self.args.output_dir))
         export_model(self.accelerator.unwrap_model(self.model), self.processing_class, directory)
+
+
+class SeqParTrainer(SeqParMixin, Trainer):
+    """`transformers.Trainer` whose samples are shared by several ranks; see `SeqParMixin`."""
 
 
 def complete_state(optimizer: torch.optim.Optimizer) -> None:
@@ -290,16 +301,7 @@ def complete_state(optimizer: torch.optim.Optimizer) -> None:
             }
 
 
-def _patched_degree(model: nn.Module, seqpar: SeqParConfig | None) -> int | None:
-    """Return the size of the group that `model` is patched for, or None if it is not patched.
-
-    Raises:
-        ConfigError: if it is patched with other options than `seqpar`, which would be ignored.
-    """
-    patch = patch_of(find_adapter(model)[1])
-    if patch is not None and seqpar is not None and seqpar != patch.context.config:
-        raise ConfigError(
-            f"SeqParTrainer: seqpar={seqpar!r} would be ignored: the model is patched already, with "
-            f"{patch.context.config}; leave seqpar out, or call unpatch_model(model) first"
-        )
-    return None if patch is None else patch.context.comm.size
+def _patch_of(model: nn.Module) -> Patch:
+    patch = patch_of(model)
+    assert patch is not None
+    return patch

@@ -119,7 +119,6 @@ class MPlugOwl3ForConditionalGeneration(MPlugOwl3PreTrainedModel, MPlugOwl3Gener
         past_key_values: Cache | None = None,
         inputs_embeds: Tensor | None = None,
         labels: Tensor | None = None,
-        shift_labels: Tensor | None = None,
         image_embeds: Tensor | None = None,
         media_layout: MediaLayout | None = None,
         use_cache: bool | None = None,
@@ -138,16 +137,17 @@ class MPlugOwl3ForConditionalGeneration(MPlugOwl3PreTrainedModel, MPlugOwl3Gener
             past_key_values: cache of earlier tokens. It also keeps the visual K and V, so later calls pass no frames.
             inputs_embeds: (B, L, hidden) in place of `input_ids`; with frames it requires `media_offset`.
             labels: (B, L), not shifted; the loss ignores -100.
-            shift_labels: (B, L), already shifted, in place of `labels`.
             image_embeds: (F, T, hidden), the result of `encode_frames`, in place of `pixel_values`.
             media_layout: the visibility from the cache's first token on, in place of `media_offset`.
             logits_to_keep: number of last positions, or the positions, to compute logits for; 0 for all.
             **kwargs: passed to the language model, its layers, its attention function, and the loss
-                (`num_items_in_batch`).
+                (`num_items_in_batch`). `shift_labels` (B, L) are labels that are shifted already, in place of `labels`;
+                as a named argument, `Trainer` would evaluate batches only if they have both.
 
         Raises:
             ShapeError: frames, placeholders and text do not fit each other.
         """
+        shift_labels = kwargs.pop("shift_labels", None)
         if (input_ids is None) == (inputs_embeds is None):
             raise ShapeError("pass either input_ids or inputs_embeds")
         if inputs_embeds is None:

@@ -22,7 +22,7 @@ FSDP2 = "configs/fsdp2_cpu_4.yaml"
 FSDP2_WITH_CP = "configs/fsdp2_cp_cpu_4.yaml"
 SETTINGS: dict[str, Any] = {"use_cpu": True, "seed": 0, "logging_steps": 1, "report_to": [], "disable_tqdm": True}
 SETTINGS |= {"learning_rate": 1e-3, "adam_epsilon": 1e-4, "max_grad_norm": 1.0, "gradient_accumulation_steps": 2}
-SETTINGS |= {"save_strategy": "no", "label_names": ["labels"], "remove_unused_columns": False}
+SETTINGS |= {"save_strategy": "no", "remove_unused_columns": False}
 SETTINGS |= {"include_num_input_tokens_seen": "non_padding"}
 Log = list[dict[str, Any]]
 
@@ -180,6 +180,9 @@ def test_two_groups_of_two_train_evaluate_and_resume_as_one_process(tmp_path: Pa
     log, facts = train_on(4, tmp_path / "four", FSDP2, **given, **evaluation)
     assert_same_trajectory(log, expected, "learning_rate", "num_input_tokens_seen")
     assert_same_evaluation(log, expected)
+    measured = ["tokens_per_second", "frames_per_second", "exposed_communication_seconds"]
+    measured += [f"peak_memory_mib/rank_{rank}" for rank in range(4)]
+    assert all(row[name] > 0 for row in log if "loss" in row for name in measured), log
     assert facts["self_attn_hooks"] == 0, "accelerate's context parallelism is active"
     assert facts["sharded"] == len(list(tiny_model("per_head").parameters()))
     trained = MPlugOwl3ForConditionalGeneration.from_pretrained(tmp_path / "four" / "model").state_dict()
@@ -189,6 +192,9 @@ def test_two_groups_of_two_train_evaluate_and_resume_as_one_process(tmp_path: Pa
     resumed, _ = train_on(4, tmp_path / "resumed", FSDP2, **given, resume=str(tmp_path / "four" / "checkpoint-4"))
     later, expected = ([row for row in rows if row["step"] > 4] for rows in (resumed, expected))
     assert_same_trajectory(later, expected)
+    given["per_device_train_batch_size"] = 4  # one group reads what two groups read before
+    on_two, _ = train_on(2, tmp_path / "two", FSDP2, **given, resume=str(tmp_path / "four" / "checkpoint-4"))
+    assert_same_trajectory([row for row in on_two if row["step"] > 4], expected)
 
 
 @pytest.mark.slow
@@ -214,7 +220,9 @@ def test_ddp_with_mostly_frozen_parameters(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_plain_trainer_on_several_ranks_is_refused_because_samples_differ(tmp_path: Path) -> None:
     errors = ranks(2).errors(train, tmp_path, "plain", max_steps=1, patched=True)
-    assert all(isinstance(e, AgreementError) and "were given different inputs" in str(e) for e in errors), errors
+    for error in errors:
+        assert isinstance(error, AgreementError) and "were given different inputs" in str(error), error
+        assert "use mllm_seqpar.SeqParTrainer instead" in str(error)
 
 
 @pytest.mark.slow

@@ -1,14 +1,16 @@
 """Layer: one process. SeqParTrainer refuses arguments that cannot work, and accepts a patched model."""
 
+import inspect
 from pathlib import Path
 from typing import Any
 
 import pytest
 from accelerate.data_loader import IterableDatasetShard
 from torch.utils.data import ChainDataset, DataLoader
-from transformers import TrainingArguments
+from transformers import Trainer, TrainingArguments
+from transformers.utils import find_labels
 
-from mllm_seqpar import SeqParConfig, SeqParTrainer, patch_model
+from mllm_seqpar import SeqParConfig, SeqParMixin, SeqParTrainer, patch_model
 from mllm_seqpar.errors import ConfigError
 from mllm_seqpar.integrations.accelerate.context_parallel import disable_context_parallelism
 from mllm_seqpar.patches.mplug_owl3.testing import tiny_model
@@ -33,6 +35,31 @@ def trainer(tmp_path: Path, model: Any = None, args: Any = (), **given: Any) -> 
 def test_arguments_that_cannot_work_are_refused(tmp_path: Path, given: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         trainer(tmp_path, **given)
+
+
+def test_processes_that_would_train_alone_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # Without use_cpu=True and without a GPU, TrainingArguments makes each process a world of one.
+    args = TrainingArguments(output_dir=str(tmp_path), use_cpu=True, report_to=[])
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ConfigError, match=r"started 2 processes, but TrainingArguments set up 1 .*pass use_cpu=True"):
+        SeqParTrainer(model=tiny_model("per_head"), args=args, sequence_parallel_size=2)
+
+
+def test_deepspeed_is_refused_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
+    with pytest.raises(ConfigError, match=r"DeepSpeed \(ZeRO\) is not supported.* Use FSDP2"):
+        SeqParTrainer(model=tiny_model("per_head"))
+
+
+def test_a_mixin_named_after_its_trainer_is_refused() -> None:
+    with pytest.raises(TypeError, match="name SeqParMixin before the trainer"):
+        type("Reversed", (Trainer, SeqParMixin), {})
+
+
+def test_trainer_finds_one_label_name_so_that_evaluation_has_a_loss() -> None:
+    model = tiny_model("per_head")
+    assert find_labels(type(model)) == ["labels"]
+    assert [name for name in inspect.signature(patch_model(model).forward).parameters if "label" in name] == ["labels"]
 
 
 def test_patched_model_decides_degree_and_options(tmp_path: Path) -> None:

@@ -1,0 +1,138 @@
+"""The arguments of `SeqParTrainer`: what is refused, and how the processes form groups that share a sample."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from transformers import TrainingArguments
+
+from mllm_seqpar.config import SeqParConfig
+from mllm_seqpar.errors import ConfigError
+from mllm_seqpar.patching import patch_of
+from mllm_seqpar.patching.registry import find_adapter
+
+
+def refuse_unsupported(args: TrainingArguments | None, degree: Any, trl: str | None, patched: bool) -> None:
+    """Raise ConfigError for arguments that cannot work, before anything is set up.
+
+    Args:
+        args: of the trainer, or None for its defaults.
+        degree: the number of ranks per sample that the user asks for.
+        trl: the TRL trainer that the trainer derives from, or None.
+        patched: whether the model, or the reference model, is patched already.
+    """
+    if degree is not None and type(degree) is not int:
+        raise ConfigError(f"SeqParTrainer: sequence_parallel_size={degree!r} is not an int; pass an int")
+    if getattr(args, "deepspeed", None) or os.environ.get("ACCELERATE_USE_DEEPSPEED", "").lower() == "true":
+        raise ConfigError(
+            "SeqParTrainer: DeepSpeed (ZeRO) is not supported: it replaces the averaging of gradients and the saving "
+            "of weights, and nothing here verifies either. Use FSDP2 (distributed_type: FSDP, fsdp_version: 2), which "
+            "shards parameters, gradients and optimizer states, too"
+        )
+    if trl is not None and patched:
+        raise ConfigError(
+            f"SeqParMixin: a model is patched already, and TRL's {trl} would replace the patched forward; pass models "
+            "unpatched, and the options as seqpar=SeqParConfig(...)"
+        )
+    if getattr(args, "precompute_ref_log_probs", False):
+        raise ConfigError(
+            "SeqParMixin: precompute_ref_log_probs=True runs the reference model before it is patched, with all frames "
+            "on each rank; leave it out"
+        )
+    if getattr(args, "use_liger_kernel", False):
+        raise ConfigError(
+            "SeqParTrainer: use_liger_kernel=True replaces the forward that patch_model makes sequence-parallel; "
+            "leave it out (block kernels: SeqParConfig(kernel=...))"
+        )
+
+
+def refuse_rankwise_arguments(args: TrainingArguments, degree: int) -> None:
+    """Raise ConfigError for arguments of `Trainer` that act on each rank separately, given the ranks per sample."""
+    if not args.average_tokens_across_devices:
+        raise ConfigError(
+            "SeqParTrainer: average_tokens_across_devices=False divides by the tokens of one rank's batches over "
+            "the ranks that share them, in some versions rounded; leave it out, and the loss is exact"
+        )
+    if degree > 1 and args.neftune_noise_alpha:
+        raise ConfigError(
+            f"SeqParTrainer: neftune_noise_alpha={args.neftune_noise_alpha} scales the noise by the number of "
+            "tokens on a rank, which is only a shard of the text; leave it out"
+        )
+    if args.world_size > 1 and args.auto_find_batch_size:
+        raise ConfigError(
+            "SeqParTrainer: auto_find_batch_size=True restarts only the rank that ran out of memory, and the "
+            "others would wait for it; set per_device_train_batch_size"
+        )
+
+
+def find_parallelism(args: TrainingArguments, requested: int | None, patched: int | None) -> Any:
+    """Return the `ParallelismConfig` of this run, or None on one process.
+
+    Args:
+        args: of the trainer.
+        requested: the number of ranks per sample that the user asks for, or None.
+        patched: the size of the group that the model is patched for, or None.
+    """
+    from accelerate.parallelism_config import ParallelismConfig
+
+    world = args.world_size
+    launched = int(os.environ.get("WORLD_SIZE", "1"))
+    if world < launched:
+        raise ConfigError(
+            f"SeqParTrainer: a launcher started {launched} processes, but TrainingArguments set up {world} on "
+            f"{args.device}, so each process would train alone. To train on CPUs, pass use_cpu=True "
+            "(--use_cpu); else find out why torch sees no GPU"
+        )
+    given = args.parallelism_config
+    if given is None and os.environ.get("ACCELERATE_USE_PARALLELISM_CONFIG", "").lower() == "true":
+        given = ParallelismConfig()
+    if given is not None and given.total_size == 1:
+        given = None
+    degree = _degree(world, given, requested, patched)
+    if world == 1:
+        return None
+    if given is None:
+        return ParallelismConfig(cp_size=degree, dp_shard_size=world // degree)
+    if given.data_parallel_size * given.cp_size != world:
+        raise ConfigError(
+            f"SeqParTrainer: accelerate's parallelism config has dp_replicate_size={given.dp_replicate_size}, "
+            f"dp_shard_size={given.dp_shard_size}, cp_size={given.cp_size}, tp_size={given.tp_size}, sp_size="
+            f"{given.sp_size}; the first three must multiply to the {world} processes, the others be 1"
+        )
+    return given
+
+
+def _degree(world: int, parallelism: Any, requested: int | None, patched: int | None) -> int:
+    sources = {
+        "sequence_parallel_size": requested,
+        "cp_size of accelerate's parallelism config": None if parallelism is None else parallelism.cp_size,
+        "the group that the model is patched for": patched,
+    }
+    sizes = {name: size for name, size in sources.items() if size is not None}
+    if len(set(sizes.values())) > 1:
+        listed = ", ".join(f"{name} is {size}" for name, size in sizes.items())
+        raise ConfigError(f"SeqParTrainer: {listed}; they must be the same number, or be left out")
+    degree = next(iter(sizes.values()), world)
+    if degree < 1 or world % degree:
+        raise ConfigError(
+            f"SeqParTrainer: {degree} ranks per sample do not divide {world} processes; use a divisor of {world}"
+        )
+    return degree
+
+
+def patched_degree(model: Any, seqpar: SeqParConfig | None) -> int | None:
+    """Return the size of the group that `model` is patched for, or None if it is not patched.
+
+    Raises:
+        ConfigError: if it is patched with other options than `seqpar`, which would be ignored.
+    """
+    if isinstance(model, str):  # TRL loads it
+        return None
+    patch = patch_of(find_adapter(model)[1])
+    if patch is not None and seqpar is not None and seqpar != patch.context.config:
+        raise ConfigError(
+            f"SeqParTrainer: seqpar={seqpar!r} would be ignored: the model is patched already, with "
+            f"{patch.context.config}; leave seqpar out, or call unpatch_model(model) first"
+        )
+    return None if patch is None else patch.context.comm.size
