@@ -26,7 +26,7 @@ class Terminal:
     def __init__(self, *argv: Any) -> None:
         self.pid, self._fd = pty.fork()
         if self.pid == 0:
-            signal.signal(signal.SIGINT, signal.SIG_DFL)  # a shell's background jobs ignore it, and so would the command
+            signal.signal(signal.SIGINT, signal.SIG_DFL)  # background jobs of a shell ignore it
             os.environ.update(OMP_NUM_THREADS="1", PYTHONUNBUFFERED="1", TERM="dumb")
             os.chdir(ROOT)
             os.execv(sys.executable, [sys.executable, "-m", MODULE, *map(str, argv)])
