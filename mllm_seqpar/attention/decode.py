@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from mllm_seqpar.comm import Communicator, Group, Recv, Send, transfer_communicator
+from mllm_seqpar.comm import Communicator, Group, transfer_communicator
 from mllm_seqpar.errors import ConfigError, MaskError
 from mllm_seqpar.kernels import choose_kernel
 from mllm_seqpar.kernels.base import fold_groups, unfold_groups
@@ -179,7 +179,7 @@ def merge_over_ranks(o: Tensor, lse: Tensor, comm: Communicator) -> tuple[Tensor
     missing = length * comm.size - rows
     padded = torch.nn.functional.pad(both, (0, 0, 0, missing)) if missing else both  # pad always copies
     parts = [part.contiguous() for part in padded.split(length, dim=2)]
-    o_part, lse_part = _merge_all(_exchange(parts, comm))
+    o_part, lse_part = _merge_all(comm.exchange_with_all(parts, "o"))
     merged = comm.all_gather(torch.cat([o_part, lse_part.to(o.dtype).unsqueeze(-1)], dim=-1), "o")
     whole = torch.cat(merged, dim=2)[:, :, :rows]
     return whole[..., :-1].contiguous(), whole[..., -1].contiguous()
@@ -193,15 +193,7 @@ def _gather(x: Tensor, comm: Communicator) -> list[Tensor]:
     """
     if x.device.type != "cpu":
         return comm.all_gather(x, "o")
-    return _exchange([x] * comm.size, comm)
-
-
-def _exchange(parts: list[Tensor], comm: Communicator) -> list[Tensor]:
-    """Send parts[r] to rank r; return what each rank sent to this one, by rank."""
-    received = [part if peer == comm.rank else torch.empty_like(part) for peer, part in enumerate(parts)]
-    others = [peer for peer in range(comm.size) if peer != comm.rank]
-    comm.exchange([Send(p, parts[p], "o") for p in others], [Recv(p, received[p]) for p in others]).wait()
-    return received
+    return comm.exchange_with_all([x] * comm.size, "o")
 
 
 def _merge_all(parts: list[Tensor]) -> tuple[Tensor, Tensor]:

@@ -105,7 +105,6 @@ class Totals:
         self.longest = sorted([*self.longest, (sample.frames, sample.place)], key=lambda row: -row[0])[:_SHOWN]
 
     def text(self, name: str, model: str | None) -> str:
-        """Return the summary."""
         lines = [
             f"{name}: {self.samples:,} samples, {self.broken:,} broken, {self.long:,} long; in the others "
             f"{self.videos:,} videos and {self.pictures:,} pictures with {self.frames:,} frames"

@@ -144,6 +144,15 @@ class Communicator(ABC):
     def all_reduce(self, x: Tensor, label: str = "reduce") -> Tensor:
         """x -> the sum over ranks, as a new tensor. Not differentiable: see `mllm_seqpar.comm.autograd`."""
 
+    def exchange_with_all(self, tensors: Sequence[Tensor], label: str) -> list[Tensor]:
+        """Send tensors[r] to rank r; return what each rank sent to this one, all of the shape of this rank's own."""
+        own = tensors[self.rank]
+        others = [peer for peer in range(self.size) if peer != self.rank]
+        received = [own if peer == self.rank else torch.empty_like(own) for peer in range(self.size)]
+        sends = [Send(peer, tensors[peer], label) for peer in others]
+        self.exchange(sends, [Recv(peer, received[peer]) for peer in others]).wait()
+        return received
+
     def broadcast(self, x: Tensor, label: str = "broadcast") -> Tensor:
         """x of equal shape and dtype on every rank -> rank 0's x, as a new tensor."""
         if self.size == 1:
@@ -208,23 +217,14 @@ class ExchangeCollectives(Communicator):
 
     def all_gather(self, x: Tensor, label: str = "gather") -> list[Tensor]:
         x = x.detach().contiguous()
-        return self._exchange_with_all([x] * self.size, label)
+        return self.exchange_with_all([x] * self.size, label)
 
     def reduce_scatter(self, parts: Sequence[Tensor], label: str = "reduce_scatter") -> Tensor:
-        received = self._exchange_with_all([part.detach().contiguous() for part in parts], label)
+        received = self.exchange_with_all([part.detach().contiguous() for part in parts], label)
         return torch.stack(received).sum(0)  # in the order of ranks, so that the bits are the same in every run
 
     def all_reduce(self, x: Tensor, label: str = "reduce") -> Tensor:
         return torch.stack(self.all_gather(x, label)).sum(0)
-
-    def _exchange_with_all(self, tensors: Sequence[Tensor], label: str) -> list[Tensor]:
-        """Send tensors[r] to rank r; return what each rank sent to this one, all of the shape of this rank's own."""
-        own = tensors[self.rank]
-        others = [peer for peer in range(self.size) if peer != self.rank]
-        received = [own if peer == self.rank else torch.empty_like(own) for peer in range(self.size)]
-        sends = [Send(peer, tensors[peer], label) for peer in others]
-        self.exchange(sends, [Recv(peer, received[peer]) for peer in others]).wait()
-        return received
 
 
 class Subgroup(ExchangeCollectives):

@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 from mllm_seqpar.errors import ConfigError
 
 from .base import Communicator
+from .transfer_group import backends_of
 
 _CREATE = 'torch.distributed.init_process_group("nccl", device_id=torch.device("cuda", int(os.environ["LOCAL_RANK"])))'
 
@@ -66,7 +67,7 @@ def _reason(group: dist.ProcessGroup | None, device: torch.device) -> str:
         )
     if group is None:
         return ""
-    backends = dict(pair.split(":") for pair in dist.get_backend_config(group).split(","))
+    backends = backends_of(group)
     backend = backends.get(device.type)
     if device.type == "cuda" and backend == "gloo":
         return (

@@ -1,7 +1,7 @@
 """Receive buffers that belong to a communicator and stay allocated over its calls.
 
 Memory that a call frees while NCCL's stream may still use it cannot be allocated again before an event on that stream
-has completed, so a step that allocates its receive buffers anew grows the memory of the allocator and may wait. Buffers
+has completed, so a step that allocates new receive buffers grows the memory of the allocator and may wait. Buffers
 that stay allocated have neither effect.
 
 A buffer may be refilled by a later exchange as soon as the computation that reads it is enqueued on the current stream:

@@ -194,20 +194,7 @@ class ForwardState:
         if self.requires_backward(q, k, v):
             sources = [self.cached_visual_source(q, k, v)]
             return attend(q, sources, comm=self.context.comm, scale=scale, kernel=self.context.config.kernel)
-        if self._offloads:
-            assert isinstance(self.visual_cache, HostKVCache) and self.frame_mask is not None
-            return self.visual_cache.decode(
-                q,
-                k,
-                v,
-                group=self.context.comm,
-                mask=self.frame_mask,
-                units_per_frame=self.units_per_frame,
-                scale=scale,
-                kernel=self.context.config.kernel,
-            )
-        o, lse = self._prepare(q, k, self.frame_mask).partial(q, k, v, scale)
-        o, lse = merge_over_ranks(o, lse, self.context.comm)
+        o, lse = merge_over_ranks(*self._cached_frames_partial(q, k, v, scale), self.context.comm)
         return o.to(q.dtype), lse
 
     def attend_cached_frames(self, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
@@ -245,18 +232,30 @@ class ForwardState:
         Both are o (B, H, L, D) in the accumulator's dtype, the same on every rank; with `jointly`, both are the
         attention with one softmax over all keys.
         """
-        if self._offloads:
-            by_source = self.attend_cached_text(q, *text, scale, window), self.attend_replicated(q, *frames, scale)
-            merged = merge(*by_source) if jointly else None
-            return (merged[0], merged[0]) if merged else (by_source[0][0], by_source[1][0])
         on_text = self._cached_text_partial(q, *text, scale, window)
-        on_frames = self._prepare(q, frames[0], self.frame_mask).partial(q, *frames, scale)
+        on_frames = self._cached_frames_partial(q, *frames, scale)
         if jointly:
             o, _ = merge_over_ranks(*merge(on_text, on_frames), self.context.comm)
             return o, o
         o, lse = (torch.cat(pair) for pair in zip(on_text, on_frames, strict=True))
         text_o, frames_o = merge_over_ranks(o, lse, self.context.comm)[0].chunk(2)
         return text_o, frames_o
+
+    def _cached_frames_partial(self, q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+        """Return (o, lse) of q over the K and V of frames that this rank stores, on the device or in host memory."""
+        if not isinstance(self.visual_cache, HostKVCache):
+            return self._prepare(q, k, self.frame_mask).partial(q, k, v, scale)
+        assert self.frame_mask is not None
+        return self.visual_cache.partial(
+            q,
+            k,
+            v,
+            group=self.context.comm,
+            mask=self.frame_mask,
+            units_per_frame=self.units_per_frame,
+            scale=scale,
+            kernel=self.context.config.kernel,
+        )
 
     def _cached_text_partial(
         self, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None

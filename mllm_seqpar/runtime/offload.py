@@ -2,7 +2,7 @@
 
 The features of a rank are one tensor in host memory: pinned, or a view of a mapped file, which is then never read as a
 whole. A layer brings a chunk of frames, projects its K and V, computes the attention of all ranks' queries to them, and
-drops them (`attention.streamed`), while the next chunk is on its way (`host_copies`). Nothing on the device grows with
+drops them (`attention.streamed`), while the next chunk is copied (`host_copies`). Nothing on the device grows with
 the number of frames.
 
 Backward brings the chunks again. The gradients of the features are summed over layers in host memory, chunk by chunk.

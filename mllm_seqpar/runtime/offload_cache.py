@@ -15,7 +15,6 @@ from torch import Tensor
 
 from mllm_seqpar.attention.block_math import BlockMath, PartialResult, fold, unfold
 from mllm_seqpar.attention.call_spec import CallSpec, accumulation
-from mllm_seqpar.attention.decode import merge_over_ranks
 from mllm_seqpar.attention.streamed import StreamedKV
 from mllm_seqpar.comm import Communicator
 from mllm_seqpar.errors import ConfigError
@@ -70,7 +69,7 @@ class HostKVCache(VisualKVCache):
     def source(self, spec: CallSpec, k: Tensor, v: Tensor) -> StreamedKV:
         return StoredKV(spec, self._open(k, v))
 
-    def decode(
+    def partial(
         self,
         q: Tensor,
         k: Tensor,
@@ -82,15 +81,14 @@ class HostKVCache(VisualKVCache):
         scale: float,
         kernel: str,
     ) -> tuple[Tensor, Tensor]:
-        """Return (o, lse) of `decode_attention`; the arguments are those of it."""
+        """Return (o, lse) over this rank's keys as partial results; the arguments are those of `decode_attention`."""
         rows, folded = fold(q), mask.folded()
         first = frame_range(mask.total_frames // units_per_frame, group).start * units_per_frame
         partial, block_math = PartialResult(rows, accumulation(torch.float32, q.dtype)), BlockMath(kernel, scale)
         for (start, stop), k_part, v_part in self._open(k, v):
             block_math.forward(rows, k_part, v_part, folded.rectangles(first + start, first + stop), partial)
         o, lse = (unfold(x, q.shape[0]).contiguous() for x in partial.value)
-        o, lse = merge_over_ranks(o, lse, group)
-        return o.to(q.dtype), lse
+        return o, lse
 
     def _open(self, k: Tensor, v: Tensor) -> _StoredPass:
         return _StoredPass((k, v), self._chunks, self.tokens_per_unit, self._copies)

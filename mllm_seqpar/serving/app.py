@@ -59,13 +59,12 @@ class Service:
 
 
 def make_app(service: Service) -> FastAPI:
-    """Return the application."""
     app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
     app.add_middleware(Guard, service=service)
     app.add_exception_handler(ApiError, _as_response)
     app.add_exception_handler(HTTPException, _as_response)
     app.add_exception_handler(SeqParError, _as_response)
-    app.add_exception_handler(ClientGone, _as_response)  # nobody reads it
+    app.add_exception_handler(ClientGone, _as_response)  # the client has closed the connection
     app.add_exception_handler(Exception, _as_response)
     _add_files(app, service.store)
     _add_page(app)

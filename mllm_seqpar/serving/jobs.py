@@ -40,30 +40,13 @@ class Worker:
         on_text: OnText | None = None,
         interrupted: Callable[[], bool] | None = None,
     ) -> Reply:
-        """Send a job to the other ranks and run it; rank 0 calls this.
+        """Run a job, which rank 0 first sends to the other ranks.
 
         Raises:
             Impossible: the job cannot be answered.
         """
-        self.channel.send(job.to_json())
-        return self._run(job, on_start, progress, on_text, interrupted)
-
-    def follow(self) -> None:
-        """Run the jobs of rank 0 until it closes the channel; the other ranks call this."""
-        while (text := self.channel.receive()) is not None:
-            try:
-                self._run(Job.from_json(text))
-            except Impossible:
-                pass  # rank 0 tells its user
-
-    def _run(
-        self,
-        job: Job,
-        on_start: Callable[[], object] = lambda: None,
-        progress: Callable[[int, int], object] | None = None,
-        on_text: OnText | None = None,
-        interrupted: Callable[[], bool] | None = None,
-    ) -> Reply:
+        if self.engine.comm.rank == 0:
+            self.channel.send(job.to_json())
         try:
             prepared = self.engine.prepare(job, progress, interrupted)
         except (SeqParError, torch.OutOfMemoryError) as error:
@@ -78,6 +61,14 @@ class Worker:
                 raise
             self.engine.forget()
             raise Impossible(error) from error
+
+    def follow(self) -> None:
+        """Run the jobs of rank 0 until it closes the channel; the other ranks call this."""
+        while (text := self.channel.receive()) is not None:
+            try:
+                self.run(Job.from_json(text))
+            except Impossible:
+                pass  # rank 0 tells its user
 
 
 @contextmanager
