@@ -95,7 +95,7 @@ def write_example(options: ExampleOptions) -> NeedleVideo:
 
 
 def save_model(folder: Path, seed: int, gate: str | None = "vector") -> None:
-    """Write the model with random weights, and its processor: two layers of width 128, 2 query heads and one KV head."""
+    """Write a model of two layers of width 128, with 2 query heads and one KV head, and its processor."""
     import torch
     from transformers import SiglipVisionConfig
 
