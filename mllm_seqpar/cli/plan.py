@@ -1,0 +1,111 @@
+"""The command `mllm-seqpar plan`: estimates a step for each strategy, without a GPU."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+
+from mllm_seqpar.errors import ConfigError
+from mllm_seqpar.planner.cluster import read_cluster
+from mllm_seqpar.planner.files import find_file, known_files
+from mllm_seqpar.planner.model_sizes import read_model
+from mllm_seqpar.planner.plan import make_plan
+from mllm_seqpar.planner.report import as_json, as_text
+from mllm_seqpar.planner.workload import SELF_ATTENTION, TRAINED, Workload
+from mllm_seqpar.schedules.mesh_shapes import STRATEGIES
+
+from .options import Parser
+from .program_exit import run_alone
+
+EXAMPLE = "mllm-seqpar plan --model mplug-owl3-7b --frames 4096 --text 8192 --gpus 16 --cluster a100-80g-4x4"
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run the command; return 0, 1 if nothing fits, or 2 for invalid input."""
+    return run_alone(plan, argv)
+
+
+def _parser() -> Parser:
+    plan = Parser(
+        prog="mllm-seqpar plan",
+        description="Estimate times, bytes and memory of one step for each strategy. The exit status is 1 if none fits.",
+        example=EXAMPLE,
+    )
+    models = "a model directory with its config.json, a model file, or one of " + known_files("model")
+    plan.add_argument("--model", required=True, help=models)
+    plan.add_argument("--cluster", required=True, help="a cluster file, or one of " + known_files("cluster"))
+    plan.add_argument("--frames", type=int, required=True, help="frames of one video")
+    plan.add_argument("--text", type=int, required=True, help="tokens of one text, one placeholder per frame included")
+    plan.add_argument("--gpus", type=int, required=True, help="GPUs that share one batch")
+    plan.add_argument("--batch", type=int, default=1, help="videos with their texts; default: 1")
+    text = (
+        "trained parameters: all but the vision tower (default); language: all but the tower and what follows it; "
+        "connector: cross-attention and what follows the tower; all; or none: forward only"
+    )
+    plan.add_argument("--trained", choices=TRAINED, default="no-vision", help=text)
+    text = "strategies to compare; default: all"
+    plan.add_argument("--strategy", nargs="+", choices=STRATEGIES, default=STRATEGIES, help=text)
+    plan.add_argument("--self_attention", choices=SELF_ATTENTION, default="ring", help="default: ring")
+    plan.add_argument("--keep_visual", action="store_true", help="save K and V of frames instead of recomputing them")
+    text = "recompute decoder layers, and those of a trained vision tower, in backward"
+    plan.add_argument("--gradient_checkpointing", action="store_true", help=text)
+    text = "with --gradient_checkpointing: compute attention again instead of keeping its results"
+    plan.add_argument("--recompute_attention", action="store_true", help=text)
+    plan.add_argument("--mlp_chunk_size", type=int, metavar="TOKENS", help="tokens per MLP chunk; default: all")
+    chunk = Workload.vision_chunk_size
+    text = f"frames that the vision tower encodes at once; default: {chunk}"
+    plan.add_argument("--vision_chunk_size", type=int, metavar="FRAMES", default=chunk, help=text)
+    text = (
+        "image tiles of a frame with content, if the model pads pictures to several (Llama 3.2: 1 at 224 pixels, "
+        "2 at 360p and 480p, 4 from 720p); text does not attend to empty ones; default: all"
+    )
+    plan.add_argument("--content_tiles", type=int, metavar="TILES", help=text)
+    text = "cpu: the visual features stay in host memory, with lv-xattn (patch_model's visual_offload)"
+    plan.add_argument("--visual_offload", choices=["cpu"], help=text)
+    plan.add_argument("--no_overlap", action="store_true", help="wait for transfers before computing")
+    plan.add_argument("--element", type=int, default=2, help="bytes per element of an activation; default: 2, bf16")
+    text = "bytes per stored parameter, and per gradient; default: 4, or as --element if nothing is trained"
+    plan.add_argument("--parameter", type=int, help=text)
+    plan.add_argument("--optimizer", type=int, help="bytes of optimizer state per parameter; default: 8, AdamW")
+    plan.add_argument("--json", action="store_true", help="print JSON, in seconds and bytes")
+    text = "draw one cross-attention layer of the best strategy with matplotlib; the suffix chooses the format"
+    plan.add_argument("--timeline", metavar="FILE", help=text)
+    return plan
+
+
+def plan(argv: Sequence[str]) -> int:
+    """Print the plan for the options in `argv`; return 0, or 1 if nothing fits.
+
+    Raises:
+        SeqParError: on invalid options.
+    """
+    args = _parser().parse_args(argv)
+    training = args.trained != "none"
+    unused = [name for name in ("optimizer", "gradient_checkpointing", "keep_visual") if getattr(args, name)]
+    if unused and not training:
+        raise ConfigError(
+            f"--{unused[0]}: would have no effect, because with --trained none there is no backward pass; leave it out, "
+            "or pass another --trained"
+        )
+    if args.recompute_attention and not args.gradient_checkpointing:
+        raise ConfigError("--recompute_attention: has no effect without --gradient_checkpointing; pass both, or neither")
+    names = "frames text gpus batch trained self_attention element mlp_chunk_size vision_chunk_size content_tiles "
+    names += "visual_offload"
+    workload = Workload(
+        model=read_model(find_file("model", args.model)),
+        **{name: getattr(args, name) for name in names.split()},
+        recompute=not args.keep_visual,
+        checkpointing=args.gradient_checkpointing,
+        recompute_attention=args.recompute_attention,
+        overlap=not args.no_overlap,
+        parameter=(4 if training else args.element) if args.parameter is None else args.parameter,
+        optimizer=Workload.optimizer if args.optimizer is None else args.optimizer,
+    )
+    result = make_plan(workload, read_cluster(find_file("cluster", args.cluster)), args.strategy)
+    if args.timeline:
+        from mllm_seqpar.planner.timeline_figure import draw_plan
+
+        draw_plan(result, args.timeline)
+    sys.stdout.write((json.dumps(as_json(result), indent=2) if args.json else as_text(result)) + "\n")
+    return 0 if result.best.fits else 1
