@@ -1,4 +1,4 @@
-"""The command `mllm-seqpar calibrate`: measures this machine, and under a launcher its links, for `mllm-seqpar plan`."""
+"""The command `mllm-seqpar calibrate`: measures this machine, and under a launcher its links, for the planner."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ from .options import CommandOptions, option, parse_options
 from .program_exit import run_alone
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
-PARTS = ("checkpoint", "cross_attn_every_n_layers", "only_attend_immediate_media")
+PARTS = ("language_model", "vision_model", "checkpoint", "cross_attn_every_n_layers", "only_attend_immediate_media")
 _FILE, _INDEX = "model-{:05}-of-{:05}.safetensors", "model.safetensors.index.json"
 
 
@@ -36,7 +36,9 @@ class ConvertOptions(CommandOptions):
 
     output: str = option("directory to write; it must not exist, or be empty")
     model: str | None = option("a published checkpoint: its directory, or USER/NAME on the Hub", None)
-    dtype: str = option(f"dtype of the weights: {', '.join(DTYPES)} (auto: as published; OpenFlamingo: float32)", "auto")
+    dtype: str = option(
+        f"dtype of the weights: {', '.join(DTYPES)} (auto: as published; OpenFlamingo: float32)", "auto"
+    )
     language_model: str | None = option("instead of --model, for OpenFlamingo: directory or id of its text model", None)
     vision_model: str | None = option("for OpenFlamingo: directory or id of its CLIP", None)
     checkpoint: str | None = option(
@@ -53,13 +55,13 @@ class ConvertOptions(CommandOptions):
         self._require("dtype", self.dtype in DTYPES, f"one of {', '.join(DTYPES)}")
         every = self.cross_attn_every_n_layers
         self._require("cross_attn_every_n_layers", every is None or every > 0, "more than 0")
-        if (self.model is None) != (self.language_model is not None) or (self.language_model is None) != (
-            self.vision_model is None
-        ):
-            raise ConfigError("nothing to convert: give --model, or for OpenFlamingo --language_model and --vision_model")
         if self.model is not None:
             for name in PARTS:
-                self._refuse_unused(name, "it is for --language_model and --vision_model")
+                self._refuse_unused(name, "--model names a whole checkpoint; leave it out")
+        elif self.language_model is None or self.vision_model is None:
+            raise ConfigError(
+                "nothing to convert: give --model, or for OpenFlamingo --language_model and --vision_model"
+            )
 
 
 def main(argv: Sequence[str]) -> int:
@@ -100,9 +102,9 @@ def convert(argv: Sequence[str]) -> None:
 
 
 def _convert_directory(name: str, dtype: str, output: Path) -> None:
-    processor = load_processor(name)
     with tempfile.TemporaryDirectory(dir=output.parent) as scratch:
         source = _safetensors(Path(local_directory(name)), Path(scratch))
+        processor = load_processor(str(source))
         model: Any = load_model(str(source), dtype=dtype if dtype == "auto" else getattr(torch, dtype))
         model.save_pretrained(output)
     processor.save_pretrained(output)

@@ -5,6 +5,7 @@ Without a launcher it starts its own ranks: one for each GPU, or two on a CPU. O
 
 from __future__ import annotations
 
+import logging
 import os
 import platform
 import shutil
@@ -57,7 +58,7 @@ class Finding:
 
     def __str__(self) -> str:
         verdict = {True: "ok", False: "WRONG", None: "-"}[self.ok]
-        return f"{verdict:<6}{self.name:<12}{self.text}"
+        return f"{verdict:<6}{self.name:<13}{self.text}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,6 +95,7 @@ def doctor(argv: Sequence[str]) -> int:
         "The exit status is 1 if something is wrong.",
         example="mllm-seqpar doctor",
     )
+    logging.getLogger("mllm_seqpar").setLevel(logging.WARNING)
     first, wrong = os.environ.get("RANK", "0") == "0", 0
     for findings in (versions(), machine()) if first else ():
         wrong += _print(findings)
@@ -161,7 +163,8 @@ def machine() -> Iterator[Finding]:
         problems = setting_problems(os.environ) if started_by_launcher() else []
         yield Finding("nccl", "; ".join([version, *problems]), dist.is_nccl_available() and not problems)
     q = torch.zeros(1, 4, 64, 128, dtype=torch.bfloat16, device="cuda" if gpus else "cpu")
-    yield Finding("kernel", f"for bfloat16, {choose_kernel('auto', q, q, causal=False, masked=False)[1]}")
+    kernel, reason = choose_kernel("auto", q, q, causal=False, masked=False)
+    yield Finding("kernel", f"for bfloat16, {reason if gpus else kernel.name}")
     yield Finding("links", _links(smi) if smi and gpus > 1 else "none between GPUs")
 
 
@@ -174,7 +177,7 @@ def _links(smi: str) -> str:
 
 
 def _free_memory() -> int:
-    """Return the bytes that this process can still allocate: of the machine, or of its control group if that is less."""
+    """Return the bytes that this process can still allocate, limited by its control group."""
     free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     meminfo, group = Path("/proc/meminfo"), Path("/sys/fs/cgroup")
     if meminfo.exists():

@@ -29,7 +29,8 @@ def main(argv: Sequence[str]) -> int:
 def _parser() -> Parser:
     plan = Parser(
         prog="mllm-seqpar plan",
-        description="Estimate times, bytes and memory of one step for each strategy. The exit status is 1 if none fits.",
+        description="Estimate times, bytes and memory of one step for each strategy, without a GPU.\n"
+        "The exit status is 1 if none fits.",
         example=EXAMPLE,
     )
     models = "a model directory with its config.json, a model file, or one of " + known_files("model")
@@ -85,11 +86,13 @@ def plan(argv: Sequence[str]) -> int:
     unused = [name for name in ("optimizer", "gradient_checkpointing", "keep_visual") if getattr(args, name)]
     if unused and not training:
         raise ConfigError(
-            f"--{unused[0]}: would have no effect, because with --trained none there is no backward pass; leave it out, "
-            "or pass another --trained"
+            f"--{unused[0]}: would have no effect, because with --trained none there is no backward pass; leave it "
+            "out, or pass another --trained"
         )
     if args.recompute_attention and not args.gradient_checkpointing:
-        raise ConfigError("--recompute_attention: has no effect without --gradient_checkpointing; pass both, or neither")
+        raise ConfigError(
+            "--recompute_attention: has no effect without --gradient_checkpointing; pass both, or neither"
+        )
     names = "frames text gpus batch trained self_attention element mlp_chunk_size vision_chunk_size content_tiles "
     names += "visual_offload"
     workload = Workload(

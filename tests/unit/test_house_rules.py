@@ -18,7 +18,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 ORDER = (
     "errors _compat _logging _transfers schedules comm sharding config masks kernels attention checkpointing runtime "
-    "families patching models integrations adapting data planner cli inference serving training patches"
+    "families patching models integrations adapting data planner cli inference serving training patches __main__"
 ).split()
 """Parts of the package. A part imports only parts before it; see CONTRIBUTING.md."""
 

@@ -97,6 +97,9 @@ def test_calibrate_writes_a_cluster_file(tmp_path: Path, capsys: pytest.CaptureF
     assert cluster.gpus_per_node == 1 and "links are not measured" in cluster.source
     assert plan(cluster=str(file)) == 2
     assert "16 ranks need gpus_per_node, node_link and network_link, which one process" in capsys.readouterr().err
-    for options, fault in ((["--heads", "3", "--kv-heads", "2"], "--kv_heads 2 do not divide"), (["--dim", "0"], "--dim: 0")):
+    for options, fault in (
+        (["--heads", "3", "--kv-heads", "2"], "--kv_heads 2 do not divide"),
+        (["--dim", "0"], "--dim: 0"),
+    ):
         with pytest.raises(ConfigError, match=fault):
             measure(options)

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from mllm_seqpar.cli.options import parse_options
 from mllm_seqpar.errors import ConfigError, VideoError
 from mllm_seqpar.inference import Sampling
-from mllm_seqpar.cli.options import parse_options
 from mllm_seqpar.serving.chat import ChatOptions, chat
 from mllm_seqpar.serving.server import ServeOptions, serve
 

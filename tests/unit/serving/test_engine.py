@@ -10,6 +10,7 @@ import torch
 
 from family_directories import family_folder
 from mllm_seqpar.cli.job_channel import JobChannel
+from mllm_seqpar.cli.options import parse_options
 from mllm_seqpar.comm import Communicator, run_loopback
 from mllm_seqpar.data import VideoSource, chat_family
 from mllm_seqpar.errors import SeqParError
@@ -17,7 +18,6 @@ from mllm_seqpar.inference import Sampling
 from mllm_seqpar.inference.conversation import Interrupted, JoinedSource, LengthError, Reply
 from mllm_seqpar.models import loading
 from mllm_seqpar.models.loading import load_model, load_processor
-from mllm_seqpar.cli.options import parse_options
 from mllm_seqpar.serving.chat import ChatOptions
 from mllm_seqpar.serving.engine import Engine, Job, MediaFile
 from mllm_seqpar.serving.jobs import Impossible, Worker
