@@ -26,7 +26,7 @@ COMMANDS = {
 }
 """By name: the function, as "module:function", and one line of help."""
 
-OWN_RANKS = ("finetune", "ask")
+OWN_RANKS = ("finetune", "ask", "calibrate")
 """Commands that get the option --num_processes here. chat, serve and doctor have it themselves."""
 
 HELP = """\
@@ -38,8 +38,8 @@ commands:
 {commands}
 
 mllm-seqpar COMMAND --help lists the options of a command. Names of options may be written with underscores or hyphens.
-finetune, ask, chat, serve and doctor start N ranks on this machine with --num_processes N. A launcher starts them on
-several machines: accelerate launch [its options] -m mllm_seqpar COMMAND [options], or torchrun in the same way.
+finetune, ask, chat, serve, calibrate and doctor start N ranks on this machine with --num_processes N. A launcher starts
+them on several machines: accelerate launch [its options] -m mllm_seqpar COMMAND [options], or torchrun in the same way.
 
 examples:
   mllm-seqpar doctor

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 
 import torch
 
+from mllm_seqpar.comm.agreement import attempt, raise_on_all_ranks
 from mllm_seqpar.errors import ConfigError
 from mllm_seqpar.planner.calibrate import AttentionShape, calibrate
 from mllm_seqpar.planner.cluster import write_cluster
@@ -54,14 +55,10 @@ def measure(argv: Sequence[str]) -> None:
     Raises:
         SeqParError: on invalid options, or if the ranks disagree.
     """
-    args = parse_options(
-        CalibrateOptions,
-        argv,
-        prog="mllm-seqpar calibrate",
-        description="Measure this machine, and under a launcher its links: a cluster file for mllm-seqpar plan.",
-        example="torchrun --nproc-per-node 8 -m mllm_seqpar calibrate --output here.yaml",
-    )
-    with launched_ranks(args.device) as (comm, device):
+    args, problem = attempt(lambda: _parse(argv))
+    with launched_ranks(args.device if args else "auto") as (comm, device):
+        raise_on_all_ranks(comm, "options", problem, asdict(args) if args else {})
+        assert args is not None  # otherwise all ranks have raised
         dtype = getattr(torch, args.dtype or ("bfloat16" if device.type == "cuda" else "float32"))
         shape = AttentionShape(heads=args.heads, kv_heads=args.kv_heads, dim=args.dim, dtype=dtype)
         cluster = calibrate(comm, device=device, shape=shape, name=args.name)
@@ -73,3 +70,13 @@ def measure(argv: Sequence[str]) -> None:
             for name, rate in rates.items():
                 sys.stderr.write(f"kernel {name}: {rate:.3g} FLOP/s in forward and backward\n")
             write_cluster(cluster, args.output or "/dev/stdout")
+
+
+def _parse(argv: Sequence[str]) -> CalibrateOptions:
+    return parse_options(
+        CalibrateOptions,
+        argv,
+        prog="mllm-seqpar calibrate",
+        description="Measure this machine, and with --num_processes or a launcher its links, for mllm-seqpar plan.",
+        example="mllm-seqpar calibrate --num_processes 8 --output here.yaml",
+    )

@@ -99,6 +99,7 @@ def own_ranks(
         stack.callback(ranks.close)
         for rank in range(1, count):
             ranks.start(rank, command, {**os.environ, **rendezvous, "RANK": str(rank), "LOCAL_RANK": str(rank)})
+        _function(entry)  # this rank imports the modules while the others do
         _wait_until_ready(store, count)
         before = dict(os.environ)
         os.environ.update(rendezvous, RANK="0", LOCAL_RANK="0")
