@@ -35,13 +35,12 @@ _mllm_seqpar() {{
     case ${{COMP_WORDS[1]}} in
 {cases}
     esac
+    COMPREPLY=()  # files, by -o default
     if [[ $word == -* ]]; then
         COMPREPLY=($(compgen -W "$options" -- "$word"))
-    else
-        COMPREPLY=($(compgen -f -- "$word"))
     fi
 }}
-complete -o filenames -F _mllm_seqpar mllm-seqpar
+complete -o default -F _mllm_seqpar mllm-seqpar
 """
 
 ZSH = """\
