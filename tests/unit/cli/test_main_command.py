@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,8 +15,9 @@ from safetensors.torch import load_file
 
 from mllm_seqpar import __main__, __version__, _compat
 from mllm_seqpar.__main__ import COMMANDS, main
-from mllm_seqpar.cli import completion, doctor, exactness, program_exit
+from mllm_seqpar.cli import completion, doctor, exactness, own_ranks, program_exit
 from mllm_seqpar.comm import as_communicator
+from mllm_seqpar.errors import ConfigError
 from mllm_seqpar.models.loading import load_model, load_processor
 
 
@@ -159,3 +161,21 @@ def test_failing_rank_writes_the_file_that_the_launcher_reads(tmp_path: Path, mo
     message = json.loads((tmp_path / "error.json").read_text())["message"]
     assert message["message"] == "error: --fps: 0" and int(message["extraInfo"]["timestamp"]) > 1e9
     assert statuses == [1, 2]
+
+
+def test_rank_that_ends_first_ends_the_program_only_if_it_failed(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    statuses: list[int] = []
+    monkeypatch.setattr(own_ranks.os, "_exit", statuses.append)
+    monkeypatch.setattr(own_ranks, "GRACE", 0.0)
+    ranks = own_ranks._Ranks(lambda: None)
+    for status in (0, -9):
+        process: Any = SimpleNamespace(wait=lambda status=status: status)
+        ranks._watch(3, process)
+    assert statuses == [1]
+    assert capsys.readouterr().err.startswith(
+        "\nstopped: rank 3 ended by signal 9 (SIGKILL); a process that needs more"
+    )
+    with pytest.raises(ConfigError, match="--num_processes: 0 is not allowed"), own_ranks.own_ranks(0, "a:b", []):
+        pass
