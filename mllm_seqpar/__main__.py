@@ -19,7 +19,7 @@ COMMANDS = {
     "serve": ("mllm_seqpar.serving.server:main", "answer requests over HTTP, as OpenAI's API does, and show a page"),
     "check-data": ("mllm_seqpar.cli.check_data:main", "open everything that a data set names; report what is broken"),
     "convert": ("mllm_seqpar.cli.convert:main", "write a published checkpoint as a model directory in safetensors"),
-    "plan": ("mllm_seqpar.cli.plan:main", "estimate times, bytes and memory of a step, without a GPU"),
+    "plan": ("mllm_seqpar.cli.planner:main", "estimate times, bytes and memory of a step, without a GPU"),
     "calibrate": ("mllm_seqpar.cli.calibrate:main", "measure this machine and its links for plan"),
     "doctor": ("mllm_seqpar.cli.doctor:main", "check versions, devices and links, and that results are exact here"),
     "completion": ("mllm_seqpar.cli.completion:main", "print a script that completes commands and options in a shell"),
