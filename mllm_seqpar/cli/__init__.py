@@ -1,1 +1,1 @@
-"""Helpers of the command-line programs: options, launch, progress, and how a run ends after an error."""
+"""What all commands share: options, launch, progress, and how a run ends after an error; and the small commands."""

@@ -7,7 +7,6 @@ not found; training then stops or skips the sample (`on_bad_media`).
 
 from __future__ import annotations
 
-import argparse
 import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -21,50 +20,56 @@ from mllm_seqpar.data.formats import DEFAULT_TEMPLATE
 from mllm_seqpar.data.sources import FrameSource, VideoSource
 from mllm_seqpar.errors import ConfigError, DataError, SeqParError
 
+from .options import Parser
+from .program_exit import run_alone
+
 BROKEN = 1
 """The exit status if a sample is broken."""
 
 _SHOWN = 3
 
 
-def add_command(commands: Any) -> None:
-    """Add the command to the subparsers of `mllm-seqpar`."""
-    parser = commands.add_parser(
-        "check-data",
-        help="open every video and picture of a data set, and report what is broken or long",
-        description="Open the first, middle and last frame of everything that data sets name. The exit status is 1 if "
-        "a sample is broken.",
-        epilog="example: mllm-seqpar check-data train.jsonl --model my-model --fps 1",
-        allow_abbrev=False,
+def main(argv: Sequence[str]) -> int:
+    """Run the command; return 0, 1 if a sample is broken, or 2 for invalid input."""
+    return run_alone(check, argv)
+
+
+def _parser() -> Parser:
+    parser = Parser(
+        prog="mllm-seqpar check-data",
+        description="Open the first, middle and last frame of everything that data sets name.\n"
+        "The exit status is 1 if a sample is broken.",
+        example="mllm-seqpar check-data train.jsonl --model my-model --fps 1",
     )
     text = "JSONL, JSON, parquet, arrow, tar shards, a folder with metadata.jsonl, or an id on the Hub; may be several"
     parser.add_argument("data", nargs="+", metavar="DATA", help=text)
     text = "model directory or id on the Hub: counts tokens too, by the model's processor"
     parser.add_argument("--model", metavar="DIR", help=text)
     parser.add_argument("--fps", type=float, help="as in training; default: that of the data, else 1")
-    parser.add_argument("--num-frames", type=int, help="instead of --fps: this many frames of each video")
-    parser.add_argument("--max-frames", type=int, help="as in training: at most this many frames of each video")
+    parser.add_argument("--num_frames", type=int, help="instead of --fps: this many frames of each video")
+    parser.add_argument("--max_frames", type=int, help="as in training: at most this many frames of each video")
     text = "as in training: samples with more text tokens are broken; needs --model"
-    parser.add_argument("--max-length", type=int, metavar="TOKENS", help=text)
-    parser.add_argument("--media-root", metavar="DIR", help="folder of relative paths; default: that of the data")
+    parser.add_argument("--max_length", type=int, metavar="TOKENS", help=text)
+    parser.add_argument("--media_root", metavar="DIR", help="folder of relative paths; default: that of the data")
     parser.add_argument("--template", default=DEFAULT_TEMPLATE, help="text of multiple-choice questions")
     text = "report longer videos; default: 3600"
     parser.add_argument("--long", type=float, default=3600.0, metavar="SECONDS", help=text)
     text = "files opened at once; default: the number of processors"
     parser.add_argument("--workers", type=int, default=os.cpu_count() or 1, help=text)
-    parser.set_defaults(run=run)
+    return parser
 
 
-def run(args: argparse.Namespace) -> int:
-    """Check all data sets of a command line; return its exit status."""
+def check(argv: Sequence[str]) -> int:
+    """Check all data sets of the command line `argv`; return its exit status."""
+    args = _parser().parse_args(argv)
     for name in ("fps", "num_frames", "max_frames", "max_length", "workers", "long"):
         value = getattr(args, name)
         if value is not None and not 0 < value < float("inf"):
-            raise ConfigError(f"--{name.replace('_', '-')}: {value} is not allowed; give a finite number above 0")
+            raise ConfigError(f"--{name}: {value} is not allowed; give a finite number above 0")
     if args.fps and args.num_frames:
-        raise ConfigError(f"--fps {args.fps:g} and --num-frames {args.num_frames}: give one of them")
+        raise ConfigError(f"--fps {args.fps:g} and --num_frames {args.num_frames}: give one of them")
     if args.max_length and not args.model:
-        raise ConfigError("--max-length needs --model, whose processor counts the tokens")
+        raise ConfigError("--max_length needs --model, whose processor counts the tokens")
     processor = None
     if args.model:
         from mllm_seqpar.models.loading import load_processor

@@ -1,10 +1,12 @@
-"""A command line from a frozen dataclass: its fields become the options, its annotations their types."""
+"""Command lines: names with underscores or hyphens, and options from the fields of a frozen dataclass."""
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
+import difflib
 import math
+import os
 import types
 from collections.abc import Sequence
 from typing import Any, NoReturn, TypeVar, get_args, get_origin, get_type_hints
@@ -25,17 +27,13 @@ class CommandOptions:
     def _require(self, name: str, valid: bool, allowed: str) -> None:
         value = getattr(self, name)
         if not valid or (isinstance(value, float) and not math.isfinite(value)):
-            raise ConfigError(f"{_flag(name)}: {value!r} is not allowed; give {allowed}")
+            raise ConfigError(f"--{name}: {value!r} is not allowed; give {allowed}")
 
     def _refuse_unused(self, name: str, reason: str) -> None:
         """Raise ConfigError if the option `name` differs from its default, for options that would have no effect."""
         default = next(item.default for item in dataclasses.fields(self) if item.name == name)  # type: ignore[arg-type]
         if getattr(self, name) != default:
-            raise ConfigError(f"{_flag(name)} {getattr(self, name)} would have no effect: {reason}")
-
-
-def _flag(name: str) -> str:
-    return f"--{name.replace('_', '-')}"
+            raise ConfigError(f"--{name} {getattr(self, name)} would have no effect: {reason}")
 
 
 def parse_tile(text: str | None) -> tuple[int, int] | None:
@@ -52,17 +50,23 @@ def parse_tile(text: str | None) -> tuple[int, int] | None:
     return int(a), int(b)
 
 
-def parse_options(kind: type[Arguments], argv: Sequence[str], *, prog: str, description: str) -> Arguments:
+def parse_options(
+    kind: type[Arguments], argv: Sequence[str], *, prog: str, description: str, example: str = ""
+) -> Arguments:
     """Return the options in `argv` (without the program's name) as an instance of `kind`.
 
-    Underscores become dashes, a bool has a --no- form, and an option with a tuple type may be repeated. Of any other
-    repeated option the last value counts. Abbreviated names are refused.
+    A bool has a second form --no_NAME, and an option with a tuple type may be repeated. See `Parser`.
+
+    Args:
+        kind: a dataclass whose fields are made by `option`.
+        argv: the arguments.
+        prog, description, example: texts of --help.
 
     Raises:
-        ConfigError: on an unknown option, a value of the wrong type, or a value that `kind` refuses.
+        ConfigError: on an unknown or repeated option, a value of the wrong type, or a value that `kind` refuses.
     """
     # SUPPRESS leaves absent options out of the namespace: the dataclass has the defaults.
-    parser = _Parser(prog=prog, description=description, argument_default=argparse.SUPPRESS, allow_abbrev=False)
+    parser = Parser(prog=prog, description=description, example=example, argument_default=argparse.SUPPRESS)
     hints = get_type_hints(kind)
     for item in dataclasses.fields(kind):  # type: ignore[arg-type]
         _add_option(parser, item, hints[item.name])
@@ -70,11 +74,73 @@ def parse_options(kind: type[Arguments], argv: Sequence[str], *, prog: str, desc
     return kind(**{name: tuple(value) if isinstance(value, list) else value for name, value in values.items()})
 
 
-class _Parser(argparse.ArgumentParser):
-    """Raises instead of printing: every rank parses the command line, and rank 0 reports the error."""
+def canonical_arguments(parser: argparse.ArgumentParser, argv: Sequence[str]) -> list[str]:
+    """Return `argv` with the hyphens in the names of the parser's options replaced by underscores.
+
+    Args:
+        parser: any parser whose options are named with underscores, such as `HfArgumentParser`.
+        argv: the arguments; values, positional arguments and unknown names are returned unchanged.
+
+    Raises:
+        ConfigError: an option is repeated, of which only the last value would count.
+    """
+    known, seen = parser._option_string_actions, set()
+    result = list(argv)
+    for index, argument in enumerate(argv):
+        if argument == "--":
+            break
+        name, sign, value = argument.partition("=")
+        written = "--" + name.removeprefix("--").replace("-", "_")
+        if name.startswith("--") and written in known:
+            result[index], name = written + sign + value, written
+        action = known.get(name)
+        if action is None or isinstance(action, (argparse._AppendAction, argparse._HelpAction)):
+            continue
+        if action.dest in seen:
+            several = action.nargs in ("+", "*")
+            raise ConfigError(f"{name} is given twice; give {f'all values after one {name}' if several else 'it once'}")
+        seen.add(action.dest)
+    return result
+
+
+class Parser(argparse.ArgumentParser):
+    """A parser whose options have names with underscores; hyphens are accepted for them.
+
+    It raises ConfigError instead of printing: every rank parses the command line, and rank 0 reports the error.
+    Abbreviated names, and repeated options of which only the last value would count, are refused.
+    """
+
+    def __init__(self, *, example: str = "", **options: Any) -> None:
+        options |= {"epilog": f"example:\n  {example}" if example else None, "allow_abbrev": False}
+        super().__init__(formatter_class=argparse.RawDescriptionHelpFormatter, **options)
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        return super().parse_known_args(canonical_arguments(self, args), namespace)
+
+    def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
+        values, unknown = self.parse_known_args(args, namespace)
+        if unknown:
+            written = "--" + unknown[0].partition("=")[0].lstrip("-").replace("-", "_")
+            near = difflib.get_close_matches(written, self._option_string_actions, 1)
+            self.error(f"unrecognized arguments: {' '.join(unknown)}" + "".join(f" (did you mean {x}?)" for x in near))
+        return values
 
     def error(self, message: str) -> NoReturn:
         raise ConfigError(f"{message}; --help lists the options")
+
+    def _print_message(self, message: str, file: Any = None) -> None:
+        if os.environ.get("RANK", "0") == "0":  # of several ranks, one prints the help
+            super()._print_message(message, file)
+
+
+class _Switch(argparse.Action):
+    """An option of a bool, --NAME or --no_NAME."""
+
+    def __init__(self, option_strings: Sequence[str], dest: str, **options: Any) -> None:
+        super().__init__([f"--{dest}", f"--no_{dest}"], dest, nargs=0, **options)
+
+    def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
+        setattr(namespace, self.dest, option_string == self.option_strings[0])
 
 
 def _add_option(parser: argparse.ArgumentParser, item: dataclasses.Field, hint: Any) -> None:
@@ -83,10 +149,10 @@ def _add_option(parser: argparse.ArgumentParser, item: dataclasses.Field, hint: 
     if not required and item.default not in (None, "", ()):
         text += f" (default: {item.default})"
     if hint is bool:
-        parser.add_argument(_flag(item.name), action=argparse.BooleanOptionalAction, help=text)
+        parser.add_argument(f"--{item.name}", action=_Switch, help=text)
         return
     # float for `float | None`, str for `tuple[str, ...]`
     value_type = next((part for part in get_args(hint) if part is not types.NoneType), hint)
     action = "append" if get_origin(hint) is tuple else "store"
     metavar = item.name.upper()
-    parser.add_argument(_flag(item.name), type=value_type, action=action, required=required, help=text, metavar=metavar)
+    parser.add_argument(f"--{item.name}", type=value_type, action=action, required=required, help=text, metavar=metavar)

@@ -17,12 +17,16 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from typing import NoReturn
 
 import torch
 import torch.distributed as dist
 
 from mllm_seqpar.comm import launched_processes
 from mllm_seqpar.errors import ConfigError
+
+from .options import Parser
+from .program_exit import run
 
 _MARK = "MLLM_SEQPAR_OWN_RANKS"
 """The environment variable that is set in the ranks that `own_ranks` started."""
@@ -40,7 +44,12 @@ def started_by_launcher() -> bool:
 
 @contextmanager
 def own_ranks(
-    count: int | None, entry: str, argv: Sequence[str], before_exit: Callable[[], object] = lambda: None
+    count: int | None,
+    entry: str,
+    argv: Sequence[str],
+    before_exit: Callable[[], object] = lambda: None,
+    *,
+    wait: bool = False,
 ) -> Iterator[None]:
     """Make this process rank 0 of `count`, and start the others. They are ended at the end of the block.
 
@@ -50,11 +59,14 @@ def own_ranks(
         count: 1 or more; None: one for each GPU of this machine, or 1 without any.
         entry: "module:function", called as function(argv) in the other processes.
         argv: the arguments of the command line.
-        before_exit: called before the program ends because another rank has ended.
+        before_exit: called before the program ends because another rank has failed.
+        wait: at the end of the block, wait until the other ranks have ended by themselves.
 
     Raises:
-        ConfigError: a launcher has started several processes, and `count` asks for another number.
+        ConfigError: `count` is below 1, or not the number of processes that a launcher has started.
     """
+    if count is not None and count < 1:
+        raise ConfigError(f"--num_processes: {count} is not allowed; give 1 or more")
     if _MARK in os.environ:
         yield
         return
@@ -72,6 +84,8 @@ def own_ranks(
         return
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     rendezvous = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    # for collectives of FSDP2 beside the transfers of a patched model; see comm.nccl_settings
+    rendezvous["NCCL_LAUNCH_ORDER_IMPLICIT"] = os.environ.get("NCCL_LAUNCH_ORDER_IMPLICIT", "1")
     rendezvous |= {"WORLD_SIZE": str(count), "LOCAL_WORLD_SIZE": str(count), _MARK: "1"}
     if any(name == "lo" for _, name in socket.if_nameindex()):
         rendezvous.setdefault("GLOO_SOCKET_IFNAME", os.environ.get("GLOO_SOCKET_IFNAME", "lo"))
@@ -85,11 +99,14 @@ def own_ranks(
         stack.callback(ranks.close)
         for rank in range(1, count):
             ranks.start(rank, command, {**os.environ, **rendezvous, "RANK": str(rank), "LOCAL_RANK": str(rank)})
+        _function(entry)  # this rank imports the modules while the others do
         _wait_until_ready(store, count)
         before = dict(os.environ)
         os.environ.update(rendezvous, RANK="0", LOCAL_RANK="0")
         stack.callback(_restore_environment, before)
         yield
+        if wait:
+            ranks.wait()
 
 
 def _wait_until_ready(store: dist.Store, count: int) -> None:
@@ -119,6 +136,12 @@ class _Ranks:
         self._processes.append(process)
         threading.Thread(target=self._watch, args=(rank, process), daemon=True).start()
 
+    def wait(self) -> None:
+        """Wait until all processes have ended. If one has failed, its thread ends the program."""
+        for process in self._processes:
+            if process.wait():
+                time.sleep(2 * GRACE)
+
     def close(self) -> None:
         """End all processes: those that do not end when their input closes are killed."""
         for rank, process in enumerate(self._processes, 1):
@@ -138,7 +161,7 @@ class _Ranks:
 
     def _watch(self, rank: int, process: subprocess.Popen[bytes]) -> None:
         status = process.wait()
-        if self._closing.wait(GRACE):
+        if status == 0 or self._closing.wait(GRACE):
             return
         self._before_exit()
         self._report(rank, status)
@@ -151,20 +174,47 @@ class _Ranks:
         sys.stderr.flush()
 
 
+def start_ranks_if_asked(entry: str, argv: Sequence[str]) -> int:
+    """Run a command that has no option --num_processes; with it, on that many ranks of this machine.
+
+    Args:
+        entry: "module:function" of the command.
+        argv: the arguments, with --num_processes N or without. The command gets the others.
+
+    Returns:
+        The exit status of rank 0. The program ends with a message if another rank fails.
+    """
+
+    def on_ranks(argv: Sequence[str]) -> int | None:
+        parser = Parser(add_help=False)
+        parser.add_argument("--num_processes", type=int)
+        args, rest = parser.parse_known_args(argv)
+        if args.num_processes is None or not {"-h", "--help"}.isdisjoint(rest):
+            return _function(entry)(rest)
+        with own_ranks(args.num_processes, entry, rest, wait=True):
+            return _function(entry)(rest)
+
+    return run(on_ranks, argv)
+
+
+def _function(entry: str) -> Callable[[Sequence[str]], int | None]:
+    module, _, function = entry.partition(":")
+    return getattr(importlib.import_module(module), function)
+
+
 def _end_with_rank_0() -> None:
     while os.read(0, 1024):
         pass
     os._exit(1)
 
 
-def main(argv: Sequence[str]) -> None:
+def main(argv: Sequence[str]) -> NoReturn:
     """Run a rank that `own_ranks` started: `argv` is "module:function" and the arguments of the function."""
     threading.Thread(target=_end_with_rank_0, daemon=True).start()
-    module, _, function = argv[0].partition(":")
-    entry = getattr(importlib.import_module(module), function)
+    entry = _function(argv[0])
     store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), wait_for_workers=False)
     store.set(_READY.format(os.environ["RANK"]), "")
-    entry(argv[1:])
+    sys.exit(entry(argv[1:]))
 
 
 if __name__ == "__main__":

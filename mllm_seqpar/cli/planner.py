@@ -1,20 +1,13 @@
-"""The command `mllm-seqpar`: `plan` estimates a step, `calibrate` measures this machine, `check-data` reads data.
-
-mllm-seqpar plan --model mplug-owl3-7b --frames 4096 --text 8192 --gpus 16 --cluster a100-80g-4x4
-torchrun --nproc-per-node 8 -m mllm_seqpar.cli.planner calibrate --output here.yaml
-"""
+"""The command `mllm-seqpar plan`: estimates a step for each strategy, without a GPU."""
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 from collections.abc import Sequence
-from dataclasses import replace
 
-from mllm_seqpar.cli import check_data
-from mllm_seqpar.errors import ConfigError, SeqParError
-from mllm_seqpar.planner.cluster import read_cluster, write_cluster
+from mllm_seqpar.errors import ConfigError
+from mllm_seqpar.planner.cluster import read_cluster
 from mllm_seqpar.planner.files import find_file, known_files
 from mllm_seqpar.planner.model_sizes import read_model
 from mllm_seqpar.planner.plan import make_plan
@@ -22,50 +15,24 @@ from mllm_seqpar.planner.report import as_json, as_text
 from mllm_seqpar.planner.workload import SELF_ATTENTION, TRAINED, Workload
 from mllm_seqpar.schedules.mesh_shapes import STRATEGIES
 
+from .options import Parser
+from .program_exit import run_alone
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command; return 0, 1 for a finding (a fault, or a plan that does not fit), or 2 for invalid input."""
-    args = _parser().parse_args(arguments)
-    try:
-        status: int = args.run(args)
-    except (SeqParError, OSError) as error:
-        sys.stderr.write(f"mllm-seqpar {args.command}: {error}\n")
-        return 2
-    return status
+EXAMPLE = "mllm-seqpar plan --model mplug-owl3-7b --frames 4096 --text 8192 --gpus 16 --cluster a100-80g-4x4"
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="mllm-seqpar",
-        description="Plan sequence-parallel steps of MLLMs, and check their data.",
-        allow_abbrev=False,
+def main(argv: Sequence[str]) -> int:
+    """Run the command; return 0, 1 if nothing fits, or 2 for invalid input."""
+    return run_alone(plan, argv)
+
+
+def _parser() -> Parser:
+    plan = Parser(
+        prog="mllm-seqpar plan",
+        description="Estimate times, bytes and memory of one step for each strategy, without a GPU.\n"
+        "The exit status is 1 if none fits.",
+        example=EXAMPLE,
     )
-    commands = parser.add_subparsers(dest="command", required=True)
-    plan = commands.add_parser("plan", help="times, bytes and memory of a step, for each strategy", allow_abbrev=False)
-    calibrate = commands.add_parser(
-        "calibrate", help="measure this machine; under torchrun, its links too", allow_abbrev=False
-    )
-    _add_plan(plan)
-    check_data.add_command(commands)
-    calibrate.add_argument("--output", metavar="FILE", help="cluster file to write; default: print it")
-    text = "auto (default): cuda if this node has a GPU for each process; cuda transfers over NCCL, cpu over gloo"
-    calibrate.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto", help=text)
-    text = "what the model computes in; default: bfloat16 on cuda, float32 on cpu"
-    calibrate.add_argument("--dtype", choices=["float32", "bfloat16", "float16"], help=text)
-    for name, size, text in (
-        ("--heads", 16, "query heads"),
-        ("--kv-heads", 4, "KV heads"),
-        ("--dim", 128, "head dimension"),
-    ):
-        calibrate.add_argument(
-            name, type=int, default=size, help=f"{text} of the attention to measure; default: {size}"
-        )
-    calibrate.add_argument("--name", default="measured")
-    calibrate.set_defaults(run=_calibrate)
-    return parser
-
-
-def _add_plan(plan: argparse.ArgumentParser) -> None:
     models = "a model directory with its config.json, a model file, or one of " + known_files("model")
     plan.add_argument("--model", required=True, help=models)
     plan.add_argument("--cluster", required=True, help="a cluster file, or one of " + known_files("cluster"))
@@ -80,24 +47,24 @@ def _add_plan(plan: argparse.ArgumentParser) -> None:
     plan.add_argument("--trained", choices=TRAINED, default="no-vision", help=text)
     text = "strategies to compare; default: all"
     plan.add_argument("--strategy", nargs="+", choices=STRATEGIES, default=STRATEGIES, help=text)
-    plan.add_argument("--self-attention", choices=SELF_ATTENTION, default="ring", help="default: ring")
-    plan.add_argument("--keep-visual", action="store_true", help="save K and V of frames instead of recomputing them")
+    plan.add_argument("--self_attention", choices=SELF_ATTENTION, default="ring", help="default: ring")
+    plan.add_argument("--keep_visual", action="store_true", help="save K and V of frames instead of recomputing them")
     text = "recompute decoder layers, and those of a trained vision tower, in backward"
-    plan.add_argument("--gradient-checkpointing", action="store_true", help=text)
-    text = "with --gradient-checkpointing: compute attention again instead of keeping its results"
-    plan.add_argument("--recompute-attention", action="store_true", help=text)
-    plan.add_argument("--mlp-chunk-size", type=int, metavar="TOKENS", help="tokens per MLP chunk; default: all")
+    plan.add_argument("--gradient_checkpointing", action="store_true", help=text)
+    text = "with --gradient_checkpointing: compute attention again instead of keeping its results"
+    plan.add_argument("--recompute_attention", action="store_true", help=text)
+    plan.add_argument("--mlp_chunk_size", type=int, metavar="TOKENS", help="tokens per MLP chunk; default: all")
     chunk = Workload.vision_chunk_size
     text = f"frames that the vision tower encodes at once; default: {chunk}"
-    plan.add_argument("--vision-chunk-size", type=int, metavar="FRAMES", default=chunk, help=text)
+    plan.add_argument("--vision_chunk_size", type=int, metavar="FRAMES", default=chunk, help=text)
     text = (
         "image tiles of a frame with content, if the model pads pictures to several (Llama 3.2: 1 at 224 pixels, "
         "2 at 360p and 480p, 4 from 720p); text does not attend to empty ones; default: all"
     )
-    plan.add_argument("--content-tiles", type=int, metavar="TILES", help=text)
+    plan.add_argument("--content_tiles", type=int, metavar="TILES", help=text)
     text = "cpu: the visual features stay in host memory, with lv-xattn (patch_model's visual_offload)"
-    plan.add_argument("--visual-offload", choices=["cpu"], help=text)
-    plan.add_argument("--no-overlap", action="store_true", help="wait for transfers before computing")
+    plan.add_argument("--visual_offload", choices=["cpu"], help=text)
+    plan.add_argument("--no_overlap", action="store_true", help="wait for transfers before computing")
     plan.add_argument("--element", type=int, default=2, help="bytes per element of an activation; default: 2, bf16")
     text = "bytes per stored parameter, and per gradient; default: 4, or as --element if nothing is trained"
     plan.add_argument("--parameter", type=int, help=text)
@@ -105,19 +72,27 @@ def _add_plan(plan: argparse.ArgumentParser) -> None:
     plan.add_argument("--json", action="store_true", help="print JSON, in seconds and bytes")
     text = "draw one cross-attention layer of the best strategy with matplotlib; the suffix chooses the format"
     plan.add_argument("--timeline", metavar="FILE", help=text)
-    plan.set_defaults(run=_plan)
+    return plan
 
 
-def _plan(args: argparse.Namespace) -> int:
+def plan(argv: Sequence[str]) -> int:
+    """Print the plan for the options in `argv`; return 0, or 1 if nothing fits.
+
+    Raises:
+        SeqParError: on invalid options.
+    """
+    args = _parser().parse_args(argv)
     training = args.trained != "none"
     unused = [name for name in ("optimizer", "gradient_checkpointing", "keep_visual") if getattr(args, name)]
     if unused and not training:
         raise ConfigError(
-            f"{unused[0]}: would have no effect, because with --trained none there is no backward pass; leave it out, "
-            "or pass another --trained"
+            f"--{unused[0]}: would have no effect, because with --trained none there is no backward pass; leave it "
+            "out, or pass another --trained"
         )
     if args.recompute_attention and not args.gradient_checkpointing:
-        raise ConfigError("recompute_attention: has no effect without --gradient-checkpointing; pass both, or neither")
+        raise ConfigError(
+            "--recompute_attention: has no effect without --gradient_checkpointing; pass both, or neither"
+        )
     names = "frames text gpus batch trained self_attention element mlp_chunk_size vision_chunk_size content_tiles "
     names += "visual_offload"
     workload = Workload(
@@ -130,42 +105,10 @@ def _plan(args: argparse.Namespace) -> int:
         parameter=(4 if training else args.element) if args.parameter is None else args.parameter,
         optimizer=Workload.optimizer if args.optimizer is None else args.optimizer,
     )
-    plan = make_plan(workload, read_cluster(find_file("cluster", args.cluster)), args.strategy)
+    result = make_plan(workload, read_cluster(find_file("cluster", args.cluster)), args.strategy)
     if args.timeline:
         from mllm_seqpar.planner.timeline_figure import draw_plan
 
-        draw_plan(plan, args.timeline)
-    sys.stdout.write((json.dumps(as_json(plan), indent=2) if args.json else as_text(plan)) + "\n")
-    return 0 if plan.best.fits else 1
-
-
-def _calibrate(args: argparse.Namespace) -> int:
-    import torch
-
-    from mllm_seqpar.planner.calibrate import AttentionShape, calibrate
-    from mllm_seqpar.planner.kernel_rates import kernel_rates
-
-    from .launch import launched_ranks
-
-    for name in ("heads", "kv_heads", "dim"):
-        if getattr(args, name) < 1:
-            raise ConfigError(f"{name}: {getattr(args, name)} is not a positive number; pass 1 or more")
-    if args.heads % args.kv_heads:
-        raise ConfigError(f"kv_heads: {args.kv_heads} do not divide {args.heads} heads")
-    with launched_ranks(args.device) as (comm, device):
-        dtype = getattr(torch, args.dtype or ("bfloat16" if device.type == "cuda" else "float32"))
-        shape = AttentionShape(heads=args.heads, kv_heads=args.kv_heads, dim=args.dim, dtype=dtype)
-        cluster = calibrate(comm, device=device, shape=shape, name=args.name)
-        rates = kernel_rates(comm, device=device, shape=shape)
-        if comm.rank == 0:
-            if comm.size == 1:
-                cluster = replace(cluster, source=cluster.source + "; one rank alone: links are not measured")
-            sys.stderr.write(f"mllm-seqpar calibrate: {cluster.source}\n")
-            for name, rate in rates.items():
-                sys.stderr.write(f"kernel {name}: {rate:.3g} FLOP/s in forward and backward\n")
-            write_cluster(cluster, args.output or "/dev/stdout")
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+        draw_plan(result, args.timeline)
+    sys.stdout.write((json.dumps(as_json(result), indent=2) if args.json else as_text(result)) + "\n")
+    return 0 if result.best.fits else 1

@@ -7,12 +7,15 @@ end with it. Errors that are found before a collective are raised on all ranks b
 """
 
 import ctypes
+import json
 import os
 import signal
 import sys
 import time
 import traceback
 from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
 
 import torch.distributed as dist
 
@@ -28,8 +31,8 @@ _STOPPED = "stopped:"
 _LOST = ("connection closed", "connection reset", "broken pipe", "timed out", "timeout", "socket", "peer", "nccl")
 
 
-def run(main: Callable[[Sequence[str]], None], argv: Sequence[str]) -> None:
-    """Call `main(argv)`; an exception ends this process with a message on stderr and a nonzero exit status.
+def run(main: Callable[[Sequence[str]], int | None], argv: Sequence[str]) -> int:
+    """Return the exit status of `main(argv)`; an exception ends this process with a message on stderr and a status.
 
     If `main` returns, the process group is destroyed and the interpreter shuts down as usual, after gloo's threads have
     released their tensors (`comm.gloo_shutdown`). A rank that fails leaves through `os._exit` instead, because
@@ -37,14 +40,28 @@ def run(main: Callable[[Sequence[str]], None], argv: Sequence[str]) -> None:
     """
     end_with_launcher()
     release_gloo_at_exit()
+    status = None
     try:
-        main(argv)
+        status = main(argv)
     except KeyboardInterrupt:
         _exit_now("interrupted", 130)
     except Exception as error:
         _exit_now(*describe(error))
     if dist.is_initialized():
         dist.destroy_process_group()
+    return status or 0
+
+
+def run_alone(main: Callable[[Sequence[str]], int | None], argv: Sequence[str]) -> int:
+    """Return the exit status of `main(argv)`, for a command of one process; an invalid input takes one line."""
+    try:
+        return main(argv) or 0
+    except (SeqParError, OSError) as error:
+        sys.stderr.write(f"error: {error}\n")
+        return BAD_INPUT
+    except KeyboardInterrupt:
+        sys.stderr.write("interrupted\n")
+        return 130
 
 
 def end_with_launcher() -> None:
@@ -91,6 +108,8 @@ def _exit_now(text: str, status: int) -> None:
     if text:
         prefix = f"[rank {_rank()}] " if int(os.environ.get("WORLD_SIZE", "1")) > 1 else ""
         print(prefix + text, file=sys.stderr, flush=True)  # noqa: T201
+    if text and not text.startswith(_STOPPED):
+        _tell_launcher(text)
     sys.stdout.flush()
     sys.stderr.flush()
     if not text or text.startswith(_STOPPED):
@@ -98,3 +117,12 @@ def _exit_now(text: str, status: int) -> None:
         # cause, so it lets the failed rank exit first.
         time.sleep(3.0)
     os._exit(status)
+
+
+def _tell_launcher(text: str) -> None:
+    """Write the error to the file that torch's launchers read, so that their report of about 30 lines ends with it."""
+    file = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if file:
+        message = {"message": text, "extraInfo": {"timestamp": str(int(time.time()))}}
+        with suppress(OSError):
+            Path(file).write_text(json.dumps({"message": message}))

@@ -166,7 +166,7 @@ class StoredFrames:
     def sizes(self) -> list[tuple[int, int]]:
         """Return (height, width) of each frame."""
         if self.size is None:
-            raise DataError("the feature store has no frame size; encode the video again with --save-features")
+            raise DataError("the feature store has no frame size; encode the video again with --save_features")
         return [self.size] * self.count
 
     def read(self, start: int, stop: int, *, size: Any = None, batch: int = 16) -> Any:

@@ -29,7 +29,7 @@ from .video import FramePlan
 INDEX = "features.json"
 _TENSOR = "embeds"
 _DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16, "float64": torch.float64}
-_REDO = "encode the video again with --save-features"
+_REDO = "encode the video again with --save_features"
 
 
 def save_features(

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from typing import Any, TypeVar
+from typing import Any
 
 from mllm_seqpar.cli.launch import DEVICES
-from mllm_seqpar.cli.options import CommandOptions, option, parse_options, parse_tile
+from mllm_seqpar.cli.options import CommandOptions, option, parse_tile
 from mllm_seqpar.config import CHOICES, SeqParConfig
 from mllm_seqpar.errors import ConfigError
 from mllm_seqpar.inference.arguments import DEFAULT_FPS
 from mllm_seqpar.inference.generation import Sampling
 from mllm_seqpar.inference.model_loading import DTYPES
 from mllm_seqpar.kernels import available_kernels
-
-Options = TypeVar("Options", bound="ModelOptions")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,13 +79,3 @@ class ModelOptions(CommandOptions):
         if self.fps is None and self.num_frames is None:
             options["fps"] = DEFAULT_FPS
         return options
-
-
-def parse(kind: type[Options], argv: Sequence[str], prog: str, description: str) -> Options:
-    """Return the options in `argv`; names may be written with underscores or hyphens."""
-    written = [name.replace("_", "-") + sign + value for name, sign, value in map(_split, argv)]
-    return parse_options(kind, written, prog=prog, description=description)
-
-
-def _split(argument: str) -> tuple[str, str, str]:
-    return argument.partition("=") if argument.startswith("--") else ("", "", argument)

@@ -17,7 +17,7 @@ from typing import Any
 
 from transformers.utils import logging
 
-from mllm_seqpar.cli.options import option
+from mllm_seqpar.cli.options import option, parse_options
 from mllm_seqpar.cli.own_ranks import own_ranks, started_by_launcher
 from mllm_seqpar.cli.program_exit import run
 from mllm_seqpar.cli.progress import progress_bar
@@ -25,7 +25,7 @@ from mllm_seqpar.data.sources import VideoSource
 from mllm_seqpar.errors import ConfigError, SeqParError
 from mllm_seqpar.inference.conversation import Interrupted
 
-from .arguments import ModelOptions, parse
+from .arguments import ModelOptions
 from .engine import Job, MediaFile
 from .jobs import Impossible, Worker, joined_worker
 
@@ -54,12 +54,11 @@ class ChatOptions(ModelOptions):
         self._require("seed", 0 <= self.seed < 2**63, "0 or more, below 2**63")
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def main(argv: Sequence[str]) -> int:
     """Run the command; return 0, or end the process with a message."""
     logging.set_verbosity_error()
     logging.disable_progress_bar()
-    run(chat, sys.argv[1:] if argv is None else argv)
-    return 0
+    return run(chat, argv)
 
 
 def chat(argv: Sequence[str]) -> None:
@@ -68,7 +67,13 @@ def chat(argv: Sequence[str]) -> None:
     Raises:
         SeqParError: on invalid options, or a model or video that cannot be read.
     """
-    args = parse(ChatOptions, argv, "mllm-seqpar chat", "Talk about a video in the terminal.")
+    args = parse_options(
+        ChatOptions,
+        argv,
+        prog="mllm-seqpar chat",
+        description="Talk about a video in the terminal.",
+        example="mllm-seqpar chat --model DIR --video movie.mp4 --num_processes 4",
+    )
     if started_by_launcher():
         raise ConfigError(
             "chat: a launcher started this process, and launchers keep the keyboard and Ctrl-C to themselves; start "
@@ -250,7 +255,3 @@ def _note(text: str) -> None:
     """Write what is not an answer, so that standard output has only answers."""
     sys.stderr.write(f"{text}\n")
     sys.stderr.flush()
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -23,12 +23,12 @@ from typing import Any
 
 from transformers.utils import logging
 
-from mllm_seqpar.cli.options import option
+from mllm_seqpar.cli.options import option, parse_options
 from mllm_seqpar.cli.own_ranks import own_ranks
 from mllm_seqpar.cli.program_exit import run
 from mllm_seqpar.errors import ConfigError
 
-from .arguments import ModelOptions, parse
+from .arguments import ModelOptions
 from .jobs import Worker, joined_worker
 from .media import MediaStore
 from .request_queue import RequestQueue
@@ -76,12 +76,11 @@ class ServeOptions(ModelOptions):
         return self.served_model_name or Path(self.model).resolve().name
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def main(argv: Sequence[str]) -> int:
     """Run the command; return 0, or end the process with a message."""
     logging.set_verbosity_error()
     logging.disable_progress_bar()
-    run(serve, sys.argv[1:] if argv is None else argv)
-    return 0
+    return run(serve, argv)
 
 
 def serve(argv: Sequence[str]) -> None:
@@ -90,7 +89,13 @@ def serve(argv: Sequence[str]) -> None:
     Raises:
         SeqParError: on invalid options, a model that cannot be read, or a port that is in use.
     """
-    args = parse(ServeOptions, argv, "mllm-seqpar serve", "Answer questions about videos by OpenAI's HTTP interface.")
+    args = parse_options(
+        ServeOptions,
+        argv,
+        prog="mllm-seqpar serve",
+        description="Answer questions about videos by OpenAI's HTTP interface, and show a page to ask them.",
+        example="mllm-seqpar serve --model DIR --num_processes 4 --media_root /videos",
+    )
     if int(os.environ.get("RANK", "0")):
         with joined_worker(args, args.keep_conversations) as worker:
             worker.follow()
@@ -191,7 +196,3 @@ def _require_packages() -> None:
 def _note(text: str) -> None:
     sys.stderr.write(f"{text}\n")
     sys.stderr.flush()
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -29,10 +29,7 @@ def headers(path: str) -> dict[str, tuple[str, list[int]]]:
                 part = tensors.get_slice(name)
                 found[name] = (part.get_dtype(), part.get_shape())
     if not found:
-        raise ConfigError(
-            f"{path}: no *.safetensors files; convert pickled weights first (OpenFlamingo: "
-            "mllm_seqpar.models.open_flamingo.convert)"
-        )
+        raise ConfigError(f"{path}: no *.safetensors files; mllm-seqpar convert writes them")
     return found
 
 

@@ -17,7 +17,7 @@ from conversation_cases import replies_in_one_process
 from launch import HANG, ROOT
 
 pytestmark = [pytest.mark.launch, pytest.mark.slow]
-MODULE = "mllm_seqpar.serving.chat"
+COMMAND = ["-m", "mllm_seqpar", "chat"]
 
 
 class Terminal:
@@ -29,7 +29,7 @@ class Terminal:
             signal.signal(signal.SIGINT, signal.SIG_DFL)  # background jobs of a shell ignore it
             os.environ.update(OMP_NUM_THREADS="1", PYTHONUNBUFFERED="1", TERM="dumb")
             os.chdir(ROOT)
-            os.execv(sys.executable, [sys.executable, "-m", MODULE, *map(str, argv)])
+            os.execv(sys.executable, [sys.executable, *COMMAND, *map(str, argv)])
         self.output = ""
 
     def type(self, text: str) -> None:

@@ -33,7 +33,7 @@ class Server:
 
     def __init__(self, folder: Path, *argv: Any) -> None:
         self._log = folder / "log"
-        command = [sys.executable, "-m", "mllm_seqpar.serving.server", "--port", "0", *map(str, argv)]
+        command = [sys.executable, "-m", "mllm_seqpar", "serve", "--port", "0", *map(str, argv)]
         variables = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
         with self._log.open("w") as log:
             pipes: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": log, "stderr": subprocess.STDOUT}

@@ -18,7 +18,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 ORDER = (
     "errors _compat _logging _transfers schedules comm sharding config masks kernels attention checkpointing runtime "
-    "families patching models integrations adapting data planner cli inference serving training patches"
+    "families patching models integrations adapting data planner cli inference serving training patches __main__"
 ).split()
 """Parts of the package. A part imports only parts before it; see CONTRIBUTING.md."""
 
@@ -45,6 +45,7 @@ THIRD_PARTY = {
 """What a part may import besides torch and the standard library. Parts that are not listed may import nothing else."""
 
 LAZY = {("patching", "mllm_seqpar.planner.auto"), ("families", "mllm_seqpar.patches"), ("patches", "mllm_seqpar")}
+LAZY |= {("__main__", "mllm_seqpar"), ("cli", "mllm_seqpar")}  # the version
 """Imports inside functions that connect a part with one above it, and names that the package loads on first use."""
 
 NO_TORCH = {"errors", "schedules"}

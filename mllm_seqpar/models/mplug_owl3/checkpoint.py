@@ -52,8 +52,8 @@ def checkpoint_keys(path: str | os.PathLike, variant: str | None = None, **hub: 
         return set(json.loads(Path(index).read_text(encoding="utf-8"))["weight_map"])
     if pickled := next((name for name in _PICKLED if find(name) is not None), None):
         raise DataError(
-            f"{os.fspath(path)!r} holds {pickled} and no safetensors; only safetensors are loaded. If you trust the "
-            "file, convert it: load the pickled state dict and write it with safetensors.torch.save_file"
+            f"{os.fspath(path)!r} holds {pickled} and no safetensors; only safetensors are loaded; "
+            "mllm-seqpar convert writes them"
         )
     raise DataError(
         f"{os.fspath(path)!r} holds neither {single_name} nor {index_name}; expected a checkpoint in safetensors"

@@ -71,7 +71,7 @@ def load_weights(model: nn.Module, directory: Path, dtype: torch.dtype | None) -
     for path in sorted(directory.glob("*.safetensors")):
         found |= load_file(path)
     if not found:
-        raise ConfigError(f"{directory}: no {FILE} there; mllm_seqpar.models.open_flamingo.convert writes one")
+        raise ConfigError(f"{directory}: no {FILE} there; mllm-seqpar convert writes one")
     kinds = {x.dtype for x in found.values() if x.is_floating_point()} if dtype is None else {dtype}
     if len(kinds) == 1:
         cast(model, kinds.pop())

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from PIL import Image
 
-from mllm_seqpar.cli.planner import main
+from mllm_seqpar.__main__ import main
 from mllm_seqpar.data.chat import ChatDataset
 from mllm_seqpar.data.needle import make_needle_videos
 from mllm_seqpar.models.loading import load_processor
@@ -105,11 +105,11 @@ def test_several_data_sets_and_one_video_of_many_questions(
         (["a.jsonl", "--fps", "inf"], "--fps: inf is not allowed; give a finite number above 0"),
         (["a.jsonl", "--fps", "nan"], "--fps: nan is not allowed"),
         (["a.jsonl", "--workers", "0"], "--workers: 0 is not allowed"),
-        (["a.jsonl", "--fps", "1", "--num-frames", "3"], "--fps 1 and --num-frames 3: give one of them"),
-        (["a.jsonl", "--max-length", "3"], "--max-length needs --model"),
+        (["a.jsonl", "--fps", "1", "--num-frames", "3"], "--fps 1 and --num_frames 3: give one of them"),
+        (["a.jsonl", "--max-length", "3"], "--max_length needs --model"),
         (["a.jsonl", "--model", "nowhere"], "--model nowhere: no config.json there"),
     ],
 )
 def test_wrong_options_are_one_line(capsys: pytest.CaptureFixture[str], argv: list[str], message: str) -> None:
     assert main(["check-data", *argv]) == 2
-    assert capsys.readouterr().err.startswith(f"mllm-seqpar check-data: {message}")
+    assert capsys.readouterr().err.startswith(f"error: {message}")

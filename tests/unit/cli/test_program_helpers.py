@@ -5,9 +5,10 @@ from datetime import timedelta
 
 import pytest
 import torch
+from transformers import HfArgumentParser
 
 from mllm_seqpar.cli.launch import collective_timeout, require_rendezvous, use_cuda
-from mllm_seqpar.cli.options import CommandOptions, option, parse_options
+from mllm_seqpar.cli.options import CommandOptions, Parser, canonical_arguments, option, parse_options
 from mllm_seqpar.cli.program_exit import describe
 from mllm_seqpar.data.prefetch import read_ahead
 from mllm_seqpar.errors import ConfigError
@@ -47,13 +48,14 @@ class Options(CommandOptions):
     loud: bool = option("or not", True)
     word: tuple[str, ...] = option("one or more", ())
     count: int = option("how many", 3)
+    kv_heads: int = option("a name of two words", 1)
 
     def __post_init__(self) -> None:
         self._require("count", self.count > 0, "more than 0")
 
 
 def parse(*argv: str) -> Options:
-    return parse_options(Options, argv, prog="options.py", description="For the test.")
+    return parse_options(Options, argv, prog="options.py", description="For the test.", example="p --name a")
 
 
 def test_fields_become_options() -> None:
@@ -62,13 +64,41 @@ def test_fields_become_options() -> None:
     assert given == Options(name="a", rate=0.5, loud=False, word=("x", "y z"), count=2)
 
 
+def test_hyphens_in_names_are_accepted_and_values_are_left_alone(capsys: pytest.CaptureFixture[str]) -> None:
+    for name in ("--kv-heads", "--kv_heads"):
+        assert parse("--name=a-b", name, "2", "--word=--not-a-name", "--no_loud").kv_heads == 2
+        assert parse("--name", "a-b", f"{name}=2", "--word", "x-y").name == "a-b"
+    parser = Parser(prog="p")
+    parser.add_argument("--kv_heads", nargs="+")
+    parser.add_argument("rest", nargs="*")
+    given = parser.parse_args(["--kv-heads", "a", "--", "--kv-heads", "--kv-heads"])
+    assert (given.kv_heads, given.rest) == (["a"], ["--kv-heads"] * 2)
+    with pytest.raises(ConfigError, match="--kv_heads is given twice; give all values after one --kv_heads"):
+        parser.parse_args(["--kv_heads", "a", "--kv-heads", "b"])
+    theirs = HfArgumentParser(Options)  # has hyphens as second names
+    assert canonical_arguments(theirs, ["--kv-heads", "2", "--no-loud", "b-c"]) == [
+        "--kv_heads",
+        "2",
+        "--no_loud",
+        "b-c",
+    ]
+    with pytest.raises(SystemExit):
+        parse("--help")
+    shown = capsys.readouterr().out
+    assert (
+        "--kv_heads KV_HEADS" in shown and "--loud, --no_loud" in shown and shown.endswith("example:\n  p --name a\n")
+    )
+
+
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
         ((), "required: --name; --help lists"),
         (("--name", "a", "--rate", "fast"), "argument --rate: invalid float value: 'fast'"),
         (("--name", "a", "--count", "0"), "--count: 0 is not allowed; give more than 0"),
-        (("--name", "a", "--cou", "1"), "unrecognized arguments: --cou"),
+        (("--name", "a", "--coun", "1"), r"unrecognized arguments: --coun 1 \(did you mean --count\?\)"),
+        (("--name", "a", "--name", "a"), "--name is given twice; give it once"),
+        (("--name=a", "--loud", "--no-loud"), "--no_loud is given twice"),
     ],
 )
 def test_invalid_options_are_config_errors(argv: tuple[str, ...], message: str) -> None:

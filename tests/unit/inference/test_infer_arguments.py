@@ -36,7 +36,7 @@ def test_options_become_settings() -> None:
         ([*ASK, "--dtype", "int8"], "--dtype: 'int8' is not allowed; give one of auto"),
         ([*ASK, "--top-p", "0"], "top_p: 0.0 is not allowed; give more than 0 and at most 1"),
         ([*ASK, "--seed", "3"], "--seed 3 would have no effect: without --temperature above 0"),
-        ([*ASK, "--num-frames", "9", "--max-frames", "4"], "--max-frames 4 would have no effect: --num-frames"),
+        ([*ASK, "--num-frames", "9", "--max-frames", "4"], "--max_frames 4 would have no effect: --num-frames"),
         ([*ENCODE, "--strategy", "ring"], "--strategy ring would have no effect: there is no question"),
     ],
 )

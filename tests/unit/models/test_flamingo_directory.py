@@ -17,6 +17,7 @@ from transformers import AutoModelForImageTextToText
 from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
 
 from family_directories import MAKERS, character_tokenizer, make_open_flamingo
+from mllm_seqpar.__main__ import main
 from mllm_seqpar.errors import ConfigError, DataError
 from mllm_seqpar.models.loading import load_model, load_processor
 from mllm_seqpar.models.open_flamingo import OpenFlamingoProcessor, convert
@@ -39,7 +40,8 @@ def published(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple
     @cache
     def made(kind: str) -> tuple[Parts, str]:
         parts = published_parts(root / kind, kind)
-        convert(root / kind / "converted", **parts)
+        options = [part for name, value in parts.items() for part in (f"--{name}", str(value))]
+        assert main(["convert", *options, "--output", str(root / kind / "converted")]) == 0
         return parts, str(root / kind / "converted")
 
     return made

@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 
-from mllm_seqpar.cli.planner import main
+from mllm_seqpar.__main__ import main
 from mllm_seqpar.comm import run_loopback
 from mllm_seqpar.kernels.torch_cpu import TorchCpuKernel
 from mllm_seqpar.planner.calibrate import AttentionShape

@@ -7,22 +7,28 @@ from typing import Any
 
 import pytest
 
-from mllm_seqpar.cli.planner import main
+from mllm_seqpar.__main__ import main
+from mllm_seqpar.cli.calibrate import measure
+from mllm_seqpar.errors import ConfigError
 from mllm_seqpar.planner import read_cluster
 
-PLAN = ["plan", "--model", "mplug-owl3-7b", "--frames", "4096", "--text", "8192", "--gpus", "16"]
-PLAN += ["--cluster", "a100-80g-4x4"]
+RUN = {"model": "mplug-owl3-7b", "frames": "4096", "text": "8192", "gpus": "16", "cluster": "a100-80g-4x4"}
+
+
+def plan(*options: str, **changes: str) -> int:
+    """Run the command with `RUN`, where `changes` replaces values, and return its exit status."""
+    return main(["plan", *(part for name, value in (RUN | changes).items() for part in (f"--{name}", value)), *options])
 
 
 def plan_json(capsys: pytest.CaptureFixture[str], *options: str) -> dict[str, Any]:
-    status = main([*PLAN, "--json", *options])
-    plan = json.loads(capsys.readouterr().out)
-    assert status == (0 if any(row["fits"] for row in plan["strategies"]) else 1)
-    return plan
+    status = plan("--json", *options)
+    printed = json.loads(capsys.readouterr().out)
+    assert status == (0 if any(row["fits"] for row in printed["strategies"]) else 1)
+    return printed
 
 
 def test_plan_prints_tables(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(PLAN) == 0
+    assert plan() == 0
     printed = capsys.readouterr().out
     words = ["8.04 B parameters", "replicate", "vision tower", "optimizer", "longest video", "4 GPUs are enough"]
     words += ["K and V of frames recomputed", "Best: lv", "patch_model(model, strategy='lv-xattn')"]
@@ -32,20 +38,20 @@ def test_plan_prints_tables(capsys: pytest.CaptureFixture[str]) -> None:
 def test_plan_draws_a_timeline(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     figure = tmp_path / "timeline.svg"
-    assert main([*PLAN, "--gpus", "3", "--timeline", str(figure)]) == 1  # it does not fit
+    assert plan("--timeline", str(figure), gpus="3") == 1  # it does not fit
     paths = list(xml.etree.ElementTree.parse(figure).iter("{http://www.w3.org/2000/svg}path"))
     # 3 ranks, forward and backward, each with 4 blocks and 2 transfers of either kind
     assert len(paths) > 2 * 3 * (4 + 2 + 2)
 
 
 def test_plan_prints_json(capsys: pytest.CaptureFixture[str]) -> None:
-    plan = plan_json(capsys, "--strategy", "ring", "lv-xattn")
-    assert [row["strategy"] for row in plan["strategies"]] == ["lv-xattn", "ring"]
-    first = plan["strategies"][0]
+    shown = plan_json(capsys, "--strategy", "ring", "lv-xattn")
+    assert [row["strategy"] for row in shown["strategies"]] == ["lv-xattn", "ring"]
+    first = shown["strategies"][0]
     assert first["seconds"] == pytest.approx(sum(p["forward"] + p["backward"] for p in first["parts"].values()))
     assert first["memory_total"] == sum(first["memory"].values())
-    assert plan["best"] == {"strategy": "lv-xattn", "tile": [16, 1], "patch_model": {"strategy": "lv-xattn"}}
-    assert plan["self_attention"]["tile"] == [1, 16] and plan["enough_gpus"] == 4
+    assert shown["best"] == {"strategy": "lv-xattn", "tile": [16, 1], "patch_model": {"strategy": "lv-xattn"}}
+    assert shown["self_attention"]["tile"] == [1, 16] and shown["enough_gpus"] == 4
 
 
 def test_plan_prints_the_options_of_patch_model(capsys: pytest.CaptureFixture[str]) -> None:
@@ -58,25 +64,27 @@ def test_plan_prints_the_options_of_patch_model(capsys: pytest.CaptureFixture[st
 
 
 def test_plan_of_too_long_a_video_says_what_would_fit(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([*PLAN, "--frames", "86400", "--self-attention", "ulysses"]) == 1
+    assert plan("--self_attention", "ulysses", frames="86400") == 1
     printed = capsys.readouterr().out
     assert "Nothing fits with 86400 frames; at most" in printed and "32 GPUs are enough." in printed
     assert "86400 frames need as many placeholders" in printed and "self-attention ulysses 4 x" in printed
 
 
 @pytest.mark.parametrize(
-    ("options", "message"),
+    ("options", "changes", "message"),
     [
-        (["--cluster", "nowhere"], "cluster: 'nowhere' is neither a file nor a known name"),
-        (["--frames", "0"], "frames: 0 is not a number of frames"),
-        (["--trained", "none", "--keep-visual"], "would have no effect, because with --trained none"),
-        (["--trained", "none", "--gradient-checkpointing"], "would have no effect"),
-        (["--recompute-attention"], "has no effect without --gradient-checkpointing"),
-        (["--trained", "none", "--optimizer", "4"], "would have no effect"),
+        ([], {"cluster": "nowhere"}, "cluster: 'nowhere' is neither a file nor a known name"),
+        ([], {"frames": "0"}, "frames: 0 is not a number of frames"),
+        (["--trained", "none", "--keep-visual"], {}, "would have no effect, because with --trained none"),
+        (["--trained", "none", "--gradient-checkpointing"], {}, "would have no effect"),
+        (["--recompute-attention"], {}, "has no effect without --gradient_checkpointing"),
+        (["--trained", "none", "--optimizer", "4"], {}, "would have no effect"),
     ],
 )
-def test_invalid_options_end_in_one_line(options: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([*PLAN, *options]) == 2
+def test_invalid_options_end_in_one_line(
+    options: list[str], changes: dict[str, str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert plan(*options, **changes) == 2
     error = capsys.readouterr().err
     assert message in error and error.count("\n") == 1
 
@@ -87,7 +95,11 @@ def test_calibrate_writes_a_cluster_file(tmp_path: Path, capsys: pytest.CaptureF
     cluster = read_cluster(file)
     assert "measured: 1 ranks on cpu, float32, 4 heads (4 KV heads) of 32" in capsys.readouterr().err
     assert cluster.gpus_per_node == 1 and "links are not measured" in cluster.source
-    assert main([*PLAN, "--cluster", str(file)]) == 2
+    assert plan(cluster=str(file)) == 2
     assert "16 ranks need gpus_per_node, node_link and network_link, which one process" in capsys.readouterr().err
-    assert main(["calibrate", "--heads", "3", "--kv-heads", "2", "--output", str(file)]) == 2
-    assert main(["calibrate", "--kv-heads", "0", "--output", str(file)]) == 2
+    for options, fault in (
+        (["--heads", "3", "--kv-heads", "2"], "--kv_heads 2 do not divide"),
+        (["--dim", "0"], "--dim: 0"),
+    ):
+        with pytest.raises(ConfigError, match=fault):
+            measure(options)

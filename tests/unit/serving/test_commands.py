@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from mllm_seqpar.cli.options import parse_options
 from mllm_seqpar.errors import ConfigError, VideoError
 from mllm_seqpar.inference import Sampling
-from mllm_seqpar.serving.arguments import parse
 from mllm_seqpar.serving.chat import ChatOptions, chat
 from mllm_seqpar.serving.server import ServeOptions, serve
 
@@ -16,7 +16,7 @@ MODEL = ["--model", "none"]
 
 
 def options(*argv: str) -> ServeOptions:
-    return parse(ServeOptions, [*MODEL, *argv], "serve", "")
+    return parse_options(ServeOptions, [*MODEL, *argv], prog="serve", description="")
 
 
 def test_names_may_have_underscores_or_hyphens() -> None:
@@ -24,18 +24,18 @@ def test_names_may_have_underscores_or_hyphens() -> None:
     assert (both.max_new_tokens, both.media_root, both.allow_urls) == (7, ".", ("a_b.example", "*"))
     assert both.sampling() == Sampling(max_new_tokens=7) and both.frame_options()["fps"] == 1.0
     assert options("--num_frames", "4").frame_options() == {"fps": None, "num_frames": 4, "max_frames": None}
-    assert parse(ChatOptions, [*MODEL, "--seed", "3"], "chat", "").seed == 3
+    assert parse_options(ChatOptions, [*MODEL, "--seed", "3"], prog="chat", description="").seed == 3
 
 
 @pytest.mark.parametrize(
     ("argv", "fault"),
     [
-        (["--num_processes", "0"], "--num-processes: 0"),
+        (["--num_processes", "0"], "--num_processes: 0"),
         (["--fps", "1", "--num_frames", "2"], "give one of them"),
         (["--temperature", "inf"], "temperature"),
         (["--port", "70000"], "--port: 70000"),
         (["--media_root", "nowhere"], "nowhere: no such folder"),
-        (["--max_upload_mb", "0"], "--max-upload-mb: 0.0"),
+        (["--max_upload_mb", "0"], "--max_upload_mb: 0.0"),
         (["--kernel", "none"], "--kernel: 'none' is unknown"),
     ],
 )

@@ -10,6 +10,7 @@ import torch
 
 from family_directories import family_folder
 from mllm_seqpar.cli.job_channel import JobChannel
+from mllm_seqpar.cli.options import parse_options
 from mllm_seqpar.comm import Communicator, run_loopback
 from mllm_seqpar.data import VideoSource, chat_family
 from mllm_seqpar.errors import SeqParError
@@ -17,7 +18,6 @@ from mllm_seqpar.inference import Sampling
 from mllm_seqpar.inference.conversation import Interrupted, JoinedSource, LengthError, Reply
 from mllm_seqpar.models import loading
 from mllm_seqpar.models.loading import load_model, load_processor
-from mllm_seqpar.serving.arguments import parse
 from mllm_seqpar.serving.chat import ChatOptions
 from mllm_seqpar.serving.engine import Engine, Job, MediaFile
 from mllm_seqpar.serving.jobs import Impossible, Worker
@@ -44,7 +44,7 @@ def video(inference_files: Path) -> MediaFile:
 
 
 def on_ranks(world: int, model: Path, body: Callable[[Engine], Any]) -> list[Any]:
-    args = parse(ChatOptions, ["--model", str(model), "--encode-batch", "2"], "chat", "")
+    args = parse_options(ChatOptions, ["--model", str(model), "--encode-batch", "2"], prog="chat", description="")
     return run_loopback(world, lambda comm: body(Engine(args, comm, CPU)))
 
 
@@ -144,7 +144,7 @@ def test_source_that_is_interrupted_reads_no_further(video: MediaFile) -> None:
 def test_ranks_of_an_engine_need_the_same_model(inference_files: Path) -> None:
     def body(comm: Communicator) -> None:
         model = inference_files / ("gated" if comm.rank else "fused")
-        Engine(parse(ChatOptions, ["--model", str(model)], "chat", ""), comm, CPU)
+        Engine(parse_options(ChatOptions, ["--model", str(model)], prog="chat", description=""), comm, CPU)
 
     with pytest.raises(SeqParError, match="the ranks differ in model"):
         run_loopback(2, body)

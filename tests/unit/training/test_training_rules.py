@@ -75,10 +75,10 @@ def test_options_become_fields() -> None:
         (["--tile", "4"], "two numbers such as 2x2"),
         (["--lr", "inf"], "--lr: inf is not allowed"),
         (["--steps", "3", "--epochs", "2"], "--epochs 2.0 would have no effect: --steps"),
-        (["--steps", "3", "--stop-after", "4"], "--stop-after: 4 is not allowed; give at most --steps 3"),
-        (["--eval-every", "3"], "--eval-every 3 would have no effect.*--eval-data"),
+        (["--steps", "3", "--stop-after", "4"], "--stop_after: 4 is not allowed; give at most --steps 3"),
+        (["--eval-every", "3"], "--eval_every 3 would have no effect.*--eval-data"),
         (["--train", "vision"], "--train vision would have no effect: nothing is frozen"),
-        (["--self-attention", "star"], "--self-attention: 'star' is not allowed; give one of ring"),
+        (["--self-attention", "star"], "--self_attention: 'star' is not allowed; give one of ring"),
     ],
 )
 def test_invalid_arguments_are_named(given: list[str], message: str) -> None:

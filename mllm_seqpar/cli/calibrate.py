@@ -1,0 +1,82 @@
+"""The command `mllm-seqpar calibrate`: measures this machine, and under a launcher its links, for the planner."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+
+import torch
+
+from mllm_seqpar.comm.agreement import attempt, raise_on_all_ranks
+from mllm_seqpar.errors import ConfigError
+from mllm_seqpar.planner.calibrate import AttentionShape, calibrate
+from mllm_seqpar.planner.cluster import write_cluster
+from mllm_seqpar.planner.kernel_rates import kernel_rates
+
+from .launch import DEVICES, launched_ranks
+from .options import CommandOptions, option, parse_options
+from .program_exit import run
+
+DTYPES = ("float32", "bfloat16", "float16")
+
+
+@dataclass(frozen=True, kw_only=True)
+class CalibrateOptions(CommandOptions):
+    """What is measured, and where the result goes."""
+
+    output: str | None = option("cluster file to write; default: print it", None)
+    device: str = option("cpu, cuda, or auto: cuda if this node has a GPU for each process", "auto")
+    dtype: str | None = option(
+        f"what the model computes in: {', '.join(DTYPES)}; default: bfloat16 on cuda, float32 on cpu", None
+    )
+    heads: int = option("query heads of the attention to measure", 16)
+    kv_heads: int = option("KV heads of the attention to measure", 4)
+    dim: int = option("head dimension of the attention to measure", 128)
+    name: str = option("name of the cluster in the file", "measured")
+
+    def __post_init__(self) -> None:
+        self._require("device", self.device in DEVICES, f"one of {', '.join(DEVICES)}")
+        self._require("dtype", self.dtype in (None, *DTYPES), f"one of {', '.join(DTYPES)}")
+        for name in ("heads", "kv_heads", "dim"):
+            self._require(name, getattr(self, name) >= 1, "1 or more")
+        if self.heads % self.kv_heads:
+            raise ConfigError(f"--kv_heads {self.kv_heads} do not divide --heads {self.heads}; give a divisor")
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run the command; return 0, or end the process with a message."""
+    return run(measure, argv)
+
+
+def measure(argv: Sequence[str]) -> None:
+    """Measure, and write the cluster file that the options in `argv` name. Every rank calls this.
+
+    Raises:
+        SeqParError: on invalid options, or if the ranks disagree.
+    """
+    args, problem = attempt(lambda: _parse(argv))
+    with launched_ranks(args.device if args else "auto") as (comm, device):
+        raise_on_all_ranks(comm, "options", problem, asdict(args) if args else {})
+        assert args is not None  # otherwise all ranks have raised
+        dtype = getattr(torch, args.dtype or ("bfloat16" if device.type == "cuda" else "float32"))
+        shape = AttentionShape(heads=args.heads, kv_heads=args.kv_heads, dim=args.dim, dtype=dtype)
+        cluster = calibrate(comm, device=device, shape=shape, name=args.name)
+        rates = kernel_rates(comm, device=device, shape=shape)
+        if comm.rank == 0:
+            if comm.size == 1:
+                cluster = replace(cluster, source=cluster.source + "; one rank alone: links are not measured")
+            sys.stderr.write(f"mllm-seqpar calibrate: {cluster.source}\n")
+            for name, rate in rates.items():
+                sys.stderr.write(f"kernel {name}: {rate:.3g} FLOP/s in forward and backward\n")
+            write_cluster(cluster, args.output or "/dev/stdout")
+
+
+def _parse(argv: Sequence[str]) -> CalibrateOptions:
+    return parse_options(
+        CalibrateOptions,
+        argv,
+        prog="mllm-seqpar calibrate",
+        description="Measure this machine, and with --num_processes or a launcher its links, for mllm-seqpar plan.",
+        example="mllm-seqpar calibrate --num_processes 8 --output here.yaml",
+    )

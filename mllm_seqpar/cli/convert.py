@@ -1,0 +1,153 @@
+"""The command `mllm-seqpar convert`: a published checkpoint becomes one model directory in safetensors.
+
+mPLUG-Owl3, IDEFICS and Llama 3.2 Vision are published as one directory, which is loaded, checked and saved again.
+OpenFlamingo is published in parts: a language model, a CLIP and a checkpoint.pt.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from mllm_seqpar.errors import ConfigError
+from mllm_seqpar.models.hub import local_directory
+from mllm_seqpar.models.loading import load_model, load_processor
+
+from .options import CommandOptions, option, parse_options
+from .program_exit import run_alone
+
+DTYPES = ("auto", "float32", "bfloat16", "float16")
+PARTS = ("language_model", "vision_model", "checkpoint", "cross_attn_every_n_layers", "only_attend_immediate_media")
+_FILE, _INDEX = "model-{:05}-of-{:05}.safetensors", "model.safetensors.index.json"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ConvertOptions(CommandOptions):
+    """The published files and the directory to write."""
+
+    output: str = option("directory to write; it must not exist, or be empty")
+    model: str | None = option("a published checkpoint: its directory, or USER/NAME on the Hub", None)
+    dtype: str = option(
+        f"dtype of the weights: {', '.join(DTYPES)} (auto: as published; OpenFlamingo: float32)", "auto"
+    )
+    language_model: str | None = option("instead of --model, for OpenFlamingo: directory or id of its text model", None)
+    vision_model: str | None = option("for OpenFlamingo: directory or id of its CLIP", None)
+    checkpoint: str | None = option(
+        "for OpenFlamingo: the published checkpoint.pt, or the directory or id that has it; default: untrained "
+        "cross-attention",
+        None,
+    )
+    cross_attn_every_n_layers: int | None = option(
+        "for OpenFlamingo: layers per cross-attention block; default: as in the checkpoint", None
+    )
+    only_attend_immediate_media: bool = option("for OpenFlamingo: a token sees only the last image before it", True)
+
+    def __post_init__(self) -> None:
+        self._require("dtype", self.dtype in DTYPES, f"one of {', '.join(DTYPES)}")
+        every = self.cross_attn_every_n_layers
+        self._require("cross_attn_every_n_layers", every is None or every > 0, "more than 0")
+        if self.model is not None:
+            for name in PARTS:
+                self._refuse_unused(name, "--model names a whole checkpoint; leave it out")
+        elif self.language_model is None or self.vision_model is None:
+            raise ConfigError(
+                "nothing to convert: give --model, or for OpenFlamingo --language_model and --vision_model"
+            )
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run the command; return 0, or 2 for invalid input."""
+    return run_alone(convert, argv)
+
+
+def convert(argv: Sequence[str]) -> None:
+    """Write the directory that the command line `argv` describes. An interrupted run leaves no incomplete directory.
+
+    Raises:
+        SeqParError: on invalid options, or weights that are not exactly the model's.
+    """
+    args = parse_options(
+        ConvertOptions,
+        argv,
+        prog="mllm-seqpar convert",
+        description="Write a published checkpoint as one model directory in safetensors, with its processor.",
+        example="mllm-seqpar convert --model mPLUG/mPLUG-Owl3-7B-240728 --output owl --dtype bfloat16\n"
+        "  mllm-seqpar convert --language_model MPT_DIR --vision_model openai/clip-vit-large-patch14 \\\n"
+        "      --checkpoint checkpoint.pt --output flamingo",
+    )
+    output = Path(args.output)
+    if output.exists() and not (output.is_dir() and not any(output.iterdir())):
+        raise ConfigError(f"--output {output}: it exists and is not an empty directory; choose another name")
+    output.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=f".{output.name}-", dir=output.parent) as scratch:
+        draft = Path(scratch) / "model"
+        if args.model is None:
+            _convert_parts(args, draft)
+        else:
+            _convert_directory(args.model, args.dtype, draft)
+        model: Any = load_model(str(draft), dtype="auto", device_map="meta")  # compares names and shapes
+        os.replace(draft, output)
+    count = sum(parameter.numel() for parameter in model.parameters())
+    dtypes = sorted({str(parameter.dtype).removeprefix("torch.") for parameter in model.parameters()})
+    sys.stdout.write(f"{output}: {type(model).__name__}, {count:,} parameters, {', '.join(dtypes)}\n")
+
+
+def _convert_directory(name: str, dtype: str, output: Path) -> None:
+    with tempfile.TemporaryDirectory(dir=output.parent) as scratch:
+        source = _safetensors(Path(local_directory(name)), Path(scratch))
+        processor = load_processor(str(source))
+        model: Any = load_model(str(source), dtype=dtype if dtype == "auto" else getattr(torch, dtype))
+        model.save_pretrained(output)
+    processor.save_pretrained(output)
+
+
+def _convert_parts(args: ConvertOptions, output: Path) -> None:
+    from mllm_seqpar.models.open_flamingo import convert
+
+    assert args.language_model is not None and args.vision_model is not None
+    checkpoint = None if args.checkpoint is None else Path(local_directory(args.checkpoint))
+    convert(
+        output,
+        language_model=args.language_model,
+        vision_model=args.vision_model,
+        checkpoint=checkpoint / "checkpoint.pt" if checkpoint is not None and checkpoint.is_dir() else checkpoint,
+        cross_attn_every_n_layers=args.cross_attn_every_n_layers,
+        only_attend_immediate_media=args.only_attend_immediate_media,
+        dtype=torch.float32 if args.dtype == "auto" else getattr(torch, args.dtype),
+    )
+
+
+def _safetensors(folder: Path, scratch: Path) -> Path:
+    """Return the folder, or if its weights are pickled, `scratch` with the same files and its weights in safetensors.
+
+    Only tensors are unpickled; a file with anything else is refused.
+    """
+    from safetensors.torch import save_file
+
+    pickled = sorted(folder.glob("pytorch_model*.bin"))
+    if any(folder.glob("*.safetensors")) or not pickled:
+        return folder
+    for file in folder.iterdir():
+        if file.is_file() and not file.name.startswith("pytorch_model"):
+            (scratch / file.name).symlink_to(file.resolve())
+    places: dict[str, str] = {}
+    for number, file in enumerate(pickled, 1):
+        name = _FILE.format(number, len(pickled))
+        try:
+            state = torch.load(file, map_location="cpu", weights_only=True)
+        except (RuntimeError, EOFError, pickle.UnpicklingError) as error:
+            raise ConfigError(f"{file}: {str(error).splitlines()[0]}") from error
+        # tensors that share memory cannot be saved; loading ties them again
+        save_file({key: x.clone().contiguous() for key, x in state.items()}, scratch / name, metadata={"format": "pt"})
+        places |= dict.fromkeys(state, name)
+    (scratch / _INDEX).write_text(json.dumps({"metadata": {}, "weight_map": places}))
+    return scratch

@@ -1,0 +1,223 @@
+"""The command `mllm-seqpar doctor`: what is installed, what the machine has, and whether results are exact on it.
+
+Without a launcher it starts its own ranks: one for each GPU, or two on a CPU. On one GPU, two threads are the ranks.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from mllm_seqpar import __version__
+from mllm_seqpar._compat import MINIMUM, release
+from mllm_seqpar.comm import Communicator, run_loopback
+from mllm_seqpar.comm.nccl_settings import setting_problems
+from mllm_seqpar.kernels import choose_kernel
+
+from .launch import DEVICES, launched_ranks
+from .options import CommandOptions, option, parse_options
+from .own_ranks import own_ranks, started_by_launcher
+from .program_exit import run
+
+ENTRY = "mllm_seqpar.cli.doctor:main"
+TIMEOUT_S = 60.0
+OPTIONAL = {
+    "av": "video",
+    "pillow": "video",
+    "datasets": "data",
+    "flash-attn": "flash",
+    "matplotlib": "plot",
+    "fastapi": "serve",
+    "uvicorn": "serve",
+    "trl": "trl",
+    "peft": "",
+    "bitsandbytes": "",
+}
+"""Packages that commands need for some of their options, with the extra of this package that installs them."""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One line of the report; `ok` is None for what is only stated."""
+
+    name: str
+    text: str
+    ok: bool | None = None
+
+    def __str__(self) -> str:
+        verdict = {True: "ok", False: "WRONG", None: "-"}[self.ok]
+        return f"{verdict:<6}{self.name:<13}{self.text}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class DoctorOptions(CommandOptions):
+    """Where the exactness check runs."""
+
+    num_processes: int | None = option(
+        "ranks to start on this machine (default: one for each GPU, or 2 without any); leave it out under a launcher",
+        None,
+    )
+    device: str = option(f"device of the exactness check: {', '.join(DEVICES)}", "auto")
+
+    def __post_init__(self) -> None:
+        self._require("num_processes", self.num_processes is None or self.num_processes > 0, "more than 0")
+        self._require("device", self.device in DEVICES, f"one of {', '.join(DEVICES)}")
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run the command; return 0, 1 if something is wrong, or end the process with a message."""
+    return run(doctor, argv)
+
+
+def doctor(argv: Sequence[str]) -> int:
+    """Print the findings, on rank 0; return 1 if something is wrong. The ranks that it starts call this too.
+
+    Raises:
+        ConfigError: on invalid options.
+    """
+    args = parse_options(
+        DoctorOptions,
+        argv,
+        prog="mllm-seqpar doctor",
+        description="Print what is installed and what this machine has, and check that results are exact on it.\n"
+        "The exit status is 1 if something is wrong.",
+        example="mllm-seqpar doctor",
+    )
+    logging.getLogger("mllm_seqpar").setLevel(logging.WARNING)
+    first, wrong = os.environ.get("RANK", "0") == "0", 0
+    for findings in (versions(), machine()) if first else ():
+        wrong += _print(findings)
+    count = args.num_processes
+    if count is None and not started_by_launcher():
+        count = max(1, torch.cuda.device_count()) if _uses_gpus(args.device) else 2
+    with own_ranks(count, ENTRY, argv), launched_ranks(args.device, TIMEOUT_S) as (comm, device):
+        wrong += _print(exactness(comm, device), show=comm.rank == 0)
+    return 1 if wrong and first else 0
+
+
+def _print(findings: Iterator[Finding], show: bool = True) -> int:
+    """Print each finding as soon as it is known; return the number of wrong ones."""
+    wrong = 0
+    for finding in findings:
+        wrong += finding.ok is False
+        if show:
+            sys.stdout.write(f"{finding}\n")
+            sys.stdout.flush()
+    return wrong
+
+
+def versions() -> Iterator[Finding]:
+    """Yield the version of each package, and which optional ones are missing."""
+    yield Finding("mllm-seqpar", __version__)
+    yield Finding("python", f"{platform.python_version()} on {platform.system()} {platform.machine()}")
+    for package, minimum in MINIMUM.items():
+        found = _version(package)
+        fits = found is not None and release(found) >= release(minimum)
+        remedy = "" if fits else f"; {minimum} or later is needed: pip install --upgrade '{package}>={minimum}'"
+        yield Finding(package, (found or "not installed") + remedy, fits)
+    optional = {package: _version(package) for package in OPTIONAL}
+    yield Finding("optional", ", ".join(f"{name} {found}" for name, found in optional.items() if found) or "none")
+    missing = [name + f" (extra {OPTIONAL[name]})" * bool(OPTIONAL[name]) for name in optional if not optional[name]]
+    if missing:
+        yield Finding("not there", ", ".join(missing) + "; needed for some commands only")
+
+
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def machine() -> Iterator[Finding]:
+    """Yield devices, NCCL, the kernel that attention uses, links and free memory."""
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    for index in range(gpus):
+        free, total = torch.cuda.mem_get_info(index)
+        capability = ".".join(map(str, torch.cuda.get_device_capability(index)))
+        name = f"{torch.cuda.get_device_name(index)}, capability {capability}"
+        yield Finding(f"cuda:{index}", f"{name}, {_gib(free)} of {_gib(total)} free", True)
+    smi = shutil.which("nvidia-smi")
+    if smi and not gpus:
+        built = torch.version.cuda or "no CUDA"
+        text = f"nvidia-smi is there, but torch (built for {built}) finds no GPU; install torch for this driver's CUDA"
+        yield Finding("gpu", text, False)
+    elif not gpus:
+        yield Finding("gpu", "none; everything runs on the CPU")
+    yield Finding("cpu", f"{os.cpu_count()} cores, {torch.get_num_threads()} threads for torch")
+    yield Finding("host memory", f"{_gib(_free_memory())} available")
+    if gpus:
+        version = ".".join(map(str, torch.cuda.nccl.version())) if dist.is_nccl_available() else "not in this torch"
+        problems = setting_problems(os.environ) if started_by_launcher() else []
+        yield Finding("nccl", "; ".join([version, *problems]), dist.is_nccl_available() and not problems)
+    q = torch.zeros(1, 4, 64, 128, dtype=torch.bfloat16, device="cuda" if gpus else "cpu")
+    kernel, reason = choose_kernel("auto", q, q, causal=False, masked=False)
+    yield Finding("kernel", f"for bfloat16, {reason if gpus else kernel.name}")
+    yield Finding("links", _links(smi) if smi and gpus > 1 else "none between GPUs")
+
+
+def _links(smi: str) -> str:
+    try:
+        done = subprocess.run([smi, "topo", "-m"], capture_output=True, text=True, timeout=20)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return f"nvidia-smi topo -m failed: {error}"
+    return "nvidia-smi topo -m:\n" + (done.stdout or done.stderr).rstrip()
+
+
+def _free_memory() -> int:
+    """Return the bytes that this process can still allocate, limited by its control group."""
+    free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    meminfo, group = Path("/proc/meminfo"), Path("/sys/fs/cgroup")
+    if meminfo.exists():
+        free = next((int(x.split()[1]) << 10 for x in meminfo.read_text().splitlines() if "MemAvailable" in x), free)
+    try:
+        limit = int((group / "memory.max").read_text()) - int((group / "memory.current").read_text())
+    except (OSError, ValueError):  # no control group, or "max"
+        return free
+    return min(free, limit)
+
+
+def _gib(count: int) -> str:
+    return f"{count / 2**30:.1f} GiB"
+
+
+def _uses_gpus(device: str) -> bool:
+    return device == "cuda" or (device == "auto" and torch.cuda.is_available())
+
+
+def exactness(comm: Communicator, device: torch.device) -> Iterator[Finding]:
+    """Yield the errors of attention and of a patched model on these ranks; one rank alone plays two, in threads."""
+    from .exactness import LIMITS, attention_errors, model_error
+
+    torch.backends.cudnn.allow_tf32 = False  # convolutions of the tiny model's vision tower
+    how = f"{comm.size} processes, {dist.get_backend()}" if comm.size > 1 else "2 threads of one process"
+    where = comm.gather_texts(f"{platform.node()}/{device}")
+    yield Finding("ranks", f"{how}: {', '.join(where)}")
+    start = time.monotonic()
+
+    def run_on(ranks: Communicator) -> list[Finding]:
+        found = []
+        for dtype in (torch.float32, torch.bfloat16) if device.type == "cuda" else (torch.float32,):
+            for name, error in attention_errors(ranks, device, dtype):
+                found.append(_exact(f"attention {name}, {str(dtype).removeprefix('torch.')}", error, LIMITS[dtype]))
+        return [*found, _exact("tiny model, loss and gradients", model_error(ranks, device), LIMITS[torch.float32])]
+
+    yield from run_on(comm) if comm.size > 1 else run_loopback(2, run_on)[0]
+    yield Finding("time", f"{time.monotonic() - start:.1f} s for the exactness check")
+
+
+def _exact(what: str, error: float, limit: float) -> Finding:
+    text = f"{what}: relative error {error:.1e} against float64"
+    return Finding("exactness", text if error <= limit else f"{text}; at most {limit:g} is allowed", error <= limit)

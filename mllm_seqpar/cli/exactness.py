@@ -1,0 +1,108 @@
+"""The exactness check of `mllm-seqpar doctor`: seconds on the ranks at hand, with random inputs and a tiny model.
+
+Every rank computes the same dense reference in float64, and compares its own shard or the average over the ranks.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import SiglipVisionConfig
+
+from mllm_seqpar.attention import lv_xattn, ring_attention
+from mllm_seqpar.comm import Communicator
+from mllm_seqpar.models.mplug_owl3 import MPlugOwl3Config, MPlugOwl3ForConditionalGeneration
+from mllm_seqpar.patching import patch_model
+from mllm_seqpar.sharding import frame_range
+
+LIMITS = {torch.float32: 1e-4, torch.bfloat16: 3e-2}
+"""Largest relative error, in the Euclidean norm of a tensor. A rank that is left out or a block in the wrong place
+gives errors above 0.1."""
+
+HEADS, KV_HEADS, DIM = 4, 2, 64
+ROWS, FRAMES_PER_RANK, TOKENS = 16, 3, 8
+IMAGE_TOKEN, PICTURE = 63, 28
+
+
+def attention_errors(comm: Communicator, device: torch.device, dtype: torch.dtype) -> Iterator[tuple[str, float]]:
+    """Yield (algorithm, largest relative error of o, dq, dk and dv over all ranks)."""
+    generator = torch.Generator().manual_seed(0)
+    frames = FRAMES_PER_RANK * comm.size + 1  # one rank has more frames than the others
+    sizes = [(HEADS, ROWS * comm.size), *[(KV_HEADS, frames * TOKENS)] * 2, (HEADS, ROWS * comm.size)]
+    q, k, v, do = (torch.randn(1, h, s, DIM, generator=generator).to(device, dtype) for h, s in sizes)
+    exact = _dense(q, k, v, do)
+    own = frame_range(frames, comm)
+    rows, keys = slice(ROWS * comm.rank, ROWS * (comm.rank + 1)), slice(own.start * TOKENS, own.stop * TOKENS)
+    for name, attend in (("lv-xattn", lv_xattn), ("ring", ring_attention)):
+        leaves = [x[:, :, part].detach().requires_grad_() for x, part in ((q, rows), (k, keys), (v, keys))]
+        o = attend(*leaves, group=comm)
+        found = [o.detach(), *torch.autograd.grad(o, leaves, do[:, :, rows])]
+        parts = [x[:, :, part] for x, part in zip(exact, (rows, rows, keys, keys), strict=True)]
+        yield name, _largest(comm, [relative(x, y) for x, y in zip(found, parts, strict=True)])
+
+
+def model_error(comm: Communicator, device: torch.device) -> float:
+    """Return the largest relative error of the loss and the gradients of a tiny patched mPLUG-Owl3, over all ranks."""
+    model = _tiny_model()
+    inputs = _inputs(frames=2 * comm.size + 1)
+    exact = copy.deepcopy(model).double()
+    loss = exact(**{name: x.double() if x.is_floating_point() else x for name, x in inputs.items()}).loss
+    loss.backward()
+    patch_model(model.to(device), group=comm)
+    found = model(**{name: x.to(device) for name, x in inputs.items()}).loss
+    found.backward()
+    errors = [relative(found.detach(), loss.detach())]
+    for ours, theirs in zip(model.parameters(), exact.parameters(), strict=True):
+        if theirs.grad is not None:
+            grad = torch.zeros_like(ours) if ours.grad is None else ours.grad
+            # The absolute term is for gradients that are 0 but for rounding, such as that of a bias of keys.
+            difference = comm.all_reduce(grad).cpu().double() / comm.size - theirs.grad
+            errors.append(float(difference.norm() / (theirs.grad.norm() + 1e-3)))
+    return _largest(comm, errors)
+
+
+def relative(found: Tensor, exact: Tensor) -> float:
+    """Return the relative error in the Euclidean norm."""
+    return float((found.double().to(exact.device) - exact).norm() / exact.norm())
+
+
+def _largest(comm: Communicator, errors: list[float]) -> float:
+    """Return the largest error of all ranks; infinity if one is not a number."""
+    own = max(error if error == error else float("inf") for error in errors)
+    return max(map(float, comm.gather_texts(str(own))))
+
+
+def _dense(q: Tensor, k: Tensor, v: Tensor, do: Tensor) -> tuple[Tensor, ...]:
+    """Return o, dq, dk, dv of one softmax over all keys, in float64."""
+    leaves = [x.double().detach().requires_grad_() for x in (q, k, v)]
+    keys, values = (x.repeat_interleave(HEADS // KV_HEADS, 1) for x in leaves[1:])
+    o = torch.softmax(leaves[0] @ keys.mT * DIM**-0.5, -1) @ values
+    return o.detach(), *torch.autograd.grad(o, leaves, do.double())
+
+
+def _tiny_model() -> Any:
+    """Return a model of two layers, one of them with cross-attention, whose gates are open."""
+    width = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
+    vision = SiglipVisionConfig(**width, num_attention_heads=2, image_size=PICTURE, patch_size=14)
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "hyper_layers": [1], "gate": "vector"}
+    config = MPlugOwl3Config(**width, **heads, vocab_size=64, image_token_id=IMAGE_TOKEN, vision_config=vision)
+    model = MPlugOwl3ForConditionalGeneration(config).float()
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():  # as initialised, every row averages all keys, which would hide errors
+        for weight in model.parameters():
+            scale = weight[0].numel() ** -0.5 if weight.dim() > 1 else 0.5
+            weight.copy_(torch.randn(weight.shape, generator=generator) * scale + (0.5 if weight.dim() == 1 else 0.0))
+    return model.train()
+
+
+def _inputs(frames: int) -> dict[str, Tensor]:
+    """Return one sample with a placeholder for each frame, some text, and labels for all of it."""
+    generator = torch.Generator().manual_seed(1)
+    ids = torch.randint(3, IMAGE_TOKEN, (1, 2 * frames + 8), generator=generator)
+    ids[:, 1 : 2 * frames : 2] = IMAGE_TOKEN
+    pictures = torch.randn(frames, 3, PICTURE, PICTURE, generator=generator)
+    return {"input_ids": ids, "pixel_values": pictures, "labels": ids.clone()}

@@ -1,0 +1,73 @@
+"""Layer: real launch. Commands on ranks that they start themselves, and what users see of an error."""
+
+import os
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from launch import HANG, ROOT, Launched, launch
+
+pytestmark = [pytest.mark.launch, pytest.mark.slow]
+
+COMMAND = """
+import os, sys, time
+from pathlib import Path
+from mllm_seqpar.cli.program_exit import run
+from mllm_seqpar.errors import ConfigError
+
+def main(argv):
+    def work(argv):
+        rank = int(os.environ["RANK"])
+        if argv[0] == "fail" and rank == 1:
+            raise ConfigError("this rank's disk is full")
+        time.sleep(60.0 if argv[0] == "fail" else rank)
+        Path(argv[1], str(rank)).write_text(os.environ["WORLD_SIZE"])
+        return 3 * (rank == 0)
+    return run(work, argv)
+"""
+
+
+def run(code: str, *argv: object, **variables: str) -> Launched:
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", **variables}
+    command = [sys.executable, "-c", code, *map(str, argv)]
+    options = {"env": environment, "stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+    done = subprocess.run(command, cwd=ROOT, text=True, timeout=HANG, **options)
+    return Launched(done.returncode, done.stdout)
+
+
+def test_ranks_end_by_themselves_or_with_one_line_about_the_rank_that_failed(tmp_path: Path) -> None:
+    (tmp_path / "example_command.py").write_text(COMMAND)
+    start = "import sys; from mllm_seqpar.cli.own_ranks import start_ranks_if_asked as start; "
+    start += "sys.exit(start('example_command:main', sys.argv[1:]))"
+    path = os.pathsep.join([str(tmp_path), str(ROOT)])
+    done = run(start, "--num_processes", 2, "work", tmp_path, PYTHONPATH=path)
+    assert done == (3, "")  # the status of rank 0, which has waited for rank 1
+    assert [(tmp_path / rank).read_text() for rank in "01"] == ["2", "2"]
+    begin = time.monotonic()
+    done = run(start, "fail", tmp_path, "--num-processes=2", PYTHONPATH=path)
+    assert time.monotonic() - begin < 50
+    lines = [line for line in done.output.splitlines() if line]
+    assert lines == ["[rank 1] error: this rank's disk is full", "stopped: rank 1 ended with exit status 2"]
+    assert done.returncode == 1
+
+
+def test_doctor_finds_two_exact_ranks() -> None:
+    done = run("import runpy; runpy.run_module('mllm_seqpar', run_name='__main__')", "doctor", "--device", "cpu")
+    assert done.returncode == 0, done.output
+    assert re.search(r"^- +ranks +2 processes, gloo: ", done.output, re.MULTILINE), done.output
+    assert (
+        len(re.findall(r"^ok +exactness .*: relative error \S+e-0\d against float64$", done.output, re.MULTILINE)) == 3
+    )
+    assert "WRONG" not in done.output
+
+
+def test_report_of_the_launcher_ends_with_the_error_of_the_command() -> None:
+    done = launch(2, "mllm_seqpar/__main__.py", "calibrate", "--device", "cpu", "--dim", 0)
+    error = "error: --dim: 0 is not allowed; give 1 or more"
+    assert done.returncode and done.output.count(f"[rank 0] {error}\n") == 1 and "[rank 1]" not in done.output
+    last = [line for line in done.output.splitlines() if line.strip("= ")][-1]
+    assert last == f"  traceback : {error}", done.output

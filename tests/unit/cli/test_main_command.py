@@ -1,0 +1,181 @@
+"""Layer: one process. The command `mllm-seqpar`: its table, completion, convert and doctor."""
+
+import importlib
+import importlib.util
+import json
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from mllm_seqpar import __main__, __version__, _compat
+from mllm_seqpar.__main__ import COMMANDS, main
+from mllm_seqpar.cli import completion, doctor, exactness, own_ranks, program_exit
+from mllm_seqpar.comm import as_communicator
+from mllm_seqpar.errors import ConfigError
+from mllm_seqpar.models.loading import load_model, load_processor
+
+
+def test_help_lists_the_commands_and_an_unknown_one_takes_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    for argv in ([], ["--help"], ["help"]):
+        assert main(argv) == 0
+        shown = capsys.readouterr().out
+        assert all(f"\n  {name} " in shown and text in shown for name, (_, text) in COMMANDS.items())
+        assert "examples:\n  mllm-seqpar doctor" in shown
+    assert main(["--version"]) == 0 and capsys.readouterr().out == f"mllm-seqpar {__version__}\n"
+    assert main(["fintune", "--model", "x"]) == 2
+    expected = "error: 'fintune' is not a command; did you mean finetune?; mllm-seqpar --help lists them\n"
+    assert capsys.readouterr().err == expected
+
+
+def test_every_command_of_the_table_exists() -> None:
+    for name, (entry, _) in COMMANDS.items():
+        module, _, function = entry.partition(":")
+        if importlib.util.find_spec(module) is not None or name not in ("finetune", "ask"):
+            assert callable(getattr(importlib.import_module(module), function)), name
+
+
+def test_exit_status_and_the_arguments_pass_through(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[Any] = []
+    monkeypatch.setattr(program_exit, "measured", lambda argv: calls.append(argv) or 7, raising=False)
+    entry = "mllm_seqpar.cli.program_exit:measured"
+    monkeypatch.setattr(__main__, "COMMANDS", {"some-thing": (entry, ""), "ask": (entry, "")})
+    assert main(["some_thing", "--a-b", "c"]) == 7
+    assert main(["ask", "--a", "--num_processes", "1", "--b", "-1"]) == 7  # one process starts no ranks
+    assert main(["ask", "--num-processes=4", "--help"]) == 7
+    assert calls == [["--a-b", "c"], ["--a", "--b", "-1"], ["--help"]]
+
+
+@pytest.mark.slow
+def test_help_imports_no_torch_and_bash_completes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code = "import sys; from mllm_seqpar.__main__ import main; main(['--help']); sys.exit('torch' in sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
+    assert main(["completion", "bash"]) == 0
+    (tmp_path / "script").write_text(capsys.readouterr().out)
+
+    def completed(*words: str) -> list[str]:
+        line = f"COMP_WORDS=({' '.join(words)} '') COMP_CWORD={len(words) - (words[-1] != '')}"
+        code = f"source {tmp_path}/script; {line}; _mllm_seqpar; echo ${{COMPREPLY[@]}}"
+        return subprocess.run(["bash", "-c", code], capture_output=True, text=True, cwd=tmp_path).stdout.split()
+
+    assert completed("mllm-seqpar", "c") == ["chat", "check-data", "convert", "calibrate", "completion"]
+    assert completed("mllm-seqpar", "chat", "--mlp") == ["--mlp_chunk_size"]
+    assert completed("mllm-seqpar", "check-data", "scr") == []  # files, by readline
+
+
+def test_completion_has_the_options_of_the_help(capsys: pytest.CaptureFixture[str]) -> None:
+    entries = {name: COMMANDS[name] for name in ("plan", "doctor")}
+    options = {name: completion.options_of(entry) for name, (entry, _) in entries.items()}
+    assert options["doctor"] == ["--device", "--help", "--num_processes"]
+    assert {"--mlp_chunk_size", "--no_overlap", "--strategy"} <= set(options["plan"])
+    scripts = {shell: completion.script(shell, entries, options) for shell in completion.SHELLS}
+    assert '    doctor) options="--device --help --num_processes" ;;' in scripts["bash"]
+    assert "    doctor) options=(--device --help --num_processes) ;;" in scripts["zsh"]
+    assert "\ncomplete -c mllm-seqpar -n '__fish_seen_subcommand_from doctor' -l num_processes\n" in scripts["fish"]
+    assert completion.options_of("mllm_seqpar.no_such_module:main") == []
+    assert main(["completion", "tcsh"]) == 2 and "invalid choice: 'tcsh'" in capsys.readouterr().err
+
+
+def test_convert_writes_safetensors_also_of_pickled_weights(
+    inference_files: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    published, weights = tmp_path / "published", load_file(inference_files / "gated/model.safetensors")
+    published.mkdir()
+    for file in (inference_files / "gated").iterdir():
+        if file.suffix != ".safetensors":
+            (published / file.name).write_bytes(file.read_bytes())
+    names = sorted(weights)
+    for number, part in enumerate((names[::2], names[1::2])):
+        torch.save({name: weights[name] for name in part}, published / f"pytorch_model-{number}.bin")
+    (published / "pytorch_model.bin.index.json").write_text("{}")
+    for dtype in ("auto", "bfloat16"):
+        output = tmp_path / "new" / dtype
+        assert main(["convert", "--model", str(published), "--output", str(output), "--dtype", dtype]) == 0
+        kind = torch.float32 if dtype == "auto" else torch.bfloat16
+        assert str(kind).removeprefix("torch.") in capsys.readouterr().out
+        found = load_model(str(output), dtype="auto").state_dict()
+        original = load_model(str(inference_files / "gated")).state_dict()
+        assert found.keys() == original.keys()
+        assert all(torch.equal(found[name], x.to(kind)) for name, x in original.items())
+        assert load_processor(str(output)).saved_options == load_processor(str(published)).saved_options
+    assert sorted(path.name for path in (tmp_path / "new").iterdir()) == ["auto", "bfloat16"]
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        ([], "nothing to convert: give --model, or for OpenFlamingo --language_model and --vision_model"),
+        (["--language_model", "x"], "nothing to convert"),
+        (
+            ["--model", "x", "--checkpoint", "y"],
+            "--checkpoint y would have no effect: --model names a whole checkpoint",
+        ),
+        (["--model", "nowhere"], "--model nowhere: no config.json there"),
+        (["--model", "x", "--dtype", "int8"], "--dtype: 'int8' is not allowed"),
+        (["--language_model", "nowhere", "--vision_model", "nowhere"], "nowhere"),
+    ],
+)
+def test_convert_refuses_in_one_line(
+    argv: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["convert", "--output", str(tmp_path / "new"), *argv]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: ") and message in error and error.count("\n") == 1
+    assert not list(tmp_path.iterdir())
+    (tmp_path / "file").write_text("")
+    assert main(["convert", "--output", str(tmp_path), "--model", "x"]) == 2
+    assert "it exists and is not an empty directory" in capsys.readouterr().err
+
+
+def test_doctor_finds_old_packages_and_wrong_results(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    cpu, alone = torch.device("cpu"), as_communicator("self")
+    found = list(doctor.exactness(alone, cpu))
+    assert [finding.ok for finding in found] == [None, True, True, True, None]
+    lv_xattn = exactness.lv_xattn
+    monkeypatch.setattr(exactness, "lv_xattn", lambda *args, group: lv_xattn(*args, group=group, scale=0.2))
+    wrong = list(doctor.exactness(alone, cpu))[1]
+    assert str(wrong).startswith("WRONG exactness    attention lv-xattn, float32: relative error ")
+    monkeypatch.setitem(_compat.MINIMUM, "torch", "99.1")
+    monkeypatch.setattr(doctor, "exactness", lambda comm, device: iter([]))
+    assert doctor.doctor(["--num_processes", "1"]) == 1
+    shown = capsys.readouterr().out
+    assert "WRONG torch" in shown and "99.1 or later is needed: pip install --upgrade 'torch>=99.1'" in shown
+    assert "host memory" in shown and "kernel" in shown
+
+
+def test_failing_rank_writes_the_file_that_the_launcher_reads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    statuses: list[int] = []
+    monkeypatch.setattr(program_exit.os, "_exit", statuses.append)
+    monkeypatch.setattr(program_exit.time, "sleep", lambda seconds: None)
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
+    program_exit._exit_now("stopped: another rank ended", 1)
+    assert not list(tmp_path.iterdir())  # this rank is not the cause
+    program_exit._exit_now("error: --fps: 0", 2)
+    message = json.loads((tmp_path / "error.json").read_text())["message"]
+    assert message["message"] == "error: --fps: 0" and int(message["extraInfo"]["timestamp"]) > 1e9
+    assert statuses == [1, 2]
+
+
+def test_rank_that_ends_first_ends_the_program_only_if_it_failed(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    statuses: list[int] = []
+    monkeypatch.setattr(own_ranks.os, "_exit", statuses.append)
+    monkeypatch.setattr(own_ranks, "GRACE", 0.0)
+    ranks = own_ranks._Ranks(lambda: None)
+    for status in (0, -9):
+        process: Any = SimpleNamespace(wait=lambda status=status: status)
+        ranks._watch(3, process)
+    assert statuses == [1]
+    assert capsys.readouterr().err.startswith(
+        "\nstopped: rank 3 ended by signal 9 (SIGKILL); a process that needs more"
+    )
+    with pytest.raises(ConfigError, match="--num_processes: 0 is not allowed"), own_ranks.own_ranks(0, "a:b", []):
+        pass
