@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -87,6 +88,8 @@ class AutocastState:
     def current(cls, device_type: str) -> AutocastState:
         return cls(device_type, torch.is_autocast_enabled(device_type), torch.get_autocast_dtype(device_type))
 
-    def again(self) -> torch.autocast:
+    def again(self) -> AbstractContextManager[object]:
         """Return a context manager that restores this mode."""
+        if not self.enabled and not torch.is_autocast_enabled(self.device_type):
+            return nullcontext()  # most passes; a context manager of autocast takes as long as a small projection
         return torch.autocast(self.device_type, dtype=self.dtype, enabled=self.enabled, cache_enabled=False)

@@ -152,7 +152,7 @@ class ForwardState:
         Args:
             q: (B, H, s, D), the rows of this pass on this rank.
             layer: identifies the layer in the visual KV cache.
-            project: (features (f, tokens, width), index (f,)) -> k, v (1, G, f * tokens, D), frame by frame.
+            project: (features (f, tokens, width), index (f, ...)) -> k, v (1, G, f * tokens, D), frame by frame.
             modules: the modules that `project` uses.
             scale: factor of q k^T.
 

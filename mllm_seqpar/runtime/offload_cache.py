@@ -86,7 +86,8 @@ class HostKVCache(VisualKVCache):
         first = frame_range(mask.total_frames // units_per_frame, group).start * units_per_frame
         partial, block_math = PartialResult(rows, accumulation(torch.float32, q.dtype)), BlockMath(kernel, scale)
         for (start, stop), k_part, v_part in self._open(k, v):
-            block_math.forward(rows, k_part, v_part, folded.rectangles(first + start, first + stop), partial)
+            rectangles = block_math.prepare(folded.rectangles(first + start, first + stop), rows, k_part)
+            block_math.forward(rows, k_part, v_part, rectangles, partial)
         o, lse = (unfold(x, q.shape[0]).contiguous() for x in partial.value)
         return o, lse
 

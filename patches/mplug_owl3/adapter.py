@@ -175,13 +175,14 @@ def _attend_replicated(
     partial = PartialResult(q, torch.promote_types(torch.float32, q.dtype))
     k, v = k[:, :, : seqpar.tokens], v[:, :, : seqpar.tokens]  # the rest of a static cache is empty
     block_math = BlockMath(seqpar.context.config.kernel, self.scaling)
-    block_math.forward(q, k, v, causal_rectangles(attention_mask, q, k), partial)
+    rectangles = block_math.prepare(causal_rectangles(attention_mask, q, k), q, k)
+    block_math.forward(q, k, v, rectangles, partial)
     partial.add(visual_o, visual_lse)
     return merge_heads(partial.value[0].to(q.dtype))
 
 
 def _projection(self: Any, visual_norm: Any) -> KVProjection:
-    """Return the layer's projection of features (f, tokens, width) and frame positions (f,) to k and v."""
+    """Return the layer's projection of features (f, tokens, width) and rotations (f, 2, head_dim) to k and v."""
     return KVProjection(
         (self.v_kv_proj,), self.head_dim, interleaved=True, input_norm=visual_norm, rotate=self.rotate_visual
     )
@@ -246,8 +247,10 @@ class MPlugOwl3Family(MediaLayoutCache):
         return inputs.placement
 
     def unit_index(self, inputs: _MPlugOwl3Inputs, units: int) -> Tensor:
-        """Return the rotary positions of the frames."""
-        return inputs.placement.layout.frame_position if inputs.total_frames else super().unit_index(inputs, units)
+        """Return the rotations of the frames by their positions, (units, 2, head_dim), for all layers."""
+        index = inputs.placement.layout.frame_position if inputs.total_frames else super().unit_index(inputs, units)
+        attention = self.model.language_model.model.layers[self.model.config.hyper_layers[0] - 1].self_attn
+        return attention.visual_rotation(copy_to_device(index, self.embedding_weight().device))
 
     def visibility(self, inputs: ForwardInputs, units: int, tokens: int, placement: FramePlacement) -> Visibility:
         layout, rows = placement.layout, inputs.prompt_rows
