@@ -17,8 +17,10 @@ from mllm_seqpar.kernels.base import delta_of
 from mllm_seqpar.kernels.merge import merge_
 from mllm_seqpar.masks import Rectangle
 
-
 ALL = slice(None)
+
+KEPT_MASK = 1 << 14
+"""Entries up to which an expanded mask is kept for all layers of a pass."""
 
 RowIndex = slice | Tensor
 """Rows (or keys) of a tensor: a range, or distinct indices in ascending order."""
@@ -129,6 +131,7 @@ class PreparedRectangle(NamedTuple):
         batch, rows: the batch items and query rows.
         keys: the keys; None if they are gathered (`Rectangle.gathered`).
         causal: whether row i attends to keys up to i.
+        mask: the expanded mask of a small rectangle of kind "masked".
         rectangle: the rectangle itself.
     """
 
@@ -137,15 +140,15 @@ class PreparedRectangle(NamedTuple):
     rows: slice
     keys: slice | None
     causal: bool
+    mask: Tensor | None
     rectangle: Rectangle
 
     def cut(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[tuple[Tensor, Tensor, Tensor], RowIndex, Tensor | None]:
         """Return (q, k, v) of this rectangle, the keys that k and v have, and the mask, from a whole block."""
-        batch, rows, keys, rectangle = self.batch, self.rows, self.keys, self.rectangle
-        index = rectangle.key_index(q.device) if keys is None else keys
-        rule = rectangle.rule
-        mask = None if rule is None else rule.expand(rectangle.batch, rectangle.rows, rectangle.keys, q.device)
-        return (q[batch, :, rows], k[batch, :, index], v[batch, :, index]), index, mask
+        batch, rows, rectangle = self.batch, self.rows, self.rectangle
+        keys = rectangle.key_index(q.device) if self.keys is None else self.keys
+        mask = rectangle.mask(q.device) if self.mask is None and rectangle.kind == "masked" else self.mask
+        return (q[batch, :, rows], k[batch, :, keys], v[batch, :, keys]), keys, mask
 
 
 def prepare(rectangles: Iterable[Rectangle], q: Tensor, k: Tensor, kernel: str) -> tuple[PreparedRectangle, ...]:
@@ -161,7 +164,8 @@ def prepare(rectangles: Iterable[Rectangle], q: Tensor, k: Tensor, kernel: str) 
         if x.kind not in chosen:
             chosen[x.kind], _ = choose_kernel(kernel, q, k, causal=causal, masked=x.kind == "masked")
         keys = slice(*x.keys) if x.gathered is None else None
-        prepared.append(PreparedRectangle(chosen[x.kind], slice(*x.batch), slice(*x.rows), keys, causal, x))
+        mask = x.mask(q.device) if x.kind == "masked" and x.entries <= KEPT_MASK else None
+        prepared.append(PreparedRectangle(chosen[x.kind], slice(*x.batch), slice(*x.rows), keys, causal, mask, x))
     return tuple(prepared)
 
 

@@ -25,6 +25,7 @@ from mllm_seqpar.schedules.steps import last_uses
 
 from .block_math import PreparedRectangle, RowIndex, prepare
 
+
 class PlannedTransfer(NamedTuple):
     """One transfer of a schedule (`schedules.steps`), with the rows that are sent.
 

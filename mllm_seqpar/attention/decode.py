@@ -10,6 +10,7 @@ results, so that they sample the same tokens.
 from __future__ import annotations
 
 from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F

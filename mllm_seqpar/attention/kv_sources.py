@@ -76,6 +76,18 @@ class GivenKV:
         return GivenKV(self.spec, self.k.new_empty(0), self.v.new_empty(0))
 
 
+def as_attended(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """Cast tensors to autocast's dtype if it is enabled, as autocast does for torch's own attention.
+
+    Under autocast, q and k leave the rotary embedding in float32, while v has the dtype of the projection.
+    """
+    device = tensors[0].device.type
+    if not torch.is_autocast_enabled(device):
+        return tensors
+    narrow = torch.get_autocast_dtype(device)
+    return tuple(x if x.dtype is torch.float64 else x.to(narrow) for x in tensors)
+
+
 @dataclass(frozen=True)
 class AutocastState:
     """The autocast mode of the forward pass, for recomputation in backward."""

@@ -94,14 +94,13 @@ class BufferLease:
         on_stream = like.is_cuda and torch.cuda.is_initialized()  # fake CUDA tensors have no streams
         stream = torch.cuda.current_stream(like.device).cuda_stream if on_stream else 0
         kind = kind, like.dtype, like.device, stream, getattr(like, "fake_mode", None)
-        free = self._owner._free[kind]
-        for index, (length_of_buffer, _, flat) in enumerate(free):
-            if length_of_buffer >= size:
-                del free[index]
-                break
+        free, index = self._owner._free[kind], 0
+        while index < len(free) - 1 and free[index][0] < size:
+            index += 1
+        found = free.pop(index) if free else None  # the shortest that is long enough, or else the longest
+        if found is not None and found[0] >= size:
+            flat = found[2]
         else:
-            if free:
-                free.pop()
             self._owner.allocations += 1
             with torch.inference_mode(False):  # an inference tensor could not be refilled outside inference mode
                 flat = torch.empty(size, dtype=like.dtype, device=like.device)

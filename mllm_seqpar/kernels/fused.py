@@ -71,7 +71,7 @@ class FusedKernel:
         self, q: Tensor, k: Tensor, v: Tensor, *, scale: float, causal: bool = False, mask: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
         base.check_block(q, k, v, causal=causal, mask=mask)
-        if base.is_empty(q, k):
+        if not (q.numel() and k.numel()):
             return base.empty_forward(q)
         if k.shape[2] < self.min_keys:
             return BlockedMatmulKernel().forward(q, k, v, scale=scale, causal=causal, mask=mask)
@@ -131,7 +131,9 @@ class FusedKernel:
         args = AttentionArgs(scale, bias=None if mask is None else self._bias(mask, q, k.shape[1]))
         o, lse = self._run_forward(base.fold_groups(q, k.shape[1]), k, v, args)
         # The layout of the log-sum-exp differs between operators, so it may not be possible to unfold it as a view.
-        o, lse = o.reshape(q.shape), lse.contiguous().view(q.shape[:3])
+        lse = lse.contiguous()
+        if k.shape[1] != q.shape[1]:
+            o, lse = o.reshape(q.shape), lse.view(q.shape[:3])
         if mask is None:
             return o, lse
         hidden = ~mask.any(dim=-1).unsqueeze(1)

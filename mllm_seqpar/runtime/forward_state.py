@@ -22,13 +22,13 @@ from torch import Tensor, nn
 from mllm_seqpar.attention.call_spec import CallSpec, accumulation, call_spec_for, problem_of
 from mllm_seqpar.attention.decode import PreparedAttention, merge_over_ranks, prepare_frames
 from mllm_seqpar.attention.joint import KeySource, attend
-from mllm_seqpar.attention.kv_sources import GivenKV
+from mllm_seqpar.attention.kv_sources import GivenKV, as_attended
 from mllm_seqpar.errors import ConfigError
 from mllm_seqpar.kernels.merge import merge
 from mllm_seqpar.masks import BlockMasks, FrameBlockMasks, FrameMask
 
 from .context import SeqParContext
-from .frame_state import FrameState, as_attended
+from .frame_state import FrameState
 from .kv_projection import Projection
 from .offload_cache import HostKVCache
 from .strategy_selector import (

@@ -29,6 +29,7 @@ from mllm_seqpar.adapting import (
     ShapeError,
 )
 from mllm_seqpar.attention.block_math import BlockMath, PartialResult
+from mllm_seqpar.attention.kv_sources import as_attended
 from mllm_seqpar.integrations.transformers.attention import (
     causal_mask,
     merge_heads,
@@ -43,7 +44,6 @@ from mllm_seqpar.integrations.transformers.text import causal_rectangles
 from mllm_seqpar.masks import GivenBlockMask
 from mllm_seqpar.models.mplug_owl3.media import MediaLayout, check_layout
 from mllm_seqpar.patching.registry import is_instance_by_name
-from mllm_seqpar.runtime.frame_state import as_attended
 from mllm_seqpar.runtime.strategy_selector import CrossAttentionShape
 
 from .cache import FramePlacement, MediaLayoutCache, run_with_native_cache
