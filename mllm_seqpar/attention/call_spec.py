@@ -164,19 +164,22 @@ class CallSpec:
             position = comm.rank if order is None else order.index(comm.rank)
             schedule = self.schedule(position, backward=backward)
             schedule = schedule if order is None else renumbered(schedule, order)
-            uses, rows, rank = last_uses(schedule), q.shape[2], comm.rank
-            found = self.derived[key] = tuple(
-                PlannedStep(
-                    tuple(self._plan_transfer(transfer, rank, rows, q.device) for transfer in step.transfers),
-                    tuple(
-                        PlannedBlock(b.q_shard, b.kv_shard, prepare(self._rectangles(b, rows), q, k, kernel))
-                        for b in step.blocks
-                    ),
-                    tuple(shard for shard, last in uses.items() if last == index and shard[1] != rank),
-                )
-                for index, step in enumerate(schedule)
-            )
+            found = self.derived[key] = self._plan_steps(schedule, comm.rank, q, k, kernel)
         return found
+
+    def _plan_steps(self, schedule: Schedule, rank: int, q: Tensor, k: Tensor, kernel: str) -> tuple[PlannedStep, ...]:
+        uses, rows = last_uses(schedule), q.shape[2]
+        return tuple(
+            PlannedStep(
+                tuple(self._plan_transfer(transfer, rank, rows, q.device) for transfer in step.transfers),
+                tuple(
+                    PlannedBlock(b.q_shard, b.kv_shard, prepare(self._rectangles(b, rows), q, k, kernel))
+                    for b in step.blocks
+                ),
+                tuple(shard for shard, last in uses.items() if last == index and shard[1] != rank),
+            )
+            for index, step in enumerate(schedule)
+        )
 
     def _plan_transfer(self, transfer: Transfer, rank: int, rows: int, device: torch.device) -> PlannedTransfer:
         """Both ends of a transfer know all masks, so both select the same rows."""
