@@ -103,6 +103,11 @@ class FrameMask:
         """(batch, query rows)."""
         return self._table.shape[0], self._table.shape[1]
 
+    def equals(self, other: FrameMask) -> bool:
+        """Return whether both masks have the same form and the same entries."""
+        numbers = [(x.tokens_per_frame, x.total_frames, x.bounds is None) for x in (self, other)]
+        return numbers[0] == numbers[1] and torch.equal(self._table, other._table)
+
     def take(self, rows: Tensor) -> FrameMask:
         """Return the mask of the rows with the given indices, (s,) int64, in that order."""
         return self._with_table(self._table[:, rows.cpu()])

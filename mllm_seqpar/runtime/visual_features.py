@@ -24,6 +24,7 @@ from mllm_seqpar.attention.call_spec import CallSpec
 from mllm_seqpar.attention.kv_sources import AutocastState, GivenKV
 from mllm_seqpar.attention.streamed import StreamedKV
 from mllm_seqpar.errors import ShapeError
+from mllm_seqpar.masks import FrameMask
 
 from .kv_projection import Grads, KVProjection, Projection, autograd_grads, parameters_of
 
@@ -140,6 +141,13 @@ class VisualKVCache:
         self.units, self.tokens_per_unit = visual.total_frames, visual.features.shape[1]
         self.states: dict[Hashable, tuple[Tensor, Tensor]] = {}
         self._visual: VisualFeatures | None = visual
+        self._last_mask: FrameMask | None = None
+
+    def known_mask(self, mask: FrameMask) -> FrameMask:
+        """Return the mask of the last pass if `mask` is equal to it: its rectangles are planned already."""
+        if self._last_mask is None or not mask.equals(self._last_mask):
+            self._last_mask = mask
+        return self._last_mask
 
     @classmethod
     def given(cls, states: dict[Hashable, tuple[Tensor, Tensor]], frames: int, tokens: int) -> VisualKVCache:
