@@ -175,9 +175,6 @@ class BlockMath(NamedTuple):
     kernel: str
     scale: float
 
-    def prepare(self, rectangles: Iterable[Rectangle], q: Tensor, k: Tensor) -> tuple[PreparedRectangle, ...]:
-        return prepare(rectangles, q, k, self.kernel)
-
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, rectangles: Sequence[PreparedRectangle], out: PartialResult
     ) -> None:

@@ -28,7 +28,7 @@ from mllm_seqpar.adapting import (
     SeqParContext,
     ShapeError,
 )
-from mllm_seqpar.attention.block_math import BlockMath, PartialResult
+from mllm_seqpar.attention.block_math import BlockMath, PartialResult, prepare
 from mllm_seqpar.attention.kv_sources import as_attended
 from mllm_seqpar.integrations.transformers.attention import (
     causal_mask,
@@ -174,9 +174,9 @@ def _attend_replicated(
     visual_o, visual_lse = seqpar.attend_replicated(q, *visual, self.scaling)
     partial = PartialResult(q, torch.promote_types(torch.float32, q.dtype))
     k, v = k[:, :, : seqpar.tokens], v[:, :, : seqpar.tokens]  # the rest of a static cache is empty
-    block_math = BlockMath(seqpar.context.config.kernel, self.scaling)
-    rectangles = block_math.prepare(causal_rectangles(attention_mask, q, k), q, k)
-    block_math.forward(q, k, v, rectangles, partial)
+    kernel = seqpar.context.config.kernel
+    rectangles = prepare(causal_rectangles(attention_mask, q, k), q, k, kernel)
+    BlockMath(kernel, self.scaling).forward(q, k, v, rectangles, partial)
     partial.add(visual_o, visual_lse)
     return merge_heads(partial.value[0].to(q.dtype))
 
