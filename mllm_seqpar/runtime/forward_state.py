@@ -204,11 +204,12 @@ class ForwardState:
         return self._prepare(q, k, self.frame_mask).output(q, k, v, scale)
 
     def _prepare(self, q: Tensor, k: Tensor, mask: FrameMask | None) -> PreparedAttention:
-        key = q.shape, k.shape, q.dtype
-        found = self._prepared.get(key)
+        comm, kernel, units = self.context.comm, self.context.config.kernel, self.units_per_frame
+        known = self._prepared if mask is None else mask.derived
+        key = q.shape, k.shape, q.dtype, q.device, comm.identity, kernel, units
+        found = known.get(key)
         if found is None:
-            comm, kernel = self.context.comm, self.context.config.kernel
-            found = self._prepared[key] = prepare_frames(q, k, mask, comm, kernel, self.units_per_frame)
+            found = known[key] = prepare_frames(q, k, mask, comm, kernel, units)
         return found
 
     def attend_cached_text(
