@@ -193,13 +193,11 @@ class BlockMath(NamedTuple):
         rectangles: Sequence[PreparedRectangle],
     ) -> None:
         """Add the block's dq, dk and dv to `grads`."""
-        dq, dk, dv = grads
         for rectangle in rectangles:
             qkv, keys, mask = rectangle.cut(final.q, k, v)
             at = batch, _, rows = rectangle.batch, ALL, rectangle.rows
             o, delta = (None if x is None else x[at] for x in (final.o, final.delta))
-            options = {"scale": self.scale, "causal": rectangle.causal, "mask": mask, "delta": delta}
-            dq_part, dk_part, dv_part = rectangle.kernel.backward(final.do[at], *qkv, o, final.lse[at], **options)
-            dq.add(dq_part, batch, rows)
-            dk.add(dk_part, batch, keys)
-            dv.add(dv_part, batch, keys)
+            backward, do, lse = rectangle.kernel.backward, final.do[at], final.lse[at]
+            parts = backward(do, *qkv, o, lse, scale=self.scale, causal=rectangle.causal, mask=mask, delta=delta)
+            for total, part, index in zip(grads, parts, (rows, keys, keys), strict=True):
+                total.add(part, batch, index)

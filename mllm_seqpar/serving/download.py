@@ -66,8 +66,8 @@ class _Connections(urllib.request.HTTPHandler, urllib.request.HTTPSHandler):
         super().__init__()
         self._hosts = hosts
 
-    def http_open(self, request: Any) -> Any:
-        hosts, secure = self._hosts, request.type == "https"
+    def http_open(self, req: Any) -> Any:
+        hosts, secure = self._hosts, req.type == "https"
 
         class Connection(http.client.HTTPSConnection if secure else http.client.HTTPConnection):  # type: ignore[misc]
             def connect(self) -> None:
@@ -76,9 +76,10 @@ class _Connections(urllib.request.HTTPHandler, urllib.request.HTTPSHandler):
                     context = ssl.create_default_context()
                     self.sock = context.wrap_socket(self.sock, server_hostname=self.host)
 
-        return self.do_open(Connection, request)
+        return self.do_open(Connection, req)
 
-    https_open = http_open
+    def https_open(self, req: Any) -> Any:
+        return self.http_open(req)
 
 
 class _Redirects(urllib.request.HTTPRedirectHandler):
