@@ -37,7 +37,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from mllm_seqpar.comm import ByteCounter, Communicator, Pending, Recv, Send
-from mllm_seqpar.comm.base import check_contiguous
+from mllm_seqpar.comm.base import GroupState, check_contiguous
 from nccl_queues import DataRace, Deadlock, End, Group, Mismatch, NcclQueues, Operation, Timing
 
 __all__ = ["DataRace", "Deadlock", "Mismatch", "NcclCommunicator", "ShardedParameters", "run_nccl_model"]
@@ -73,6 +73,7 @@ class NcclCommunicator(Communicator):
     def __init__(self, model: NcclQueues, group: Group, world_rank: int) -> None:
         self.model, self.queue, self._world_rank = model, group, world_rank
         self.rank, self.size, self.bytes = group.members.index(world_rank), len(group.members), ByteCounter()
+        self.kept = GroupState()
 
     def another(self, name: str, members: Sequence[int] | None = None) -> NcclCommunicator:
         """Return this rank's communicator `name` with its own queues, over the given ranks of the model or all."""

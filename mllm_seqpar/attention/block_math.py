@@ -6,9 +6,8 @@ their keys, `fold` makes them rows of one item.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,9 +17,13 @@ from mllm_seqpar.kernels.base import delta_of
 from mllm_seqpar.kernels.merge import merge_
 from mllm_seqpar.masks import Rectangle
 
-from .call_spec import RowIndex
-
 ALL = slice(None)
+
+KEPT_MASK = 1 << 14
+"""Entries up to which an expanded mask is kept for all layers of a pass."""
+
+RowIndex = slice | Tensor
+"""Rows (or keys) of a tensor: a range, or distinct indices in ascending order."""
 
 
 def fold(x: Tensor) -> Tensor:
@@ -120,23 +123,66 @@ class GradientAccumulator:
             self.value[batch, :, rows or ALL].add_(x)
 
 
-@dataclass(frozen=True)
-class BlockMath:
-    """Attention of one block by the block kernel `kernel` (a name, or "auto") with the factor `scale` of q k^T.
+class PreparedRectangle(NamedTuple):
+    """A mask rectangle with the kernel that computes it, for tensors of one dtype, device and head dim.
 
-    `kernels` keeps the chosen kernel of each dtype, device and shape; the calls of a forward pass share it.
+    Attributes:
+        kernel: the block kernel.
+        batch, rows: the batch items and query rows.
+        keys: the keys; None if they are gathered (`Rectangle.gathered`).
+        causal: whether row i attends to keys up to i.
+        mask: the expanded mask of a small rectangle of kind "masked".
+        rectangle: the rectangle itself.
     """
+
+    kernel: BlockKernel
+    batch: slice
+    rows: slice
+    keys: slice | None
+    causal: bool
+    mask: Tensor | None
+    rectangle: Rectangle
+
+    def cut(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[tuple[Tensor, Tensor, Tensor], RowIndex, Tensor | None]:
+        """Return (q, k, v) of this rectangle, the keys that k and v have, and the mask, from a whole block."""
+        batch, rows, rectangle = self.batch, self.rows, self.rectangle
+        keys = rectangle.key_index(q.device) if self.keys is None else self.keys
+        mask = rectangle.mask(q.device) if self.mask is None and rectangle.kind == "masked" else self.mask
+        return (q[batch, :, rows], k[batch, :, keys], v[batch, :, keys]), keys, mask
+
+
+def prepare(rectangles: Iterable[Rectangle], q: Tensor, k: Tensor, kernel: str) -> tuple[PreparedRectangle, ...]:
+    """Return the rectangles with their kernels, for blocks with the dtype, device and head dim of q and k.
+
+    Args:
+        kernel: name of a block kernel, or "auto".
+    """
+    chosen: dict[str, BlockKernel] = {}
+    prepared = []
+    for x in rectangles:
+        causal = x.kind == "causal"
+        if x.kind not in chosen:
+            chosen[x.kind], _ = choose_kernel(kernel, q, k, causal=causal, masked=x.kind == "masked")
+        keys = slice(*x.keys) if x.gathered is None else None
+        mask = x.mask(q.device) if x.kind == "masked" and x.entries <= KEPT_MASK else None
+        prepared.append(PreparedRectangle(chosen[x.kind], slice(*x.batch), slice(*x.rows), keys, causal, mask, x))
+    return tuple(prepared)
+
+
+class BlockMath(NamedTuple):
+    """Attention of blocks by the block kernel `kernel` (a name, or "auto") with the factor `scale` of q k^T."""
 
     kernel: str
     scale: float
-    kernels: dict[Hashable, BlockKernel] = field(default_factory=dict, repr=False, compare=False)
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, rectangles: Iterable[Rectangle], out: PartialResult) -> None:
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, rectangles: Sequence[PreparedRectangle], out: PartialResult
+    ) -> None:
         """Merge the attention of q over the visible keys into `out`."""
         for rectangle in rectangles:
-            kernel, batch, rows, _, qkv, options = self._part(rectangle, q, k, v)
-            o, lse = kernel.forward(*qkv, **options)
-            out.add(o, lse, batch, rows)
+            qkv, _, mask = rectangle.cut(q, k, v)
+            o, lse = rectangle.kernel.forward(*qkv, scale=self.scale, causal=rectangle.causal, mask=mask)
+            out.add(o, lse, rectangle.batch, rectangle.rows)
 
     def backward(
         self,
@@ -144,32 +190,14 @@ class BlockMath:
         final: FinalRows,
         k: Tensor,
         v: Tensor,
-        rectangles: Iterable[Rectangle],
+        rectangles: Sequence[PreparedRectangle],
     ) -> None:
         """Add the block's dq, dk and dv to `grads`."""
-        dq, dk, dv = grads
         for rectangle in rectangles:
-            kernel, batch, rows, keys, qkv, options = self._part(rectangle, final.q, k, v)
-            do, lse = final.do[batch, :, rows], final.lse[batch, :, rows]
-            o, delta = (None if x is None else x[batch, :, rows] for x in (final.o, final.delta))
-            dq_part, dk_part, dv_part = kernel.backward(do, *qkv, o, lse, delta=delta, **options)
-            dq.add(dq_part, batch, rows)
-            dk.add(dk_part, batch, keys)
-            dv.add(dv_part, batch, keys)
-
-    def _part(
-        self, rectangle: Rectangle, q: Tensor, k: Tensor, v: Tensor
-    ) -> tuple[BlockKernel, slice, slice, RowIndex, tuple[Tensor, Tensor, Tensor], dict[str, Any]]:
-        """Return (kernel, batch, rows, keys, (q, k, v), options): a rectangle cut out of its block, and its kernel."""
-        batch, rows = slice(*rectangle.batch), slice(*rectangle.rows)
-        keys = slice(*rectangle.keys) if rectangle.gathered is None else rectangle.key_index(q.device)
-        qkv = q[batch, :, rows], k[batch, :, keys], v[batch, :, keys]
-        kind = rectangle.kind
-        key = self.kernel, qkv[0].shape, qkv[1].shape, q.dtype, q.device, kind
-        kernel = self.kernels.get(key)
-        if kernel is None:
-            causal, masked = kind == "causal", kind == "masked"
-            kernel, _ = choose_kernel(self.kernel, *qkv[:2], causal=causal, masked=masked)
-            self.kernels[key] = kernel
-        mask = rectangle.mask(q.device) if kind == "masked" else None
-        return kernel, batch, rows, keys, qkv, {"scale": self.scale, "causal": kind == "causal", "mask": mask}
+            qkv, keys, mask = rectangle.cut(final.q, k, v)
+            at = batch, _, rows = rectangle.batch, ALL, rectangle.rows
+            o, delta = (None if x is None else x[at] for x in (final.o, final.delta))
+            backward, do, lse = rectangle.kernel.backward, final.do[at], final.lse[at]
+            parts = backward(do, *qkv, o, lse, scale=self.scale, causal=rectangle.causal, mask=mask, delta=delta)
+            for total, part, index in zip(grads, parts, (rows, keys, keys), strict=True):
+                total.add(part, batch, index)

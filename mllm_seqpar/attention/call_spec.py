@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 from mllm_seqpar.comm import Communicator, Subgroup
-from mllm_seqpar.kernels import BlockKernel
 from mllm_seqpar.masks import BlockMasks, Rectangle, clip_rows
 from mllm_seqpar.schedules import AttentionBlock, Axis, OverlapRatios, Schedule, Transfer, schedule_for
 from mllm_seqpar.schedules.bytes_sent import Problem, mesh_axis_bytes, overlap_ratios_by_bytes
@@ -24,8 +23,7 @@ from mllm_seqpar.schedules.mesh_shapes import least_bytes_mesh_shape, resolve_ti
 from mllm_seqpar.schedules.rank_order import RankOrder, by_node, rank_order, renumbered
 from mllm_seqpar.schedules.steps import last_uses
 
-RowIndex = slice | Tensor
-"""Rows (or keys) of a tensor: a range, or distinct indices in ascending order."""
+from .block_math import PreparedRectangle, RowIndex, prepare
 
 
 class PlannedTransfer(NamedTuple):
@@ -57,7 +55,7 @@ class PlannedBlock(NamedTuple):
 
     q_shard: int
     kv_shard: int
-    rectangles: Sequence[Rectangle]
+    rectangles: tuple[PreparedRectangle, ...]
 
 
 class PlannedStep(NamedTuple):
@@ -97,11 +95,6 @@ class CallSpec:
     overlap_ratios: tuple[OverlapRatios, OverlapRatios] = (OverlapRatios(), OverlapRatios())
     round_results: bool = False
     all_pairs: bool = False
-
-    @cached_property
-    def kernels(self) -> dict[Hashable, BlockKernel]:
-        """The block kernels chosen so far, filled by `BlockMath`."""
-        return {}
 
     @cached_property
     def derived(self) -> dict[Hashable, Any]:
@@ -157,25 +150,33 @@ class CallSpec:
             self.mesh_shape, rank, backward=backward, direct=self.direct, overlap_ratios=self.overlap_ratios[backward]
         )
 
-    def steps(self, comm: Communicator, q: Tensor, k: Tensor, *, backward: bool) -> tuple[PlannedStep, ...]:
-        """Return the steps of this rank, planned on first use, for shards of the shapes of q and k."""
-        key = comm.rank, comm.identity, q.shape, k.shape[:2], q.dtype, q.device, backward
+    def steps(
+        self, comm: Communicator, q: Tensor, k: Tensor, kernel: str, *, backward: bool
+    ) -> tuple[PlannedStep, ...]:
+        """Return the steps of this rank, planned on first use, for shards of the shapes of q and k.
+
+        `kernel` is the name of a block kernel, or "auto".
+        """
+        key = comm.rank, comm.identity, q.shape, k.shape[:2], q.dtype, q.device, kernel, backward
         found: tuple[PlannedStep, ...] | None = self.derived.get(key)
         if found is None:
             order = self.order(comm, q, k, backward=backward)
             position = comm.rank if order is None else order.index(comm.rank)
             schedule = self.schedule(position, backward=backward)
             schedule = schedule if order is None else renumbered(schedule, order)
-            found = self.derived[key] = self._plan_steps(schedule, comm.rank, q.shape[2], q.device)
+            found = self.derived[key] = self._plan_steps(schedule, comm.rank, q, k, kernel)
         return found
 
-    def _plan_steps(self, schedule: Schedule, rank: int, rows: int, device: torch.device) -> tuple[PlannedStep, ...]:
-        uses = last_uses(schedule)
+    def _plan_steps(self, schedule: Schedule, rank: int, q: Tensor, k: Tensor, kernel: str) -> tuple[PlannedStep, ...]:
+        uses, rows = last_uses(schedule), q.shape[2]
         return tuple(
             PlannedStep(
-                tuple(self._plan_transfer(transfer, rank, rows, device) for transfer in step.transfers),
-                tuple(PlannedBlock(b.q_shard, b.kv_shard, self._rectangles(b, rows)) for b in step.blocks),
-                tuple(key for key, last in uses.items() if last == index and key[1] != rank),
+                tuple(self._plan_transfer(transfer, rank, rows, q.device) for transfer in step.transfers),
+                tuple(
+                    PlannedBlock(b.q_shard, b.kv_shard, prepare(self._rectangles(b, rows), q, k, kernel))
+                    for b in step.blocks
+                ),
+                tuple(shard for shard, last in uses.items() if last == index and shard[1] != rank),
             )
             for index, step in enumerate(schedule)
         )

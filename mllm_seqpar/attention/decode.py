@@ -10,7 +10,6 @@ results, so that they sample the same tokens.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,13 +17,12 @@ from torch.nn import functional as F
 
 from mllm_seqpar.comm import Communicator, Group, transfer_communicator
 from mllm_seqpar.errors import ConfigError, MaskError
-from mllm_seqpar.kernels import choose_kernel
 from mllm_seqpar.kernels.base import fold_groups, unfold_groups
 from mllm_seqpar.masks import FrameMask, Rectangle, full_rectangle
 from mllm_seqpar.sharding import frame_range
 
 from .argument_checks import check_flags, check_mask, check_mask_type, check_qkv, check_scale
-from .block_math import PartialResult, fold, unfold
+from .block_math import BlockMath, PartialResult, fold, prepare, unfold
 from .call_spec import accumulation
 from .joint import eager
 
@@ -108,36 +106,24 @@ class PreparedAttention:
 
     def __init__(self, q: Tensor, k: Tensor, rectangles: Sequence[Rectangle], kernel: str) -> None:
         self._batch = q.shape[0] if k.shape[0] < q.shape[0] else None
-        self._dtype = accumulation(torch.float32, q.dtype)
-        rows = q if self._batch is None else fold(q)
-        self._parts = [self._part(rectangle, rows, k, kernel) for rectangle in rectangles]
+        self._dtype, self._kernel = accumulation(torch.float32, q.dtype), kernel
+        self._rectangles = prepare(rectangles, q, k, kernel)
         self._visible_keys: slice | None = None
         """The keys that all rows attend to, if no row attends to others and torch may choose the kernel."""
-        whole = [((0, rows.shape[0]), (0, rows.shape[2]), "full")]
-        if kernel == "auto" and [(r.batch, r.rows, r.kind) for r in rectangles] == whole:
-            self._visible_keys = slice(*rectangles[0].keys) if rectangles[0].gathered is None else None
+        items, rows = (q.shape[0], q.shape[2]) if self._batch is None else (1, q.shape[0] * q.shape[2])
+        if kernel == "auto" and [(r.batch, r.rows, r.kind) for r in rectangles] == [((0, items), (0, rows), "full")]:
+            self._visible_keys = self._rectangles[0].keys
 
     @property
     def differentiable(self) -> bool:
         """Whether `output` can be differentiated: it is then torch's own operator."""
         return self._visible_keys is not None
 
-    @staticmethod
-    def _part(rectangle: Rectangle, q: Tensor, k: Tensor, kernel: str) -> tuple[Any, ...]:
-        batch, rows, keys = slice(*rectangle.batch), slice(*rectangle.rows), rectangle.key_index(q.device)
-        causal, masked = rectangle.kind == "causal", rectangle.kind == "masked"
-        chosen, _ = choose_kernel(kernel, q[batch, :, rows], k[batch, :, keys], causal=causal, masked=masked)
-        return chosen.forward, batch, rows, keys, causal, rectangle if masked else None
-
     def partial(self, q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
         """Return (o, lse), contiguous, as partial results: o (B, H, s_q, D) in float32 or wider, lse (B, H, s_q)."""
         rows = q if self._batch is None else fold(q)
         result = PartialResult(rows, self._dtype)
-        for forward, batch, span, keys, causal, masked in self._parts:
-            mask = None if masked is None else masked.mask(q.device)
-            part = rows[batch, :, span], k[batch, :, keys], v[batch, :, keys]
-            o, lse = forward(*part, scale=scale, causal=causal, mask=mask)
-            result.add(o, lse, batch, span)
+        BlockMath(self._kernel, scale).forward(rows, k, v, self._rectangles, result)
         o, lse = result.value
         return (o, lse) if self._batch is None else (_unfolded(o, self._batch), _unfolded(lse, self._batch))
 

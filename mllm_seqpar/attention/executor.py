@@ -117,7 +117,7 @@ def distributed_forward(
         o, lse = distributed_forward(comm, spec.folded, block_math, fold(q), k, v)
         return unfold(o, q.shape[0]), unfold(lse, q.shape[0])
     forward = _Forward(spec, block_math, q, k, v)
-    _run(spec.steps(comm, q, k, backward=False), comm, forward, spec.overlap)
+    _run(spec.steps(comm, q, k, block_math.kernel, backward=False), comm, forward, spec.overlap)
     return forward.partials[comm.rank].value
 
 
@@ -144,7 +144,7 @@ def distributed_backward(
     if spec.mesh_shape[0] > 1:
         final = final.with_delta()
     backward = _Backward(spec, block_math, final, k, v)
-    _run(spec.steps(comm, q, k, backward=True), comm, backward, spec.overlap)
+    _run(spec.steps(comm, q, k, block_math.kernel, backward=True), comm, backward, spec.overlap)
     dq, dk, dv = (backward.grad(name, comm.rank, like).value for name, like in (("dq", q), ("dk", k), ("dv", v)))
     return dq, dk, dv
 
@@ -192,15 +192,11 @@ def _post(
                 tensor = tensor[:, :, rows].contiguous()
             elif rows is not None:
                 tensor = tensor.index_select(2, rows)
-            buffer = buffers[name] = lease.take(_buffer_kind(transfer, tensor), tensor, transfer.recv_length)
+            kind = axis, transfer.is_input, tensor.dim()  # tensors of one kind and dtype take turns in a buffer
+            buffer = buffers[name] = lease.take(kind, tensor, transfer.recv_length)
             if tensor.numel():
                 sends.append(Send(transfer.dst, tensor, name))
             if buffer.numel():
                 recvs.append(Recv(transfer.src, buffer))
         incoming.append((transfer, buffers))
     return comm.exchange(sends, recvs), incoming
-
-
-def _buffer_kind(transfer: PlannedTransfer, tensor: Tensor) -> tuple[Axis, bool, int]:
-    """Return what tensors must have in common, besides the dtype, to take turns in one receive buffer."""
-    return transfer.axis, transfer.is_input, tensor.dim()

@@ -27,7 +27,7 @@ from mllm_seqpar.kernels.merge import merge_
 
 from .block_math import BlockMath
 from .executor import distributed_backward, distributed_forward
-from .kept_results import computed_once
+from .kept_results import running_region
 from .kv_sources import KVSource
 from .streamed import StreamedKV, streamed_backward, streamed_forward
 from .ulysses import attend_head_sharded, backward_head_sharded, forward_head_sharded
@@ -83,8 +83,8 @@ class _JointAttention(torch.autograd.Function):
         local_q = q.contiguous()
         by_source = [inputs[end - count : end] for count, end in zip(counts, itertools.accumulate(counts), strict=True)]
         compute = functools.partial(_merged_forward, comm, block_math, sources, local_q, by_source)
-        keep = not recompute and any(ctx.needs_input_grad)
-        o, lse = computed_once(compute, "attention", keep)
+        region = None if recompute or not any(ctx.needs_input_grad) else running_region()
+        o, lse = compute() if region is None else region.once(compute, "attention")
         saved: list[Tensor] = []
         ctx.counts, ctx.sources = [], []
         for source, own_inputs in zip(sources, by_source, strict=True):
@@ -93,9 +93,11 @@ class _JointAttention(torch.autograd.Function):
             ctx.counts.append((len(own_inputs), len(kept)))
             ctx.sources.append(source.without_inputs())
         ctx.comm, ctx.block_math = comm, block_math
-        # Without RNG replay, dropout before attention recomputes another q, k and v than those that gave (o, lse).
-        q, *saved = computed_once(lambda: (local_q, *saved), "inputs", keep, only_without_rng_replay=True)
-        ctx.save_for_backward(q, o, lse, *saved)
+        if region is not None and not region.replays_rng:
+            # Dropout before attention recomputes another q, k and v than those that gave (o, lse).
+            of_this_pass = local_q, *saved
+            local_q, *saved = region.once(lambda: of_this_pass, "inputs")
+        ctx.save_for_backward(local_q, o, lse, *saved)
         ctx.mark_non_differentiable(lse)
         return o, lse
 
@@ -176,15 +178,15 @@ def attend(
         has o = 0, lse = -inf. Differentiable in q and in the inputs of the sources.
     """
     degree = sources[0].spec.head_degree
-    sharded = [s for s in sources if not isinstance(s, StreamedKV) and s.spec.head_degree == degree]
-    if degree > 1 and len(sharded) == len(sources):
-        among_equal_heads = functools.partial(attend, scale=scale, kernel=kernel, recompute=recompute)
-        return attend_head_sharded(q, sharded, comm, among_equal_heads, keep=not recompute)
+    if degree > 1:
+        sharded = [s for s in sources if not isinstance(s, StreamedKV) and s.spec.head_degree == degree]
+        if len(sharded) == len(sources):
+            among_equal_heads = functools.partial(attend, scale=scale, kernel=kernel, recompute=recompute)
+            return attend_head_sharded(q, sharded, comm, among_equal_heads, keep=not recompute)
     inputs: list[Tensor] = []
     counts = []
     for source in sources:
         source_inputs = source.inputs()
         inputs.extend(source_inputs)
         counts.append(len(source_inputs))
-    block_math = BlockMath(kernel, scale, sources[0].spec.kernels)
-    return _JointAttention.apply(comm, block_math, tuple(sources), counts, recompute, q, *inputs)
+    return _JointAttention.apply(comm, BlockMath(kernel, scale), tuple(sources), counts, recompute, q, *inputs)

@@ -40,7 +40,7 @@ _HOOKS_MODULE = "torch.utils.checkpoint"
 _ATTRIBUTE = "_mllm_seqpar_kept_results"
 
 
-class _Region(NamedTuple):
+class Region(NamedTuple):
     """The checkpointed region that runs at present.
 
     Attributes:
@@ -55,35 +55,28 @@ class _Region(NamedTuple):
     recomputes: bool
     replays_rng: bool
 
+    def once(self, compute: Callable[[], Results], name: str) -> Results:
+        """Return `compute()`, and keep it; in the recomputation, return what it returned in the forward pass.
 
-def computed_once(
-    compute: Callable[[], Results], name: str, enabled: bool = True, only_without_rng_replay: bool = False
-) -> Results:
-    """Return `compute()`; in the recomputation of a checkpointed region, what it returned in the forward pass.
-
-    Args:
-        compute: returns tensors.
-        name: distinguishes calls between which the region saves no tensor for backward.
-        enabled: False: always compute.
-        only_without_rng_replay: compute in regions with preserve_rng_state=True, the default of torch, too.
-    """
-    region = _running_region() if enabled else None
-    if region is None or (only_without_rng_replay and region.replays_rng):
-        return compute()
-    key = region.position, name
-    if region.recomputes:
-        results, versions = region.kept.get(key, ((), []))
-        if results and versions == [x._version for x in results]:
-            return tuple(x.detach() for x in results)
-        return compute()
-    results = compute()
-    # Detached: the outputs themselves will refer to the graph, and the graph to the frame.
-    kept = tuple(x.detach() for x in results)
-    region.kept[key] = kept, [x._version for x in kept]
-    return results
+        Args:
+            compute: returns tensors.
+            name: distinguishes calls between which the region saves no tensor for backward.
+        """
+        key = self.position, name
+        if self.recomputes:
+            results, versions = self.kept.get(key, ((), []))
+            if results and versions == [x._version for x in results]:
+                return tuple(x.detach() for x in results)
+            return compute()
+        results = compute()
+        # Detached: the outputs themselves will refer to the graph, and the graph to the frame.
+        kept = tuple(x.detach() for x in results)
+        self.kept[key] = kept, [x._version for x in kept]
+        return results
 
 
-def _running_region() -> _Region | None:
+def running_region() -> Region | None:
+    """Return the checkpointed region that runs, or None if results are not kept."""
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
     pack = getattr(hooks[0], "__wrapped__", hooks[0]) if hooks else None  # decorated from 2.13 on
     if not isinstance(pack, FunctionType) or pack.__module__ != _HOOKS_MODULE:
@@ -99,7 +92,7 @@ def _running_region() -> _Region | None:
         if type(_variable(frame.recompute_fn, "recompute_context")) is not nullcontext:
             return None
         kept = vars(frame).setdefault(_ATTRIBUTE, {})
-        return _Region(kept, position, recomputes, _variable(frame.recompute_fn, "preserve_rng_state"))
+        return Region(kept, position, recomputes, _variable(frame.recompute_fn, "preserve_rng_state"))
     except (AttributeError, TypeError, ValueError):  # another version of torch
         return None
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -75,6 +76,18 @@ class GivenKV:
         return GivenKV(self.spec, self.k.new_empty(0), self.v.new_empty(0))
 
 
+def as_attended(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """Cast tensors to autocast's dtype if it is enabled, as autocast does for torch's own attention.
+
+    Under autocast, q and k leave the rotary embedding in float32, while v has the dtype of the projection.
+    """
+    device = tensors[0].device.type
+    if not torch.is_autocast_enabled(device):
+        return tensors
+    narrow = torch.get_autocast_dtype(device)
+    return tuple(x if x.dtype is torch.float64 else x.to(narrow) for x in tensors)
+
+
 @dataclass(frozen=True)
 class AutocastState:
     """The autocast mode of the forward pass, for recomputation in backward."""
@@ -87,6 +100,8 @@ class AutocastState:
     def current(cls, device_type: str) -> AutocastState:
         return cls(device_type, torch.is_autocast_enabled(device_type), torch.get_autocast_dtype(device_type))
 
-    def again(self) -> torch.autocast:
+    def again(self) -> AbstractContextManager[object]:
         """Return a context manager that restores this mode."""
+        if not self.enabled and not torch.is_autocast_enabled(self.device_type):
+            return nullcontext()  # most passes; a context manager of autocast takes as long as a small projection
         return torch.autocast(self.device_type, dtype=self.dtype, enabled=self.enabled, cache_enabled=False)

@@ -26,7 +26,7 @@ from mllm_seqpar.comm import Communicator, Recv, Send
 from mllm_seqpar.masks import FrameBlockMasks, FrameMask, Rectangle, RowSubset
 from mllm_seqpar.masks.rectangles import Span
 
-from .block_math import BlockMath, FinalRows, GradientAccumulator, PartialResult, fold, unfold
+from .block_math import BlockMath, FinalRows, GradientAccumulator, PartialResult, fold, prepare, unfold
 from .call_spec import CallSpec
 
 Bundle = dict[str, Tensor]
@@ -80,7 +80,7 @@ def streamed_forward(
     every_q = _gather_rows(comm, plan, {"q": rows})["q"]
     partial = PartialResult(every_q, spec.accumulate_dtype)
     for units, k, v in chunks:
-        block_math.forward(every_q, k, v, plan.rectangles(units), partial)
+        block_math.forward(every_q, k, v, prepare(plan.rectangles(units), every_q, k, block_math.kernel), partial)
     o, lse = partial.value
     total, own = PartialResult(rows, spec.accumulate_dtype), plan.spans[comm.rank]
     total.add(o[:, :, own], lse[:, :, own])
@@ -111,7 +111,8 @@ def streamed_backward(
     dq = GradientAccumulator(every["q"], spec.accumulate_dtype)
     for units, k, v in chunks:
         dk, dv = (GradientAccumulator(x, spec.accumulate_dtype) for x in (k, v))
-        block_math.backward((dq, dk, dv), gathered, k, v, plan.rectangles(units))
+        rectangles = prepare(plan.rectangles(units), gathered.q, k, block_math.kernel)
+        block_math.backward((dq, dk, dv), gathered, k, v, rectangles)
         chunks.add_gradients(dk.value, dv.value)
     total = GradientAccumulator(local["q"], spec.accumulate_dtype)
     total.add(dq.value[:, :, plan.spans[comm.rank]])

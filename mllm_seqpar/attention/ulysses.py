@@ -29,7 +29,7 @@ from mllm_seqpar.schedules.head_sharding import HeadShards
 from .block_math import BlockMath, FinalRows
 from .call_spec import CallSpec
 from .executor import distributed_backward, distributed_forward
-from .kept_results import computed_once
+from .kept_results import running_region
 from .kv_sources import GivenKV, KVSource
 
 
@@ -121,8 +121,10 @@ class _Reshard(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, comm: Communicator, item: HeadTensor, gather: bool, keep: bool, x: Tensor) -> Tensor:
         ctx.comm, ctx.item, ctx.gather = comm, item, gather
-        reshard = gather_heads if gather else shard_heads
-        return computed_once(lambda: tuple(reshard([x], [item], comm)), item.label, keep)[0]
+        reshard, region = gather_heads if gather else shard_heads, running_region() if keep else None
+        if region is None:
+            return reshard([x], [item], comm)[0]
+        return region.once(lambda: tuple(reshard([x], [item], comm)), item.label)[0]
 
     @staticmethod
     @once_differentiable
@@ -288,8 +290,7 @@ def attend_head_sharded(
     o, lse = attend(sharded_q, inner, comm=first.across)
     keep &= o.requires_grad
     o = _Reshard.apply(first.inside, first.rows("o"), True, keep, o)
-    lse_item = first.rows("lse")
-    (row_lse,) = computed_once(lambda: tuple(gather_heads([lse.unsqueeze(-1)], [lse_item], first.inside)), "lse", keep)
+    row_lse = _Reshard.apply(first.inside, first.rows("lse"), True, keep, lse.unsqueeze(-1))
     return o, row_lse.squeeze(-1)
 
 

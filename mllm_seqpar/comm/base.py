@@ -13,6 +13,7 @@ from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
@@ -98,6 +99,19 @@ class Pending(ABC):
         self._waited = True
 
 
+@dataclass
+class GroupState:
+    """What the communicators of one group keep over calls.
+
+    Attributes:
+        buffers: the receive buffers.
+        nodes: see `Communicator.nodes`; None before its first use.
+    """
+
+    buffers: ReceiveBuffers = field(default_factory=ReceiveBuffers)
+    nodes: tuple[int, ...] | None = None
+
+
 class Communicator(ABC):
     """One rank's view of a group: `rank`, `size`, the bytes that it sent (`bytes`), and the transfers.
 
@@ -107,26 +121,21 @@ class Communicator(ABC):
     rank: int
     size: int
     bytes: ByteCounter
-
-    # Not cached properties: in Python 3.11 all instances share their lock, and ranks that are threads would deadlock.
-    _buffers: ReceiveBuffers | None = None
-    _nodes: tuple[int, ...] | None = None
+    kept: GroupState
 
     @property
     def buffers(self) -> ReceiveBuffers:
-        """The receive buffers of this communicator, kept over calls."""
-        if self._buffers is None:
-            self._buffers = ReceiveBuffers()
-        return self._buffers
+        return self.kept.buffers
 
     @property
     def nodes(self) -> tuple[int, ...]:
         """The node of each rank, see `topology.gather_nodes`; the first use is collective."""
-        if self._nodes is None:
+        # Not a cached property: in Python 3.11 all instances share its lock, and ranks that are threads would deadlock.
+        if self.kept.nodes is None:
             from .topology import gather_nodes
 
-            self._nodes = gather_nodes(self)
-        return self._nodes
+            self.kept.nodes = gather_nodes(self)
+        return self.kept.nodes
 
     @abstractmethod
     def exchange(self, sends: Sequence[Send], recvs: Sequence[Recv]) -> Pending:
@@ -236,10 +245,7 @@ class Subgroup(ExchangeCollectives):
     def __init__(self, parent: Communicator, members: Sequence[int]) -> None:
         self._parent, self._members = parent, tuple(members)
         self.rank, self.size, self.bytes = self._members.index(parent.rank), len(self._members), parent.bytes
-
-    @property
-    def buffers(self) -> ReceiveBuffers:
-        return self._parent.buffers
+        self.kept = parent.kept
 
     @property
     def nodes(self) -> tuple[int, ...]:

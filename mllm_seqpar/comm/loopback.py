@@ -17,7 +17,7 @@ from torch import Tensor
 
 from mllm_seqpar.errors import TransferError
 
-from .base import ByteCounter, ExchangeCollectives, Pending, Recv, Send, check_contiguous
+from .base import ByteCounter, ExchangeCollectives, GroupState, Pending, Recv, Send, check_contiguous
 
 T = TypeVar("T")
 
@@ -58,9 +58,9 @@ class _PendingCopies(Pending):
 
     def wait(self) -> None:
         self._require_first_wait()
-        for peer, buffer in self._recvs:
-            with self._bytes.waiting():
-                arrived = self._world.get(peer, self._rank)
+        with self._bytes.waiting():
+            tensors = [self._world.get(peer, self._rank) for peer, _ in self._recvs]
+        for (peer, buffer), arrived in zip(self._recvs, tensors, strict=True):
             if arrived.shape != buffer.shape or arrived.dtype != buffer.dtype:
                 raise TransferError(
                     f"loopback rank {self._rank}: rank {peer} sent {tuple(arrived.shape)} {arrived.dtype} where "
@@ -74,7 +74,7 @@ class LoopbackCommunicator(ExchangeCollectives):
 
     def __init__(self, world: LoopbackWorld, rank: int) -> None:
         self.world, self.rank, self.size = world, rank, world.size
-        self.bytes = ByteCounter()
+        self.bytes, self.kept = ByteCounter(), GroupState()
 
     @property
     def identity(self) -> Hashable:

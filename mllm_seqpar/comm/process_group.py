@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass, field
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
@@ -20,10 +19,8 @@ from torch import Tensor
 from mllm_seqpar._compat import SINGLE_TENSOR_COLLECTIVES
 from mllm_seqpar.errors import TransferError
 
-from .base import ByteCounter, Communicator, Pending, Recv, Send, check_contiguous
+from .base import ByteCounter, Communicator, GroupState, Pending, Recv, Send, check_contiguous
 from .message_rounds import message_rounds
-from .receive_buffers import ReceiveBuffers
-from .topology import gather_nodes
 from .transfer_group import backends_of, is_open
 
 T = TypeVar("T")
@@ -49,15 +46,8 @@ class _PendingWorks(Pending):
                 self._owner._guard(self._what, work.wait)
 
 
-@dataclass
-class _GroupState:
-    """What all communicators of one group share, so that functional calls also keep it."""
-
-    buffers: ReceiveBuffers = field(default_factory=ReceiveBuffers)
-    nodes: tuple[int, ...] | None = None
-
-
-_states: WeakKeyDictionary[dist.ProcessGroup, _GroupState] = WeakKeyDictionary()
+_states: WeakKeyDictionary[dist.ProcessGroup, GroupState] = WeakKeyDictionary()
+"""All communicators of a group share its state, so that functional calls also keep it."""
 
 
 class ProcessGroupCommunicator(Communicator):
@@ -83,18 +73,8 @@ class ProcessGroupCommunicator(Communicator):
         self.bytes = ByteCounter()
         self.transfers = pg if transfers is None else transfers
         self._backends = backends_of(self.transfers)
-        self._state = _states.setdefault(pg, _GroupState())
+        self.kept = _states.setdefault(pg, GroupState())
         self.operation_limit = NCCL_GROUP_LIMIT if self.uses_nccl else None
-
-    @property
-    def buffers(self) -> ReceiveBuffers:
-        return self._state.buffers
-
-    @property
-    def nodes(self) -> tuple[int, ...]:
-        if self._state.nodes is None:
-            self._state.nodes = gather_nodes(self)
-        return self._state.nodes
 
     @property
     def uses_nccl(self) -> bool:

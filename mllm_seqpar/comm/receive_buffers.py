@@ -12,9 +12,9 @@ computation. This holds for one stream only, so buffers of one CUDA stream are n
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Hashable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Hashable, Iterable
 from math import prod
+from operator import itemgetter
 
 import torch
 from torch import Tensor
@@ -38,47 +38,27 @@ class ReceiveBuffers:
     def __init__(self) -> None:
         self.allocations = 0
         self._calls = 0
-        self._free: defaultdict[Hashable, list[tuple[Tensor, int]]] = defaultdict(list)
-        """By kind: (flat buffer, number of the call that used it last), shortest first."""
+        self._free: defaultdict[Hashable, list[tuple[int, int, Tensor]]] = defaultdict(list)
+        """By kind: (length, number of the call that used it last, flat buffer), shortest first."""
 
     @property
     def nbytes(self) -> int:
         """The bytes of all buffers that no call uses at the moment."""
-        return sum(flat.numel() * flat.element_size() for free in self._free.values() for flat, _ in free)
+        return sum(length * flat.element_size() for free in self._free.values() for length, _, flat in free)
 
     def clear(self) -> None:
         """Free all buffers; those that a call uses are freed when it ends."""
         self._free = defaultdict(list)
 
-    @contextmanager
-    def lease(self) -> Iterator[BufferLease]:
-        """Yield the buffers of one call. Calls may be nested or interleaved; no two of them share a buffer.
+    def lease(self) -> BufferLease:
+        """Return the buffers of one call, a context manager. Calls may be nested or interleaved; no two of them share
+        a buffer.
 
         If the call raises, the buffers that it uses are dropped and not reused, because a posted receive may still
         write to them.
         """
         self._calls += 1
-        lease = BufferLease(self)
-        yield lease
-        lease.give(list(lease.used))
-        for kind, free in list(self._free.items()):
-            self._free[kind] = [entry for entry in free if entry[1] > self._calls - IDLE_CALLS]
-
-    def _take(self, kind: Hashable, like: Tensor, size: int) -> Tensor:
-        free = self._free[kind]
-        for index, (flat, _) in enumerate(free):
-            if flat.numel() >= size:
-                del free[index]
-                return flat
-        if free:
-            free.pop()
-        self.allocations += 1
-        with torch.inference_mode(False):  # an inference tensor could not be refilled outside inference mode
-            return torch.empty(size, dtype=like.dtype, device=like.device)
-
-    def _give(self, kind: Hashable, flat: Tensor) -> None:
-        self._free[kind].append((flat, self._calls))
-        self._free[kind].sort(key=lambda entry: entry[0].numel())
+        return BufferLease(self)
 
 
 class BufferLease:
@@ -89,6 +69,19 @@ class BufferLease:
         self.used: dict[int, tuple[Hashable, Tensor, Tensor]] = {}
         """By id of the tensor that `take` returned: (kind, flat buffer, that tensor)."""
 
+    def __enter__(self) -> BufferLease:
+        return self
+
+    def __exit__(self, error: type[BaseException] | None, *_: object) -> None:
+        if error is not None:
+            return
+        self.give(list(self.used))
+        oldest = self._owner._calls - IDLE_CALLS
+        for free in self._owner._free.values():
+            for index in reversed(range(len(free))):
+                if free[index][1] <= oldest:
+                    del free[index]
+
     def take(self, kind: Hashable, like: Tensor, length: int) -> Tensor:
         """Return a contiguous buffer like `like` (B, H, S, ...), with `length` in the place of S.
 
@@ -98,8 +91,19 @@ class BufferLease:
         size = prod(shape)
         if not size:
             return like.new_empty(shape)
-        kind = kind, like.dtype, like.device, _current_stream(like.device), getattr(like, "fake_mode", None)
-        flat = self._owner._take(kind, like, size)
+        on_stream = like.is_cuda and torch.cuda.is_initialized()  # fake CUDA tensors have no streams
+        stream = torch.cuda.current_stream(like.device).cuda_stream if on_stream else 0
+        kind = kind, like.dtype, like.device, stream, getattr(like, "fake_mode", None)
+        free, index = self._owner._free[kind], 0
+        while index < len(free) - 1 and free[index][0] < size:
+            index += 1
+        found = free.pop(index) if free else None  # the shortest that is long enough, or else the longest
+        if found is not None and found[0] >= size:
+            flat = found[2]
+        else:
+            self._owner.allocations += 1
+            with torch.inference_mode(False):  # an inference tensor could not be refilled outside inference mode
+                flat = torch.empty(size, dtype=like.dtype, device=like.device)
         tensor = flat[:size].view(shape)
         self.used[id(tensor)] = kind, flat, tensor
         return tensor
@@ -109,10 +113,6 @@ class BufferLease:
         for tensor in tensors:
             found = self.used.pop(tensor if isinstance(tensor, int) else id(tensor), None)
             if found is not None and self._owner._free is self._free:  # not after `clear`
-                self._owner._give(*found[:2])
-
-
-def _current_stream(device: torch.device) -> int:
-    if device.type != "cuda" or not torch.cuda.is_initialized():  # fake CUDA tensors have no streams
-        return 0
-    return torch.cuda.current_stream(device).cuda_stream
+                kind, flat, _ = found
+                self._free[kind].append((flat.numel(), self._owner._calls, flat))
+                self._free[kind].sort(key=itemgetter(0))

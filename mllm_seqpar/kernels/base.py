@@ -125,9 +125,11 @@ def check_final(do: Tensor, q: Tensor, o: Tensor | None, lse: Tensor, delta: Ten
     """Raise ShapeError unless do, lse, and o or delta are given and belong to the rows of q."""
     if o is None and delta is None:
         raise ShapeError("backward needs o, or delta = rowsum(do * o); got None for both")
-    given = {"do": (do, 4), "o": (o, 4), "lse": (lse, 3), "delta": (delta, 3)}
-    if any(x is not None and x.shape != q.shape[:dims] for x, dims in given.values()):
-        found = ", ".join(f"{name} {tuple(x.shape)}" for name, (x, _) in given.items() if x is not None)
+    rows = q.shape[:3]
+    of_rows = lse.shape == rows and (delta is None or delta.shape == rows)
+    if not (of_rows and do.shape == q.shape and (o is None or o.shape == q.shape)):
+        given = {"do": do, "o": o, "lse": lse, "delta": delta}
+        found = ", ".join(f"{name} {tuple(x.shape)}" for name, x in given.items() if x is not None)
         raise ShapeError(
             f"do and o must have q's shape {tuple(q.shape)}, lse and delta its first three sizes; got {found}"
         )

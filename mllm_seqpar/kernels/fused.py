@@ -43,6 +43,7 @@ class FusedKernel:
         min_keys: with fewer keys, the kernel `BlockedMatmulKernel` computes the block.
         mask_entries, mask_keys: entries of a bias, and keys, that are computed at once with a mask.
         operator_dtype: dtype of the operator's inputs; None for that of q.
+        converted_keys: the number of keys that are converted to that dtype at once; None: all.
     """
 
     name = ""
@@ -51,6 +52,7 @@ class FusedKernel:
     mask_entries = 1 << 20
     mask_keys = 1024
     operator_dtype: torch.dtype | None = None
+    converted_keys: int | None = None
 
     def unsupported_reason(self, q: Tensor, k: Tensor, *, causal: bool, masked: bool) -> str | None:
         raise NotImplementedError
@@ -65,22 +67,18 @@ class FusedKernel:
         """Return (dq, dk, dv) for at least one row and one key; lse is contiguous, float32, without -inf."""
         raise NotImplementedError
 
-    def _keys_per_call(self, q: Tensor, k: Tensor) -> int:
-        """Return how many keys to compute at once without a mask."""
-        return k.shape[2]
-
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, *, scale: float, causal: bool = False, mask: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
         base.check_block(q, k, v, causal=causal, mask=mask)
-        if base.is_empty(q, k):
+        if not (q.numel() and k.numel()):
             return base.empty_forward(q)
         if k.shape[2] < self.min_keys:
             return BlockedMatmulKernel().forward(q, k, v, scale=scale, causal=causal, mask=mask)
         if causal and q.shape[2] > 1:
             return self._forward_causal(q, k, v, AttentionArgs(scale, causal=True))
         parts = self._parts(q, k, mask)
-        if len(parts) == 1:
+        if parts is None:
             return self._forward_part(q, k, v, scale, mask)
         o, lse = base.empty_forward(q)
         for rows, keys in parts:
@@ -116,7 +114,7 @@ class FusedKernel:
         if causal and q.shape[2] > 1:
             return self._backward_causal(do, q, k, v, o, lse, AttentionArgs(scale, causal=True))
         parts = self._parts(q, k, mask)
-        if len(parts) == 1:
+        if parts is None:
             return self._backward_part(do, q, k, v, o, lse, scale, mask)
         dq, dk, dv = base.empty_backward(q, k, v)
         for rows, keys in parts:
@@ -130,11 +128,12 @@ class FusedKernel:
     def _forward_part(
         self, q: Tensor, k: Tensor, v: Tensor, scale: float, mask: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        groups, heads = k.shape[1], q.shape[1]
-        args = AttentionArgs(scale, bias=None if mask is None else self._bias(mask, q, groups))
-        o, lse = self._run_forward(base.fold_groups(q, groups), k, v, args)
+        args = AttentionArgs(scale, bias=None if mask is None else self._bias(mask, q, k.shape[1]))
+        o, lse = self._run_forward(base.fold_groups(q, k.shape[1]), k, v, args)
         # The layout of the log-sum-exp differs between operators, so it may not be possible to unfold it as a view.
-        o, lse = base.unfold_groups(o, heads), base.unfold_groups(lse.contiguous(), heads)
+        lse = lse.contiguous()
+        if k.shape[1] != q.shape[1]:
+            o, lse = o.reshape(q.shape), lse.view(q.shape[:3])
         if mask is None:
             return o, lse
         hidden = ~mask.any(dim=-1).unsqueeze(1)
@@ -151,11 +150,11 @@ class FusedKernel:
         scale: float,
         mask: Tensor | None,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        groups, heads = k.shape[1], q.shape[1]
+        groups, shape = k.shape[1], q.shape
         args = AttentionArgs(scale, bias=None if mask is None else self._bias(mask, q, groups))
         do, q, o, lse = (base.fold_groups(x, groups) for x in (do, q, o, lse))
         dq, dk, dv = self._run_backward(do, q, k, v, o, lse.contiguous(), args)
-        return base.unfold_groups(dq, heads), dk, dv
+        return dq.reshape(shape), dk, dv
 
     def _forward_causal(self, q: Tensor, k: Tensor, v: Tensor, args: AttentionArgs) -> tuple[Tensor, Tensor]:
         if self.grouped_causal or q.shape[1] == k.shape[1]:
@@ -178,17 +177,19 @@ class FusedKernel:
             dv += dv_part
         return torch.stack(dqs, dim=2).flatten(1, 2), dk, dv
 
-    def _parts(self, q: Tensor, k: Tensor, mask: Tensor | None) -> list[tuple[slice, slice]]:
-        """Return the ranges (rows, keys) to compute one after another, which bound the size of each bias or copy."""
+    def _parts(self, q: Tensor, k: Tensor, mask: Tensor | None) -> list[tuple[slice, slice]] | None:
+        """Return the ranges (rows, keys) to compute one after another, which bound the size of each bias or copy;
+        None if the whole is small enough."""
         rows, keys = q.shape[2], k.shape[2]
-        row_step, key_step = rows, self.mask_keys
-        if mask is None:
-            key_step = self._keys_per_call(q, k)
-        else:
-            entries_per_row = mask.shape[0] * (q.shape[1] // k.shape[1]) * min(keys, self.mask_keys)
+        row_step, key_step = rows, keys
+        if mask is not None:
+            key_step = self.mask_keys
+            entries_per_row = mask.shape[0] * (q.shape[1] // k.shape[1]) * min(keys, key_step)
             row_step = max(1, self.mask_entries // entries_per_row)
+        elif self.converted_keys is not None and q.dtype is not self.operator_dtype:
+            key_step = self.converted_keys
         if rows <= row_step and keys <= key_step:
-            return [(slice(0, rows), slice(0, keys))]
+            return None
         return list(product(_ranges(rows, row_step), _ranges(keys, key_step)))
 
     def _bias(self, mask: Tensor, q: Tensor, groups: int) -> Tensor:

@@ -17,9 +17,6 @@ from torch import Tensor
 
 from .fused import AttentionArgs, FusedKernel
 
-KEYS_PER_CHUNK = 8192
-"""Keys converted to float32 at once for 16-bit inputs."""
-
 _forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
@@ -29,6 +26,7 @@ class TorchCpuKernel(FusedKernel):
 
     name = "torch_cpu"
     operator_dtype = torch.float32
+    converted_keys = 8192
 
     def unsupported_reason(self, q: Tensor, k: Tensor, *, causal: bool, masked: bool) -> str | None:
         if q.device.type != "cpu":
@@ -37,21 +35,21 @@ class TorchCpuKernel(FusedKernel):
             return f"computes in float32, which is less precise than {q.dtype}"
         return None
 
-    def _keys_per_call(self, q: Tensor, k: Tensor) -> int:
-        return k.shape[2] if q.dtype == torch.float32 else KEYS_PER_CHUNK
-
     def _run_forward(self, q: Tensor, k: Tensor, v: Tensor, args: AttentionArgs) -> tuple[Tensor, Tensor]:
-        q, k, v = map(_float, (q, k, v))
+        q, k, v = _operands(q, k, v)
         return _forward(q, k, v, is_causal=args.causal, attn_mask=args.bias, scale=args.scale)
 
     def _run_backward(
         self, do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, args: AttentionArgs
     ) -> tuple[Tensor, Tensor, Tensor]:
-        do, q, k, v, o = map(_float, (do, q, k, v, o))
+        do, q, k, v, o = _operands(do, q, k, v, o)
         return _backward(do, q, k, v, o, lse, 0.0, args.causal, attn_mask=args.bias, scale=args.scale)
 
 
-def _float(x: Tensor) -> Tensor:
-    """Return x in float32 with unit stride in the last dim."""
-    x = x.float()
-    return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
+def _operands(*tensors: Tensor) -> list[Tensor]:
+    """Return the tensors in float32 with unit stride in the last dim."""
+    found = []
+    for x in tensors:
+        x = x.float()
+        found.append(x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous())
+    return found

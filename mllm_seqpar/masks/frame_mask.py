@@ -6,6 +6,7 @@ import itertools
 import zlib
 from collections.abc import Hashable, Sequence
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -31,6 +32,8 @@ class FrameMask:
         self.tokens_per_frame, self.total_frames = tokens, total
         self._by_group: dict[tuple[Hashable, tuple[tuple[int, int], ...]], tuple[int, FrameBlockMasks]] = {}
         self._rectangles: dict[tuple[int, int], tuple[Rectangle, ...]] = {}
+        self.derived: dict[Hashable, Any] = {}
+        """Attention calls that are prepared for this mask, by the arguments they depend on."""
         self._folded: FrameMask | None = None
 
     @classmethod
@@ -102,6 +105,11 @@ class FrameMask:
     def shape(self) -> tuple[int, int]:
         """(batch, query rows)."""
         return self._table.shape[0], self._table.shape[1]
+
+    def equals(self, other: FrameMask) -> bool:
+        """Return whether both masks have the same form and the same entries."""
+        numbers = [(x.tokens_per_frame, x.total_frames, x.bounds is None) for x in (self, other)]
+        return numbers[0] == numbers[1] and torch.equal(self._table, other._table)
 
     def take(self, rows: Tensor) -> FrameMask:
         """Return the mask of the rows with the given indices, (s,) int64, in that order."""

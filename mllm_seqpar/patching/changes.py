@@ -99,9 +99,7 @@ class Patch:
 
         A copy would hold forwards that compute with the weights of the original.
         """
-        # On one process, inner modules compute what they compute unpatched, unless a group of several ranks is
-        # initialised later.
-        can_fail = self.context.comm.size > 1 or self.context.assumed_alone
+        several, alone = self.context.comm.size > 1, self.context.assumed_alone
         checked = {id(module) for module in self._dispatched}
         for root, sites in self._guards:
             site_ids = {id(site) for site in sites}
@@ -111,7 +109,9 @@ class Patch:
                 self._names[id(module)] = name, type(root).__name__
                 if id(module) not in checked:
                     self._require_unreplaced_forward(module)
-                    if can_fail:
+                    # On one process, inner modules compute what they compute unpatched, unless a group of several ranks
+                    # is initialised later. No rank waits for another then, so the error may come from the site itself.
+                    if several or (alone and id(module) in site_ids):
                         self.set(module, "forward", self._guarded_forward(module))
         for owner in {id(owner): owner for owner in (model, *(change.owner for change in self._changes))}.values():
             self.set(owner, "__reduce_ex__", _refuse_copy)

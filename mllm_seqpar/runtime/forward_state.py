@@ -22,13 +22,13 @@ from torch import Tensor, nn
 from mllm_seqpar.attention.call_spec import CallSpec, accumulation, call_spec_for, problem_of
 from mllm_seqpar.attention.decode import PreparedAttention, merge_over_ranks, prepare_frames
 from mllm_seqpar.attention.joint import KeySource, attend
-from mllm_seqpar.attention.kv_sources import GivenKV
+from mllm_seqpar.attention.kv_sources import GivenKV, as_attended
 from mllm_seqpar.errors import ConfigError
 from mllm_seqpar.kernels.merge import merge
 from mllm_seqpar.masks import BlockMasks, FrameBlockMasks, FrameMask
 
 from .context import SeqParContext
-from .frame_state import FrameState, as_attended
+from .frame_state import FrameState
 from .kv_projection import Projection
 from .offload_cache import HostKVCache
 from .strategy_selector import (
@@ -152,7 +152,7 @@ class ForwardState:
         Args:
             q: (B, H, s, D), the rows of this pass on this rank.
             layer: identifies the layer in the visual KV cache.
-            project: (features (f, tokens, width), index (f,)) -> k, v (1, G, f * tokens, D), frame by frame.
+            project: (features (f, tokens, width), index (f, ...)) -> k, v (1, G, f * tokens, D), frame by frame.
             modules: the modules that `project` uses.
             scale: factor of q k^T.
 
@@ -204,11 +204,12 @@ class ForwardState:
         return self._prepare(q, k, self.frame_mask).output(q, k, v, scale)
 
     def _prepare(self, q: Tensor, k: Tensor, mask: FrameMask | None) -> PreparedAttention:
-        key = q.shape, k.shape, q.dtype
-        found = self._prepared.get(key)
+        comm, kernel, units = self.context.comm, self.context.config.kernel, self.units_per_frame
+        known = self._prepared if mask is None else mask.derived
+        key = q.shape, k.shape, q.dtype, q.device, comm.identity, kernel, units
+        found = known.get(key)
         if found is None:
-            comm, kernel = self.context.comm, self.context.config.kernel
-            found = self._prepared[key] = prepare_frames(q, k, mask, comm, kernel, self.units_per_frame)
+            found = known[key] = prepare_frames(q, k, mask, comm, kernel, units)
         return found
 
     def attend_cached_text(

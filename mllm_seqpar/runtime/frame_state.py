@@ -10,6 +10,7 @@ from torch.nn import functional as F
 
 from mllm_seqpar._transfers import copy_to_device
 from mllm_seqpar.attention.call_spec import problem_of
+from mllm_seqpar.attention.kv_sources import as_attended
 from mllm_seqpar.comm import Communicator
 from mllm_seqpar.comm.autograd import gather_shards
 from mllm_seqpar.masks import BlockMasks, FrameBlockMasks, FrameMask
@@ -19,18 +20,6 @@ from .context import SeqParContext
 from .strategy_selector import CrossAttentionShape, SelectedStrategy
 from .text_shards import TextShards
 from .visual_features import VisualFeatures
-
-
-def as_attended(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """Cast tensors to autocast's dtype if it is enabled, as autocast does for torch's own attention.
-
-    Under autocast, q and k leave the rotary embedding in float32, while v has the dtype of the projection.
-    """
-    device = tensors[0].device.type
-    if not torch.is_autocast_enabled(device):
-        return tensors
-    narrow = torch.get_autocast_dtype(device)
-    return tuple(x if x.dtype is torch.float64 else x.to(narrow) for x in tensors)
 
 
 @dataclass(frozen=True)

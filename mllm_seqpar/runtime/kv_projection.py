@@ -13,7 +13,7 @@ or quantised weights, is differentiated by autograd as a whole (`autograd_grads`
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -40,7 +40,7 @@ class KVProjection:
             ({K, V}, KV head, D) otherwise.
         input_norm: applied to the features before the linear layers.
         key_norm: applied to each head of K behind its linear layer.
-        rotate: (k (f, tokens, G, D), index (f,), transposed) -> k of the same shape and dtype, last of all. It is
+        rotate: (k (f, tokens, G, D), index (f, ...), transposed) -> k of the same shape and dtype, last of all. It is
             linear in k, and returns its transpose (the inverse of a rotation) if `transposed` is true.
     """
 
@@ -61,7 +61,7 @@ class KVProjection:
 
         Args:
             features: the features of f frames.
-            index: (f,), a number for each frame; `rotate` takes it.
+            index: (f, ...), what `rotate` takes of each frame.
             raw_keys: the output of the linear layer of K, (f, tokens, G, D), is appended to it.
         """
         x = features if self.input_norm is None else self.input_norm(features)
@@ -85,7 +85,7 @@ class KVProjection:
     def has_direct_grads(self, trained: Sequence[Tensor]) -> bool:
         """Return whether `direct_grads` computes the gradients of the parameters `trained`: whether every linear layer
         is exactly torch's with ordinary weights, without hooks, and every parameter belongs to the modules."""
-        known = {id(parameter) for module in self.modules for parameter in module.parameters()}
+        known = {id(parameter) for parameter in parameters_of(self.modules)}
         plain = all(_is_plain_linear(linear) for linear in self.linears) and not _has_foreign_global_hook()
         return plain and all(id(parameter) in known for parameter in trained)
 
@@ -104,7 +104,7 @@ class KVProjection:
 
         Args:
             features: the features of f frames.
-            index: (f,).
+            index: (f, ...).
             dk: (1, G, f * tokens, D), the gradient of k, in any dtype.
             dv: likewise, of v.
             needs_features: whether the gradient of the features is returned.
@@ -218,6 +218,16 @@ def _inner(leaf: Tensor) -> Tensor:
     return leaf.view_as(leaf)
 
 
+def parameters_of(modules: Iterable[nn.Module]) -> list[Tensor]:
+    """Return the parameters of modules, each once. `Module.parameters` takes as long as a small projection."""
+    found: dict[int, Tensor] = {}
+    for module in modules:
+        for parameter in module.parameters() if module._modules else module._parameters.values():
+            if parameter is not None:
+                found.setdefault(id(parameter), parameter)
+    return list(found.values())
+
+
 def _is_plain_linear(module: nn.Module) -> bool:
     """Return whether a call of the module is `torch.nn.functional.linear` with ordinary tensors, and nothing else.
 
@@ -257,7 +267,7 @@ def _has_foreign_global_hook() -> bool:
 
 def _parameters_in(module: nn.Module | None, trained: Sequence[Tensor]) -> list[Tensor]:
     """Return those of `trained` that are parameters of the module."""
-    own = set() if module is None else {id(parameter) for parameter in module.parameters()}
+    own = set() if module is None else {id(parameter) for parameter in parameters_of([module])}
     return [parameter for parameter in trained if id(parameter) in own]
 
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from mllm_seqpar.attention.block_math import BlockMath, PartialResult, fold, unfold
+from mllm_seqpar.attention.block_math import BlockMath, PartialResult, fold, prepare, unfold
 from mllm_seqpar.attention.call_spec import CallSpec, accumulation
 from mllm_seqpar.attention.streamed import StreamedKV
 from mllm_seqpar.comm import Communicator
@@ -86,7 +86,8 @@ class HostKVCache(VisualKVCache):
         first = frame_range(mask.total_frames // units_per_frame, group).start * units_per_frame
         partial, block_math = PartialResult(rows, accumulation(torch.float32, q.dtype)), BlockMath(kernel, scale)
         for (start, stop), k_part, v_part in self._open(k, v):
-            block_math.forward(rows, k_part, v_part, folded.rectangles(first + start, first + stop), partial)
+            rectangles = prepare(folded.rectangles(first + start, first + stop), rows, k_part, kernel)
+            block_math.forward(rows, k_part, v_part, rectangles, partial)
         o, lse = (unfold(x, q.shape[0]).contiguous() for x in partial.value)
         return o, lse
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 import copy
 import functools
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,8 +24,9 @@ from mllm_seqpar.attention.call_spec import CallSpec
 from mllm_seqpar.attention.kv_sources import AutocastState, GivenKV
 from mllm_seqpar.attention.streamed import StreamedKV
 from mllm_seqpar.errors import ShapeError
+from mllm_seqpar.masks import FrameMask
 
-from .kv_projection import Grads, KVProjection, Projection, autograd_grads
+from .kv_projection import Grads, KVProjection, Projection, autograd_grads, parameters_of
 
 CHUNK_BYTES = 64 << 20
 """The size of the features that are projected at once; it bounds the intermediate results of a projection."""
@@ -42,7 +43,7 @@ class VisualFeatures:
 
     Attributes:
         features: (frames, tokens, width), the frames of this rank; there may be none.
-        index: (frames,) int64, a number for each frame that projections may need (its rotary position, for example).
+        index: (frames, ...), what projections may need of each frame: a number, or its rotation.
         total_frames: the number of frames on all ranks.
     """
 
@@ -51,10 +52,10 @@ class VisualFeatures:
     total_frames: int
 
     def __post_init__(self) -> None:
-        if self.features.dim() != 3 or self.index.shape != self.features.shape[:1]:
+        if self.features.dim() != 3 or self.index.shape[:1] != self.features.shape[:1]:
             raise ShapeError(
                 f"VisualFeatures: features are {tuple(self.features.shape)} and index is {tuple(self.index.shape)}; "
-                "expected (frames, tokens, width) and (frames,)"
+                "expected (frames, tokens, width) and (frames, ...)"
             )
 
     def source(
@@ -140,6 +141,13 @@ class VisualKVCache:
         self.units, self.tokens_per_unit = visual.total_frames, visual.features.shape[1]
         self.states: dict[Hashable, tuple[Tensor, Tensor]] = {}
         self._visual: VisualFeatures | None = visual
+        self._last_mask: FrameMask | None = None
+
+    def known_mask(self, mask: FrameMask) -> FrameMask:
+        """Return the mask of the last pass if `mask` is equal to it: its rectangles are planned already."""
+        if self._last_mask is None or not mask.equals(self._last_mask):
+            self._last_mask = mask
+        return self._last_mask
 
     @classmethod
     def given(cls, states: dict[Hashable, tuple[Tensor, Tensor]], frames: int, tokens: int) -> VisualKVCache:
@@ -187,8 +195,8 @@ class RecomputedKV:
     Attributes:
         spec: how the group attends to these keys.
         visual: the shared features of this rank.
-        project: (features (f, tokens, width), index (f,)) -> k, v of shape (1, G, f * tokens, D), frame-major. It must
-            treat frames independently of each other, and give the same result when called again.
+        project: (features (f, tokens, width), index (f, ...)) -> k, v of shape (1, G, f * tokens, D), frame-major. It
+            must treat frames independently of each other, and give the same result when called again.
         modules: the modules whose parameters `project` uses.
         dtype: dtype of k and v, that of the queries.
     """
@@ -253,21 +261,27 @@ class RecomputedKV:
         if not any(needed):
             return [None] * len(inputs)
         features, *parameters = inputs
-        tokens = features.shape[1]
-        d_features = torch.zeros_like(features) if needed[0] else None
+        chunks, tokens = frame_chunks(features), features.shape[1]
         trained = [p for p, n in zip(parameters, needed[1:], strict=True) if n]
-        sums = [torch.zeros_like(p, dtype=torch.promote_types(p.dtype, torch.float32)) for p in trained]
         chunk_grads = self._chunk_grads(inputs, needed[0], trained)
         with self._forward_mode():
-            for chunk in frame_chunks(features):
-                keys = slice(chunk.start * tokens, chunk.stop * tokens)
-                d_part, grads = chunk_grads(features[chunk], self.visual.index[chunk], dk[:, :, keys], dv[:, :, keys])
-                if d_features is not None and d_part is not None:
-                    d_features[chunk] = d_part
-                for total, grad in zip(sums, grads, strict=True):
-                    if grad is not None:
-                        total += grad
-        done = iter(total.to(p.dtype) for p, total in zip(trained, sums, strict=True))
+            if len(chunks) == 1:  # no sums, and no copies
+                d_features, sums = chunk_grads(features, self.visual.index, dk, dv)
+                if needed[0] and d_features is None:
+                    d_features = torch.zeros_like(features)
+            else:
+                d_features = torch.zeros_like(features) if needed[0] else None
+                sums = [torch.zeros_like(p, dtype=torch.promote_types(p.dtype, torch.float32)) for p in trained]
+                for chunk in chunks:
+                    keys = slice(chunk.start * tokens, chunk.stop * tokens)
+                    of_chunk = features[chunk], self.visual.index[chunk], dk[:, :, keys], dv[:, :, keys]
+                    d_part, grads = chunk_grads(*of_chunk)
+                    if d_features is not None and d_part is not None:
+                        d_features[chunk] = d_part
+                    for total, grad in zip(sums, grads, strict=True):
+                        if total is not None and grad is not None:
+                            total += grad
+        done = (torch.zeros_like(p) if x is None else x.to(p.dtype) for p, x in zip(trained, sums, strict=True))
         return [d_features, *(next(done) if need else None for need in needed[1:])]
 
     def _chunk_grads(
@@ -285,29 +299,26 @@ class RecomputedKV:
         return lambda y, index, dk, dv: autograd_grads(project, y, index, dk, dv, self.dtype, needs_features, trained)
 
     def _parameters(self) -> list[Tensor]:
-        seen: dict[int, Tensor] = {}
-        for module in self.modules:
-            for parameter in module.parameters():
-                if parameter.requires_grad:
-                    seen.setdefault(id(parameter), parameter)
-        return list(seen.values())
+        return [parameter for parameter in parameters_of(self.modules) if parameter.requires_grad]
 
     def _uses_random_numbers(self) -> bool:
         for module in self.modules:
-            for part in module.modules():
+            for part in module.modules() if module._modules else (module,):
                 if isinstance(part, nn.modules.dropout._DropoutNd) and part.training and part.p > 0:
                     return True
         return False
 
-    @contextmanager
-    def _forward_mode(self) -> Iterator[None]:
+    def _forward_mode(self) -> AbstractContextManager[object]:
         """Restore the autocast mode of the forward pass and, if `project` uses random numbers, replay them."""
+        return self._autocast.again() if self._seed is None else self._replayed(self._seed)
+
+    @contextmanager
+    def _replayed(self, seed: int) -> Iterator[None]:
         device = self.visual.features.device
         devices = [device] if device.type == "cuda" else []
-        with self._autocast.again(), nullcontext() if self._seed is None else torch.random.fork_rng(devices):
-            if self._seed is not None:
-                torch.default_generator.manual_seed(self._seed)
-                if device.type == "cuda":
-                    with torch.cuda.device(device):
-                        torch.cuda.manual_seed(self._seed)
+        with self._autocast.again(), torch.random.fork_rng(devices):
+            torch.default_generator.manual_seed(seed)
+            if device.type == "cuda":
+                with torch.cuda.device(device):
+                    torch.cuda.manual_seed(seed)
             yield

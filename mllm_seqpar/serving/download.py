@@ -30,8 +30,7 @@ def open_url(url: str, hosts: set[str]) -> Any:
         urllib.request.HTTPDefaultErrorHandler(),
         urllib.request.HTTPErrorProcessor(),
         _Redirects(hosts),
-        _Http(hosts),
-        _Https(hosts),
+        _Connections(hosts),
     ):
         opener.add_handler(handler)
     return opener.open(urllib.request.Request(url, headers={"User-Agent": "mllm-seqpar"}), timeout=SECONDS)
@@ -60,39 +59,27 @@ def _connect(hosts: set[str], connection: Any) -> socket.socket:
     return opened
 
 
-class _Http(urllib.request.HTTPHandler):
-    """Opens http URLs of allowed hosts."""
+class _Connections(urllib.request.HTTPHandler, urllib.request.HTTPSHandler):
+    """Opens http and https URLs of allowed hosts."""
 
     def __init__(self, hosts: set[str]) -> None:
         super().__init__()
         self._hosts = hosts
 
-    def http_open(self, request: Any) -> Any:
-        hosts = self._hosts
+    def http_open(self, req: Any) -> Any:
+        hosts, secure = self._hosts, req.type == "https"
 
-        class Connection(http.client.HTTPConnection):
+        class Connection(http.client.HTTPSConnection if secure else http.client.HTTPConnection):  # type: ignore[misc]
             def connect(self) -> None:
                 self.sock = _connect(hosts, self)
+                if secure:
+                    context = ssl.create_default_context()
+                    self.sock = context.wrap_socket(self.sock, server_hostname=self.host)
 
-        return self.do_open(Connection, request)
+        return self.do_open(Connection, req)
 
-
-class _Https(urllib.request.HTTPSHandler):
-    """Opens https URLs of allowed hosts."""
-
-    def __init__(self, hosts: set[str]) -> None:
-        super().__init__()
-        self._hosts = hosts
-
-    def https_open(self, request: Any) -> Any:
-        hosts = self._hosts
-
-        class Connection(http.client.HTTPSConnection):
-            def connect(self) -> None:
-                secure = ssl.create_default_context()
-                self.sock = secure.wrap_socket(_connect(hosts, self), server_hostname=self.host)
-
-        return self.do_open(Connection, request)
+    def https_open(self, req: Any) -> Any:
+        return self.http_open(req)
 
 
 class _Redirects(urllib.request.HTTPRedirectHandler):

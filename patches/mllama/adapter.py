@@ -154,9 +154,12 @@ class MllamaFamily(Family[MllamaInputs]):
             first = (sample * per_sample)[:, None].expand(-1, inputs.length)
             return Visibility(FrameMask.from_intervals(first, first + per_sample, tokens, units))
         any_visible = in_mask.any(-1)
-        visible = in_mask.new_zeros(inputs.batch, inputs.length, samples, per_sample)
-        visible[torch.arange(inputs.batch), :, sample] = in_mask | ~any_visible[..., None]
-        return Visibility(FrameMask.from_dense(visible.flatten(2), tokens), self._mlp_gate(any_visible))
+        visible = in_mask | ~any_visible[..., None]
+        if samples > 1:
+            table = in_mask.new_zeros(inputs.batch, inputs.length, samples, per_sample)
+            table[torch.arange(inputs.batch), :, sample] = visible
+            visible = table.flatten(2)
+        return Visibility(FrameMask.from_dense(visible, tokens), self._mlp_gate(any_visible))
 
     def empty_visibility(self, inputs: MllamaInputs, units: int, tokens: int) -> Visibility:
         """Return a visibility under which the layers give what the skipped layers of the unpatched model give."""

@@ -28,7 +28,8 @@ from mllm_seqpar.adapting import (
     SeqParContext,
     ShapeError,
 )
-from mllm_seqpar.attention.block_math import BlockMath, PartialResult
+from mllm_seqpar.attention.block_math import BlockMath, PartialResult, prepare
+from mllm_seqpar.attention.kv_sources import as_attended
 from mllm_seqpar.integrations.transformers.attention import (
     causal_mask,
     merge_heads,
@@ -43,7 +44,6 @@ from mllm_seqpar.integrations.transformers.text import causal_rectangles
 from mllm_seqpar.masks import GivenBlockMask
 from mllm_seqpar.models.mplug_owl3.media import MediaLayout, check_layout
 from mllm_seqpar.patching.registry import is_instance_by_name
-from mllm_seqpar.runtime.frame_state import as_attended
 from mllm_seqpar.runtime.strategy_selector import CrossAttentionShape
 
 from .cache import FramePlacement, MediaLayoutCache, run_with_native_cache
@@ -174,14 +174,15 @@ def _attend_replicated(
     visual_o, visual_lse = seqpar.attend_replicated(q, *visual, self.scaling)
     partial = PartialResult(q, torch.promote_types(torch.float32, q.dtype))
     k, v = k[:, :, : seqpar.tokens], v[:, :, : seqpar.tokens]  # the rest of a static cache is empty
-    block_math = BlockMath(seqpar.context.config.kernel, self.scaling)
-    block_math.forward(q, k, v, causal_rectangles(attention_mask, q, k), partial)
+    kernel = seqpar.context.config.kernel
+    rectangles = prepare(causal_rectangles(attention_mask, q, k), q, k, kernel)
+    BlockMath(kernel, self.scaling).forward(q, k, v, rectangles, partial)
     partial.add(visual_o, visual_lse)
     return merge_heads(partial.value[0].to(q.dtype))
 
 
 def _projection(self: Any, visual_norm: Any) -> KVProjection:
-    """Return the layer's projection of features (f, tokens, width) and frame positions (f,) to k and v."""
+    """Return the layer's projection of features (f, tokens, width) and rotations (f, 2, head_dim) to k and v."""
     return KVProjection(
         (self.v_kv_proj,), self.head_dim, interleaved=True, input_norm=visual_norm, rotate=self.rotate_visual
     )
@@ -246,8 +247,10 @@ class MPlugOwl3Family(MediaLayoutCache):
         return inputs.placement
 
     def unit_index(self, inputs: _MPlugOwl3Inputs, units: int) -> Tensor:
-        """Return the rotary positions of the frames."""
-        return inputs.placement.layout.frame_position if inputs.total_frames else super().unit_index(inputs, units)
+        """Return the rotations of the frames by their positions, (units, 2, head_dim), for all layers."""
+        index = inputs.placement.layout.frame_position if inputs.total_frames else super().unit_index(inputs, units)
+        attention = self.model.language_model.model.layers[self.model.config.hyper_layers[0] - 1].self_attn
+        return attention.visual_rotation(copy_to_device(index, self.embedding_weight().device))
 
     def visibility(self, inputs: ForwardInputs, units: int, tokens: int, placement: FramePlacement) -> Visibility:
         layout, rows = placement.layout, inputs.prompt_rows

@@ -209,7 +209,7 @@ class Recorder(ExchangeCollectives):
     """A communicator that records the (destination, tensor) pairs of every exchange."""
 
     def __init__(self, comm: Communicator) -> None:
-        self.comm, self.rank, self.size, self.bytes = comm, comm.rank, comm.size, comm.bytes
+        self.comm, self.rank, self.size, self.bytes, self.kept = comm, comm.rank, comm.size, comm.bytes, comm.kept
         self.exchanges: list[list[tuple[int, Tensor]]] = []
 
     @property

@@ -15,7 +15,7 @@ import torch
 from family_cases import BATCHES, FUSED, PADDED
 from family_harness import build, check_exact, check_tokens, on_ranks, settings
 from mllm_seqpar import patch_model
-from mllm_seqpar.attention import decode, joint
+from mllm_seqpar.attention import block_math, joint
 from mllm_seqpar.integrations.transformers.cache import SequenceParallelCacheState
 from mllm_seqpar.patches.mplug_owl3.testing import Case as Owl
 from mllm_seqpar.runtime import forward_state
@@ -94,7 +94,7 @@ def test_window_shorter_than_the_text_is_kept_on_one_process() -> None:
 @pytest.mark.parametrize("size", [1, 2])
 @pytest.mark.parametrize("family", BATCHES)
 def test_decoding_chooses_kernels_once_per_pass(family: str, size: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    calls = counted(monkeypatch, decode, "choose_kernel")
+    calls = counted(monkeypatch, block_math, "choose_kernel")
     case = replace(BATCHES[family], labels=None)
 
     def choices(count: int) -> int:

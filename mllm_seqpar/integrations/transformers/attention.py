@@ -16,10 +16,10 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask, sdpa_mask
 
+from mllm_seqpar.attention.kv_sources import as_attended
 from mllm_seqpar.errors import ConfigError
 from mllm_seqpar.patching import Patch
 from mllm_seqpar.runtime.forward_state import ForwardState
-from mllm_seqpar.runtime.frame_state import as_attended
 
 NAME = "mllm_seqpar"
 

@@ -206,7 +206,7 @@ class _CachedPass:
         if visual is not None and visibility is not None:
             frame_mask = visibility.mask.take(torch.arange(start, start + length)) if start else visibility.mask
             frames = {
-                "frame_mask": frame_mask,
+                "frame_mask": visual.known_mask(frame_mask),
                 "units_per_frame": visual.units // max(1, visual.total_frames),
                 "rows": {name: x[:, start:] for name, x in visibility.rows.items()},
                 "visual_cache": visual,

@@ -84,7 +84,7 @@ class Family(ABC, Generic[InputsT]):
         return 1
 
     def unit_index(self, inputs: InputsT, units: int) -> Tensor:
-        """Return (units,) int64: for each unit of all ranks, a number that projections may need, such as a position."""
+        """Return (units, ...), what projections may need of each unit of all ranks: its position, or its rotation."""
         return torch.zeros(units, dtype=torch.long)
 
     # What rows may attend to.

@@ -67,15 +67,20 @@ class HyperAttention(Qwen2Attention):
         frames, tokens, _ = embeds.shape
         kv = self.v_kv_proj(embeds).view(frames, tokens, self.num_kv_heads, 2, self.head_dim)
         k, v = kv.unbind(-2)
-        k = self.rotate_visual(k, frame_position)
+        k = self.rotate_visual(k, self.visual_rotation(frame_position.to(k.device)))
         v = v.contiguous()  # A view would keep the unrotated K, which shares its storage, alive.
         shape = 1, frames * tokens, self.num_kv_heads, self.head_dim
         return k.reshape(shape).transpose(1, 2), v.reshape(shape).transpose(1, 2)
 
-    def rotate_visual(self, k: Tensor, frame_position: Tensor, transposed: bool = False) -> Tensor:
-        """Rotate keys (F, T, G, D) of frames by `frame_position` (F,), or apply the transpose of this linear map."""
+    def visual_rotation(self, frame_position: Tensor) -> Tensor:
+        """Return the cosines and sines of frame positions (F,), (F, 2, D) float32; they are the same in all layers."""
+        like = torch.empty(0, dtype=torch.float32, device=frame_position.device)
+        return torch.cat(self.rotary_emb(like, frame_position[None])).transpose(0, 1)
+
+    def rotate_visual(self, k: Tensor, rotation: Tensor, transposed: bool = False) -> Tensor:
+        """Rotate keys (F, T, G, D) of frames by `rotation` (F, 2, D), or apply the transpose of this linear map."""
         wide = k.to(torch.promote_types(k.dtype, torch.float32))
-        cos, sin = (x[0, :, None, None] for x in self.rotary_emb(wide, frame_position[None].to(k.device)))  # (1, F, D)
+        cos, sin = rotation[:, :, None, None].unbind(1)
         turned = -rotate_half(wide * sin) if transposed else rotate_half(wide) * sin
         return (wide * cos + turned).to(k.dtype)
 

@@ -21,7 +21,15 @@ from torch.utils.checkpoint import (
     set_checkpoint_early_stop,
 )
 
-from mllm_seqpar.attention import joint, kept_results, lv_xattn, mesh_attention, ring_attention, ulysses_attention
+from mllm_seqpar.attention import (
+    joint,
+    kept_results,
+    lv_xattn,
+    mesh_attention,
+    ring_attention,
+    ulysses,
+    ulysses_attention,
+)
 from mllm_seqpar.comm import Communicator, run_loopback
 
 ROWS, WIDTH, HEADS = 6, 48, 12
@@ -48,7 +56,8 @@ def off(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], contextlib.Abs
     @contextlib.contextmanager
     def turned_off() -> Iterator[None]:
         with monkeypatch.context() as patch:
-            patch.setattr(kept_results, "_running_region", lambda: None)
+            for module in (joint, ulysses):
+                patch.setattr(module, "running_region", lambda: None)
             yield
 
     yield turned_off

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from attention_cases import Case, check, frame_mask, run_case, visible_frames
-from mllm_seqpar.attention.block_math import BlockMath
+from mllm_seqpar.attention.block_math import PreparedRectangle
 from mllm_seqpar.attention.call_spec import CallSpec
 from mllm_seqpar.comm import run_loopback
 from mllm_seqpar.masks import FrameBlockMasks, FullBlockMasks
@@ -90,16 +90,16 @@ def test_rows_that_are_sent_attend_to_some_key() -> None:
 def computed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Score entries per head of every kernel call, on all ranks."""
     entries: list[int] = []
-    part_of = BlockMath._part
+    cut = PreparedRectangle.cut
 
-    def counting(self: BlockMath, *args: Any) -> Any:
-        part = part_of(self, *args)
-        *_, (q, k, _), options = part
+    def counting(self: PreparedRectangle, *args: Any) -> Any:
+        part = cut(self, *args)
+        (q, k, _), *_ = part
         rows, keys = q.shape[2], k.shape[2]
-        entries.append(q.shape[0] * (rows * (rows + 1) // 2 if options["causal"] else rows * keys))
+        entries.append(q.shape[0] * (rows * (rows + 1) // 2 if self.causal else rows * keys))
         return part
 
-    monkeypatch.setattr(BlockMath, "_part", counting)
+    monkeypatch.setattr(PreparedRectangle, "cut", counting)
     return entries
 
 

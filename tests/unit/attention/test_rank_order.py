@@ -37,7 +37,7 @@ def check_on(nodes: Sequence[int], **options: Any) -> Links:
     case = Case(**options)
 
     def run(comm: FakeTopology) -> tuple[dict[str, Any], Links]:
-        comm._nodes = tuple(nodes)
+        comm.kept.nodes = tuple(nodes)
         result = run_case(comm, case)
         return result, Counter({key: n for key, n in comm.between.items() if key[2] not in ("agreement", "mask")})
 

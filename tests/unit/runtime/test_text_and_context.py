@@ -7,12 +7,11 @@ import logging
 import pytest
 import torch
 
-from mllm_seqpar.attention.kv_sources import AutocastState
+from mllm_seqpar.attention.kv_sources import AutocastState, as_attended
 from mllm_seqpar.comm import Communicator, LoopbackCommunicator, LoopbackWorld, run_loopback
 from mllm_seqpar.config import SeqParConfig
 from mllm_seqpar.masks import Rectangle
 from mllm_seqpar.runtime.context import SeqParContext
-from mllm_seqpar.runtime.forward_state import as_attended
 from mllm_seqpar.runtime.loss import shifted
 from mllm_seqpar.runtime.star import StarText, block_length
 from mllm_seqpar.runtime.text_kv_cache import CachedTextMask, TextKVCache

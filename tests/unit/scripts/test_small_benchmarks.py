@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from mllm_seqpar.comm import run_loopback
+
 
 def test_kernels_are_compared_and_timed(script, capsys: pytest.CaptureFixture[str]) -> None:
     kernels = script("kernels")
@@ -119,3 +121,9 @@ def test_figures_are_drawn_from_rows(script, tmp_path: Path, name: str) -> None:
     shutil.copy(DOCS / "benchmarks" / f"{name}.csv", tmp_path)
     assert f"/{name}.png)" in script("report").PARTS[name](tmp_path)
     assert (tmp_path / f"{name}.png").stat().st_size > 10_000
+
+
+def test_hyper_layer_on_two_ranks_goes_through_few_calls_and_files(script) -> None:
+    host_path = script("host_path")
+    for calls in run_loopback(2, host_path.count_calls, host_path.tiny_model(), {"strategy": "lv-xattn"}):
+        assert 100 < sum(calls.values()) <= 250 and len({file for file, _ in calls}) <= 20
