@@ -31,7 +31,7 @@ TOLERANCE = 1e-5
 FAMILIES = tuple(module.name for module in pkgutil.iter_modules(patches.__path__) if module.ispkg)
 
 
-@functools.cache  # which also keeps `importorskip`, which is not thread-safe, out of the ranks
+@functools.cache
 def family_module(family: str) -> Any:
     """Return a family's module `testing`; skip the test if the package of the family's models is not installed."""
     return pytest.importorskip(f"mllm_seqpar.patches.{family}.testing", exc_type=ImportError)
@@ -79,7 +79,6 @@ def patched(family: str, case: Any, group: Any) -> tuple[Any, dict[str, Any]]:
 
 def on_ranks(size: int, family: str, case: Any, fn: Callable[[Any, dict[str, Any], Communicator], T]) -> list[T]:
     """Return `fn(model, inputs, comm)` of each rank, with its patched model and the inputs that it passes."""
-    model_of(family, case)  # building the cached model is not thread-safe
     return run_loopback(size, lambda comm: fn(*patched(family, case, comm), comm))
 
 

@@ -123,7 +123,6 @@ def test_auto_measures_the_group_without_a_cluster_file(caplog: pytest.LogCaptur
     ],
 )
 def test_impossible_options_are_refused_on_every_rank(options: dict[str, Any], message: str) -> None:
-    model_of("mplug_owl3", CASE)  # building the cached model is not thread-safe
 
     def run(comm: Any) -> None:
         model = model_of("mplug_owl3", CASE)
