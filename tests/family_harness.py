@@ -11,7 +11,7 @@ import copy
 import functools
 import pkgutil
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -22,6 +22,7 @@ from torch import Tensor
 from mllm_seqpar import patch_model, patches
 from mllm_seqpar.comm import Communicator, run_loopback
 from outcomes import Outcome, average, error, run_case, worst_gradient
+from selections import slow_unless as slow_unless  # most callers use both
 
 T = TypeVar("T")
 
@@ -172,12 +173,6 @@ def check_tokens(family: str, size: int, case: Any, given: dict[str, Any]) -> No
     expected = expected_tokens(family, case, given)
     for found in run_loopback(size, lambda comm: tokens(family, case, given, comm)):
         assert torch.equal(found, expected), (found, expected)
-
-
-def slow_unless(quick: Callable[[Any], bool], values: Iterable[Any]) -> list[Any]:
-    """Return the values as parameters of a test, slow ones unless `quick(value)`; a tuple is a row of parameters."""
-    rows = [(value, value if isinstance(value, tuple) else (value,)) for value in values]
-    return [pytest.param(*row, marks=() if quick(value) else pytest.mark.slow) for value, row in rows]
 
 
 def traces(model: Any) -> dict[str, Any]:

@@ -115,7 +115,6 @@ def test_decoded_token_reads_the_device_at_most_once(family: str) -> None:
             watches.append(watch)
         return watches
 
-    model_of(family, case)
     for short, long in run_loopback(2, rank):
         for watch in (short, long):
             assert watch.places("synchronisation", "layer") == []

@@ -59,7 +59,6 @@ def step_beside_traffic(comm: NcclCommunicator, case: Any, without_prefetch: tup
 
 def test_layers_may_gather_parameters_on_another_communicator() -> None:
     case = Case(frames=(3, 2))
-    model_of("mplug_owl3", case)
     for options in ({}, {"timing": "early"}, {"timing": "random", "one_resource": True}):
         check(run_nccl_model(2, step_beside_traffic, case, **options), reference("mplug_owl3", case), case)
     with pytest.raises(Deadlock, match="its queue is at all_gather 1 of communicator 'fsdp'"):

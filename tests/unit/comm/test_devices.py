@@ -140,7 +140,6 @@ def test_one_rank_without_weights_makes_all_ranks_raise() -> None:
 
 def test_frozen_tower_may_stay_elsewhere_if_features_are_passed() -> None:
     case = Case(frames=(2,), features="projected")
-    model_of("mplug_owl3", case)
 
     def run(comm: Any) -> Tensor:
         model = patch_model(model_of("mplug_owl3", case), group=comm)
