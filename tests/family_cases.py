@@ -113,7 +113,13 @@ def _owl() -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 _EVERY_KIND, _ONCE = _owl()
-_GATED_ONLY = ("no labels", "shifted labels", "gradients of pixels", "sliding window, striped text", "local text, packed")
+_GATED_ONLY = (
+    "no labels",
+    "shifted labels",
+    "gradients of pixels",
+    "sliding window, striped text",
+    "local text, packed",
+)
 _LATENTS = Idefics(frames=(3, 2), features="perceiver", model=RESAMPLER)
 EXACT: dict[str, dict[str, Any]] = {
     "mplug_owl3": _EVERY_KIND

@@ -83,7 +83,9 @@ COUNTED = [
 ]
 
 
-@pytest.mark.parametrize(("family", "given", "local"), slow_unless(lambda row: row[0] in ("mplug_owl3", "mllama") and row[2], COUNTED))
+@pytest.mark.parametrize(
+    ("family", "given", "local"), slow_unless(lambda row: row[0] in ("mplug_owl3", "mllama") and row[2], COUNTED)
+)
 def test_frames_are_encoded_and_projected_once_on_their_owner_rank(family: str, given: dict, local: bool) -> None:
     """This holds for the whole prompt and 4 tokens, and for all beams of a sample."""
     case, layers, _, tokens = ONCE[family]
@@ -113,7 +115,9 @@ def two_turns(model: Any, inputs: dict[str, Any]) -> tuple[list[Tensor], Any]:
     return [first.sequences, second], cache
 
 
-TURNS = [(family, case, options) for family, case in (("mplug_owl3", OWL), ("mllama", MLLAMA)) for options in ({}, SHARDED)]
+TURNS = [
+    (family, case, options) for family, case in (("mplug_owl3", OWL), ("mllama", MLLAMA)) for options in ({}, SHARDED)
+]
 
 
 @pytest.mark.parametrize(

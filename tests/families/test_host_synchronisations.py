@@ -13,7 +13,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from emulated_device import DEVICE, Watch, mark, place, to_device
 from family_cases import BATCHES
-from family_harness import TOLERANCE, build, model_of, reference, settings, slow_unless
+from family_harness import TOLERANCE, build, reference, settings, slow_unless
 from mllm_seqpar import patch_model
 from mllm_seqpar.comm import LoopbackCommunicator, ProcessGroupCommunicator, run_loopback
 

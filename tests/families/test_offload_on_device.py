@@ -13,7 +13,7 @@ from torch import Tensor
 
 from emulated_device import DEVICE, DeviceTensor, Watch, to_device
 from family_cases import BATCHES, Owl
-from family_harness import TOLERANCE, build, expected_tokens, model_of, reference, settings, slow_unless
+from family_harness import TOLERANCE, build, expected_tokens, reference, settings, slow_unless
 from mllm_seqpar import patch_model
 from mllm_seqpar.comm import LoopbackCommunicator, run_loopback
 from mllm_seqpar.runtime import host_copies, visual_features

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from family_cases import BATCHES
-from family_harness import FAMILIES, check, family_module, model_of, outcome, patched, reference, slow_unless
+from family_harness import FAMILIES, check, family_module, outcome, patched, reference, slow_unless
 from mllm_seqpar.patches.mplug_owl3.testing import Case
 from nccl_model import Deadlock, NcclCommunicator, ShardedParameters, run_nccl_model
 from outcomes import Outcome, run_case

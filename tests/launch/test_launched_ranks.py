@@ -7,6 +7,8 @@ import sys
 
 import psutil
 import pytest
+
+
 @pytest.mark.launch
 @pytest.mark.slow
 def test_ranks_end_when_their_launcher_is_killed() -> None:

@@ -88,7 +88,9 @@ def mesh_shapes(*sizes: int) -> list[tuple[int, tuple[int, int] | None]]:
     return [(n, shape) for n in sizes for shape in [None, *mesh_shapes_of(n)]]
 
 
-@pytest.mark.parametrize("n,tile", [*mesh_shapes(4), *slow(*mesh_shapes(3), (6, (2, 3)), (6, (3, 2)), (8, (2, 4)), (8, (4, 2)))])
+@pytest.mark.parametrize(
+    "n,tile", [*mesh_shapes(4), *slow(*mesh_shapes(3), (6, (2, 3)), (6, (3, 2)), (8, (2, 4)), (8, (4, 2)))]
+)
 def test_every_mesh_shape(n: int, tile: tuple[int, int] | None) -> None:
     mesh: dict[str, Any] = {"by": "mesh", "tile": tile}
     for shape in SHAPES:

@@ -75,7 +75,9 @@ def one_device() -> dict[str, float]:
     return {name: relative_error(result, reference[name]) for name, result in results.items()}
 
 
-CASES = [(kernel, op, n) for kernel in (*FLOAT32_PARTIALS, "rounding") for op in ("lv", "ring", "direct") for n in (2, 8)]
+CASES = [
+    (kernel, op, n) for kernel in (*FLOAT32_PARTIALS, "rounding") for op in ("lv", "ring", "direct") for n in (2, 8)
+]
 
 
 @pytest.mark.parametrize(("kernel", "op", "n"), slow_unless(lambda row: row[0] == "rounding" and row[2] == 2, CASES))
