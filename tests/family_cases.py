@@ -230,7 +230,7 @@ def strategy_cases() -> Iterator[Any]:
             turn = (place - index) % len(batches)
             if turn > 1:
                 continue
-            marks = pytest.mark.slow if turn or name == "auto" else ()
+            marks = pytest.mark.slow if turn or index % 2 else ()
             yield pytest.param(family, 4, batch.with_options(**options), id=f"{family}{fused}-{name}", marks=marks)
     if LANGUAGE_MODELS:  # ALiBi differs by head, and MPT has three heads
         mpt = PADDED["open_flamingo"].with_model(language_model="mpt")

@@ -117,7 +117,7 @@ ROWS = [(ranks, options, name) for ranks, options in ((1, {}), (3, {}), (3, SHAR
 @pytest.mark.parametrize(
     ("ranks", "options", "name"),
     slow_unless(
-        lambda row: row in ((3, SHARDED, "idefics"), (3, {}, "gated")) or row[0] == 0,
+        lambda row: row in ((3, SHARDED, "idefics"), (0, {}, "fused")),
         ROWS + [(0, {}, name) for name in NATIVE],
     ),
 )

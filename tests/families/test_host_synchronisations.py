@@ -79,7 +79,8 @@ STEPS = [(family, "ring") for family in BATCHES]
 STEPS += [(family, "local") for family in BATCHES if family in ("mplug_owl3", "open_flamingo")]
 
 
-@pytest.mark.parametrize(("family", "attention"), slow_unless(lambda row: row == STEPS[0], STEPS))
+@pytest.mark.slow
+@pytest.mark.parametrize(("family", "attention"), STEPS)
 def test_training_step_reads_the_device_twice_and_never_in_layers(family: str, attention: str) -> None:
     case = replace(BATCHES[family], train=True).with_options(self_attention=attention)
     if family == "open_flamingo":

@@ -21,7 +21,11 @@ OPTIONS: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize("options", OPTIONS, ids=lambda options: options["strategy"])
+@pytest.mark.parametrize(
+    "options",
+    slow_unless(lambda options: "self_attention" in options, OPTIONS),
+    ids=lambda options: options["strategy"],
+)
 def test_training_step_equals_unpatched_whenever_data_arrives(options: dict[str, Any]) -> None:
     case = Case(frames=(3, 2), options=options)
     for how in ({"timing": "late"}, {"timing": "random", "seed": 1, "one_resource": True}):
@@ -57,6 +61,7 @@ def step_beside_traffic(comm: NcclCommunicator, case: Any, without_prefetch: tup
     return found
 
 
+@pytest.mark.slow
 def test_layers_may_gather_parameters_on_another_communicator() -> None:
     case = Case(frames=(3, 2))
     for options in ({}, {"timing": "early"}, {"timing": "random", "one_resource": True}):

@@ -83,7 +83,9 @@ def part_of(module: str) -> str:
 
 def type_checking_only(tree: ast.Module) -> set[ast.AST]:
     """Return the nodes inside `if TYPE_CHECKING:`."""
-    blocks = [node for node in ast.walk(tree) if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)]
+    blocks = [
+        node for node in ast.walk(tree) if isinstance(node, ast.If) and vars(node.test).get("id") == "TYPE_CHECKING"
+    ]
     return {inner for block in blocks for inner in ast.walk(block)}
 
 
