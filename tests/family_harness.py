@@ -11,7 +11,7 @@ import copy
 import functools
 import pkgutil
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -22,6 +22,7 @@ from torch import Tensor
 from mllm_seqpar import patch_model, patches
 from mllm_seqpar.comm import Communicator, run_loopback
 from outcomes import Outcome, average, error, run_case, worst_gradient
+from selections import slow_unless as slow_unless  # most callers use both
 
 T = TypeVar("T")
 
@@ -31,7 +32,7 @@ TOLERANCE = 1e-5
 FAMILIES = tuple(module.name for module in pkgutil.iter_modules(patches.__path__) if module.ispkg)
 
 
-@functools.cache  # which also keeps `importorskip`, which is not thread-safe, out of the ranks
+@functools.cache
 def family_module(family: str) -> Any:
     """Return a family's module `testing`; skip the test if the package of the family's models is not installed."""
     return pytest.importorskip(f"mllm_seqpar.patches.{family}.testing", exc_type=ImportError)
@@ -79,7 +80,6 @@ def patched(family: str, case: Any, group: Any) -> tuple[Any, dict[str, Any]]:
 
 def on_ranks(size: int, family: str, case: Any, fn: Callable[[Any, dict[str, Any], Communicator], T]) -> list[T]:
     """Return `fn(model, inputs, comm)` of each rank, with its patched model and the inputs that it passes."""
-    model_of(family, case)  # building the cached model is not thread-safe
     return run_loopback(size, lambda comm: fn(*patched(family, case, comm), comm))
 
 
@@ -173,12 +173,6 @@ def check_tokens(family: str, size: int, case: Any, given: dict[str, Any]) -> No
     expected = expected_tokens(family, case, given)
     for found in run_loopback(size, lambda comm: tokens(family, case, given, comm)):
         assert torch.equal(found, expected), (found, expected)
-
-
-def slow_unless(quick: Callable[[Any], bool], values: Iterable[Any]) -> list[Any]:
-    """Return the values as parameters of a test, slow ones unless `quick(value)`; a tuple is a row of parameters."""
-    rows = [(value, value if isinstance(value, tuple) else (value,)) for value in values]
-    return [pytest.param(*row, marks=() if quick(value) else pytest.mark.slow) for value, row in rows]
 
 
 def traces(model: Any) -> dict[str, Any]:

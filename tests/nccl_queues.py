@@ -122,25 +122,26 @@ class NcclQueues:
 
     def __post_init__(self) -> None:
         self._random = random.Random(self.seed)
-        self._changed = threading.Condition()
+        self._lock = threading.RLock()
+        self._turns = [threading.Condition(self._lock) for _ in range(self.size)]
         self._current = self._random.randrange(self.size)
 
     # What the threads of the ranks call.
 
     def start(self, rank: int) -> None:
         """Block until it is the turn of `rank`."""
-        with self._changed:
+        with self._lock:
             self._await_turn(rank)
 
     def end(self, rank: int, error: BaseException | None) -> None:
         """Take `rank`, which returned or raised, out of the schedule."""
-        with self._changed:
+        with self._lock:
             self._ended.add(rank)
             self._guarded(error)
 
     def post(self, op: Operation) -> None:
         """Append an operation to the queue of its rank; other ranks may run before this returns."""
-        with self._changed:
+        with self._lock:
             self._require_no_failure()
             op.number = self._posts[op.comm, op.rank]
             self._reject_shared_memory(op)
@@ -157,7 +158,7 @@ class NcclQueues:
 
     def wait(self, op: Operation) -> None:
         """Block until an operation is complete, and check that its memory did not change meanwhile."""
-        with self._changed:
+        with self._lock:
             self._require_no_failure()
             op.waited = True
             if not op.done:
@@ -170,7 +171,7 @@ class NcclQueues:
 
     def moment(self) -> None:
         """Check memory in use, and at times move a message; called between two operations of the rank that runs."""
-        with self._changed:
+        with self._lock:
             self._require_no_failure()
             for op in self._unwaited[self._current]:
                 for end in op.ends:
@@ -182,7 +183,7 @@ class NcclQueues:
 
     def _await_turn(self, rank: int) -> None:
         while self._current != rank and self.failure is None:
-            self._changed.wait()
+            self._turns[rank].wait()
         self._require_no_failure()
 
     def _require_no_failure(self) -> None:
@@ -198,7 +199,8 @@ class NcclQueues:
                 self._choose(yielding)
             except BaseException as found:  # noqa: BLE001 - raised by `run_nccl_model`
                 self.failure = found
-        self._changed.notify_all()
+        for rank in range(self.size) if self.failure is not None else [self._current]:
+            self._turns[rank].notify()
 
     def _choose(self, yielding: bool) -> None:
         """Move messages as `timing` says, and choose the rank that runs next."""
@@ -246,18 +248,20 @@ class NcclQueues:
                 if awaited or not only_awaited:
                     found.append(lambda present=present: self._run_collective(present))
                 continue
-            for src, dst in itertools.product(comm.members, repeat=2):
-                if only_awaited and not {src, dst} & awaited:
-                    continue
-                pair = self._next_message(heads[src], heads[dst])
-                if pair is not None:
-                    found.append(lambda pair=pair, ops=(heads[src], heads[dst]): self._move(*ops, *pair))
+            for src in present:
+                for peer in dict.fromkeys(end.peer for end in src.sends if not end.moved):
+                    if only_awaited and not {src.rank, peer} & awaited:
+                        continue
+                    dst = heads.get(peer)
+                    pair = self._next_message(src, dst)
+                    if pair is not None:
+                        found.append(lambda pair=pair, ops=(src, dst): self._move(*ops, *pair))
         return found
 
     @staticmethod
-    def _next_message(src: Operation | None, dst: Operation | None) -> tuple[End, End] | None:
+    def _next_message(src: Operation, dst: Operation | None) -> tuple[End, End] | None:
         """Return both ends of the next message from the operation `src` to the operation `dst`."""
-        if src is None or dst is None or not src.kind == dst.kind == "exchange":
+        if dst is None or not src.kind == dst.kind == "exchange":
             return None
         send = next((end for end in src.sends if end.peer == dst.rank and not end.moved), None)
         recv = next((end for end in dst.recvs if end.peer == src.rank and not end.moved), None)

@@ -7,10 +7,11 @@
     def test_all_reduce_sums_over_ranks():
         assert all(x == 3 for x in ranks(3).run(all_reduced, torch.ones(1)))
 
-Workers live until the session ends, because starting a process that imports torch takes seconds; `ranks(n)` makes the
-first n of them one group. Each worker uses one thread and seeds torch with 0 before each case. After a case that fails,
-the next case gets a new group. If a case hangs, its workers write their stacks, are killed, and are started again when
-next needed. `ranks_worker.py` is the other side. Results are detached and on the CPU.
+Workers live until the session ends. They are forked from a server process that has imported torch, transformers and the
+models once, because that takes seconds; `ranks(n)` makes the first n of them one group. Each worker uses one thread and
+seeds torch with 0 before each case. After a case that fails, the next case gets a new group. If a case hangs, its
+workers write their stacks, are killed, and are started again when next needed. `ranks_worker.py` is the other side.
+Results are detached and on the CPU.
 """
 
 import atexit
@@ -23,7 +24,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
-from multiprocessing.context import SpawnProcess
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -31,6 +32,8 @@ from unittest import mock
 from ranks_worker import Failure, load, save, work
 
 MAX_WORKERS = 8
+PRELOADED = ["ranks_worker", "family_cases", "accelerate", "torch.distributed.fsdp"]
+"""What the server of the workers imports, once for all of them."""
 GRACE = 10.0
 """Seconds for the other ranks after one has failed: enough to fail too, less than a collective's time limit."""
 
@@ -58,7 +61,7 @@ class RankDeath(RuntimeError):
 class Worker:
     """One process of the pool, the pipe to it, and the file with its stacks."""
 
-    process: SpawnProcess
+    process: BaseProcess
     pipe: Connection
     stacks: Path
     group: int = -1  # number of the group it belongs to; -1 for none
@@ -111,10 +114,12 @@ class Pool:
     def _start(self, rank: int) -> Worker:
         ours, theirs = multiprocessing.Pipe()
         stacks = Path(self.folder.name) / f"stacks{rank}-{time.monotonic_ns()}"
-        context = multiprocessing.get_context("spawn")
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(PRELOADED)
         process = context.Process(target=work, args=(theirs, str(stacks)), name=f"rank{rank}")
-        # A worker needs these before it loads its OpenMP runtime.
-        with mock.patch.dict(os.environ, OMP_NUM_THREADS="1", MKL_NUM_THREADS="1"):
+        # The server needs these before it loads its OpenMP runtime; it finds the preloaded modules on the path.
+        path = os.pathsep.join([str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])])
+        with mock.patch.dict(os.environ, OMP_NUM_THREADS="1", MKL_NUM_THREADS="1", PYTHONPATH=path):
             process.start()
         theirs.close()
         return Worker(process, ours, stacks)

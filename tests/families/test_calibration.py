@@ -42,7 +42,6 @@ def calibrations(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, calibrate.A
 def test_model_patched_in_float32_calibrates_for_what_it_runs_in(
     calibrations: list[Any], caplog: pytest.LogCaptureFixture
 ) -> None:
-    model_of("mplug_owl3", CASE)  # building the cached model is not thread-safe
 
     def run(comm: Any) -> list[int]:
         model = patch_model(model_of("mplug_owl3", CASE), group=comm, **AUTO)
@@ -83,7 +82,6 @@ class OnCuda(LoopbackCommunicator):
 
 
 def test_patching_a_model_on_the_cpu_transfers_nothing_from_there() -> None:
-    model_of("mplug_owl3", CASE)
     world = LoopbackWorld(2)
     run_loopback(2, lambda comm: patch_model(model_of("mplug_owl3", CASE), group=OnCuda(world, comm.rank), **AUTO))
 

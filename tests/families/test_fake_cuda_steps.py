@@ -18,7 +18,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from fake_cuda import fake_cuda
 from family_cases import BATCHES
-from family_harness import build, slow_unless
+from family_harness import build
 from mllm_seqpar import patch_model
 from mllm_seqpar.integrations.transformers.inputs import ForwardInputs
 
@@ -64,10 +64,9 @@ def _read_by_host(inputs: dict[str, Any]) -> dict[str, Tensor]:
     return found
 
 
-@pytest.mark.parametrize("family", slow_unless(lambda family: family == "mplug_owl3", BATCHES))
-@pytest.mark.parametrize(
-    "options", [{}, pytest.param({"strategy": "ring", "recompute_visual": False}, marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("family", BATCHES)
+@pytest.mark.parametrize("options", [{}, {"strategy": "ring", "recompute_visual": False}])
 def test_step_reads_the_device_in_one_place_only(
     family: str, options: dict[str, Any], fake_process_group: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:

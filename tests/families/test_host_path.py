@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from family_cases import BATCHES, FUSED, PADDED
-from family_harness import build, check_exact, check_tokens, on_ranks, settings
+from family_harness import build, check_exact, check_tokens, on_ranks, settings, slow_unless
 from mllm_seqpar import patch_model
 from mllm_seqpar.attention import block_math, joint
 from mllm_seqpar.integrations.transformers.cache import SequenceParallelCacheState
@@ -91,8 +91,9 @@ def test_window_shorter_than_the_text_is_kept_on_one_process() -> None:
     check_exact("mplug_owl3", 1, Owl(frames=(4, 1), model=window))
 
 
-@pytest.mark.parametrize("size", [1, 2])
-@pytest.mark.parametrize("family", BATCHES)
+@pytest.mark.parametrize(
+    ("family", "size"), slow_unless(lambda row: row[0] == "mplug_owl3", [(f, n) for f in BATCHES for n in (1, 2)])
+)
 def test_decoding_chooses_kernels_once_per_pass(family: str, size: int, monkeypatch: pytest.MonkeyPatch) -> None:
     calls = counted(monkeypatch, block_math, "choose_kernel")
     case = replace(BATCHES[family], labels=None)
@@ -111,7 +112,7 @@ def test_decoding_chooses_kernels_once_per_pass(family: str, size: int, monkeypa
     assert choices(4) - choices(3) <= 2 * size
 
 
-@pytest.mark.parametrize("model", [{}, FUSED], ids=["gated", "fused"])
+@pytest.mark.parametrize("model", [{}, pytest.param(FUSED, marks=pytest.mark.slow)], ids=["gated", "fused"])
 def test_hyper_layer_over_a_sharded_prompt_takes_one_exchange(
     model: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -149,8 +150,9 @@ def questions(family: str, model: Any, inputs: dict[str, Any]) -> tuple[dict[str
     return batch, name
 
 
-@pytest.mark.parametrize("size", [1, 2])
-@pytest.mark.parametrize("family", BATCHES)
+@pytest.mark.parametrize(
+    ("family", "size"), slow_unless(lambda row: row == ("idefics", 2), [(f, n) for f in BATCHES for n in (1, 2)])
+)
 def test_questions_about_one_video_share_its_keys(family: str, size: int, monkeypatch: pytest.MonkeyPatch) -> None:
     single = {"mplug_owl3": (4,), "idefics": (4,), "mllama": ((2, 3),), "open_flamingo": ((1, 4),)}
     case = replace(BATCHES[family], frames=single[family], labels=None)

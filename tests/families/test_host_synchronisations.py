@@ -13,7 +13,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from emulated_device import DEVICE, Watch, mark, place, to_device
 from family_cases import BATCHES
-from family_harness import TOLERANCE, build, model_of, reference, settings, slow_unless
+from family_harness import TOLERANCE, build, reference, settings, slow_unless
 from mllm_seqpar import patch_model
 from mllm_seqpar.comm import LoopbackCommunicator, ProcessGroupCommunicator, run_loopback
 
@@ -72,7 +72,6 @@ def _training_step(family: str, case: Any) -> list[tuple[Watch, float]]:
                 loss.backward()
         return watch, float(loss.detach().elem)
 
-    model_of(family, case)  # building the cached model is not thread-safe
     return run_loopback(2, rank)
 
 
@@ -80,7 +79,8 @@ STEPS = [(family, "ring") for family in BATCHES]
 STEPS += [(family, "local") for family in BATCHES if family in ("mplug_owl3", "open_flamingo")]
 
 
-@pytest.mark.parametrize(("family", "attention"), slow_unless(lambda row: row == STEPS[0], STEPS))
+@pytest.mark.slow
+@pytest.mark.parametrize(("family", "attention"), STEPS)
 def test_training_step_reads_the_device_twice_and_never_in_layers(family: str, attention: str) -> None:
     case = replace(BATCHES[family], train=True).with_options(self_attention=attention)
     if family == "open_flamingo":
@@ -116,7 +116,6 @@ def test_decoded_token_reads_the_device_at_most_once(family: str) -> None:
             watches.append(watch)
         return watches
 
-    model_of(family, case)
     for short, long in run_loopback(2, rank):
         for watch in (short, long):
             assert watch.places("synchronisation", "layer") == []

@@ -48,6 +48,7 @@ def logits_of_every_mode(model: Any, labelled: dict[str, Any], group: Any) -> di
     return found
 
 
+@pytest.mark.slow
 @KINDS
 def test_logits_modes_return_all_logits_or_the_local_shard(kind: str) -> None:
     world, case = 3, CASES[kind]

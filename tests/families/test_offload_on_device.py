@@ -13,7 +13,7 @@ from torch import Tensor
 
 from emulated_device import DEVICE, DeviceTensor, Watch, to_device
 from family_cases import BATCHES, Owl
-from family_harness import TOLERANCE, build, expected_tokens, model_of, reference, settings, slow_unless
+from family_harness import TOLERANCE, build, expected_tokens, reference, settings
 from mllm_seqpar import patch_model
 from mllm_seqpar.comm import LoopbackCommunicator, run_loopback
 from mllm_seqpar.runtime import host_copies, visual_features
@@ -77,7 +77,8 @@ def on_device(family: str, case: Any, comm: Any) -> Iterator[tuple[Any, dict[str
         yield model, inputs
 
 
-@pytest.mark.parametrize("name", slow_unless(lambda name: name == "features", CASES))
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CASES)
 def test_training_step_with_offload_equals_unpatched_on_device(name: str) -> None:
     family, case = CASES[name]
     case = case.with_options(**OFFLOAD)
@@ -91,7 +92,6 @@ def test_training_step_with_offload_equals_unpatched_on_device(name: str) -> Non
                 assert not isinstance(inputs["image_embeds"].grad, DeviceTensor)
             return float(loss.detach().elem), grads
 
-    model_of(family, case)  # building the cached model is not thread-safe
     expected = reference(family, case)
     found = run_loopback(2, rank)
     for name, grad in expected.grads.items():

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from family_harness import check_exact, inputs_of, model_of, on_ranks
+from family_harness import check_exact, inputs_of, model_of, on_ranks, slow_unless
 from mllm_seqpar import patch_model
 from mllm_seqpar.comm import run_loopback
 from mllm_seqpar.errors import ConfigError
@@ -64,12 +64,15 @@ def selections(caplog: pytest.LogCaptureFixture) -> set[str]:
     return {record.getMessage() for record in caplog.records if record.name == LOGGER}
 
 
-@pytest.mark.parametrize("strategy", VISUAL_LABELS)
+@pytest.mark.parametrize("strategy", slow_unless(lambda name: name in ("lv-xattn", "mesh"), VISUAL_LABELS))
 def test_each_strategy_sends_its_own_tensors(strategy: str) -> None:
     check_layers(sent_by(4, strategy=strategy, tile=(2, 2) if strategy == "mesh" else None), strategy)
 
 
-@pytest.mark.parametrize(("rates", "strategy"), [(SLOW_MATMUL, "lv-xattn"), (BUSY_LINKS, "replicate")])
+@pytest.mark.parametrize(
+    ("rates", "strategy"),
+    [pytest.param(SLOW_MATMUL, "lv-xattn", marks=pytest.mark.slow), (BUSY_LINKS, "replicate")],
+)
 def test_auto_selects_the_cheapest_strategy_and_logs_why(
     rates: Cluster, strategy: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -123,7 +126,6 @@ def test_auto_measures_the_group_without_a_cluster_file(caplog: pytest.LogCaptur
     ],
 )
 def test_impossible_options_are_refused_on_every_rank(options: dict[str, Any], message: str) -> None:
-    model_of("mplug_owl3", CASE)  # building the cached model is not thread-safe
 
     def run(comm: Any) -> None:
         model = model_of("mplug_owl3", CASE)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from family_cases import BATCHES
-from family_harness import FAMILIES, check, family_module, model_of, outcome, patched, reference, slow_unless
+from family_harness import FAMILIES, check, family_module, outcome, patched, reference, slow_unless
 from mllm_seqpar.patches.mplug_owl3.testing import Case
 from nccl_model import Deadlock, NcclCommunicator, ShardedParameters, run_nccl_model
 from outcomes import Outcome, run_case
@@ -21,10 +21,13 @@ OPTIONS: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize("options", OPTIONS, ids=lambda options: options["strategy"])
+@pytest.mark.parametrize(
+    "options",
+    slow_unless(lambda options: "self_attention" in options, OPTIONS),
+    ids=lambda options: options["strategy"],
+)
 def test_training_step_equals_unpatched_whenever_data_arrives(options: dict[str, Any]) -> None:
     case = Case(frames=(3, 2), options=options)
-    model_of("mplug_owl3", case)  # building the cached model is not thread-safe
     for how in ({"timing": "late"}, {"timing": "random", "seed": 1, "one_resource": True}):
         found = run_nccl_model(2, lambda comm: outcome("mplug_owl3", case, comm), **how)
         check(found, reference("mplug_owl3", case), case)
@@ -34,7 +37,6 @@ def test_training_step_equals_unpatched_whenever_data_arrives(options: dict[str,
 def test_training_step_of_every_family_equals_unpatched(family: str) -> None:
     family_module(family)
     case = BATCHES[family]
-    model_of(family, case)
     found = run_nccl_model(3, lambda comm: outcome(family, case, comm), timing="random", one_resource=True)
     check(found, reference(family, case), case)
 
@@ -59,9 +61,9 @@ def step_beside_traffic(comm: NcclCommunicator, case: Any, without_prefetch: tup
     return found
 
 
+@pytest.mark.slow
 def test_layers_may_gather_parameters_on_another_communicator() -> None:
     case = Case(frames=(3, 2))
-    model_of("mplug_owl3", case)
     for options in ({}, {"timing": "early"}, {"timing": "random", "one_resource": True}):
         check(run_nccl_model(2, step_beside_traffic, case, **options), reference("mplug_owl3", case), case)
     with pytest.raises(Deadlock, match="its queue is at all_gather 1 of communicator 'fsdp'"):

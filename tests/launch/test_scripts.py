@@ -39,6 +39,7 @@ def test_accelerate_launch_answers_and_reports(inference_files: Path) -> None:
     )
 
 
+@pytest.mark.slow
 def test_python_alone_ends_with_one_line_and_status_2(inference_files: Path) -> None:
     command = [sys.executable, str(ROOT / SCRIPT), "--model", str(inference_files / "gated"), "--question", "?"]
     done = subprocess.run([*command, "--video", "none.mp4"], capture_output=True, text=True, timeout=HANG)
@@ -46,12 +47,13 @@ def test_python_alone_ends_with_one_line_and_status_2(inference_files: Path) -> 
     assert done.stderr == "error: none.mp4: no such file; give the path of a video file\n"
 
 
+@pytest.mark.slow
 def test_a_hang_shows_the_output_so_far(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     script = tmp_path / "script.py"
     script.write_text("import time; print('about to hang'); time.sleep(600)")
     monkeypatch.setattr("launch._launcher", lambda *_: [sys.executable])
-    with pytest.raises(LaunchHang, match=r"did not end within 2 s; it wrote:\n(.*\n)*about to hang"):
-        launch(1, script, timeout=2)
+    with pytest.raises(LaunchHang, match=r"did not end within 1 s; it wrote:\n(.*\n)*about to hang"):
+        launch(1, script, timeout=1)
 
 
 def fine_tune(rank: int, world: int, argv: list[str]) -> None:

@@ -31,8 +31,8 @@ CASES = [
 
 
 @pytest.mark.rounding
-@pytest.mark.parametrize("n", [3, pytest.param(4, marks=pytest.mark.slow)])
-def test_attention_over_gloo_is_exact_bit_identical_and_sends_the_bytes_of_the_formulas(n: int) -> None:
+def test_attention_over_gloo_is_exact_bit_identical_and_sends_the_bytes_of_the_formulas() -> None:
+    n = 3
     first, second = ranks(n).run(over_gloo, CASES), ranks(n).run(over_gloo, CASES, again=2)
     serial = ranks(n).run(over_gloo, [replace(case, overlap=False) for case in CASES])
     for i, case in enumerate(CASES):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import warnings
 from typing import Any
 from unittest import mock
@@ -12,10 +13,11 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from mllm_seqpar import _compat
+from mllm_seqpar import _compat, patch_model
 from mllm_seqpar.attention import lv_xattn, ulysses_attention
 from mllm_seqpar.comm import as_communicator, process_group
 from mllm_seqpar.errors import ConfigError, TransferError
+from mllm_seqpar.patches.mplug_owl3.testing import tiny_frames, tiny_model, tiny_text
 from mllm_seqpar.sharding import frame_range
 from ranks import RankDeath, ranks
 from transport_cases import collectives, exchanges
@@ -144,3 +146,17 @@ def test_killed_peer_raises_on_the_others_before_any_timeout() -> None:
     for error in (first, last):
         assert isinstance(error, TransferError), error
         assert "Another rank of the group has most likely ended" in str(error)
+
+
+def train_until_killed(rank: int, world: int) -> None:
+    model, ids = patch_model(tiny_model().train()), tiny_text(3)
+    for step in range(1000):
+        if step == 3 and rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        model(ids, tiny_frames(3), labels=ids).loss.backward()
+
+
+def test_rank_killed_in_training_raises_on_the_others() -> None:
+    first, victim = ranks(2).errors(train_until_killed, timeout=60)
+    assert isinstance(victim, RankDeath) and "exit code -9" in str(victim)
+    assert "Another rank of the group has most likely ended" in str(first), first

@@ -37,9 +37,7 @@ def native(folder: Path) -> None:
 
 
 @pytest.mark.usefixtures("native")
-@pytest.mark.parametrize(
-    "name", ["mllama", "native", *(pytest.param(name, marks=pytest.mark.slow) for name in MAKERS if name != "mllama")]
-)
+@pytest.mark.parametrize("name", ["native", *(pytest.param(name, marks=pytest.mark.slow) for name in MAKERS)])
 def test_complete_checkpoint_passes(check, folder: Path, name: str, tmp_path: Path) -> None:
     status, printed = check(folder / name, "--max-new-tokens", 3, "--frames", 3, "--report", tmp_path / "report.md")
     assert status == 0, printed
@@ -59,6 +57,7 @@ def test_unexpected_tensor_name_fails_before_weights_are_loaded(check, folder: P
     assert "model: passed" not in printed
 
 
+@pytest.mark.slow
 def test_patched_model_that_differs_fails(check, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     add = PartialResult.add
     monkeypatch.setattr(PartialResult, "add", lambda self, o, *args, **more: add(self, 1.01 * o, *args, **more))

@@ -117,6 +117,7 @@ def test_only_one_chunk_gradient_exists_in_addition_to_sums() -> None:
     assert 4 * weight <= found.peak < 4.8 * weight
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [None, SIZE])
 def test_backward_frees_the_input(size: int | None) -> None:
     """The loss stays alive, as in training loops."""

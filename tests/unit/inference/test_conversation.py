@@ -107,6 +107,7 @@ def gated(inference_files: Path) -> Case:
     return inference_files / "gated", str(inference_files / "clip.mp4")
 
 
+@pytest.mark.slow
 def test_other_history_keeps_what_both_have_in_common(gated: Case) -> None:
     def body(conversation: Conversation) -> tuple[Reply, Reply]:
         first = conversation.prompt([user("What is it?", "video")])
@@ -120,6 +121,7 @@ def test_other_history_keeps_what_both_have_in_common(gated: Case) -> None:
     assert 20 < reply.cached_tokens < reply.prompt_tokens - 20
 
 
+@pytest.mark.slow
 def test_interrupted_and_stopped_answers_end_on_all_ranks_and_go_on(gated: Case) -> None:
     def body(conversation: Conversation) -> list[Reply]:
         prompt, pieces = conversation.prompt([user("What is it?", "video")]), []

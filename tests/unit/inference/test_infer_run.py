@@ -75,7 +75,11 @@ def unpatched(folder: Path, model: str, **frames: Any) -> list[list[int]]:
 
 @pytest.mark.parametrize(
     ("world", "model", "frames"),
-    [(2, "gated", {"fps": 25, "max_frames": 10}), (3, "fused", {"fps": 3}), (4, "gated", {"num_frames": 2})],
+    [
+        pytest.param(3, "fused", {"fps": 3}, marks=pytest.mark.slow),
+        pytest.param(4, "gated", {"num_frames": 2}, marks=pytest.mark.slow),
+        (2, "gated", {"fps": 25, "max_frames": 10}),
+    ],
 )
 def test_answers_equal_the_unpatched_models(
     inference_files: Path, capsys: pytest.CaptureFixture[str], world: int, model: str, frames: dict[str, int]
@@ -107,6 +111,7 @@ def test_library_functions_answer_as_the_script_does(inference_files: Path, capl
     assert "the model was made for 40: take fewer frames" in caplog.text
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("world", "model", "frames"), [(1, "fused", {"fps": 3}), (2, "gated", {"num_frames": 7})])
 def test_answers_with_offload_equal_the_unpatched_models(
     inference_files: Path, tmp_path: Path, world: int, model: str, frames: dict[str, int]
@@ -118,6 +123,7 @@ def test_answers_with_offload_equal_the_unpatched_models(
     assert ask(world, tmp_path, *options, "--features", tmp_path / "f")["tokens"] == expected
 
 
+@pytest.mark.slow
 def test_stored_features_give_the_same_answers(inference_files: Path, tmp_path: Path) -> None:
     model, clip = ["--model", inference_files / "gated"], ["--video", inference_files / "clip.mp4", "--num-frames", 7]
     ask(2, tmp_path, *model, *clip, "--save-features", tmp_path / "features", questions=())

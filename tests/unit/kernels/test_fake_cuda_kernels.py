@@ -20,6 +20,7 @@ from fake_cuda import HostSynchronisation, fake_cuda
 from mllm_seqpar.errors import ConfigError
 from mllm_seqpar.kernels import choose_kernel, kernel_by_name, torch_cuda
 from mllm_seqpar.kernels.base import accumulator
+from selections import slow_unless
 
 BLOCKS = {
     "plain": {},
@@ -69,7 +70,7 @@ def _forget_the_device():
     torch_cuda._cudnn_lse_dims.cache_clear()
 
 
-@pytest.mark.parametrize("name", TORCH)
+@pytest.mark.parametrize("name", slow_unless(lambda name: name in ("cuda_flash", "cuda_efficient"), TORCH))
 def test_operators_of_torch_accept_every_supported_block(name, monkeypatch):
     monkeypatch.setattr(torch_cuda.CudaKernel, "mask_keys", 128)
     kernel = kernel_by_name(name)
@@ -80,7 +81,7 @@ def test_operators_of_torch_accept_every_supported_block(name, monkeypatch):
     assert set(supported) == set(expected)
 
 
-@pytest.mark.parametrize("release", emulated_cuda.PACKAGES)
+@pytest.mark.parametrize("release", slow_unless(lambda release: release != "2.6", emulated_cuda.PACKAGES))
 def test_packages_accept_every_supported_block(release):
     with fake_cuda(), emulated_cuda.installed(release):
         kernel = kernel_by_name(emulated_cuda.PACKAGES[release][0])

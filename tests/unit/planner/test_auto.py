@@ -140,7 +140,10 @@ def test_cluster_file_is_compared_between_ranks_and_with_their_number(tmp_path: 
 SHAPE = AttentionShape(heads=2, kv_heads=2, dim=16)
 
 
-@pytest.mark.parametrize(("hosts", "links"), [("aa", "node"), ("aabb", "all"), ("abab", "all")])
+@pytest.mark.parametrize(
+    ("hosts", "links"),
+    [("aa", "node"), *(pytest.param(hosts, "all", marks=pytest.mark.slow) for hosts in ("aabb", "abab"))],
+)
 def test_ranks_of_one_or_two_nodes_agree_on_what_they_measured(
     hosts: str, links: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -90,6 +90,7 @@ def test_checks_of_several_ranks_pass_over_gloo(part: str, checks: list[str]) ->
         assert ok or "not measurable without CUDA" in found, (check, found)
 
 
+@pytest.mark.slow
 def test_all_algorithms_of_the_rank_checks_run_on_four_ranks(script) -> None:
     ranks_attention = script("gpu_checks.ranks_attention")
     rows = run_loopback(4, lambda comm: list(ranks_attention.check(comm, torch.device("cpu"))))[0]
