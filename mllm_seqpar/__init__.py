@@ -7,7 +7,7 @@ known to transformers' Auto classes.
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from mllm_seqpar.models.auto_classes import register as _register_native_models
+from mllm_seqpar.models.auto_classes import register_on_import as _register_native_models
 
 if TYPE_CHECKING:
     from mllm_seqpar.config import SeqParConfig

@@ -1,8 +1,8 @@
 """transformers' Auto classes load the native models after `import mllm_seqpar`, or with `trust_remote_code=True`.
 
-`import mllm_seqpar` imports neither transformers nor a model. `register` therefore waits until transformers imports its
-modules of Auto classes. It registers the configurations, and for models and processors stand-ins, which import the
-class that they stand for when it is used.
+`import mllm_seqpar` imports neither transformers nor a model. `register_on_import` therefore waits until transformers
+imports its modules of Auto classes. It then registers stand-ins, which import the class that they stand for when it is
+used.
 
 A saved directory also has a small Python file that imports this package, and names it as remote code. Where nobody has
 imported the package, `trust_remote_code=True` imports that file.
@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 
 class NativeModel(NamedTuple):
-    """A native model: its package in `mllm_seqpar.models`, the names of its classes, and the Auto classes of `model`."""
+    """A native model: its package in `mllm_seqpar.models`, the names of its classes, and its Auto classes."""
 
     package: str
     config: str
@@ -64,54 +64,59 @@ class _StandIn(type):
         return cls.native.named(cls.__name__)(*args, **kwargs)
 
 
-def _stand_in(native: NativeModel, name: str) -> Any:
-    config = native.named(native.config)  # given, because registering compares it
-    return _StandIn(name, (), {"native": native, "config_class": config, "__module__": __name__})
+def _stand_in(native: NativeModel, name: str, **attributes: Any) -> Any:
+    return _StandIn(name, (), {"native": native, "__module__": __name__, **attributes})
 
 
-def _register_configurations() -> None:
-    from transformers import AutoConfig
+def _config_of(native: NativeModel) -> Any:
+    """Return the configuration class if it has been imported, else a class that stands for it."""
+    module = sys.modules.get(f"mllm_seqpar.models.{native.package}.configuration")
+    return getattr(module, native.config, None) or _stand_in(native, native.config)
 
+
+def _register_configurations(auto: ModuleType) -> None:
     for model_type, native in NATIVE_MODELS.items():
-        AutoConfig.register(model_type, native.named(native.config), exist_ok=True)
+        auto.AutoConfig.register(model_type, _config_of(native), exist_ok=True)
 
 
-def _register_models() -> None:
-    from transformers.models.auto import modeling_auto
-
+def _register_models(auto: ModuleType) -> None:
+    """Register the models whose configuration has been imported; the others are registered when theirs is."""
     for native in NATIVE_MODELS.values():
-        for auto in native.autos:
-            model = _stand_in(native, native.model)
-            getattr(modeling_auto, auto).register(native.named(native.config), model, exist_ok=True)
+        config = _config_of(native)
+        if not isinstance(config, _StandIn):
+            for name in native.autos:
+                model = _stand_in(native, native.model, config_class=config)
+                getattr(auto, name).register(config, model, exist_ok=True)
 
 
-def _register_processors() -> None:
-    from transformers import AutoProcessor
-
+def _register_processors(auto: ModuleType) -> None:
+    """Register the processors, which are found by the names of their classes, or by a configuration."""
     for native in NATIVE_MODELS.values():
-        processor = _stand_in(native, native.processor)
-        AutoProcessor.register(native.named(native.config), processor, exist_ok=True)
+        auto.AutoProcessor.register(_config_of(native), _stand_in(native, native.processor), exist_ok=True)
 
 
-_AFTER_IMPORT: dict[str, Callable[[], None]] = {
+_ACTIONS: dict[str, Callable[[ModuleType], None]] = {
     "transformers.models.auto.configuration_auto": _register_configurations,
     "transformers.models.auto.modeling_auto": _register_models,
     "transformers.models.auto.processing_auto": _register_processors,
 }
 
 
-def register() -> None:
-    """Register the native models with transformers' Auto classes, now or when transformers imports them."""
-    for module, action in _AFTER_IMPORT.items():
-        if module in sys.modules:
-            action()
-    sys.meta_path.insert(0, _AfterImport(_AFTER_IMPORT))
+def register(imported: ModuleType | None = None) -> None:
+    """Register the native models with the modules of Auto classes that transformers has imported."""
+    for name, action in _ACTIONS.items():
+        module = sys.modules.get(name)
+        if module is not None and not getattr(module.__spec__, "_initializing", False):
+            action(module)
 
 
 class _AfterImport:
-    """Finds modules like Python's own finder, and calls an action after the first import of one."""
+    """A finder that calls an action after the import of a module, which Python's own finder finds.
 
-    def __init__(self, actions: Mapping[str, Callable[[], None]]) -> None:
+    An action must import nothing of transformers, whose modules may be half imported.
+    """
+
+    def __init__(self, actions: Mapping[str, Callable[[ModuleType], None]]) -> None:
         self._actions = actions
 
     def find_spec(
@@ -126,10 +131,17 @@ class _AfterImport:
 
         def execute_and_act(module: ModuleType) -> None:
             execute(module)
-            self._actions[fullname]()
+            self._actions[fullname](module)
 
         spec.loader.exec_module = execute_and_act  # type: ignore[method-assign]
         return spec
+
+
+def register_on_import() -> None:
+    """Register the native models now, and whenever transformers or this package imports a class that it needs."""
+    register()
+    configurations = (f"mllm_seqpar.models.{native.package}.configuration" for native in NATIVE_MODELS.values())
+    sys.meta_path.insert(0, _AfterImport({**_ACTIONS, **dict.fromkeys(configurations, register)}))
 
 
 CODE_MODULE = "mllm_seqpar_code"
@@ -145,12 +157,16 @@ def __getattr__(name):
 
 
 def write_code(directory: str | os.PathLike[str], model_type: str) -> dict[str, str]:
-    """Write the file that `trust_remote_code=True` imports into a model directory; return the `auto_map` that names it."""
+    """Write the file that `trust_remote_code=True` imports into a directory; return the `auto_map` that names it."""
     native = NATIVE_MODELS[model_type]
     os.makedirs(directory, exist_ok=True)
     with open(os.path.join(directory, f"{CODE_MODULE}.py"), "w", encoding="utf-8") as file:
         file.write(_CODE.format(package=native.package))
-    names = {"AutoConfig": native.config, **dict.fromkeys(native.autos, native.model), "AutoProcessor": native.processor}
+    names = {
+        "AutoConfig": native.config,
+        **dict.fromkeys(native.autos, native.model),
+        "AutoProcessor": native.processor,
+    }
     return {auto: f"{CODE_MODULE}.{name}" for auto, name in names.items()}
 
 
