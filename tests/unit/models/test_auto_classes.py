@@ -17,7 +17,6 @@ from mllm_seqpar.patches.mplug_owl3.testing import tiny_config
 
 IMPORTS = {
     "the package first": "import mllm_seqpar; from transformers import AutoConfig, AutoModel, AutoProcessor",
-    "transformers first": "from transformers import AutoConfig, AutoModel, AutoProcessor; import mllm_seqpar",
     "remote code": "from transformers import AutoConfig, AutoModel, AutoProcessor; options['trust_remote_code'] = True",
 }
 LOAD = """

@@ -236,12 +236,12 @@ ASSISTANTS: dict[str, Callable[[str | None], Any]] = {
 def test_assisted_tokens_equal_greedy_ones(gate: str | None, assistant: str) -> None:
     """Unpatched, and patched on one and two ranks, with an assistant that is not patched."""
     model, ids, inputs = tiny_model(gate), tiny_text(3), {"pixel_values": tiny_frames(3), "max_new_tokens": 12}
-    expected = generate(model, ids, **inputs)
+    expected, helper = generate(model, ids, **inputs), ASSISTANTS[assistant](gate)
 
     def assisted(target: Any) -> tuple[bool, int]:
         lengths: list[int] = []
         target.register_forward_pre_hook(lambda *call: lengths.append(call[2]["input_ids"].shape[1]), with_kwargs=True)
-        found = generate(target, ids, assistant_model=ASSISTANTS[assistant](gate), **inputs)
+        found = generate(target, ids, assistant_model=copy.deepcopy(helper), **inputs)
         return torch.equal(found, expected), len(lengths)
 
     def patched(comm: Communicator) -> tuple[bool, int]:
@@ -249,8 +249,8 @@ def test_assisted_tokens_equal_greedy_ones(gate: str | None, assistant: str) -> 
 
     for equal, passes in (assisted(copy.deepcopy(model)), *run_loopback(1, patched), *run_loopback(2, patched)):
         assert equal
-        # An assistant that attends to the same frames drafts every token.
-        assert passes < 6 or assistant != "the model itself"
+        # An assistant that attends to the same frames drafts at least one token for each pass, and all are accepted.
+        assert passes <= 6 or assistant != "the model itself"
 
 
 @torch.no_grad()
