@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 from transformers import AutoConfig, AutoModelForImageTextToText, AutoProcessor
 
-from conftest import save_tiny_model
 from family_directories import MAKERS
 from mllm_seqpar.models.auto_classes import CODE_MODULE
 from mllm_seqpar.models.mplug_owl3 import MPlugOwl3Config, MPlugOwl3ForConditionalGeneration
@@ -34,14 +33,12 @@ for folder in sys.argv[1:]:
 
 
 @pytest.fixture(scope="module")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+def folders(inference_files: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Saved directories by the beginning of their classes' names."""
-    root = tmp_path_factory.mktemp("saved")
-    save_tiny_model(root / "owl", "vector")
-    found = {"MPlugOwl3": root / "owl"}
+    found = {"MPlugOwl3": inference_files / "gated"}
     if "open_flamingo" in MAKERS:
-        MAKERS["open_flamingo"](root / "flamingo")
-        found["OpenFlamingo"] = root / "flamingo"
+        found["OpenFlamingo"] = tmp_path_factory.mktemp("saved") / "flamingo"
+        MAKERS["open_flamingo"](found["OpenFlamingo"])
     return found
 
 
