@@ -1,12 +1,15 @@
-"""Layer: pure Python. LoRA in a plan: trained parameters, memory and time, worked out by hand."""
+"""Layer: one process. LoRA in a plan: trained parameters, memory and time, worked out by hand."""
 
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
 import pytest
+from peft import LoraConfig, get_peft_model
 
 from mllm_seqpar.errors import ConfigError
+from mllm_seqpar.patches.mplug_owl3.planner import model_sizes
+from mllm_seqpar.patches.mplug_owl3.testing import tiny_model
 from mllm_seqpar.planner import ParallelSpec, read_cluster
 from mllm_seqpar.planner.files import find_file
 from mllm_seqpar.planner.lora import TARGETS, adapted_layers
@@ -89,3 +92,12 @@ def test_lora_has_no_weight_gradients_but_those_of_adapters() -> None:
 def test_invalid_options_of_lora_are_rejected(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         replace(STEP, **changes)
+
+
+def test_adapters_have_as_many_parameters_as_those_of_peft() -> None:
+    layers = r".*language_model.*(self_attn\.[qkvo]_proj|mlp\.(gate|up|down)_proj)"
+    model = tiny_model()
+    sizes = model_sizes(model.config.to_dict(), "tiny")
+    adapted = get_peft_model(model, LoraConfig(r=3, target_modules=layers))
+    workload = Workload(model=sizes, frames=4, text=64, gpus=1, lora_r=3, lora_target=("attention", "mlp"))
+    assert workload.trained_parameters == adapted.get_nb_trainable_parameters()[0]
