@@ -1,10 +1,13 @@
 """Exact sequence parallelism for cross-attention MLLMs: `model = patch_model(model, strategy="lv-xattn")`.
 
-Names load on first use, so that importing the package imports neither torch nor transformers.
+Names load on first use, so that importing the package imports neither torch nor transformers. The native models become
+known to transformers' Auto classes.
 """
 
 import importlib
 from typing import TYPE_CHECKING, Any
+
+from mllm_seqpar.models.auto_classes import register_on_import as _register_native_models
 
 if TYPE_CHECKING:
     from mllm_seqpar.config import SeqParConfig
@@ -55,3 +58,6 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return sorted([*globals(), *_EXPORTED_FROM])
+
+
+_register_native_models()

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from mllm_seqpar.errors import ConfigError
 from mllm_seqpar.planner.cluster import read_cluster
 from mllm_seqpar.planner.files import find_file, known_files
+from mllm_seqpar.planner.lora import BASE_BYTES, TARGETS
 from mllm_seqpar.planner.model_sizes import read_model
 from mllm_seqpar.planner.plan import make_plan
 from mllm_seqpar.planner.report import as_json, as_text
@@ -45,6 +46,12 @@ def _parser() -> Parser:
         "connector: cross-attention and what follows the tower; all; or none: forward only"
     )
     plan.add_argument("--trained", choices=TRAINED, default="no-vision", help=text)
+    text = "train LoRA adapters of this rank only; the weights of the model are frozen"
+    plan.add_argument("--lora_r", type=int, metavar="RANK", help=text)
+    text = "layers with adapters; connector: what follows the vision tower; default: attention mlp cross"
+    plan.add_argument("--lora_target", nargs="+", choices=TARGETS, default=Workload.lora_target, help=text)
+    text = "with --lora_r: bytes per frozen weight; 0.5: 4-bit weights, as QLoRA; default: as --element"
+    plan.add_argument("--base_parameter", type=float, choices=BASE_BYTES, help=text)
     text = "strategies to compare; default: all"
     plan.add_argument("--strategy", nargs="+", choices=STRATEGIES, default=STRATEGIES, help=text)
     plan.add_argument("--self_attention", choices=SELF_ATTENTION, default="ring", help="default: ring")
@@ -94,13 +101,14 @@ def plan(argv: Sequence[str]) -> int:
             "--recompute_attention: has no effect without --gradient_checkpointing; pass both, or neither"
         )
     names = "frames text gpus batch trained self_attention element mlp_chunk_size vision_chunk_size content_tiles "
-    names += "visual_offload"
+    names += "visual_offload lora_r base_parameter"
     workload = Workload(
         model=read_model(find_file("model", args.model)),
         **{name: getattr(args, name) for name in names.split()},
         recompute=not args.keep_visual,
         checkpointing=args.gradient_checkpointing,
         recompute_attention=args.recompute_attention,
+        lora_target=tuple(args.lora_target),
         overlap=not args.no_overlap,
         parameter=(4 if training else args.element) if args.parameter is None else args.parameter,
         optimizer=Workload.optimizer if args.optimizer is None else args.optimizer,

@@ -19,6 +19,10 @@ from .base import Communicator
 
 T = TypeVar("T")
 
+_NUMBERS = 32
+"""Integers of a rank in the first exchange of an agreement: as many in every kind of call, so that ranks in different
+calls complete it and can name their calls."""
+
 
 def fingerprint(text: str) -> int:
     """Return 63 bits of a hash of `text`, to compare texts across ranks."""
@@ -56,9 +60,8 @@ def require_agreement(
         AgreementError: the ranks differ, or `describe` raised on another rank.
     """
     values, error = attempt(describe)
-    rows = comm.gather_ints(
-        [int(error is not None), *(int((values or {}).get(name, 0)) for name in (*names, *reported))]
-    )
+    numbers = (int((values or {}).get(name, 0)) for name in (*names, *reported))
+    rows = _begin(comm, what, [int(error is not None), *numbers])
     _raise_failures(comm, what, [row[0] for row in rows], error)
     differing = [i for i in range(len(names)) if len({row[i + 1] for row in rows}) > 1]
     if differing:
@@ -84,12 +87,30 @@ def require_same_text(comm: Communicator, what: str, describe: Callable[[], str]
     """
     result, error = attempt(describe)
     text = result or ""
-    rows = comm.gather_ints([int(error is not None), fingerprint(text)])
+    rows = _begin(comm, what, [int(error is not None), fingerprint(text)])
     _raise_failures(comm, what, [row[0] for row in rows], error)
     if all(row == rows[0] for row in rows):
         return
     quoted = "; ".join(f"rank {rank}: {found}" for rank, found in enumerate(comm.gather_texts(text)))
     raise AgreementError(f"{what}: the ranks of the group disagree. {quoted}. Pass the same on every rank")
+
+
+def _begin(comm: Communicator, what: str, numbers: Sequence[int]) -> list[list[int]]:
+    """Gather the numbers of all ranks, in the exchange that begins every agreement of whatever kind.
+
+    Raises:
+        AgreementError: on every rank if the ranks make different calls, such as a forward pass and `generate`.
+    """
+    if len(numbers) >= _NUMBERS:
+        raise RuntimeError(f"{what}: {len(numbers)} numbers to compare; raise _NUMBERS, which is {_NUMBERS}")
+    rows = comm.gather_ints([fingerprint(what), *numbers, *[0] * (_NUMBERS - 1 - len(numbers))])
+    if len({row[0] for row in rows}) > 1:
+        calls = "; ".join(f"{_ranks(ranks)}: {call}" for call, ranks in _by_value(comm.gather_texts(what)))
+        raise AgreementError(
+            f"the ranks of the group are in different calls at the same time: {calls}. Every rank of the group must "
+            "make the same calls in the same order, also those whose result it does not use"
+        )
+    return [row[1 : 1 + len(numbers)] for row in rows]
 
 
 def _raise_failures(comm: Communicator, what: str, failed: Sequence[int], error: Exception | None) -> None:
@@ -133,6 +154,7 @@ def raise_on_all_ranks(
 ) -> None:
     """Raise on every rank if any rank has an `error` or the ranks have different `facts`."""
     mine = [_message(error), {name: str(value) for name, value in (facts or {}).items()}]
+    _begin(comm, what, [])
     rows = [json.loads(text) for text in comm.gather_texts(json.dumps(mine))]
     messages = [row[0] for row in rows]
     if error is not None:

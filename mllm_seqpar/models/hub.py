@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+from contextlib import suppress
 from typing import Any
 
 from mllm_seqpar.errors import ConfigError
@@ -45,9 +46,12 @@ def _from_hub(name: str, kind: str, function: str, **options: Any) -> str:
         return name
     import huggingface_hub
 
+    get, options = getattr(huggingface_hub, function), {"revision": found[2], **options}
     try:
-        return getattr(huggingface_hub, function)(found[1], revision=found[2], **options)
+        return get(found[1], **options)
     except Exception as error:  # of the Hub's client, of its HTTP client, or of the file system
+        with suppress(Exception):  # some versions ask for the list of files of a given revision, also offline
+            return get(found[1], local_files_only=True, **options)
         first = next(iter(str(error).strip().splitlines()), repr(error))
         raise ConfigError(
             f"{name}: no such directory here, and as the id of a {kind} on the Hub it cannot be downloaded: {first} "

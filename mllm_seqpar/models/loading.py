@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import importlib
-import pkgutil
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -13,7 +11,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from mllm_seqpar import models
 from mllm_seqpar.errors import ConfigError, DataError
 
 from .hub import local_directory
@@ -147,10 +144,7 @@ def model_digest(path: str) -> str:
 
 
 def _prepare(path: str) -> str:
-    """Import the native models, which register themselves with the Auto classes; return the directory of `path`."""
-    for module in pkgutil.iter_modules(models.__path__, models.__name__ + "."):
-        if module.ispkg:
-            importlib.import_module(module.name)
+    """Return the directory of `path`; raise ConfigError unless it is that of a whole model."""
     path = local_directory(path)
     if not (Path(path) / "config.json").is_file():
         raise ConfigError(f"--model {path}: no config.json there; give a directory that save_pretrained wrote")

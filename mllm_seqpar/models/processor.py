@@ -6,19 +6,23 @@ import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from transformers.processing_utils import ProcessorMixin
 from transformers.utils import PROCESSOR_NAME
 
 from mllm_seqpar.errors import DataError
 
+from .auto_classes import LocalCode, write_code
+
 _IGNORED = {"return_tensors", "return_dict", "padding", "add_special_tokens"}
 
 
-class NativeProcessor(ProcessorMixin):
+class NativeProcessor(LocalCode, ProcessorMixin):
     """Base of the native processors; subclasses have the attributes `image_processor` and `tokenizer`."""
 
+    model_type: ClassVar[str]
+    """The `model_type` of the model that it belongs to."""
     saved_options: tuple[str, ...] = ()
     """Names of the attributes that processor_config.json states."""
 
@@ -34,7 +38,8 @@ class NativeProcessor(ProcessorMixin):
         path.parent.mkdir(parents=True, exist_ok=True)
         files = [*self.tokenizer.save_pretrained(save_directory, **kwargs)]
         files += self.image_processor.save_pretrained(save_directory)
-        options = {"processor_class": type(self).__name__} | {name: getattr(self, name) for name in self.saved_options}
+        options = {"processor_class": type(self).__name__, "auto_map": write_code(save_directory, self.model_type)}
+        options |= {name: getattr(self, name) for name in self.saved_options}
         path.write_text(json.dumps(options, indent=2) + "\n", encoding="utf-8")
         return [*files, os.path.join(save_directory, PROCESSOR_NAME)]
 

@@ -31,12 +31,14 @@ class VisualProjection:
         layers: cross-attention layers of the model; the cost of gathering the features is divided by it.
         recompute: whether backward projects K and V again.
         trained: whether the features require gradients (the vision tower or the projector is trained).
+        weights_trained: whether the weights of the projection do; with LoRA they do not.
     """
 
     dim: int
     layers: int = 1
     recompute: bool = True
     trained: bool = True
+    weights_trained: bool = True
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -316,7 +318,7 @@ def _projection_seconds(
     forward = 4 * problem.key_batch * keys * visual.dim * problem.kv_heads * problem.dim / cluster.matmul
     if not backward:
         return forward
-    return forward * (1 + visual.trained + visual.recompute)  # gradients of the weights, and of the features
+    return forward * (visual.weights_trained + visual.trained + visual.recompute)  # gradients, and K and V once more
 
 
 def _group_means(visible: VisibleFraction, degree: int) -> VisibleFraction:

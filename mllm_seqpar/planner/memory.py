@@ -18,6 +18,7 @@ from mllm_seqpar.schedules.bytes_sent import LSE_BYTES, Problem
 from . import offload
 from .call_cost import shard_bytes
 from .candidates import ParallelSpec
+from .lora import saved_by_adapters
 from .model_sizes import CrossAttentionSizes, ResamplerSizes, TextSizes, VisionSizes
 from .transfer_memory import communicator_memory, receive_buffer_memory
 from .workload import Workload
@@ -37,12 +38,18 @@ def peak_memory(workload: Workload, spec: ParallelSpec) -> dict[str, int]:
     kinds = memory_after_tower(workload, spec)
     kinds["transfers"] += communicator_memory(workload)
     if workload.training:
-        kinds["activations"] += saved_before_features(workload)
-    if n > 1:  # FSDP2: the current layer and the next one, gathered; in backward, one unsharded gradient
-        kinds["buffers"] += workload.model.largest_layer * workload.element * (3 if workload.training else 2)
+        kinds["activations"] += saved_before_features(workload) + saved_by_adapters(workload)
+    if (
+        n > 1
+    ):  # FSDP2: the current layer and the next one, gathered; in backward, one unsharded gradient of a trained layer
+        kinds["buffers"] += (
+            workload.model.largest_layer
+            * workload.element
+            * (3 if workload.training and workload.lora_r is None else 2)
+        )
     tower = frozen_tower_memory(workload) - kinds["features"] - kinds["activations"]
     return {
-        "parameters": workload.model.parameters * workload.parameter // n,
+        "parameters": workload.stored_parameters // n,
         "gradients": trained * workload.parameter // n,
         "optimizer": trained * workload.optimizer // n,
         **kinds,

@@ -99,7 +99,13 @@ def _heading(plan: Plan) -> list[str]:
     workload, cluster, model = plan.workload, plan.cluster, plan.workload.model
     peak = f" ({cluster.attention_forward / cluster.peak_flops:.0%} of peak)" if cluster.peak_flops else ""
     batch = f", batch {workload.batch}" if workload.batch > 1 else ""
-    assumptions = [f"activations of {workload.element} bytes, parameters of {workload.parameter}, sharded by FSDP2"]
+    what, parameters = workload.trained, f"parameters of {workload.parameter}"
+    if workload.lora_r is not None:
+        what = f"LoRA of rank {workload.lora_r} on {', '.join(workload.lora_target)}"
+        parameters = (
+            f"frozen weights of {workload.base_parameter or workload.element}, adapters of {workload.parameter}"
+        )
+    assumptions = [f"activations of {workload.element} bytes, {parameters}, sharded by FSDP2"]
     if workload.training:
         assumptions[0] += f", gradients of {workload.parameter}, optimizer {workload.optimizer} bytes each"
         assumptions.append("K and V of frames " + ("recomputed in backward" if workload.recompute else "saved"))
@@ -113,9 +119,8 @@ def _heading(plan: Plan) -> list[str]:
         assumptions.append(f"MLPs of {workload.mlp_chunk_size} tokens at once")
     self_attention = "local" if workload.self_attention == "local" else str(plan.text.spec)
     return [
-        f"{model.name}: {model.parameters / 1e9:.2f} B parameters, {workload.trained_parameters / 1e9:.2f} B trained "
-        f"({workload.trained}); {workload.frames} frames of {model.vision.keys} tokens, {workload.text} text tokens"
-        + batch,
+        f"{model.name}: {model.parameters / 1e9:.2f} B parameters, {workload.trained_parameters / 1e9:.3g} B trained "
+        f"({what}); {workload.frames} frames of {model.vision.keys} tokens, {workload.text} text tokens" + batch,
         f"{workload.gpus} GPUs of {cluster.name}: attention {cluster.attention_forward / 1e12:.4g} TFLOP/s forward"
         f"{peak}, {cluster.gpus_per_node} to a node at {cluster.node_link / 1e9:.4g} GB/s, "
         f"{cluster.network_link / 1e9:.4g} GB/s between nodes",

@@ -1,7 +1,7 @@
 """The time of a step by part: attention is simulated, linear layers count by FLOPs, parameter traffic by bytes.
 
 Linear layers cost 2 FLOPs per parameter and token forward, the same in backward for the gradient of their input, and
-the same again for the gradient of their weights if these are trained.
+the same again for the gradient of their weights if these are trained, which LoRA replaces by that of its adapters.
 """
 
 from __future__ import annotations
@@ -17,10 +17,13 @@ from .call_cost import head_sharding_bytes
 from .candidates import STRATEGIES
 from .cluster import Cluster
 from .collectives import CollectiveCost, all_gather, all_gather_seconds, all_to_all
+from .lora import adapter_work, frozen_bytes
 from .selection import Candidate, SelectionOptions, select_strategy
 from .workload import Workload
 
 PARTS = ("vision tower", "self-attention", "cross-attention", "MLP", "vocabulary", "parameters")
+_ADAPTED = {"self-attention": "attention", "MLP": "mlp", "cross-attention": "cross", "vision tower": "connector"}
+"""The layers with adapters that each part contains."""
 
 
 @dataclass(frozen=True)
@@ -90,13 +93,21 @@ def step_parts(workload: Workload, cluster: Cluster, cross: Candidate, text: Can
         "MLP": _mlp(workload, cluster),
         "vocabulary": _linear(workload, cluster, sizes.vocabulary * sizes.hidden, trained=trained),
     }
+    for name, target in _ADAPTED.items():
+        parts[name] += _adapters(workload, cluster, target)
     return parts | {"parameters": _parameters(workload, cluster, parts)}
 
 
 def _linear(workload: Workload, cluster: Cluster, parameters: int, *, trained: bool, recomputed: int = 0) -> Part:
     """Return the cost of linear layers on all tokens of a rank with this number of recomputations."""
     once = 2 * parameters * workload.tokens / cluster.matmul
-    return Part(once, once * (1 + trained + recomputed) if workload.training else 0.0)
+    return Part(once, once * (1 + (trained and workload.lora_r is None) + recomputed) if workload.training else 0.0)
+
+
+def _adapters(workload: Workload, cluster: Cluster, target: str) -> Part:
+    """Return the cost of the adapters of one kind of layers, which have both gradients in backward."""
+    once = 2 * adapter_work(workload, target) / cluster.matmul
+    return Part(once, once * (2 + workload.checkpointing))
 
 
 def _vision(workload: Workload, cluster: Cluster) -> Part:
@@ -111,9 +122,9 @@ def _vision(workload: Workload, cluster: Cluster) -> Part:
         backward = 2 * linear + 10 * entries / cluster.attention_backward
         backward += forward if workload.checkpointing else 0.0
     connector = 2 * workload.model.connector_work * frames / cluster.matmul
-    return Part(
-        forward + connector, backward + (2 * connector if workload.training and workload.trains_features else 0.0)
-    )
+    if workload.training and workload.trains_features:
+        backward += connector * (2 if workload.lora_r is None else 1)
+    return Part(forward + connector, backward)
 
 
 def _cross_attention(workload: Workload, cluster: Cluster, cross: Candidate) -> Part:
@@ -194,6 +205,8 @@ def _parameters(workload: Workload, cluster: Cluster, parts: Mapping[str, Part])
     if gpus == 1:
         return Part()
     parameters = workload.model.parameters * workload.element
+    if workload.lora_r is not None:  # frozen weights are gathered as they are stored
+        parameters = frozen_bytes(workload) + workload.trained_parameters * workload.element
     gradients = workload.trained_parameters * workload.parameter
     gather = all_gather_seconds(cluster, gpus, parameters / gpus)
     backward_seconds = gather + all_gather_seconds(cluster, gpus, gradients / gpus) if workload.training else 0.0

@@ -37,7 +37,10 @@ def draw_plan(plan: Plan, path: str | Path) -> None:
         panels.append((f"{spec}, {name}: a call takes {call}, its schedule {schedule}", cost.timeline))
     title = f"One cross-attention layer of {workload.model.name}: {workload.frames} frames, {workload.text} text tokens"
     figure = timeline_figure(f"{title}, {workload.gpus} GPUs of {plan.cluster.name}", panels)
-    figure.savefig(path, bbox_inches="tight")
+    try:
+        figure.savefig(path, bbox_inches="tight")
+    except ValueError as error:  # an unknown suffix
+        raise ConfigError(f"--timeline {path}: {error}") from error
 
 
 def timeline_figure(title: str, panels: Sequence[tuple[str, Timeline]]) -> Any:

@@ -1,10 +1,12 @@
 """The workload of a plan: one training step, or one forward pass, of a model on a video and a text."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from mllm_seqpar.errors import ConfigError
 from mllm_seqpar.schedules.bytes_sent import Problem
 
+from . import lora
 from .call_cost import VisualProjection
 from .model_sizes import CrossAttentionSizes, ModelSizes, TextSizes
 
@@ -34,6 +36,9 @@ class Workload:
         element: bytes of an element of an activation (bf16: 2).
         parameter: bytes of an element of a stored parameter and of its gradient (float32: 4).
         optimizer: bytes of optimizer state per trained parameter (AdamW in float32: 8).
+        lora_r: the rank of LoRA adapters, which are then all that is trained; None without LoRA.
+        lora_target: the layers that have adapters, of `lora.TARGETS`.
+        base_parameter: with LoRA, bytes of a frozen weight (0.5: 4 bits); None: as `element`.
     """
 
     model: ModelSizes
@@ -54,6 +59,9 @@ class Workload:
     element: int = 2
     parameter: int = 4
     optimizer: int = 8
+    lora_r: int | None = None
+    lora_target: tuple[str, ...] = ("attention", "mlp", "cross")
+    base_parameter: float | None = None
 
     def __post_init__(self) -> None:
         counted = {"frames": "frames", "text": "text", "gpus": "gpus", "batch": "batch"}
@@ -84,6 +92,7 @@ class Workload:
             raise ConfigError(
                 f"self_attention: {self.self_attention!r} cannot be planned; choose one of {', '.join(SELF_ATTENTION)}"
             )
+        lora.check_lora(self)
 
     @property
     def training(self) -> bool:
@@ -145,11 +154,19 @@ class Workload:
     def visual(self) -> VisualProjection:
         cross = self.model.cross
         trained = self.trained == "all" or (self.training and self.model.connector_parameters > 0)
-        return VisualProjection(dim=cross.visual_dim, layers=cross.layers, recompute=self.recompute, trained=trained)
+        if self.lora_r is not None:
+            trained = "connector" in self.lora_target
+        options = {"recompute": self.recompute, "trained": trained, "weights_trained": self.lora_r is None}
+        return VisualProjection(dim=cross.visual_dim, layers=cross.layers, **options)
+
+    def adapted(self, targets: Sequence[str]) -> list[str]:
+        """Return those of the targets that have LoRA adapters."""
+        return [] if self.lora_r is None else [target for target in targets if target in self.lora_target]
 
     @property
     def language_trained(self) -> bool:
-        return self.trained in ("all", "no-vision", "language")
+        """Whether the weights of the decoder layers have gradients."""
+        return self.lora_r is None and self.trained in ("all", "no-vision", "language")
 
     @property
     def trains_features(self) -> bool:
@@ -157,8 +174,17 @@ class Workload:
         return self.visual.trained and self.trained != "language"
 
     @property
+    def stored_parameters(self) -> int:
+        """Bytes of all stored parameters of all ranks."""
+        if self.lora_r is None:
+            return self.model.parameters * self.parameter
+        return lora.frozen_bytes(self) + self.trained_parameters * self.parameter
+
+    @property
     def trained_parameters(self) -> int:
         model = self.model
+        if self.lora_r is not None:
+            return lora.adapter_parameters(self)
         return {
             "all": model.parameters,
             "no-vision": model.parameters - model.vision.parameters,

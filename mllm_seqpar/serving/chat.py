@@ -94,11 +94,15 @@ class Terminal:
     def __init__(self, args: ChatOptions, worker: Worker, video: MediaFile | None) -> None:
         self._args, self._worker, self._video = args, worker, video
         self._messages: list[dict[str, Any]] = []
-        self._stop = False
+        self._stop = self._reading = False
         self._reset()
 
     def talk(self) -> None:
         """Read lines until the end of the input."""
+        with self._interrupts():
+            self._talk()
+
+    def _talk(self) -> None:
         ranks = self._worker.engine.comm.size
         _note(f"{self._args.model} on {ranks} rank{'s' * (ranks > 1)}; /help lists the commands")
         if self._video is not None:
@@ -120,8 +124,13 @@ class Terminal:
 
     def _read_line(self) -> str | None:
         """Return the next line, empty after Ctrl-C; None at the end of the input."""
+        self._stop = False
         try:
-            return input("> " if sys.stdin.isatty() else "").strip()
+            try:
+                self._reading = True
+                return input("> " if sys.stdin.isatty() else "").strip()
+            finally:
+                self._reading = False
         except EOFError:
             return None
         except KeyboardInterrupt:
@@ -168,7 +177,7 @@ class Terminal:
         content = [*({"type": "video"} for _ in video if not shown), {"type": "text", "text": question}]
         messages = [*self._messages, {"role": "user", "content": content}]
         sampling = self._args.sampling(seed=self._args.seed)
-        with _Progress() as progress, self._interrupts():
+        with _Progress() as progress:
             try:
                 job = Job(messages=messages, media=video, sampling=sampling)
                 reply = self._worker.run(
@@ -188,12 +197,18 @@ class Terminal:
 
     @contextmanager
     def _interrupts(self) -> Iterator[None]:
-        """Let Ctrl-C stop the answer. A pass that has begun is finished."""
+        """Let Ctrl-C stop the answer after the running pass, or drop the line that is typed, but never end the chat.
 
-        def stop(number: int, frame: Any) -> None:
+        Python installs no handler if SIGINT is ignored at its start, as in background jobs of shells.
+        """
+
+        def interrupt(number: int, frame: Any) -> None:
             self._stop = True
+            if self._reading:
+                self._reading = False
+                raise KeyboardInterrupt
 
-        self._stop, before = False, signal.signal(signal.SIGINT, stop)
+        before = signal.signal(signal.SIGINT, interrupt)
         try:
             yield
         finally:

@@ -183,7 +183,7 @@ class SeqParMixin(_Base):
         result = super().compute_loss(
             model, inputs, return_outputs=return_outputs, num_items_in_batch=num_items_in_batch
         )
-        if num_items_in_batch is None or self.loss_is_scaled_for_ga is False:
+        if num_items_in_batch is None or getattr(self, "loss_is_scaled_for_ga", None) is False:
             return result
         loss, outputs = result if return_outputs else (result, None)
         loss = loss / self.sequence_parallel_size  # Trainer multiplied by the number of processes, not of groups

@@ -2,10 +2,12 @@
 #
 #   root=...; source "$root/scripts/lib/venv.sh"; ensure_venv "test,video"; "$venv_python" -m pytest
 #
-# Without CUDA, torch is held at the version of configs/constraints-cpu.txt. PYTHON names the interpreter to build the
-# environment with; by default the first one found that is new enough and can make environments.
+# Without CUDA, torch is held at the version of configs/constraints-cpu.txt. TEST_VERSIONS=oldest holds packages at the
+# versions of configs/constraints-oldest.txt instead, TEST_VERSIONS=newest at none; each has an environment of its own.
+# PYTHON names the interpreter to build the environment with; by default the first one found that is new enough and can
+# make environments.
 
-venv_dir="$root/.venv"
+venv_dir="$root/.venv${TEST_VERSIONS:+-$TEST_VERSIONS}"
 venv_python="$venv_dir/bin/python"
 
 _usable_python() {
@@ -48,14 +50,20 @@ PYTHON
 ensure_venv() {
     local extras="$1" python fingerprint stamp
     local files=("$root/pyproject.toml" "$root/setup.py") constraint=()
+    case "${TEST_VERSIONS:-}" in
+        "") _has_cuda || constraint=(--constraint "$root/configs/constraints-cpu.txt") ;;
+        oldest) constraint=(--constraint "$root/configs/constraints-oldest.txt") ;;
+        newest) ;;
+        *)
+            echo "error: TEST_VERSIONS is $TEST_VERSIONS; expected oldest or newest" >&2
+            return 2
+            ;;
+    esac
+    files+=(${constraint[@]+"${constraint[1]}"})
     if ! "$venv_python" -m pip --version >/dev/null 2>&1; then
         python="$(_find_python)" || return 1
         echo "making $venv_dir with $("$python" --version)"
         "$python" -m venv --clear "$venv_dir"
-    fi
-    if ! _has_cuda; then
-        files+=("$root/configs/constraints-cpu.txt")
-        constraint=(--constraint "$root/configs/constraints-cpu.txt")
     fi
     fingerprint="$(_fingerprint "${files[@]}")"
     stamp="$venv_dir/.installed-${extras//,/-}"

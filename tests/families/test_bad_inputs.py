@@ -283,6 +283,16 @@ def test_ranks_that_compute_differently_are_refused(what: str) -> None:
     on_ranks(2, "mplug_owl3", OWL, run)
 
 
+def test_forward_on_one_rank_and_generate_on_another_are_named() -> None:
+    def run(model: Any, inputs: Inputs, comm: Any) -> Any:
+        with pytest.raises(AgreementError, match="different calls .*: rank 0: forward pass; rank 1: generate"):
+            model.generate(inputs["input_ids"], pixel_values=inputs["pixel_values"]) if comm.rank else model(**inputs)
+        return model(**inputs).loss.item()
+
+    first, second = on_ranks(2, "mplug_owl3", OWL, run)
+    assert first == pytest.approx(second)  # both ranks can go on
+
+
 DISAGREE = "the ranks of the group disagree"
 
 

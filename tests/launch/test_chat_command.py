@@ -26,7 +26,7 @@ class Terminal:
     def __init__(self, *argv: Any) -> None:
         self.pid, self._fd = pty.fork()
         if self.pid == 0:
-            signal.signal(signal.SIGINT, signal.SIG_DFL)  # background jobs of a shell ignore it
+            signal.signal(signal.SIGINT, signal.SIG_IGN)  # as in background jobs of shells
             os.environ.update(OMP_NUM_THREADS="1", PYTHONUNBUFFERED="1", TERM="dumb")
             os.chdir(ROOT)
             os.execv(sys.executable, [sys.executable, *COMMAND, *map(str, argv)])
@@ -51,7 +51,14 @@ class Terminal:
         return before.replace("\r\n", "\n")
 
     def wait(self) -> int:
-        return os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+        """Return the exit status of the command, which has to end in time."""
+        deadline = time.monotonic() + HANG
+        while not (ended := os.waitpid(self.pid, os.WNOHANG))[0]:
+            if time.monotonic() > deadline:
+                os.kill(self.pid, signal.SIGKILL)
+                raise AssertionError(f"the command does not end; its last output is {self.output!r}")
+            time.sleep(0.05)
+        return os.waitstatus_to_exitcode(ended[1])
 
 
 def test_turns_in_a_terminal_on_two_ranks(inference_files: Path) -> None:

@@ -1,5 +1,6 @@
 """`generate` for frames without a batch dimension. Without arguments it is greedy, as published."""
 
+import inspect
 from typing import Any
 
 import torch
@@ -8,13 +9,14 @@ from transformers import GenerationConfig, GenerationMixin
 from transformers.cache_utils import Cache
 
 from mllm_seqpar._logging import get_logger
-from mllm_seqpar.errors import ShapeError
+from mllm_seqpar.errors import ConfigError, ShapeError
 from mllm_seqpar.runtime.visual_features import fingerprint_of
 
 from .media import MediaLayout
 from .visual_inputs import visual_cache
 
 _FRAMES = ("pixel_values", "image_embeds")
+_OF_FRAMES = (*_FRAMES, "media_layout", "visual_shard")
 _TOKEN_IDS = ("bos_token_id", "eos_token_id")
 _SAME_FRAMES = "a conversation continues with the frames it began with: pass those, or none, or start without the cache"
 _log = get_logger(__name__)
@@ -74,6 +76,21 @@ class MPlugOwl3GenerationMixin(GenerationMixin):
         )
         return input_ids, model_kwargs | frames | {"media_layout": layout}
 
+    def _get_candidate_generator(
+        self, *args: Any, model_kwargs: dict[str, Any], assistant_model: Any = None, **kwargs: Any
+    ) -> Any:
+        """Return transformers' candidate generator; an assistant that takes no frames drafts from the text alone."""
+        if kwargs["generation_config"].assistant_early_exit is not None:
+            raise ConfigError(
+                "assistant_early_exit: not supported; pass an assistant_model, or prompt_lookup_num_tokens"
+            )
+        if assistant_model is not None:
+            taken = inspect.signature(assistant_model.forward).parameters
+            if not any(name in taken for name in _FRAMES):
+                model_kwargs = {name: x for name, x in model_kwargs.items() if name in taken or name not in _OF_FRAMES}
+        kwargs |= {"model_kwargs": model_kwargs, "assistant_model": assistant_model}
+        return super()._get_candidate_generator(*args, **kwargs)
+
     def _prompt_layout(self, input_ids: Tensor | None, model_kwargs: dict[str, Any]) -> MediaLayout:
         total = self.count_frames(**model_kwargs)
         cached = visual_cache(model_kwargs.get("past_key_values"))
@@ -99,7 +116,8 @@ class MPlugOwl3GenerationMixin(GenerationMixin):
         inputs = super().prepare_inputs_for_generation(input_ids, past_key_values=past_key_values, **kwargs)
         cached = visual_cache(past_key_values)
         if past_key_values is None or cached is None or past_key_values.get_seq_length() == 0:
-            return inputs
+            # transformers leaves frames out of all passes of an assistant model, also of the first.
+            return inputs | {name: kwargs[name] for name in _FRAMES if kwargs.get(name) is not None}
         passed = self.count_frames(**inputs)
         if passed not in (0, cached.layout.total_frames):
             raise ShapeError(

@@ -8,6 +8,7 @@ from typing import Any, Self, cast
 from transformers import PreTrainedModel
 
 from mllm_seqpar.errors import ConfigError
+from mllm_seqpar.models.auto_classes import LocalCode
 from mllm_seqpar.models.loading import load_clean
 
 from .checkpoint import checkpoint_keys, complete_config, hub_options
@@ -16,7 +17,7 @@ from .configuration import MPlugOwl3Config
 _CONFIG_OVERRIDES = {field.name for field in fields(MPlugOwl3Config)} - {"dtype"} | {"output_attentions"}
 
 
-class MPlugOwl3PreTrainedModel(PreTrainedModel):
+class MPlugOwl3PreTrainedModel(LocalCode, PreTrainedModel):
     config: MPlugOwl3Config
     base_model_prefix = ""
     input_modalities = ("image", "video", "text")

@@ -17,6 +17,7 @@ from mllm_seqpar.models.processor import NativeProcessor
 from . import chat
 from .chat import IMAGE, TEMPLATES, VIDEO, Message, Piece
 from .checkpoint import hub_options, processor_options
+from .configuration import MPlugOwl3Config
 from .image_processing import Frame, Grid, ImageOptions, MPlugOwl3ImageProcessor, frame_list, to_tensor
 
 _END_OF_DOCUMENT = "<|endoftext|>"
@@ -46,6 +47,7 @@ class MPlugOwl3Processor(NativeProcessor):
         ConfigError: an unknown template.
     """
 
+    model_type = MPlugOwl3Config.model_type
     saved_options = _OPTIONS
 
     def __init__(

@@ -9,41 +9,29 @@ trained. Here a directory is complete:
     preprocessor_config.json, processor_config.json    CLIP's image processor
 
 `convert` writes such a directory from a language model's directory, a CLIP directory and a published checkpoint.pt.
-Importing this package registers it with transformers' Auto classes. Loading a model needs the package open-flamingo;
-importing does not.
+Names load on first use: `OpenFlamingo`, the class of the model, needs the package open-flamingo.
 """
 
-import os
-from typing import Any
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
-from transformers import AutoConfig, AutoModel, AutoModelForImageTextToText, AutoProcessor
+if TYPE_CHECKING:
+    from .configuration import OpenFlamingoConfig
+    from .conversion import convert
+    from .modeling import OpenFlamingo
+    from .processing import OpenFlamingoProcessor
 
-from .configuration import OpenFlamingoConfig
-from .conversion import convert
-from .processing import OpenFlamingoProcessor
+__all__ = ["OpenFlamingo", "OpenFlamingoConfig", "OpenFlamingoProcessor", "convert"]
 
-__all__ = ["OpenFlamingoConfig", "OpenFlamingoLoader", "OpenFlamingoProcessor", "convert", "register"]
-
-
-class OpenFlamingoLoader:
-    """The model class that transformers' Auto classes find; it imports the package open-flamingo only to load."""
-
-    config_class = OpenFlamingoConfig
-
-    @classmethod
-    def from_pretrained(cls, path: str | os.PathLike[str], **options: Any) -> Any:
-        """Return the `open_flamingo.Flamingo` of a directory; see `modeling.OpenFlamingo.from_pretrained`."""
-        from .modeling import OpenFlamingo
-
-        return OpenFlamingo.from_pretrained(path, **options)
+_DEFINED_IN = {
+    "OpenFlamingo": "modeling",
+    "OpenFlamingoConfig": "configuration",
+    "OpenFlamingoProcessor": "processing",
+    "convert": "conversion",
+}
 
 
-def register() -> None:
-    """Register `open_flamingo` with transformers' Auto classes. Repeated calls change nothing."""
-    AutoConfig.register(OpenFlamingoConfig.model_type, OpenFlamingoConfig, exist_ok=True)
-    for auto in (AutoModel, AutoModelForImageTextToText):
-        auto.register(OpenFlamingoConfig, OpenFlamingoLoader, exist_ok=True)
-    AutoProcessor.register(OpenFlamingoConfig, OpenFlamingoProcessor, exist_ok=True)
-
-
-register()
+def __getattr__(name: str) -> Any:
+    if name not in _DEFINED_IN:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{_DEFINED_IN[name]}"), name)

@@ -4,13 +4,14 @@ from transformers import AutoConfig, CLIPVisionConfig
 from transformers.configuration_utils import PreTrainedConfig
 
 from mllm_seqpar.errors import ConfigError
+from mllm_seqpar.models.configuration import NativeConfig
 
 LAYERS = {"gpt_neox": "gpt_neox.layers", "llama": "model.layers", "mpt": "transformer.blocks"}
 LAYERS |= {"opt": "model.decoder.layers"}
 """The attribute path of the decoder layers in transformers' language models, by model type."""
 
 
-class OpenFlamingoConfig(PreTrainedConfig):
+class OpenFlamingoConfig(NativeConfig, PreTrainedConfig):
     """Configuration of an OpenFlamingo model directory.
 
     Attributes:

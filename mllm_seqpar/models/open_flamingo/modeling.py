@@ -18,6 +18,7 @@ from transformers import CLIPVisionModel
 from transformers.initialization import no_init_weights
 
 from mllm_seqpar.errors import ConfigError
+from mllm_seqpar.models.auto_classes import LocalCode
 
 from .configuration import OpenFlamingoConfig
 from .language import language_model_class
@@ -72,7 +73,7 @@ class ClipTower(CLIPVisionModel):
         return out.pooler_output, out.last_hidden_state[:, 1:]
 
 
-class OpenFlamingo(_Flamingo):  # type: ignore[valid-type,misc]
+class OpenFlamingo(LocalCode, _Flamingo):  # type: ignore[valid-type,misc]
     """`open_flamingo.Flamingo` with the interface of transformers' models for loading, saving and sharding."""
 
     config_class = OpenFlamingoConfig

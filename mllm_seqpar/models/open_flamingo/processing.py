@@ -13,11 +13,15 @@ from transformers.feature_extraction_utils import BatchFeature
 from mllm_seqpar.errors import DataError
 from mllm_seqpar.models.processor import NativeProcessor
 
+from .configuration import OpenFlamingoConfig
+
 IMAGE, END_OF_CHUNK = "<image>", "<|endofchunk|>"
 
 
 class OpenFlamingoProcessor(NativeProcessor):
     """The language model's tokenizer and CLIP's image processor, used as in the published training."""
+
+    model_type = OpenFlamingoConfig.model_type
 
     def __init__(self, image_processor: Any, tokenizer: Any) -> None:
         vocabulary = tokenizer.get_vocab()

@@ -116,6 +116,20 @@ def test_dropout_in_a_projection_uses_the_same_mask_in_backward(checkpointing: b
     assert gradient.item() == pytest.approx(found[0][1].item(), rel=2e-2)
 
 
+def different_calls(rank: int, world: int) -> float:
+    model = patch_model(model_of("mplug_owl3", CASE).eval())
+    inputs = inputs_of("mplug_owl3", CASE, model)
+    with pytest.raises(AgreementError, match="different calls .*: rank 0: forward pass; rank 1: generate"):
+        model.generate(inputs["input_ids"], pixel_values=inputs["pixel_values"]) if rank else model(**inputs)
+    return model(**inputs).loss.item()
+
+
+@pytest.mark.slow
+def test_forward_on_one_process_and_generate_on_another_are_named_and_the_group_goes_on() -> None:
+    first, second = ranks(2).run(different_calls)
+    assert first == pytest.approx(second)
+
+
 def replicated_text(rank: int, world: int, patched: bool = True) -> Outcome:
     """Run OPT with dropout behind attention and MLP, as the published checkpoints have it."""
     case = replace(BATCHES["open_flamingo"], train=True).with_model(language_model="opt")

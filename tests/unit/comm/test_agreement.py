@@ -67,6 +67,18 @@ def test_different_integers_and_texts_are_quoted_by_rank() -> None:
     assert found == [(AgreementError, message)] * 2
 
 
+def test_ranks_in_different_calls_are_told_which() -> None:
+    calls: list[Callable[[Communicator], Any]] = [
+        lambda comm: require_agreement(comm, "forward pass", ("a",), lambda: {"a": 3}),
+        lambda comm: require_same_text(comm, "generate", lambda: "x"),
+        lambda comm: check_collectively(comm, "data", lambda: 1),
+    ]
+    found = raised(lambda comm: calls[comm.rank](comm))
+    message = "the ranks of the group are in different calls at the same time: "
+    assert found == [(AgreementError, found[0][1])] * 3
+    assert found[0][1].startswith(message + "rank 0: forward pass; rank 1: generate; rank 2: data. Every rank")
+
+
 @pytest.mark.parametrize(
     "check",
     [

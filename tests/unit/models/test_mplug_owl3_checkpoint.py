@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModel, AutoModelForCausalLM, AutoModelForImageTextToText
 
 from mllm_seqpar.errors import ConfigError, DataError, ShapeError
-from mllm_seqpar.models.mplug_owl3 import MPlugOwl3Config, MPlugOwl3ForConditionalGeneration, register
+from mllm_seqpar.models.mplug_owl3 import MPlugOwl3Config, MPlugOwl3ForConditionalGeneration
 from mllm_seqpar.models.mplug_owl3.checkpoint import gate_of
 from mllm_seqpar.patches.mplug_owl3.testing import IMAGE_TOKEN, tiny_config, tiny_frames, tiny_model, tiny_text
 from outcomes import error
@@ -220,7 +220,6 @@ def test_only_safetensors_are_loaded(tmp_path: Path) -> None:
 
 def test_new_model_has_initialised_weights() -> None:
     """Gates of a new model are half open, and no parameter is uninitialised memory."""
-    register()  # a second time
     model = AutoModel.from_config(tiny_config("vector"))
     for index in (0, 2):
         assert torch.equal(model.language_model.model.layers[index].self_attn.gate, torch.zeros(64))

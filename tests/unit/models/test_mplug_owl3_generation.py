@@ -2,17 +2,18 @@
 
 import copy
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
-from transformers import GenerationConfig, StaticCache
+from transformers import GenerationConfig, Qwen2Config, Qwen2ForCausalLM, StaticCache
 
-from mllm_seqpar import patch_model
+from mllm_seqpar import FrameShard, frame_range, patch_model
 from mllm_seqpar.comm import Communicator, run_loopback
-from mllm_seqpar.errors import ShapeError
+from mllm_seqpar.errors import ConfigError, ShapeError
 from mllm_seqpar.models.mplug_owl3.visual_inputs import visual_cache
 from mllm_seqpar.patches.mplug_owl3.testing import GATES, IMAGE_TOKEN, tiny_frames, tiny_model, tiny_text
 
@@ -211,3 +212,66 @@ def test_reset_cache_has_no_frames() -> None:
     cache.reset()
     assert (model(text, past_key_values=cache).logits - model(text).logits).abs().max() < 1e-4
     assert visual_cache(cache) is None
+
+
+def text_model() -> Any:
+    """Return a language model with the vocabulary of the tiny models."""
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2}
+    ids = {"vocab_size": 256, "bos_token_id": 1, "eos_token_id": 2}
+    return Qwen2ForCausalLM(Qwen2Config(**sizes, **ids, num_key_value_heads=2)).eval()
+
+
+ASSISTANTS: dict[str, Callable[[str | None], Any]] = {
+    "the model itself": tiny_model,
+    "another generation, narrower": lambda gate: tiny_model(
+        "vector" if gate is None else None, hidden_size=32, num_attention_heads=2, num_key_value_heads=1
+    ),
+    "a language model": lambda gate: text_model(),
+}
+
+
+@pytest.mark.parametrize("assistant", ASSISTANTS)
+@pytest.mark.parametrize("gate", [GATES[0], *(pytest.param(gate, marks=pytest.mark.slow) for gate in GATES[1:])])
+@torch.no_grad()
+def test_assisted_tokens_equal_greedy_ones(gate: str | None, assistant: str) -> None:
+    """Unpatched, and patched on one and two ranks, with an assistant that is not patched."""
+    model, ids, inputs = tiny_model(gate), tiny_text(3), {"pixel_values": tiny_frames(3), "max_new_tokens": 12}
+    expected, helper = generate(model, ids, **inputs), ASSISTANTS[assistant](gate)
+
+    def assisted(target: Any) -> tuple[bool, int]:
+        lengths: list[int] = []
+        target.register_forward_pre_hook(lambda *call: lengths.append(call[2]["input_ids"].shape[1]), with_kwargs=True)
+        found = generate(target, ids, assistant_model=copy.deepcopy(helper), **inputs)
+        return torch.equal(found, expected), len(lengths)
+
+    def patched(comm: Communicator) -> tuple[bool, int]:
+        return assisted(patch_model(copy.deepcopy(model), group=comm))
+
+    for equal, passes in (assisted(copy.deepcopy(model)), *run_loopback(1, patched), *run_loopback(2, patched)):
+        assert equal
+        # An assistant that attends to the same frames drafts at least one token for each pass, and all are accepted.
+        assert passes <= 6 or assistant != "the model itself"
+
+
+@torch.no_grad()
+def test_patched_assistant_takes_the_frames_of_each_rank() -> None:
+    model, ids, frames, limit = tiny_model(), tiny_text(3), tiny_frames(3), {"max_new_tokens": 12}
+    expected = generate(model, ids, pixel_values=frames, **limit)
+
+    def run(comm: Communicator) -> Tensor:
+        target, assistant = (patch_model(copy.deepcopy(model), group=comm) for _ in range(2))
+        shard = frame_range(3, comm)
+        local = {
+            "pixel_values": frames[shard.start : shard.stop],
+            "visual_shard": FrameShard(shard.start, shard.stop, 3),
+        }
+        with pytest.raises(ValueError, match="visual_shard"):
+            generate(target, ids, assistant_model=model, **local, **limit)
+        return generate(target, ids, assistant_model=assistant, **local, **limit)
+
+    assert all(torch.equal(found, expected) for found in run_loopback(2, run))
+
+
+def test_early_exit_is_refused() -> None:
+    with pytest.raises(ConfigError, match="assistant_early_exit: not supported"):
+        generate(tiny_model(), tiny_text(1), pixel_values=tiny_frames(1), assistant_early_exit=2)

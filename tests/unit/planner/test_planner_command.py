@@ -42,6 +42,10 @@ def test_plan_draws_a_timeline(tmp_path: Path) -> None:
     paths = list(xml.etree.ElementTree.parse(figure).iter("{http://www.w3.org/2000/svg}path"))
     # 3 ranks, forward and backward, each with 4 blocks and 2 transfers of either kind
     assert len(paths) > 2 * 3 * (4 + 2 + 2)
+    picture = tmp_path / "timeline.png"
+    assert plan("--timeline", str(picture), gpus="3") == 1
+    assert picture.read_bytes().startswith(b"\x89PNG\r\n")
+    assert plan("--timeline", str(tmp_path / "timeline.mp3")) == 2
 
 
 def test_plan_prints_json(capsys: pytest.CaptureFixture[str]) -> None:
@@ -63,6 +67,15 @@ def test_plan_prints_the_options_of_patch_model(capsys: pytest.CaptureFixture[st
     assert inference["run"]["parameter"] == 2 and inference["strategies"][0]["memory"]["optimizer"] == 0
 
 
+def test_plan_of_lora(capsys: pytest.CaptureFixture[str]) -> None:
+    assert plan("--lora_r", "16", "--lora_target", "attention", "mlp", "--base_parameter", "0.5") == 0
+    printed = capsys.readouterr().out
+    assert "0.0404 B trained (LoRA of rank 16 on attention, mlp)" in printed
+    assert "frozen weights of 0.5, adapters of 4" in printed
+    row = plan_json(capsys, "--lora_r", "16")["strategies"][0]
+    assert 0 < row["memory"]["optimizer"] < row["memory"]["parameters"] / 20
+
+
 def test_plan_of_too_long_a_video_says_what_would_fit(capsys: pytest.CaptureFixture[str]) -> None:
     assert plan("--self_attention", "ulysses", frames="86400") == 1
     printed = capsys.readouterr().out
@@ -79,6 +92,9 @@ def test_plan_of_too_long_a_video_says_what_would_fit(capsys: pytest.CaptureFixt
         (["--trained", "none", "--gradient-checkpointing"], {}, "would have no effect"),
         (["--recompute-attention"], {}, "has no effect without --gradient_checkpointing"),
         (["--trained", "none", "--optimizer", "4"], {}, "would have no effect"),
+        (["--element", "3"], {}, "element: no floating-point number has 3 bytes; pass 1, 2, 4 or 8"),
+        (["--lora_r", "0"], {}, "lora_r: 0 is not a rank of adapters"),
+        (["--lora_r", "8", "--trained", "all"], {}, "trained: 'all' has no effect with lora_r"),
     ],
 )
 def test_invalid_options_end_in_one_line(

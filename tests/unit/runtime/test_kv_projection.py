@@ -302,4 +302,6 @@ def test_training_step_of_family_projects_keys_and_values_twice(family: str, mon
     assert layers > 0 and len(flops["keys_values"]) == 2 * layers
     once = flops["keys_values"][0]
     assert once > 0 and flops["keys_values"] == [once] * 2 * layers
-    assert flops["input_grads"] == [2 * once] * layers, "gradients of weights and of features, no other projection"
+    # Rotary angles are a small product in some versions of transformers.
+    twice = pytest.approx(2 * once, rel=1e-3)
+    assert flops["input_grads"] == [twice] * layers, "gradients of weights and of features, no other projection"

@@ -1,0 +1,84 @@
+"""Layer: one process. transformers' Auto classes on saved native models, in new processes and in this one."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from transformers import AutoConfig, AutoModelForImageTextToText, AutoProcessor
+
+from family_directories import MAKERS
+from mllm_seqpar.models.auto_classes import CODE_MODULE
+from mllm_seqpar.models.mplug_owl3 import MPlugOwl3Config, MPlugOwl3ForConditionalGeneration
+from mllm_seqpar.patches.mplug_owl3.testing import tiny_config
+
+IMPORTS = {
+    "the package first": "import mllm_seqpar; from transformers import AutoConfig, AutoModel, AutoProcessor",
+    "remote code": "from transformers import AutoConfig, AutoModel, AutoProcessor; options['trust_remote_code'] = True",
+}
+LOAD = """
+import sys
+options = {}
+%s
+from transformers import AutoModelForImageTextToText
+absent = [name for name in sys.modules if name.startswith("mllm_seqpar") and name.endswith(("modeling", "processing"))]
+assert not absent, absent  # importing loads no model
+for folder in sys.argv[1:]:
+    found = [auto.from_pretrained(folder, **options) for auto in (AutoConfig, AutoProcessor)]
+    found += [auto.from_pretrained(folder, **options) for auto in (AutoModelForImageTextToText, AutoModel)]
+    print(*(type(x).__name__ for x in found))
+"""
+
+
+@pytest.fixture(scope="module")
+def folders(inference_files: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Saved directories by the beginning of their classes' names."""
+    found = {"MPlugOwl3": inference_files / "gated"}
+    if "open_flamingo" in MAKERS:
+        found["OpenFlamingo"] = tmp_path_factory.mktemp("saved") / "flamingo"
+        MAKERS["open_flamingo"](found["OpenFlamingo"])
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("order", IMPORTS)
+def test_new_process_loads_a_directory_by_auto_classes_alone(
+    folders: dict[str, Path], order: str, tmp_path: Path
+) -> None:
+    command = [sys.executable, "-c", LOAD % IMPORTS[order], *map(str, folders.values())]
+    environment = {**os.environ, "HF_MODULES_CACHE": str(tmp_path), "HF_HUB_OFFLINE": "1"}
+    done = subprocess.run(command, env=environment, text=True, capture_output=True, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    model = {"MPlugOwl3": "MPlugOwl3ForConditionalGeneration", "OpenFlamingo": "OpenFlamingo"}
+    expected = [f"{name}Config {name}Processor {model[name]} {model[name]}" for name in folders]
+    assert done.stdout.splitlines() == expected
+
+
+def test_directory_names_its_remote_code_also_where_it_was_published_with_other_code(
+    folders: dict[str, Path], tmp_path: Path
+) -> None:
+    config = tiny_config()
+    config.auto_map = {"AutoConfig": "configuration_mplugowl3.mPLUGOwl3Config"}
+    MPlugOwl3ForConditionalGeneration(config).save_pretrained(tmp_path)
+    AutoProcessor.from_pretrained(folders["MPlugOwl3"]).save_pretrained(tmp_path)
+    expected = {"AutoConfig": "MPlugOwl3Config", "AutoProcessor": "MPlugOwl3Processor"}
+    expected["AutoModelForImageTextToText"] = "MPlugOwl3ForConditionalGeneration"
+    for file in ("config.json", "processor_config.json"):
+        named = json.loads((tmp_path / file).read_text())["auto_map"]
+        assert named == named | {auto: f"{CODE_MODULE}.{name}" for auto, name in expected.items()}
+    assert [path.name for path in tmp_path.glob("*.py")] == [f"{CODE_MODULE}.py"]
+    # Without trust_remote_code, the installed package is used and nothing is asked.
+    assert type(AutoConfig.from_pretrained(tmp_path)) is MPlugOwl3Config
+
+
+def test_loading_as_remote_code_does_not_copy_the_source_into_saved_directories(
+    folders: dict[str, Path], tmp_path: Path
+) -> None:
+    model = AutoModelForImageTextToText.from_pretrained(folders["MPlugOwl3"], trust_remote_code=True)
+    for kind in (type(model), type(model.config)):
+        kind.register_for_auto_class()
+        assert kind._auto_class is None
+    model.save_pretrained(tmp_path)
+    assert [path.name for path in tmp_path.glob("*.py")] == [f"{CODE_MODULE}.py"]
