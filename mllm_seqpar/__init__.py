@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from mllm_seqpar.config import SeqParConfig
+    from mllm_seqpar.inference.frame_attention import FrameAttention, attention_over_frames, record_attention
     from mllm_seqpar.masks import FrameMask
     from mllm_seqpar.patching import patch_model, unpatch_model
     from mllm_seqpar.patching.registry import register_adapter
@@ -17,13 +18,16 @@ if TYPE_CHECKING:
 __version__ = "0.2.0"
 
 __all__ = [
+    "FrameAttention",
     "FrameMask",
     "FrameShard",
     "SeqParConfig",
     "SeqParMixin",
     "SeqParTrainer",
+    "attention_over_frames",
     "frame_range",
     "patch_model",
+    "record_attention",
     "register_adapter",
     "shard_sequence",
     "unpatch_model",
@@ -31,13 +35,16 @@ __all__ = [
 ]
 
 _EXPORTED_FROM = {
+    "FrameAttention": "inference.frame_attention",
     "FrameMask": "masks",
     "FrameShard": "sharding",
     "SeqParConfig": "config",
     "SeqParMixin": "training.trainer",
     "SeqParTrainer": "training.trainer",
+    "attention_over_frames": "inference.frame_attention",
     "frame_range": "sharding",
     "patch_model": "patching",
+    "record_attention": "inference.frame_attention",
     "register_adapter": "patching.registry",
     "shard_sequence": "sharding",
     "unpatch_model": "patching",
