@@ -16,6 +16,7 @@ from mllm_seqpar.data.chat_family import VIDEO_MARK, ChatFamily, ChatText, Store
 from mllm_seqpar.errors import ConfigError
 
 from .encoding import EncodedVideo
+from .moments import Moment
 
 _log = get_logger(__name__)
 
@@ -63,6 +64,7 @@ class Answer:
         prompt_tokens: length of the prompt.
         prefill_seconds: time to the first token.
         decode_seconds: time from the first token to the last.
+        evidence: the moments that it attends to most, if they were asked for (`evidence.answer_with_evidence`).
     """
 
     text: str
@@ -70,6 +72,7 @@ class Answer:
     prompt_tokens: int
     prefill_seconds: float
     decode_seconds: float
+    evidence: tuple[Moment, ...] = ()
 
 
 def answer(
