@@ -32,9 +32,7 @@ def expected_shares(
 PROMPT = {"open_flamingo": "lang_x"}
 
 
-def _layer_shares(
-    q: Tensor, k: Tensor, text: Tensor | None, rows: range, visible: Tensor
-) -> tuple[Tensor, Tensor]:
+def _layer_shares(q: Tensor, k: Tensor, text: Tensor | None, rows: range, visible: Tensor) -> tuple[Tensor, Tensor]:
     """Return the probabilities (T, U) and (T,) of one layer, averaged over heads."""
     q = q.double()
     frames, texts = [], []

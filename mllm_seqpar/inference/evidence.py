@@ -2,7 +2,7 @@
 
 The shares of `frame_attention` are averaged over the tokens of the answer, without special tokens. A moment begins with
 the frame of the largest share that is in no moment yet, and takes the frames before and after it while their shares are
-at least half of that one. A share says where a model looks, not why it answers as it does; the documentation's page
+at least half of that one. The moments with the largest sums are reported. A share says where a model looks, not why it answers as it does; the documentation's page
 "Evidence" lists what it does not show.
 """
 
@@ -135,8 +135,8 @@ def _one_frame_note(attention: FrameAttention, times: Sequence[FrameTime]) -> st
         return "no token of the answer attends to a frame: the model's mask hides all of them"
     where = ", ".join(_at(number, times[number]) for number in seen[:3])
     return (
-        f"the model's mask lets each token of the answer attend to a single frame only ({where}), so its attention says "
-        "nothing about the other frames, and moments are not ranked"
+        f"the model's mask lets each token of the answer attend to a single frame only ({where}), so the attention says "
+        "nothing about other frames, and moments are not ranked"
     )
 
 
@@ -161,9 +161,7 @@ def find_moments(shares: Sequence[float], times: Sequence[FrameTime], count: int
     """Return at most `count` moments by the rule of the module's docstring, the largest share first."""
     free, found = [True] * len(shares), []
     for peak in sorted(range(len(shares)), key=lambda frame: (-shares[frame], frame)):
-        if len(found) == count or shares[peak] <= 0:
-            break
-        if not free[peak]:
+        if not free[peak] or shares[peak] <= 0:
             continue
 
         def joins(frame: int, peak: int = peak) -> bool:
@@ -178,7 +176,7 @@ def find_moments(shares: Sequence[float], times: Sequence[FrameTime], count: int
         free[first : last + 1] = [False] * (last + 1 - first)
         span = {"start": times[first].start, "end": times[last].end, "medium": times[peak].medium}
         found.append(Moment(share=sum(shares[first : last + 1]), first=first, last=last, peak=peak, **span))
-    return tuple(sorted(found, key=lambda moment: -moment.share))
+    return tuple(sorted(found, key=lambda moment: -moment.share)[:count])
 
 
 def token_texts(tokenizer: Any, tokens: Sequence[int]) -> tuple[str, ...]:

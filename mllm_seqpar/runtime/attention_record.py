@@ -95,7 +95,10 @@ class RowRecorder:
         if not self.sharded:
             return self._layers
         wide = torch.promote_types(torch.float32, self._layers[0].q.dtype)
-        stored = [torch.cat([layer.q.to(wide), layer.lse.to(wide)[:, None]], 1) for layer in self._layers]  # type: ignore[union-attr]
+        stored = []
+        for layer in self._layers:
+            assert layer.lse is not None, "a sharded pass has a log-sum-exp"
+            stored.append(torch.cat([layer.q.to(wide), layer.lse.to(wide)[:, None]], dim=1))
         rows = comm.all_reduce(torch.stack(stored), "evidence")  # all ranks but one have zeros
         return [x._replace(q=row[:, :-1], lse=row[:, -1]) for x, row in zip(self._layers, rows, strict=True)]
 
@@ -176,7 +179,9 @@ class AttentionRecord:
         start, stop = bounds[self._comm.rank]
         own = visible[:, start * per_frame : stop * per_frame]
         if not all(rows):
-            raise ConfigError("this model's adapter records no attention to frames; it must use ForwardState.cross_attend")
+            raise ConfigError(
+                "this model's adapter records no attention to frames; let it use ForwardState.cross_attend"
+            )
         layers = [_unit_shares(list(layer), cache, own) for layer in zip(*rows, strict=True)]
         units = torch.stack(layers).mean(0)
         frames = self._gather(units.unflatten(1, (stop - start, per_frame)).sum(-1), bounds)
