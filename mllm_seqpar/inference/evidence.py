@@ -1,9 +1,9 @@
 """Evidence: the moments of a video that an answer attends to most.
 
 The shares of `frame_attention` are averaged over the tokens of the answer, without special tokens. A moment begins with
-the frame of the largest share that is in no moment yet, and takes the frames before and after it while their shares are
-at least half of that one. The moments with the largest sums are reported. A share says where a model looks, not why it answers as it does; the documentation's page
-"Evidence" lists what it does not show.
+the frame of the largest share that is in no moment yet. It takes the frames before and after it while their shares are
+at least the middle between that share and the median of all frames. The moments with the largest sums are reported. A
+share says where a model looks, not why it answers as it does; docs/concepts/evidence.md says what it does not show.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from statistics import median
 from typing import Any, NamedTuple
 
 from torch import nn
@@ -135,7 +136,7 @@ def _one_frame_note(attention: FrameAttention, times: Sequence[FrameTime]) -> st
         return "no token of the answer attends to a frame: the model's mask hides all of them"
     where = ", ".join(_at(number, times[number]) for number in seen[:3])
     return (
-        f"the model's mask lets each token of the answer attend to a single frame only ({where}), so the attention says "
+        f"the model's mask lets each token of the answer attend to a single frame only ({where}); the attention says "
         "nothing about other frames, and moments are not ranked"
     )
 
@@ -159,14 +160,14 @@ def frame_times(sources: Sequence[FrameSource]) -> tuple[FrameTime, ...]:
 
 def find_moments(shares: Sequence[float], times: Sequence[FrameTime], count: int) -> tuple[Moment, ...]:
     """Return at most `count` moments by the rule of the module's docstring, the largest share first."""
-    free, found = [True] * len(shares), []
+    free, found, background = [True] * len(shares), [], median(shares) if shares else 0.0
     for peak in sorted(range(len(shares)), key=lambda frame: (-shares[frame], frame)):
         if not free[peak] or shares[peak] <= 0:
             continue
 
         def joins(frame: int, peak: int = peak) -> bool:
             inside = 0 <= frame < len(shares) and free[frame] and times[frame].medium == times[peak].medium
-            return inside and shares[frame] >= shares[peak] / 2
+            return inside and shares[frame] >= min(shares[peak], (shares[peak] + background) / 2)
 
         first = last = peak
         while joins(first - 1):

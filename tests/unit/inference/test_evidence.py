@@ -4,7 +4,6 @@ import html.parser
 import json
 import re
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -28,14 +27,15 @@ def times(count: int) -> list[FrameTime]:
     return [FrameTime(0, float(number), number + 1.0) for number in range(count)]
 
 
-def test_moment_takes_neighbours_with_at_least_half_of_its_largest_share() -> None:
-    shares = [0.02, 0.10, 0.20, 0.15, 0.03, 0.0, 0.30, 0.10, 0.10, 0.0]
+def test_moment_takes_neighbours_above_the_middle_between_its_peak_and_the_median() -> None:
+    shares = [0.02, 0.10, 0.20, 0.16, 0.03, 0.0, 0.30, 0.10, 0.10, 0.0]  # the median is 0.1
     first, second, third = find_moments(shares, times(10), 3)
-    assert (first.first, first.last, first.peak) == (1, 3, 2)  # 0.45 in all, although frame 6 alone has more than 2
-    assert first.share == pytest.approx(0.45) and (first.start, first.end) == (1.0, 4.0)
+    assert (first.first, first.last, first.peak) == (2, 3, 2)  # 0.36 in all, although frame 6 alone has more than 2
+    assert first.share == pytest.approx(0.36) and (first.start, first.end) == (2.0, 4.0)
     assert (second.first, second.last) == (6, 6)
     assert (third.first, third.last) == (7, 8)
-    assert len(find_moments(shares, times(10), 99)) == 5  # frames without any attention are in no moment
+    assert len(find_moments(shares, times(10), 99)) == 6  # frames without any attention are in no moment
+    assert [(m.first, m.last) for m in find_moments([0.25] * 4, times(4), 5)] == [(0, 3)]
     assert find_moments([0.0, 0.0], times(2), 5) == ()
 
 
@@ -79,12 +79,10 @@ class Words:
 
 
 def test_special_tokens_do_not_count_for_moments() -> None:
-    source = SimpleNamespace(__len__=lambda: 8)
     found = evidence_of(fake_attention(8), [1, 2, 0], Words("a", "b"), [[None] * 8], 3)
     assert [(m.first, m.last, m.share, m.start) for m in found.moments] == [(2, 2, 1.0, None)]
     assert found.pieces == ("a", "b", "")
     assert found.describe().splitlines()[1:] == ["  1. 100.0%  frame 2"]
-    del source
 
 
 def test_frames_are_not_ranked_where_the_mask_leaves_one() -> None:
@@ -149,7 +147,7 @@ def test_page_shows_the_time_line_of_a_token(page: Path, tmp_path: Path) -> None
 
 
 def test_long_videos_are_plotted_in_columns_that_sum_frames(tmp_path: Path) -> None:
-    found = evidence_of(fake_attention(1003), [1, 2], Words("a", "b"), [[None] * 1003], 2)
+    found = evidence_of(fake_attention(1003), [1, 2, 0], Words("a", "b"), [[None] * 1003], 2)
     write_evidence_page(tmp_path / "page.html", [("?", found)], [None])
     text = (tmp_path / "page.html").read_text()
     data = json.loads(re.search(r'application/json">(.*?)</script>', text, re.S)[1])["answers"][0]  # type: ignore[index]
