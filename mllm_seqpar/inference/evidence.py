@@ -89,7 +89,7 @@ def answer_with_evidence(
         attention = recorded.result()
     sources = [StillFrames(video.frames) if video.source is None else video.source]
     found = evidence_of(attention, result.tokens, processor.tokenizer, sources, count)
-    return replace(result, evidence=found.moments), found
+    return replace(result, evidence=found.moments, evidence_note=found.note), found
 
 
 class StillFrames:

@@ -65,6 +65,7 @@ class Answer:
         prefill_seconds: time to the first token.
         decode_seconds: time from the first token to the last.
         evidence: the moments that it attends to most, if they were asked for (`evidence.answer_with_evidence`).
+        evidence_note: why there are no moments although they were asked for.
     """
 
     text: str
@@ -73,6 +74,7 @@ class Answer:
     prefill_seconds: float
     decode_seconds: float
     evidence: tuple[Moment, ...] = ()
+    evidence_note: str = ""
 
 
 def answer(
