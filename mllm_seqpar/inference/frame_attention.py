@@ -58,7 +58,7 @@ class RecordedAttention:
 
 @contextmanager
 def record_attention(model: nn.Module) -> Iterator[RecordedAttention]:
-    """Record the attention over frames of each `generate` within this context; `result()` is that of the last one.
+    """Record the attention over frames of each `generate` within this context, which is also where `result()` is read.
 
     The generated tokens do not change. Each pass stores the queries of one row, H * D elements for each cross-attention
     layer and token. Every rank of the model's group enters the context.
@@ -76,11 +76,13 @@ def record_attention(model: nn.Module) -> Iterator[RecordedAttention]:
     records = patch.context.records
     if records:
         raise ConfigError("record_attention: the attention of this model is being recorded already; use that record")
-    records.append(AttentionRecord(patch.context.comm))
+    record = AttentionRecord(patch.context.comm)
+    records.append(record)
     try:
-        yield RecordedAttention(records[0])
+        yield RecordedAttention(record)
     finally:
         records.clear()
+        record.begin_answer()  # it refers to K of the frames
 
 
 def attention_over_frames(model: nn.Module, *args: Any, **kwargs: Any) -> FrameAttention:
