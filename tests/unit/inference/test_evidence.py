@@ -134,7 +134,7 @@ def test_page_shows_the_time_line_of_a_token(page: Path, tmp_path: Path) -> None
     try:
         browser.wait("document.querySelectorAll('.answer span').length === 2")
         assert browser.value("document.querySelector('h2').textContent") == HOSTILE
-        assert "most from 0:00.1 (100.0%) on" in browser.value("document.querySelector('.caption').textContent")
+        assert "most from 0:00.1 on (100.0%)" in browser.value("document.querySelector('.caption').textContent")
         assert browser.value("document.querySelectorAll('svg path').length") == 1
         browser.value("document.querySelectorAll('.answer span')[1].focus(); null")
         assert browser.value("document.querySelectorAll('svg path').length") == 2
