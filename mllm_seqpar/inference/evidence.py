@@ -160,23 +160,25 @@ def frame_times(sources: Sequence[FrameSource]) -> tuple[FrameTime, ...]:
 
 def find_moments(shares: Sequence[float], times: Sequence[FrameTime], count: int) -> tuple[Moment, ...]:
     """Return at most `count` moments by the rule of the module's docstring, the largest share first."""
-    free, found, background = [True] * len(shares), [], median(shares) if shares else 0.0
+    free, found, background = [True] * len(shares), [], median(shares or [0.0])
+
+    def joins(frame: int, peak: int) -> bool:
+        if not (0 <= frame < len(shares) and free[frame] and times[frame].medium == times[peak].medium):
+            return False
+        return shares[frame] >= min(shares[peak], (shares[peak] + background) / 2)
+
     for peak in sorted(range(len(shares)), key=lambda frame: (-shares[frame], frame)):
         if not free[peak] or shares[peak] <= 0:
             continue
-
-        def joins(frame: int, peak: int = peak) -> bool:
-            inside = 0 <= frame < len(shares) and free[frame] and times[frame].medium == times[peak].medium
-            return inside and shares[frame] >= min(shares[peak], (shares[peak] + background) / 2)
-
         first = last = peak
-        while joins(first - 1):
+        while joins(first - 1, peak):
             first -= 1
-        while joins(last + 1):
+        while joins(last + 1, peak):
             last += 1
         free[first : last + 1] = [False] * (last + 1 - first)
-        span = {"start": times[first].start, "end": times[last].end, "medium": times[peak].medium}
-        found.append(Moment(share=sum(shares[first : last + 1]), first=first, last=last, peak=peak, **span))
+        share, start, end = sum(shares[first : last + 1]), times[first].start, times[last].end
+        span = {"first": first, "last": last, "peak": peak, "medium": times[peak].medium}
+        found.append(Moment(share=share, start=start, end=end, **span))
     return tuple(sorted(found, key=lambda moment: -moment.share)[:count])
 
 

@@ -113,7 +113,7 @@ def answer(
     output = model.generate(**prompt, **features, use_cache=True, streamer=streamer, **options)  # type: ignore[operator]
     tokens = output[0, length:].tolist()
     content = processor.tokenizer.decode(tokens, skip_special_tokens=True)
-    seconds = {"prefill_seconds": streamer.prefill_seconds, "decode_seconds": streamer.decode_seconds}
+    seconds: dict[str, Any] = {"prefill_seconds": streamer.prefill_seconds, "decode_seconds": streamer.decode_seconds}
     return Answer(text=content, tokens=tokens, prompt_tokens=length, **seconds)
 
 

@@ -168,8 +168,8 @@ class AttentionRecord:
         require_agreement(self._comm, "attention over frames", ("tokens",), lambda: {"tokens": len(passes)})
         if not passes or not passes[0].cache.total_frames:
             raise ConfigError(
-                "no attention over frames was recorded: generate an answer with frames and with use_cache=True first, and "
-                "read the result within record_attention"
+                "no attention over frames was recorded: within record_attention, generate an answer about frames with "
+                "use_cache=True, then read the result"
             )
         cache = passes[0].cache
         if any(one.cache is not cache for one in passes):

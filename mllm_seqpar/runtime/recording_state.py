@@ -62,8 +62,8 @@ class RecordingState(ForwardState):
             o, lse = merge_over_ranks(*merge(on_text, on_frames), self.context.comm)
             text_o = frames_o = o
         else:
-            both = (torch.cat(pair) for pair in zip(on_text, on_frames, strict=True))
-            o, lse = merge_over_ranks(*both, self.context.comm)
+            o, lse = (torch.cat(pair) for pair in zip(on_text, on_frames, strict=True))
+            o, lse = merge_over_ranks(o, lse, self.context.comm)
             (text_o, frames_o), (_, lse) = o.chunk(2), lse.chunk(2)
         self.record(q, frames[0], lse, scale, jointly=jointly)
         return text_o, frames_o

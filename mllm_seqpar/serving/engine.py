@@ -158,7 +158,7 @@ class Engine:
     ) -> Reply:
         """Generate the answer to a prepared job; `on_text` and `interrupted` as in `Conversation.answer`."""
         conversation, text = prepared
-        options = {"stop": job.stop, "evidence": job.evidence}
+        options: dict[str, Any] = {"stop": job.stop, "evidence": job.evidence}
         return conversation.answer(text, job.sampling, on_text=on_text, interrupted=interrupted, **options)
 
     def forget(self) -> None:

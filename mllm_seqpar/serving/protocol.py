@@ -263,7 +263,7 @@ class Completion:
         return text + "data: [DONE]\n\n"
 
     def _chunk(
-        self, delta: dict[str, Any], finish_reason: str | None = None, further: Mapping[str, Any] | None = None
+        self, delta: dict[str, Any], finish_reason: str | None = None, further: dict[str, Any] | None = None
     ) -> str:
         choice = {"index": 0, "delta": delta, "logprobs": None, "finish_reason": finish_reason}
         usage = {"usage": None} if self._include_usage else {}
