@@ -23,7 +23,7 @@ from .moments import Moment, clock
 BINS = 400
 """Columns of the plot; in longer videos, a column is the sum of several frames."""
 
-_TEMPLATE = Path(__file__).parent / "evidence_page.html"
+_TEMPLATE = Path(__file__).parent / "page" / "evidence.html"
 _PLACE = "/* data */"
 
 

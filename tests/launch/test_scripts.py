@@ -32,7 +32,7 @@ def test_accelerate_launch_answers_and_reports(inference_files: Path, tmp_path: 
     assert done.returncode == 0, done.output
     assert re.search(r"^> What is it\?\n(.*\n)+> Why\?\n", done.output, re.MULTILINE)
     assert len(re.findall(r"^moments that .*:\n +1\. +\d+\.\d%  0:0\d\.\d to 0:0", done.output, re.MULTILINE)) == 2
-    assert (tmp_path / "pages" / "evidence.html").read_text().count('"mean"') == 2
+    assert (tmp_path / "pages" / "evidence.html").read_text().count('"mean":') == 2
     assert re.search(r"reading and encoding: 100%.* 12/12 ", done.output)
     (summary,) = [line for line in done.output.splitlines() if "visual tokens" in line]
     assert re.search(
