@@ -142,6 +142,9 @@ def test_recording_changes_no_token_and_ends_with_its_context() -> None:
             assert comm.bytes.sent["evidence"] == 4 * (layers * heads * (dim + 1) + tokens * frames)
             model.generate(**inputs | {"input_ids": inputs["input_ids"][:, :-1]}, **ANSWER)
             assert not torch.equal(recorded.result().frames, first.frames)  # the record is that of the last answer
+            out = model.generate(**inputs, **ANSWER, return_dict_in_generate=True)
+            model.generate(out.sequences, past_key_values=out.past_key_values, **ANSWER)  # its first pass has one row
+            assert recorded.result().frames.shape == first.frames.shape
         return before, within, model.generate(**inputs, **ANSWER)
 
     for before, within, after in on_ranks(2, "mplug_owl3", case_of("mplug_owl3").with_options(**SHARDED), tokens):
