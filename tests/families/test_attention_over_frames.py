@@ -151,6 +151,23 @@ def test_recording_changes_no_token_and_ends_with_its_context() -> None:
         assert torch.equal(before, within) and torch.equal(before, after)
 
 
+def test_first_token_is_the_last_row_of_a_prompt_that_is_read_in_two_passes() -> None:
+    def read(model: Any, inputs: dict[str, Any], comm: Any) -> None:
+        ids = torch.cat([torch.full((5,), 255), torch.arange(10, 20)])[None]
+        frames = {"pixel_values": inputs["pixel_values"]}
+        with torch.no_grad():
+            with record_attention(model) as recorded:
+                model(input_ids=ids, **frames, use_cache=True)
+                whole = recorded.result().frames
+            with record_attention(model) as recorded:
+                cache = model(input_ids=ids[:, :9], **frames, use_cache=True).past_key_values
+                model(input_ids=ids[:, 9:], past_key_values=cache)
+                torch.testing.assert_close(recorded.result().frames, whole, atol=TOLERANCE, rtol=0)
+        assert whole.shape == (1, 5)
+
+    on_ranks(2, "mplug_owl3", case_of("mplug_owl3"), read)
+
+
 @pytest.mark.parametrize(
     "given, named",
     [

@@ -55,9 +55,10 @@ def test_times_are_written_as_minutes_and_hours() -> None:
 
 
 def fake_attention(frames: int, visible: int | None = None) -> FrameAttention:
-    """Return the attention of 3 tokens; each looks at frame 2, and the last one also at the others."""
+    """Return the attention of 3 tokens, to frame 2; of the second one half to frame 0; of the last one to all."""
     shares = torch.zeros(3, frames)
     shares[:, 2] = 1.0
+    shares[1, 0] = shares[1, 2] = 0.5
     shares[2] = 1 / frames
     seen = torch.ones(3, frames, dtype=torch.bool)
     if visible is not None:
@@ -80,9 +81,9 @@ class Words:
 
 def test_special_tokens_do_not_count_for_moments() -> None:
     found = evidence_of(fake_attention(8), [1, 2, 0], Words("a", "b"), [[None] * 8], 3)
-    assert [(m.first, m.last, m.share, m.start) for m in found.moments] == [(2, 2, 1.0, None)]
+    assert [(m.first, m.share, m.start) for m in found.moments] == [(2, 0.75, None), (0, 0.25, None)]
     assert found.pieces == ("a", "b", "")
-    assert found.describe().splitlines()[1:] == ["  1. 100.0%  frame 2"]
+    assert found.describe().splitlines()[1:] == ["  1.  75.0%  frame 2", "  2.  25.0%  frame 0"]
 
 
 def test_frames_are_not_ranked_where_the_mask_leaves_one() -> None:
@@ -121,7 +122,7 @@ def test_page_is_self_contained_and_escapes_text(page: Path, inference_files: Pa
     data = json.loads(re.search(r'application/json">(.*?)</script>', text, re.S)[1])["answers"][0]  # type: ignore[index]
     assert data["question"] == HOSTILE and data["tokens"][0]["text"] == HOSTILE
     assert data["labels"][50] == "0:02.0" and len(data["mean"]) == 100
-    (moment,) = data["moments"]
+    moment, _ = data["moments"]
     assert moment["image"].startswith("data:image/jpeg;base64,")
     file, _, time = moment["href"].partition("#t=")
     assert (page.parent / file).resolve() == (inference_files / "clip.mp4").resolve() and time == "0.1"
@@ -134,7 +135,7 @@ def test_page_shows_the_time_line_of_a_token(page: Path, tmp_path: Path) -> None
     try:
         browser.wait("document.querySelectorAll('.answer span').length === 2")
         assert browser.value("document.querySelector('h2').textContent") == HOSTILE
-        assert "most from 0:00.1 on (100.0%)" in browser.value("document.querySelector('.caption').textContent")
+        assert "most from 0:00.1 on (75.0%)" in browser.value("document.querySelector('.caption').textContent")
         assert browser.value("document.querySelectorAll('svg path').length") == 1
         browser.value("document.querySelectorAll('.answer span')[1].focus(); null")
         assert browser.value("document.querySelectorAll('svg path').length") == 2
