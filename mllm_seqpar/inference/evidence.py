@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
+from mllm_seqpar.data.chat_family import StoredFrames
 from mllm_seqpar.data.sources import FrameSource, VideoSource
 
 from .encoding import EncodedVideo
@@ -78,28 +79,20 @@ def answer_with_evidence(
     sampling: Sampling | None = None,
     *,
     count: int = 5,
+    source: FrameSource | None = None,
     on_text: Callable[[str], object] | None = None,
 ) -> tuple[Answer, Evidence]:
     """Answer a question as `answer` does, and return with it the `count` moments that the answer attends to most.
 
-    Every rank of the model's group calls this with the same arguments.
+    Every rank of the model's group calls this with the same arguments. `source` has the times of the frames; without
+    it, they are those of `video.source`, which features from a store do not have.
     """
     with record_attention(model) as recorded:
         result = answer(model, processor, question, video, sampling, on_text=on_text)
         attention = recorded.result()
-    sources = [StillFrames(video.frames) if video.source is None else video.source]
-    found = evidence_of(attention, result.tokens, processor.tokenizer, sources, count)
+    known = source or video.source or StoredFrames(video.frames, None)
+    found = evidence_of(attention, result.tokens, processor.tokenizer, [known], count)
     return replace(result, evidence=found.moments, evidence_note=found.note), found
-
-
-class StillFrames:
-    """Frames of which only the number is known."""
-
-    def __init__(self, count: int) -> None:
-        self._count = count
-
-    def __len__(self) -> int:
-        return self._count
 
 
 def evidence_of(

@@ -8,6 +8,8 @@ from typing import Any
 
 from torch import nn
 
+from mllm_seqpar.data.sources import FrameSource
+
 from .encoding import EncodedVideo
 from .evidence import Evidence, answer_with_evidence
 from .evidence_page import write_evidence_page
@@ -24,10 +26,11 @@ class EvidenceReport:
         count: moments to print after each answer; 0: none.
         page: the HTML file to write, or None.
         shown: whether this rank prints and writes.
+        source: the video, if it is read; without it, features from a store have no times and no pictures.
     """
 
-    def __init__(self, count: int, page: str | None, *, shown: bool) -> None:
-        self._count, self._page, self._shown = count, page, shown
+    def __init__(self, count: int, page: str | None, *, shown: bool = True, source: FrameSource | None = None) -> None:
+        self._count, self._page, self._shown, self._source = count, page, shown, source
         self._found: list[tuple[str, Evidence]] = []
         self._sources: list[Any] = []
 
@@ -44,10 +47,10 @@ class EvidenceReport:
         """Return what `generation.answer` returns, with moments if they were asked for."""
         if not self._count and self._page is None:
             return answer(model, processor, question, video, sampling, on_text=on_text)
-        options: dict[str, Any] = {"count": self._count or MOMENTS, "on_text": on_text}
+        options: dict[str, Any] = {"count": self._count or MOMENTS, "source": self._source, "on_text": on_text}
         result, evidence = answer_with_evidence(model, processor, question, video, sampling, **options)
         self._found.append((question, evidence))
-        self._sources = [video.source]
+        self._sources = [self._source or video.source]
         return result
 
     def show(self) -> None:

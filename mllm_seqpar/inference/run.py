@@ -85,7 +85,7 @@ def answer_questions(args: InferArguments, comm: Communicator, device: torch.dev
             model = shard_weights(model, comm, device, encode=encoder_of(model, inputs.family))
         patch_model(model, group=comm, config=args.seqpar_config())
     video = _video(args, inputs, model, comm, times)
-    report = EvidenceReport(args.evidence, args.evidence_html, shown=comm.rank == 0)
+    report = EvidenceReport(args.evidence, args.evidence_html, shown=comm.rank == 0, source=inputs.source)
     answers = [(question, _ask(args, inputs, model, video, question, comm.rank, report)) for question in args.question]
     report.write()
     patch = patch_of(model)

@@ -3,6 +3,7 @@
 import html.parser
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -167,6 +168,10 @@ def test_answer_with_evidence_is_the_answer_on_every_rank(inference_files: Path)
         plain = answer(model, processor, "What?", video, sampling)
         result, found = answer_with_evidence(model, processor, "What?", video, sampling, count=2)
         assert result.tokens == plain.tokens and result.evidence == found.moments and not plain.evidence
+        stored = replace(video, source=None)  # as read from a store
+        for given, first in ((None, None), (source, 0.0)):
+            again = answer_with_evidence(model, processor, "What?", stored, sampling, source=given)[1]
+            assert again.times[0].start == first and again.shares == found.shares
         return found
 
     one, two = run_loopback(2, run)
