@@ -11,6 +11,7 @@ from mllm_seqpar.models.auto_classes import register_on_import as _register_nati
 
 if TYPE_CHECKING:
     from mllm_seqpar.config import SeqParConfig
+    from mllm_seqpar.inference.frame_attention import FrameAttention, attention_over_frames, record_attention
     from mllm_seqpar.masks import FrameMask
     from mllm_seqpar.patching import patch_model, unpatch_model
     from mllm_seqpar.patching.registry import register_adapter
@@ -20,13 +21,16 @@ if TYPE_CHECKING:
 __version__ = "0.2.0"
 
 __all__ = [
+    "FrameAttention",
     "FrameMask",
     "FrameShard",
     "SeqParConfig",
     "SeqParMixin",
     "SeqParTrainer",
+    "attention_over_frames",
     "frame_range",
     "patch_model",
+    "record_attention",
     "register_adapter",
     "shard_sequence",
     "unpatch_model",
@@ -34,13 +38,16 @@ __all__ = [
 ]
 
 _EXPORTED_FROM = {
+    "FrameAttention": "inference.frame_attention",
     "FrameMask": "masks",
     "FrameShard": "sharding",
     "SeqParConfig": "config",
     "SeqParMixin": "training.trainer",
     "SeqParTrainer": "training.trainer",
+    "attention_over_frames": "inference.frame_attention",
     "frame_range": "sharding",
     "patch_model": "patching",
+    "record_attention": "inference.frame_attention",
     "register_adapter": "patching.registry",
     "shard_sequence": "sharding",
     "unpatch_model": "patching",

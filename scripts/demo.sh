@@ -43,13 +43,16 @@ stage "asking about videos that were not used in training"
 
 stage "asking about a long video on 4 processes"
 question=(--model "$folder/training/model" --video "$folder/videos/long/00000.mp4" --fps 1
-    --question "Which colour is the marker?" --max-new-tokens 4)
-launch configs/fsdp2_cpu_4.yaml scripts/infer_long_video.py "${question[@]}" --report "$folder/four.json"
+    --question "Which colour is the marker?" --max-new-tokens 4 --evidence 5)
+launch configs/fsdp2_cpu_4.yaml scripts/infer_long_video.py "${question[@]}" --report "$folder/four.json" \
+    --evidence-html "$folder/evidence.html"
 
 stage "asking about the same video on one process"
 "$python" scripts/infer_long_video.py "${question[@]}" --report "$folder/one.json"
 
-stage "comparing answers and counting the bytes sent"
+stage "comparing answers and evidence, and counting the bytes sent"
 "$python" scripts/demo_check.py answers --one "$folder/one.json" --many "$folder/four.json" --expected "$answer"
+"$python" scripts/demo_check.py evidence --one "$folder/one.json" --many "$folder/four.json" --data "$folder/long.jsonl"
+printf 'the page %s shows where in the video the answer comes from\n' "$folder/evidence.html"
 "$python" scripts/demo_check.py bytes --model "$folder/training/model" --data "$folder/long.jsonl" --ranks 4
 stage "done"

@@ -1,6 +1,7 @@
-"""The conclusions of the demonstration: equal answers of one and of four processes, and the bytes that were sent.
+"""The conclusions of the demonstration: equal answers of one and of four processes, their evidence, and bytes sent.
 
 python scripts/demo_check.py answers --one ONE.json --many MANY.json --expected green
+python scripts/demo_check.py evidence --one ONE.json --many MANY.json --data long.jsonl
 python scripts/demo_check.py bytes --model DIR --data long.jsonl --ranks 4
 """
 
@@ -35,6 +36,20 @@ def answers(one: Path, many: Path, expected: str) -> int:
     print(f"answer of {second['ranks']} processes about {second['frames']} frames: {text!r}; expected: {expected!r}")
     print(f"tokens of {second['ranks']} processes and of one: {'the same' if tokens[0] == tokens[1] else 'DIFFERENT'}")
     return int(text != expected or tokens[0] != tokens[1])
+
+
+def evidence(one: Path, many: Path, data: Path) -> int:
+    """Return 0 if the frame with the marker is in one of the first three moments, the same in both runs, else 1."""
+    marker = json.loads(data.read_text())["marker"]
+    runs = [json.loads(path.read_text())["answers"][0]["evidence"] for path in (one, many)]
+    places = [[n for n, moment in enumerate(run, 1) if moment["first"] <= marker <= moment["last"]] for run in runs]
+    found = places[1][0] if places[1] else 0
+    if not 1 <= found <= 3 or places[0] != places[1]:
+        print(f"the marker is in frame {marker}, which is in moment {places[1]} of 4 processes and {places[0]} of one")
+        return 1
+    share, other = (run[found - 1]["share"] for run in reversed(runs))
+    print(f"the marker is in frame {marker}: moment {found} of the evidence, with {share:.1%} of the attention")
+    return int(abs(share - other) > 1e-3)
 
 
 def count_bytes(model_path: Path, data: Path, ranks: int) -> int:
@@ -98,6 +113,10 @@ def main(argv: Sequence[str]) -> int:
     comparing.add_argument("--one", type=Path, required=True)
     comparing.add_argument("--many", type=Path, required=True)
     comparing.add_argument("--expected", required=True)
+    looking = commands.add_parser("evidence", help="find the marker among the moments of two inference runs")
+    looking.add_argument("--one", type=Path, required=True)
+    looking.add_argument("--many", type=Path, required=True)
+    looking.add_argument("--data", type=Path, required=True)
     counting = commands.add_parser("bytes", help="count the bytes that LV-XAttn and Ring Attention send")
     counting.add_argument("--model", type=Path, required=True)
     counting.add_argument("--data", type=Path, required=True)
@@ -105,6 +124,8 @@ def main(argv: Sequence[str]) -> int:
     args = parser.parse_args(argv)
     if args.command == "answers":
         return answers(args.one, args.many, args.expected)
+    if args.command == "evidence":
+        return evidence(args.one, args.many, args.data)
     return count_bytes(args.model, args.data, args.ranks)
 
 

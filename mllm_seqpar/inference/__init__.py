@@ -12,6 +12,9 @@ from mllm_seqpar.cli.launch import launched_ranks
 
 from .conversation import Conversation, Reply
 from .encoding import EncodedVideo, encode_video
+from .evidence import Evidence, answer_with_evidence
+from .evidence_page import write_evidence_page
+from .frame_attention import attention_over_frames, record_attention
 from .generation import Answer, Sampling, answer
 from .model_loading import load_for_inference, shard_weights
 from .stored_features import load_video, open_store, save_video
@@ -20,14 +23,19 @@ __all__ = [
     "Answer",
     "Conversation",
     "EncodedVideo",
+    "Evidence",
     "Reply",
     "Sampling",
     "answer",
+    "answer_with_evidence",
+    "attention_over_frames",
     "encode_video",
     "launched_ranks",
     "load_for_inference",
     "load_video",
     "open_store",
+    "record_attention",
     "save_video",
     "shard_weights",
+    "write_evidence_page",
 ]

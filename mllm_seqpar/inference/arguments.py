@@ -68,6 +68,8 @@ class InferArguments(CommandOptions):
         "seconds to wait for a rank in a collective (default: 600 on GPUs, 300 on CPU)", None
     )
     report: str | None = option("JSON file for answers, tokens, times and memory", None)
+    evidence: int = option("print this many moments of the video that an answer attends to most", 0)
+    evidence_html: str | None = option("HTML page that shows, token by token, where in the video an answer looks", None)
     progress: bool = option("progress bar on rank 0", True)
 
     def __post_init__(self) -> None:
@@ -99,6 +101,10 @@ class InferArguments(CommandOptions):
             self._refuse_unused("max_frames", "--num-frames sets the number; give one of them")
         if not self.question:
             for name in ("temperature", "strategy", "self_attention", "tile", "mlp_chunk_size", "kernel"):
+                self._refuse_unused(name, "there is no question; give --question, or leave it out")
+        self._require("evidence", self.evidence >= 0, "0 or more")
+        if not self.question:
+            for name in ("evidence", "evidence_html"):
                 self._refuse_unused(name, "there is no question; give --question, or leave it out")
         if self.report is not None:
             self._require("report", bool(self.report), "a file")

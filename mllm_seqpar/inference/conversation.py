@@ -9,6 +9,7 @@ generated, the tokens from there on are computed again.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,6 +26,8 @@ from mllm_seqpar.patching import patch_of
 from mllm_seqpar.sharding import FrameShard, frame_range
 
 from .encoding import EncodedVideo, encode_video, encoder_of
+from .evidence import evidence_of
+from .frame_attention import FrameAttention, record_attention
 from .generation import Answer, AnswerStreamer, Sampling, longest_text
 
 OnText = Callable[[str], object]
@@ -171,6 +174,7 @@ class Conversation:
         stop: Sequence[str] = (),
         on_text: OnText | None = None,
         interrupted: Callable[[], bool] | None = None,
+        evidence: int = 0,
     ) -> Reply:
         """Generate the answer to a prompt. Every rank of the model's group calls this with the same prompt.
 
@@ -180,6 +184,7 @@ class Conversation:
             stop: the answer ends before the first of these strings.
             on_text: called with each piece of the answer.
             interrupted: called for each token on rank 0; the answer ends on all ranks when it returns True.
+            evidence: the number of moments to return that the answer attends to most.
         """
         self.encode()
         tokenizer, length = self._processor.tokenizer, text.input_ids.shape[1]
@@ -194,14 +199,16 @@ class Conversation:
             options["past_key_values"] = self._cache
         cache, self._cache = self._cache, None  # a pass that fails may leave the cache with a part of its layers filled
         torch.manual_seed(sampling.seed)
-        output = self._model.generate(
-            **arguments,
-            use_cache=True,
-            streamer=streamer,
-            stopping_criteria=StoppingCriteriaList([watch]),
-            return_dict_in_generate=True,
-            **options,
-        )
+        with record_attention(self._model) if evidence and self.sources else nullcontext() as recorded:
+            output = self._model.generate(
+                **arguments,
+                use_cache=True,
+                streamer=streamer,
+                stopping_criteria=StoppingCriteriaList([watch]),
+                return_dict_in_generate=True,
+                **options,
+            )
+            attention = None if recorded is None else recorded.result()
         self._cache = cache = output.past_key_values
         self._cached_ids = output.sequences[0, : cache.get_seq_length()].tolist()
         tokens = output.sequences[0, length:].tolist()
@@ -213,7 +220,12 @@ class Conversation:
             decode_seconds=streamer.decode_seconds,
             finish_reason=self._finish_reason(watch, tokens, sampling, options),
             cached_tokens=kept,
+            **({} if attention is None else self._evidence(attention, tokens, evidence)),
         )
+
+    def _evidence(self, attention: FrameAttention, tokens: list[int], count: int) -> dict[str, Any]:
+        found = evidence_of(attention, tokens, self._processor.tokenizer, self.sources, count)
+        return {"evidence": found.moments, "evidence_note": found.note}
 
     def _feature_arguments(self, text: ChatText, device: torch.device) -> dict[str, Any]:
         """Return the arguments that pass this rank's features; those of a blank picture if the family needs one."""

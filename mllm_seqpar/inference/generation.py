@@ -16,6 +16,7 @@ from mllm_seqpar.data.chat_family import VIDEO_MARK, ChatFamily, ChatText, Store
 from mllm_seqpar.errors import ConfigError
 
 from .encoding import EncodedVideo
+from .moments import Moment
 
 _log = get_logger(__name__)
 
@@ -63,6 +64,8 @@ class Answer:
         prompt_tokens: length of the prompt.
         prefill_seconds: time to the first token.
         decode_seconds: time from the first token to the last.
+        evidence: the moments that it attends to most, if they were asked for (`evidence.answer_with_evidence`).
+        evidence_note: why there are no moments although they were asked for.
     """
 
     text: str
@@ -70,6 +73,8 @@ class Answer:
     prompt_tokens: int
     prefill_seconds: float
     decode_seconds: float
+    evidence: tuple[Moment, ...] = ()
+    evidence_note: str = ""
 
 
 def answer(
@@ -108,7 +113,7 @@ def answer(
     output = model.generate(**prompt, **features, use_cache=True, streamer=streamer, **options)  # type: ignore[operator]
     tokens = output[0, length:].tolist()
     content = processor.tokenizer.decode(tokens, skip_special_tokens=True)
-    seconds = {"prefill_seconds": streamer.prefill_seconds, "decode_seconds": streamer.decode_seconds}
+    seconds: dict[str, Any] = {"prefill_seconds": streamer.prefill_seconds, "decode_seconds": streamer.decode_seconds}
     return Answer(text=content, tokens=tokens, prompt_tokens=length, **seconds)
 
 

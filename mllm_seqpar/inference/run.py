@@ -29,7 +29,8 @@ from mllm_seqpar.patching import patch_model, patch_of
 
 from .arguments import DEFAULT_FPS, InferArguments, parse
 from .encoding import EncodedVideo, encode_video, encoder_of
-from .generation import Answer, answer
+from .evidence_report import EvidenceReport
+from .generation import Answer
 from .model_loading import load_for_inference, model_files_digest, shard_weights
 from .report import ENCODE_STAGE, Report, StageTimes, frames_bar
 from .stored_features import feature_meta, load_video, open_store, require_replaceable, save_video
@@ -84,16 +85,18 @@ def answer_questions(args: InferArguments, comm: Communicator, device: torch.dev
             model = shard_weights(model, comm, device, encode=encoder_of(model, inputs.family))
         patch_model(model, group=comm, config=args.seqpar_config())
     video = _video(args, inputs, model, comm, times)
-    answers = [(question, _ask(args, inputs, model, video, question, comm.rank)) for question in args.question]
+    report = EvidenceReport(args.evidence, args.evidence_html, shown=comm.rank == 0, source=inputs.source)
+    answers = [(question, _ask(args, inputs, model, video, question, comm.rank, report)) for question in args.question]
+    report.write()
     patch = patch_of(model)
     rows = comm.gather_ints([round(peak_memory(device) * 1024), patch.context.comm.bytes.total if patch else 0])
     seconds = {name: round(seconds, 4) for name, seconds in times.seconds.items()}
     memory, sent = [round(kib / 1024, 1) for kib, _ in rows], [sent for _, sent in rows]
-    report = Report(video.frames, video.visual_tokens, comm.size, seconds, answers, memory, sent, device.type)
+    summary = Report(video.frames, video.visual_tokens, comm.size, seconds, answers, memory, sent, device.type)
     if comm.rank == 0:
-        print(report.summary(), file=sys.stderr, flush=True)  # noqa: T201 - standard output has only the answers
+        print(summary.summary(), file=sys.stderr, flush=True)  # noqa: T201 - standard output has only the answers
         if args.report:
-            report.write(args.report)
+            summary.write(args.report)
 
 
 def _open(args: InferArguments, rank: int) -> RunInputs:
@@ -128,6 +131,9 @@ def _create_outputs(args: InferArguments) -> None:
         if args.report is not None:
             Path(args.report).parent.mkdir(parents=True, exist_ok=True)
             Path(args.report).touch()
+        if args.evidence_html is not None:
+            Path(args.evidence_html).parent.mkdir(parents=True, exist_ok=True)
+            Path(args.evidence_html).touch()
     except OSError as error:
         raise ConfigError(f"{error.filename}: cannot be written ({error.strerror}); choose another path") from error
 
@@ -154,13 +160,21 @@ def _video(
 
 
 def _ask(
-    args: InferArguments, inputs: RunInputs, model: nn.Module, video: EncodedVideo, question: str, rank: int
+    args: InferArguments,
+    inputs: RunInputs,
+    model: nn.Module,
+    video: EncodedVideo,
+    question: str,
+    rank: int,
+    report: EvidenceReport,
 ) -> Answer:
     if rank == 0 and len(args.question) > 1:
         _write(f"> {question}\n")
-    result = answer(model, inputs.processor, question, video, args.sampling(), on_text=_write if rank == 0 else None)
+    on_text = _write if rank == 0 else None
+    result = report.answer(model, inputs.processor, question, video, args.sampling(), on_text=on_text)
     if rank == 0:
         _write("\n")
+    report.show()
     return result
 
 

@@ -11,6 +11,7 @@ from mllm_seqpar.comm import Communicator
 from mllm_seqpar.config import SeqParConfig
 from mllm_seqpar.errors import ConfigError
 
+from .attention_record import AttentionRecord
 from .strategy_selector import StrategySelector
 
 _log = get_logger(__name__)
@@ -25,6 +26,7 @@ class SeqParContext:
         config: the user's options.
         selector: selects strategies by the rates of a cluster; None unless an option asks for it.
         assumed_alone: whether the group is this process alone because there was no process group.
+        records: the record of the attention over frames while there is one; passes with a cache add to it.
     """
 
     comm: Communicator
@@ -34,6 +36,7 @@ class SeqParContext:
     _reported: set[str] = field(default_factory=set, repr=False, compare=False)
     _passes: list[int] = field(default_factory=lambda: [0], repr=False, compare=False)
     _frames: list[int] = field(default_factory=lambda: [0], repr=False, compare=False)
+    records: list[AttentionRecord] = field(default_factory=list, repr=False, compare=False)
 
     def require_same_world(self) -> None:
         """Raise ConfigError if a process group of several ranks was created after patching for a single process."""

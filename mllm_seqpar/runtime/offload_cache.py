@@ -66,6 +66,14 @@ class HostKVCache(VisualKVCache):
                 self._copies.to_host(x[0].transpose(0, 1).contiguous(), target)
         return stored
 
+    def key_chunks(self, k: Tensor) -> Iterator[tuple[int, Tensor]]:
+        """Yield (first unit on this rank, k (1, G, keys, D) on the device) of chunks, which are overwritten later."""
+        tokens = self.tokens_per_unit
+        keys = [slice(chunk.start * tokens, chunk.stop * tokens) for chunk in self._chunks]
+        parts = self._copies.to_device("k", k[0].transpose(0, 1), keys)
+        for chunk, part in zip(self._chunks, parts, strict=True):
+            yield chunk.start, part.transpose(0, 1)[None]
+
     def source(self, spec: CallSpec, k: Tensor, v: Tensor) -> StreamedKV:
         return StoredKV(spec, self._open(k, v))
 
@@ -127,6 +135,11 @@ class StoredKV(StreamedKV):
 
     spec: CallSpec
     chunks: _StoredPass
+
+    @property
+    def k(self) -> Tensor:
+        """(1, G, keys of this rank, D), in host memory."""
+        return self.chunks.keys_values[0]
 
     def inputs(self) -> Sequence[Tensor]:
         return ()

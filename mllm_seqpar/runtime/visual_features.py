@@ -170,6 +170,10 @@ class VisualKVCache:
         """Return what `keys_values` returned as a KV source."""
         return GivenKV(spec, k, v)
 
+    def key_chunks(self, k: Tensor) -> Iterator[tuple[int, Tensor]]:
+        """Yield (first unit on this rank, k (1, G, keys, D)) of chunks of the k that `keys_values` returned."""
+        yield 0, k
+
     def close(self) -> None:
         """Release the features after the first pass, in which every layer has projected them."""
         self._visual = None

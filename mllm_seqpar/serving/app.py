@@ -132,7 +132,7 @@ def _waiting(service: Service, asked: ChatRequest, loop: asyncio.AbstractEventLo
         }
         for message in asked.messages
     ]
-    job = Job(messages=messages, media=files, sampling=asked.sampling, stop=asked.stop)
+    job = Job(messages=messages, media=files, sampling=asked.sampling, stop=asked.stop, evidence=asked.evidence)
     return Waiting(job=job, loop=loop, release=stack.close)
 
 

@@ -24,6 +24,7 @@ from mllm_seqpar.cli.progress import progress_bar
 from mllm_seqpar.data.sources import VideoSource
 from mllm_seqpar.errors import ConfigError, SeqParError
 from mllm_seqpar.inference.conversation import Interrupted
+from mllm_seqpar.inference.evidence_report import MOMENTS
 
 from .arguments import ModelOptions
 from .engine import Job, MediaFile
@@ -36,6 +37,7 @@ COMMANDS = """\
 /frames       say which frames of the video the model sees
 /frames N     show the model N frames, evenly spaced; forgets the conversation
 /reset        forget the conversation, keep the video
+/evidence     say which moments of the video the last answer attends to most
 /help         this list
 /exit         end the chat, as Ctrl-D does
 Ctrl-C stops an answer."""
@@ -143,6 +145,8 @@ class Terminal:
         elif name == "/reset":
             self._reset()
             _note("the conversation begins again")
+        elif name == "/evidence":
+            _note(self._evidence)
         elif name == "/video" and value:
             self._video = _open_video(self._args, value)
             self._reset()
@@ -162,6 +166,7 @@ class Terminal:
     def _reset(self) -> None:
         system = self._args.system
         self._messages = [] if system is None else [{"role": "system", "content": system}]
+        self._evidence = "no answer about a video yet"
 
     def _describe_frames(self) -> None:
         assert self._video is not None
@@ -179,7 +184,7 @@ class Terminal:
         sampling = self._args.sampling(seed=self._args.seed)
         with _Progress() as progress:
             try:
-                job = Job(messages=messages, media=video, sampling=sampling)
+                job = Job(messages=messages, media=video, sampling=sampling, evidence=MOMENTS)
                 reply = self._worker.run(
                     job, progress=progress, on_start=progress.close, on_text=_write, interrupted=lambda: self._stop
                 )
@@ -189,6 +194,7 @@ class Terminal:
                 _note("\nstopped")
                 return
         _write("\n")
+        self._evidence = "\n".join(map(str, reply.evidence)) or reply.evidence_note or self._evidence
         if reply.finish_reason != "stop":
             limit = f"the answer has --max_new_tokens {sampling.max_new_tokens} tokens and was cut"
             _note("stopped" if reply.finish_reason == "interrupted" else limit)

@@ -72,12 +72,13 @@ class MediaFile:
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """Messages, the files of their media parts in order, and how to answer."""
+    """Messages, the files of their media parts in order, and how to answer; `evidence` is a number of moments."""
 
     messages: list[dict[str, Any]]
     media: tuple[MediaFile, ...] = ()
     sampling: Sampling
     stop: tuple[str, ...] = ()
+    evidence: int = 0
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))
@@ -157,7 +158,8 @@ class Engine:
     ) -> Reply:
         """Generate the answer to a prepared job; `on_text` and `interrupted` as in `Conversation.answer`."""
         conversation, text = prepared
-        return conversation.answer(text, job.sampling, stop=job.stop, on_text=on_text, interrupted=interrupted)
+        options: dict[str, Any] = {"stop": job.stop, "evidence": job.evidence}
+        return conversation.answer(text, job.sampling, on_text=on_text, interrupted=interrupted, **options)
 
     def forget(self) -> None:
         """Drop all kept conversations and free their memory."""

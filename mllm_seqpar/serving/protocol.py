@@ -39,8 +39,11 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
 }
 """Fields that are accepted with a value that asks for nothing."""
 
+MOMENTS = 100
+"""The most moments that a request may ask for."""
+
 _READ = {"model", "messages", "stream", "stream_options", "temperature", "top_p", "stop", "seed"}
-_READ |= {"max_tokens", "max_completion_tokens"}
+_READ |= {"max_tokens", "max_completion_tokens", "evidence"}
 _MEDIA = {"image_url": "image", "video_url": "video", "file": None}
 _SAMPLING = {"fps": (int, float), "num_frames": (int,), "max_frames": (int,)}
 _ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
@@ -95,6 +98,7 @@ class ChatRequest:
     stop: tuple[str, ...]
     stream: bool
     include_usage: bool
+    evidence: int = 0
 
 
 def read_request(body: Any, defaults: Sampling) -> ChatRequest:
@@ -125,7 +129,17 @@ def read_request(body: Any, defaults: Sampling) -> ChatRequest:
         stop=_read_stop(given.get("stop", ())),
         stream=stream,
         include_usage=bool(usage.get("include_usage")),
+        evidence=_read_evidence(given.get("evidence", 0)),
     )
+
+
+def _read_evidence(given: Any) -> int:
+    """Return the number of moments that the request asks for; the field is this server's own."""
+    if type(given) is not int or not 0 <= given <= MOMENTS:
+        raise ApiError(
+            400, f"evidence: {_short(given)}; expected a number of moments from 0 to {MOMENTS}", param="evidence"
+        )
+    return given
 
 
 def _read_sampling(given: Mapping[str, Any], defaults: Sampling) -> Sampling:
@@ -232,7 +246,7 @@ class Completion:
         """Return the chat completion object."""
         message = {"role": "assistant", "content": reply.text, "refusal": None}
         choice = {"index": 0, "message": message, "logprobs": None, "finish_reason": reply.finish_reason}
-        return self._object("chat.completion", [choice]) | {"usage": usage_of(reply)}
+        return self._object("chat.completion", [choice]) | {"usage": usage_of(reply)} | _evidence(reply)
 
     def first(self) -> str:
         """Return the first chunk, which has the role."""
@@ -243,15 +257,17 @@ class Completion:
 
     def last(self, reply: Reply) -> str:
         """Return the last chunks: the reason of the end, the usage if it was asked for, and [DONE]."""
-        text = self._chunk({}, reply.finish_reason)
+        text = self._chunk({}, reply.finish_reason, _evidence(reply))
         if self._include_usage:
             text += event(self._object("chat.completion.chunk", []) | {"usage": usage_of(reply)})
         return text + "data: [DONE]\n\n"
 
-    def _chunk(self, delta: dict[str, Any], finish_reason: str | None = None) -> str:
+    def _chunk(
+        self, delta: dict[str, Any], finish_reason: str | None = None, further: dict[str, Any] | None = None
+    ) -> str:
         choice = {"index": 0, "delta": delta, "logprobs": None, "finish_reason": finish_reason}
         usage = {"usage": None} if self._include_usage else {}
-        return event(self._object("chat.completion.chunk", [choice]) | usage)
+        return event(self._object("chat.completion.chunk", [choice]) | usage | (further or {}))
 
     def _object(self, kind: str, choices: Sequence[Any]) -> dict[str, Any]:
         same = {"id": self._id, "object": kind, "created": self._created, "model": self._model}
@@ -261,6 +277,14 @@ class Completion:
 def event(value: Any) -> str:
     """Return a server-sent event with `value` as JSON."""
     return f"data: {json.dumps(value)}\n\n"
+
+
+def _evidence(reply: Reply) -> dict[str, Any]:
+    """Return the fields that `evidence` of the request asked for: the moments, or why there are none."""
+    names = ("start", "end", "share", "first", "last", "medium")
+    moments = [{name: getattr(moment, name) for name in names} for moment in reply.evidence]
+    note = {"evidence_note": reply.evidence_note} if reply.evidence_note else {}
+    return ({"evidence": moments} if moments else {}) | note
 
 
 def usage_of(reply: Reply) -> dict[str, Any]:

@@ -44,6 +44,7 @@ from mllm_seqpar.integrations.transformers.text import causal_rectangles
 from mllm_seqpar.masks import GivenBlockMask
 from mllm_seqpar.models.mplug_owl3.media import MediaLayout, check_layout
 from mllm_seqpar.patching.registry import is_instance_by_name
+from mllm_seqpar.runtime.recording_state import RecordingState
 from mllm_seqpar.runtime.strategy_selector import CrossAttentionShape
 
 from .cache import FramePlacement, MediaLayoutCache, run_with_native_cache
@@ -178,7 +179,10 @@ def _attend_replicated(
     rectangles = prepare(causal_rectangles(attention_mask, q, k), q, k, kernel)
     BlockMath(kernel, self.scaling).forward(q, k, v, rectangles, partial)
     partial.add(visual_o, visual_lse)
-    return merge_heads(partial.value[0].to(q.dtype))
+    o, lse = partial.value
+    if isinstance(seqpar, RecordingState):
+        seqpar.record(q, visual[0], lse, self.scaling, jointly=True)
+    return merge_heads(o.to(q.dtype))
 
 
 def _projection(self: Any, visual_norm: Any) -> KVProjection:

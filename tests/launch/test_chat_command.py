@@ -76,6 +76,8 @@ def test_turns_in_a_terminal_on_two_ranks(inference_files: Path) -> None:
         return terminal.read_until(r"tokens and was cut\r\n> ")
 
     answers = [ask("What is it?"), ask("Why?")]
+    terminal.type("/evidence\n")
+    assert re.search(r"\d\.\d%  0:0\d\.\d to 0:0\d\.\d  frames? \d", terminal.read_until("> "))
     terminal.type(f"/video {twin}\n")
     assert "twin.mp4: 5 frames" in terminal.read_until("> ")
     answers.append(ask("What is it?"))

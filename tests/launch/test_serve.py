@@ -125,11 +125,14 @@ def test_page_plays_asks_and_shows_the_streamed_answer(
         browser.choose_file("#file", inference_files / "clip.mp4")
         browser.wait("document.getElementById('status').textContent.endsWith('is uploaded')")
         assert browser.value("!player.hidden && player.src.startsWith('blob:')")
+        browser.value("Object.defineProperty(player, 'duration', {value: 4}); null")  # without the codec there is none
         for question in QUESTIONS:
             browser.value(f"question.value = {question!r}; form.requestSubmit(); null")
             browser.wait("document.getElementById('ask').disabled === false && !answering")
         shown = browser.value("[...document.querySelectorAll('#messages li')].map(item => item.textContent)")
         assert shown == [QUESTIONS[0], expected[0].text, QUESTIONS[1], expected[1].text]
+        marks = browser.value("[...document.querySelectorAll('#evidence button')].map(mark => mark.title)")
+        assert 1 <= len(marks) <= 5 and all(re.fullmatch(r"\d\.\d s to \d\.\d s: \d+\.\d%", mark) for mark in marks)
         assert browser.errors == []
     finally:
         browser.close()

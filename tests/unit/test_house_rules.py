@@ -163,7 +163,7 @@ def test_wheel_contains_every_module_and_config(tmp_path: Path) -> None:
     subprocess.run(command, cwd=ROOT, check=True)
     configs = [path.relative_to(ROOT) for path in (ROOT / "configs").rglob("*.yaml")]
     named = {*(path.relative_to(ROOT) for path in package()), *configs, Path("mllm_seqpar/py.typed")}
-    named |= {path.relative_to(ROOT) for path in (ROOT / "mllm_seqpar" / "serving" / "page").iterdir()}
+    named |= {path.relative_to(ROOT) for path in (ROOT / "mllm_seqpar").glob("*/page/*")}
     expected = {path if path.parts[0] == "mllm_seqpar" else Path("mllm_seqpar") / path for path in named}
     assert {path.relative_to(tmp_path) for path in tmp_path.rglob("*") if path.is_file()} == expected
 

@@ -21,6 +21,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from mllm_seqpar.errors import ShapeError
 from mllm_seqpar.models.cache_rows import attach
 from mllm_seqpar.runtime.forward_state import ForwardState
+from mllm_seqpar.runtime.recording_state import RecordingState
 from mllm_seqpar.runtime.star import block_length
 from mllm_seqpar.runtime.text_kv_cache import CachedTextMask
 from mllm_seqpar.runtime.text_shards import TextShards, select_logit_rows
@@ -165,7 +166,7 @@ class _CachedPass:
         positions, visibility = inputs.positions(), self._visibility()  # of all rows, while the cache is still empty
         shard_cached_text(self.cache, state, text, self.model_layers)
         frames = frame_arguments(family, inputs, text, features, state.placement, state.visual)
-        forward_state = ForwardState(self.context, text=text, **frames)
+        forward_state = self._state(None if star else visibility, text, text=text, **frames)
         log_shard_sizes(family, inputs, text.local)
         embeds, local_positions, mask = rows_of_pass(family, inputs, forward_state)
         decoded = family.run_decoder(embeds, local_positions, mask, self.cache, forward_state, **self.kwargs)
@@ -212,8 +213,21 @@ class _CachedPass:
                 "visual_cache": visual,
             }
         tokens = int(self.cache.get_seq_length()) + length
-        forward_state = ForwardState(self.context, cached_text=cached_text, tokens=tokens, **frames)
+        forward_state = self._state(visibility, cached_text=cached_text, tokens=tokens, **frames)
         return family.run_decoder(embeds, positions[:, start:], mask, self.cache, forward_state, **self.kwargs)
+
+    def _state(self, visibility: Visibility | None, shards: TextShards | None = None, **arguments: Any) -> ForwardState:
+        """Return the state of a pass. If the attention to frames is recorded, it stores that of the pass's last row.
+
+        Without `visibility`, it stores nothing: there are no frames, or this is phase 1 of Star Attention, which does
+        not have the last row. `shards` is the sharding of the rows.
+        """
+        records, visual = self.context.records, self.cache_state.visual
+        if not records or visual is None or visibility is None:
+            return ForwardState(self.context, **arguments)
+        positions = None if shards is None else shards.positions(shards.comm.rank)
+        recorder = records[-1].begin_pass(visual, visibility.mask, self.inputs.length, positions)
+        return RecordingState(self.context, **arguments, recorder=recorder)
 
     def _requested_rows(self, text: TextShards, local: Tensor, query: Tensor | None = None) -> Tensor:
         """Return, on every rank, the hidden states of the rows that `logits_to_keep` asks for.

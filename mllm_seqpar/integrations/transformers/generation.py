@@ -28,9 +28,15 @@ def patch_generate(model: Any, patch: Patch, frame_arguments: tuple[str, ...] = 
 
     @functools.wraps(unpatched)
     def generate(*args: Any, **kwargs: Any) -> Any:
+        config = kwargs.get("generation_config") or (args[1] if len(args) > 1 else None) or model.generation_config
+        records = patch.context.records
         if comm.size > 1:
-            config = kwargs.get("generation_config") or (args[1] if len(args) > 1 else None) or model.generation_config
-            require_same_text(comm, "generate", lambda: _describe_settings(config, kwargs))
+            recorded = ", attention over frames is recorded" if records else ""
+            require_same_text(comm, "generate", lambda: _describe_settings(config, kwargs) + recorded)
+        for record in records:
+            _refuse_unrecorded(config, kwargs)
+            record.begin_answer()
+        if comm.size > 1:
             share_random_state(comm, next(model.parameters()).device)
         return unpatched(*args, **kwargs)
 
@@ -42,6 +48,23 @@ def patch_generate(model: Any, patch: Patch, frame_arguments: tuple[str, ...] = 
     if frame_arguments:
         expand = _without_expanding(model._expand_inputs_for_generation, frame_arguments)
         patch.set(model, "_expand_inputs_for_generation", expand)
+
+
+_UNRECORDED = {"num_beams": 1, "num_return_sequences": 1, "assistant_model": None, "prompt_lookup_num_tokens": None}
+"""Settings with which a pass computes other rows than the next token's, and their values without that."""
+
+
+def _refuse_unrecorded(config: Any, kwargs: dict[str, Any]) -> None:
+    """Raise ConfigError for settings with which the attention of an answer cannot be recorded."""
+    for name, neutral in _UNRECORDED.items():
+        value = kwargs.get(name, getattr(config, name, None))
+        if value not in (None, neutral):
+            raise ConfigError(
+                f"{name}={_describe_value(value)}: the attention over frames is recorded while one token after another "
+                f"is generated; leave {name} out"
+            )
+    if kwargs.get("use_cache", getattr(config, "use_cache", True)) is False:
+        raise ConfigError("use_cache=False: the attention over frames is recorded with a cache; leave use_cache out")
 
 
 def _refuse_other_attention(*args: Any, **kwargs: Any) -> None:

@@ -32,8 +32,9 @@ function show(role, text) {
 }
 
 // Draws the moments of the video that an answer attends to; a click plays from there.
-function showEvidence(moments) {
+function showEvidence(given) {
   const duration = $("player").duration;
+  const moments = given?.filter((moment) => moment.start !== null && !moment.medium);
   $("evidence").replaceChildren();
   $("evidence").hidden = !moments?.length || !Number.isFinite(duration);
   if ($("evidence").hidden) return;
@@ -108,7 +109,7 @@ async function ask(question) {
   const asked = { role: "user", content: content(question) };
   show("user", question);
   const item = show("assistant", "");
-  const body = { model, messages: [...messages, asked], stream: true };
+  const body = { model, messages: [...messages, asked], stream: true, evidence: 5 };
   if ($("temperature").value) body.temperature = Number($("temperature").value);
   if ($("tokens").value) body.max_tokens = Number($("tokens").value);
   say("waiting for the model");
@@ -130,6 +131,7 @@ async function ask(question) {
       if (choice?.finish_reason === "length") say("the answer was cut at its maximum length");
       else if (choice?.finish_reason) say("");
       if (chunk.evidence) showEvidence(chunk.evidence);
+      if (chunk.evidence_note) say(chunk.evidence_note);
     }
   } catch (error) {
     if (error.name !== "AbortError") {

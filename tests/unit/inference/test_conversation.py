@@ -121,6 +121,28 @@ def test_other_history_keeps_what_both_have_in_common(gated: Case) -> None:
     assert 20 < reply.cached_tokens < reply.prompt_tokens - 20
 
 
+def test_evidence_of_a_turn_is_that_of_its_own_tokens(gated: Case) -> None:
+    def body(conversation: Conversation) -> list[Reply]:
+        prompt, sampling = conversation.prompt([user("What is it?", "video")]), Sampling(max_new_tokens=4)
+        plain = conversation.answer(prompt, sampling)
+        again = conversation.answer(prompt, sampling, evidence=9)  # the pass of the prompt has one row
+        later = conversation.prompt([user("What is it?", "video"), says("A dot."), user("Where?")])
+        return [plain, again, conversation.answer(later, sampling, evidence=9), open_conversation_answer(conversation)]
+
+    def open_conversation_answer(conversation: Conversation) -> Reply:
+        conversation._cache = None  # the whole prompt is read again
+        prompt = conversation.prompt([user("What is it?", "video")])
+        return conversation.answer(prompt, Sampling(max_new_tokens=4), evidence=9)
+
+    for plain, again, later, fresh in converse(gated, 2, body):
+        assert plain.tokens == again.tokens and not plain.evidence
+        assert sum(moment.share for moment in again.evidence) == pytest.approx(1.0, abs=1e-5)
+        assert again.cached_tokens == again.prompt_tokens - 1 and fresh.cached_tokens == 0
+        for one, other in zip(again.evidence, fresh.evidence, strict=True):
+            assert one.share == pytest.approx(other.share, abs=1e-5) and one.peak == other.peak
+        assert later.evidence != again.evidence
+
+
 @pytest.mark.slow
 def test_interrupted_and_stopped_answers_end_on_all_ranks_and_go_on(gated: Case) -> None:
     def body(conversation: Conversation) -> list[Reply]:

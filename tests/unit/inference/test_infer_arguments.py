@@ -38,6 +38,8 @@ def test_options_become_settings() -> None:
         ([*ASK, "--seed", "3"], "--seed 3 would have no effect: without --temperature above 0"),
         ([*ASK, "--num-frames", "9", "--max-frames", "4"], "--max_frames 4 would have no effect: --num-frames"),
         ([*ENCODE, "--strategy", "ring"], "--strategy ring would have no effect: there is no question"),
+        ([*ENCODE, "--evidence", "3"], "--evidence 3 would have no effect: there is no question"),
+        ([*ASK, "--evidence", "-1"], "--evidence: -1 is not allowed; give 0 or more"),
     ],
 )
 def test_invalid_arguments_are_one_sentence(argv: list[str], message: str) -> None:

@@ -88,11 +88,25 @@ def test_answers_equal_the_unpatched_models(
     clip = inference_files / "clip.mp4"
     report = ask(world, inference_files, "--model", inference_files / model, "--video", clip, *options)
     assert report["tokens"] == unpatched(inference_files, model, **frames)
+    assert all(answer["evidence"] == [] for answer in report["answers"])
     text = "".join(f"> {answer['question']}\n{answer['text']}\n" for answer in report["answers"])
     assert capsys.readouterr().out == text
     assert report["frames"] == len(plan_frames(probe(clip), **frames))
     assert report["visual_tokens"] == 4 * report["frames"]
     assert len(report["peak_memory_mib"]) == len(report["bytes_sent"]) == world
+
+
+def test_evidence_is_printed_reported_and_written(inference_files: Path, tmp_path: Path, capsys: Any) -> None:
+    page = tmp_path / "page.html"
+    options = ["--fps", 3, "--evidence", 2, "--evidence-html", page]
+    report = ask(2, tmp_path, "--model", inference_files / "fused", "--video", inference_files / "clip.mp4", *options)
+    assert report["tokens"] == unpatched(inference_files, "fused", fps=3)
+    shown = capsys.readouterr()
+    for found in report["answers"]:
+        assert found["text"] in shown.out and "moments" not in shown.out
+        assert len(found["evidence"]) == 2 and found["evidence"][0]["share"] >= found["evidence"][1]["share"] > 0
+    assert shown.err.count("moments that the answer attends to") == shown.err.count("the text: ") == 2
+    assert page.read_text().count('"mean":') == 2
 
 
 def test_library_functions_answer_as_the_script_does(inference_files: Path, caplog: pytest.LogCaptureFixture) -> None:

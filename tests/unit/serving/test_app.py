@@ -18,6 +18,7 @@ import uvicorn
 from mllm_seqpar.errors import VideoError
 from mllm_seqpar.inference import Sampling
 from mllm_seqpar.inference.conversation import Reply
+from mllm_seqpar.inference.moments import Moment
 from mllm_seqpar.serving.app import Service, make_app
 from mllm_seqpar.serving.jobs import Impossible
 from mllm_seqpar.serving.media import MediaStore
@@ -50,6 +51,8 @@ class FakeWorker:
             on_text(piece)
         self.ended.set()
         text, times = "".join(PIECES), {"prefill_seconds": 0.0, "decode_seconds": 0.0}
+        if job.evidence:
+            times["evidence"] = (Moment(share=0.5, first=2, last=3, peak=2, start=2.0, end=4.0),)
         return Reply(text=text, tokens=[1, 2, 3], prompt_tokens=5, cached_tokens=4, finish_reason=reason, **times)
 
 
@@ -110,6 +113,16 @@ def test_answer_as_one_object_and_as_chunks(service: SimpleNamespace) -> None:
     assert chunks[0].choices[0].delta.role == "assistant"
     assert [chunk.choices[0].delta.content for chunk in chunks[1:-2]] == [*PIECES]
     assert (chunks[-2].choices[0].finish_reason, chunks[-1].choices, chunks[-1].usage.total_tokens) == ("stop", [], 8)
+
+
+def test_evidence_comes_with_the_whole_answer_and_with_the_last_chunk(service: SimpleNamespace) -> None:
+    asked = {"extra_body": {"evidence": 3}}
+    (moment,) = ask(service.client, **asked).evidence
+    assert moment == {"start": 2.0, "end": 4.0, "share": 0.5, "first": 2, "last": 3, "medium": 0}
+    chunks = list(ask(service.client, stream=True, **asked))
+    assert chunks[-1].evidence == [moment] and not any(hasattr(chunk, "evidence") for chunk in chunks[:-1])
+    assert not hasattr(ask(service.client), "evidence")
+    assert [job.evidence for job in service.worker.jobs] == [3, 3, 0]
 
 
 def test_raw_stream_has_progress_comments_and_ends_with_done(service: SimpleNamespace) -> None:

@@ -55,6 +55,7 @@ def test_request_has_defaults_and_its_own_values() -> None:
             ("stream_options", {"include_usage": True}),
         ],
         ("messages", []),
+        *[("evidence", "5"), ("evidence", -1), ("evidence", True), ("evidence", 101)],
     ],
 )
 def test_fields_that_cannot_be_honoured_are_refused_by_name(field: str, value: Any) -> None:

@@ -1,0 +1,188 @@
+"""Evidence: the moments of a video that an answer attends to most.
+
+The shares of `frame_attention` are averaged over the tokens of the answer, without special tokens. A moment begins with
+the frame of the largest share that is in no moment yet. It takes the frames before and after it while their shares are
+at least the middle between that share and the median of all frames. The moments with the largest sums are reported. A
+share says where a model looks, not why it answers as it does; docs/concepts/evidence.md says what it does not show.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from statistics import median
+from typing import Any, NamedTuple
+
+from torch import nn
+
+from mllm_seqpar.data.chat_family import StoredFrames
+from mllm_seqpar.data.sources import FrameSource, VideoSource
+
+from .encoding import EncodedVideo
+from .frame_attention import FrameAttention, record_attention
+from .generation import Answer, Sampling, answer
+from .moments import Moment, clock
+
+
+class FrameTime(NamedTuple):
+    """When a frame is shown.
+
+    Attributes:
+        medium: the number of its video or image among those of the conversation.
+        start, end: seconds in the video, until the next sampled frame; None if they are not known.
+    """
+
+    medium: int
+    start: float | None = None
+    end: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Evidence:
+    """What an answer attends to.
+
+    Attributes:
+        moments: the largest first; none if the model's mask leaves no choice between frames.
+        shares: for each frame, the mean over the answer's tokens.
+        text: the mean share of the text, in a model with one softmax over text and frames; else 0.
+        note: why there are no moments, or an empty text.
+        attention: of each token.
+        pieces: the text of each token.
+        times: of each frame.
+    """
+
+    moments: tuple[Moment, ...]
+    shares: tuple[float, ...]
+    text: float
+    note: str
+    attention: FrameAttention
+    pieces: tuple[str, ...]
+    times: tuple[FrameTime, ...]
+
+    def describe(self) -> str:
+        """Return lines for a terminal."""
+        if self.note:
+            return self.note
+        lines = ["moments that the answer attends to, and their shares of its attention:"]
+        lines += [f"{number:3d}. {moment}" for number, moment in enumerate(self.moments, 1)]
+        if self.text:
+            lines.append(f"     the text: {self.text:.1%}")
+        return "\n".join(lines)
+
+
+def answer_with_evidence(
+    model: nn.Module,
+    processor: Any,
+    question: str,
+    video: EncodedVideo,
+    sampling: Sampling | None = None,
+    *,
+    count: int = 5,
+    source: FrameSource | None = None,
+    on_text: Callable[[str], object] | None = None,
+) -> tuple[Answer, Evidence]:
+    """Answer a question as `answer` does, and return with it the `count` moments that the answer attends to most.
+
+    Every rank of the model's group calls this with the same arguments. `source` has the times of the frames; without
+    it, they are those of `video.source`, which features from a store do not have.
+    """
+    with record_attention(model) as recorded:
+        result = answer(model, processor, question, video, sampling, on_text=on_text)
+        attention = recorded.result()
+    known = source or video.source or StoredFrames(video.frames, None)
+    found = evidence_of(attention, result.tokens, processor.tokenizer, [known], count)
+    return replace(result, evidence=found.moments, evidence_note=found.note), found
+
+
+def evidence_of(
+    attention: FrameAttention, tokens: Sequence[int], tokenizer: Any, sources: Sequence[Any], count: int
+) -> Evidence:
+    """Return the evidence of an answer.
+
+    Args:
+        attention: of the answer.
+        tokens: the ids of its T tokens, special ones included.
+        tokenizer: of the model.
+        sources: the frame sources of the media, in order; F frames in all.
+        count: the number of moments.
+    """
+    times, special = frame_times(sources), set(tokenizer.all_special_ids)
+    written = [number for number, token in enumerate(tokens) if token not in special] or list(range(len(tokens)))
+    mean = attention.frames[written].double().mean(0).tolist()
+    note = "" if attention.ranks_frames else _one_frame_note(attention, times)
+    return Evidence(
+        moments=() if note else find_moments(mean, times, count),
+        shares=tuple(mean),
+        text=float(attention.text[written].double().mean()),
+        note=note,
+        attention=attention,
+        pieces=token_texts(tokenizer, tokens),
+        times=times,
+    )
+
+
+def _one_frame_note(attention: FrameAttention, times: Sequence[FrameTime]) -> str:
+    """Return the text that stands for a ranking where each token attends to one frame only, or to none."""
+    seen = attention.visible.any(0).nonzero().flatten().tolist()
+    if not seen:
+        return "no token of the answer attends to a frame: the model's mask hides all of them"
+    where = ", ".join(_at(number, times[number]) for number in seen[:3])
+    return (
+        f"the model's mask lets each token of the answer attend to a single frame only ({where}); the attention says "
+        "nothing about other frames, and moments are not ranked"
+    )
+
+
+def _at(number: int, time: FrameTime) -> str:
+    return f"frame {number}" + ("" if time.start is None else f" at {clock(time.start)}")
+
+
+def frame_times(sources: Sequence[FrameSource]) -> tuple[FrameTime, ...]:
+    """Return when the frames of the sources are shown."""
+    times: list[FrameTime] = []
+    for medium, source in enumerate(sources):
+        if not isinstance(source, VideoSource):
+            times += [FrameTime(medium)] * len(source)
+            continue
+        starts = [source.plan.seconds(number) for number in range(len(source))]
+        step = (starts[-1] - starts[0]) / (len(starts) - 1) if len(starts) > 1 else 0.0
+        times += map(partial(FrameTime, medium), starts, [*starts[1:], starts[-1] + step])
+    return tuple(times)
+
+
+def find_moments(shares: Sequence[float], times: Sequence[FrameTime], count: int) -> tuple[Moment, ...]:
+    """Return at most `count` moments by the rule of the module's docstring, the largest share first."""
+    free, found, background = [True] * len(shares), [], median(shares or [0.0])
+
+    def joins(frame: int, peak: int) -> bool:
+        if not (0 <= frame < len(shares) and free[frame] and times[frame].medium == times[peak].medium):
+            return False
+        return shares[frame] >= min(shares[peak], (shares[peak] + background) / 2)
+
+    for peak in sorted(range(len(shares)), key=lambda frame: (-shares[frame], frame)):
+        if not free[peak] or shares[peak] <= 0:
+            continue
+        first = last = peak
+        while joins(first - 1, peak):
+            first -= 1
+        while joins(last + 1, peak):
+            last += 1
+        free[first : last + 1] = [False] * (last + 1 - first)
+        share, start, end = sum(shares[first : last + 1]), times[first].start, times[last].end
+        span = {"first": first, "last": last, "peak": peak, "medium": times[peak].medium}
+        found.append(Moment(share=share, start=start, end=end, **span))
+    return tuple(sorted(found, key=lambda moment: -moment.share)[:count])
+
+
+def token_texts(tokenizer: Any, tokens: Sequence[int]) -> tuple[str, ...]:
+    """Return the text that each token adds. A character that several tokens spell belongs to the last of them."""
+    pieces, before = [], ""
+    for number in range(1, len(tokens) + 1):
+        text = tokenizer.decode(tokens[:number], skip_special_tokens=True)
+        if text.endswith("\N{REPLACEMENT CHARACTER}") and number < len(tokens):
+            pieces.append("")
+            continue
+        pieces.append(text[len(before) :])
+        before = text
+    return tuple(pieces)

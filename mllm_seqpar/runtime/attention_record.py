@@ -1,0 +1,239 @@
+"""The attention that the tokens of an answer pay to each frame.
+
+A token of an answer is the result of one row: the last row of the prompt for the first token, and the row of the token
+before it for every other. Let s_hj be the scaled score of the row's query and key j in head h of a cross-attention
+layer, and lse_h the log-sum-exp over all keys that the row attends to, on all ranks. The share of a frame is
+
+    share = mean over layers and heads of    sum over the keys j of the frame of    exp(s_hj - lse_h)
+
+which is the softmax probability on the keys of the frame, before any gate. While an answer is generated, a pass stores
+only the queries of its row and their log-sum-exp, which the merge over ranks computes anyway. The shares are computed
+after the answer, on the rank that holds the frame, and gathered once. K of a layer is then read once for all tokens,
+also from host memory. KV heads are not expanded.
+
+Shape legend: T tokens of the answer, H query heads, G KV heads, D head dim, U mask units of this rank, F frames.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from mllm_seqpar.attention.joint import KeySource
+from mllm_seqpar.comm import Communicator
+from mllm_seqpar.comm.agreement import require_agreement
+from mllm_seqpar.errors import ConfigError
+from mllm_seqpar.masks import FrameBlockMasks, FrameMask
+from mllm_seqpar.sharding import frame_bounds
+
+from .visual_features import VisualKVCache
+
+SCORES = 1 << 24
+"""Scores that are computed at once: 64 MiB in float32."""
+
+
+class LayerRow(NamedTuple):
+    """What one cross-attention layer stores of a row.
+
+    Attributes:
+        q: (H, D).
+        k: (1, G, keys of this rank, D), stored by the visual KV cache.
+        lse: (H,), or None if the keys of this rank are all keys.
+        scale: factor of q k^T.
+        jointly: whether the softmax also has keys of the text.
+    """
+
+    q: Tensor
+    k: Tensor
+    lse: Tensor | None
+    scale: float
+    jointly: bool
+
+
+class RowRecorder:
+    """Stores one row of each cross-attention layer of one pass.
+
+    Args:
+        cache: K and V of the frames.
+        mask: the frame mask of all rows of the pass, (1, rows).
+        row: the row of the tensors on this rank; None if another rank holds it.
+        length: the number of tokens of the pass.
+    """
+
+    def __init__(self, cache: VisualKVCache, mask: FrameMask, row: int | None, length: int) -> None:
+        self.cache, self.length, self._mask, self._row = cache, length, mask, row
+        self._layers: list[LayerRow] = []
+        self.sharded = False
+        """Whether only one rank holds the row."""
+
+    def add(self, q: Tensor, k: Tensor, lse: Tensor | None, scale: float, *, jointly: bool = False) -> None:
+        """Store the row of a layer, given q (1, H, s, D), k (1, G, keys, D), and the final lse (1, H, s) or None."""
+        if self._row is None:
+            row, total = q.new_zeros(q.shape[1], q.shape[3]), None if lse is None else lse.new_zeros(q.shape[1])
+        else:  # copies, so that the other rows can be freed
+            row, total = q[0, :, self._row].clone(), None if lse is None else lse[0, :, self._row].clone()
+        self._layers.append(LayerRow(row, k, total, scale, jointly))
+
+    def add_sources(self, q: Tensor, sources: Sequence[KeySource], lse: Tensor, scale: float) -> None:
+        """Store the row of a layer of a sharded pass, if the layer attends to frames."""
+        for source in sources:
+            if isinstance(source.spec.masks, FrameBlockMasks):
+                self.add(q, source.k, lse, scale, jointly=len(sources) > 1)  # type: ignore[union-attr]
+
+    def visible_units(self) -> Tensor:
+        """Return which units of all ranks the row attends to, bool."""
+        last = self._mask.take(torch.tensor([self._mask.shape[1] - 1]))
+        visible = last.take_frames(torch.arange(last.total_frames)).visible
+        assert visible is not None
+        return visible[0, 0]
+
+    def layers(self, comm: Communicator) -> list[LayerRow]:
+        """Return the rows of all layers, on every rank."""
+        if not self.sharded:
+            return self._layers
+        wide = torch.promote_types(torch.float32, self._layers[0].q.dtype)
+        stored = []
+        for layer in self._layers:
+            assert layer.lse is not None, "a sharded pass has a log-sum-exp"
+            stored.append(torch.cat([layer.q.to(wide), layer.lse.to(wide)[:, None]], dim=1))
+        rows = comm.all_reduce(torch.stack(stored), "evidence")  # all ranks but one have zeros
+        return [x._replace(q=row[:, :-1], lse=row[:, -1]) for x, row in zip(self._layers, rows, strict=True)]
+
+
+class Shares(NamedTuple):
+    """The attention of the tokens of an answer; all tensors are on the CPU and equal on all ranks.
+
+    Attributes:
+        frames: (T, F), float32 or wider.
+        text: (T,), the share of the text keys if they share the softmax with the frames; else 0.
+        visible: (T, F) bool, the frames that the mask lets a token attend to.
+    """
+
+    frames: Tensor
+    text: Tensor
+    visible: Tensor
+
+
+class AttentionRecord:
+    """The rows of the answer that is being generated, or was generated last."""
+
+    def __init__(self, comm: Communicator) -> None:
+        self._comm = comm
+        self._passes: list[RowRecorder] = []
+
+    def begin_answer(self) -> None:
+        """Forget the rows of an earlier answer."""
+        self._passes = []
+
+    def begin_pass(
+        self, cache: VisualKVCache, mask: FrameMask, length: int, positions: Tensor | None = None
+    ) -> RowRecorder:
+        """Return what stores the last row of a pass of `length` tokens.
+
+        Args:
+            cache: K and V of the frames.
+            mask: the frame mask of all rows.
+            length: tokens of the pass.
+            positions: the positions of this rank's rows, if they are sharded.
+
+        Raises:
+            ConfigError: the pass has several samples, or beams, or is differentiated.
+        """
+        if torch.is_grad_enabled():
+            raise ConfigError("the attention over frames is recorded without gradients; use torch.no_grad()")
+        if mask.shape[0] != 1:
+            raise ConfigError(
+                f"the attention over frames is recorded for one sample without beams; this pass has {mask.shape[0]} "
+                "rows of text; ask one question at a time"
+            )
+        row: int | None = -1
+        if positions is not None:
+            row = next(iter((positions == length - 1).nonzero().flatten().tolist()), None)
+        recorder = RowRecorder(cache, mask, row, length)
+        recorder.sharded = positions is not None
+        self._passes.append(recorder)
+        return recorder
+
+    def shares(self) -> Shares:
+        """Return the shares of the last answer. Every rank of the group calls this.
+
+        Raises:
+            ConfigError: nothing was recorded. AgreementError: the ranks recorded different answers.
+        """
+        prompts = [number for number, one in enumerate(self._passes) if one.length > 1]
+        passes = self._passes[prompts[-1] if prompts else 0 :]  # a prompt may be prefilled in several passes
+        require_agreement(self._comm, "attention over frames", ("tokens",), lambda: {"tokens": len(passes)})
+        if not passes or not passes[0].cache.total_frames:
+            raise ConfigError(
+                "no attention over frames was recorded: within record_attention, generate an answer about frames with "
+                "use_cache=True, then read the result"
+            )
+        cache = passes[0].cache
+        if any(one.cache is not cache for one in passes):
+            raise ConfigError("the frames changed while the answer was generated; pass the same frames to every token")
+        rows = [one.layers(self._comm) for one in passes]
+        visible = torch.stack([one.visible_units() for one in passes])
+        per_frame, bounds = cache.units // cache.total_frames, frame_bounds(cache.total_frames, self._comm.size)
+        start, stop = bounds[self._comm.rank]
+        own = visible[:, start * per_frame : stop * per_frame]
+        if not all(rows):
+            raise ConfigError(
+                "this model's adapter records no attention to frames; let it use ForwardState.cross_attend"
+            )
+        layers = [_unit_shares(list(layer), cache, own) for layer in zip(*rows, strict=True)]
+        units = torch.stack(layers).mean(0)
+        frames = self._gather(units.unflatten(1, (stop - start, per_frame)).sum(-1), bounds)
+        text = 1 - frames.sum(1) if rows[0][0].jointly else frames.new_zeros(len(passes))
+        return Shares(frames, text, visible.unflatten(1, (-1, per_frame)).any(-1))
+
+    def _gather(self, local: Tensor, bounds: Sequence[tuple[int, int]]) -> Tensor:
+        """(T, frames of this rank) -> (T, F) of all ranks, on the CPU."""
+        counts = [stop - start for start, stop in bounds]
+        padded = torch.nn.functional.pad(local, (0, max(counts) - local.shape[1]))
+        parts = [padded] if self._comm.size == 1 else self._comm.all_gather(padded, "evidence")
+        return torch.cat([part[:, :count].cpu() for part, count in zip(parts, counts, strict=True)], dim=1)
+
+
+def _unit_shares(rows: Sequence[LayerRow], cache: VisualKVCache, visible: Tensor) -> Tensor:
+    """Return (T, U), the mean over heads of the probability on each unit of this rank, in one layer.
+
+    Args:
+        rows: of each token.
+        cache: the cache that stores k.
+        visible: (T, U) bool, the units that a token attends to.
+    """
+    k, scale = rows[0].k, rows[0].scale
+    heads, units = rows[0].q.shape[0], visible.shape[1]
+    wide = torch.promote_types(torch.float32, k.dtype)
+    q = torch.stack([row.q for row in rows]).to(wide)
+    hidden = ~visible.to(q.device)
+    given = [row.lse for row in rows if row.lse is not None]
+    out = q.new_zeros(len(rows), units)
+    step = max(1, SCORES // max(1, heads * units))
+    for first in range(0, len(rows) if units else 0, step):
+        block = slice(first, first + step)
+        found = [x.masked_fill(hidden[block, span], -torch.inf) for span, x in _unit_lse(q[block], k, scale, cache)]
+        unit_lse = torch.cat(found, dim=-1)  # (H, T, U)
+        total = torch.stack(given[block], 1).to(wide) if given else unit_lse.logsumexp(-1)  # (H, T)
+        total = total.masked_fill(total == -torch.inf, 0.0)[..., None]  # a row without visible keys has shares of 0
+        out[block] = torch.exp(unit_lse - total).mean(0)
+    return out
+
+
+def _unit_lse(q: Tensor, k: Tensor, scale: float, cache: VisualKVCache) -> list[tuple[slice, Tensor]]:
+    """Return, for spans of units, the log-sum-exp (H, T, units) of the scores of q (T, H, D) over each unit."""
+    tokens, groups = cache.tokens_per_unit, k.shape[1]
+    rows = q.unflatten(1, (groups, -1)).transpose(0, 1).flatten(1, 2)  # (G, T * H / G, D): KV heads are not expanded
+    step = max(1, SCORES // max(1, tokens * max(q.shape[0] * q.shape[1], groups * q.shape[2])))
+    found = []
+    for first, part in cache.key_chunks(k):
+        for start in range(0, part.shape[2] // tokens, step):
+            keys = part[0, :, start * tokens : (start + step) * tokens].to(device=q.device, dtype=q.dtype)
+            scores = torch.matmul(rows, keys.transpose(1, 2)) * scale
+            lse = scores.unflatten(-1, (-1, tokens)).logsumexp(-1)  # (G, T * H / G, units)
+            lse = lse.unflatten(1, (q.shape[0], -1)).transpose(1, 2).flatten(0, 1)  # (H, T, units)
+            found.append((slice(first + start, first + start + lse.shape[-1]), lse))
+    return found

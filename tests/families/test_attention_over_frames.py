@@ -1,0 +1,212 @@
+"""Layer: one process, ranks as threads. The attention over frames of an answer, against dense float64 attention."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from family_cases import LANGUAGE_MODELS
+from family_harness import FAMILIES, build, family_module, on_ranks, settings
+from frame_attention_reference import PROMPT, expected_shares
+from mllm_seqpar import attention_over_frames, patch_model, record_attention
+from mllm_seqpar.errors import AgreementError, ConfigError
+from mllm_seqpar.runtime import attention_record, visual_features
+
+TOLERANCE = 1e-5
+SHARDED = {"shard_prompt_from": 8}
+ANSWER = settings(max_new_tokens=4)
+
+
+def case_of(family: str, **overrides: Any) -> Any:
+    """Return a batch of one sample whose frames do not divide by 2, 3 or 4 ranks."""
+    frames = {"mplug_owl3": (5,), "idefics": (5,), "mllama": ((3, 1, 2, 1, 3),), "open_flamingo": ((1, 3, 4, 6, 8),)}
+    fields = {"frames": frames[family], "labels": None, "length": 13}
+    if family == "idefics":
+        fields["mask"] = "holes"
+    if family == "mllama":
+        fields["mask"] = "scattered"
+    if family == "open_flamingo":
+        fields |= {"media": 5, "model": {"language_model": "opt", "immediate": False}}
+    return family_module(family).Case(**fields | overrides)
+
+
+def seen_units(family: str, case: Any, inputs: dict[str, Any]) -> Tensor:
+    """Return (F, units of a frame) bool: what the last row of the prompt attends to."""
+    if family == "idefics":
+        return inputs["image_attention_mask"][0, -1, :, None].bool()
+    if family == "mllama":
+        seen = inputs["cross_attention_mask"][0, -1].bool()
+        return seen if bool(seen.any()) else ~seen  # a row without tiles attends to all
+    frames = case.media if family == "open_flamingo" else case.frames[0]
+    seen = torch.ones(frames, 1, dtype=torch.bool)
+    if family == "open_flamingo" and case.model["immediate"]:
+        seen[: len(case.frames[0]) - 1] = False
+    return seen
+
+
+def generated(family: str, inputs: dict[str, Any], found: Any) -> Tensor:
+    """Return the tokens of the answer."""
+    return found.output[0, inputs[PROMPT.get(family, "input_ids")].shape[1] :]
+
+
+def check(family: str, size: int, case: Any) -> list[Any]:
+    """Compare the shares of every rank with the reference, and return them."""
+
+    def record(model: Any, inputs: dict[str, Any], comm: Any) -> Any:
+        return attention_over_frames(model, **inputs, **ANSWER)
+
+    found = on_ranks(size, family, case, record)
+    model, inputs = build(family, replace(case, local_frames=False))
+    answer, seen = generated(family, inputs, found[0]), seen_units(family, case, inputs)
+    inputs = {n: x.double() if isinstance(x, Tensor) and x.is_floating_point() else x for n, x in inputs.items()}
+    units, text = expected_shares(family, model.double(), inputs, answer, seen.flatten())
+    for one in found:
+        assert one.frames.shape == (4, len(seen))
+        assert torch.equal(one.frames, found[0].frames) and torch.equal(one.text, found[0].text)
+        assert torch.equal(one.visible, seen.any(1).expand(4, -1))
+        assert not one.frames[~one.visible].any()
+        torch.testing.assert_close(one.frames.double(), units.unflatten(1, seen.shape).sum(-1), atol=TOLERANCE, rtol=0)
+        torch.testing.assert_close(one.text.double(), text, atol=TOLERANCE, rtol=0)
+    return found
+
+
+CASES = (
+    [
+        pytest.param(family, size, {}, {}, id=f"{family}-{size}", marks=() if size == 3 else pytest.mark.slow)
+        for family in FAMILIES
+        for size in (1, 2, 3, 4)
+    ]
+    + [
+        pytest.param("mplug_owl3", 1, {"model": {"gate": None}}, {}, id="fused-1"),
+        pytest.param("mplug_owl3", 3, {"model": {"gate": None}}, {}, id="fused-3", marks=pytest.mark.slow),
+        pytest.param("mplug_owl3", 3, {"model": {"gate": None}}, SHARDED, id="fused-sharded text"),
+        pytest.param("mplug_owl3", 2, {}, SHARDED, id="sharded text"),
+        pytest.param("mplug_owl3", 4, {"frames": (2,)}, SHARDED, id="fewer frames than ranks", marks=pytest.mark.slow),
+        pytest.param("mplug_owl3", 2, {}, {"visual_offload": "cpu"}, id="offload"),
+        pytest.param("mplug_owl3", 1, {}, {"visual_offload": "cpu"}, id="offload-1", marks=pytest.mark.slow),
+        pytest.param("mllama", 3, {}, SHARDED | {"visual_offload": "cpu"}, id="offload-sharded text"),
+    ]
+    + [
+        pytest.param(
+            family, size, fields, SHARDED | options, id=" ".join(map(str, options.values())), marks=pytest.mark.slow
+        )
+        for family, size, fields, options in (
+            ("mllama", 4, {"local_frames": True}, {"strategy": "ring"}),
+            ("idefics", 4, {}, {"strategy": "ulysses"}),
+            ("idefics", 4, {}, {"strategy": "mesh", "tile": (2, 2)}),
+            ("mplug_owl3", 2, {}, {"strategy": "replicate"}),
+            ("mplug_owl3", 2, {}, {"self_attention": "star"}),
+        )
+    ]
+)
+
+
+@pytest.mark.parametrize("family, size, fields, options", CASES)
+def test_shares_are_those_of_dense_attention(
+    family: str, size: int, fields: dict[str, Any], options: dict[str, Any]
+) -> None:
+    if family == "open_flamingo" and not LANGUAGE_MODELS:
+        pytest.skip("open_flamingo is not installed")
+    check(family, size, case_of(family, **fields).with_options(**options))
+
+
+@pytest.mark.parametrize("size, options", [(1, {}), (2, {"visual_offload": "cpu"})])
+def test_shares_do_not_depend_on_the_sizes_of_chunks(
+    monkeypatch: pytest.MonkeyPatch, size: int, options: dict[str, Any]
+) -> None:
+    monkeypatch.setattr(attention_record, "SCORES", 50)
+    monkeypatch.setattr(visual_features, "CHUNK_BYTES", 1)
+    check("mllama", size, case_of("mllama").with_options(**options))
+
+
+def test_only_the_last_medium_is_visible_to_openflamingo() -> None:
+    if not LANGUAGE_MODELS:
+        pytest.skip("open_flamingo is not installed")
+    found = check("open_flamingo", 2, case_of("open_flamingo").with_model(immediate=True))
+    assert not found[0].ranks_frames
+    torch.testing.assert_close(found[0].frames[:, -1], torch.ones(4))
+
+
+def test_recording_changes_no_token_and_ends_with_its_context() -> None:
+    def tokens(model: Any, inputs: dict[str, Any], comm: Any) -> tuple[Tensor, Tensor, Tensor]:
+        before = model.generate(**inputs, **ANSWER)
+        with record_attention(model) as recorded:
+            within = model.generate(**inputs, **ANSWER)
+            assert not comm.bytes.sent["evidence"]
+            first = recorded.result()
+            layers, heads, dim, tokens, frames = 2, 4, 16, 4, 3
+            assert comm.bytes.sent["evidence"] == 4 * (layers * heads * (dim + 1) + tokens * frames)
+            model.generate(**inputs | {"input_ids": inputs["input_ids"][:, :-1]}, **ANSWER)
+            assert not torch.equal(recorded.result().frames, first.frames)  # the record is that of the last answer
+            out = model.generate(**inputs, **ANSWER, return_dict_in_generate=True)
+            model.generate(out.sequences, past_key_values=out.past_key_values, **ANSWER)  # its first pass has one row
+            assert recorded.result().frames.shape == first.frames.shape
+        return before, within, model.generate(**inputs, **ANSWER)
+
+    for before, within, after in on_ranks(2, "mplug_owl3", case_of("mplug_owl3").with_options(**SHARDED), tokens):
+        assert torch.equal(before, within) and torch.equal(before, after)
+
+
+def test_first_token_is_the_last_row_of_a_prompt_that_is_read_in_two_passes() -> None:
+    def read(model: Any, inputs: dict[str, Any], comm: Any) -> None:
+        ids = torch.cat([torch.full((5,), 255), torch.arange(10, 20)])[None]
+        frames = {"pixel_values": inputs["pixel_values"]}
+        with torch.no_grad():
+            with record_attention(model) as recorded:
+                model(input_ids=ids, **frames, use_cache=True)
+                whole = recorded.result().frames
+            with record_attention(model) as recorded:
+                cache = model(input_ids=ids[:, :9], **frames, use_cache=True).past_key_values
+                model(input_ids=ids[:, 9:], past_key_values=cache)
+                torch.testing.assert_close(recorded.result().frames, whole, atol=TOLERANCE, rtol=0)
+        assert whole.shape == (1, 5)
+
+    on_ranks(2, "mplug_owl3", case_of("mplug_owl3"), read)
+
+
+@pytest.mark.parametrize(
+    "given, named",
+    [
+        ({"num_beams": 2}, "num_beams"),
+        ({"prompt_lookup_num_tokens": 2}, "prompt_lookup_num_tokens"),
+        ({"use_cache": False}, "use_cache"),
+    ],
+)
+def test_what_cannot_be_recorded_is_refused(given: dict[str, Any], named: str) -> None:
+    model, inputs = build("mplug_owl3", case_of("mplug_owl3"))
+    patch_model(model)
+    with pytest.raises(ConfigError, match=named):
+        attention_over_frames(model, **inputs, **ANSWER | given)
+    with record_attention(model), pytest.raises(ConfigError, match="recorded already"), record_attention(model):
+        pass
+
+
+def test_missing_frames_batches_and_unpatched_models_are_refused() -> None:
+    model, inputs = build("mplug_owl3", case_of("mplug_owl3"))
+    with pytest.raises(ConfigError, match="not patched"):
+        attention_over_frames(model, **inputs, **ANSWER)
+    patch_model(model)
+    with pytest.raises(ConfigError, match="no attention over frames"):
+        attention_over_frames(model, input_ids=torch.arange(3, 9)[None], **ANSWER)
+    two = build("mplug_owl3", family_module("mplug_owl3").Case(frames=(2, 1), labels=None))[1]
+    with pytest.raises(ConfigError, match="2 rows"):
+        attention_over_frames(model, **two, **ANSWER)
+
+
+def test_a_rank_that_does_not_record_makes_all_ranks_raise() -> None:
+    def run(model: Any, inputs: dict[str, Any], comm: Any) -> str:
+        try:
+            if comm.rank:
+                model.generate(**inputs, **ANSWER)
+            else:
+                attention_over_frames(model, **inputs, **ANSWER)
+        except AgreementError as error:
+            return str(error)
+        return ""
+
+    for text in on_ranks(2, "mplug_owl3", case_of("mplug_owl3"), run):
+        assert "attention over frames is recorded" in text
