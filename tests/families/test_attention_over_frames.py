@@ -74,35 +74,28 @@ def check(family: str, size: int, case: Any) -> list[Any]:
     return found
 
 
-CASES = (
-    [
-        pytest.param(family, size, {}, {}, id=f"{family}-{size}", marks=() if size == 3 else pytest.mark.slow)
-        for family in FAMILIES
-        for size in (1, 2, 3, 4)
-    ]
-    + [
-        pytest.param("mplug_owl3", 1, {"model": {"gate": None}}, {}, id="fused-1"),
-        pytest.param("mplug_owl3", 3, {"model": {"gate": None}}, {}, id="fused-3", marks=pytest.mark.slow),
-        pytest.param("mplug_owl3", 3, {"model": {"gate": None}}, SHARDED, id="fused-sharded text"),
-        pytest.param("mplug_owl3", 2, {}, SHARDED, id="sharded text"),
-        pytest.param("mplug_owl3", 4, {"frames": (2,)}, SHARDED, id="fewer frames than ranks", marks=pytest.mark.slow),
-        pytest.param("mplug_owl3", 2, {}, {"visual_offload": "cpu"}, id="offload"),
-        pytest.param("mplug_owl3", 1, {}, {"visual_offload": "cpu"}, id="offload-1", marks=pytest.mark.slow),
-        pytest.param("mllama", 3, {}, SHARDED | {"visual_offload": "cpu"}, id="offload-sharded text"),
-    ]
-    + [
-        pytest.param(
-            family, size, fields, SHARDED | options, id=" ".join(map(str, options.values())), marks=pytest.mark.slow
-        )
-        for family, size, fields, options in (
-            ("mllama", 4, {"local_frames": True}, {"strategy": "ring"}),
-            ("idefics", 4, {}, {"strategy": "ulysses"}),
-            ("idefics", 4, {}, {"strategy": "mesh", "tile": (2, 2)}),
-            ("mplug_owl3", 2, {}, {"strategy": "replicate"}),
-            ("mplug_owl3", 2, {}, {"self_attention": "star"}),
-        )
-    ]
-)
+FUSED = {"model": {"gate": None}}
+HOST = {"visual_offload": "cpu"}
+QUICK = ("mplug_owl3-3", "mllama-3", "fused, sharded text-3", "host memory, sharded text-3")
+CASES = [
+    pytest.param(family, size, fields, options, id=name, marks=() if name in QUICK else pytest.mark.slow)
+    for name, family, size, fields, options in (
+        *[(f"{family}-{size}", family, size, {}, {}) for family in FAMILIES for size in (1, 2, 3, 4)],
+        ("fused-1", "mplug_owl3", 1, FUSED, {}),
+        ("fused-3", "mplug_owl3", 3, FUSED, {}),
+        ("fused, sharded text-3", "mplug_owl3", 3, FUSED, SHARDED),
+        ("sharded text-2", "mplug_owl3", 2, {}, SHARDED),
+        ("fewer frames than ranks", "mplug_owl3", 4, {"frames": (2,)}, SHARDED),
+        ("host memory-1", "mplug_owl3", 1, {}, HOST),
+        ("host memory-2", "mplug_owl3", 2, {}, HOST),
+        ("host memory, sharded text-3", "mllama", 3, {}, SHARDED | HOST),
+        ("ring-4", "mllama", 4, {"local_frames": True}, SHARDED | {"strategy": "ring"}),
+        ("ulysses-4", "idefics", 4, {}, SHARDED | {"strategy": "ulysses"}),
+        ("mesh-4", "idefics", 4, {}, SHARDED | {"strategy": "mesh", "tile": (2, 2)}),
+        ("replicate-2", "mplug_owl3", 2, {}, SHARDED | {"strategy": "replicate"}),
+        ("star-2", "mplug_owl3", 2, {}, SHARDED | {"self_attention": "star"}),
+    )
+]
 
 
 @pytest.mark.parametrize("family, size, fields, options", CASES)
@@ -114,7 +107,8 @@ def test_shares_are_those_of_dense_attention(
     check(family, size, case_of(family, **fields).with_options(**options))
 
 
-@pytest.mark.parametrize("size, options", [(1, {}), (2, {"visual_offload": "cpu"})])
+@pytest.mark.slow
+@pytest.mark.parametrize("size, options", [(1, {}), (2, HOST)])
 def test_shares_do_not_depend_on_the_sizes_of_chunks(
     monkeypatch: pytest.MonkeyPatch, size: int, options: dict[str, Any]
 ) -> None:
@@ -123,6 +117,7 @@ def test_shares_do_not_depend_on_the_sizes_of_chunks(
     check("mllama", size, case_of("mllama").with_options(**options))
 
 
+@pytest.mark.slow
 def test_only_the_last_medium_is_visible_to_openflamingo() -> None:
     if not LANGUAGE_MODELS:
         pytest.skip("open_flamingo is not installed")
@@ -151,6 +146,7 @@ def test_recording_changes_no_token_and_ends_with_its_context() -> None:
         assert torch.equal(before, within) and torch.equal(before, after)
 
 
+@pytest.mark.slow
 def test_first_token_is_the_last_row_of_a_prompt_that_is_read_in_two_passes() -> None:
     def read(model: Any, inputs: dict[str, Any], comm: Any) -> None:
         ids = torch.cat([torch.full((5,), 255), torch.arange(10, 20)])[None]
