@@ -2,8 +2,8 @@
 
 Group 0 appends each answer to the file itself, and every other group of ranks to a part of its own beside it, so that
 whatever has been answered survives a crash. When a run starts, it collects the answers of all parts, and drops a last
-line that was not written completely. When it ends, it writes all answers in the order of the questions. What the answers
-depend on is in a second file, so that a run with another model or other options is refused.
+line that was not written completely. When it ends, it writes all answers in the order of the questions. A second
+file has what the answers depend on, so that a run with another model or other options is refused.
 """
 
 from __future__ import annotations
@@ -62,6 +62,15 @@ class AnswerFile:
         except OSError as error:
             raise ConfigError(f"{path}: cannot be written ({error.strerror}); give another --output") from error
         return path
+
+    def require_parts(self, groups: int) -> None:
+        """Raise ConfigError unless this process sees the parts of all groups of ranks, which have opened them."""
+        missing = [path for path in map(self._part, range(groups)) if not path.exists()]
+        if missing:
+            raise ConfigError(
+                f"--output: {missing[0]}, which another node has created, is not visible here; give a path on a file "
+                "system that all nodes share"
+            )
 
     def write(self, line: Line) -> None:
         """Append an answer to this group's part, in one piece."""

@@ -51,7 +51,7 @@ def model_files_digest(path: str) -> str:
 def shard_weights(
     model: nn.Module, comm: Communicator, device: torch.device, encode: Callable[..., Tensor] | None = None
 ) -> nn.Module:
-    """Shard the parameters over the ranks of a group by FSDP2, in place: each layer is gathered for its forward, then freed.
+    """Shard the parameters over a group by FSDP2, in place; a layer is gathered for its forward, then freed.
 
     This is for models that do not fit on one device. It costs one gather of every layer per generated token; the
     embeddings and the output head stay gathered after the first. The answers do not change.

@@ -135,7 +135,7 @@ class QuestionSet:
             return tuple(name for part in question.media for name in _names(part)), "missing"
 
 
-def media_name(question: Question) -> list[str]:
+def media_names(question: Question) -> list[str]:
     """Return the names of the files that a question asks about, as its record writes them."""
     return [name for part in question.media for name in _names(part)]
 

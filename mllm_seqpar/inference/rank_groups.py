@@ -1,4 +1,4 @@
-"""Groups of ranks that answer independently: the ranks of one group share each video, and groups take videos in turn."""
+"""Groups of ranks that work independently: the ranks of a group share each video, and groups take videos in turn."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from mllm_seqpar.cli.launch import collective_timeout
+from mllm_seqpar.cli.program_exit import first_line
 from mllm_seqpar.comm import Communicator, ProcessGroupCommunicator, Subgroup, as_communicator
 from mllm_seqpar.comm.agreement import attempt, raise_on_all_ranks
 from mllm_seqpar.errors import AgreementError, ConfigError, DataError, VideoError
@@ -83,5 +84,5 @@ def tried(group: Communicator, what: str, step: Callable[[], T]) -> tuple[T | No
     try:
         raise_on_all_ranks(group, what, error)
     except _OF_THE_INPUT as found:
-        return None, str(found)
+        return None, first_line(found)
     return result, None

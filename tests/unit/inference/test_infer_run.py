@@ -16,7 +16,7 @@ from mllm_seqpar.errors import AgreementError, ConfigError, DataError, VideoErro
 from mllm_seqpar.inference import Sampling, answer, encode_video, load_for_inference
 from mllm_seqpar.inference.arguments import parse
 from mllm_seqpar.inference.encoding import EncodedVideo
-from mllm_seqpar.inference.run import answer_questions
+from mllm_seqpar.inference.run import ask_videos
 from mllm_seqpar.inference.stored_features import save_video
 from mllm_seqpar.models import loading
 from mllm_seqpar.models.mplug_owl3 import MPlugOwl3ForConditionalGeneration, MPlugOwl3Processor
@@ -24,7 +24,7 @@ from mllm_seqpar.sharding import FrameShard
 
 CPU = torch.device("cpu")
 QUESTIONS = ("What is it?", "Which one comes first, <|video|> or this?")
-ASK = ["--no-progress", "--max-new-tokens", "16", "--encode-batch", "3"]
+ASK = ["--no_progress", "--max_new_tokens", "16", "--encode_batch", "3"]
 
 
 @pytest.fixture(autouse=True)
@@ -44,7 +44,7 @@ def run(world: int, *argv: Any, videos: tuple[Path, ...] = ()) -> list[Exception
 
     def failed(comm: Communicator) -> Exception | None:
         own = ["--video", videos[comm.rank]] if videos else []
-        return attempt(lambda: answer_questions(parse([*map(str, [*argv, *own])]), comm, CPU))[1]
+        return attempt(lambda: ask_videos(parse([*map(str, [*argv, *own])]), comm, CPU))[1]
 
     return run_loopback(world, failed)
 
@@ -111,16 +111,16 @@ def test_library_functions_answer_as_the_script_does(inference_files: Path, capl
 def test_answers_with_offload_equal_the_unpatched_models(
     inference_files: Path, tmp_path: Path, world: int, model: str, frames: dict[str, int]
 ) -> None:
-    options = ["--model", inference_files / model, "--visual-offload", "cpu"]
+    options = ["--model", inference_files / model, "--visual_offload", "cpu"]
     sampled = [part for name, value in frames.items() for part in (f"--{name.replace('_', '-')}", value)]
     video, expected = ["--video", inference_files / "clip.mp4", *sampled], unpatched(inference_files, model, **frames)
-    assert ask(world, tmp_path, *options, *video, "--save-features", tmp_path / "f")["tokens"] == expected
+    assert ask(world, tmp_path, *options, *video, "--save_features", tmp_path / "f")["tokens"] == expected
     assert ask(world, tmp_path, *options, "--features", tmp_path / "f")["tokens"] == expected
 
 
 def test_stored_features_give_the_same_answers(inference_files: Path, tmp_path: Path) -> None:
-    model, clip = ["--model", inference_files / "gated"], ["--video", inference_files / "clip.mp4", "--num-frames", 7]
-    ask(2, tmp_path, *model, *clip, "--save-features", tmp_path / "features", questions=())
+    model, clip = ["--model", inference_files / "gated"], ["--video", inference_files / "clip.mp4", "--num_frames", 7]
+    ask(2, tmp_path, *model, *clip, "--save_features", tmp_path / "features", questions=())
     expected = unpatched(inference_files, "gated", num_frames=7)
     for world, video in ((1, clip), (3, [])):
         report = ask(world, tmp_path, *model, "--features", tmp_path / "features", *video)
@@ -129,8 +129,8 @@ def test_stored_features_give_the_same_answers(inference_files: Path, tmp_path: 
 
     for argv, message in (
         (["--model", inference_files / "other"], "made by another model"),
-        ([*model, "--num-frames", 8], "made with num_frames = 7, now it is 8"),
-        ([*model, "--video", inference_files / "twin.mp4", "--num-frames", 7], "made with source_size"),
+        ([*model, "--num_frames", 8], "made with num_frames = 7, now it is 8"),
+        ([*model, "--video", inference_files / "twin.mp4", "--num_frames", 7], "made with source_size"),
         ([*model, "--video", inference_files / "clip.mp4"], "made with frames = 7, now it is 4"),
         ([*model, "--dtype", "bfloat16"], "these features are float32 and the model runs in bfloat16"),
     ):
@@ -140,15 +140,15 @@ def test_stored_features_give_the_same_answers(inference_files: Path, tmp_path: 
 
 
 def test_features_of_another_video_are_not_overwritten(inference_files: Path, tmp_path: Path) -> None:
-    options = ["--model", inference_files / "gated", "--save-features", tmp_path / "features"]
+    options = ["--model", inference_files / "gated", "--save_features", tmp_path / "features"]
     clip = ["--video", inference_files / "clip.mp4"]
-    ask(2, tmp_path, *options, *clip, "--num-frames", 3, questions=())
+    ask(2, tmp_path, *options, *clip, "--num_frames", 3, questions=())
     before = (tmp_path / "features/features.json").read_bytes()
-    errors = run(2, *options, "--video", inference_files / "twin.mp4", "--num-frames", 3)
+    errors = run(2, *options, "--video", inference_files / "twin.mp4", "--num_frames", 3)
     assert "it has the features of another video" in str(errors[0]) and "clip.mp4" in str(errors[0])
     assert isinstance(errors[0], DataError) and isinstance(errors[1], AgreementError)
     assert (tmp_path / "features/features.json").read_bytes() == before
-    ask(1, tmp_path, *options, *clip, "--num-frames", 5, questions=())  # the same video at other times
+    ask(1, tmp_path, *options, *clip, "--num_frames", 5, questions=())  # the same video at other times
     assert json.loads((tmp_path / "features/features.json").read_text())["total_frames"] == 5
 
 
