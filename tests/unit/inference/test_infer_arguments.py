@@ -26,7 +26,7 @@ def test_options_become_settings() -> None:
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        (["--model", "m", "--question", "Why?"], "no video to ask about: give --video FILE, or --features"),
+        (["--model", "m", "--question", "Why?"], "no video to ask about: give --video FILE, --features DIR"),
         (["--model", "m", "--video", "v.mp4"], "nothing to do: give --question"),
         ([*ASK, "--question", " "], "--question: the question is empty"),
         ([*ASK, "--fps", "2", "--num_frames", "5"], "--fps 2 and --num_frames 5: give one"),
