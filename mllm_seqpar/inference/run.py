@@ -53,7 +53,8 @@ class RunInputs:
 
     def facts(self) -> dict[str, Any]:
         """Return what all ranks must have in common. Paths may differ, because each node may have its own copy."""
-        return {"model": self.model_digest, "videos": [os.path.basename(paths.name) for paths in self.videos]}
+        names = [os.path.basename(paths.name) for paths in self.videos]
+        return {"model": self.model_digest, "videos": names if len(names) > 1 else 1}
 
 
 @dataclass(frozen=True, kw_only=True)

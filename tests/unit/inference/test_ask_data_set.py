@@ -48,17 +48,11 @@ def questions(inference_files: Path, tmp_path: Path) -> Path:
     """Records in several forms, about two videos in turn; the third and the sixth cannot be used."""
     clip, twin = str(inference_files / "clip.mp4"), str(inference_files / "twin.mp4")
     (tmp_path / "bad.mp4").write_bytes(b"no video")
-    user = {
-        "role": "user",
-        "content": [{"type": "video_url", "video_url": {"url": twin}}, {"type": "text", "text": "?"}],
-    }
+    content = [{"type": "video_url", "video_url": {"url": twin}}, {"type": "text", "text": "?"}]
     turns = [{"from": "human", "value": "<video>\nWhy?"}, {"from": "gpt", "value": "So."}]
     records = [
         {"video": clip, "question": "What is it?", "id": "first"},
-        {
-            "video": twin,
-            "conversations": [{"from": "human", "value": "<video>\nWhy?"}, {"from": "gpt", "value": "So."}],
-        },
+        {"video": twin, "conversations": turns},
         {"video": "bad.mp4", "question": "What is it?", "id": 3},
         {"messages": [{"role": "user", "content": content}]},
         {"video": clip, "question": "Which colour?", **COLOURS},
