@@ -5,7 +5,7 @@
 
 lmms-eval gives each process a part of the documents. Here, the ranks of a group put their parts together and answer all
 of them, one after another, so that each group is one rank of lmms-eval with the documents of all its ranks. lmms-eval's
-own collectives between processes stay as they are. The extra requests that make all parts equally long are not answered.
+own collectives stay as they are. The extra requests that make all parts equally long are not answered.
 """
 
 from __future__ import annotations
