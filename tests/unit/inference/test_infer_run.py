@@ -178,3 +178,37 @@ def test_bad_files_are_one_sentence_on_every_rank(
     errors = run(2, "--model", inference_files / directory, "--question", "What?", videos=files)
     for error, (kind, message) in zip(errors, messages, strict=True):
         assert type(error) is kind and message in str(error) and "\n" not in str(error)
+
+
+def test_each_of_several_videos_is_asked_each_question(
+    inference_files: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "videos").mkdir()
+    for name in ("clip", "twin"):
+        (tmp_path / f"videos/{name}.mp4").symlink_to(inference_files / f"{name}.mp4")
+    again = inference_files / "clip.mp4"
+    videos = ["--video", tmp_path / "videos", "--video", again, "--num_frames", 3]
+    source, asked = ["--model", inference_files / "gated"], ["What is it?", "Why?"]
+    report = ask(2, tmp_path, *source, *videos, "--save_features", tmp_path / "f", questions=(*asked,))
+    names = [str(tmp_path / "videos/clip.mp4"), str(tmp_path / "videos/twin.mp4"), str(again)]
+    rows = report["answers"]
+    assert [(row["video"], row["question"]) for row in rows] == [(name, text) for name in names for text in asked]
+    expected = "".join(
+        f"== {name} ==\n" + "".join(f"> {row['question']}\n{row['text']}\n" for row in rows if row["video"] == name)
+        for name in names
+    )
+    assert capsys.readouterr().out == expected
+    assert (report["frames"], report["tokens"][:2]) == (9, report["tokens"][4:])
+    assert report["tokens"][:2] != report["tokens"][2:4]
+
+    assert sorted(path.name for path in (tmp_path / "f").iterdir()) == ["clip.mp4", "clip.mp4-2", "twin.mp4"]
+    again = ask(1, tmp_path, *source, "--features", tmp_path / "f", questions=(*asked,))
+    assert sorted(again["tokens"]) == sorted(report["tokens"])
+
+    (tmp_path / "videos/bad.mp4").write_bytes(b"no video")
+    capsys.readouterr()
+    errors = run(2, *source, "--video", tmp_path / "videos", "--num_frames", 3, *ASK, "--question", "Why?")
+    assert [type(error) for error in errors] == [VideoError] * 2
+    assert "1 of 3 videos cannot be used; the first: " in str(errors[0]) and "bad.mp4" in str(errors[0])
+    out, err = capsys.readouterr()
+    assert out.count(f"== {names[1]} ==\n") == 1 and "bad.mp4" in err
