@@ -20,7 +20,7 @@ class ForcedTokens(LogitsProcessor):
     def __init__(self, prompt_length: int, tokens: Sequence[int]) -> None:
         self._length, self._tokens = prompt_length, tokens
 
-    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:  # type: ignore[override]
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         number = input_ids.shape[1] - self._length
         if number >= len(self._tokens):  # the last step, whose token is not used
             return scores

@@ -15,7 +15,7 @@ import io
 import json
 import os
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -99,7 +99,7 @@ class SimpleSeqParModel(lmms):
             lambda found: {"model": found[1], "options": options},
         )
         self._family, self._group = chat_family(self.processor), ranks.group
-        self._model = load_patched(self.options, self._family, ranks.group, self.device)
+        self._model: Any = load_patched(self.options, self._family, ranks.group, self.device)
         self._rank, self._world_size = world.rank, world.size
         self._system = system_prompt
         self._conversation: tuple[str, Conversation | None] = ("", None)
@@ -191,7 +191,7 @@ class SimpleSeqParModel(lmms):
         conversation.encode()
         return conversation
 
-    def _source(self, part: dict[str, Any]) -> FrameSource:
+    def _source(self, part: Mapping[str, Any]) -> FrameSource:
         if part["type"] == "image":
             return self._family.image_source(part["path"])
         try:

@@ -73,7 +73,7 @@ class QuestionSet:
 
     def __init__(self, args: AskArguments, processor: Any) -> None:
         assert args.questions is not None  # the caller's condition
-        options = {"media_root": args.media_root, "template": args.template, "on_bad_media": "skip"}
+        options: dict[str, Any] = {"media_root": args.media_root, "template": args.template, "on_bad_media": "skip"}
         sampling = {name: getattr(args, name) for name in ("fps", "num_frames", "max_frames")}
         self._dataset = ChatDataset(args.questions, processor, **options, **sampling, validate=False)
         self.digest = self._dataset.digest
@@ -118,7 +118,7 @@ class QuestionSet:
         except DataError as error:
             return Question(index=index, place=place, id=name, fault=str(error))
         categories = {key: str(columns[key]) for key in _GROUPING_KEYS if isinstance(columns.get(key), _kinds(key))}
-        found = {"reference": reference, "choice": choice, "categories": categories}
+        found: dict[str, Any] = {"reference": reference, "choice": choice, "categories": categories}
         return Question(index=index, place=place, id=name, messages=tuple(messages), **found)
 
     def _key(self, question: Question) -> Any:
