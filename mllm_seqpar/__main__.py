@@ -22,6 +22,7 @@ COMMANDS = {
     "plan": ("mllm_seqpar.cli.planner:main", "estimate times, bytes and memory of a step, without a GPU"),
     "calibrate": ("mllm_seqpar.cli.calibrate:main", "measure this machine and its links for plan"),
     "doctor": ("mllm_seqpar.cli.doctor:main", "check versions, devices and links, and that results are exact here"),
+    "example": ("mllm_seqpar.cli.example:main", "write a tiny model and a data set of short videos, to try the others"),
     "completion": ("mllm_seqpar.cli.completion:main", "print a script that completes commands and options in a shell"),
 }
 """By name: the function, as "module:function", and one line of help."""

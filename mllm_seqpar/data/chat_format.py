@@ -34,12 +34,13 @@ _REFUSED_KEYS = {"image", "images", "video", "videos", "audio", "audios", "tools
 
 
 def check_record(
-    record: Any, check_file: Callable[[str], object] | None = None, marks: Sequence[str] = ()
+    record: Any, check_file: Callable[[str], object] | None = None, marks: Sequence[str] = (), *, answered: bool = True
 ) -> list[Mapping[str, Any]]:
     """Return the messages of one decoded line; no text may contain `marks`.
 
     Args:
         check_file: called with the name of each file; raises VideoError if it does not exist. None: not checked.
+        answered: whether a message of the assistant is required.
 
     Raises:
         DataError: the line is malformed, or a file does not exist; names the message and the problem.
@@ -65,7 +66,7 @@ def check_record(
         for part in [{"type": "text", "text": content}] if isinstance(content, str) else content or [None]:
             if fault := _part_fault(part, role, check_file, marks):
                 raise DataError(f"{where}: {fault}")
-    if all(message["role"] != "assistant" for message in messages):
+    if answered and all(message["role"] != "assistant" for message in messages):
         raise DataError("has no message of the assistant, so there are no target tokens")
     return messages
 

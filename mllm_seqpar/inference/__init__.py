@@ -5,7 +5,7 @@
         video = encode_video(model, processor, VideoSource.open("movie.mp4", fps=1), group=comm)
         print(answer(model, processor, "What happens?", video).text)
 
-`scripts/infer_long_video.py` adds a command line, a progress bar, and features that are stored on disk.
+`ask` adds a command line, a progress bar, features that are stored on disk, and data sets of questions.
 """
 
 from mllm_seqpar.cli.launch import launched_ranks

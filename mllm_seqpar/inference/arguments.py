@@ -1,4 +1,4 @@
-"""The options of the inference script: one frozen dataclass, from which the command line is built."""
+"""The options of `mllm-seqpar ask`: frozen dataclasses, from which the command line is built."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any
 from mllm_seqpar.cli.launch import DEVICES
 from mllm_seqpar.cli.options import CommandOptions, option, parse_options, parse_tile
 from mllm_seqpar.config import CHOICES, SeqParConfig
+from mllm_seqpar.data.formats import DEFAULT_TEMPLATE
 from mllm_seqpar.errors import ConfigError
 from mllm_seqpar.kernels import available_kernels
 
@@ -20,25 +21,22 @@ DEFAULT_FPS = 1.0
 SAME_OPTIONS = ("strategy", "self_attention", "mlp_chunk_size", "kernel", "visual_offload")
 """Options that `SeqParConfig` has under the same name."""
 
+_OF_A_DATA_SET = ("output", "choices", "template", "media_root", "sp")
+_OF_VIDEOS = ("video", "question", "features", "save_features", "report", "evidence", "evidence_html")
+
 
 @dataclass(frozen=True, kw_only=True)
-class InferArguments(CommandOptions):
-    """The options of a run. `scripts/infer_long_video.py --help` prints the same texts."""
+class InferenceOptions(CommandOptions):
+    """The model, the frames of a video, the sampling of an answer, and how ranks share the work."""
 
-    model: str = option("directory of the model, safetensors, with its processor")
-    video: str | None = option("the video file", None)
-    question: tuple[str, ...] = option("the question; may be repeated, the video is encoded once", ())
+    model: str = option("directory of the model, safetensors, with its processor; or an id on the Hub")
 
     fps: float | None = option(
-        f"frames per second to sample from the video (default: {DEFAULT_FPS:g}, without --num-frames)", None
+        f"frames per second to sample from a video (default: {DEFAULT_FPS:g}, without --num_frames)", None
     )
     num_frames: int | None = option("instead of --fps: this many frames, evenly spaced", None)
     max_frames: int | None = option("if --fps gives more frames: this many, evenly spaced", None)
     encode_batch: int = option("frames that a rank reads and encodes at once", 8)
-    save_features: str | None = option("directory to store the encoded video in", None)
-    features: str | None = option(
-        "directory with an encoded video, written by any number of ranks; then --video is not needed", None
-    )
 
     max_new_tokens: int = option("maximum length of an answer", 256)
     temperature: float = option("0 takes the most likely token each time, above 0 samples", 0.0)
@@ -67,27 +65,21 @@ class InferArguments(CommandOptions):
     timeout: float | None = option(
         "seconds to wait for a rank in a collective (default: 600 on GPUs, 300 on CPU)", None
     )
-    report: str | None = option("JSON file for answers, tokens, times and memory", None)
-    evidence: int = option("print this many moments of the video that an answer attends to most", 0)
-    evidence_html: str | None = option("HTML page that shows, token by token, where in the video an answer looks", None)
-    progress: bool = option("progress bar on rank 0", True)
+    sp: int | None = option(
+        "with --questions: ranks that share each video (default: all); groups of so many ranks take videos in turn",
+        None,
+    )
 
     def __post_init__(self) -> None:
-        for name in ("fps", "num_frames", "max_frames", "encode_batch", "timeout"):
+        for name in ("fps", "num_frames", "max_frames", "encode_batch", "timeout", "sp"):
             value = getattr(self, name)
             self._require(name, value is None or value > 0, "more than 0")
         self._require("dtype", self.dtype in DTYPES, f"one of {', '.join(DTYPES)}")
         self._require("device", self.device in DEVICES, f"one of {', '.join(DEVICES)}")
         if self.fps is not None and self.num_frames is not None:
-            raise ConfigError(f"--fps {self.fps:g} and --num-frames {self.num_frames}: give one of them")
-        if self.video is None and self.features is None:
-            raise ConfigError("no video to ask about: give --video FILE, or --features DIR of an encoded video")
-        if self.features is not None and self.save_features is not None:
-            raise ConfigError("--features and --save-features: features that are on disk are not written again")
-        if not self.question and self.save_features is None:
-            raise ConfigError('nothing to do: give --question "...", or --save-features DIR to encode only')
-        if any(not question.strip() for question in self.question):
-            raise ConfigError("--question: the question is empty; give a text")
+            raise ConfigError(f"--fps {self.fps:g} and --num_frames {self.num_frames}: give one of them")
+        if self.num_frames is not None:
+            self._refuse_unused("max_frames", "--num_frames sets the number; give one of them")
         if self.kernel not in ("auto", *available_kernels()):
             raise ConfigError(f"--kernel: {self.kernel!r} is unknown; choose auto, {', '.join(available_kernels())}")
         self.sampling()
@@ -97,17 +89,6 @@ class InferArguments(CommandOptions):
         if self.temperature == 0:
             for name in ("top_p", "seed"):
                 self._refuse_unused(name, "without --temperature above 0 no token is sampled")
-        if self.num_frames is not None:
-            self._refuse_unused("max_frames", "--num-frames sets the number; give one of them")
-        if not self.question:
-            for name in ("temperature", "strategy", "self_attention", "tile", "mlp_chunk_size", "kernel"):
-                self._refuse_unused(name, "there is no question; give --question, or leave it out")
-        self._require("evidence", self.evidence >= 0, "0 or more")
-        if not self.question:
-            for name in ("evidence", "evidence_html"):
-                self._refuse_unused(name, "there is no question; give --question, or leave it out")
-        if self.report is not None:
-            self._require("report", bool(self.report), "a file")
 
     def sampling(self) -> Sampling:
         return Sampling(**{item.name: getattr(self, item.name) for item in fields(Sampling)})
@@ -124,7 +105,75 @@ class InferArguments(CommandOptions):
         return options
 
 
-def parse(argv: Sequence[str]) -> InferArguments:
+@dataclass(frozen=True, kw_only=True)
+class AskArguments(InferenceOptions):
+    """The options of a run. `mllm-seqpar ask --help` prints the same texts."""
+
+    video: tuple[str, ...] = option("a video file, or a directory of videos; may be repeated", ())
+    question: tuple[str, ...] = option("the question; may be repeated, a video is encoded once", ())
+    save_features: str | None = option(
+        "directory to store the encoded video in; of several videos, each gets a directory of its own in it", None
+    )
+    features: str | None = option(
+        "directory with encoded videos, written by any number of ranks; then --video is not needed", None
+    )
+    report: str | None = option("JSON file for answers, tokens, times and memory", None)
+    evidence: int = option("print this many moments of the video that an answer attends to most", 0)
+    evidence_html: str | None = option(
+        "HTML page that shows, token by token, where in the video an answer looks; of several videos, one page each",
+        None,
+    )
+
+    questions: str | None = option(
+        "data set of questions: JSONL, JSON, parquet, arrow, tar shards, or an id on the Hub", None
+    )
+    output: str | None = option("JSONL file for the answers to --questions; a run that stopped goes on there", None)
+    choices: bool = option("choose among the options of each question by the likelihood of their letters", False)
+    template: str = option("text of multiple-choice questions, with {question} and {options}", DEFAULT_TEMPLATE)
+    media_root: str | None = option("folder of relative paths in --questions; default: that of its file", None)
+    progress: bool = option("progress bar on rank 0", True)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.questions is None:
+            self._check_videos()
+        else:
+            self._check_data_set()
+
+    def _check_videos(self) -> None:
+        for name in _OF_A_DATA_SET:
+            self._refuse_unused(name, "it belongs to --questions")
+        if not self.video and self.features is None:
+            raise ConfigError(
+                "no video to ask about: give --video FILE, --features DIR of an encoded video, or --questions FILE"
+            )
+        if self.features is not None and self.save_features is not None:
+            raise ConfigError("--features and --save_features: features that are on disk are not written again")
+        if self.features is not None and len(self.video) > 1:
+            raise ConfigError("--features and several --video: give --features alone, or one video to compare with")
+        if not self.question and self.save_features is None:
+            raise ConfigError('nothing to do: give --question "...", or --save_features DIR to encode only')
+        if any(not question.strip() for question in self.question):
+            raise ConfigError("--question: the question is empty; give a text")
+        if not self.question:
+            unused = "temperature strategy self_attention tile mlp_chunk_size kernel evidence evidence_html"
+            for name in unused.split():
+                self._refuse_unused(name, "there is no question; give --question, or leave it out")
+        self._require("evidence", self.evidence >= 0, "0 or more")
+        if self.report is not None:
+            self._require("report", bool(self.report), "a file")
+
+    def _check_data_set(self) -> None:
+        for name in _OF_VIDEOS:
+            self._refuse_unused(name, "--questions names the videos, and --output the answers")
+        if not self.output:
+            raise ConfigError("--questions needs --output FILE, the JSONL file of the answers")
+        if self.choices:
+            for name in ("max_new_tokens", "temperature"):
+                self._refuse_unused(name, "--choices generates no text")
+
+
+def parse(argv: Sequence[str]) -> AskArguments:
     """Return the arguments in `argv` (without the program's name); raise ConfigError if they are invalid."""
-    description = "Ask about a long video whose frames are sharded over all ranks."
-    return parse_options(InferArguments, argv, prog="infer_long_video.py", description=description)
+    description = "Ask about long videos whose frames are sharded over all ranks."
+    return parse_options(AskArguments, argv, prog="mllm-seqpar ask", description=description)

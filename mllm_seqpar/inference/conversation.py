@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import StoppingCriteria, StoppingCriteriaList
+from transformers import LogitsProcessorList, StoppingCriteriaList
 
 from mllm_seqpar.comm import Communicator
 from mllm_seqpar.data.chat_family import ChatText, chat_family
@@ -29,8 +29,7 @@ from .encoding import EncodedVideo, encode_video, encoder_of
 from .evidence import evidence_of
 from .frame_attention import FrameAttention, record_attention
 from .generation import Answer, AnswerStreamer, Sampling, longest_text
-
-OnText = Callable[[str], object]
+from .generation_control import ForcedTokens, OnText, StopWatch
 
 
 class LengthError(DataError):
@@ -52,6 +51,19 @@ class Reply(Answer):
 
     finish_reason: str
     cached_tokens: int
+
+
+@dataclass(frozen=True)
+class Score:
+    """How likely a model is to continue a prompt in a certain way.
+
+    Attributes:
+        log_likelihood: the sum of the log-probabilities of the tokens, in nats.
+        is_greedy: whether each token is the most likely one.
+    """
+
+    log_likelihood: float
+    is_greedy: bool
 
 
 @dataclass(frozen=True)
@@ -89,10 +101,17 @@ class Conversation:
         processor: the model's.
         sources: the frames of the media parts of the messages, in their order.
         batch: frames that a rank reads and encodes at once.
+        on_host: keep the features in host memory, for a model with `visual_offload="cpu"`.
     """
 
     def __init__(
-        self, model: nn.Module, processor: Any, sources: Sequence[FrameSource] = (), *, batch: int = 8
+        self,
+        model: nn.Module,
+        processor: Any,
+        sources: Sequence[FrameSource] = (),
+        *,
+        batch: int = 8,
+        on_host: bool = False,
     ) -> None:
         patch = patch_of(model)
         if patch is None:
@@ -101,7 +120,7 @@ class Conversation:
         self._model: Any = model
         self._processor, self._family = processor, chat_family(processor)
         self._comm: Communicator = patch.context.comm
-        self._batch = batch
+        self._batch, self._on_host = batch, on_host
         self._encoded: EncodedVideo | None = None
         self._cache: Any = None
         self._cached_ids: list[int] = []
@@ -162,7 +181,12 @@ class Conversation:
             return
         joined, total = JoinedSource(self.sources, interrupted), self.frames
         report = None if progress is None else lambda done: progress(done, total)
-        options: dict[str, Any] = {"group": self._comm, "batch": self._batch, "progress": report}
+        options: dict[str, Any] = {
+            "group": self._comm,
+            "batch": self._batch,
+            "progress": report,
+            "on_host": self._on_host,
+        }
         encoded = encode_video(self._model, self._processor, joined, **options)
         self._encoded = EncodedVideo(encoded.features, encoded.shard)
 
@@ -187,30 +211,15 @@ class Conversation:
             evidence: the number of moments to return that the answer attends to most.
         """
         self.encode()
-        tokenizer, length = self._processor.tokenizer, text.input_ids.shape[1]
+        length = text.input_ids.shape[1]
         kept = self._keep_prefix(text)
-        watch = _StopWatch(self._comm, stop, on_text, interrupted)
-        streamer = AnswerStreamer(tokenizer, watch.put)
-        device = next(self._model.parameters()).device
-        arguments = {name: value.to(device) for name, value in self._family.arguments(text).items()}
-        arguments |= self._feature_arguments(text, device)
+        watch = StopWatch(self._comm, stop, on_text, interrupted)
+        streamer = AnswerStreamer(self._processor.tokenizer, watch.put)
         options = {**self._family.generation(self._model), **sampling.generate_arguments()}
-        if self._cache is not None:
-            options["past_key_values"] = self._cache
-        cache, self._cache = self._cache, None  # a pass that fails may leave the cache with a part of its layers filled
         torch.manual_seed(sampling.seed)
         with record_attention(self._model) if evidence and self.sources else nullcontext() as recorded:
-            output = self._model.generate(
-                **arguments,
-                use_cache=True,
-                streamer=streamer,
-                stopping_criteria=StoppingCriteriaList([watch]),
-                return_dict_in_generate=True,
-                **options,
-            )
+            output = self._generate(text, streamer=streamer, stopping_criteria=StoppingCriteriaList([watch]), **options)
             attention = None if recorded is None else recorded.result()
-        self._cache = cache = output.past_key_values
-        self._cached_ids = output.sequences[0, : cache.get_seq_length()].tolist()
         tokens = output.sequences[0, length:].tolist()
         return Reply(
             text=watch.finish(),
@@ -226,6 +235,52 @@ class Conversation:
     def _evidence(self, attention: FrameAttention, tokens: list[int], count: int) -> dict[str, Any]:
         found = evidence_of(attention, tokens, self._processor.tokenizer, self.sources, count)
         return {"evidence": found.moments, "evidence_note": found.note}
+
+    def log_likelihoods(self, text: ChatText, continuations: Sequence[Sequence[int]]) -> list[Score]:
+        """Return the score of each continuation of a prompt. Every rank of the group calls this with the same tokens.
+
+        The prompt is computed once. A continuation of several tokens costs one step for each token but the last.
+
+        Args:
+            text: from `prompt`.
+            continuations: token ids; none is empty.
+        """
+        known: dict[tuple[int, ...], Tensor] = {}
+        for tokens in continuations:
+            if tuple(tokens[:-1]) not in known:
+                known |= self._next_log_probabilities(text, tokens[:-1])
+        scores = []
+        for tokens in continuations:
+            rows = [(known[tuple(tokens[:number])], token) for number, token in enumerate(tokens)]
+            total = sum(float(row[token]) for row, token in rows)
+            scores.append(Score(total, all(int(row.argmax()) == token for row, token in rows)))
+        return scores
+
+    def _next_log_probabilities(self, text: ChatText, tokens: Sequence[int]) -> dict[tuple[int, ...], Tensor]:
+        """Return the log-probabilities (vocabulary,), float64, of the token after each beginning of `tokens`."""
+        self.encode()
+        self._keep_prefix(text)
+        sampling = Sampling(max_new_tokens=len(tokens) + 1)
+        options = {**self._family.generation(self._model), **sampling.generate_arguments(), "output_logits": True}
+        output = self._generate(
+            text, logits_processor=LogitsProcessorList([ForcedTokens(text.input_ids.shape[1], tokens)]), **options
+        )
+        return {
+            tuple(tokens[:number]): row[0].double().log_softmax(-1).cpu() for number, row in enumerate(output.logits)
+        }
+
+    def _generate(self, text: ChatText, **options: Any) -> Any:
+        """Generate after the tokens of `text` that the cache does not have, and keep the cache of the result."""
+        device = next(self._model.parameters()).device
+        arguments = {name: value.to(device) for name, value in self._family.arguments(text).items()}
+        arguments |= self._feature_arguments(text, device)
+        if self._cache is not None:
+            options["past_key_values"] = self._cache
+        self._cache = None  # a pass that fails may leave the cache with a part of its layers filled
+        output = self._model.generate(**arguments, use_cache=True, return_dict_in_generate=True, **options)
+        self._cache = cache = output.past_key_values
+        self._cached_ids = output.sequences[0, : cache.get_seq_length()].tolist()
+        return output
 
     def _feature_arguments(self, text: ChatText, device: torch.device) -> dict[str, Any]:
         """Return the arguments that pass this rank's features; those of a blank picture if the family needs one."""
@@ -264,63 +319,10 @@ class Conversation:
             offsets = (text.input_ids[0] == self._processor.tokenizer.convert_tokens_to_ids(mark)).nonzero()
         return int(offsets.max()) + 1 if offsets is not None and offsets.numel() else 0
 
-    def _finish_reason(self, watch: _StopWatch, tokens: list[int], sampling: Sampling, options: dict[str, Any]) -> str:
+    def _finish_reason(self, watch: StopWatch, tokens: list[int], sampling: Sampling, options: dict[str, Any]) -> str:
         if watch.interrupted:
             return "interrupted"
         ends = options.get("eos_token_id")
         ended = {ends} if isinstance(ends, int) else {*(ends or ()), *self._processor.tokenizer.all_special_ids}
         long = len(tokens) >= sampling.max_new_tokens and tokens[-1] not in ended
         return "length" if long and not watch.stopped else "stop"
-
-
-class _StopWatch(StoppingCriteria):
-    """Ends an answer at a stop string, or when rank 0 is interrupted; passes on the text that is certain to remain.
-
-    Text that may be the beginning of a stop string is held back. All ranks follow rank 0, by one small broadcast for
-    each token.
-    """
-
-    def __init__(
-        self,
-        comm: Communicator,
-        stop: Sequence[str],
-        on_text: OnText | None,
-        interrupted: Callable[[], bool] | None,
-    ) -> None:
-        self._comm, self._stop, self._on_text, self._interrupted = comm, tuple(stop), on_text, interrupted
-        self._text, self._passed = "", 0
-        self.stopped = self.interrupted = False
-
-    def put(self, piece: str) -> None:
-        """Receive the next piece of the answer."""
-        if self.stopped:
-            return
-        self._text += piece
-        first = min((self._text.find(mark) for mark in self._stop if mark in self._text), default=None)
-        if first is not None:
-            self.stopped, self._text = True, self._text[:first]
-        self._pass(len(self._text) - (0 if self.stopped else self._held_back()))
-
-    def finish(self) -> str:
-        """Pass on the text that was held back, and return the whole answer."""
-        self._pass(len(self._text))
-        return self._text
-
-    def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
-        if self._comm.rank == 0 and self._interrupted is not None and self._interrupted():
-            self.interrupted = True
-        flags = torch.tensor([self.stopped, self.interrupted], device=self._comm.device)
-        stopped, interrupted = self._comm.broadcast(flags, "stop").tolist()
-        self.stopped, self.interrupted = bool(stopped), bool(interrupted)
-        done = self.stopped or self.interrupted
-        return torch.full((input_ids.shape[0],), done, dtype=torch.bool, device=input_ids.device)
-
-    def _held_back(self) -> int:
-        """Return the length of the longest end of the text that a stop string begins with."""
-        ends = (size for mark in self._stop for size in range(1, len(mark)) if self._text.endswith(mark[:size]))
-        return max(ends, default=0)
-
-    def _pass(self, stop: int) -> None:
-        if self._on_text is not None and stop > self._passed:
-            self._on_text(self._text[self._passed : stop])
-        self._passed = max(self._passed, stop)

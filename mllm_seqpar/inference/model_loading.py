@@ -5,14 +5,22 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
-from mllm_seqpar.comm import Communicator
+from mllm_seqpar.comm import Communicator, ProcessGroupCommunicator
+from mllm_seqpar.comm.agreement import check_collectively
+from mllm_seqpar.data.chat_family import ChatFamily
 from mllm_seqpar.models.hub import local_directory
 from mllm_seqpar.models.loading import layer_classes, load_model, weight_files
+from mllm_seqpar.patching import patch_model
+
+from .encoding import encoder_of
+
+if TYPE_CHECKING:
+    from .arguments import InferenceOptions
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 
@@ -43,23 +51,27 @@ def model_files_digest(path: str) -> str:
 def shard_weights(
     model: nn.Module, comm: Communicator, device: torch.device, encode: Callable[..., Tensor] | None = None
 ) -> nn.Module:
-    """Shard the parameters over all ranks by FSDP2, in place: each layer is gathered for its forward, then freed.
+    """Shard the parameters over a group by FSDP2, in place; a layer is gathered for its forward, then freed.
 
     This is for models that do not fit on one device. It costs one gather of every layer per generated token; the
     embeddings and the output head stay gathered after the first. The answers do not change.
 
     Args:
         model: on the CPU; its parameters move to `device` layer by layer.
-        comm: the group of all ranks; with one rank the model only moves.
+        comm: the group; with one rank the model only moves.
         device: this rank's device.
         encode: becomes the model's `encode_frames` if it has none.
     """
     if comm.size == 1:
         return model.to(device)
-    from torch.distributed.device_mesh import init_device_mesh
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
     from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
 
-    mesh = init_device_mesh(device.type, (comm.size,))
+    if isinstance(comm, ProcessGroupCommunicator) and comm.size < dist.get_world_size():
+        mesh = DeviceMesh.from_group(comm.group, device.type)
+    else:
+        mesh = init_device_mesh(device.type, (comm.size,))
     units = set(layer_classes(model))
     for module in reversed(list(model.modules())):  # inner modules first
         if type(module).__name__ in units:
@@ -70,3 +82,21 @@ def shard_weights(
     # encode_frames reads the root's parameters outside of the root's forward
     register_fsdp_forward_method(model, "encode_frames")
     return model
+
+
+def load_patched(options: InferenceOptions, family: ChatFamily, group: Communicator, device: torch.device) -> nn.Module:
+    """Load the model that `options` name and patch it over `group`. Every rank of the group calls this.
+
+    Raises:
+        SeqParError: on all ranks of the group, if one of them cannot load it or it is not of this family.
+    """
+
+    def load() -> nn.Module:
+        model = load_for_inference(options.model, options.dtype, device, on_cpu=options.shard_weights)
+        family.check(model)
+        return model
+
+    model = check_collectively(group, "model", load)
+    if options.shard_weights:
+        model = shard_weights(model, group, device, encode=encoder_of(model, family))
+    return patch_model(model, group=group, config=options.seqpar_config())

@@ -43,12 +43,21 @@ def frames_bar(total: int, title: str, show: bool) -> Iterator[Callable[[int], N
 
 
 @dataclass(frozen=True)
+class Answered:
+    """An answer, its question, and the file or feature store of the video that it is about."""
+
+    video: str
+    question: str
+    answer: Answer
+
+
+@dataclass(frozen=True)
 class Report:
-    frames: int
+    frames: int  # of all videos
     visual_tokens: int
     ranks: int
     seconds: dict[str, float]  # of each stage, on rank 0
-    answers: list[tuple[str, Answer]]  # with their questions, in order
+    answers: list[Answered]  # in order
     peak_memory_mib: list[float]  # per rank: allocated on a GPU, resident on a CPU
     bytes_sent: list[int]  # to other ranks, per rank
     device: str
@@ -58,7 +67,7 @@ class Report:
         if (encoding := self.seconds.get(ENCODE_STAGE, 0.0)) > 0:
             stages[list(self.seconds).index(ENCODE_STAGE)] += f" ({self.frames / encoding:.1f} frames/s)"
         if self.answers:
-            answers = [answer for _, answer in self.answers]
+            answers = [item.answer for item in self.answers]
             decode_seconds = sum(a.decode_seconds for a in answers)
             decoded = sum(len(a.tokens) - 1 for a in answers)  # prefill computes the first token of each answer
             rate = f" at {decoded / decode_seconds:.1f} tokens/s" if decode_seconds > 0 else ""
@@ -73,5 +82,6 @@ class Report:
         )
 
     def write(self, path: str) -> None:
-        values = asdict(self) | {"answers": [{"question": q, **asdict(a)} for q, a in self.answers]}
+        rows = [{"video": item.video, "question": item.question, **asdict(item.answer)} for item in self.answers]
+        values = asdict(self) | {"answers": rows}
         Path(path).write_text(json.dumps(values, indent=1) + "\n")

@@ -1,14 +1,17 @@
-"""An inference run from its command line to the last answer.
+"""Questions about videos, from the opened files to the last answer.
 
 Steps that can fail on one rank only (arguments, files, its part of the video) run first, and all ranks agree on their
-result. Cheap checks precede expensive steps: a video that cannot be read ends the run before the model is loaded.
+result. Cheap checks precede expensive steps: a video that cannot be read ends the run before the model is loaded. Of
+several videos, one that cannot be used is reported, and the others are answered.
 """
 
 from __future__ import annotations
 
+import os
 import sys
+from collections import Counter
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,35 +19,34 @@ from typing import Any
 import torch
 from torch import nn
 
-from mllm_seqpar.cli.launch import launched_ranks
 from mllm_seqpar.cli.progress import peak_memory
 from mllm_seqpar.comm import Communicator
-from mllm_seqpar.comm.agreement import attempt, check_collectively, raise_on_all_ranks
+from mllm_seqpar.comm.agreement import check_collectively, raise_on_all_ranks
 from mllm_seqpar.data.chat_family import ChatFamily, chat_family
-from mllm_seqpar.data.feature_store import FeatureStore, source_meta
+from mllm_seqpar.data.feature_store import INDEX, FeatureStore, source_meta
+from mllm_seqpar.data.media_files import VIDEO_SUFFIXES
 from mllm_seqpar.data.sources import VideoSource
-from mllm_seqpar.errors import ConfigError
+from mllm_seqpar.errors import ConfigError, VideoError
 from mllm_seqpar.models.loading import load_processor
-from mllm_seqpar.patching import patch_model, patch_of
+from mllm_seqpar.patching import patch_of
 
-from .arguments import DEFAULT_FPS, InferArguments, parse
-from .encoding import EncodedVideo, encode_video, encoder_of
+from .arguments import DEFAULT_FPS, AskArguments
+from .encoding import EncodedVideo, encode_video
 from .evidence_report import EvidenceReport
 from .generation import Answer
-from .model_loading import load_for_inference, model_files_digest, shard_weights
-from .report import ENCODE_STAGE, Report, StageTimes, frames_bar
+from .model_loading import load_patched, model_files_digest
+from .rank_groups import tried
+from .report import ENCODE_STAGE, Answered, Report, StageTimes, frames_bar
 from .stored_features import feature_meta, load_video, open_store, require_replaceable, save_video
 
 
 @dataclass(frozen=True)
 class RunInputs:
-    """The inputs of a run: the video or its features on disk, and on rank 0 what features to be saved depend on."""
+    """The inputs of a run: the processor, and the videos or features by their names."""
 
     model_digest: str
     processor: Any
-    source: VideoSource | None
-    store: FeatureStore | None
-    feature_meta: dict[str, Any]
+    videos: tuple[VideoPaths, ...]
 
     @property
     def family(self) -> ChatFamily:
@@ -52,7 +54,36 @@ class RunInputs:
 
     def facts(self) -> dict[str, Any]:
         """Return what all ranks must have in common. Paths may differ, because each node may have its own copy."""
-        facts: dict[str, Any] = {"model": self.model_digest}
+        names = [os.path.basename(paths.name) for paths in self.videos]
+        return {"model": self.model_digest, "videos": names if len(names) > 1 else 1}
+
+
+@dataclass(frozen=True, kw_only=True)
+class VideoPaths:
+    """A video file, or features on disk, or both; and where its features and its evidence page go."""
+
+    video: str | None = None
+    features: str | None = None
+    save_to: str | None = None
+    page: str | None = None
+
+    @property
+    def name(self) -> str:
+        return self.video or self.features or ""
+
+
+@dataclass(frozen=True)
+class VideoInput:
+    """One opened video or feature store, and on rank 0 what features to be saved depend on."""
+
+    paths: VideoPaths
+    source: VideoSource | None
+    store: FeatureStore | None
+    feature_meta: dict[str, Any]
+
+    def facts(self) -> dict[str, Any]:
+        """Return what all ranks must have in common."""
+        facts: dict[str, Any] = {}
         if self.source is not None:
             meta = source_meta(self.source.plan)
             facts |= {"video's size": meta["source_size"], "frames": meta["frames"], "their times": meta["frame_times"]}
@@ -61,69 +92,164 @@ class RunInputs:
         return facts
 
 
-def infer(argv: Sequence[str]) -> None:
-    """Answer the questions of the command line `argv`; see `InferArguments`. Every rank calls this.
+def ask_videos(args: AskArguments, comm: Communicator, device: torch.device) -> None:
+    """Answer each question about each video on the ranks of `comm`: open, load, encode, answer, report.
 
     Raises:
-        SeqParError: on invalid arguments or files or a video that cannot be read, or if the ranks disagree.
+        VideoError: on all ranks, after the other videos are answered, if one of several cannot be used.
     """
-    args, problem = attempt(lambda: parse(argv))
-    with launched_ranks(*((args.device, args.timeout) if args else ())) as (comm, device):
-        raise_on_all_ranks(comm, "arguments", problem, asdict(args) if args else {})
-        assert args is not None  # otherwise all ranks have raised
-        answer_questions(args, comm, device)
-
-
-def answer_questions(args: InferArguments, comm: Communicator, device: torch.device) -> None:
-    """Run the steps of `infer` on the ranks of `comm`: open, load, encode, answer, report."""
     times = StageTimes(device)
     with times.measure("open"):
         inputs = check_collectively(comm, "inputs", lambda: _open(args, comm.rank), RunInputs.facts)
-    with times.measure("load"):
-        model = check_collectively(comm, "model", lambda: _load(args, inputs, device))
-        if args.shard_weights:
-            model = shard_weights(model, comm, device, encode=encoder_of(model, inputs.family))
-        patch_model(model, group=comm, config=args.seqpar_config())
-    video = _video(args, inputs, model, comm, times)
-    report = EvidenceReport(args.evidence, args.evidence_html, shown=comm.rank == 0, source=inputs.source)
-    answers = [(question, _ask(args, inputs, model, video, question, comm.rank, report)) for question in args.question]
-    report.write()
-    patch = patch_of(model)
-    rows = comm.gather_ints([round(peak_memory(device) * 1024), patch.context.comm.bytes.total if patch else 0])
-    seconds = {name: round(seconds, 4) for name, seconds in times.seconds.items()}
-    memory, sent = [round(kib / 1024, 1) for kib, _ in rows], [sent for _, sent in rows]
-    summary = Report(video.frames, video.visual_tokens, comm.size, seconds, answers, memory, sent, device.type)
-    if comm.rank == 0:
-        print(summary.summary(), file=sys.stderr, flush=True)  # noqa: T201 - standard output has only the answers
-        if args.report:
-            summary.write(args.report)
+        run = VideoRun(args, inputs, comm, times)
+        opened = [run.open(paths) for paths in inputs.videos]
+    videos = [video for video in opened if video is not None]
+    if videos:
+        with times.measure("load"):
+            model = load_patched(args, inputs.family, comm, device)
+        for video in videos:
+            run.ask(video, model)
+        run.report(model)
+    if run.faults:
+        count = f"{len(run.faults)} of {len(inputs.videos)} videos cannot be used"
+        raise_on_all_ranks(comm, "videos", VideoError(f"{count}; the first: {run.faults[0]}"))
 
 
-def _open(args: InferArguments, rank: int) -> RunInputs:
-    processor, options = load_processor(args.model), args.frame_options(DEFAULT_FPS)
-    family, source, store, meta = chat_family(processor), None, None, {}
-    if args.video is not None:
-        try:
-            source = VideoSource.open(args.video, **options)
-        except ImportError as error:  # the message says what to install
-            raise ConfigError(str(error)) from error
-    if args.features is not None:
-        store = open_store(args.features, args.model, family, source, args.frame_options())
+class VideoRun:
+    """The answers of a run so far, and the videos that cannot be used."""
+
+    def __init__(self, args: AskArguments, inputs: RunInputs, comm: Communicator, times: StageTimes) -> None:
+        self._args, self._inputs, self._comm, self._times = args, inputs, comm, times
+        self.answers: list[Answered] = []
+        self.faults: list[str] = []
+        self._frames = self._visual_tokens = 0
+        self._several = len(inputs.videos) > 1
+
+    def open(self, paths: VideoPaths) -> VideoInput | None:
+        """Open one of the videos; None if it is one of several and cannot be used."""
+        step = partial(_open_video, self._args, self._inputs, paths, self._comm.rank)
+        return self._tried(lambda: check_collectively(self._comm, "inputs", step, VideoInput.facts))
+
+    def ask(self, video: VideoInput, model: nn.Module) -> None:
+        """Encode or read a video, and ask all questions about it."""
+        encoded = self._tried(lambda: _encoded(self._args, self._inputs, video, model, self._comm, self._times))
+        if encoded is None:
+            return
+        self._frames += encoded.frames
+        self._visual_tokens += encoded.visual_tokens
+        name, shown = video.paths.name, self._comm.rank == 0
+        if self._several and shown and self._args.question:
+            _write(f"== {name} ==\n")
+        report = EvidenceReport(self._args.evidence, video.paths.page, shown=shown, source=video.source)
+        for question in self._args.question:
+            result = _ask(self._args, self._inputs, model, encoded, question, report, shown)
+            self.answers.append(Answered(name, question, result))
+        report.write()
+
+    def report(self, model: nn.Module) -> None:
+        """Write times and memory of all ranks to stderr, and the report to its file."""
+        patch, times = patch_of(model), self._times
+        sent = patch.context.comm.bytes.total if patch else 0
+        rows = self._comm.gather_ints([round(peak_memory(times.device) * 1024), sent])
+        seconds = {name: round(seconds, 4) for name, seconds in times.seconds.items()}
+        report = Report(
+            self._frames,
+            self._visual_tokens,
+            self._comm.size,
+            seconds,
+            self.answers,
+            [round(kib / 1024, 1) for kib, _ in rows],
+            [sent for _, sent in rows],
+            times.device.type,
+        )
+        if self._comm.rank == 0:
+            print(report.summary(), file=sys.stderr, flush=True)  # noqa: T201 - standard output has only the answers
+            if self._args.report:
+                report.write(self._args.report)
+
+    def _tried(self, step: Any) -> Any:
+        if not self._several:
+            return step()
+        result, fault = tried(self._comm, "video", step)
+        if fault is not None:
+            self.faults.append(fault)
+            if self._comm.rank == 0:
+                print(f"error: {fault}", file=sys.stderr, flush=True)  # noqa: T201
+        return result
+
+
+def _open(args: AskArguments, rank: int) -> RunInputs:
+    processor, videos = load_processor(args.model), _video_paths(args)
     if rank == 0:
         _create_outputs(args)
-        if args.save_features is not None and source is not None:
-            meta = feature_meta(source, args.model, family, options)
-            require_replaceable(args.save_features, meta)
-    return RunInputs(model_files_digest(args.model), processor, source, store, meta)
+    return RunInputs(model_files_digest(args.model), processor, videos)
 
 
-def _load(args: InferArguments, inputs: RunInputs, device: torch.device) -> nn.Module:
-    model = load_for_inference(args.model, args.dtype, device, on_cpu=args.shard_weights)
-    inputs.family.check(model)
-    return model
+def _video_paths(args: AskArguments) -> tuple[VideoPaths, ...]:
+    if args.features is not None:
+        stores = [args.features] if Path(args.features, INDEX).exists() else _stores_in(args.features)
+        if len(stores) > 1 and args.video:
+            raise ConfigError(
+                f"--features {args.features} has the features of {len(stores)} videos; give one of its directories to "
+                "compare with --video"
+            )
+        given = [VideoPaths(video=next(iter(args.video), None), features=store) for store in stores]
+        return _with_outputs(args, given)
+    files = [file for name in args.video for file in _video_files(name)]
+    return _with_outputs(args, [VideoPaths(video=file) for file in files])
 
 
-def _create_outputs(args: InferArguments) -> None:
+def _with_outputs(args: AskArguments, videos: Sequence[VideoPaths]) -> tuple[VideoPaths, ...]:
+    """Say where features and pages go. Each of several videos has a directory of its own, and a page with its name."""
+    if len(videos) == 1:
+        return (replace(videos[0], save_to=args.save_features, page=args.evidence_html),)
+    used: Counter[str] = Counter()
+    found = []
+    for video in videos:
+        name = os.path.basename(video.name)
+        used[name] += 1
+        label = name if used[name] == 1 else f"{name}-{used[name]}"
+        save_to = args.save_features and os.path.join(args.save_features, label)
+        page = Path(args.evidence_html) if args.evidence_html else None
+        found.append(
+            replace(video, save_to=save_to, page=page and str(page.with_name(f"{page.stem}-{label}{page.suffix}")))
+        )
+    return tuple(found)
+
+
+def _stores_in(directory: str) -> Sequence[str]:
+    """Return the feature stores in a directory; itself if there are none, for the error that says what is missing."""
+    return [str(path.parent) for path in sorted(Path(directory).glob(f"*/{INDEX}"))] or [directory]
+
+
+def _video_files(name: str) -> list[str]:
+    if not os.path.isdir(name):
+        return [name]
+    found = sorted(str(path) for path in Path(name).iterdir() if path.suffix.lower() in VIDEO_SUFFIXES)
+    if not found:
+        raise ConfigError(
+            f"--video {name}: no video in this directory (by the names {', '.join(sorted(VIDEO_SUFFIXES))})"
+        )
+    return found
+
+
+def _open_video(args: AskArguments, inputs: RunInputs, paths: VideoPaths, rank: int) -> VideoInput:
+    options, family = args.frame_options(DEFAULT_FPS), inputs.family
+    source, store, meta = None, None, {}
+    if paths.video is not None:
+        try:
+            source = VideoSource.open(paths.video, **options)
+        except ImportError as error:  # the message says what to install
+            raise ConfigError(str(error)) from error
+    if paths.features is not None:
+        store = open_store(paths.features, args.model, family, source, args.frame_options())
+    if rank == 0 and paths.save_to is not None and source is not None:
+        meta = feature_meta(source, args.model, family, options)
+        require_replaceable(paths.save_to, meta)
+    return VideoInput(paths, source, store, meta)
+
+
+def _create_outputs(args: AskArguments) -> None:
     """Create the output files and directories now, so that an error does not follow a long encoding."""
     try:
         if args.save_features is not None:
@@ -133,46 +259,45 @@ def _create_outputs(args: InferArguments) -> None:
             Path(args.report).touch()
         if args.evidence_html is not None:
             Path(args.evidence_html).parent.mkdir(parents=True, exist_ok=True)
-            Path(args.evidence_html).touch()
     except OSError as error:
         raise ConfigError(f"{error.filename}: cannot be written ({error.strerror}); choose another path") from error
 
 
-def _video(
-    args: InferArguments, inputs: RunInputs, model: nn.Module, comm: Communicator, times: StageTimes
+def _encoded(
+    args: AskArguments, inputs: RunInputs, video: VideoInput, model: nn.Module, comm: Communicator, times: StageTimes
 ) -> EncodedVideo:
-    store, source = inputs.store, inputs.source
+    store, source = video.store, video.source
     if store is not None:
         target = times.device, next(model.parameters()).dtype
         with times.measure("read features"):
             load = partial(load_video, store, inputs.family, comm, *target, mapped=args.visual_offload is not None)
             return check_collectively(comm, "features", load)
-    assert source is not None  # InferArguments requires --video or --features
+    assert source is not None  # AskArguments requires --video or --features
     show = args.progress and comm.rank == 0
     with times.measure(ENCODE_STAGE), frames_bar(len(source), "reading and encoding", show) as progress:
         on_host = args.visual_offload is not None
         options: dict[str, Any] = {"batch": args.encode_batch, "progress": progress, "on_host": on_host}
-        video = encode_video(model, inputs.processor, source, group=comm, **options)
-    if args.save_features is not None:
+        encoded = encode_video(model, inputs.processor, source, group=comm, **options)
+    if video.paths.save_to is not None:
         with times.measure("save"):
-            save_video(args.save_features, video, comm, inputs.feature_meta)
-    return video
+            save_video(video.paths.save_to, encoded, comm, video.feature_meta)
+    return encoded
 
 
 def _ask(
-    args: InferArguments,
+    args: AskArguments,
     inputs: RunInputs,
     model: nn.Module,
     video: EncodedVideo,
     question: str,
-    rank: int,
     report: EvidenceReport,
+    shown: bool,
 ) -> Answer:
-    if rank == 0 and len(args.question) > 1:
+    if shown and len(args.question) > 1:
         _write(f"> {question}\n")
-    on_text = _write if rank == 0 else None
+    on_text = _write if shown else None
     result = report.answer(model, inputs.processor, question, video, args.sampling(), on_text=on_text)
-    if rank == 0:
+    if shown:
         _write("\n")
     report.show()
     return result

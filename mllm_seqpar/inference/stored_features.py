@@ -70,7 +70,7 @@ def require_replaceable(directory: str, meta: Mapping[str, Any]) -> bool:
     identities = [(stored.get(name), meta.get(name)) for name in ("source_digest", "source_size")]
     if any(None not in pair and pair[0] != pair[1] for pair in identities):
         raise DataError(
-            f"{directory}: it has the features of another video, {stored.get('source_path')}; give --save-features "
+            f"{directory}: it has the features of another video, {stored.get('source_path')}; give --save_features "
             "another directory, or delete this one"
         )
     return True
@@ -94,7 +94,7 @@ def load_video(
         found, needed = (str(kind).removeprefix("torch.") for kind in (store.dtype, dtype))
         raise DataError(
             f"{store.directory}: these features are {found} and the model runs in {needed}; use --dtype {found}, or "
-            "encode the video again with --save-features"
+            "encode the video again with --save_features"
         )
     local = frame_range(store.total_frames, comm)
     shard = FrameShard(local.start, local.stop, store.total_frames)
@@ -138,6 +138,6 @@ def open_store(
     if store.meta.get("model") != model_fingerprint(model, family.feature_weights):
         raise DataError(
             f"{directory}: these features were made by another model than {model} (its vision tower, projector or "
-            "picture size differ); encode the video again with --save-features"
+            "picture size differ); encode the video again with --save_features"
         )
     return store

@@ -14,7 +14,7 @@ import pytest
 from safetensors.torch import load_file
 
 from launch import HANG, Launched
-from mllm_seqpar.inference.run import infer
+from mllm_seqpar.inference.ask import ask
 from mllm_seqpar.training import loop
 from mllm_seqpar.training.metrics import read_metrics
 from nodes import TwoNodes, two_nodes
@@ -101,7 +101,7 @@ def test_two_nodes_answer_as_one_process(nodes: TwoNodes, inference_files: Path,
     options += ["--question", "What is it?", "--question", "Why?", "--max-new-tokens", 8, "--no-progress", "--report"]
     done = nodes.accelerate("configs/fsdp2_cpu_2x2.yaml", "scripts/infer_long_video.py", *options, reports[0])
     assert [node.returncode for node in done] == [0, 0], done[0].output + done[1].output
-    infer([*map(str, options), str(reports[1])])
+    ask([*map(str, options), str(reports[1])])
     found, expected = (json.loads(path.read_text()) for path in reports)
     assert (found["ranks"], found["frames"]) == (4, expected["frames"])
     assert [row["tokens"] for row in found["answers"]] == [row["tokens"] for row in expected["answers"]]

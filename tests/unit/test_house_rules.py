@@ -39,7 +39,7 @@ THIRD_PARTY = {
     "data": {"numpy", "PIL", "safetensors", "av", "tokenizers", "transformers", "filelock", "pyarrow"},
     "planner": {"yaml", "matplotlib"},
     "cli": {"matplotlib", "safetensors", "tqdm", "transformers", "yaml"},
-    "inference": {"transformers"},
+    "inference": {"lmms_eval", "transformers"},
     "serving": {"fastapi", "python_multipart", "starlette", "transformers", "uvicorn"},
     "training": {"numpy", "accelerate", "peft", "safetensors", "transformers"},
     "patches": {"numpy", "PIL", "tokenizers", "transformers", "open_flamingo"},

@@ -34,12 +34,13 @@ _KNOWN = (
 )
 
 
-def to_chat(record: Any, *, template: str = DEFAULT_TEMPLATE) -> Mapping[str, Any]:
+def to_chat(record: Any, *, template: str = DEFAULT_TEMPLATE, answered: bool = True) -> Mapping[str, Any]:
     """Return a record in the form of `chat_format`; a record that is in this form already is returned as it is.
 
     Args:
         record: decoded JSON, or the row of a table.
         template: the text of multiple-choice questions, see `DEFAULT_TEMPLATE`.
+        answered: whether a question must have an answer; without one, the message of the assistant is empty.
 
     Raises:
         DataError: the record's form is not known, or media and placeholders do not match.
@@ -54,7 +55,7 @@ def to_chat(record: Any, *, template: str = DEFAULT_TEMPLATE) -> Mapping[str, An
     if forms == ["conversations"]:
         return {"messages": _fill(list(_turns(record["conversations"])), record)}
     if forms == ["question"]:
-        return {"messages": _question(record, template)}
+        return {"messages": _question(record, template, answered)}
     media = _media(record)
     caption = next((record[key] for key in ("text", "caption") if isinstance(record.get(key), str)), None)
     if caption is not None and media:
@@ -119,15 +120,15 @@ def _turns(conversations: Any) -> Iterator[dict[str, Any]]:
         yield {"role": _ROLES[speaker], "content": text}
 
 
-def _question(record: Mapping[str, Any], template: str) -> list[dict[str, Any]]:
+def _question(record: Mapping[str, Any], template: str, answered: bool) -> list[dict[str, Any]]:
     if any(key in record for key in OPTION_KEYS):
         choice = read_choice(record)
-        if choice.answer is None:
+        if choice.answer is None and answered:
             raise DataError(f"the question has no answer; expected one of {', '.join(ANSWER_KEYS)}")
-        question, answer = choice.prompt(template), choice.letters[choice.answer]
+        question, answer = choice.prompt(template), "" if choice.answer is None else choice.letters[choice.answer]
     else:
-        question, answer = record["question"], record.get("answer", "")
-        if not isinstance(question, str) or not isinstance(answer, str) or not answer:
+        question, answer = record["question"], record.get("answer") or ""
+        if not isinstance(question, str) or not isinstance(answer, str) or (answered and not answer):
             raise DataError(f"question and answer are {question!r:.40} and {answer!r:.40}; expected two texts")
     if _PLACEHOLDER.search(question):
         return _fill([{"role": "user", "content": question}, {"role": "assistant", "content": answer}], record)

@@ -15,7 +15,7 @@ from torch import Tensor
 from family_directories import MAKERS, make_idefics
 from mllm_seqpar.data import VideoSource, chat_family
 from mllm_seqpar.errors import ConfigError, DataError
-from mllm_seqpar.inference.run import infer
+from mllm_seqpar.inference.ask import ask
 from mllm_seqpar.models.loading import load_model, load_processor
 from ranks import ranks
 
@@ -25,7 +25,7 @@ NEW_TOKENS = 6
 
 def run(rank: int, world: int, argv: list[str]) -> None:
     with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
-        infer(argv)
+        ask(argv)
 
 
 def answers(world: int, folder: Path, *argv: Any) -> list[list[int]]:
@@ -87,7 +87,7 @@ def test_answers_equal_unpatched_model_also_from_stored_features(folder: Path, n
     assert answers(1, folder, *model, "--features", store) == expected
     other = folder / ("mllama" if name == "idefics" else "idefics")
     with pytest.raises(DataError, match="made by another model"):
-        infer([*map(str, ["--model", other, "--features", store, "--question", "?"])])
+        ask([*map(str, ["--model", other, "--features", store, "--question", "?"])])
 
 
 @pytest.mark.slow
@@ -124,4 +124,4 @@ def test_missing_or_wrong_processor_is_refused_in_one_line(folder: Path, tmp_pat
     for target in (bare, mixed):
         argv = ["--model", target, "--video", folder / "clip.mp4", "--num-frames", 2, "--question", "?"]
         with pytest.raises((ConfigError, DataError), match=r"^[^\n]*processor[^\n]*$"):
-            infer([*map(str, argv)])
+            ask([*map(str, argv)])

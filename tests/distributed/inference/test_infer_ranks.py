@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from mllm_seqpar.errors import AgreementError, ConfigError
-from mllm_seqpar.inference.run import infer
+from mllm_seqpar.inference.ask import ask
 from ranks import ranks
 
 pytestmark = pytest.mark.slow
@@ -20,13 +20,13 @@ def run(rank: int, world: int, argv: list[str], rank_1_argv: Sequence[str] = ())
     """Run the script and return what this rank wrote to standard output."""
     out = io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(io.StringIO()):
-        infer([*argv, *(rank_1_argv if rank == 1 else ())])
+        ask([*argv, *(rank_1_argv if rank == 1 else ())])
     return out.getvalue()
 
 
 def answer_tokens(world: int, files: Path, *argv: Any) -> list[int]:
-    options = ["--model", files / "gated", "--video", files / "clip.mp4", "--num-frames", 5, "--no-progress", *argv]
-    options += ["--question", "What is it?", "--max-new-tokens", 16, "--report", files / "report.json"]
+    options = ["--model", files / "gated", "--video", files / "clip.mp4", "--num_frames", 5, "--no_progress", *argv]
+    options += ["--question", "What is it?", "--max_new_tokens", 16, "--report", files / "report.json"]
     texts = ranks(world).run(run, [*map(str, options)])
     (answer,) = json.loads((files / "report.json").read_text())["answers"]
     assert texts == [answer["text"] + "\n", *[""] * (world - 1)]
@@ -34,14 +34,14 @@ def answer_tokens(world: int, files: Path, *argv: Any) -> list[int]:
 
 
 def test_sampled_answers_depend_on_the_seed_only(inference_files: Path) -> None:
-    sampling = ("--temperature", 1.5, "--top-p", 0.9)
+    sampling = ("--temperature", 1.5, "--top_p", 0.9)
     tokens = answer_tokens(1, inference_files, *sampling, "--seed", 3)
     assert answer_tokens(3, inference_files, *sampling, "--seed", 3) == tokens
     assert answer_tokens(3, inference_files, *sampling, "--seed", 4) != tokens
 
 
 def test_sharded_weights_do_not_change_the_answer(inference_files: Path) -> None:
-    assert answer_tokens(3, inference_files, "--shard-weights") == answer_tokens(1, inference_files)
+    assert answer_tokens(3, inference_files, "--shard_weights") == answer_tokens(1, inference_files)
 
 
 def test_an_invalid_option_on_one_rank_stops_all(inference_files: Path) -> None:

@@ -15,7 +15,8 @@ from mllm_seqpar.comm import Communicator, as_communicator, run_loopback
 from mllm_seqpar.data import VideoSource, chat_family
 from mllm_seqpar.errors import DataError
 from mllm_seqpar.inference import Sampling
-from mllm_seqpar.inference.conversation import Conversation, LengthError, Reply, _StopWatch
+from mllm_seqpar.inference.conversation import Conversation, LengthError, Reply
+from mllm_seqpar.inference.generation_control import StopWatch
 from mllm_seqpar.models.loading import load_model, load_processor
 
 FRAMES = 5
@@ -167,7 +168,7 @@ def test_interrupted_and_stopped_answers_end_on_all_ranks_and_go_on(gated: Case)
 
 def test_pieces_never_contain_the_beginning_of_a_stop_string() -> None:
     pieces: list[str] = []
-    watch = _StopWatch(as_communicator(None), ["</end>", "dd"], pieces.append, None)
+    watch = StopWatch(as_communicator(None), ["</end>", "dd"], pieces.append, None)
     for piece in ("a<", "b</e", "nd", ">c"):
         watch.put(piece)
     assert (pieces, watch.finish(), watch.stopped) == (["a", "<b"], "a<b", True)

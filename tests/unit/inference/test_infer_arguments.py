@@ -1,7 +1,5 @@
 """Layer: pure Python. The command line of the inference script, and text that is streamed during generation."""
 
-import re
-
 import pytest
 import torch
 from transformers import PreTrainedTokenizerFast
@@ -12,14 +10,15 @@ from mllm_seqpar.inference.generation import AnswerStreamer, Sampling
 from mllm_seqpar.patches.mplug_owl3.testing import tiny_tokenizer
 
 ASK = ["--model", "m", "--video", "v.mp4", "--question", "Why?"]
-ENCODE = ["--model", "m", "--video", "v.mp4", "--save-features", "f"]
+ENCODE = ["--model", "m", "--video", "v.mp4", "--save_features", "f"]
+SET = ["--model", "m", "--questions", "q.jsonl", "--output", "a.jsonl"]
 
 
 def test_options_become_settings() -> None:
-    args = parse([*ASK, "--question", "When?", "--no-progress", "--self-attention", "star"])
+    args = parse([*ASK, "--question", "When?", "--no_progress", "--self_attention", "star"])
     assert args.question == ("Why?", "When?") and not args.progress
     assert args.frame_options(default_fps=1.0) == {"fps": 1.0, "num_frames": None, "max_frames": None}
-    assert parse([*ASK, "--num-frames", "9"]).frame_options(default_fps=1.0)["fps"] is None
+    assert parse([*ASK, "--num_frames", "9"]).frame_options(default_fps=1.0)["fps"] is None
     assert args.sampling() == Sampling(max_new_tokens=256, temperature=0.0, top_p=1.0, seed=0)
     assert args.seqpar_config().self_attention == "star"
 
@@ -27,25 +26,31 @@ def test_options_become_settings() -> None:
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        (["--model", "m", "--question", "Why?"], "no video to ask about: give --video FILE, or --features"),
+        (["--model", "m", "--question", "Why?"], "no video to ask about: give --video FILE, --features DIR"),
         (["--model", "m", "--video", "v.mp4"], "nothing to do: give --question"),
         ([*ASK, "--question", " "], "--question: the question is empty"),
-        ([*ASK, "--fps", "2", "--num-frames", "5"], "--fps 2 and --num-frames 5: give one"),
-        ([*ASK, "--features", "f", "--save-features", "g"], "not written again"),
+        ([*ASK, "--fps", "2", "--num_frames", "5"], "--fps 2 and --num_frames 5: give one"),
+        ([*ASK, "--features", "f", "--save_features", "g"], "not written again"),
         ([*ASK, "--kernel", "magic"], "--kernel: 'magic' is unknown; choose auto"),
         ([*ASK, "--dtype", "int8"], "--dtype: 'int8' is not allowed; give one of auto"),
-        ([*ASK, "--top-p", "0"], "top_p: 0.0 is not allowed; give more than 0 and at most 1"),
+        ([*ASK, "--top_p", "0"], "top_p: 0.0 is not allowed; give more than 0 and at most 1"),
         ([*ASK, "--seed", "3"], "--seed 3 would have no effect: without --temperature above 0"),
-        ([*ASK, "--num-frames", "9", "--max-frames", "4"], "--max_frames 4 would have no effect: --num-frames"),
+        ([*ASK, "--num_frames", "9", "--max_frames", "4"], "--max_frames 4 would have no effect: --num_frames"),
         ([*ENCODE, "--strategy", "ring"], "--strategy ring would have no effect: there is no question"),
+        ([*ASK, "--output", "a.jsonl"], "--output a.jsonl would have no effect: it belongs to --questions"),
+        ([*SET, "--video", "v.mp4"], "--questions names the videos"),
+        (SET[:4], "--questions needs --output FILE"),
+        ([*SET, "--choices", "--max_new_tokens", "9"], "--choices generates no text"),
+        ([*ASK, "--video", "w.mp4", "--features", "f"], "--features and several --video"),
+        ([*SET, "--sp", "0"], "--sp: 0 is not allowed"),
         ([*ENCODE, "--evidence", "3"], "--evidence 3 would have no effect: there is no question"),
         ([*ASK, "--evidence", "-1"], "--evidence: -1 is not allowed; give 0 or more"),
     ],
 )
 def test_invalid_arguments_are_one_sentence(argv: list[str], message: str) -> None:
-    with pytest.raises(ConfigError, match=re.escape(message)) as error:
+    with pytest.raises(ConfigError) as error:
         parse(argv)
-    assert "\n" not in str(error.value)
+    assert message.replace("-", "_") in str(error.value).replace("-", "_") and "\n" not in str(error.value)
 
 
 def streamed(tokenizer: PreTrainedTokenizerFast, tokens: list[int]) -> list[str]:

@@ -16,7 +16,7 @@ from mllm_seqpar.errors import AgreementError, ConfigError, DataError, VideoErro
 from mllm_seqpar.inference import Sampling, answer, encode_video, load_for_inference
 from mllm_seqpar.inference.arguments import parse
 from mllm_seqpar.inference.encoding import EncodedVideo
-from mllm_seqpar.inference.run import answer_questions
+from mllm_seqpar.inference.run import ask_videos
 from mllm_seqpar.inference.stored_features import save_video
 from mllm_seqpar.models import loading
 from mllm_seqpar.models.mplug_owl3 import MPlugOwl3ForConditionalGeneration, MPlugOwl3Processor
@@ -24,7 +24,7 @@ from mllm_seqpar.sharding import FrameShard
 
 CPU = torch.device("cpu")
 QUESTIONS = ("What is it?", "Which one comes first, <|video|> or this?")
-ASK = ["--no-progress", "--max-new-tokens", "16", "--encode-batch", "3"]
+ASK = ["--no_progress", "--max_new_tokens", "16", "--encode_batch", "3"]
 
 
 @pytest.fixture(autouse=True)
@@ -44,7 +44,7 @@ def run(world: int, *argv: Any, videos: tuple[Path, ...] = ()) -> list[Exception
 
     def failed(comm: Communicator) -> Exception | None:
         own = ["--video", videos[comm.rank]] if videos else []
-        return attempt(lambda: answer_questions(parse([*map(str, [*argv, *own])]), comm, CPU))[1]
+        return attempt(lambda: ask_videos(parse([*map(str, [*argv, *own])]), comm, CPU))[1]
 
     return run_loopback(world, failed)
 
@@ -130,17 +130,17 @@ def test_library_functions_answer_as_the_script_does(inference_files: Path, capl
 def test_answers_with_offload_equal_the_unpatched_models(
     inference_files: Path, tmp_path: Path, world: int, model: str, frames: dict[str, int]
 ) -> None:
-    options = ["--model", inference_files / model, "--visual-offload", "cpu"]
+    options = ["--model", inference_files / model, "--visual_offload", "cpu"]
     sampled = [part for name, value in frames.items() for part in (f"--{name.replace('_', '-')}", value)]
     video, expected = ["--video", inference_files / "clip.mp4", *sampled], unpatched(inference_files, model, **frames)
-    assert ask(world, tmp_path, *options, *video, "--save-features", tmp_path / "f")["tokens"] == expected
+    assert ask(world, tmp_path, *options, *video, "--save_features", tmp_path / "f")["tokens"] == expected
     assert ask(world, tmp_path, *options, "--features", tmp_path / "f")["tokens"] == expected
 
 
 @pytest.mark.slow
 def test_stored_features_give_the_same_answers(inference_files: Path, tmp_path: Path) -> None:
-    model, clip = ["--model", inference_files / "gated"], ["--video", inference_files / "clip.mp4", "--num-frames", 7]
-    ask(2, tmp_path, *model, *clip, "--save-features", tmp_path / "features", questions=())
+    model, clip = ["--model", inference_files / "gated"], ["--video", inference_files / "clip.mp4", "--num_frames", 7]
+    ask(2, tmp_path, *model, *clip, "--save_features", tmp_path / "features", questions=())
     expected = unpatched(inference_files, "gated", num_frames=7)
     for world, video in ((1, clip), (3, [])):
         report = ask(world, tmp_path, *model, "--features", tmp_path / "features", *video)
@@ -149,8 +149,8 @@ def test_stored_features_give_the_same_answers(inference_files: Path, tmp_path: 
 
     for argv, message in (
         (["--model", inference_files / "other"], "made by another model"),
-        ([*model, "--num-frames", 8], "made with num_frames = 7, now it is 8"),
-        ([*model, "--video", inference_files / "twin.mp4", "--num-frames", 7], "made with source_size"),
+        ([*model, "--num_frames", 8], "made with num_frames = 7, now it is 8"),
+        ([*model, "--video", inference_files / "twin.mp4", "--num_frames", 7], "made with source_size"),
         ([*model, "--video", inference_files / "clip.mp4"], "made with frames = 7, now it is 4"),
         ([*model, "--dtype", "bfloat16"], "these features are float32 and the model runs in bfloat16"),
     ):
@@ -160,15 +160,15 @@ def test_stored_features_give_the_same_answers(inference_files: Path, tmp_path: 
 
 
 def test_features_of_another_video_are_not_overwritten(inference_files: Path, tmp_path: Path) -> None:
-    options = ["--model", inference_files / "gated", "--save-features", tmp_path / "features"]
+    options = ["--model", inference_files / "gated", "--save_features", tmp_path / "features"]
     clip = ["--video", inference_files / "clip.mp4"]
-    ask(2, tmp_path, *options, *clip, "--num-frames", 3, questions=())
+    ask(2, tmp_path, *options, *clip, "--num_frames", 3, questions=())
     before = (tmp_path / "features/features.json").read_bytes()
-    errors = run(2, *options, "--video", inference_files / "twin.mp4", "--num-frames", 3)
+    errors = run(2, *options, "--video", inference_files / "twin.mp4", "--num_frames", 3)
     assert "it has the features of another video" in str(errors[0]) and "clip.mp4" in str(errors[0])
     assert isinstance(errors[0], DataError) and isinstance(errors[1], AgreementError)
     assert (tmp_path / "features/features.json").read_bytes() == before
-    ask(1, tmp_path, *options, *clip, "--num-frames", 5, questions=())  # the same video at other times
+    ask(1, tmp_path, *options, *clip, "--num_frames", 5, questions=())  # the same video at other times
     assert json.loads((tmp_path / "features/features.json").read_text())["total_frames"] == 5
 
 
@@ -198,3 +198,37 @@ def test_bad_files_are_one_sentence_on_every_rank(
     errors = run(2, "--model", inference_files / directory, "--question", "What?", videos=files)
     for error, (kind, message) in zip(errors, messages, strict=True):
         assert type(error) is kind and message in str(error) and "\n" not in str(error)
+
+
+def test_each_of_several_videos_is_asked_each_question(
+    inference_files: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "videos").mkdir()
+    for name in ("clip", "twin"):
+        (tmp_path / f"videos/{name}.mp4").symlink_to(inference_files / f"{name}.mp4")
+    again = inference_files / "clip.mp4"
+    videos = ["--video", tmp_path / "videos", "--video", again, "--num_frames", 3]
+    source, asked = ["--model", inference_files / "gated"], ["What is it?", "Why?"]
+    report = ask(2, tmp_path, *source, *videos, "--save_features", tmp_path / "f", questions=(*asked,))
+    names = [str(tmp_path / "videos/clip.mp4"), str(tmp_path / "videos/twin.mp4"), str(again)]
+    rows = report["answers"]
+    assert [(row["video"], row["question"]) for row in rows] == [(name, text) for name in names for text in asked]
+    expected = "".join(
+        f"== {name} ==\n" + "".join(f"> {row['question']}\n{row['text']}\n" for row in rows if row["video"] == name)
+        for name in names
+    )
+    assert capsys.readouterr().out == expected
+    assert (report["frames"], report["tokens"][:2]) == (9, report["tokens"][4:])
+    assert report["tokens"][:2] != report["tokens"][2:4]
+
+    assert sorted(path.name for path in (tmp_path / "f").iterdir()) == ["clip.mp4", "clip.mp4-2", "twin.mp4"]
+    again = ask(1, tmp_path, *source, "--features", tmp_path / "f", questions=(*asked,))
+    assert sorted(again["tokens"]) == sorted(report["tokens"])
+
+    (tmp_path / "videos/bad.mp4").write_bytes(b"no video")
+    capsys.readouterr()
+    errors = run(2, *source, "--video", tmp_path / "videos", "--num_frames", 3, *ASK, "--question", "Why?")
+    assert [type(error) for error in errors] == [VideoError] * 2
+    assert "1 of 3 videos cannot be used; the first: " in str(errors[0]) and "bad.mp4" in str(errors[0])
+    out, err = capsys.readouterr()
+    assert out.count(f"== {names[1]} ==\n") == 1 and "bad.mp4" in err

@@ -1,0 +1,161 @@
+"""A file of answers, one JSON object a line, that a run which stopped goes on with.
+
+Group 0 appends each answer to the file itself, and every other group of ranks to a part of its own beside it, so that
+whatever has been answered survives a crash. When a run starts, it collects the answers of all parts, and drops a last
+line that was not written completely. When it ends, it writes all answers in the order of the questions. A second
+file has what the answers depend on, so that a run with another model or other options is refused.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, TextIO
+
+from mllm_seqpar.errors import ConfigError, DataError
+
+Line = dict[str, Any]
+"""An answer: "index" is the number of its question; "error" says why there is no answer."""
+
+
+class AnswerFile:
+    """The answers of one run, and the files that they are in.
+
+    Args:
+        path: the file; directories are created.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = Path(path)
+        self._settings = self.path.with_name(self.path.name + ".settings.json")
+        self._file: TextIO | None = None
+
+    def resume(self, settings: Mapping[str, Any]) -> dict[int, Line]:
+        """Return the answers of an earlier run with the same settings, and collect them in the file. For one process.
+
+        Lines with an error are dropped: their questions are asked again.
+
+        Raises:
+            ConfigError: the file has answers that were made with other settings, or cannot be written.
+            DataError: a line of the file is no answer.
+        """
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            done = self._collect()
+            if done or (self.path.exists() and self.path.stat().st_size):
+                self._require_same(settings)
+            self._replace(self._settings, json.dumps(dict(settings), indent=1) + "\n")
+            self._write_all(line for line in done.values() if "error" not in line)
+        except OSError as error:
+            raise ConfigError(
+                f"{error.filename}: cannot be written ({error.strerror}); give another --output"
+            ) from error
+        return {index: line for index, line in done.items() if "error" not in line}
+
+    def open(self, group: int) -> Path:
+        """Open this group's part for appending, and return its path."""
+        path = self._part(group)
+        try:
+            self._file = path.open("a", encoding="utf-8")
+        except OSError as error:
+            raise ConfigError(f"{path}: cannot be written ({error.strerror}); give another --output") from error
+        return path
+
+    def require_parts(self, groups: int) -> None:
+        """Raise ConfigError unless this process sees the parts of all groups of ranks, which have opened them."""
+        missing = [path for path in map(self._part, range(groups)) if not path.exists()]
+        if missing:
+            raise ConfigError(
+                f"--output: {missing[0]}, which another node has created, is not visible here; give a path on a file "
+                "system that all nodes share"
+            )
+
+    def write(self, line: Line) -> None:
+        """Append an answer to this group's part, in one piece."""
+        assert self._file is not None  # `open` precedes
+        self._file.write(_encoded(line))
+        self._file.flush()
+
+    def close(self) -> None:
+        """Close this group's part; nothing if it is not open."""
+        if self._file is not None:
+            self._file.close()
+        self._file = None
+
+    def finish(self) -> list[Line]:
+        """Write the answers of all parts in the order of the questions, delete the parts, and return the answers.
+
+        For one process, after `close` of all.
+        """
+        lines = [line for _, line in sorted(self._collect().items())]
+        self._write_all(lines)
+        return lines
+
+    def _part(self, group: int) -> Path:
+        return self.path.with_name(f"{self.path.name}.part-{group}") if group else self.path
+
+    def _parts(self) -> list[Path]:
+        return sorted(self.path.parent.glob(f"{_escaped(self.path.name)}.part-*"))
+
+    def _collect(self) -> dict[int, Line]:
+        """Return the lines of the file and all parts by the number of their question; an answer replaces an error."""
+        found: dict[int, Line] = {}
+        for path in (self.path, *self._parts()):
+            for line in _read(path):
+                if line["index"] not in found or "error" in found[line["index"]]:
+                    found[line["index"]] = line
+        return found
+
+    def _write_all(self, lines: Iterable[Line]) -> None:
+        self._replace(self.path, "".join(map(_encoded, lines)))
+        for part in self._parts():
+            part.unlink()
+
+    def _replace(self, path: Path, content: str) -> None:
+        temporary = path.with_name(path.name + ".new")
+        temporary.write_text(content, encoding="utf-8")
+        os.replace(temporary, path)
+
+    def _require_same(self, settings: Mapping[str, Any]) -> None:
+        remedy = f"give another --output, or delete {self.path} to begin again"
+        try:
+            earlier = json.loads(self._settings.read_text())
+        except (OSError, ValueError) as error:
+            raise ConfigError(
+                f"{self.path}: it is not empty, and {self._settings.name}, which says what its answers were made with, "
+                f"cannot be read; {remedy}"
+            ) from error
+        differing = [name for name in settings if earlier.get(name) != settings[name]]
+        if differing:
+            (name, *_) = differing
+            raise ConfigError(
+                f"{self.path}: its answers were made with {name} = {earlier.get(name)!r}, and now it is "
+                f"{settings[name]!r}; {remedy}"
+            )
+
+
+def _encoded(line: Line) -> str:
+    return json.dumps(line, ensure_ascii=False) + "\n"
+
+
+def _escaped(name: str) -> str:
+    return "".join(f"[{character}]" if character in "*?[" else character for character in name)
+
+
+def _read(path: Path) -> list[Line]:
+    """Return the lines of a file, without a last line that was not written completely."""
+    rows = path.read_bytes().split(b"\n") if path.exists() else [b""]
+    lines: list[Line] = []
+    for number, row in enumerate(rows[:-1], 1):  # what follows the last line break is incomplete, or empty
+        try:
+            line = json.loads(row)
+            if not isinstance(line, dict) or not isinstance(line.get("index"), int):
+                raise ValueError('expected an object with "index"')
+        except ValueError as error:
+            if number == len(rows) - 1:  # a machine that stops may leave its last block unwritten
+                break
+            raise DataError(f"{path}:{number}: not an answer ({error}); give another --output") from error
+        lines.append(line)
+    return lines

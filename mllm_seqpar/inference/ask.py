@@ -1,0 +1,48 @@
+"""`mllm-seqpar ask`: questions about long videos, and data sets of questions.
+
+    mllm-seqpar ask --model DIR --video movie.mp4 --question "Who opens the door?"
+    accelerate launch -m mllm_seqpar ask --model DIR --questions questions.jsonl --output answers.jsonl
+
+Any launcher starts several ranks; without one, the program is one process.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict
+
+from transformers.utils import logging
+
+from mllm_seqpar.cli.launch import launched_ranks
+from mllm_seqpar.cli.program_exit import run
+from mllm_seqpar.comm.agreement import attempt, raise_on_all_ranks
+
+from .arguments import parse
+from .data_set import answer_data_set
+from .run import ask_videos
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command; return 0. An error ends the process with a message."""
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    run(ask, sys.argv[1:] if argv is None else argv)
+    return 0
+
+
+def ask(argv: Sequence[str]) -> None:
+    """Answer the questions of the command line `argv`; see `AskArguments`. Every rank calls this.
+
+    Raises:
+        SeqParError: on invalid arguments or files or a video that cannot be read, or if the ranks disagree.
+    """
+    args, problem = attempt(lambda: parse(argv))
+    with launched_ranks(*((args.device, args.timeout) if args else ())) as (comm, device):
+        raise_on_all_ranks(comm, "arguments", problem, asdict(args) if args else {})
+        assert args is not None  # otherwise all ranks have raised
+        (ask_videos if args.questions is None else answer_data_set)(args, comm, device)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

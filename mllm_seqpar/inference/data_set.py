@@ -1,0 +1,163 @@
+"""Answers to a data set of questions: many videos, many questions each, on groups of ranks that work independently.
+
+A group takes the videos with its number in turn. Its ranks encode a video together, and answer all questions about it,
+whose common beginning stays in the KV cache. A video or a question that cannot be used is a line with an error, on
+which the ranks of the group agree. Groups meet only at the end.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import nn
+
+from mllm_seqpar.cli.progress import progress_bar
+from mllm_seqpar.comm import Communicator
+from mllm_seqpar.comm.agreement import check_collectively
+from mllm_seqpar.data.chat_family import chat_family
+from mllm_seqpar.models.loading import load_processor, model_digest
+
+from .answer_file import AnswerFile, Line
+from .arguments import AskArguments
+from .choices import accuracy_table, letter_log_likelihoods
+from .conversation import Conversation
+from .model_loading import load_patched
+from .questions import Question, QuestionSet, media_names
+from .rank_groups import RankGroups, divide_ranks, tried
+
+_SETTINGS = "fps num_frames max_frames max_new_tokens temperature top_p seed choices template dtype".split()
+"""Options on which an answer depends; strategies, kernels and numbers of ranks change it by rounding at most."""
+
+
+def answer_data_set(args: AskArguments, world: Communicator, device: torch.device) -> None:
+    """Answer the questions of `args.questions` that `args.output` has no answer to. Every rank calls this.
+
+    Raises:
+        SeqParError: on all ranks, if the questions, the model or the output cannot be used.
+    """
+    ranks = divide_ranks(world, args.sp, args.timeout)
+    processor, questions, settings = check_collectively(world, "inputs", lambda: _open(args), lambda found: found[2])
+    file = AnswerFile(args.output or "")
+    done = _resume(file, settings, ranks)
+    videos = [[question for question in group if question.index not in done] for group in questions.by_media()]
+    mine = [group for group in videos if group][ranks.index :: ranks.count]
+    try:
+        if mine:
+            model = load_patched(args, chat_family(processor), ranks.group, device)
+            answerer = Answerer(args, model, processor, questions, ranks.group)
+            _answer_all(answerer, mine, file, ranks, args.progress)
+    finally:
+        file.close()
+    ranks.end.gather_ints([0])  # all groups have closed their files
+    check_collectively(ranks.end, "output", lambda: _finish(file, questions, ranks))
+
+
+class Answerer:
+    """Answers questions of a data set, on the ranks of one group."""
+
+    def __init__(
+        self, args: AskArguments, model: nn.Module, processor: Any, questions: QuestionSet, group: Communicator
+    ) -> None:
+        self._args, self._model, self._processor = args, model, processor
+        self._questions, self._group = questions, group
+
+    def lines(self, questions: Sequence[Question]) -> Iterator[Line]:
+        """Yield the answer to each of several questions about the same videos and pictures, which are encoded once."""
+        conversation, fault = tried(self._group, "media", lambda: self._encoded(questions[0]))
+        for question in questions:
+            yield self._line(conversation, question, fault)
+
+    def _encoded(self, question: Question) -> Conversation:
+        sources = check_collectively(
+            self._group,
+            "media",
+            lambda: self._questions.sources(question),
+            lambda found: {"frames": [len(source) for source in found]},
+        )
+        options: dict[str, Any] = {"on_host": self._args.visual_offload is not None, "batch": self._args.encode_batch}
+        conversation = Conversation(self._model, self._processor, sources, **options)
+        conversation.encode()
+        return conversation
+
+    def _line(self, conversation: Conversation | None, question: Question, fault: str | None) -> Line:
+        named = {} if question.id is None else {"id": question.id}
+        line: Line = {"index": question.index, **named, "media": media_names(question), "question": question.text}
+        fault = question.fault or fault
+        if self._args.choices and question.choice is None:
+            fault = fault or "the question has no options to choose from"
+        prompt = None
+        if conversation is not None and fault is None:
+            limit = 1 if self._args.choices else self._args.max_new_tokens
+            prompt, fault = tried(self._group, "prompt", lambda: conversation.prompt(question.messages, limit))
+        if conversation is None or prompt is None:
+            return {**line, "place": question.place, "error": fault}
+        return line | (self._chosen if self._args.choices else self._generated)(conversation, prompt, question)
+
+    def _generated(self, conversation: Conversation, prompt: Any, question: Question) -> Line:
+        reply = conversation.answer(prompt, self._args.sampling())
+        lengths = {"prompt_tokens": reply.prompt_tokens, "answer_tokens": len(reply.tokens)}
+        line = {"answer": reply.text, "finish_reason": reply.finish_reason, "frames": conversation.frames, **lengths}
+        return line if question.reference is None else {**line, "reference": question.reference}
+
+    def _chosen(self, conversation: Conversation, prompt: Any, question: Question) -> Line:
+        assert question.choice is not None  # `_line` has checked it
+        letters = question.choice.letters
+        scores = letter_log_likelihoods(conversation, prompt, self._processor.tokenizer, letters)
+        best = max(letters, key=scores.__getitem__)
+        line: Line = {"answer": best, "log_likelihoods": scores, "frames": conversation.frames}
+        if question.choice.answer is not None:
+            reference = letters[question.choice.answer]
+            line |= {"reference": reference, "correct": best == reference}
+        return line | ({"categories": dict(question.categories)} if question.categories else {})
+
+
+def _open(args: AskArguments) -> tuple[Any, QuestionSet, dict[str, Any]]:
+    """Return the processor, the questions, and what the answers depend on."""
+    processor = load_processor(args.model)
+    questions = QuestionSet(args, processor)
+    settings = {"model": model_digest(args.model), "questions": questions.digest}
+    settings |= {name: getattr(args, name) for name in _SETTINGS}
+    return processor, questions, {**settings, "star": args.self_attention == "star"}
+
+
+def _resume(file: AnswerFile, settings: dict[str, Any], ranks: RankGroups) -> set[int]:
+    """Open the file on all ranks; return the numbers of the questions that it has answers to."""
+    world = ranks.world
+    answered = check_collectively(world, "output", lambda: [*file.resume(settings)] if world.rank == 0 else [])
+    done = json.loads(world.gather_texts(json.dumps(answered))[0])
+    check_collectively(world, "output", lambda: file.open(ranks.index) if ranks.group.rank == 0 else None)
+    check_collectively(world, "output", lambda: file.require_parts(ranks.count) if world.rank == 0 else None)
+    return set(done)
+
+
+def _answer_all(
+    answerer: Answerer, videos: Sequence[Sequence[Question]], file: AnswerFile, ranks: RankGroups, progress: bool
+) -> None:
+    total, title = sum(map(len, videos)), "answering" if ranks.count == 1 else f"answering, group 1 of {ranks.count}"
+    show = progress and ranks.world.rank == 0
+    with progress_bar(total, "question", title) if show else nullcontext() as bar:
+        for questions in videos:
+            for line in answerer.lines(questions):
+                if ranks.group.rank == 0:
+                    file.write(line)
+                if bar is not None:
+                    bar.update()
+
+
+def _finish(file: AnswerFile, questions: QuestionSet, ranks: RankGroups) -> None:
+    """Write the answers in the order of the questions, and report them; on rank 0."""
+    if ranks.world.rank:
+        return
+    lines = file.finish()
+    faults = [line for line in lines if "error" in line]
+    if any("log_likelihoods" in line for line in lines):
+        print(accuracy_table(lines), flush=True)  # noqa: T201 - the result of the program
+    text = f"{file.path}: {len(lines) - len(faults)} of {len(questions.questions)} questions are answered"
+    if faults:
+        text += f", {len(faults)} have an error; the first: {faults[0]['place']}: {faults[0]['error']}"
+    print(text, file=sys.stderr, flush=True)  # noqa: T201 - standard output has only results

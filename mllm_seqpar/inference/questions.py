@@ -1,0 +1,158 @@
+"""The questions of a data set, grouped by the videos and pictures that they ask about.
+
+A record is read as training reads it (`mllm_seqpar.data.formats`), but needs no answer. What a record has after its
+last question is the reference. A conversation of several turns is asked its last question, after the turns before it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from mllm_seqpar.data.chat import ChatDataset
+from mllm_seqpar.data.chat_family import chat_family
+from mllm_seqpar.data.chat_format import check_record, media_parts
+from mllm_seqpar.data.formats import MultipleChoice, read_choice, to_chat
+from mllm_seqpar.data.formats.choices import CATEGORY_KEYS, OPTION_KEYS
+from mllm_seqpar.data.sources import FrameSource
+from mllm_seqpar.errors import ConfigError, DataError, SeqParError
+
+from .arguments import AskArguments
+
+_ID_KEYS = ("id", "question_id", "qid")
+_GROUPING_KEYS = ("duration", "duration_group", *CATEGORY_KEYS, "sub_category")
+"""Columns by which accuracy is reported."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Question:
+    """One question of a data set.
+
+    Attributes:
+        index: the number of the record, from 0.
+        place: FILE:LINE of the record.
+        id: the record's own id, if it has one.
+        messages: system, user and earlier assistant messages; the last is the user's.
+        reference: the answer of the record, if it has one.
+        choice: the options of a multiple-choice question.
+        categories: the columns by which accuracy is reported.
+        fault: why the record is no question; then it has no messages.
+    """
+
+    index: int
+    place: str
+    id: str | int | None = None
+    messages: Sequence[Mapping[str, Any]] = ()
+    reference: str | None = None
+    choice: MultipleChoice | None = None
+    categories: Mapping[str, str] = field(default_factory=dict)
+    fault: str | None = None
+
+    @property
+    def text(self) -> str:
+        """The text of the last message."""
+        return _text(self.messages[-1]["content"]) if self.messages else ""
+
+    @property
+    def media(self) -> list[Mapping[str, Any]]:
+        return media_parts(self.messages)
+
+
+class QuestionSet:
+    """The questions of a data set in any form that training reads.
+
+    Args:
+        args: `questions`, `media_root`, `template`, `choices` and the frame options.
+        processor: the model's.
+
+    Raises:
+        ConfigError: no question has options, and they are asked for.
+        DataError: the data set cannot be read.
+    """
+
+    def __init__(self, args: AskArguments, processor: Any) -> None:
+        assert args.questions is not None  # the caller's condition
+        options: dict[str, Any] = {"media_root": args.media_root, "template": args.template, "on_bad_media": "skip"}
+        sampling = {name: getattr(args, name) for name in ("fps", "num_frames", "max_frames")}
+        self._dataset = ChatDataset(args.questions, processor, **options, **sampling, validate=False)
+        self.digest = self._dataset.digest
+        self._marks, self._template = chat_family(processor).marks, args.template
+        self.questions = [self._question(index) for index in range(len(self._dataset))]
+        if args.choices and not any(question.choice for question in self.questions):
+            keys = ", ".join(OPTION_KEYS)
+            raise ConfigError(f"--choices: no record of {args.questions} is a question with options ({keys})")
+
+    def by_media(self) -> list[list[Question]]:
+        """Return the questions grouped by what they ask about, each group at the place of its first question."""
+        groups: dict[Any, list[Question]] = {}
+        for question in self.questions:
+            groups.setdefault(self._key(question), []).append(question)
+        return list(groups.values())
+
+    def sources(self, question: Question) -> list[FrameSource]:
+        """Return the frames of the question's media; VideoError if a file is missing or unreadable."""
+        try:
+            return [self._dataset.source(question.index, part) for part in question.media]
+        except ImportError as error:  # the message says what to install
+            raise ConfigError(str(error)) from error
+
+    def _question(self, index: int) -> Question:
+        place = self._dataset.records.place(index)
+        try:
+            record = self._dataset.records.record(index)
+        except DataError as error:
+            return Question(index=index, place=place, fault=str(error))
+        columns = record if isinstance(record, Mapping) else {}
+        name = next((columns[key] for key in _ID_KEYS if isinstance(columns.get(key), (str, int))), None)
+        try:
+            chat = to_chat(record, template=self._template, answered=False)
+            messages = check_record(chat, None, self._marks, answered=False)
+            choice = read_choice(columns) if _has_options(columns) else None
+            reference = None
+            if messages[-1]["role"] == "assistant":
+                *messages, last = messages
+                reference = _text(last["content"]) or None
+            if not messages or messages[-1]["role"] != "user":
+                raise DataError("has no question; its last message, apart from an answer, is the user's")
+        except DataError as error:
+            return Question(index=index, place=place, id=name, fault=str(error))
+        categories = {key: str(columns[key]) for key in _GROUPING_KEYS if isinstance(columns.get(key), _kinds(key))}
+        found: dict[str, Any] = {"reference": reference, "choice": choice, "categories": categories}
+        return Question(index=index, place=place, id=name, messages=tuple(messages), **found)
+
+    def _key(self, question: Question) -> Any:
+        """Return a key that is equal for equal files with equal sampling."""
+        try:
+            return tuple(
+                (
+                    tuple(self._dataset.records.identify(question.index, name) for name in _names(part)),
+                    tuple(sorted((name, value) for name, value in part.items() if name not in ("path", "images"))),
+                )
+                for part in question.media
+            )
+        except SeqParError:  # a file is missing, and `sources` will say so
+            return tuple(name for part in question.media for name in _names(part)), "missing"
+
+
+def media_names(question: Question) -> list[str]:
+    """Return the names of the files that a question asks about, as its record writes them."""
+    return [name for part in question.media for name in _names(part)]
+
+
+def _names(part: Mapping[str, Any]) -> list[str]:
+    return part.get("images") or [part["path"]]
+
+
+def _text(content: Any) -> str:
+    if isinstance(content, str):
+        return content
+    return "".join(part["text"] for part in content if part["type"] == "text")
+
+
+def _has_options(columns: Mapping[str, Any]) -> bool:
+    return "question" in columns and any(key in columns for key in OPTION_KEYS)
+
+
+def _kinds(key: str) -> tuple[type, ...]:
+    return (str,) if key == "duration" else (str, int)  # a number is a time, which groups nothing

@@ -1,0 +1,141 @@
+"""Layer: one process. Answers to a data set of questions do not depend on the ranks or on a stop; ranks are threads."""
+
+import json
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from mllm_seqpar.comm import Communicator, as_communicator, run_loopback
+from mllm_seqpar.comm.agreement import attempt
+from mllm_seqpar.errors import AgreementError, ConfigError, DataError
+from mllm_seqpar.inference.arguments import parse
+from mllm_seqpar.inference.data_set import Answerer, answer_data_set
+from mllm_seqpar.models import loading
+
+CPU = torch.device("cpu")
+OPTIONS = ["--num_frames", 4, "--max_new_tokens", 6, "--no_progress"]
+COLOURS = {"options": ["red", "green", "blue"], "answer": "B"}
+
+
+@pytest.fixture(autouse=True)
+def load_one_model_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`from_pretrained` changes state of the whole process while it runs, so threads must not call it together."""
+    lock, load_model = threading.Lock(), loading.load_model
+
+    def load(*args: Any, **kwargs: Any) -> Any:
+        with lock:
+            return load_model(*args, **kwargs)
+
+    monkeypatch.setattr("mllm_seqpar.inference.model_loading.load_model", load)
+
+
+def run(world: int, *argv: Any) -> list[Exception | None]:
+    def failed(comm: Communicator) -> Exception | None:
+        return attempt(lambda: answer_data_set(parse([*map(str, [*argv, *OPTIONS])]), comm, CPU))[1]
+
+    return run_loopback(world, failed)
+
+
+def answers(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+@pytest.fixture
+def questions(inference_files: Path, tmp_path: Path) -> Path:
+    """Records in several forms, about two videos in turn; the third and the sixth cannot be used."""
+    clip, twin = str(inference_files / "clip.mp4"), str(inference_files / "twin.mp4")
+    (tmp_path / "bad.mp4").write_bytes(b"no video")
+    content = [{"type": "video_url", "video_url": {"url": twin}}, {"type": "text", "text": "?"}]
+    turns = [{"from": "human", "value": "<video>\nWhy?"}, {"from": "gpt", "value": "So."}]
+    records = [
+        {"video": clip, "question": "What is it?", "id": "first"},
+        {"video": twin, "conversations": turns},
+        {"video": "bad.mp4", "question": "What is it?", "id": 3},
+        {"messages": [{"role": "user", "content": content}]},
+        {"video": clip, "question": "Which colour?", **COLOURS},
+        {"video": clip},
+        {"question": "Say hello."},
+    ]
+    path = tmp_path / "questions.jsonl"
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return path
+
+
+@pytest.mark.slow
+def test_groups_of_ranks_answer_as_one_process_and_go_on_where_they_stopped(
+    questions: Path, inference_files: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, four = questions.with_name("one.jsonl"), questions.with_name("out") / "four.jsonl"
+    source = ["--model", inference_files / "gated", "--questions", questions]
+    assert run(1, *source, "--output", one) == [None]
+    lines = answers(one)
+    assert [line["index"] for line in lines] == [*range(7)]
+    assert [line.get("id") for line in lines] == ["first", None, 3, None, None, None, None]
+    assert [line["index"] for line in lines if "error" in line] == [2, 5]
+    assert "bad.mp4" in lines[2]["error"] and lines[2]["place"] == f"{questions}:3"
+    assert "no known form" in lines[5]["error"]
+    assert (lines[1]["reference"], lines[4]["reference"], lines[6]["frames"]) == ("So.", "B", 0)
+
+    # A crash after two answers of each group, in the middle of a line.
+    asked, whole = [], Answerer._line
+
+    def stopping(self: Answerer, conversation: Any, question: Any, fault: Any) -> Any:
+        if len(asked) == 8:
+            raise RuntimeError("the machine stops")
+        asked.append(question.index)
+        return whole(self, conversation, question, fault)
+
+    monkeypatch.setattr(Answerer, "_line", stopping)
+    assert any(run(4, *source, "--output", four, "--sp", 2))
+    found = [path for path in four.parent.iterdir() if path.name.startswith("four.jsonl") and path.suffix != ".json"]
+    assert {path.name for path in found} == {"four.jsonl", "four.jsonl.part-1"}
+    with four.open("a") as file:
+        file.write('{"index": 4, "answ')
+    done = {line["index"] for path in found for line in answers_before_the_last(path) if "error" not in line}
+    assert 0 < len(done) < 5
+
+    asked = []
+    monkeypatch.setattr(Answerer, "_line", lambda *args: (asked.append(args[2].index), whole(*args))[1])
+    assert run(2, *source, "--output", four, "--sp", 1) == [None, None]
+    assert sorted(asked) == sorted(set(range(7)) - done)
+    assert answers(four) == lines
+    assert sorted(path.name for path in four.parent.iterdir()) == ["four.jsonl", "four.jsonl.settings.json"]
+
+
+def answers_before_the_last(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().split("\n")[:-1]]
+
+
+def test_another_run_is_refused_and_nothing_is_overwritten(questions: Path, inference_files: Path) -> None:
+    output = questions.with_name("out.jsonl")
+    source = ["--model", inference_files / "gated", "--questions", questions, "--output", output]
+    questions.write_text(questions.read_text().splitlines()[-1] + "\n")
+    assert run(1, *source) == [None]
+    before = output.read_text()
+    for changed, message in (
+        (["--model", inference_files / "other"], "were made with model = "),
+        (["--dtype", "bfloat16"], "were made with dtype = 'auto', and now it is 'bfloat16'"),
+    ):
+        argv = [*source[2:], *changed] if "--model" in changed else [*source, *changed]
+        errors = run(2, *argv)
+        assert [type(error) for error in errors] == [ConfigError, AgreementError] and message in str(errors[0])
+    questions.write_text(json.dumps({"question": "Say goodbye."}) + "\n")
+    assert "were made with questions = " in str(run(1, *source)[0])
+    assert output.read_text() == before
+    output.write_text("[1]\n" + before)
+    assert isinstance(run(1, *source)[0], DataError)
+    output.with_name("out.jsonl.settings.json").unlink()
+    output.write_text(before)
+    assert "cannot be read; give another --output" in str(run(1, *source)[0])
+
+
+def test_arguments_that_fit_no_run_are_refused(questions: Path, inference_files: Path) -> None:
+    source = ["--model", inference_files / "gated", "--questions", questions, "--output", questions.with_name("out")]
+    assert "--sp 2 does not divide the 3 ranks" in str(run(3, *source, "--sp", 2)[0])
+    questions.write_text(json.dumps({"question": "Say hello."}) + "\n")
+    argv = ["--model", inference_files / "gated", "--questions", questions, "--output", questions, "--choices"]
+    error = attempt(lambda: answer_data_set(parse([*map(str, argv)]), as_communicator("self"), CPU))[1]
+    assert "is a question with options" in str(error)
