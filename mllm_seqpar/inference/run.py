@@ -210,10 +210,10 @@ def _with_outputs(args: AskArguments, videos: Sequence[VideoPaths]) -> tuple[Vid
         used[name] += 1
         label = name if used[name] == 1 else f"{name}-{used[name]}"
         save_to = args.save_features and os.path.join(args.save_features, label)
-        page = Path(args.evidence_html) if args.evidence_html else None
-        found.append(
-            replace(video, save_to=save_to, page=page and str(page.with_name(f"{page.stem}-{label}{page.suffix}")))
-        )
+        page = args.evidence_html
+        if page is not None:
+            page = str(Path(page).with_name(f"{Path(page).stem}-{label}{Path(page).suffix}"))
+        found.append(replace(video, save_to=save_to, page=page))
     return tuple(found)
 
 
