@@ -147,7 +147,6 @@ def register_on_import() -> None:
 CODE_MODULE = "mllm_seqpar_code"
 _CODE = """\
 # The classes that trust_remote_code=True loads are those of the installed package mllm-seqpar.
-import mllm_seqpar
 from mllm_seqpar.models import {package}
 
 

@@ -80,8 +80,12 @@ def one_tensor(rank: int, world: int) -> tuple[bool, dict[str, int]]:
     comm = as_communicator(None)
     first, second = comm.all_gather(torch.ones(3))
     calls = {}
+    named = {name: mock.Mock(__name__=name) for name in ("all_gather_single", "reduce_scatter_single")}
     for version in ((2, 12), (2, 13)):
-        with mock.patch.object(_compat, "installed", return_value=version):
+        with (
+            mock.patch.object(_compat, "installed", return_value=version),
+            mock.patch.multiple(dist, create=True, **named),  # torch 2.12 and earlier do not have them
+        ):
             calls[str(version)] = [fn.__name__ for fn in process_group._single_tensor_collectives()]
     return first.untyped_storage().data_ptr() == second.untyped_storage().data_ptr(), calls
 
