@@ -157,6 +157,7 @@ def test_long_videos_are_plotted_in_columns_that_sum_frames(tmp_path: Path) -> N
     assert sum(data["mean"]) == pytest.approx(1.0, abs=1e-3)
 
 
+@pytest.mark.slow
 def test_answer_with_evidence_is_the_answer_on_every_rank(inference_files: Path) -> None:
     folder = str(inference_files / "gated")
     models = [load_for_inference(folder, "auto", torch.device("cpu")) for _ in range(2)]
