@@ -75,9 +75,8 @@ def generate_without_cache(
     return lang_x
 
 
-@pytest.mark.parametrize(
-    "name", ["mllama", *(pytest.param(name, marks=pytest.mark.slow) for name in MAKERS if name != "mllama")]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MAKERS)
 def test_answers_equal_unpatched_model_also_from_stored_features(folder: Path, name: str) -> None:
     model, store = ["--model", folder / name], folder / f"features-{name}"
     expected = unpatched_answers(folder, name, 5)

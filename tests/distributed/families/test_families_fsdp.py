@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from family_cases import BATCHES, FUSED
-from family_harness import TOLERANCE, family_module, inputs_of, model_of, reference, settings, slow_unless
+from family_harness import TOLERANCE, family_module, inputs_of, model_of, reference, settings
 from mllm_seqpar import patch_model
 from mllm_seqpar.errors import ConfigError
 from mllm_seqpar.patches.idefics.testing import Case as Idefics
@@ -162,7 +162,8 @@ if "open_flamingo" in BATCHES:
     RUNS["two groups of open_flamingo"] = Run("open_flamingo", 4, [[_MEDIA, _ONE_MEDIUM], [_ONE_MEDIUM, _MEDIA]])
 
 
-@pytest.mark.parametrize("name", slow_unless(lambda name: name == "gated", RUNS))
+@pytest.mark.slow
+@pytest.mark.parametrize("name", RUNS)
 def test_fsdp2_equals_unpatched(name: str) -> None:
     check_fsdp(RUNS[name])
 

@@ -38,25 +38,6 @@ def test_different_tokens_stop_the_decoding_benchmark(small, monkeypatch: pytest
         measured(decode, "idefics", 1)
 
 
-def test_decoding_summary_takes_medians_over_runs_and_tokens(script) -> None:
-    runs = [(torch.zeros(1, 5), [9.0, 1.0, 1.0, 2.0, 2.0]), (torch.zeros(1, 5), [7.0, 1.0, 1.0, 2.0, 2.0])]
-    found = script("decode").summary(runs, [(tokens, [2 * x for x in times]) for tokens, times in runs])
-    assert found["unpatched_prompt_s"] == 8 and found["unpatched_s_per_token"] == 1.5
-    assert found["patched_growth"] == 2 and found["ratio"] == 0.5
-
-
-@pytest.mark.slow
-def test_profile_of_a_step_splits_its_time(small, capfd: pytest.CaptureFixture[str]) -> None:
-    profile_step = small("profile_step")
-    sizes = "--family mplug_owl3 mllama --images 2 --words 6 --repeats 1 --device cpu --top 3"
-    rows = profile_step.profile_families(profile_step.parse(sizes.split()))
-    for row in rows:
-        shares = [row[f"{part}_share"] for part in ("computing", "waiting", "host")]
-        assert sum(shares) == pytest.approx(1) and shares[0] > 0.1
-        assert row["step_s"] > 0 and row["ratio"] > 0
-    assert "aten::" in capfd.readouterr().out
-
-
 def test_different_loss_stops_the_profile(small, monkeypatch: pytest.MonkeyPatch) -> None:
     profile_step = small("profile_step")
     results = iter([(1.0, 2.001, 3.0), (1.0, 2.0, 3.0)])

@@ -25,30 +25,6 @@ def test_wrong_kernel_is_reported_and_not_timed(script, monkeypatch: pytest.Monk
     assert row["wrong"] and "differs" in row["problem"] and "forward_ms" not in row
 
 
-def test_mlp_chunks_save_less_and_give_same_gradients(script, capsys: pytest.CaptureFixture[str]) -> None:
-    sizes = "--device cpu --shape 64,1024,2,1 --tokens 256 --chunks 32 --repeats 1"
-    script("mlp_chunks").main(sizes.split())
-    *_, whole, chunked = [line.split(" | ") for line in capsys.readouterr().out.splitlines()]
-    assert int(chunked[2]) < int(whole[2])
-
-
-@pytest.mark.slow
-def test_kept_attention_is_computed_once_and_gives_the_same_bits(script, capsys: pytest.CaptureFixture[str]) -> None:
-    script("kept_attention").main("--family mplug_owl3 --scale 32 --frames 2 --text 16 --repeats 1".split())
-    plain, before, after = [line.split(" | ") for line in capsys.readouterr().out.splitlines()[-3:]]
-    assert plain[3:6] == after[3:6] and int(before[3]) == 2 * int(after[3]) and float(before[5]) > float(after[5])
-
-
-def test_scale_and_traffic_print_their_tables(script, capsys: pytest.CaptureFixture[str]) -> None:
-    sizes = "--model mplug-owl3-7b --text 8192 --cluster a100-80g-8xN --gpus 8 --minutes 10"
-    script("scale").main(sizes.split())
-    printed = capsys.readouterr().out
-    assert "| 10 min | 8 | **568 ms (0%)** | 568 ms (0%) | 568 ms (0%) 2x4 | 570 ms (1%) 2 x 2x2 |" in printed
-    assert "| 8 | 6 h | 3 h | 3 h | 4 h | 20 min |" in printed
-    script("traffic").main(["--ranks", "2"])
-    assert "| 2 | forward | " in capsys.readouterr().out
-
-
 @pytest.mark.slow
 def test_demo_data_can_be_scored_and_its_bytes_counted(script, tmp_path: Path, capsys) -> None:
     task, check = script("demo_task"), script("demo_check")
@@ -93,14 +69,6 @@ def test_figures_are_those_of_the_paper(script) -> None:
 DOCS = Path(__file__).resolve().parents[3] / "docs"
 
 
-def test_rows_with_different_columns_share_a_file(script, tmp_path: Path) -> None:
-    rows = script("rows")
-    rows.append(tmp_path / "x.csv", [{"a": 1, "b": 2.0}])
-    rows.append(tmp_path / "x.csv", [{"a": 3, "c": "text, with a comma"}])
-    assert rows.read(tmp_path / "x.csv") == [{"a": "1", "b": "2.0"}, {"a": "3", "c": "text, with a comma"}]
-    assert rows.digits({"a": 1.23456789, "b": 3, "c": "x"}) == {"a": 1.2346, "b": 3, "c": "x"}
-
-
 def test_page_has_the_tables_of_rows_or_says_that_there_are_none(script, tmp_path: Path, monkeypatch) -> None:
     folder = tmp_path / "benchmarks"
     shutil.copytree(DOCS / "benchmarks", folder)
@@ -112,15 +80,6 @@ def test_page_has_the_tables_of_rows_or_says_that_there_are_none(script, tmp_pat
     page = "before\n<!-- rows: memory -->\nold\n<!-- end of rows -->\nafter\n"
     expected = "before\n<!-- rows: memory -->\n\nNo rows.\n\n<!-- end of rows -->\nafter\n"
     assert report.update(page, tmp_path) == expected
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["network-tiles", "decode"])
-def test_figures_are_drawn_from_rows(script, tmp_path: Path, name: str) -> None:
-    pytest.importorskip("matplotlib")
-    shutil.copy(DOCS / "benchmarks" / f"{name}.csv", tmp_path)
-    assert f"/{name}.png)" in script("report").PARTS[name](tmp_path)
-    assert (tmp_path / f"{name}.png").stat().st_size > 10_000
 
 
 def test_hyper_layer_on_two_ranks_goes_through_few_calls_and_files(script) -> None:
