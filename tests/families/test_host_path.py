@@ -17,6 +17,7 @@ from family_harness import build, check_exact, check_tokens, on_ranks, settings,
 from mllm_seqpar import patch_model
 from mllm_seqpar.attention import block_math, joint
 from mllm_seqpar.integrations.transformers.cache import SequenceParallelCacheState
+from mllm_seqpar.models.mplug_owl3.hyper_attention import HyperAttention
 from mllm_seqpar.patches.mplug_owl3.testing import Case as Owl
 from mllm_seqpar.runtime import forward_state
 from mllm_seqpar.runtime.visual_features import VisualKVCache
@@ -108,8 +109,18 @@ def test_decoding_chooses_kernels_once_per_pass(family: str, size: int, monkeypa
         )
         return len(calls) - before
 
-    # Each of the two samples has a rectangle, or several if the frames that it sees have gaps, for all layers.
-    assert choices(4) - choices(3) <= 2 * size
+    assert choices(4) == choices(3), "new tokens attend to the frames that the token before attended to"
+
+
+def test_rotation_of_frames_is_computed_once_for_all_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, inputs = build("mplug_owl3", BATCHES["mplug_owl3"])
+    calls = counted(monkeypatch, HyperAttention, "visual_rotation")
+    model(**inputs)
+    assert len(calls) == len(model.config.hyper_layers) > 1
+    patch_model(model)
+    calls.clear()
+    model(**inputs).loss.backward()
+    assert len(calls) == 1
 
 
 @pytest.mark.parametrize("model", [{}, pytest.param(FUSED, marks=pytest.mark.slow)], ids=["gated", "fused"])

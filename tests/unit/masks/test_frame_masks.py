@@ -233,3 +233,14 @@ def test_rows_seen_and_fractions_by_pair_of_ranks() -> None:
     blocks = FrameBlockMasks(masks, [(0, 1), (1, 3)])
     assert blocks.visible_row_counts() == [[1, 4], [6, 2]]
     assert blocks.visible_fractions() == [[pytest.approx(1 / 6), pytest.approx(5 / 12)], [1.0, pytest.approx(1 / 3)]]
+
+
+def test_masks_are_equal_if_form_and_entries_are() -> None:
+    first, stop = torch.tensor([[0, 1]]), torch.tensor([[2, 3]])
+    mask = FrameMask.from_intervals(first, stop, 4, 3)
+    others = [FrameMask.from_intervals(first, stop + 1, 4, 4), FrameMask.from_intervals(first, stop, 5, 3)]
+    others += [FrameMask.from_intervals(first, stop.clone().fill_(2), 4, 3), mask.take(torch.tensor([0]))]
+    frames = torch.arange(3)
+    others.append(FrameMask.from_dense((first[..., None] <= frames) & (frames < stop[..., None]), 4))
+    assert mask.equals(FrameMask.from_intervals(first.clone(), stop.clone(), 4, 3))
+    assert not any(mask.equals(other) for other in others)

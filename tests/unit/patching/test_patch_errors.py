@@ -131,4 +131,6 @@ def test_process_group_created_after_patching_is_refused(monkeypatch: pytest.Mon
     ids, frames = tiny_text(2), tiny_frames(2)
     with pytest.raises(ConfigError, match="patched for one process, before the process group of 2 ranks existed"):
         models[0](ids, frames)
+    with pytest.raises(ConfigError, match="patched for one process, before the process group of 2 ranks existed"):
+        models[0].language_model(ids)
     models[1](ids, frames)
