@@ -159,5 +159,5 @@ def _finish(file: AnswerFile, questions: QuestionSet, ranks: RankGroups) -> None
         print(accuracy_table(lines), flush=True)  # noqa: T201 - the result of the program
     text = f"{file.path}: {len(lines) - len(faults)} of {len(questions.questions)} questions are answered"
     if faults:
-        text += f", {len(faults)} have an error; the first: {faults[0]['place']}: {faults[0]['error']}"
+        text += f"; errors: {len(faults)}, the first at {faults[0]['place']}: {faults[0]['error']}"
     print(text, file=sys.stderr, flush=True)  # noqa: T201 - standard output has only results

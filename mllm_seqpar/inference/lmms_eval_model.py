@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from lmms_eval.api.instance import Instance
+from lmms_eval.api.instance import GenerationResult, Instance
 from lmms_eval.api.model import lmms
 
 from mllm_seqpar.cli.launch import use_cuda
@@ -108,12 +108,14 @@ class SimpleSeqParModel(lmms):
         """Return the answer to each request."""
         return self._answered(requests, self._generation_request, self._generated, "")
 
-    def loglikelihood(self, requests: list[Instance]) -> list[tuple[float, bool]]:
+    def loglikelihood(self, requests: list[Instance]) -> list[GenerationResult]:
         """Return for each request (negative log-likelihood per token, whether decoding would choose these tokens).
 
-        lmms-eval takes the smallest first number as the model's choice.
+        lmms-eval takes the smallest first number as the model's choice. The pair is wrapped, because lmms-eval 0.7
+        turns a plain pair into a text, which its metrics then cannot read.
         """
-        return self._answered(requests, self._likelihood_request, self._scored, (0.0, False))
+        pairs = self._answered(requests, self._likelihood_request, self._scored, (0.0, False))
+        return [GenerationResult(text=pair) for pair in pairs]
 
     def generate_until_multi_round(self, requests: list[Instance]) -> list[str]:
         raise ConfigError(_UNSUPPORTED_REQUEST.format("generate_until_multi_round"))

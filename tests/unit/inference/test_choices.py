@@ -148,4 +148,4 @@ def test_choices_write_scores_and_print_accuracy(
     assert third["error"] == "the question has no options to choose from"
     out, err = capsys.readouterr()
     assert out.startswith("accuracy") and "task_type" in out
-    assert "2 of 3 questions are answered, 1 have an error" in err
+    assert "2 of 3 questions are answered; errors: 1" in err

@@ -200,6 +200,7 @@ def test_bad_files_are_one_sentence_on_every_rank(
         assert type(error) is kind and message in str(error) and "\n" not in str(error)
 
 
+@pytest.mark.slow
 def test_each_of_several_videos_is_asked_each_question(
     inference_files: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
