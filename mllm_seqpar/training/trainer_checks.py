@@ -89,6 +89,10 @@ def find_parallelism(args: TrainingArguments, requested: int | None, patched: in
         given = ParallelismConfig()
     if given is not None and given.total_size == 1:
         given = None
+    if given is not None and given.cp_size == 1 and requested and given.dp_shard_size % requested == 0:
+        # The ranks that share a sample are consecutive ranks of those that share the parameters.
+        sizes = {"dp_shard_size": given.dp_shard_size // requested, "cp_size": requested}
+        given = ParallelismConfig(dp_replicate_size=given.dp_replicate_size, tp_size=given.tp_size, **sizes)
     degree = _degree(world, given, requested, patched)
     if world == 1:
         return None
