@@ -1,4 +1,4 @@
-"""`mllm-seqpar finetune` as a script: accelerate launch --config_file configs/fsdp2_cpu_2.yaml scripts/finetune.py --help"""
+"""`mllm-seqpar finetune` as a script, for `accelerate launch` from a checkout; --help lists the options."""
 
 import sys
 

@@ -125,7 +125,7 @@ def prepare(argv: Sequence[str]) -> tuple[FineTuneTrainer, FineTuneOptions, Path
     )
     order, degree = data.order, trainer.sequence_parallel_size
     _log.info(
-        "%d data parallel x %d sequence parallel ranks, %s; a step has %d samples in %d forward passes, an epoch %d steps",
+        "%d data parallel x %d sequence parallel ranks, %s; %d samples in %d forward passes a step, %d steps an epoch",
         order.dp, degree, options.seqpar.strategy, order.global_batch, order.micro_batches, order.steps_per_epoch,
     )  # fmt: skip
     if checkpoint is not None:

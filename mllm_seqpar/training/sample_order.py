@@ -37,8 +37,8 @@ class SampleOrder:
         if self.global_batch % per_pass:
             raise ConfigError(
                 f"--global_batch_size {self.global_batch} is not a multiple of {per_pass} = "
-                f"--per_device_train_batch_size {self.micro_batch} x {self.dp} data parallel groups; change one of them "
-                "or --sp"
+                f"--per_device_train_batch_size {self.micro_batch} x {self.dp} data parallel groups; change one "
+                "of them or --sp"
             )
         if self.samples < self.global_batch:
             raise ConfigError(
