@@ -11,10 +11,12 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, NoReturn
 
+import torch
 from transformers import HfArgumentParser, TrainingArguments
 from transformers.trainer_utils import IntervalStrategy, SaveStrategy, SchedulerType
 from transformers.training_args import OptimizerNames
 
+from mllm_seqpar._compat import optional_import
 from mllm_seqpar.cli.options import CommandOptions, option, parse_tile
 from mllm_seqpar.config import CHOICES, SeqParConfig
 from mllm_seqpar.data.chat import ON_BAD_MEDIA
@@ -119,6 +121,14 @@ class ModelAndData(CommandOptions):
         self._require("lora_dropout", 0 <= self.lora_dropout < 1, "at least 0 and below 1")
         if not self.freeze:
             self._refuse_unused("train", "nothing is frozen; give --freeze, or leave it out")
+        if self.use_peft:
+            optional_import("peft", extra="peft", needed_for="--use_peft")
+        if self.use_peft and self.load_in_4bit:
+            if not torch.cuda.is_available():
+                raise ConfigError(
+                    "--load_in_4bit needs a GPU, and torch sees none; leave it out to train LoRA adapters"
+                )
+            optional_import("bitsandbytes", extra="qlora", needed_for="--load_in_4bit")
         if not self.use_peft:
             for item in fields(self):
                 if item.name.startswith("lora_") or item.name == "load_in_4bit":

@@ -17,7 +17,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from mllm_seqpar._compat import optional_import
 from mllm_seqpar._logging import get_logger
 from mllm_seqpar.cli import program_exit
 from mllm_seqpar.cli.launch import require_rendezvous, use_cuda
@@ -189,7 +188,8 @@ def _load(options: FineTuneOptions, processor: Any) -> nn.Module:
 
 def _with_adapters(model: Any, run: ModelAndData, frozen: Sequence[str], seed: int) -> nn.Module:
     """Return the model with LoRA adapters, none of them inside the frozen parts."""
-    peft = optional_import("peft", extra="peft", needed_for="--use_peft")
+    import peft
+
     torch.manual_seed(seed)  # all ranks initialise the same adapters
     targets = run.lora_target_modules or ["all-linear"]
     config = peft.LoraConfig(
@@ -207,9 +207,6 @@ def _with_adapters(model: Any, run: ModelAndData, frozen: Sequence[str], seed: i
 
 
 def _load_in_4bit(path: str) -> nn.Module:
-    if not torch.cuda.is_available():
-        raise ConfigError("--load_in_4bit needs a GPU, and this machine has none; leave it out to train LoRA adapters")
-    optional_import("bitsandbytes", extra="qlora", needed_for="--load_in_4bit")
     from transformers import BitsAndBytesConfig
 
     # FSDP shards tensors of one dtype, so the packed weights have that of the others.

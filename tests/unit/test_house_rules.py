@@ -39,7 +39,7 @@ THIRD_PARTY = {
     "cli": {"matplotlib", "safetensors", "tqdm", "transformers", "yaml"},
     "inference": {"transformers"},
     "serving": {"fastapi", "python_multipart", "starlette", "transformers", "uvicorn"},
-    "training": {"accelerate", "transformers", "yaml"},
+    "training": {"accelerate", "peft", "transformers", "yaml"},
     "patches": {"numpy", "PIL", "tokenizers", "transformers", "open_flamingo"},
 }
 """What a part may import besides torch and the standard library. Parts that are not listed may import nothing else."""
