@@ -89,7 +89,13 @@ def find_parallelism(args: TrainingArguments, requested: int | None, patched: in
         given = ParallelismConfig()
     if given is not None and given.total_size == 1:
         given = None
-    if given is not None and given.cp_size == 1 and requested and given.dp_shard_size % requested == 0:
+    if given is not None and given.cp_size == 1 and type(requested) is int and requested > 1:
+        if given.dp_shard_size % requested:
+            raise ConfigError(
+                f"SeqParTrainer: {requested} ranks per sample, but accelerate's parallelism config shards one copy of the "
+                f"parameters over dp_shard_size={given.dp_shard_size} ranks, which must be a multiple of them; change one "
+                "of the two numbers, or leave parallelism_config out"
+            )
         # The ranks that share a sample are consecutive ranks of those that share the parameters.
         sizes = {"dp_shard_size": given.dp_shard_size // requested, "cp_size": requested}
         given = ParallelismConfig(dp_replicate_size=given.dp_replicate_size, tp_size=given.tp_size, **sizes)

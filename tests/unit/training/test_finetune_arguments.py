@@ -203,5 +203,5 @@ def test_ranks_that_share_a_sample_are_taken_from_those_that_share_parameters() 
     found = find_parallelism(args, 2, None)
     assert (found.dp_replicate_size, found.dp_shard_size, found.cp_size) == (2, 2, 2)
     assert find_parallelism(args, None, None).cp_size == 1
-    with pytest.raises(ConfigError, match="sequence_parallel_size is 8, cp_size of accelerate's .* is 1"):
+    with pytest.raises(ConfigError, match="8 ranks per sample, but .* over dp_shard_size=4 ranks"):
         find_parallelism(args, 8, None)
