@@ -92,9 +92,9 @@ def find_parallelism(args: TrainingArguments, requested: int | None, patched: in
     if given is not None and given.cp_size == 1 and type(requested) is int and requested > 1:
         if given.dp_shard_size % requested:
             raise ConfigError(
-                f"SeqParTrainer: {requested} ranks per sample, but accelerate's parallelism config shards one copy of the "
-                f"parameters over dp_shard_size={given.dp_shard_size} ranks, which must be a multiple of them; change one "
-                "of the two numbers, or leave parallelism_config out"
+                f"SeqParTrainer: {requested} ranks per sample, but accelerate's parallelism config shards one copy of "
+                f"the parameters over dp_shard_size={given.dp_shard_size} ranks, which must be a multiple of them; "
+                "change one of the two numbers, or leave parallelism_config out"
             )
         # The ranks that share a sample are consecutive ranks of those that share the parameters.
         sizes = {"dp_shard_size": given.dp_shard_size // requested, "cp_size": requested}
