@@ -18,6 +18,9 @@ from mllm_seqpar._logging import get_logger
 from mllm_seqpar.comm import Communicator
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
+_AGAIN = 3.0
+"""Seconds after which another Ctrl-C is a new one: a terminal and a launcher may both send the first."""
+
 _log = get_logger(__name__)
 
 
@@ -38,6 +41,7 @@ class CheckpointClock(TrainerCallback):
         self._comm, self._seconds, self._stop_after = comm, 60 * minutes, stop_after
         self._since = time.monotonic()
         self._received = self.signal = 0
+        self._received_at = 0.0
         self._previous: dict[int, Any] = {}
         self.saved_step = -1
 
@@ -65,7 +69,9 @@ class CheckpointClock(TrainerCallback):
         self._previous = {}
 
     def _on_signal(self, number: int, frame: Any) -> None:
-        if self._received and number == signal.SIGINT:
-            raise KeyboardInterrupt
-        self._received = number
+        if self._received:
+            if number == signal.SIGINT and time.monotonic() - self._received_at > _AGAIN:
+                raise KeyboardInterrupt
+            return
+        self._received, self._received_at = number, time.monotonic()
         _log.warning("%s: saving a checkpoint after this step, then stopping", signal.Signals(number).name)

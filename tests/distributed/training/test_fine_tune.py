@@ -143,6 +143,7 @@ def test_gradients_that_are_not_finite_stop_a_run(training_files: Path, tmp_path
         fine_tune(arguments(training_files, tmp_path, "--max_steps", 2))
 
 
+@pytest.mark.slow
 def test_adapters_outside_frozen_parts_are_trained_and_saved(training_files: Path, tmp_path: Path) -> None:
     options = ["--use_peft", "--lora_r", 4, "--freeze", "vision", "--max_steps", 2, "--save_strategy", "no"]
     fine_tune(arguments(training_files, tmp_path, *options))
@@ -155,6 +156,7 @@ def test_adapters_outside_frozen_parts_are_trained_and_saved(training_files: Pat
         fine_tune(arguments(training_files, tmp_path / "2", "--use_peft", "--lora_target_modules", "nothing"))
 
 
+@pytest.mark.slow
 def test_a_checkpoint_is_continued_with_the_same_data_only(training_files: Path, tmp_path: Path) -> None:
     argv = arguments(training_files, tmp_path / "out", "--max_steps", 3, "--global_batch_size", 2)
     fine_tune([*argv, "--stop_after", "1"])
