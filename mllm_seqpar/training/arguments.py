@@ -235,13 +235,14 @@ def make_options(values: Mapping[str, Any]) -> FineTuneOptions:
     Raises:
         ConfigError: a value is not allowed, or would have no effect.
     """
-    run, parallel = (kind(**{f.name: values[f.name] for f in fields(kind)}) for kind in KINDS[:2])
+    run = ModelAndData(**{item.name: values[item.name] for item in fields(ModelAndData)})
+    parallel = SequenceParallel(**{item.name: values[item.name] for item in fields(SequenceParallel)})
     run.check()
     seqpar = parallel.config()
     _check_training(values, run)
     if seqpar.recompute_attention and not (values["gradient_checkpointing"] or values.get("activation_checkpointing")):
         raise ConfigError("--recompute_attention would have no effect: give --gradient_checkpointing too")
-    given = {f.name: values[f.name] for f in fields(FineTuningArguments) if f.init}
+    given = {item.name: values[item.name] for item in fields(FineTuningArguments) if item.init}
     try:
         training = FineTuningArguments(**given)
     except (ValueError, TypeError, OSError, ImportError) as error:

@@ -30,7 +30,7 @@ from mllm_seqpar.errors import DataError
 from mllm_seqpar.integrations.accelerate.fsdp2 import reshard
 from mllm_seqpar.patching import patch_of
 
-from .batches import BatchReader, EpochBatches, EvaluationBatches, LoadedBatch, reader_communicator
+from .batches import BatchReader, EpochBatches, EvaluationBatches, reader_communicator
 from .checkpoint_clock import CheckpointClock
 from .data_loader import ShardedDataLoader
 from .resume import RunLayout
@@ -92,7 +92,7 @@ class FineTuneTrainer(SeqParTrainer):
         return DataLoader(batches, batch_size=None, collate_fn=_unchanged)
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> DataLoader:
-        dataset = self.data.evaluation if eval_dataset is None else eval_dataset
+        dataset: Any = self.data.evaluation if eval_dataset is None else eval_dataset
         groups = self.accelerator.num_processes // self.sequence_parallel_size
         batches = EvaluationBatches(
             self._reader(dataset, self._evaluating),
@@ -172,13 +172,13 @@ class FineTuneTrainer(SeqParTrainer):
                 loss = self.model(**self._prepare_inputs(batch.arguments)).loss
                 if counts:
                     total += torch.stack([loss.double() * batch.chat.targets, loss.new_tensor(batch.chat.targets)])
-                self.control = self.callback_handler.on_prediction_step(self.args, self.state, self.control)
+                self.callback_handler.on_prediction_step(self.args, self.state, self.control)
         self.model.train()
         reshard(self.model)
         loss_sum, targets = self.accelerator.reduce(total, "sum").tolist()
         batches: EvaluationBatches = dataloader.dataset  # type: ignore[assignment]
         metrics = {f"{metric_key_prefix}_loss": loss_sum / max(1.0, targets)}
-        return EvalLoopOutput(predictions=None, label_ids=None, metrics=metrics, num_samples=batches.samples)  # type: ignore[arg-type]
+        return EvalLoopOutput(predictions=None, label_ids=None, metrics=metrics, num_samples=batches.samples)
 
     def _layout(self) -> RunLayout:
         return replace(super()._layout(), data=f"{self.data.digest}/{self.data.order.seed}")
@@ -188,5 +188,5 @@ def _targets(inputs: dict[str, Any]) -> Tensor:
     return (inputs["labels"][:, 1:] != -100).sum()
 
 
-def _unchanged(batch: LoadedBatch) -> LoadedBatch:
+def _unchanged(batch: Any) -> Any:
     return batch
