@@ -97,8 +97,10 @@ def find_parallelism(args: TrainingArguments, requested: int | None, patched: in
                 "change one of the two numbers, or leave parallelism_config out"
             )
         # The ranks that share a sample are consecutive ranks of those that share the parameters.
-        sizes = {"dp_shard_size": given.dp_shard_size // requested, "cp_size": requested}
-        given = ParallelismConfig(dp_replicate_size=given.dp_replicate_size, tp_size=given.tp_size, **sizes)
+        sizes = {"dp_shard_size": given.dp_shard_size // requested, "cp_size": requested, "tp_size": given.tp_size}
+        copies, given = given.dp_replicate_size, ParallelismConfig(dp_replicate_size=1, **sizes)
+        # accelerate 1.15 refuses copies with dp_shard_size=1, but here parameters are sharded over dp_shard and cp.
+        given.dp_replicate_size = given._sizes["dp_replicate"] = copies
     degree = _degree(world, given, requested, patched)
     if world == 1:
         return None

@@ -204,6 +204,8 @@ def test_ranks_that_share_a_sample_are_taken_from_those_that_share_parameters() 
     args: Any = SimpleNamespace(world_size=8, device="cpu", parallelism_config=given)
     found = find_parallelism(args, 2, None)
     assert (found.dp_replicate_size, found.dp_shard_size, found.cp_size) == (2, 2, 2)
+    found = find_parallelism(args, 4, None)
+    assert found._get_mesh() == (("dp_replicate", "cp"), (2, 4)) and found.total_size == 8
     assert find_parallelism(args, None, None).cp_size == 1
     with pytest.raises(ConfigError, match="8 ranks per sample, but .* over dp_shard_size=4 ranks"):
         find_parallelism(args, 8, None)
