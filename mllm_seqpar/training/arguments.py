@@ -4,8 +4,10 @@ The command line is read first (`read_options`), and the dataclasses are made la
 `TrainingArguments` chooses the device and starts the process group, after which all ranks can agree on an error.
 """
 
+import argparse
 import json
 import math
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -182,6 +184,13 @@ class FineTuneOptions:
 KINDS = (ModelAndData, SequenceParallel, FineTuningArguments)
 
 
+class _Help(argparse.ArgumentDefaultsHelpFormatter):
+    """Shows defaults other than None, which the texts explain."""
+
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        return action.help if action.default in (None, []) else super()._get_help_string(action)
+
+
 class _Parser(HfArgumentParser):
     """Raises instead of printing: every rank parses the command line, and rank 0 reports the error."""
 
@@ -200,6 +209,7 @@ def read_options(argv: Sequence[str]) -> dict[str, Any]:
         prog="mllm-seqpar finetune",
         description="Fine-tune a cross-attention MLLM on video, sequence-parallel.",
         allow_abbrev=False,
+        formatter_class=_Help,
     )
     parser.add_argument("--config", metavar="FILE", help="YAML or JSON file with options; the command line wins")
     values = vars(parser.parse_args(argv))
@@ -265,6 +275,8 @@ def _check_training(values: Mapping[str, Any], run: ModelAndData) -> None:
     for name, reason in _REFUSED.items():
         if name in defaults and values[name] != defaults[name]:
             raise ConfigError(f"--{name} {values[name]} is not supported: {reason}")
+    if os.environ.get("ACCELERATE_MIXED_PRECISION") == "fp16":
+        raise ConfigError(f"mixed_precision: fp16 in the launch configuration: {_REFUSED['fp16']}")
     if run.eval_data is None and (values["eval_strategy"] != "no" or values["load_best_model_at_end"]):
         raise ConfigError(
             f"--eval_strategy {values['eval_strategy']}: there is nothing to evaluate on; give --eval_data"
