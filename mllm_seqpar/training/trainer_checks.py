@@ -105,7 +105,8 @@ def find_parallelism(args: TrainingArguments, requested: int | None, patched: in
     if world == 1:
         return None
     if given is None:
-        return ParallelismConfig(cp_size=degree, dp_shard_size=world // degree)
+        # Sizes that are not passed would come from the variables of a launch configuration.
+        return ParallelismConfig(cp_size=degree, dp_shard_size=world // degree, dp_replicate_size=1, tp_size=1)
     if given.data_parallel_size * given.cp_size != world:
         raise ConfigError(
             f"SeqParTrainer: accelerate's parallelism config has dp_replicate_size={given.dp_replicate_size}, "
