@@ -29,11 +29,12 @@ answer="$("$python" -c 'import json, sys; print(json.loads(open(sys.argv[1]).rea
 stage "training on 2 processes: FSDP2, LV-XAttn"
 # shellcheck disable=SC2046 # the options must be split into words
 launch configs/fsdp2_cpu_2.yaml scripts/finetune.py --model "$folder/model" --data "$folder/train.jsonl" \
-    --output "$folder/training" --strategy lv-xattn $("$python" -c 'import demo_task; print(demo_task.FINETUNE)')
-"$python" - "$folder/training/metrics.jsonl" <<'PYTHON'
+    --output_dir "$folder/training" --strategy lv-xattn --sp 2 --logging_steps 10 --disable_tqdm true \
+    $("$python" -c 'import demo_task; print(demo_task.FINETUNE)')
+"$python" - "$folder/training/trainer_state.json" <<'PYTHON'
 import json, sys
 
-rows = [json.loads(line) for line in open(sys.argv[1])]
+rows = json.load(open(sys.argv[1]))["log_history"]
 losses = [(row["step"], row["loss"]) for row in rows if "loss" in row]
 print("loss:", ", ".join(f"{loss:.4f} (step {step})" for step, loss in losses[:: max(1, len(losses) // 8)] + losses[-1:]))
 PYTHON

@@ -44,8 +44,11 @@ class DemoTask:
     patch: int = 8
 
 
-FINETUNE = "--steps 200 --global-batch 16 --micro-batch 8 --lr 3e-3 --warmup 30 --schedule cosine --weight-decay 0.01"
-"""Options of scripts/finetune.py that belong to the recipe."""
+FINETUNE = (
+    "--max_steps 200 --global_batch_size 16 --per_device_train_batch_size 8 --learning_rate 3e-3 --warmup_steps 30 "
+    "--lr_scheduler_type cosine --weight_decay 0.01 --seed 0"
+)
+"""Options of fine-tuning that belong to the recipe."""
 
 
 def demo_config(tokenizer: Any, task: DemoTask, gate: str | None = "vector") -> MPlugOwl3Config:

@@ -20,7 +20,9 @@ _SAMPLES = 64
 _BYTES = 4096
 
 
-def load_model(path: str, dtype: torch.dtype | str = torch.float32, device_map: str | None = None) -> nn.Module:
+def load_model(
+    path: str, dtype: torch.dtype | str = torch.float32, device_map: str | None = None, **more: Any
+) -> nn.Module:
     """Load the model of a directory that `save_pretrained` wrote, or of a published checkpoint.
 
     Args:
@@ -28,6 +30,7 @@ def load_model(path: str, dtype: torch.dtype | str = torch.float32, device_map: 
         dtype: dtype of the parameters; "auto" is the checkpoint's. Training needs float32: optimizers need master
             weights, and FSDP casts for computation.
         device_map: "meta" validates names and shapes without reading the weights.
+        **more: further arguments of `from_pretrained`, such as `quantization_config`.
 
     Raises:
         ConfigError: there is no model, it cannot be read, it is an adapter, or its type is unknown.
@@ -45,7 +48,7 @@ def load_model(path: str, dtype: torch.dtype | str = torch.float32, device_map: 
     cls = next((auto._model_mapping[type(config)] for auto in autos if type(config) in auto._model_mapping), None)
     if cls is None:
         raise ConfigError(f"--model {path}: no model class is registered for {type(config).__name__}")
-    options: dict[str, Any] = {} if device_map is None else {"device_map": device_map}
+    options: dict[str, Any] = more if device_map is None else {"device_map": device_map, **more}
     try:
         return load_clean(cls.from_pretrained, path, f"--model {path}", config=config, dtype=dtype, **options)[0]
     except (OSError, SafetensorError, RuntimeError) as error:

@@ -1,1 +1,1 @@
-"""Fine-tuning on conversations about videos: `loop` runs `scripts/finetune.py`, and `trainer` has `SeqParTrainer`."""
+"""Fine-tuning on conversations about videos: `finetune` is the program, and `trainer` has `SeqParTrainer`."""

@@ -1,134 +1,303 @@
-"""The options of the fine-tuning script: one frozen dataclass, from which the command line is built."""
+"""The options of fine-tuning: those of transformers' `TrainingArguments`, and two dataclasses of this package.
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+The command line is read first (`read_options`), and the dataclasses are made later (`make_options`): making
+`TrainingArguments` chooses the device and starts the process group, after which all ranks can agree on an error.
+"""
 
-from mllm_seqpar.cli.launch import DEVICES
-from mllm_seqpar.cli.options import CommandOptions, option, parse_options, parse_tile
-from mllm_seqpar.config import CHOICES
+import argparse
+import json
+import math
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+from transformers import HfArgumentParser, TrainingArguments
+from transformers.trainer_utils import IntervalStrategy, SaveStrategy, SchedulerType
+from transformers.training_args import OptimizerNames
+
+from mllm_seqpar._compat import optional_import
+from mllm_seqpar.cli.options import CommandOptions, option, parse_tile
+from mllm_seqpar.config import CHOICES, SeqParConfig
+from mllm_seqpar.data.chat import ON_BAD_MEDIA
+from mllm_seqpar.data.formats import DEFAULT_TEMPLATE
+from mllm_seqpar.errors import ConfigError
+from mllm_seqpar.kernels.registry import kernel_by_name
 
 SAVE_DTYPES = ("source", "float32", "bfloat16", "float16")
-SCHEDULES = ("cosine", "linear", "constant")
 SELF_ATTENTION = tuple(name for name in CHOICES["self_attention"] if name != "star")
 """Star Attention has no backward pass."""
 
+_ENUMS = {
+    "lr_scheduler_type": SchedulerType,
+    "logging_strategy": IntervalStrategy,
+    "eval_strategy": IntervalStrategy,
+    "save_strategy": SaveStrategy,
+    "optim": OptimizerNames,
+}
+_REFUSED = {
+    "fp16": "float16 is not verified with sequence parallelism; use --bf16",
+    "auto_find_batch_size": "the order of the data is fixed before training; set --per_device_train_batch_size",
+    "dataloader_num_workers": "each rank reads ahead in one thread, because the ranks agree on bad media while reading",
+    "dataloader_drop_last": "samples that do not fill a step are always left out of their epoch",
+    "train_sampling_strategy": "samples are shuffled in an order that does not depend on the number of processes",
+    "ignore_data_skip": "a resumed run continues with the samples that follow the checkpoint",
+    "enable_jit_checkpoint": "a run that receives SIGTERM saves a checkpoint on all ranks without it",
+    "deepspeed": "DeepSpeed (ZeRO) is not supported; use FSDP2, as configs/fsdp2_*.yaml do",
+}
+"""Options of `TrainingArguments` that must keep their default, with the reason."""
 
-@dataclass(frozen=True, kw_only=True)
-class TrainArguments(CommandOptions):
-    """The options of a run. `scripts/finetune.py --help` prints the same texts.
 
-    --global-batch is the number of samples of one optimizer step for any number of ranks: the same command line trains
-    the same model on 1 process and on 64.
-    """
+@dataclass
+class FineTuningArguments(TrainingArguments):
+    """`TrainingArguments` with defaults for fine-tuning large models on video; everything else is Trainer's."""
 
-    model: str = option("directory of the model to start from, safetensors, with its processor")
-    data: str = option("training data: JSONL, one chat per line")
-    output: str = option("directory for metrics, checkpoints and the final model; shared by all nodes")
-    eval_data: str | None = option("evaluation data, same format; loss only", None)
+    _argument_group_name = "options of transformers.TrainingArguments"
 
-    sp: int | None = option("ranks that share a sample (sequence parallel degree); default: all ranks", None)
+    per_device_train_batch_size: int = option("samples of one forward pass of the ranks that share a sample", 1)
+    per_device_eval_batch_size: int = option("the same, in evaluation", 1)
+    num_train_epochs: float = option("passes over the data, unless --max_steps is given", 1.0)
+    learning_rate: float = option("peak learning rate", 1e-5)
+    lr_scheduler_type: str = option("learning rate after the warmup", "cosine")
+    warmup_steps: float = option("steps of linear warmup, or a fraction of all steps if below 1", 0.03)
+    weight_decay: float = option("weight decay of matrices; vectors (norms, biases, gates) are not decayed", 0.01)
+    adam_beta2: float = option("beta2 of AdamW", 0.95)
+    logging_steps: float = option("steps between rows of the log", 1)
+    logging_nan_inf_filter: bool = option("leave losses that are not finite out of the log", False)
+    save_total_limit: int | None = option("number of checkpoints to keep", 2)
+    report_to: list[str] = field(
+        default_factory=list, metadata={"help": "trackers of experiments, such as tensorboard wandb trackio"}
+    )
+    ddp_timeout: int = option("seconds to wait for a rank in a collective", 600)
+    resume_from_checkpoint: str | None = option(
+        "continue from a checkpoint: its path, or auto for the last complete one in --output_dir, if any", None
+    )
+
+
+@dataclass(kw_only=True)
+class ModelAndData(CommandOptions):
+    """What is trained on what."""
+
+    _argument_group_name = "model and data"
+
+    model: str | None = option("directory or Hub id of the model to start from, with its processor; required", None)
+    data: str | None = option("training data; required", None)
+    eval_data: str | None = option("evaluation data", None)
+    media_root: str | None = option(
+        "directory that relative paths of media start from; default: that of the data", None
+    )
+    template: str = option("format of questions with multiple choices", DEFAULT_TEMPLATE)
+    fps: float | None = option("frames per second to sample from each video; default: that of the data", None)
+    max_frames: int | None = option("maximum number of frames per video, evenly spaced; default: no limit", None)
+    max_length: int | None = option("maximum number of text tokens per sample; longer samples are refused", None)
+    on_bad_media: str = option("fail, or skip: train on the next sample instead of one whose media are broken", "fail")
+    global_batch_size: int | None = option(
+        "samples of one optimizer step over all ranks; sets --gradient_accumulation_steps", None
+    )
+    stop_after: int | None = option("save a checkpoint and stop after this step; the schedule is unchanged", None)
+    save_minutes: float = option("save a checkpoint whenever this many minutes have passed; 0: never", 30.0)
+    save_dtype: str = option(f"dtype of the final model: {', '.join(SAVE_DTYPES)}", "source")
+    freeze: list[str] | None = option("parts that do not train: vision, projector, language, or patterns", None)
+    train: list[str] | None = option("parts or patterns that train although --freeze matches them", None)
+    use_peft: bool = option("train LoRA adapters instead of the weights", False)
+    lora_r: int = option("rank of the adapters", 16)
+    lora_alpha: int = option("scale of the adapters, times their rank", 32)
+    lora_dropout: float = option("dropout on the input of the adapters", 0.05)
+    lora_target_modules: list[str] | None = option("names of modules that get adapters; default: all-linear", None)
+    lora_modules_to_save: list[str] | None = option("names of modules that train completely, with adapters", None)
+    load_in_4bit: bool = option("QLoRA: load the frozen weights in 4 bits; needs a GPU and bitsandbytes", False)
+
+    def check(self) -> None:
+        """Raise ConfigError for values that are not allowed or would have no effect."""
+        for name in ("model", "data"):
+            if not getattr(self, name):
+                raise ConfigError(f"--{name} is missing; --help lists the options")
+        for name in ("fps", "max_frames", "max_length", "global_batch_size", "stop_after"):
+            self._require(name, getattr(self, name) is None or getattr(self, name) > 0, "more than 0")
+        self._require("save_minutes", self.save_minutes >= 0, "0 or more")
+        self._require("on_bad_media", self.on_bad_media in ON_BAD_MEDIA, f"one of {', '.join(ON_BAD_MEDIA)}")
+        self._require("save_dtype", self.save_dtype in SAVE_DTYPES, f"one of {', '.join(SAVE_DTYPES)}")
+        self._require("lora_r", self.lora_r > 0, "more than 0")
+        self._require("lora_dropout", 0 <= self.lora_dropout < 1, "at least 0 and below 1")
+        if not self.freeze:
+            self._refuse_unused("train", "nothing is frozen; give --freeze, or leave it out")
+        if self.use_peft:
+            optional_import("peft", extra="peft", needed_for="--use_peft")
+        if self.use_peft and self.load_in_4bit:
+            if not torch.cuda.is_available():
+                raise ConfigError(
+                    "--load_in_4bit needs a GPU, and torch sees none; leave it out to train LoRA adapters"
+                )
+            optional_import("bitsandbytes", extra="qlora", needed_for="--load_in_4bit")
+        if not self.use_peft:
+            for item in fields(self):
+                if item.name.startswith("lora_") or item.name == "load_in_4bit":
+                    self._refuse_unused(item.name, "it belongs to adapters; give --use_peft")
+
+
+@dataclass(kw_only=True)
+class SequenceParallel(CommandOptions):
+    """How a sample is divided over ranks; see `SeqParConfig`."""
+
+    _argument_group_name = "sequence parallelism"
+
+    sp: int | None = option(
+        "ranks that share a sample; default: cp_size of the launch configuration's parallelism, else all ranks", None
+    )
     strategy: str = option(f"cross-attention: {', '.join(CHOICES['strategy'])}", "lv-xattn")
     self_attention: str = option(f"self-attention of the text: {', '.join(SELF_ATTENTION)}", "ring")
     text_layout: str = option("how text tokens are sharded over ranks: zigzag, striped, contiguous", "zigzag")
-    tile: str | None = option(
-        "mesh shape AxB of mesh (A * B = ranks) or of hybrid ulysses; default: selected automatically", None
-    )
+    tile: str | None = option("mesh shape AxB of mesh (A * B = ranks) or of hybrid ulysses; default: selected", None)
     cluster: str | None = option(
         "cluster file for the choices of auto and mesh; default: auto measures in the first pass, mesh counts bytes",
         None,
     )
-    vision_chunk_size: int = option("frames that the vision tower encodes at once", 32)
     mlp_chunk_size: int | None = option("text tokens per MLP chunk, recomputed in backward; default: all", None)
+    vision_chunk_size: int | None = option("frames that the vision tower encodes at once", 32)
     kernel: str = option("block attention kernel", "auto")
     recompute_visual: bool = option("recompute K and V of visual tokens in backward instead of storing them", True)
-    recompute_attention: bool = option("with --gradient-checkpointing, recompute attention too", False)
+    recompute_attention: bool = option("with --gradient_checkpointing, recompute attention too", False)
+    visual_offload: str | None = option("cpu: keep the visual features in host memory", None)
 
-    steps: int | None = option("optimizer steps; default: those of --epochs", None)
-    epochs: float = option("passes over the data if --steps is not given", 1.0)
-    global_batch: int = option("samples of one optimizer step, over all ranks", 8)
-    micro_batch: int = option("samples of one forward pass of one sequence parallel group", 1)
-    stop_after: int | None = option("save a checkpoint and stop after this step; the schedule is unchanged", None)
-
-    lr: float = option("peak learning rate", 1e-5)
-    min_lr: float = option("learning rate at the end of the schedule, as a fraction of --lr", 0.0)
-    schedule: str = option("learning rate after the warmup: cosine, linear, constant", "cosine")
-    warmup: float = option("steps of linear warmup, or a fraction of all steps if below 1", 0.03)
-    weight_decay: float = option("weight decay of matrices; vectors (norms, biases, gates) are not decayed", 0.01)
-    beta1: float = option("beta1 of AdamW", 0.9)
-    beta2: float = option("beta2 of AdamW", 0.95)
-    eps: float = option("epsilon of AdamW", 1e-8)
-    clip: float = option("maximum norm of all gradients; 0 disables clipping", 1.0)
-
-    freeze: str = option("parts that do not train, comma-separated: vision, projector, language, or patterns", "")
-    train: str = option("patterns of parameters that train although --freeze matches them, comma-separated", "")
-    gradient_checkpointing: bool = option("recompute the activations of each layer in backward", False)
-
-    fps: float | None = option("frames per second to sample from each video; default: that of the data", None)
-    max_frames: int | None = option("maximum number of frames per video, evenly spaced; default: no limit", None)
-    max_length: int | None = option("maximum number of text tokens per sample; longer samples are refused", None)
-
-    eval_every: int = option("steps between evaluations; 0: only at the end", 0)
-    save_every: int = option("steps between checkpoints; 0: only that of --stop-after", 0)
-    keep: int = option("number of checkpoints to keep", 2)
-    resume: str | None = option("continue from a checkpoint: auto (the latest in --output, if any) or its path", None)
-    save_dtype: str = option("dtype of the final model: source (that of --model), float32, bfloat16, float16", "source")
-    seed: int = option("seed of the data order and of all random numbers", 0)
-    device: str = option("auto, cpu or cuda", "auto")
-    timeout: float | None = option("seconds to wait for a rank in a collective; default: 600 on GPUs, 300 on CPU", None)
-    progress: bool = option("progress bar on rank 0", True)
-
-    def __post_init__(self) -> None:
-        for name in ("steps", "stop_after", "sp", "max_frames", "max_length", "timeout", "fps"):
-            self._require(name, getattr(self, name) is None or getattr(self, name) > 0, "more than 0")
-        for name in ("global_batch", "micro_batch", "vision_chunk_size", "keep", "epochs", "lr", "eps"):
-            self._require(name, getattr(self, name) > 0, "more than 0")
-        for name in ("eval_every", "save_every", "warmup", "weight_decay", "clip"):
-            self._require(name, getattr(self, name) >= 0, "0 or more")
-        self._require("seed", 0 <= self.seed < 2**63, "0 or more, below 2**63")
-        for name in ("beta1", "beta2"):
-            self._require(name, 0 <= getattr(self, name) < 1, "at least 0 and below 1")
-        self._require("min_lr", 0 <= self.min_lr <= 1, "a fraction of --lr, from 0 to 1")
-        self._require("schedule", self.schedule in SCHEDULES, f"one of {', '.join(SCHEDULES)}")
-        self._require("save_dtype", self.save_dtype in SAVE_DTYPES, f"one of {', '.join(SAVE_DTYPES)}")
+    def config(self) -> SeqParConfig:
+        """Return the options of `patch_model`; ConfigError if they contradict each other."""
+        self._require("sp", self.sp is None or self.sp > 0, "more than 0")
         self._require("self_attention", self.self_attention in SELF_ATTENTION, f"one of {', '.join(SELF_ATTENTION)}")
-        self._require("device", self.device in DEVICES, f"one of {', '.join(DEVICES)}")
-        self.mesh_shape()
-        self._refuse_unused_options()
-
-    def _refuse_unused_options(self) -> None:
-        if self.steps is not None:
-            self._refuse_unused("epochs", "--steps sets the length of the run; give one of them")
-            self._require("stop_after", (self.stop_after or 0) <= self.steps, f"at most --steps {self.steps}")
-        if self.eval_data is None:
-            self._refuse_unused("eval_every", "there is nothing to evaluate on; give --eval-data")
-        if not self.save_every and self.stop_after is None:
-            self._refuse_unused("keep", "no checkpoints are written; give --save-every or --stop-after")
-        if self.schedule == "constant":
-            self._refuse_unused("min_lr", "--schedule constant keeps --lr")
-        if not self.freeze:
-            self._refuse_unused("train", "nothing is frozen; give --freeze, or leave it out")
-
-    def mesh_shape(self) -> tuple[int, int] | None:
-        """Return --tile as two numbers."""
-        return parse_tile(self.tile)
+        if self.kernel != "auto":
+            kernel_by_name(self.kernel)
+        values = {item.name: getattr(self, item.name) for item in fields(self) if item.name != "sp"}
+        return SeqParConfig(**values | {"tile": parse_tile(self.tile)})
 
 
-TRAJECTORY = frozenset(
-    {"steps", "epochs", "global_batch", "seed", "lr", "min_lr", "schedule", "warmup", "weight_decay", "beta1", "beta2"}
-    | {"eps", "clip", "freeze", "train", "fps", "max_frames", "max_length"}
-)
-"""The arguments that determine the training trajectory; a checkpoint can be resumed only with the same values."""
+@dataclass(frozen=True)
+class FineTuneOptions:
+    """The options of a run."""
+
+    training: FineTuningArguments
+    run: ModelAndData
+    parallel: SequenceParallel
+    seqpar: SeqParConfig
 
 
-def parse(argv: Sequence[str]) -> TrainArguments:
-    """Return the arguments in `argv` (without the program's name).
+KINDS = (ModelAndData, SequenceParallel, FineTuningArguments)
+
+
+class _Help(argparse.ArgumentDefaultsHelpFormatter):
+    """Shows defaults other than None, which the texts explain."""
+
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        return action.help if action.default in (None, []) else super()._get_help_string(action)
+
+
+class _Parser(HfArgumentParser):
+    """Raises instead of printing: every rank parses the command line, and rank 0 reports the error."""
+
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(f"{message}; --help lists the options")
+
+
+def read_options(argv: Sequence[str]) -> dict[str, Any]:
+    """Return the value of each option in `argv`, or in the file that --config names, or its default.
 
     Raises:
-        ConfigError: on an unknown option or an invalid value.
+        ConfigError: on an unknown option, a value of the wrong type, or a file that cannot be read.
     """
-    return parse_options(
-        TrainArguments,
-        argv,
-        prog="finetune.py",
+    parser = _Parser(
+        KINDS,
+        prog="mllm-seqpar finetune",
         description="Fine-tune a cross-attention MLLM on video, sequence-parallel.",
+        allow_abbrev=False,
+        formatter_class=_Help,
     )
+    parser.add_argument("--config", metavar="FILE", help="YAML or JSON file with options; the command line wins")
+    values = vars(parser.parse_args(argv))
+    if values["config"]:
+        values = vars(parser.parse_args([*_options_of(values["config"], parser._option_string_actions), *argv]))
+    return values
+
+
+def _options_of(path: str, known: Mapping[str, Any]) -> list[str]:
+    """Return the contents of a configuration file as a command line."""
+    import yaml
+
+    try:
+        found = yaml.safe_load(Path(path).read_text())  # JSON is YAML
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise ConfigError(f"--config {path}: cannot be read: {' '.join(str(error).split())}") from error
+    if not isinstance(found, dict):
+        raise ConfigError(f"--config {path}: expected options as 'name: value', found {type(found).__name__}")
+    unknown = [str(name) for name in found if f"--{name}" not in known or name in ("config", "help")]
+    if unknown:
+        raise ConfigError(f"--config {path}: unknown options {', '.join(unknown)}; --help lists the options")
+    argv = []
+    for name, value in found.items():
+        if value is not None and value != []:
+            items = value if isinstance(value, list) else [value]
+            argv += [f"--{name}", *(json.dumps(x) if isinstance(x, dict) else str(x) for x in items)]
+    return argv
+
+
+def make_options(values: Mapping[str, Any]) -> FineTuneOptions:
+    """Return the options of a run from what `read_options` returned. It starts the process group.
+
+    Raises:
+        ConfigError: a value is not allowed, or would have no effect.
+    """
+    run = ModelAndData(**{item.name: values[item.name] for item in fields(ModelAndData)})
+    parallel = SequenceParallel(**{item.name: values[item.name] for item in fields(SequenceParallel)})
+    run.check()
+    seqpar = parallel.config()
+    _check_training(values, run)
+    if seqpar.recompute_attention and not (values["gradient_checkpointing"] or values.get("activation_checkpointing")):
+        raise ConfigError("--recompute_attention would have no effect: give --gradient_checkpointing too")
+    given = {item.name: values[item.name] for item in fields(FineTuningArguments) if item.init}
+    try:
+        training = FineTuningArguments(**given)
+    except (ValueError, TypeError, OSError, ImportError) as error:
+        raise ConfigError(f"options of TrainingArguments: {' '.join(str(error).split())}") from error
+    return FineTuneOptions(training, run, parallel, seqpar)
+
+
+def _check_training(values: Mapping[str, Any], run: ModelAndData) -> None:
+    """Raise ConfigError for options of `TrainingArguments` that are wrong, before the first part of it is made."""
+    if not values["output_dir"]:
+        raise ConfigError("--output_dir is missing; --help lists the options")
+    for name, kind in _ENUMS.items():
+        allowed = [item.value for item in kind]
+        if str(getattr(values[name], "value", values[name])) not in allowed:
+            raise ConfigError(f"--{name}: {values[name]!r} is not allowed; give one of {', '.join(allowed)}")
+    for name in ("learning_rate", "adam_epsilon", "num_train_epochs", "per_device_train_batch_size", "ddp_timeout"):
+        if not (math.isfinite(values[name]) and values[name] > 0):
+            raise ConfigError(f"--{name}: {values[name]} is not allowed; give more than 0")
+    defaults = {item.name: item.default for item in fields(FineTuningArguments)}
+    for name, reason in _REFUSED.items():
+        if name in defaults and values[name] != defaults[name]:
+            raise ConfigError(f"--{name} {values[name]} is not supported: {reason}")
+    if os.environ.get("ACCELERATE_MIXED_PRECISION") == "fp16":
+        raise ConfigError(f"mixed_precision: fp16 in the launch configuration: {_REFUSED['fp16']}")
+    if run.eval_data is None and (values["eval_strategy"] != "no" or values["load_best_model_at_end"]):
+        raise ConfigError(
+            f"--eval_strategy {values['eval_strategy']}: there is nothing to evaluate on; give --eval_data"
+        )
+    if run.global_batch_size and values["gradient_accumulation_steps"] != 1:
+        raise ConfigError(
+            "--global_batch_size sets --gradient_accumulation_steps; give one of them, and "
+            "--per_device_train_batch_size for the samples of one forward pass"
+        )
+    if values["max_steps"] > 0 and run.stop_after and run.stop_after > values["max_steps"]:
+        raise ConfigError(f"--stop_after {run.stop_after}: give at most --max_steps {values['max_steps']}")
+    _check_trackers(values["report_to"])
+
+
+def _check_trackers(names: Sequence[str]) -> None:
+    from transformers.integrations import get_available_reporting_integrations
+
+    installed = get_available_reporting_integrations()
+    for name in names:
+        if name not in (*installed, "all", "none"):
+            raise ConfigError(
+                f"--report_to {name}: this tracker is unknown or its package is not installed; installed are "
+                f"{', '.join(installed) or 'none'}"
+            )

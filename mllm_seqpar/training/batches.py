@@ -29,7 +29,7 @@ from mllm_seqpar.data.prefetch import read_ahead
 from mllm_seqpar.errors import ConfigError, DataError, SeqParError
 
 from .data_loader import ShardedDataLoader
-from .sample_order import SampleOrder
+from .sample_order import SampleOrder, eval_order
 
 _log = get_logger(__name__)
 
@@ -150,7 +150,7 @@ class BatchReader:
 
 
 class TrainingBatches(IterableDataset[LoadedBatch]):
-    """The micro-batches of this rank's group, in training order, from a step on; the next one is read in a thread.
+    """The micro-batches of this rank's group, in training order, from a step on; those of a step are read in a thread.
 
     Pass it to a `DataLoader` with `batch_size=None` and no worker processes, or iterate over it. `skipped` of the
     reader counts what was replaced.
@@ -178,9 +178,66 @@ class TrainingBatches(IterableDataset[LoadedBatch]):
             )
         steps = range(self._first_step, self._steps)
         passes = ((step, samples) for step in steps for samples in self._order.step(step, self._group))
-        with closing(read_ahead(passes, self._read)) as batches:
+        with closing(read_ahead(passes, self._read, self._order.micro_batches)) as batches:
             yield from batches
 
     def _read(self, item: tuple[int, list[int]]) -> LoadedBatch:
         step, samples = item
         return self.reader.read(samples, partial(self._order.replacements, step))
+
+
+class EpochBatches(IterableDataset[dict[str, Any]]):
+    """The arguments of forward for each micro-batch of an epoch, for a `Trainer` that iterates over it once per epoch.
+
+    Where a resumed epoch begins in its middle, None stands for each micro-batch that `Trainer` skips, so that nothing
+    is decoded in vain.
+
+    Args:
+        reader: this rank's.
+        order: the order of the samples.
+        group: number of this rank's data parallel group.
+        step: returns the number of completed steps.
+    """
+
+    def __init__(self, reader: BatchReader, order: SampleOrder, group: int, step: Callable[[], int]) -> None:
+        self._reader, self._order, self._group, self._step = reader, order, group, step
+
+    def __len__(self) -> int:
+        return self._order.steps_per_epoch * self._order.micro_batches
+
+    def __iter__(self) -> Iterator[Any]:
+        start = self._step()
+        epoch, done = self._order.position(start)
+        yield from [None] * (done * self._order.micro_batches)
+        end = (epoch + 1) * self._order.steps_per_epoch
+        batches = TrainingBatches(self._reader, self._order, group=self._group, first_step=start, steps=end)
+        for batch in batches:
+            yield batch.arguments
+
+
+class EvaluationBatches(IterableDataset[tuple[LoadedBatch, bool]]):
+    """The micro-batches of this rank's group in an evaluation, and whether each counts; equally many in all groups.
+
+    Args:
+        reader: this rank's, of the evaluation data.
+        samples: number of samples in the data.
+        micro_batch: samples of a forward pass of a group.
+        groups: number of data parallel groups.
+        group: number of this rank's group.
+    """
+
+    def __init__(self, reader: BatchReader, samples: int, micro_batch: int, groups: int, group: int) -> None:
+        self._reader, self.samples = reader, samples
+        self._passes = eval_order(samples, micro_batch, groups, group)
+
+    def __len__(self) -> int:
+        return len(self._passes)
+
+    def __iter__(self) -> Iterator[tuple[LoadedBatch, bool]]:
+        with closing(read_ahead(self._passes, lambda item: (self._reader.read(item[0], _none), item[1]))) as batches:
+            yield from batches
+
+
+def _none(sample: int) -> Iterator[int]:
+    """An evaluation replaces no sample."""
+    return iter(())

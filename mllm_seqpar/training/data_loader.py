@@ -1,6 +1,5 @@
 """Micro-batches of a data set; each rank decodes only its frame shard. `batches` yields them in training order."""
 
-import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -8,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mllm_seqpar.comm import as_communicator
 from mllm_seqpar.comm.agreement import fingerprint
 from mllm_seqpar.data.chat import ChatBatch, ChatDataset, load_local_pictures
 from mllm_seqpar.data.chat_family import chat_family
@@ -17,9 +17,6 @@ from mllm_seqpar.data.media_files import is_remote, media_size
 from mllm_seqpar.errors import DataError, VideoError
 from mllm_seqpar.sharding import FrameShard, frame_range
 
-from .arguments import TrainArguments
-from .parallel_dims import ParallelDims
-
 
 @dataclass(frozen=True)
 class ShardedBatch:
@@ -28,12 +25,12 @@ class ShardedBatch:
     Attributes:
         chat: the text, the locations of the frames, and their numbers over the whole group.
         processor: the model's; its family defines the arguments of forward.
-        dims: the grid of ranks; the ranks of a sequence parallel group share the frames.
+        group: the ranks that share the frames, as `as_communicator` takes it.
     """
 
     chat: ChatBatch
     processor: Any
-    dims: ParallelDims
+    group: Any
 
     def inputs(self, device: torch.device) -> dict[str, Any]:
         """Decode this rank's frames and return the arguments of the model's forward, including labels, on `device`."""
@@ -41,10 +38,10 @@ class ShardedBatch:
         arguments: dict[str, Any] = family.arguments(self.chat.text)
         total = len(self.chat.text.slots)
         if total:
-            local = frame_range(total, self.dims.sp_group)
+            local = frame_range(total, self.group)
             pictures = load_local_pictures(self.chat, local, family)
             arguments |= dict(zip(family.frame_names, pictures, strict=True))
-            if self.dims.sp > 1 or family.always_sharded:
+            if as_communicator(self.group).size > 1 or family.always_sharded:
                 arguments["visual_shard"] = FrameShard(local.start, local.stop, total)
         moved = {name: x.to(device) if isinstance(x, Tensor) else x for name, x in arguments.items()}
         return moved | {"use_cache": False}
@@ -53,17 +50,16 @@ class ShardedBatch:
 class ShardedDataLoader:
     """The micro-batches of a data set, for one rank.
 
-    Attributes:
+    Args:
         dataset: the conversations.
-        digest: a hash of the records and of the names and sizes of their media files.
+        processor: that of the model.
+        group: the ranks that share a sample: a process group, a one-dimensional mesh, a communicator, or None for all.
     """
 
-    def __init__(self, dataset: ChatDataset, processor: Any, dims: ParallelDims) -> None:
+    def __init__(self, dataset: ChatDataset, processor: Any, group: Any = None) -> None:
         self.dataset = dataset
         self._processor = processor
-        self._dims = dims
-        media = (f"{name} {size}" for name, size in media_sizes(dataset))
-        self.digest = f"{dataset.digest[:16]}-{fingerprint(chr(10).join(media)):016x}"
+        self._group = group
 
     def __len__(self) -> int:
         return len(self.dataset)
@@ -78,7 +74,13 @@ class ShardedDataLoader:
         chat = self.dataset.batch(samples)
         if chat.targets == 0:
             raise DataError(f"{', '.join(chat.places)}: no target tokens; add a message of the assistant")
-        return ShardedBatch(chat, self._processor, self._dims)
+        return ShardedBatch(chat, self._processor, self._group)
+
+
+def data_digest(dataset: ChatDataset) -> str:
+    """Return a hash of the records of a data set, and of the names and sizes of their media files."""
+    media = (f"{name} {size}" for name, size in media_sizes(dataset))
+    return f"{dataset.digest[:16]}-{fingerprint(chr(10).join(media)):016x}"
 
 
 def media_sizes(dataset: ChatDataset) -> Iterator[tuple[str, int]]:
@@ -100,27 +102,3 @@ def _size(dataset: ChatDataset, index: int, name: str) -> int:
         return media_size(dataset.records.locate(index, name))
     except VideoError:
         return -1
-
-
-def open_data_loader(
-    path: str | os.PathLike[str],
-    processor: Any,
-    args: TrainArguments,
-    dims: ParallelDims,
-    *,
-    on_bad_media: str = "fail",
-) -> ShardedDataLoader:
-    """Return the data loader of a data set under a run's arguments.
-
-    Raises:
-        DataError: if the data set is missing or malformed.
-    """
-    dataset = ChatDataset(
-        path,
-        processor,
-        fps=args.fps,
-        max_frames=args.max_frames,
-        max_length=args.max_length,
-        on_bad_media=on_bad_media,
-    )
-    return ShardedDataLoader(dataset, processor, dims)

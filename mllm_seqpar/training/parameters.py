@@ -1,8 +1,7 @@
-"""The choice of parameters that train, and their groups for the optimizer."""
+"""The choice of parameters that train."""
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 from fnmatch import fnmatchcase
-from typing import Any
 
 from torch import nn
 
@@ -25,13 +24,16 @@ PARTS = {
 _log = get_logger(__name__)
 
 
-def choose_parameters(model: nn.Module, freeze: str, train: str) -> None:
+def choose_parameters(model: nn.Module, freeze: Sequence[str], train: Sequence[str]) -> list[str]:
     """Set `requires_grad` to False for the parameters that `freeze` names and `train` does not, else to True.
 
     Args:
         model: as loaded, before it is sharded.
-        freeze: names of `PARTS`, module paths, or patterns of parameter names with * and ?, comma-separated.
+        freeze: names of `PARTS`, module paths, or patterns of parameter names with * and ?.
         train: the same; takes precedence over `freeze`.
+
+    Returns:
+        The names of the frozen parameters.
 
     Raises:
         ConfigError: if a name matches nothing, or no parameter is left to train.
@@ -39,28 +41,29 @@ def choose_parameters(model: nn.Module, freeze: str, train: str) -> None:
     names = [name for name, _ in model.named_parameters()]
     frozen, trained = _matched(model, names, freeze, "--freeze"), _matched(model, names, train, "--train")
     if trained and not trained & frozen:
-        raise ConfigError(f"--train {train}: --freeze {freeze!r} covers none of these parameters; leave it out")
+        raise ConfigError(f"--train {' '.join(train)}: --freeze {' '.join(freeze)} covers none of these; leave it out")
     frozen -= trained
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(name not in frozen)
     if len(frozen) == len(names):
-        raise ConfigError(f"--freeze {freeze}: nothing is left to train; freeze less or name parts with --train")
+        raise ConfigError(
+            f"--freeze {' '.join(freeze)}: nothing is left to train; freeze less or name parts with --train"
+        )
     if frozen:
         _log.info("%d of %d parameter tensors are frozen", len(frozen), len(names))
+    return sorted(frozen)
 
 
-def _matched(model: nn.Module, names: list[str], selection: str, flag: str) -> set[str]:
+def _matched(model: nn.Module, names: list[str], selection: Sequence[str], flag: str) -> set[str]:
     matched: set[str] = set()
-    if selection and not selection.replace(",", "").strip():
-        raise ConfigError(f"{flag} {selection!r}: names nothing; leave it out, or give {', '.join(PARTS)}")
-    for item in filter(None, (part.strip() for part in selection.split(","))):
-        prefixes = [name for name in PARTS.get(item, (item,)) if _has_module(model, name)]
+    for item in (part.strip() for entry in selection for part in entry.split(",")):
+        prefixes = [name for name in PARTS.get(item, (item,)) if item and _has_module(model, name)]
         found = {name for name in names if name.startswith(tuple(prefix + "." for prefix in prefixes))}
         found |= {name for name in names if fnmatchcase(name, item)}
         if not found:
             children = ", ".join(name for name, _ in model.named_children())
             raise ConfigError(
-                f"{flag} {item}: no parameter of {type(model).__name__} matches; give {', '.join(PARTS)}, a module "
+                f"{flag} {item!r}: no parameter of {type(model).__name__} matches; give {', '.join(PARTS)}, a module "
                 f"path (below {children}) or a pattern such as '*.gate'"
             )
         matched |= found
@@ -73,13 +76,3 @@ def _has_module(model: nn.Module, path: str) -> bool:
     except AttributeError:
         return False
     return True
-
-
-def parameter_groups(named: Iterable[tuple[str, nn.Parameter]], weight_decay: float) -> list[dict[str, Any]]:
-    """Return AdamW's groups of trained parameters: only matrices have weight decay, not norms, biases and gates."""
-    trained = [parameter for _, parameter in named if parameter.requires_grad]
-    groups = [
-        {"params": [p for p in trained if p.dim() >= 2], "weight_decay": weight_decay},
-        {"params": [p for p in trained if p.dim() < 2], "weight_decay": 0.0},
-    ]
-    return [group for group in groups if group["params"]]

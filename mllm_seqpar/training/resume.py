@@ -7,10 +7,13 @@ consists of more or fewer samples than in the run that wrote the checkpoint.
 from __future__ import annotations
 
 import json
+import uuid
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from mllm_seqpar.comm import Communicator
+from mllm_seqpar.comm.agreement import check_collectively
 from mllm_seqpar.errors import ConfigError
 
 FILE = "seqpar_layout.json"
@@ -26,6 +29,7 @@ class RunLayout:
         per_device_train_batch_size: samples of a group in one micro-batch.
         gradient_accumulation_steps: micro-batches of a step.
         fsdp: whether FSDP shards the parameters, and thus the checkpoint.
+        data: names the training data and their order; "" if it is not known, as with a data set of the user's.
     """
 
     processes: int
@@ -33,6 +37,7 @@ class RunLayout:
     per_device_train_batch_size: int
     gradient_accumulation_steps: int
     fsdp: bool
+    data: str = ""
 
     @property
     def samples(self) -> int:
@@ -67,12 +72,73 @@ class RunLayout:
                 "would skip or repeat samples; choose per_device_train_batch_size and gradient_accumulation_steps so "
                 f"that a step has {then.samples} samples"
             )
+        if then.data and self.data and then.data != self.data:
+            raise ConfigError(
+                f"resume_from_checkpoint: {checkpoint} was written by a run on other data, in another order, or with "
+                "another --seed (--data_seed); use the same, or start a new run from exported weights"
+            )
         if then.fsdp is not self.fsdp:
             raise ConfigError(
                 f"resume_from_checkpoint: {checkpoint} was written {_with_fsdp(then.fsdp)}, but this run is "
                 f"{_with_fsdp(self.fsdp)}, and the two formats differ; launch it {_with_fsdp(then.fsdp)}, which works "
                 "on any number of processes from two on, or start a new run from exported weights"
             )
+
+
+def last_checkpoint(output: str | Path) -> Path | None:
+    """Return the last complete checkpoint in `output`, or None. The layout is the last file that is written."""
+    found = [path.parent for path in Path(output).glob(f"checkpoint-*/{FILE}")]
+    return max(found, key=lambda path: int(path.name.rpartition("-")[2]), default=None)
+
+
+def find_checkpoint(resume: str | None, output: str | Path) -> Path | None:
+    """Return the checkpoint to resume from: None for None, and for "auto" if there is no checkpoint yet.
+
+    Raises:
+        ConfigError: `resume` is not a complete checkpoint, or a new run would mix its checkpoints with older ones.
+    """
+    last = last_checkpoint(output)
+    if resume is None and last is not None:
+        raise ConfigError(
+            f"--output_dir {output} has checkpoints of another run: use --resume_from_checkpoint auto, or another "
+            "directory"
+        )
+    if resume is None or resume.lower() in ("auto", "true"):
+        return last
+    path = Path(resume)
+    if not (path / FILE).is_file():
+        raise ConfigError(
+            f"--resume_from_checkpoint {resume} is not a complete checkpoint of this program (it has no {FILE}); "
+            f"the last complete one in --output_dir is {last or 'none'}"
+        )
+    return path
+
+
+def require_shared_directory(comm: Communicator, output: Path) -> None:
+    """Create `output`; raise ConfigError on all ranks unless every rank sees there the files that rank 0 writes.
+
+    All ranks write parts of a checkpoint, and nodes without a common file system would fail at the first one only.
+    """
+    (name, *_) = comm.gather_texts(f".shared-{uuid.uuid4().hex}")
+
+    def touch() -> None:
+        if comm.rank == 0:
+            try:
+                output.mkdir(parents=True, exist_ok=True)
+                (output / name).touch()
+            except OSError as error:
+                raise ConfigError(f"--output_dir {output}: cannot be written to: {error}") from error
+
+    check_collectively(comm, "output", touch)
+    seen = [row[0] for row in comm.gather_ints([(output / name).exists()])]
+    if comm.rank == 0:
+        (output / name).unlink()
+    if not all(seen):
+        raise ConfigError(
+            f"--output_dir {output}: ranks {', '.join(str(rank) for rank, found in enumerate(seen) if not found)} do "
+            "not see the files of rank 0 there, and a checkpoint has files of all ranks; give a directory on a file "
+            "system that all nodes share"
+        )
 
 
 def _with_fsdp(fsdp: bool) -> str:

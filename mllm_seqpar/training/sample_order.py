@@ -36,12 +36,14 @@ class SampleOrder:
         per_pass = self.micro_batch * self.dp
         if self.global_batch % per_pass:
             raise ConfigError(
-                f"--global-batch {self.global_batch} is not a multiple of {per_pass} = --micro-batch "
-                f"{self.micro_batch} x {self.dp} data parallel groups; change one of them or --sp"
+                f"--global_batch_size {self.global_batch} is not a multiple of {per_pass} = "
+                f"--per_device_train_batch_size {self.micro_batch} x {self.dp} data parallel groups; change one "
+                "of them or --sp"
             )
         if self.samples < self.global_batch:
             raise ConfigError(
-                f"--global-batch {self.global_batch} is more than the {self.samples} samples of the training data"
+                f"a step has {self.global_batch} samples (--per_device_train_batch_size x groups x "
+                f"--gradient_accumulation_steps), more than the {self.samples} samples of the training data"
             )
 
     @property

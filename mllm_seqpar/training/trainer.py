@@ -36,6 +36,7 @@ from mllm_seqpar.integrations.accelerate.context_parallel import disable_context
 from mllm_seqpar.integrations.accelerate.fsdp2 import (
     enable_fsdp2_on_cpu,
     launched_with_fsdp2,
+    require_sharded,
     reshard,
     set_fsdp_units,
     set_parallelism_on_cpu,
@@ -151,6 +152,12 @@ class SeqParMixin(_Base):
         self.accelerator.gather_for_metrics = gather
         self.gather_function = functools.partial(gather, use_gather_object=self.args.eval_use_gather_object)
 
+    def _prepare_for_training(self, *args: Any, **kwargs: Any) -> Any:
+        prepared = super()._prepare_for_training(*args, **kwargs)
+        if self.accelerator.is_fsdp2:
+            require_sharded(self.model)
+        return prepared
+
     def _group(self) -> Any:
         mesh = self.accelerator.torch_device_mesh
         if mesh is None:
@@ -259,6 +266,14 @@ class SeqParMixin(_Base):
             complete_state(getattr(self.optimizer, "optimizer", self.optimizer))
         super()._save_optimizer_and_scheduler(output_dir)
 
+    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
+        """Save a checkpoint; its layout, which is written last, shows that it is complete."""
+        reshard(self.model)
+        super()._save_checkpoint(model, trial)
+        self.accelerator.wait_for_everyone()
+        if self.args.should_save:
+            self._layout().write(Path(self._get_output_dir(trial)) / f"checkpoint-{self.state.global_step}")
+
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Write a directory that `from_pretrained` of the unpatched model reads, also if parameters are sharded."""
         plugin = getattr(self.accelerator.state, "fsdp_plugin", None)
@@ -267,8 +282,6 @@ class SeqParMixin(_Base):
             # Next, Trainer checks on each rank whether the best checkpoint exists. With sharded weights nothing is
             # written yet: without the directory, some ranks would load shards of an older checkpoint.
             Path(output_dir).mkdir(parents=True, exist_ok=True)
-            if self.args.should_save:
-                self._layout().write(output_dir)
         if _internal_call or not self.is_fsdp_enabled or full_state_dict:
             super().save_model(output_dir, _internal_call)
             return

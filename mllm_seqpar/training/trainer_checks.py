@@ -89,11 +89,24 @@ def find_parallelism(args: TrainingArguments, requested: int | None, patched: in
         given = ParallelismConfig()
     if given is not None and given.total_size == 1:
         given = None
+    if given is not None and given.cp_size == 1 and type(requested) is int and requested > 1:
+        if given.dp_shard_size % requested:
+            raise ConfigError(
+                f"SeqParTrainer: {requested} ranks per sample, but accelerate's parallelism config shards one copy of "
+                f"the parameters over dp_shard_size={given.dp_shard_size} ranks, which must be a multiple of them; "
+                "change one of the two numbers, or leave parallelism_config out"
+            )
+        # The ranks that share a sample are consecutive ranks of those that share the parameters.
+        sizes = {"dp_shard_size": given.dp_shard_size // requested, "cp_size": requested, "tp_size": given.tp_size}
+        copies, given = given.dp_replicate_size, ParallelismConfig(dp_replicate_size=1, **sizes)
+        # accelerate 1.15 refuses copies with dp_shard_size=1, but here parameters are sharded over dp_shard and cp.
+        given.dp_replicate_size = given._sizes["dp_replicate"] = copies
     degree = _degree(world, given, requested, patched)
     if world == 1:
         return None
     if given is None:
-        return ParallelismConfig(cp_size=degree, dp_shard_size=world // degree)
+        # Sizes that are not passed would come from the variables of a launch configuration.
+        return ParallelismConfig(cp_size=degree, dp_shard_size=world // degree, dp_replicate_size=1, tp_size=1)
     if given.data_parallel_size * given.cp_size != world:
         raise ConfigError(
             f"SeqParTrainer: accelerate's parallelism config has dp_replicate_size={given.dp_replicate_size}, "

@@ -1,29 +1,27 @@
-"""scripts/finetune.py with a rank 1 that fails in step 3, after a checkpoint; takes the arguments of the script."""
+"""The fine-tuning program, with its arguments, and with a rank 1 that fails in step 3, after a checkpoint."""
 
-import logging
 import os
 import signal
 import sys
 from typing import Any
 
-from mllm_seqpar.cli.program_exit import run
 from mllm_seqpar.errors import VideoError
-from mllm_seqpar.training import loop
+from mllm_seqpar.training import finetune
+from mllm_seqpar.training.finetune_trainer import FineTuneTrainer
 
-logging.getLogger("mllm_seqpar").addHandler(logging.StreamHandler())
-one_step = loop._one_step
+compute_loss = FineTuneTrainer.compute_loss
 
 
-def fail_in_step_3(run_: loop.TrainingRun, step: int, rate: float) -> dict[str, Any]:
-    if step == 2:
+def fail_in_step_3(self: FineTuneTrainer, *args: Any, **kwargs: Any) -> Any:
+    if self.state.global_step == 2:
         raise VideoError("clip.mp4: cannot be decoded")
-    return one_step(run_, step, rate)
+    return compute_loss(self, *args, **kwargs)
 
 
 if os.environ["RANK"] == "1":
-    loop._one_step = fail_in_step_3
+    FineTuneTrainer.compute_loss = fail_in_step_3  # type: ignore[method-assign]
 else:
     # The launcher ends the other ranks of the node, and may do so first. The test shows that they end without it.
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
 
-run(loop.fine_tune, sys.argv[1:])
+finetune.main(sys.argv[1:])

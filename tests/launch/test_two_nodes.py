@@ -8,16 +8,15 @@ import re
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 from safetensors.torch import load_file
 
 from launch import HANG, Launched
 from mllm_seqpar.inference.ask import ask
-from mllm_seqpar.training import loop
-from mllm_seqpar.training.metrics import read_metrics
+from mllm_seqpar.training.finetune import fine_tune
 from nodes import TwoNodes, two_nodes
+from training_logs import assert_same_trajectory, log_of
 
 pytestmark = [pytest.mark.launch, pytest.mark.slow]
 HERE = Path(__file__).resolve().parent
@@ -35,26 +34,17 @@ def nodes() -> Iterator[TwoNodes]:
 
 
 def arguments(files: Path, *more: object) -> list[str]:
-    argv = ["--model", files / "model", "--data", files / "train.jsonl", "--no-progress", "--steps", STEPS]
-    return [*map(str, [*argv, "--global-batch", 2, "--lr", 1e-3, "--eps", 1e-4, "--timeout", TIMEOUT, *more])]
+    argv = ["--model", files / "model", "--data", files / "train.jsonl", "--disable_tqdm", True, "--max_steps", STEPS]
+    argv += ["--global_batch_size", 2, "--learning_rate", 1e-3, "--adam_epsilon", 1e-4, "--ddp_timeout", TIMEOUT]
+    return [*map(str, [*argv, "--warmup_steps", 0, *more])]
 
 
 @pytest.fixture(scope="module")
 def one_process(training_files: Path) -> Path:
     """A run of this process alone."""
     output = training_files / "one-process"
-    loop.fine_tune(arguments(training_files, "--output", output))
+    fine_tune(arguments(training_files, "--output_dir", output))
     return output
-
-
-def trajectory(output: Path) -> list[dict[str, Any]]:
-    return [{name: row[name] for name in ("loss", "grad_norm")} for row in read_metrics(output / "metrics.jsonl")]
-
-
-def assert_same(found: list[dict[str, Any]], expected: list[dict[str, Any]]) -> None:
-    assert len(found) == len(expected) > 0
-    for row, reference in zip(found, expected, strict=True):
-        assert row == pytest.approx(reference, rel=1e-4)
 
 
 def assert_stopped(done: Launched, ranks: set[int], cause: str) -> None:
@@ -66,11 +56,11 @@ def assert_stopped(done: Launched, ranks: set[int], cause: str) -> None:
 
 
 def test_ranks_of_two_nodes_share_samples(nodes: TwoNodes, training_files: Path, one_process: Path) -> None:
-    options = arguments(training_files, "--output", training_files / "nodes", "--sp", 4)
+    options = arguments(training_files, "--output_dir", training_files / "nodes", "--sp", 4)
     first, second = nodes.accelerate("configs/fsdp2_cpu_2x2.yaml", "scripts/finetune.py", *options)
     assert (first.returncode, second.returncode) == (0, 0), first.output + second.output
     assert "1 data parallel x 4 sequence parallel ranks" in first.output
-    assert_same(trajectory(training_files / "nodes"), trajectory(one_process))
+    assert_same_trajectory(log_of(training_files / "nodes"), log_of(one_process))
     files = [folder / "model" / "model.safetensors" for folder in (training_files / "nodes", one_process)]
     assert load_file(files[0]).keys() == load_file(files[1]).keys()
 
@@ -81,11 +71,11 @@ def test_nodes_are_data_parallel_and_a_killed_rank_ends_both(
     """Sequence-parallel groups inside nodes: parameters sharded over all ranks, then one copy per node (HSDP)."""
     program, options = HERE / "train_until_killed.py", arguments(training_files, "--sp", 2)
     first, second = nodes.accelerate("configs/fsdp2_hsdp_cpu_2x2.yaml", program, tmp_path, *options)
-    reached = [path for path in ("sharded", "hsdp") if (tmp_path / path / "metrics.jsonl").exists()]
+    reached = [path for path in ("sharded", "hsdp") if (tmp_path / path / "trainer_state.json").exists()]
     assert reached == ["sharded", "hsdp"], first.output + second.output
     assert first.output.count("2 data parallel x 2 sequence parallel ranks") == 2
-    assert_same(trajectory(tmp_path / "sharded"), trajectory(one_process))
-    assert_same(trajectory(tmp_path / "hsdp"), trajectory(one_process)[:-1])
+    assert_same_trajectory(log_of(tmp_path / "sharded"), log_of(one_process))
+    assert_same_trajectory(log_of(tmp_path / "hsdp"), log_of(one_process)[:-1])
     everywhere, hybrid = json.loads((tmp_path / "groups.json").read_text())
     assert everywhere == [["Shard", [0, 1, 2, 3]]]
     assert hybrid == [["Replicate", [0, 2]], ["Shard", [0, 1]]]

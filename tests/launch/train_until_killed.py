@@ -1,9 +1,10 @@
 """Run by ranks on two nodes with an HSDP configuration: fine-tuning with and without HSDP; then rank 3 is killed.
 
-    train_until_killed.py OUTPUT ARGUMENTS   # of scripts/finetune.py, without --output
+    train_until_killed.py OUTPUT ARGUMENTS   # of the fine-tuning program, without --output_dir
 
 The first run shards all parameters over all ranks. The second is that of the configuration, and ends in its last step.
-Rank 0 writes which ranks share the shards of a parameter, and which have the same shard, to OUTPUT/groups.json.
+Rank 0 writes which ranks share the shards of a parameter, and which have the same shard, to OUTPUT/groups.json, and the
+log of the second run to OUTPUT/hsdp.json.
 """
 
 import json
@@ -16,24 +17,52 @@ from typing import Any
 from unittest import mock
 
 import torch.distributed as dist
+from transformers import TrainerCallback
 
 from mllm_seqpar.cli.program_exit import run
-from mllm_seqpar.training import loop
+from mllm_seqpar.training import finetune
+
+
+class KilledAtTheEnd(TrainerCallback):
+    """Writes the log of a run, and ends rank 3 before the last step."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step == state.max_steps - 1:
+            if dist.get_rank() == 0:
+                self.path.write_text(json.dumps({"log_history": state.log_history}))
+            if dist.get_rank() == 3:
+                os.kill(os.getpid(), signal.SIGKILL)
 
 
 def train(argv: list[str]) -> None:
     output, *arguments = argv
     with mock.patch.dict(os.environ, ACCELERATE_USE_PARALLELISM_CONFIG="false"):
-        everywhere = loop.prepare([*arguments, "--output", f"{output}/sharded"])
-        loop.train(everywhere, 0)
+        everywhere, *_ = finetune.prepare([*arguments, "--output_dir", f"{output}/sharded"])
+        everywhere.train()
+        everywhere.save_state()
     reset_accelerator()
-    hybrid = loop.prepare([*arguments, "--output", f"{output}/hsdp"])
-    if dist.get_rank() == 0:
-        groups = [groups_of(next(iter(state.model.parameters()))) for state in (everywhere, hybrid)]
-        Path(output, "groups.json").write_text(json.dumps(groups))
-    if dist.get_rank() == 3:
-        hybrid.order.__class__.step = killed_in(hybrid.steps - 1, hybrid.order.__class__.step)
-    loop.train(hybrid, 0)
+    hybrid, *_ = finetune.prepare([*arguments, "--output_dir", f"{output}/hsdp"])
+    hybrid.add_callback(KilledAtTheEnd(Path(output, "hsdp", "trainer_state.json")))
+    hybrid.add_callback(Groups(Path(output, "groups.json"), everywhere.model))
+    if dist.get_rank() != 3:
+        # The launcher ends the other rank of the node, and may do so first. The test shows that all end without it.
+        signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
+    hybrid.train()
+
+
+class Groups(TrainerCallback):
+    """Writes the groups of ranks of two runs when the second is sharded."""
+
+    def __init__(self, path: Path, first: Any) -> None:
+        self.path, self.first = path, first
+
+    def on_train_begin(self, *args: Any, model: Any, **kwargs: Any) -> None:
+        if dist.get_rank() == 0:
+            groups = [groups_of(next(iter(trained.parameters()))) for trained in (self.first, model)]
+            self.path.write_text(json.dumps(groups))
 
 
 def groups_of(parameter: Any) -> list[list[Any]]:
@@ -43,15 +72,6 @@ def groups_of(parameter: Any) -> list[list[Any]]:
         [type(placement).__name__, dist.get_process_group_ranks(mesh.get_group(axis))]
         for axis, placement in enumerate(parameter.placements)
     ]
-
-
-def killed_in(last: int, step: Any) -> Any:
-    def samples(self: Any, number: int, group: int) -> Any:
-        if number == last:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return step(self, number, group)
-
-    return samples
 
 
 def reset_accelerator() -> None:
@@ -64,7 +84,4 @@ def reset_accelerator() -> None:
 if __name__ == "__main__":
     logging.getLogger("mllm_seqpar").addHandler(logging.StreamHandler())
     logging.getLogger("mllm_seqpar").setLevel(logging.INFO)
-    if os.environ["RANK"] != "3":
-        # The launcher ends the other rank of the node, and may do so first. The test shows that all end without it.
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
     run(train, sys.argv[1:])

@@ -41,7 +41,7 @@ THIRD_PARTY = {
     "cli": {"matplotlib", "safetensors", "tqdm", "transformers", "yaml"},
     "inference": {"lmms_eval", "transformers"},
     "serving": {"fastapi", "python_multipart", "starlette", "transformers", "uvicorn"},
-    "training": {"numpy", "accelerate", "peft", "safetensors", "transformers"},
+    "training": {"accelerate", "peft", "transformers", "yaml"},
     "patches": {"numpy", "PIL", "tokenizers", "transformers", "open_flamingo"},
 }
 """What a part may import besides torch and the standard library. Parts that are not listed may import nothing else."""

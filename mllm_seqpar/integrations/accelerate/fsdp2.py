@@ -67,30 +67,33 @@ def set_parallelism_on_cpu(accelerator, parallelism) -> None:
         raise _unsupported_version("the accelerator does not report the parallelism after its state was set")
 
 
-def shard_model(accelerator, model: nn.Module, optimizer: torch.optim.Optimizer):
-    """Shard every parameter over all ranks by FSDP2; do nothing in a single process.
-
-    Return the model and torch's own optimizer on the sharded parameters. Raise ConfigError if one is not sharded.
-    """
-    set_fsdp_units(accelerator, model)
-    model, optimizer = accelerator.prepare(model, optimizer)
-    if dist.is_initialized():
-        require_sharded(model)
-    if _efficient_loading(accelerator):
-        for buffer in model.buffers():  # prepare sends what is in the state dict, and buffers are not
-            value = buffer.contiguous()
-            dist.broadcast(value, src=0)
-            buffer.copy_(value)
-    return model, getattr(optimizer, "optimizer", optimizer)
-
-
-def receives_weights(accelerator) -> bool:
-    """Return whether `shard_model` gives this rank its shards from rank 0, so that it need not read the weights.
+def receives_weights() -> bool:
+    """Return whether `Accelerator.prepare` gives this rank its shards from rank 0, so it need not read the weights.
 
     This is the setting fsdp_cpu_ram_efficient_loading. Load such a rank's model by `load_model(path,
-    device_map="meta")` and pass it to `allocate`.
+    device_map="meta")`, pass it to `allocate`, and call `send_buffers` on all ranks.
     """
-    return _efficient_loading(accelerator) and not accelerator.is_main_process
+    return _loads_on_rank_0() and dist.get_rank() != 0
+
+
+def _loads_on_rank_0() -> bool:
+    enabled = os.environ.get("FSDP_CPU_RAM_EFFICIENT_LOADING", "").lower() == "true"
+    return enabled and launched_with_fsdp2() and dist.is_initialized() and dist.get_world_size() > 1
+
+
+def send_buffers(model: nn.Module) -> None:
+    """Give all ranks the buffers of rank 0 if only rank 0 read them; every rank calls this, with a model on the CPU.
+
+    `Accelerator.prepare` sends what is in the state dict, and most buffers are not.
+    """
+    if not _loads_on_rank_0():
+        return
+    group = dist.new_group(backend="gloo")
+    for buffer in model.buffers():
+        value = buffer.contiguous()
+        dist.broadcast(value, src=0, group=group)
+        buffer.copy_(value)
+    dist.destroy_process_group(group)
 
 
 def _efficient_loading(accelerator) -> bool:

@@ -17,16 +17,16 @@ from torch.distributed.tensor import DTensor
 from family_cases import BATCHES
 from family_directories import MAKERS
 from family_harness import family_module, inputs_of
+from fsdp2_on_cpu import fsdp2_accelerator, shard
 from launch import launch_environment
 from mllm_seqpar import patch_model
 from mllm_seqpar.errors import ConfigError
-from mllm_seqpar.integrations.accelerate.fsdp2 import allocate, receives_weights, set_fsdp_units, shard_model
+from mllm_seqpar.integrations.accelerate.fsdp2 import allocate, receives_weights, send_buffers, set_fsdp_units
 from mllm_seqpar.models.loading import load_model
 from mllm_seqpar.patches.mplug_owl3.testing import tiny_config, tiny_model
-from mllm_seqpar.training import loop
-from mllm_seqpar.training.metrics import read_metrics
-from mllm_seqpar.training.parallel_dims import start_accelerator
+from mllm_seqpar.training import finetune
 from ranks import ranks
+from training_logs import log_of
 
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "mplug_owl3, tied embeddings": ("mplug_owl3", {"tie_word_embeddings": True}),
@@ -61,13 +61,13 @@ def whole(x: torch.Tensor) -> torch.Tensor:
 
 
 def two_steps(rank: int, world: int, directory: str, family: str) -> dict[str, Any]:
-    accelerator = start_accelerator("cpu")
-    empty = receives_weights(accelerator)
+    empty = receives_weights()
     model: Any = (allocate(load_model(directory, device_map="meta")) if empty else load_model(directory)).train()
     inputs = flamingo_inputs(model) if family == "open_flamingo" else inputs_of(family, BATCHES[family], model)
+    send_buffers(model)
     patch_model(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-3)
-    model, optimizer = shard_model(accelerator, model, optimizer)
+    model, optimizer = shard(fsdp2_accelerator(), model, optimizer)
     losses = []
     for _ in range(2):
         loss = model(**inputs).loss
@@ -94,8 +94,8 @@ def test_training_is_the_same_if_only_rank_0_reads_the_weights(tmp_path: Path, n
 
 
 def fine_tune(rank: int, world: int, argv: list[str]) -> list[Any]:
-    with mock.patch.object(loop, "load_model", wraps=load_model) as loaded:
-        loop.fine_tune(argv)
+    with mock.patch.object(finetune, "load_model", wraps=load_model) as loaded:
+        finetune.fine_tune(argv)
     return [call.kwargs.get("device_map") for call in loaded.call_args_list]
 
 
@@ -104,12 +104,11 @@ def test_fine_tuning_reads_the_weights_on_rank_0_only(training_files: Path, tmp_
     trajectories = []
     for efficient in (False, True):
         output = tmp_path / str(efficient)
-        argv = ["--model", training_files / "model", "--data", training_files / "train.jsonl", "--output", output]
-        argv += ["--steps", 2, "--global-batch", 2, "--eps", 1e-4, "--no-progress"]
+        argv = ["--model", training_files / "model", "--data", training_files / "train.jsonl", "--output_dir", output]
+        argv += ["--max_steps", 2, "--per_device_train_batch_size", 2, "--adam_epsilon", 1e-4, "--disable_tqdm", True]
         devices = ranks(2, environment(efficient)).run(fine_tune, [*map(str, argv)])
         assert devices == [[None], ["meta" if efficient else None]]
-        rows = read_metrics(output / "metrics.jsonl")
-        trajectories.append([(row["loss"], row["grad_norm"]) for row in rows])
+        trajectories.append(log_of(output))
     assert trajectories[0] == trajectories[1]
 
 
@@ -130,7 +129,7 @@ class Tied(nn.Sequential):
 
 
 def refused(rank: int, world: int) -> None:
-    accelerator = start_accelerator("cpu")
+    accelerator = fsdp2_accelerator()
     layer = nn.Linear(2, 2)
     set_fsdp_units(accelerator, nn.ModuleList([layer, layer]))  # a module in two places stays one
     with pytest.raises(ConfigError, match=r"the buffer mean is in the model's state dict.*: false"):
@@ -146,7 +145,7 @@ def test_models_that_accelerate_cannot_send_are_refused() -> None:
 
 def without_head(rank: int, world: int) -> list[str]:
     """Load as a user's script does, from a checkpoint without a layer that is not used."""
-    accelerator = start_accelerator("cpu")
+    accelerator = fsdp2_accelerator()
     weights = {name: x for name, x in tiny_model().state_dict().items() if "post_layernorm" not in name}
     model = type(tiny_model()).from_pretrained(None, config=tiny_config(), state_dict=weights)
     absent = [name for name, parameter in model.named_parameters() if parameter.is_meta]

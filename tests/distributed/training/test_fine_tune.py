@@ -1,14 +1,17 @@
-"""Layer: gloo ranks. Fine-tuning under the variables of the checked-in configurations has one trajectory on any ranks.
+"""Layer: gloo ranks. Fine-tuning has one trajectory on any ranks, and continues bit for bit where it stopped.
 
-tests/launch/test_scripts.py has the launched script: a rank that fails, and a run resumed bit for bit.
+tests/launch/test_scripts.py has the launched program with a rank that fails alone.
 
 AdamW's eps is 1e-4 here. With 1e-8 its first steps would move a parameter whose true gradient is zero (the bias of keys
 without rotary embedding) by the sign of its rounding error, and runs on different numbers of ranks would drift apart.
 """
 
-from collections.abc import Sequence
+import json
+import os
+import signal
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -16,98 +19,166 @@ import yaml
 from safetensors.torch import load_file
 
 from launch import ROOT, launch_environment
-from mllm_seqpar.errors import AgreementError, ConfigError
+from mllm_seqpar.errors import ConfigError, DataError, SeqParError
 from mllm_seqpar.models.mplug_owl3 import MPlugOwl3ForConditionalGeneration, MPlugOwl3Processor
-from mllm_seqpar.training import loop
-from mllm_seqpar.training.metrics import read_metrics
+from mllm_seqpar.training import finetune_trainer
+from mllm_seqpar.training.checkpoint_clock import CheckpointClock
+from mllm_seqpar.training.finetune import fine_tune
+from mllm_seqpar.training.resume import last_checkpoint
 from ranks import ranks
 from ranks_worker import reset_global_state
+from training_logs import assert_same_trajectory, log_of
 
-STEPS = 6
-VARYING = {"seconds", "peak_memory_mib"}
-
-
-def fine_tune(rank: int, world: int, argv: list[str], rank_1_argv: Sequence[str] = ()) -> None:
-    loop.fine_tune([*argv, *(rank_1_argv if rank == 1 else ())])
+STEPS = 20
+STOP = 8  # in the middle of the second epoch of five steps
 
 
 def arguments(files: Path, output: Path, *more: object) -> list[str]:
-    argv = ["--model", files / "model", "--data", files / "train.jsonl", "--output", output, "--no-progress"]
-    argv += ["--eval-data", files / "eval.jsonl", "--eval-every", 3]
-    return [*map(str, [*argv, "--steps", STEPS, "--global-batch", 4, "--lr", 1e-3, "--eps", 1e-4, *more])]
+    argv = ["--model", files / "model", "--data", files / "train.jsonl", "--output_dir", output, "--disable_tqdm", True]
+    argv += ["--learning_rate", 1e-3, "--adam_epsilon", 1e-4, "--global_batch_size", 4, "--save_steps", 1000, *more]
+    return [*map(str, argv)]
 
 
-def run_on_four_ranks(files: Path, name: str, *more: object) -> Path:
-    argv = arguments(files, files / name, *more)
-    ranks(4, launch_environment("configs/fsdp2_cpu_4.yaml")).run(fine_tune, argv)
-    return files / name
-
-
-def rows_of(output: Path) -> list[dict[str, Any]]:
-    """All rows of the metrics without the values that vary from run to run."""
-    return [{k: v for k, v in row.items() if k not in VARYING} for row in read_metrics(output / "metrics.jsonl")]
-
-
-def assert_same_trajectory(output: Path, reference: Path) -> None:
-    for row, expected in zip(rows_of(output), rows_of(reference), strict=True):
-        for name in {"loss", "grad_norm", "eval_loss"} & expected.keys():
-            assert row.pop(name) == pytest.approx(expected.pop(name), rel=1e-4), (name, row, expected)
-        assert row == expected
+def compared(files: Path, output: Path, *more: object) -> list[str]:
+    """The arguments of the runs that are compared."""
+    evaluation = ["--eval_data", files / "eval.jsonl", "--eval_strategy", "steps", "--eval_steps", 10]
+    return arguments(files, output, "--max_steps", STEPS, *evaluation, *more)
 
 
 @pytest.fixture(scope="module")
-def one_rank(training_files: Path) -> Path:
-    """A run of this process alone, stopped after 2 steps and resumed."""
-    output = training_files / "one-rank"
-    loop.fine_tune(arguments(training_files, output, "--stop-after", 2))
-    assert not (output / "model").exists()
+def one_process(training_files: Path) -> Path:
+    output = training_files / "one-process"
+    assert fine_tune(compared(training_files, output)) == 0
     reset_global_state()
-    loop.fine_tune(arguments(training_files, output, "--resume", "auto"))
     return output
 
 
-def test_one_process_learns(one_rank: Path) -> None:
-    losses = [row["loss"] for row in rows_of(one_rank) if "loss" in row]
-    eval_losses = [row["eval_loss"] for row in rows_of(one_rank) if "eval_loss" in row]
-    assert len(losses) == STEPS and losses[-1] < losses[0]
-    assert len(eval_losses) == 2 and eval_losses[1] < eval_losses[0]
+def whole_stopped_and_resumed(rank: int, world: int, files: Path) -> list[int]:
+    """Run without interruption; then again, until rank 3 receives SIGTERM in step 8; then continue to step 12."""
+    statuses = [fine_tune(compared(files, files / "whole", "--sp", 2))]
+    reset_global_state()
+    on_step_end = CheckpointClock.on_step_end
+
+    def terminated(self: Any, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if rank == 3 and state.global_step == STOP:
+            os.kill(os.getpid(), signal.SIGTERM)
+        on_step_end(self, args, state, control, **kwargs)
+
+    with mock.patch.object(CheckpointClock, "on_step_end", terminated):
+        statuses.append(fine_tune(compared(files, files / "parts", "--sp", 2)))
+    assert not (files / "parts" / "model").exists()
+    reset_global_state()
+    resumed = compared(files, files / "parts", "--sp", 2, "--resume_from_checkpoint", "auto", "--stop_after", 12)
+    return [*statuses, fine_tune(resumed)]
 
 
 @pytest.mark.slow
-def test_two_groups_of_two_train_as_one_process(training_files: Path, one_rank: Path) -> None:
-    output = run_on_four_ranks(training_files, "two-groups", "--sp", 2)
-    assert_same_trajectory(output, one_rank)
+def test_two_groups_of_two_train_as_one_process_and_resume_bit_for_bit(training_files: Path, one_process: Path) -> None:
+    statuses = ranks(4, launch_environment("configs/fsdp2_cpu_4.yaml")).run(whole_stopped_and_resumed, training_files)
+    assert statuses == [[0, 128 + signal.SIGTERM, 0]] * 4
+    whole, parts, expected = (log_of(training_files / name) for name in ("whole", "parts", "one-process"))
+    assert_same_trajectory(whole, expected)
+    assert [row["step"] for row in expected if "loss" in row] == [*range(1, STEPS + 1)]
+    assert expected[-1]["eval_loss"] < expected[10]["eval_loss"]
+    assert parts == [row for row in whole if row["step"] <= 12] and parts[-1]["step"] == 12
+    assert (training_files / "parts" / f"checkpoint-{STOP}").is_dir()
 
-    # The trained model has the parameter names of the original one.
-    model = MPlugOwl3ForConditionalGeneration.from_pretrained(output / "model")
-    MPlugOwl3Processor.from_pretrained(output / "model")
-    files = [folder / "model" / "model.safetensors" for folder in (output, training_files)]
-    assert load_file(files[0]).keys() == load_file(files[1]).keys()
-    expected = MPlugOwl3ForConditionalGeneration.from_pretrained(one_rank / "model").state_dict()
-    for name, weight in model.state_dict().items():
-        torch.testing.assert_close(weight, expected[name], rtol=1e-3, atol=1e-4)
+    # The trained model has the parameter names of the original one, in its dtype.
+    directories = [training_files / name / "model" for name in ("whole", "one-process")]
+    MPlugOwl3Processor.from_pretrained(directories[0])
+    first, reference = (load_file(directory / "model.safetensors") for directory in directories)
+    assert first.keys() == load_file(training_files / "model" / "model.safetensors").keys()
+    trained = MPlugOwl3ForConditionalGeneration.from_pretrained(directories[0])
+    assert trained.config.use_cache == MPlugOwl3ForConditionalGeneration.config_class().use_cache
+    for name, weight in first.items():
+        torch.testing.assert_close(weight, reference[name], rtol=1e-3, atol=3e-4)
+
+
+def refused_and_stopped(rank: int, world: int, files: Path, bad: str) -> list[str]:
+    """Return the errors of a run with different options, of one with broken media, and of one that skips them."""
+    errors = []
+    argv = arguments(files, files / "bad", "--max_steps", 4, "--data", bad)
+    for more in ([["--strategy", "ring"], []][rank], [], ["--output_dir", files / "skip", "--on_bad_media", "skip"]):
+        try:
+            with mock.patch.dict(os.environ, FSDP_OFFLOAD_PARAMS=str(rank) if more[:1] == ["--strategy"] else "false"):
+                fine_tune([*argv, *map(str, more)])
+            errors.append("")
+        except SeqParError as error:
+            errors.append(f"{type(error).__name__}: {error}")
+        reset_global_state()
+    return errors
+
+
+def with_copies(rank: int, world: int, files: Path) -> None:
+    fine_tune(compared(files, files / "copies", "--sp", 2, "--stop_after", 3))
 
 
 @pytest.mark.slow
-def test_one_group_of_four_trains_as_one_process(training_files: Path, one_rank: Path) -> None:
-    options = ("--sp", 4, "--micro-batch", 4, "--gradient-checkpointing")  # the same numbers, computed differently
-    assert_same_trajectory(run_on_four_ranks(training_files, "four", *options), one_rank)
+def test_two_copies_of_the_parameters_train_as_one_process(training_files: Path, one_process: Path) -> None:
+    """HSDP: the launch configuration shards the parameters over the two ranks that share a sample."""
+    ranks(4, launch_environment("configs/fsdp2_hsdp_cpu_2x2.yaml")).run(with_copies, training_files)
+    assert_same_trajectory(log_of(training_files / "copies"), log_of(one_process)[:3])
 
 
 @pytest.mark.slow
-def test_ranks_with_different_options_are_refused(training_files: Path, tmp_path: Path) -> None:
-    argv, rank_1_argv = arguments(training_files, tmp_path), ["--strategy", "ring", "--data", "eval.jsonl"]
-    errors = ranks(2, launch_environment("configs/fsdp2_cpu_2.yaml")).errors(fine_tune, argv, rank_1_argv)
-    different = "strategy: rank 0: lv-xattn; rank 1: ring"
-    paths = f"data: rank 0: {training_files}/train.jsonl; rank 1: eval.jsonl"
-    assert [type(error) for error in errors] == [AgreementError] * 2
-    assert all(different in str(error) and paths in str(error) for error in errors)
+def test_errors_that_all_ranks_see_stop_them_together_after_a_checkpoint(training_files: Path) -> None:
+    rows = (training_files / "train.jsonl").read_text().splitlines()
+    record = json.loads(next(row for row in rows if '"video"' in row))
+    record["messages"][0]["content"][0]["path"] = "broken.mp4"
+    (training_files / "broken.mp4").write_bytes(b"no video")
+    bad = training_files / "bad.jsonl"
+    bad.write_text("\n".join([*[row for row in rows if '"video"' in row][:11], json.dumps(record)]))
+    environment = launch_environment("configs/fsdp2_cpu_2.yaml")
+    found = ranks(2, environment).run(refused_and_stopped, training_files, str(bad))
+    for different, broken, skipped in found:
+        assert "AgreementError: arguments: " in different and "strategy: rank 0: ring; rank 1: lv-xattn" in different
+        assert "FSDP_OFFLOAD_PARAMS: rank 0: 0; rank 1: false" in different
+        assert f"{bad}:12: " in broken and skipped == ""
+    complete = last_checkpoint(training_files / "bad")
+    assert complete is not None and not (training_files / "bad" / "model").exists()
+
+
+def test_gradients_that_are_not_finite_stop_a_run(training_files: Path, tmp_path: Path) -> None:
+    infinite = mock.patch.object(finetune_trainer.SeqParTrainer, "_get_grad_norm", lambda *_: torch.tensor(torch.nan))
+    with infinite, pytest.raises(DataError, match="step 1: the gradient norm is nan, so the parameters were not"):
+        fine_tune(arguments(training_files, tmp_path, "--max_steps", 2))
+
+
+@pytest.mark.slow
+def test_adapters_outside_frozen_parts_are_trained_and_saved(training_files: Path, tmp_path: Path) -> None:
+    options = ["--use_peft", "--lora_r", 4, "--freeze", "vision", "--max_steps", 2, "--save_strategy", "no"]
+    fine_tune(arguments(training_files, tmp_path, *options))
+    saved = load_file(tmp_path / "model" / "adapter_model.safetensors")
+    assert saved and all("lora" in name and "vision_model" not in name for name in saved)
+    assert any(weight.any() for name, weight in saved.items() if "lora_B" in name)
+    assert json.loads((tmp_path / "model" / "adapter_config.json").read_text())["r"] == 4
+    MPlugOwl3Processor.from_pretrained(tmp_path / "model")
+    with pytest.raises(ConfigError, match=r"--lora_target_modules nothing: Target modules .*nothing"):
+        fine_tune(arguments(training_files, tmp_path / "2", "--use_peft", "--lora_target_modules", "nothing"))
+
+
+@pytest.mark.slow
+def test_a_checkpoint_is_continued_with_the_same_data_only(training_files: Path, tmp_path: Path) -> None:
+    argv = arguments(training_files, tmp_path / "out", "--max_steps", 3, "--global_batch_size", 2)
+    fine_tune([*argv, "--stop_after", "1"])
+    for more, message in (
+        ([], "has checkpoints of another run: use --resume_from_checkpoint auto"),
+        (["--resume_from_checkpoint", str(tmp_path)], "is not a complete checkpoint of this program"),
+        (
+            ["--resume_from_checkpoint", "auto", "--seed", "1"],
+            "on other data, in another order, or with another --seed",
+        ),
+        (["--resume_from_checkpoint", "auto", "--global_batch_size", "4"], "step has 2 samples"),
+    ):
+        reset_global_state()
+        with pytest.raises(ConfigError, match=message):
+            fine_tune([*argv, *more])
 
 
 def test_a_missing_model_is_an_error_in_one_line(training_files: Path, tmp_path: Path) -> None:
     argv = arguments(training_files, tmp_path / "out", "--model", tmp_path)
     with pytest.raises(ConfigError, match="no config.json there; give a directory that save_pretrained wrote"):
-        loop.fine_tune(argv)
+        fine_tune(argv)
 
 
 def test_every_checked_in_configuration_is_fsdp2() -> None:

@@ -14,20 +14,18 @@ from mllm_seqpar.models.mplug_owl3 import MPlugOwl3ImageProcessor, MPlugOwl3Proc
 from mllm_seqpar.patches.mplug_owl3.testing import IMAGE_SIZE, tiny_tokenizer
 from mllm_seqpar.training.batches import BatchReader, TrainingBatches, reader_communicator
 from mllm_seqpar.training.data_loader import ShardedDataLoader
-from mllm_seqpar.training.parallel_dims import make_parallel_dims
 from mllm_seqpar.training.sample_order import SampleOrder
 from ranks import ranks
 
 
 def trained(rank: int, world: int, path: str, sp: int) -> tuple[list[tuple[int, ...]], list[int]]:
     """Return the samples of the micro-batches and the skipped ones; the main thread communicates all the time."""
-    dims = make_parallel_dims(sp, "cpu")
     processor = MPlugOwl3Processor(MPlugOwl3ImageProcessor(image_size=IMAGE_SIZE), tiny_tokenizer())
     data = ChatDataset(path, processor, on_bad_media="skip")
-    reader = BatchReader(ShardedDataLoader(data, processor, dims), reader_communicator(), sp)
-    order = SampleOrder(samples=len(data), global_batch=4, micro_batch=1, dp=dims.dp, seed=0)
+    reader = BatchReader(ShardedDataLoader(data, processor), reader_communicator(), sp)
+    order = SampleOrder(samples=len(data), global_batch=4, micro_batch=1, dp=world // sp, seed=0)
     found = []
-    for number, batch in enumerate(TrainingBatches(reader, order, group=dims.group_index, steps=2)):
+    for number, batch in enumerate(TrainingBatches(reader, order, group=rank // sp, steps=2)):
         for _ in range(20):
             total = torch.tensor([float(number)])
             dist.all_reduce(total)

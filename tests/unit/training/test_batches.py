@@ -3,7 +3,6 @@
 import json
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -28,14 +27,6 @@ from mllm_seqpar.training.sample_order import SampleOrder
 SAMPLES, FRAMES = 9, 12
 HALF, MISSING, EMPTY = 2, 5, 6
 """Samples whose video is damaged at its end, so that only some ranks see it; missing; and empty."""
-
-
-@dataclass(frozen=True)
-class Dims:
-    """The part of `ParallelDims` that the data loader reads; the group is one of loopback ranks."""
-
-    sp: int
-    sp_group: Communicator
 
 
 @pytest.fixture(scope="module")
@@ -69,8 +60,8 @@ def cut_the_end(path: Path) -> None:
 def loader(path: Path, comm: Communicator, sp: int, on_bad_media: str) -> ShardedDataLoader:
     processor = MPlugOwl3Processor(MPlugOwl3ImageProcessor(image_size=IMAGE_SIZE), tiny_tokenizer())
     first = comm.rank // sp * sp
-    dims: Any = Dims(sp, Subgroup(comm, range(first, first + sp)))
-    return ShardedDataLoader(ChatDataset(path, processor, on_bad_media=on_bad_media), processor, dims)
+    group = Subgroup(comm, range(first, first + sp))
+    return ShardedDataLoader(ChatDataset(path, processor, on_bad_media=on_bad_media), processor, group)
 
 
 def train(
@@ -175,7 +166,7 @@ def test_other_errors_of_one_rank_are_raised_on_all(folder: Path, monkeypatch: p
     load = ShardedDataLoader.batch
 
     def failing(self: Any, samples: Any) -> Any:
-        if self._dims.sp_group.rank == 1:
+        if self._group.rank == 1:
             raise MemoryError("no memory")
         return load(self, samples)
 

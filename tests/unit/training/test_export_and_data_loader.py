@@ -9,15 +9,14 @@ import torch
 from safetensors.torch import load_file
 
 from mllm_seqpar.comm import Communicator, run_loopback
+from mllm_seqpar.data import ChatDataset
 from mllm_seqpar.data.needle import make_needle_videos
 from mllm_seqpar.errors import DataError
 from mllm_seqpar.models.loading import model_digest
 from mllm_seqpar.models.mplug_owl3 import MPlugOwl3ForConditionalGeneration, MPlugOwl3ImageProcessor, MPlugOwl3Processor
 from mllm_seqpar.patches.mplug_owl3.testing import IMAGE_SIZE, IMAGE_TOKEN, tiny_model, tiny_tokenizer
-from mllm_seqpar.training.arguments import TrainArguments
-from mllm_seqpar.training.data_loader import ShardedDataLoader, media_sizes, open_data_loader
+from mllm_seqpar.training.data_loader import ShardedDataLoader, data_digest, media_sizes
 from mllm_seqpar.training.export import export_dtype, export_model, run_on_rank_0
-from mllm_seqpar.training.parallel_dims import make_parallel_dims
 
 TEXT = {"messages": [{"role": "user", "content": "Say hello."}, {"role": "assistant", "content": "hello"}]}
 
@@ -32,8 +31,7 @@ def chat_file(tmp_path: Path) -> Path:
 
 def opened(path: Path, **options: int) -> ShardedDataLoader:
     processor = MPlugOwl3Processor(MPlugOwl3ImageProcessor(image_size=IMAGE_SIZE), tiny_tokenizer())
-    args = TrainArguments(model="m", data="d", output="o", **options)
-    return open_data_loader(str(path), processor, args, make_parallel_dims(None, "cpu"))
+    return ShardedDataLoader(ChatDataset(path, processor, **options), processor)
 
 
 def test_batch_has_all_arguments_of_forward(chat_file: Path) -> None:
@@ -47,15 +45,18 @@ def test_batch_has_all_arguments_of_forward(chat_file: Path) -> None:
 
 
 def test_digest_covers_text_and_media(chat_file: Path) -> None:
-    first = opened(chat_file).digest
-    assert opened(chat_file).digest == first
+    def digest() -> str:
+        return data_digest(opened(chat_file).dataset)
+
+    first = digest()
+    assert digest() == first
     videos = sorted((chat_file.parent / "videos").iterdir())
     assert [size for _, size in media_sizes(opened(chat_file).dataset)] == [video.stat().st_size for video in videos]
     with videos[1].open("ab") as video:
         video.write(b"more")
-    second = opened(chat_file).digest
+    second = digest()
     chat_file.write_text(chat_file.read_text().replace("hello.", "hullo."))
-    assert len({first, second, opened(chat_file).digest}) == 3
+    assert len({first, second, digest()}) == 3
 
 
 def test_unusable_samples_are_refused(tmp_path: Path) -> None:

@@ -1,0 +1,77 @@
+"""When a run saves a checkpoint in addition to --save_steps: all ranks decide it together, at the end of a step.
+
+A checkpoint is a collective operation. If one rank raises alone, for example for want of memory, the others cannot save
+without it, and the last checkpoint is the one that the clock asked for. Errors that all ranks see in the same step are
+handled by `FineTuneTrainer`, which saves before it raises them.
+"""
+
+from __future__ import annotations
+
+import signal
+import threading
+import time
+from typing import Any
+
+from transformers import TrainerCallback
+
+from mllm_seqpar._logging import get_logger
+from mllm_seqpar.comm import Communicator
+
+_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+_AGAIN = 3.0
+"""Seconds after which another Ctrl-C is a new one: a terminal and a launcher may both send the first."""
+
+_log = get_logger(__name__)
+
+
+class CheckpointClock(TrainerCallback):
+    """Asks for a checkpoint by the clock of rank 0, and for a last one if any rank receives SIGTERM or SIGINT.
+
+    Args:
+        comm: all ranks of the run, used by nothing else: one small gather per step.
+        minutes: from checkpoint to checkpoint; 0 for none.
+        stop_after: the step after which the run saves and stops, or None.
+
+    Attributes:
+        signal: the signal that stopped the run, or 0.
+        saved_step: the step of the last checkpoint.
+    """
+
+    def __init__(self, comm: Communicator, minutes: float, stop_after: int | None) -> None:
+        self._comm, self._seconds, self._stop_after = comm, 60 * minutes, stop_after
+        self._since = time.monotonic()
+        self._received = self.signal = 0
+        self._received_at = 0.0
+        self._previous: dict[int, Any] = {}
+        self.saved_step = -1
+
+    def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
+        self._since = time.monotonic()
+        if threading.current_thread() is threading.main_thread():
+            self._previous = {number: signal.signal(number, self._on_signal) for number in _SIGNALS}
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        due = self._seconds > 0 and time.monotonic() - self._since >= self._seconds
+        rows = self._comm.gather_ints([int(due), self._received])
+        self.signal = max(row[1] for row in rows)
+        if self.signal or state.global_step == self._stop_after:
+            control.should_save = control.should_training_stop = True
+        elif rows[0][0]:
+            control.should_save = True
+
+    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._since, self.saved_step = time.monotonic(), state.global_step
+
+    def restore_signals(self) -> None:
+        """Give SIGTERM and SIGINT back their handlers."""
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)
+        self._previous = {}
+
+    def _on_signal(self, number: int, frame: Any) -> None:
+        if self._received:
+            if number == signal.SIGINT and time.monotonic() - self._received_at > _AGAIN:
+                raise KeyboardInterrupt
+            return
+        self._received, self._received_at = number, time.monotonic()
+        _log.warning("%s: saving a checkpoint after this step, then stopping", signal.Signals(number).name)

@@ -1,0 +1,220 @@
+"""`mllm-seqpar finetune`: a run from its command line to the final model, on `SeqParTrainer`.
+
+    accelerate launch --config_file configs/fsdp2_cpu_2.yaml -m mllm_seqpar finetune \\
+        --model DIR --data train.jsonl --output_dir runs/first --sp 2 --fps 1
+
+Steps that can fail on one rank only (arguments, files, data) run first, and all ranks agree on their result before the
+next collective. Then the model is loaded, and the trainer patches and shards it.
+"""
+
+import logging
+import os
+from collections.abc import Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from mllm_seqpar._logging import get_logger
+from mllm_seqpar.cli import program_exit
+from mllm_seqpar.cli.launch import require_rendezvous, use_cuda
+from mllm_seqpar.comm import as_communicator
+from mllm_seqpar.comm.agreement import attempt, check_collectively, raise_on_all_ranks
+from mllm_seqpar.data.chat import ChatDataset
+from mllm_seqpar.data.chat_family import chat_family
+from mllm_seqpar.errors import ConfigError
+from mllm_seqpar.integrations.accelerate.fsdp2 import allocate, receives_weights, reshard, send_buffers
+from mllm_seqpar.models.loading import load_model, load_processor, model_digest
+
+from .arguments import FineTuneOptions, ModelAndData, make_options, read_options
+from .data_loader import data_digest
+from .export import export_dtype, export_model
+from .finetune_trainer import FineTuneData, FineTuneTrainer
+from .parameters import choose_parameters
+from .resume import find_checkpoint, require_shared_directory
+from .sample_order import SampleOrder
+from .trainer_checks import find_parallelism
+
+_LAUNCH_SETTINGS = ("ACCELERATE_MIXED_PRECISION", "ACCELERATE_USE_", "FSDP_", "PARALLELISM_CONFIG_")
+"""The variables by which `accelerate launch` passes its configuration to the ranks begin with these."""
+
+_log = get_logger(__name__)
+
+
+def main(argv: Sequence[str]) -> int:
+    """Fine-tune as the command line `argv` says (without the program's name); return the exit status.
+
+    An error ends the process with a message. The status is 128 + N if signal N stopped the run after a checkpoint.
+    """
+    from transformers.utils.logging import disable_progress_bar
+
+    logger = logging.getLogger("mllm_seqpar")
+    if not logger.handlers:
+        logger.addHandler(logging.StreamHandler())
+    logger.setLevel(logging.INFO)
+    if os.environ.get("RANK", "0") != "0":
+        disable_progress_bar()  # only rank 0 shows the progress of loading
+    statuses: list[int] = []
+    program_exit.run(lambda given: statuses.append(fine_tune(given)), argv)
+    return statuses[0]
+
+
+def fine_tune(argv: Sequence[str]) -> int:
+    """Train as the command line says, and export the model; return the exit status. Every rank calls this.
+
+    Raises:
+        SeqParError: on invalid arguments, files or data, or if the ranks disagree.
+    """
+    trainer, options, checkpoint = prepare(argv)
+    try:
+        trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
+    finally:
+        trainer.clock.restore_signals()
+    trainer.save_state()  # trainer_state.json, with the log of all steps
+    state = trainer.state
+    if trainer.clock.signal or state.global_step == options.run.stop_after:
+        _log.info(
+            "stopped after step %d of %d; continue with --resume_from_checkpoint auto",
+            state.global_step,
+            state.max_steps,
+        )
+        return 128 + trainer.clock.signal if trainer.clock.signal else 0
+    if options.run.eval_data and str(options.training.eval_strategy.value) == "no":
+        trainer.evaluate()
+        trainer.save_state()
+    output = Path(options.training.output_dir) / "model"
+    reshard(trainer.model)
+    model = trainer.accelerator.unwrap_model(trainer.model)
+    # Adapters keep their dtype: float32, as they were trained.
+    dtype = None if options.run.use_peft else export_dtype(options.run.save_dtype, str(options.run.model))
+    export_model(model, trainer.data.processor, output, dtype)
+    _log.info("the final %s in %s", "adapters are" if options.run.use_peft else "model is", output)
+    return 0
+
+
+def prepare(argv: Sequence[str]) -> tuple[FineTuneTrainer, FineTuneOptions, Path | None]:
+    """Do everything that precedes the first step; all ranks agree on each part.
+
+    Returns:
+        The trainer, the options, and the checkpoint to continue from.
+    """
+    values, problem = attempt(lambda: read_options(argv))
+    cpu = _start_processes(values or {})
+    comm = as_communicator()
+    settings = {name: value for name, value in os.environ.items() if name.startswith(_LAUNCH_SETTINGS)}
+    raise_on_all_ranks(comm, "arguments", problem, (values or {}) | settings)
+    assert values is not None  # otherwise all ranks have raised
+    options = check_collectively(comm, "arguments", lambda: make_options(values | {"use_cpu": cpu}))
+    output = Path(options.training.output_dir)
+    data, checkpoint, _ = check_collectively(comm, "data", lambda: _open_data(options), lambda opened: opened[-1])
+    require_shared_directory(comm, output)
+    model = check_collectively(comm, "model", lambda: _load(options, data.processor))
+    send_buffers(model)
+    options.training.use_cache = bool(getattr(getattr(model, "config", None), "use_cache", True))  # stays as it was
+    trainer = FineTuneTrainer(
+        data=data,
+        save_minutes=options.run.save_minutes,
+        stop_after=options.run.stop_after,
+        model=model,
+        args=options.training,
+        sequence_parallel_size=options.parallel.sp,
+        seqpar=options.seqpar,
+    )
+    order, degree = data.order, trainer.sequence_parallel_size
+    _log.info(
+        "%d data parallel x %d sequence parallel ranks, %s; %d samples in %d forward passes a step, %d steps an epoch",
+        order.dp, degree, options.seqpar.strategy, order.global_batch, order.micro_batches, order.steps_per_epoch,
+    )  # fmt: skip
+    if checkpoint is not None:
+        _log.info("continuing from %s", checkpoint)
+    return trainer, options, checkpoint
+
+
+def _start_processes(values: dict[str, Any]) -> bool:
+    """Start the process group before `TrainingArguments` does, which would set no time limit on CPUs.
+
+    Returns:
+        Whether the run is on CPUs: --use_cpu, the launch configuration, or fewer GPUs than processes on this node.
+    """
+    from accelerate import PartialState
+
+    cpu = bool(values.get("use_cpu")) or not use_cuda("auto")
+    PartialState(cpu=cpu, timeout=timedelta(seconds=values.get("ddp_timeout", 600)))
+    require_rendezvous()
+    return cpu
+
+
+def _open_data(options: FineTuneOptions) -> tuple[FineTuneData, Path | None, dict[str, Any]]:
+    """Open what can fail on one rank only; the last item holds the facts that all ranks must have in common."""
+    run, args = options.run, options.training
+    processor = load_processor(str(run.model))
+    sampling = {name: getattr(run, name) for name in ("fps", "max_frames", "max_length", "media_root", "template")}
+    training = ChatDataset(str(run.data), processor, on_bad_media=run.on_bad_media, **sampling)
+    evaluation = ChatDataset(run.eval_data, processor, **sampling) if run.eval_data else None
+    parallelism = find_parallelism(args, options.parallel.sp, None)
+    groups = args.world_size // (1 if parallelism is None else parallelism.cp_size)
+    passes = groups * args.per_device_train_batch_size
+    if run.global_batch_size:
+        args.gradient_accumulation_steps = max(1, run.global_batch_size // passes)
+    order = SampleOrder(
+        samples=len(training),
+        global_batch=run.global_batch_size or passes * args.gradient_accumulation_steps,
+        micro_batch=args.per_device_train_batch_size,
+        dp=groups,
+        seed=args.seed if args.data_seed is None else args.data_seed,
+    )
+    checkpoint = find_checkpoint(args.resume_from_checkpoint, args.output_dir)
+    data = FineTuneData(processor, training, evaluation, order, data_digest(training))
+    facts = {"training data": data.digest, "evaluation data": evaluation and data_digest(evaluation)}
+    return data, checkpoint, facts | {"checkpoint": checkpoint, "model's weights": model_digest(str(run.model))}
+
+
+def _load(options: FineTuneOptions, processor: Any) -> nn.Module:
+    run = options.run
+    if run.load_in_4bit:
+        model = _load_in_4bit(str(run.model))
+    elif receives_weights():
+        model = allocate(load_model(str(run.model), device_map="meta"))
+    else:
+        model = load_model(str(run.model))
+    chat_family(processor).check(model)
+    frozen = choose_parameters(model, run.freeze or (), run.train or ())
+    if run.use_peft:
+        model = _with_adapters(model, run, frozen, options.training.seed)
+    return model.train()
+
+
+def _with_adapters(model: Any, run: ModelAndData, frozen: Sequence[str], seed: int) -> nn.Module:
+    """Return the model with LoRA adapters, none of them inside the frozen parts."""
+    import peft
+
+    torch.manual_seed(seed)  # all ranks initialise the same adapters
+    targets = run.lora_target_modules or ["all-linear"]
+    config = peft.LoraConfig(
+        r=run.lora_r,
+        lora_alpha=run.lora_alpha,
+        lora_dropout=run.lora_dropout,
+        target_modules=targets[0] if len(targets) == 1 else targets,  # one may be a regular expression
+        exclude_modules=sorted({name.rpartition(".")[0] for name in frozen}) or None,
+        modules_to_save=run.lora_modules_to_save,
+    )
+    try:
+        return peft.get_peft_model(model, config)
+    except ValueError as error:
+        raise ConfigError(f"--lora_target_modules {' '.join(targets)}: {program_exit.first_line(error)}") from error
+
+
+def _load_in_4bit(path: str) -> nn.Module:
+    from transformers import BitsAndBytesConfig
+
+    # FSDP shards tensors of one dtype, so the packed weights have that of the others.
+    quantization = BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type="nf4",
+        bnb_4bit_compute_dtype=torch.bfloat16,
+        bnb_4bit_quant_storage=torch.bfloat16,
+    )
+    device = f"cuda:{torch.cuda.current_device()}"
+    return load_model(path, torch.bfloat16, device, quantization_config=quantization)

@@ -1,0 +1,192 @@
+"""The trainer of fine-tuning: `SeqParTrainer` with a fixed order of samples that do not fit on one rank.
+
+It changes the following of `SeqParTrainer`:
+
+- Batches come from `TrainingBatches`: each rank decodes only its own frames, the order does not depend on the number of
+  processes, and bad media are replaced or raised on all ranks. `Trainer` counts the tokens of a step before its first
+  forward pass, so the frames of all micro-batches of a step, and of the next, are in host memory.
+- The loss is the mean over the target tokens of the step for every family: `Trainer` counts tokens only if a model's
+  forward takes `num_items_in_batch`. That of an evaluation is the mean over its target tokens, for any batch size.
+- A loss or gradient that is not finite is an error before the parameters are updated.
+- Before an error that all ranks raise in the same step, they save a checkpoint.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+from transformers.trainer_utils import EvalLoopOutput
+
+from mllm_seqpar._logging import get_logger
+from mllm_seqpar.data.chat import ChatDataset
+from mllm_seqpar.errors import DataError
+from mllm_seqpar.integrations.accelerate.fsdp2 import reshard
+from mllm_seqpar.patching import patch_of
+
+from .batches import BatchReader, EpochBatches, EvaluationBatches, reader_communicator
+from .checkpoint_clock import CheckpointClock
+from .data_loader import ShardedDataLoader
+from .resume import RunLayout
+from .sample_order import SampleOrder
+from .trainer import SeqParTrainer
+
+_log = get_logger(__name__)
+
+
+@dataclass(frozen=True)
+class FineTuneData:
+    """What a run reads.
+
+    Attributes:
+        processor: that of the model.
+        training, evaluation: the data sets; the second may be None.
+        order: of the training samples.
+        digest: of the training data.
+    """
+
+    processor: Any
+    training: ChatDataset
+    evaluation: ChatDataset | None
+    order: SampleOrder
+    digest: str
+
+
+class FineTuneTrainer(SeqParTrainer):
+    """See the module. Every rank creates it at the same point of the program, because it creates process groups.
+
+    Args:
+        data: what the run reads.
+        save_minutes, stop_after: see `CheckpointClock`.
+        **given: arguments of `SeqParTrainer`.
+    """
+
+    def __init__(self, *, data: FineTuneData, save_minutes: float, stop_after: int | None, **given: Any) -> None:
+        self.data = data
+        super().__init__(train_dataset=data.training, eval_dataset=data.evaluation, **given)
+        # The thread that reads ahead, evaluation and the clock communicate at the same time.
+        self._reading, evaluating, deciding = (reader_communicator() for _ in range(3))
+        self._evaluating = evaluating
+        self.clock = CheckpointClock(deciding, save_minutes, stop_after)
+        self.add_callback(self.clock)
+
+    def _reader(self, dataset: ChatDataset, comm: Any) -> BatchReader:
+        patch = patch_of(self.model)
+        assert patch is not None
+        loader = ShardedDataLoader(dataset, self.data.processor, patch.context.comm)
+        return BatchReader(loader, comm, self.sequence_parallel_size)
+
+    @property
+    def _sample_group(self) -> int:
+        return self.accelerator.process_index // self.sequence_parallel_size
+
+    def get_train_dataloader(self) -> DataLoader:
+        reader = self._reader(self.data.training, self._reading)
+        batches = EpochBatches(reader, self.data.order, self._sample_group, lambda: self.state.global_step)
+        return DataLoader(batches, batch_size=None, collate_fn=_unchanged)
+
+    def get_eval_dataloader(self, eval_dataset: Any = None) -> DataLoader:
+        dataset: Any = self.data.evaluation if eval_dataset is None else eval_dataset
+        groups = self.accelerator.num_processes // self.sequence_parallel_size
+        batches = EvaluationBatches(
+            self._reader(dataset, self._evaluating),
+            len(dataset),
+            self.args.per_device_eval_batch_size,
+            groups,
+            self._sample_group,
+        )
+        return DataLoader(batches, batch_size=None, collate_fn=_unchanged)
+
+    def num_examples(self, dataloader: DataLoader) -> int:
+        return len(self.data.training)
+
+    def get_batch_samples(self, epoch_iterator: Iterator[Any], num_batches: int, device: Any) -> tuple[list, Tensor]:
+        """Return the micro-batches of a step and the number of their target tokens over all groups."""
+        try:
+            batches = list(itertools.islice(epoch_iterator, num_batches))
+        except Exception as error:  # `BatchReader` raised on all ranks
+            self._save_and_raise(error)
+        targets = torch.stack([_targets(batch) for batch in batches]).sum()
+        total = self.accelerator.reduce(targets.to(device), "sum")
+        return batches, total // self.sequence_parallel_size
+
+    def compute_loss(
+        self,
+        model: nn.Module,
+        inputs: dict[str, Any],
+        return_outputs: bool = False,
+        num_items_in_batch: Tensor | int | None = None,
+    ) -> Any:
+        """Return the group's share of the loss of the step, times the number of groups, over which it is averaged."""
+        outputs = model(**inputs)
+        groups = self.accelerator.num_processes // self.sequence_parallel_size
+        assert num_items_in_batch is not None
+        loss = outputs.loss * (_targets(inputs) * groups / num_items_in_batch)
+        if not loss.requires_grad:  # only the visual path trains, and no rank of the group has frames
+            loss = loss.detach().requires_grad_()
+        return (loss, outputs) if return_outputs else loss
+
+    def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
+        norm = super()._get_grad_norm(model, grad_norm)
+        if not math.isfinite(float(norm)):
+            self._save_and_raise(
+                DataError(
+                    f"step {self.state.global_step + 1}: the gradient norm is {float(norm)}, so the parameters were "
+                    "not updated; lower --learning_rate or look at the data of this step"
+                )
+            )
+        return norm
+
+    def _save_and_raise(self, error: Exception) -> NoReturn:
+        """Save what all ranks have after the last complete step, then raise an error that every rank raises here."""
+        if self.state.global_step not in (0, self.clock.saved_step):
+            self.optimizer.zero_grad()
+            self._save_checkpoint(self.model, trial=None)
+            _log.warning("saved checkpoint-%d before stopping at an error", self.state.global_step)
+        raise error
+
+    def get_decay_parameter_names(self, model: nn.Module) -> list[str]:
+        """Return the names of matrices: norms, biases and gates are not decayed."""
+        return [name for name, parameter in model.named_parameters() if parameter.dim() >= 2]
+
+    def evaluation_loop(
+        self,
+        dataloader: DataLoader,
+        description: str,
+        prediction_loss_only: bool | None = None,
+        ignore_keys: list[str] | None = None,
+        metric_key_prefix: str = "eval",
+    ) -> EvalLoopOutput:
+        """Return the mean loss over all target tokens of the evaluation data."""
+        self.callback_handler.eval_dataloader = dataloader
+        total = torch.zeros(2, dtype=torch.float64, device=self.args.device)
+        self.model.eval()
+        with torch.no_grad(), self.compute_loss_context_manager():
+            for batch, counts in dataloader:
+                loss = self.model(**self._prepare_inputs(batch.arguments)).loss
+                if counts:
+                    total += torch.stack([loss.double() * batch.chat.targets, loss.new_tensor(batch.chat.targets)])
+                self.callback_handler.on_prediction_step(self.args, self.state, self.control)
+        self.model.train()
+        reshard(self.model)
+        loss_sum, targets = self.accelerator.reduce(total, "sum").tolist()
+        batches: EvaluationBatches = dataloader.dataset  # type: ignore[assignment]
+        metrics = {f"{metric_key_prefix}_loss": loss_sum / max(1.0, targets)}
+        return EvalLoopOutput(predictions=None, label_ids=None, metrics=metrics, num_samples=batches.samples)
+
+    def _layout(self) -> RunLayout:
+        return replace(super()._layout(), data=f"{self.data.digest}/{self.data.order.seed}")
+
+
+def _targets(inputs: dict[str, Any]) -> Tensor:
+    return (inputs["labels"][:, 1:] != -100).sum()
+
+
+def _unchanged(batch: Any) -> Any:
+    return batch

@@ -1,0 +1,211 @@
+"""Layer: one process. The command line of fine-tuning, its configuration file, and when a run saves a checkpoint."""
+
+import json
+import signal
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from accelerate.parallelism_config import ParallelismConfig
+
+from mllm_seqpar.comm import Communicator, run_loopback
+from mllm_seqpar.errors import ConfigError
+from mllm_seqpar.training import checkpoint_clock
+from mllm_seqpar.training.arguments import FineTuneOptions, make_options, read_options
+from mllm_seqpar.training.checkpoint_clock import CheckpointClock
+from mllm_seqpar.training.parameters import choose_parameters
+from mllm_seqpar.training.resume import last_checkpoint, require_shared_directory
+from mllm_seqpar.training.sample_order import SampleOrder
+from mllm_seqpar.training.trainer_checks import find_parallelism
+
+REQUIRED = ["--model", "m", "--data", "d", "--output_dir", "o", "--use_cpu"]
+
+
+def options(*argv: str) -> FineTuneOptions:
+    return make_options(read_options([*REQUIRED, *argv]))
+
+
+def test_options_reach_their_dataclasses_with_underscores_and_hyphens() -> None:
+    given = ["--sp", "2", "--strategy", "mesh", "--tile", "2x1", "--no_recompute_visual", "--fps", "0.5"]
+    given += ["--freeze", "vision", "*.bias", "--per-device-train-batch-size", "3", "--lora_r", "4", "--use-peft"]
+    found = options(*given)
+    assert found.seqpar.tile == (2, 1) and found.seqpar.recompute_visual is False and found.parallel.sp == 2
+    assert (found.run.fps, found.run.freeze, found.run.lora_r) == (0.5, ["vision", "*.bias"], 4)
+    assert found.training.per_device_train_batch_size == 3
+    assert (found.training.lr_scheduler_type, found.training.adam_beta2, found.training.report_to) == (
+        "cosine",
+        0.95,
+        [],
+    )
+
+
+def test_command_line_wins_over_the_configuration_file(tmp_path: Path) -> None:
+    config = tmp_path / "run.yaml"
+    config.write_text(
+        "learning_rate: 1e-4\nsp: 2\nfreeze: [vision, projector]\nuse_peft: true\nlr_scheduler_kwargs: {a: 1}\n"
+    )
+    found = options("--config", str(config), "--learning_rate", "2e-4")
+    assert (found.training.learning_rate, found.parallel.sp, found.run.use_peft) == (2e-4, 2, True)
+    assert found.run.freeze == ["vision", "projector"] and found.training.lr_scheduler_kwargs == {"a": 1}
+    (tmp_path / "run.json").write_text(json.dumps({"lr": 1, "sp": 2}))
+    with pytest.raises(ConfigError, match=r"run.json: unknown options lr; --help"):
+        options("--config", str(tmp_path / "run.json"))
+    config.write_text("- a\n")
+    with pytest.raises(ConfigError, match="expected options as 'name: value', found list"):
+        options("--config", str(config))
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (["--learning_rate", "0"], "--learning_rate: 0.0 is not allowed; give more than 0"),
+        (["--learning_rate", "x"], "--learning_rate.*invalid float value: 'x'"),
+        (["--tile", "4"], "two numbers such as 2x2"),
+        (["--learning_rate", "inf"], "--learning_rate: inf is not allowed"),
+        (["--lr_scheduler_type", "sine"], "--lr_scheduler_type: 'sine' is not allowed; give one of linear, cosine"),
+        (["--max_steps", "3", "--stop_after", "4"], "--stop_after 4: give at most --max_steps 3"),
+        (["--eval_strategy", "steps"], "--eval_strategy steps: there is nothing to evaluate on; give --eval_data"),
+        (["--train", "vision"], "vision.* would have no effect: nothing is frozen"),
+        (["--lora_r", "3"], "3 would have no effect: it belongs to adapters; give --use_peft"),
+        (["--self_attention", "star"], "'star' is not allowed; give one of ring"),
+        (["--recompute_attention"], "--recompute_attention would have no effect: give --gradient_checkpointing too"),
+        (["--fp16"], "--fp16 True is not supported: float16 is not verified"),
+        (["--dataloader_num_workers", "2"], "--dataloader_num_workers 2 is not supported: each rank reads ahead"),
+        (["--report_to", "wandbb"], "--report_to wandbb: this tracker is unknown or its package is not installed"),
+        (["--global_batch_size", "8", "--gradient_accumulation_steps", "2"], "give one of them"),
+        (["--save_minutes", "-1"], "-1.0 is not allowed; give 0 or more"),
+        (["--on_bad_media", "ignore"], "'ignore' is not allowed; give one of fail, skip"),
+        (["--logging_steps", "2.5"], "options of TrainingArguments: --logging_steps must be an integer"),
+    ],
+)
+def test_invalid_arguments_are_named(given: list[str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        options(*given)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="tests what happens without a GPU")
+def test_four_bits_without_a_gpu_are_refused() -> None:
+    with pytest.raises(ConfigError, match="--load_in_4bit needs a GPU, and torch sees none"):
+        options("--use_peft", "--load_in_4bit")
+
+
+def test_parameters_are_frozen_by_name() -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
+    with pytest.raises(ConfigError, match="--freeze '': no parameter of Sequential matches"):
+        choose_parameters(model, [",,"], [])
+    with pytest.raises(ConfigError, match="--train 1: --freeze 0 covers none of these"):
+        choose_parameters(model, ["0"], ["1"])
+    assert choose_parameters(model, ["0"], ["0.bias"]) == ["0.weight"]
+    assert [p.requires_grad for p in model.parameters()] == [False, True, True, True]
+
+
+def clocks(monkeypatch: pytest.MonkeyPatch, act: Any) -> list[list[tuple[bool, bool]]]:
+    """Return, for each of two ranks and each step, whether it saves and whether it stops."""
+    monkeypatch.setattr(checkpoint_clock, "time", SimpleNamespace(monotonic=lambda: 60.0 * now[0]))
+    now = [0]
+
+    def rank(comm: Communicator) -> list[tuple[bool, bool]]:
+        clock = CheckpointClock(comm, 30, stop_after=9)
+        clock.on_train_begin()
+        found = []
+        for step in range(1, 10):
+            comm.gather_ints([0])  # the ranks take steps together
+            if comm.rank == 0:
+                now[0] += 10
+            comm.gather_ints([0])
+            act(clock, comm.rank, step)
+            state, control = SimpleNamespace(global_step=step), SimpleNamespace(should_save=False)
+            control.should_training_stop = False
+            clock.on_step_end(None, state, control)
+            if control.should_save:
+                clock.on_save(None, state, control)
+            found.append((control.should_save, control.should_training_stop))
+        return found
+
+    return run_loopback(2, rank, timeout=30)
+
+
+def test_clock_of_rank_0_decides_when_all_ranks_save(monkeypatch: pytest.MonkeyPatch) -> None:
+    def other_clock(clock: Any, rank: int, step: int) -> None:
+        if rank == 1:
+            clock._since = 0.0 if step < 3 else 1e9
+
+    first, second = clocks(monkeypatch, other_clock)
+    assert first == second
+    assert [step for step, (saves, _) in enumerate(first, 1) if saves] == [3, 6, 9]
+    assert [stops for _, stops in first] == [False] * 8 + [True]
+
+
+def test_signal_of_any_rank_makes_all_save_and_stop(monkeypatch: pytest.MonkeyPatch) -> None:
+    def terminated(clock: Any, rank: int, step: int) -> None:
+        if (rank, step) == (1, 2):
+            clock._on_signal(signal.SIGTERM, None)
+
+    first, second = clocks(monkeypatch, terminated)
+    assert first == second and first[:2] == [(False, False), (True, True)]
+
+
+def test_second_interrupt_is_not_delayed() -> None:
+    clock = CheckpointClock(run_loopback(1, lambda comm: comm)[0], 0, None)
+    clock._on_signal(signal.SIGINT, None)
+    clock._on_signal(signal.SIGINT, None)  # the launcher's, for the same Ctrl-C
+    clock._received_at -= 10
+    with pytest.raises(KeyboardInterrupt):
+        clock._on_signal(signal.SIGINT, None)
+
+
+def test_only_complete_checkpoints_are_continued(tmp_path: Path) -> None:
+    assert last_checkpoint(tmp_path) is None
+    for step, complete in ((9, True), (10, True), (11, False)):
+        (tmp_path / f"checkpoint-{step}").mkdir()
+        if complete:
+            (tmp_path / f"checkpoint-{step}" / "seqpar_layout.json").touch()
+    assert last_checkpoint(tmp_path) == tmp_path / "checkpoint-10"
+
+
+def test_directory_that_some_ranks_do_not_share_is_refused_on_all(tmp_path: Path) -> None:
+    folders = [tmp_path / name for name in ("shared", "other", "shared")]
+    (tmp_path / "other").mkdir()
+
+    def check(comm: Communicator) -> str:
+        with pytest.raises(ConfigError) as error:
+            require_shared_directory(comm, folders[comm.rank])
+        return str(error.value)
+
+    assert all("ranks 1 do not see the files of rank 0" in text for text in run_loopback(3, check))
+    assert not [*(tmp_path / "shared").iterdir()]
+    run_loopback(2, lambda comm: require_shared_directory(comm, tmp_path / "new"))
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match="file: cannot be written to: "):
+        run_loopback(1, lambda comm: require_shared_directory(comm, tmp_path / "file"))
+
+
+def test_order_of_samples_does_not_depend_on_the_groups() -> None:
+    one = SampleOrder(samples=21, global_batch=8, micro_batch=2, dp=1, seed=3)
+    two = SampleOrder(samples=21, global_batch=8, micro_batch=2, dp=2, seed=3)
+    for step in range(5):
+        merged = [samples for parts in zip(two.step(step, 0), two.step(step, 1), strict=True) for samples in parts]
+        assert merged == one.step(step, 0)
+    assert (one.steps_per_epoch, one.micro_batches, two.micro_batches) == (2, 4, 2)
+    assert sorted(s for step in (2, 3) for part in one.step(step, 0) for s in part) != list(range(16))  # shuffled
+    with pytest.raises(
+        ConfigError, match="--global_batch_size 8 is not a multiple of 6 = --per_device_train_batch_size 2"
+    ):
+        SampleOrder(samples=21, global_batch=8, micro_batch=2, dp=3, seed=3)
+    with pytest.raises(ConfigError, match="a step has 8 samples .* more than the 7 samples"):
+        SampleOrder(samples=7, global_batch=8, micro_batch=2, dp=2, seed=3)
+
+
+def test_ranks_that_share_a_sample_are_taken_from_those_that_share_parameters() -> None:
+    """HSDP: the launch configuration says how parameters are sharded, the program how samples are."""
+    given = ParallelismConfig(dp_replicate_size=2, dp_shard_size=4)
+    args: Any = SimpleNamespace(world_size=8, device="cpu", parallelism_config=given)
+    found = find_parallelism(args, 2, None)
+    assert (found.dp_replicate_size, found.dp_shard_size, found.cp_size) == (2, 2, 2)
+    found = find_parallelism(args, 4, None)
+    assert found._get_mesh() == (("dp_replicate", "cp"), (2, 4)) and found.total_size == 8
+    assert find_parallelism(args, None, None).cp_size == 1
+    with pytest.raises(ConfigError, match="8 ranks per sample, but .* over dp_shard_size=4 ranks"):
+        find_parallelism(args, 8, None)
