@@ -4,10 +4,12 @@ No other module compares version numbers. `patch_model` checks the oldest suppor
 installation gives one clear error and not an AttributeError deep inside a forward pass.
 """
 
+import importlib
 import re
 from dataclasses import dataclass
 from functools import cache
 from importlib import metadata
+from types import ModuleType
 
 from .errors import ConfigError
 
@@ -110,3 +112,24 @@ def check_versions() -> None:
         )
         upgrade = " ".join(f"'{package}>={MINIMUM[package]}'" for package in old)
         raise ConfigError(f"too old for mllm-seqpar: {found}; run: pip install --upgrade {upgrade}")
+
+
+def optional_import(module: str, *, extra: str, needed_for: str) -> ModuleType:
+    """Import and return a module that an extra of this package installs.
+
+    Args:
+        module: the import name, for example "av".
+        extra: the extra, for example "video".
+        needed_for: what the module is needed for, for the message.
+
+    Raises:
+        ConfigError: the module is not installed; the message has the command that installs it.
+    """
+    try:
+        return importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        if error.name != module.partition(".")[0]:
+            raise  # the module is installed, but a dependency of it is not
+        raise ConfigError(
+            f"{needed_for} needs the module {module!r}, which is not installed; run: pip install 'mllm-seqpar[{extra}]'"
+        ) from error

@@ -13,9 +13,9 @@ cd "$root"
 
 folder="${1:-runs/demo}"
 rm -rf "$folder"
-export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" TOKENIZERS_PARALLELISM=false PYTHONPATH="$root/scripts${PYTHONPATH:+:$PYTHONPATH}"
-launch() {
-    "$python" -m accelerate.commands.launch --config_file "$@"
+export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" TOKENIZERS_PARALLELISM=false
+seqpar() {
+    "$python" -m mllm_seqpar "$@"
 }
 started=$SECONDS
 stage() {
@@ -23,33 +23,26 @@ stage() {
 }
 
 stage "making videos (one frame of each shows a coloured marker) and a model with random weights"
-"$python" scripts/demo_task.py make "$folder"
+seqpar example --output "$folder" --short 384 --short_frames 64 --longer 48 --unseen 96 --long_frames 2100
 answer="$("$python" -c 'import json, sys; print(json.loads(open(sys.argv[1]).readline())["messages"][-1]["content"])' "$folder/long.jsonl")"
 
 stage "training on 2 processes: FSDP2, LV-XAttn"
-# shellcheck disable=SC2046 # the options must be split into words
-launch configs/fsdp2_cpu_2.yaml scripts/finetune.py --model "$folder/model" --data "$folder/train.jsonl" \
-    --output_dir "$folder/training" --strategy lv-xattn --sp 2 --logging_steps 10 --disable_tqdm true \
-    $("$python" -c 'import demo_task; print(demo_task.FINETUNE)')
-"$python" - "$folder/training/trainer_state.json" <<'PYTHON'
-import json, sys
-
-rows = json.load(open(sys.argv[1]))["log_history"]
-losses = [(row["step"], row["loss"]) for row in rows if "loss" in row]
-print("loss:", ", ".join(f"{loss:.4f} (step {step})" for step, loss in losses[:: max(1, len(losses) // 8)] + losses[-1:]))
-PYTHON
+"$python" -m accelerate.commands.launch --config_file configs/fsdp2_cpu_2.yaml -m mllm_seqpar finetune \
+    --model "$folder/model" --data "$folder/train.jsonl" --output_dir "$folder/training" --strategy lv-xattn --sp 2 \
+    --max_steps 200 --global_batch_size 16 --per_device_train_batch_size 8 --learning_rate 3e-3 --warmup_steps 30 \
+    --lr_scheduler_type cosine --weight_decay 0.01 --logging_steps 20 --disable_tqdm true
 
 stage "asking about videos that were not used in training"
-"$python" scripts/demo_task.py score --model "$folder/training/model" --data "$folder/eval.jsonl" --at-least 0.95
+seqpar ask --model "$folder/training/model" --questions "$folder/eval.jsonl" --output "$folder/answers.jsonl" --choices --fps 1
+"$python" scripts/demo_check.py accuracy --answers "$folder/answers.jsonl" --at-least 0.95
 
 stage "asking about a long video on 4 processes"
-question=(--model "$folder/training/model" --video "$folder/videos/long/00000.mp4" --fps 1
-    --question "Which colour is the marker?" --max-new-tokens 4 --evidence 5)
-launch configs/fsdp2_cpu_4.yaml scripts/infer_long_video.py "${question[@]}" --report "$folder/four.json" \
-    --evidence-html "$folder/evidence.html"
+question=(--model "$folder/training/model" --video "$folder/long.mp4" --fps 1
+    --question "Which colour is the marker?" --max_new_tokens 4 --evidence 5)
+seqpar ask --num_processes 4 "${question[@]}" --report "$folder/four.json" --evidence_html "$folder/evidence.html"
 
 stage "asking about the same video on one process"
-"$python" scripts/infer_long_video.py "${question[@]}" --report "$folder/one.json"
+seqpar ask "${question[@]}" --report "$folder/one.json"
 
 stage "comparing answers and evidence, and counting the bytes sent"
 "$python" scripts/demo_check.py answers --one "$folder/one.json" --many "$folder/four.json" --expected "$answer"

@@ -1,5 +1,6 @@
-"""The conclusions of the demonstration: equal answers of one and of four processes, their evidence, and bytes sent.
+"""The conclusions of the demonstration: accuracy, equal answers of one and four processes, evidence, and bytes sent.
 
+python scripts/demo_check.py accuracy --answers answers.jsonl --at-least 0.95
 python scripts/demo_check.py answers --one ONE.json --many MANY.json --expected green
 python scripts/demo_check.py evidence --one ONE.json --many MANY.json --data long.jsonl
 python scripts/demo_check.py bytes --model DIR --data long.jsonl --ranks 4
@@ -36,6 +37,13 @@ def answers(one: Path, many: Path, expected: str) -> int:
     print(f"answer of {second['ranks']} processes about {second['frames']} frames: {text!r}; expected: {expected!r}")
     print(f"tokens of {second['ranks']} processes and of one: {'the same' if tokens[0] == tokens[1] else 'DIFFERENT'}")
     return int(text != expected or tokens[0] != tokens[1])
+
+
+def accuracy(answers: Path, least: float) -> int:
+    """Return 0 if at least this part of the answers of a data set is correct, else 1."""
+    correct = [json.loads(line)["correct"] for line in answers.read_text().splitlines()]
+    print(f"accuracy on unseen videos: {sum(correct)} of {len(correct)} right")
+    return int(sum(correct) < least * len(correct))
 
 
 def evidence(one: Path, many: Path, data: Path) -> int:
@@ -113,6 +121,9 @@ def main(argv: Sequence[str]) -> int:
     comparing.add_argument("--one", type=Path, required=True)
     comparing.add_argument("--many", type=Path, required=True)
     comparing.add_argument("--expected", required=True)
+    scoring = commands.add_parser("accuracy", help="require an accuracy of a data set of questions")
+    scoring.add_argument("--answers", type=Path, required=True)
+    scoring.add_argument("--at-least", type=float, required=True)
     looking = commands.add_parser("evidence", help="find the marker among the moments of two inference runs")
     looking.add_argument("--one", type=Path, required=True)
     looking.add_argument("--many", type=Path, required=True)
@@ -124,6 +135,8 @@ def main(argv: Sequence[str]) -> int:
     args = parser.parse_args(argv)
     if args.command == "answers":
         return answers(args.one, args.many, args.expected)
+    if args.command == "accuracy":
+        return accuracy(args.answers, args.at_least)
     if args.command == "evidence":
         return evidence(args.one, args.many, args.data)
     return count_bytes(args.model, args.data, args.ranks)

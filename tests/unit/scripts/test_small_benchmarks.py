@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from mllm_seqpar.__main__ import main
 from mllm_seqpar.comm import run_loopback
 
 
@@ -26,16 +27,26 @@ def test_wrong_kernel_is_reported_and_not_timed(script, monkeypatch: pytest.Monk
 
 
 @pytest.mark.slow
-def test_demo_data_can_be_scored_and_its_bytes_counted(script, tmp_path: Path, capsys) -> None:
-    task, check = script("demo_task"), script("demo_check")
-    small = task.DemoTask(short=2, short_frames=(2, 4), longer=1, longer_frames=(6, 8), unseen=3, long_frames=9)
-    long = task.make(tmp_path, small)
-    assert long.frames == 9 and len((tmp_path / "train.jsonl").read_text().splitlines()) == 3
-    model = ("--model", str(tmp_path / "model"))
-    assert task.main(["score", *model, "--data", str(tmp_path / "eval.jsonl")]) == 0
-    assert "of 3 right" in capsys.readouterr().out
-    assert check.main(["bytes", *model, "--data", str(tmp_path / "long.jsonl"), "--ranks", "2"]) == 0
+def test_example_and_the_checks_of_the_demo(script, tmp_path: Path, capsys) -> None:
+    check = script("demo_check")
+    sizes = {"short": 2, "short_frames": 4, "longer": 1, "unseen": 3, "long_frames": 9}
+    options = [part for name, value in sizes.items() for part in (f"--{name}", str(value))]
+    assert main(["example", "--output", str(tmp_path), *options]) == 0
+    assert json.loads(capsys.readouterr().out)["frames"] == 9
+    assert len((tmp_path / "train.jsonl").read_text().splitlines()) == 3
+    counted = ["bytes", "--model", str(tmp_path / "model"), "--data", str(tmp_path / "long.jsonl"), "--ranks", "2"]
+    assert check.main(counted) == 0
     assert "LV-XAttn sends" in capsys.readouterr().out
+    (tmp_path / "answers.jsonl").write_text('{"correct": true}\n{"correct": false}\n')
+    for least, status in (("0.5", 0), ("0.6", 1)):
+        assert check.main(["accuracy", "--answers", str(tmp_path / "answers.jsonl"), "--at-least", least]) == status
+    for place, status in ((1, 0), (4, 1)):
+        moments = [{"first": 3 * n, "last": 3 * n + 1, "share": 0.1} for n in range(1, 5)]
+        run = tmp_path / f"{place}.json"
+        run.write_text(json.dumps({"answers": [{"evidence": moments}]}))
+        (tmp_path / "marker.json").write_text(json.dumps({"marker": 3 * place + 1}))
+        given = ["evidence", "--one", str(run), "--many", str(run), "--data", str(tmp_path / "marker.json")]
+        assert check.main(given) == status
 
 
 def test_answers_are_compared_by_tokens(script, tmp_path: Path) -> None:

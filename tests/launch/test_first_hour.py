@@ -1,0 +1,67 @@
+"""Layer: real launch. The wheel works outside the repository, and so does every command of docs/first_hour.md."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+import sysconfig
+import venv
+from pathlib import Path
+
+import pytest
+
+import mllm_seqpar
+from mllm_seqpar.inference.moments import clock
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def run(*command: str | Path, cwd: Path, **environment: str) -> str:
+    inherited = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    done = subprocess.run(command, capture_output=True, text=True, cwd=cwd, env=inherited | environment)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def clean(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An environment with the wheel. It borrows the dependencies of this one, without its editable installs."""
+    folder = tmp_path_factory.mktemp("wheel")
+    run(sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--wheel-dir", folder, ROOT, cwd=folder)
+    (wheel,) = folder.glob("mllm_seqpar-*.whl")
+    assert wheel.name.startswith(f"mllm_seqpar-{mllm_seqpar.__version__}-")
+    venv.create(folder / "clean", with_pip=False)
+    python = folder / "clean" / "bin" / "python"
+    packages = Path(run(python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))", cwd=folder).strip())
+    borrowed = {sysconfig.get_path("purelib"), *(path for path in sys.path if path.endswith("site-packages"))}
+    (packages / "dependencies.pth").write_text("\n".join(borrowed))
+    run(sys.executable, "-m", "pip", "--python", python, "install", "--quiet", "--no-deps", wheel, cwd=folder)
+    return folder / "clean"
+
+
+@pytest.mark.slow
+@pytest.mark.launch
+def test_wheel_works_outside_the_repository(clean: Path, tmp_path: Path) -> None:
+    said = run(clean / "bin" / "python", ROOT / "tests" / "launch" / "wheel_smoke.py", cwd=tmp_path)
+    packages = clean / "lib" / f"python{sys.version_info.major}.{sys.version_info.minor}" / "site-packages"
+    assert f"mllm-seqpar {mllm_seqpar.__version__} from {packages.resolve()}" in said
+
+
+@pytest.mark.slow
+@pytest.mark.launch
+def test_commands_of_the_first_hour_do_what_the_page_says(clean: Path, tmp_path: Path) -> None:
+    page = (ROOT / "docs" / "first_hour.md").read_text()
+    install, *commands = re.findall(r"^```bash\n(.*?)^```", page, re.DOTALL | re.MULTILINE)
+    assert install.startswith("pip install") and len(commands) == 6
+    path = f"{clean / 'bin'}{os.pathsep}{os.environ['PATH']}"
+    said = [run("bash", "-e", "-c", command, cwd=tmp_path, PATH=path) for command in commands]
+    version, example, _, accuracy, answer, chat = said
+    assert version.startswith(f"mllm-seqpar {mllm_seqpar.__version__}\n") and version.count("\nok    exactness ") == 3
+    facts = json.loads(example.splitlines()[0])
+    assert f"{facts['frames']}, and the marker is in frame {facts['marker']}" in page
+    assert "192 samples, 0 broken" in example
+    correct = [json.loads(line)["correct"] for line in (tmp_path / "hour" / "answers.jsonl").read_text().splitlines()]
+    assert f"({sum(correct)} of 48)" in accuracy and sum(correct) >= 44
+    assert answer.strip() == facts["answer"] and facts["answer"] in chat
+    assert clock(facts["marker"]) in (tmp_path / "hour" / "report.html").read_text()
