@@ -62,11 +62,3 @@ def test_a_rank_that_fails_alone_ends_all_and_leaves_the_last_checkpoint(trainin
     assert "[rank 1] error: clip.mp4: cannot be decoded" in failed.output, failed.output
     assert "[rank 0] stopped: another rank ended" in failed.output, failed.output
     assert last_checkpoint(tmp_path) == tmp_path / "checkpoint-2"
-
-
-@pytest.mark.slow
-def test_the_script_ends_with_one_line_for_a_wrong_option() -> None:
-    command = [sys.executable, str(ROOT / "scripts" / "finetune.py"), "--model", "m", "--data", "d"]
-    done = subprocess.run([*command, "--output_dir", "o", "--lr", "1"], capture_output=True, text=True, timeout=HANG)
-    assert done.returncode == 2
-    assert done.stderr == "error: unrecognized arguments: --lr 1; --help lists the options\n"

@@ -55,7 +55,8 @@ def one_process(training_files: Path) -> Path:
 
 def whole_stopped_and_resumed(rank: int, world: int, files: Path) -> list[int]:
     """Run without interruption; then again, until rank 3 receives SIGTERM in step 8; then continue to step 12."""
-    statuses = [fine_tune(compared(files, files / "whole", "--sp", 2))]
+    options = ("--sp", 2, "--per_device_train_batch_size", 2)  # one forward pass per step, not four
+    statuses = [fine_tune(compared(files, files / "whole", *options))]
     reset_global_state()
     on_step_end = CheckpointClock.on_step_end
 
@@ -65,10 +66,10 @@ def whole_stopped_and_resumed(rank: int, world: int, files: Path) -> list[int]:
         on_step_end(self, args, state, control, **kwargs)
 
     with mock.patch.object(CheckpointClock, "on_step_end", terminated):
-        statuses.append(fine_tune(compared(files, files / "parts", "--sp", 2)))
+        statuses.append(fine_tune(compared(files, files / "parts", *options)))
     assert not (files / "parts" / "model").exists()
     reset_global_state()
-    resumed = compared(files, files / "parts", "--sp", 2, "--resume_from_checkpoint", "auto", "--stop_after", 12)
+    resumed = compared(files, files / "parts", *options, "--resume_from_checkpoint", "auto", "--stop_after", 12)
     return [*statuses, fine_tune(resumed)]
 
 
