@@ -186,7 +186,7 @@ class AttentionRecord:
         layers = [_unit_shares(list(layer), cache, own) for layer in zip(*rows, strict=True)]
         units = torch.stack(layers).mean(0)
         frames = self._gather(units.unflatten(1, (stop - start, per_frame)).sum(-1), bounds)
-        text = 1 - frames.sum(1) if rows[0][0].jointly else frames.new_zeros(len(passes))
+        text = (1 - frames.sum(1)).clamp(min=0) if rows[0][0].jointly else frames.new_zeros(len(passes))
         return Shares(frames, text, visible.unflatten(1, (-1, per_frame)).any(-1))
 
     def _gather(self, local: Tensor, bounds: Sequence[tuple[int, int]]) -> Tensor:

@@ -27,19 +27,12 @@ from mllm_seqpar.errors import ConfigError
 from mllm_seqpar.kernels.merge import merge
 from mllm_seqpar.masks import BlockMasks, FrameBlockMasks, FrameMask
 
+from .attention_record import RowRecorder
 from .context import SeqParContext
 from .frame_state import FrameState
 from .kv_projection import Projection
 from .offload_cache import HostKVCache
-from .strategy_selector import (
-    CROSS,
-    CROSS_MESH,
-    SELF,
-    SELF_MESH,
-    CandidateStrategies,
-    SelectedStrategy,
-    selected_spec,
-)
+from .strategy_selector import CROSS, CROSS_MESH, SELF, SELF_MESH, CandidateStrategies, SelectedStrategy, selected_spec
 from .text_kv_cache import CachedTextMask
 from .text_shards import TextShards
 from .visual_features import VisualKVCache, project_all
@@ -62,6 +55,7 @@ class ForwardState:
         visual_cache: K and V of the frames, in a pass with a cache.
         cached_text: the mask over K and V of the text, in a pass with a cache whose text is sharded.
         tokens: the number of text tokens so far, this pass included, in a pass with a cache; a static cache is longer.
+        recorder: stores a row of each cross-attention layer, in a pass whose attention to frames is recorded.
     """
 
     context: SeqParContext
@@ -73,6 +67,7 @@ class ForwardState:
     visual_cache: VisualKVCache | None = None
     cached_text: CachedTextMask | None = None
     tokens: int | None = None
+    recorder: RowRecorder | None = None
 
     @cached_property
     def _specs(self) -> dict[Hashable, CallSpec]:
@@ -111,7 +106,9 @@ class ForwardState:
     def attend(self, q: Tensor, sources: Sequence[KeySource], scale: float) -> Tensor:
         """q (B, H, s, D) -> o (B, H, s, D): one softmax over the keys of all sources on all ranks."""
         comm, config = self.context.comm, self.context.config
-        o, _ = attend(q, sources, comm=comm, scale=scale, kernel=config.kernel, recompute=config.recompute_attention)
+        o, lse = attend(q, sources, comm=comm, scale=scale, kernel=config.kernel, recompute=config.recompute_attention)
+        if self.recorder is not None:
+            self.recorder.add_sources(q, sources, lse, scale)
         return o
 
     def text_keys(self, k: Tensor, v: Tensor, window: int | None = None, heads: int | None = None) -> GivenKV:
@@ -200,8 +197,12 @@ class ForwardState:
     def attend_cached_frames(self, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
         """Return o of `attend_replicated` alone, for which one process needs no log-sum-exp."""
         if self._offloads or self.context.comm.size > 1 or self.requires_backward(q, k, v):
-            return self.attend_replicated(q, k, v, scale)[0]
-        return self._prepare(q, k, self.frame_mask).output(q, k, v, scale)
+            o, lse = self.attend_replicated(q, k, v, scale)
+        else:
+            o, lse = self._prepare(q, k, self.frame_mask).output(q, k, v, scale), None
+        if self.recorder is not None:
+            self.recorder.add(q, k, lse, scale)
+        return o
 
     def _prepare(self, q: Tensor, k: Tensor, mask: FrameMask | None) -> PreparedAttention:
         comm, kernel, units = self.context.comm, self.context.config.kernel, self.units_per_frame
@@ -235,27 +236,20 @@ class ForwardState:
         """
         on_text = self._cached_text_partial(q, *text, scale, window)
         on_frames = self._cached_frames_partial(q, *frames, scale)
-        if jointly:
-            o, _ = merge_over_ranks(*merge(on_text, on_frames), self.context.comm)
-            return o, o
-        o, lse = (torch.cat(pair) for pair in zip(on_text, on_frames, strict=True))
-        text_o, frames_o = merge_over_ranks(o, lse, self.context.comm)[0].chunk(2)
-        return text_o, frames_o
+        o, lse = merge(on_text, on_frames) if jointly else map(torch.cat, zip(on_text, on_frames, strict=True))
+        o, lse = merge_over_ranks(o, lse, self.context.comm)
+        if self.recorder is not None:
+            self.recorder.add(q, frames[0], lse if jointly else lse.chunk(2)[1], scale, jointly=jointly)
+        return (o, o) if jointly else o.chunk(2)
 
     def _cached_frames_partial(self, q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
         """Return (o, lse) of q over the K and V of frames that this rank stores, on the device or in host memory."""
         if not isinstance(self.visual_cache, HostKVCache):
             return self._prepare(q, k, self.frame_mask).partial(q, k, v, scale)
         assert self.frame_mask is not None
+        comm, kernel, units = self.context.comm, self.context.config.kernel, self.units_per_frame
         return self.visual_cache.partial(
-            q,
-            k,
-            v,
-            group=self.context.comm,
-            mask=self.frame_mask,
-            units_per_frame=self.units_per_frame,
-            scale=scale,
-            kernel=self.context.config.kernel,
+            q, k, v, group=comm, mask=self.frame_mask, units_per_frame=units, scale=scale, kernel=kernel
         )
 
     def _cached_text_partial(

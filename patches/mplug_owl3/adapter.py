@@ -44,7 +44,6 @@ from mllm_seqpar.integrations.transformers.text import causal_rectangles
 from mllm_seqpar.masks import GivenBlockMask
 from mllm_seqpar.models.mplug_owl3.media import MediaLayout, check_layout
 from mllm_seqpar.patching.registry import is_instance_by_name
-from mllm_seqpar.runtime.recording_state import RecordingState
 from mllm_seqpar.runtime.strategy_selector import CrossAttentionShape
 
 from .cache import FramePlacement, MediaLayoutCache, run_with_native_cache
@@ -180,8 +179,8 @@ def _attend_replicated(
     BlockMath(kernel, self.scaling).forward(q, k, v, rectangles, partial)
     partial.add(visual_o, visual_lse)
     o, lse = partial.value
-    if isinstance(seqpar, RecordingState):
-        seqpar.record(q, visual[0], lse, self.scaling, jointly=True)
+    if seqpar.recorder is not None:
+        seqpar.recorder.add(q, visual[0], lse, self.scaling, jointly=True)
     return merge_heads(o.to(q.dtype))
 
 

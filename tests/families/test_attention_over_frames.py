@@ -169,6 +169,7 @@ def test_first_token_is_the_last_row_of_a_prompt_that_is_read_in_two_passes() ->
     [
         ({"num_beams": 2}, "num_beams"),
         ({"prompt_lookup_num_tokens": 2}, "prompt_lookup_num_tokens"),
+        ({"prefill_chunk_size": 4}, "prefill_chunk_size"),
         ({"use_cache": False}, "use_cache"),
     ],
 )

@@ -21,7 +21,6 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from mllm_seqpar.errors import ShapeError
 from mllm_seqpar.models.cache_rows import attach
 from mllm_seqpar.runtime.forward_state import ForwardState
-from mllm_seqpar.runtime.recording_state import RecordingState
 from mllm_seqpar.runtime.star import block_length
 from mllm_seqpar.runtime.text_kv_cache import CachedTextMask
 from mllm_seqpar.runtime.text_shards import TextShards, select_logit_rows
@@ -227,7 +226,7 @@ class _CachedPass:
             return ForwardState(self.context, **arguments)
         positions = None if shards is None else shards.positions(shards.comm.rank)
         recorder = records[-1].begin_pass(visual, visibility.mask, self.inputs.length, positions)
-        return RecordingState(self.context, **arguments, recorder=recorder)
+        return ForwardState(self.context, **arguments, recorder=recorder)
 
     def _requested_rows(self, text: TextShards, local: Tensor, query: Tensor | None = None) -> Tensor:
         """Return, on every rank, the hidden states of the rows that `logits_to_keep` asks for.

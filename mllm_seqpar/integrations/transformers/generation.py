@@ -50,7 +50,13 @@ def patch_generate(model: Any, patch: Patch, frame_arguments: tuple[str, ...] = 
         patch.set(model, "_expand_inputs_for_generation", expand)
 
 
-_UNRECORDED = {"num_beams": 1, "num_return_sequences": 1, "assistant_model": None, "prompt_lookup_num_tokens": None}
+_UNRECORDED = {
+    "num_beams": 1,
+    "num_return_sequences": 1,
+    "assistant_model": None,
+    "prompt_lookup_num_tokens": None,
+    "prefill_chunk_size": None,
+}
 """Settings with which a pass computes other rows than the next token's, and their values without that."""
 
 
