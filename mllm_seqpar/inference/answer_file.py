@@ -3,14 +3,17 @@
 Group 0 appends each answer to the file itself, and every other group of ranks to a part of its own beside it, so that
 whatever has been answered survives a crash. When a run starts, it collects the answers of all parts, and drops a last
 line that was not written completely. When it ends, it writes all answers in the order of the questions. A second
-file has what the answers depend on, so that a run with another model or other options is refused.
+file has what the answers depend on, so that a run with another model or other options is refused. It is locked during
+the run, so that a second run with the same output is refused too.
 """
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Mapping
+import sys
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -31,6 +34,7 @@ class AnswerFile:
         self.path = Path(path)
         self._settings = self.path.with_name(self.path.name + ".settings.json")
         self._file: TextIO | None = None
+        self._locked: TextIO | None = None
 
     def resume(self, settings: Mapping[str, Any]) -> dict[int, Line]:
         """Return the answers of an earlier run with the same settings, and collect them in the file. For one process.
@@ -38,29 +42,30 @@ class AnswerFile:
         Lines with an error are dropped: their questions are asked again.
 
         Raises:
-            ConfigError: the file has answers that were made with other settings, or cannot be written.
+            ConfigError: the file has answers that were made with other settings, another run is writing to it, or it
+                cannot be written.
             DataError: a line of the file is no answer.
         """
-        try:
+        with _writing(self.path):
             self.path.parent.mkdir(parents=True, exist_ok=True)
+            file = self._locked = self._settings.open("a+", encoding="utf-8")
+            self._lock(file)
             done = self._collect()
             if done or (self.path.exists() and self.path.stat().st_size):
-                self._require_same(settings)
-            self._replace(self._settings, json.dumps(dict(settings), indent=1) + "\n")
-            self._write_all(line for line in done.values() if "error" not in line)
-        except OSError as error:
-            raise ConfigError(
-                f"{error.filename}: cannot be written ({error.strerror}); give another --output"
-            ) from error
-        return {index: line for index, line in done.items() if "error" not in line}
+                self._require_same(file, settings)
+            else:
+                file.truncate(0)
+                file.write(json.dumps(dict(settings), indent=1) + "\n")
+                file.flush()
+            answered = {index: line for index, line in done.items() if "error" not in line}
+            self._write_all(answered.values())
+        return answered
 
     def open(self, group: int) -> Path:
         """Open this group's part for appending, and return its path."""
         path = self._part(group)
-        try:
+        with _writing(path):
             self._file = path.open("a", encoding="utf-8")
-        except OSError as error:
-            raise ConfigError(f"{path}: cannot be written ({error.strerror}); give another --output") from error
         return path
 
     def require_parts(self, groups: int) -> None:
@@ -73,24 +78,34 @@ class AnswerFile:
             )
 
     def write(self, line: Line) -> None:
-        """Append an answer to this group's part, in one piece."""
+        """Append an answer to this group's part, in one piece; raise ConfigError if it cannot be written."""
         assert self._file is not None  # `open` precedes
-        self._file.write(_encoded(line))
-        self._file.flush()
+        with _writing(self.path):
+            self._file.write(_encoded(line))
+            self._file.flush()
+
+    def close_part(self) -> None:
+        """Close this group's part, if it is open; raise ConfigError if it could not be written."""
+        file, self._file = self._file, None
+        if file is not None:
+            with _writing(self.path):
+                file.close()
 
     def close(self) -> None:
-        """Close this group's part; nothing if it is not open."""
-        if self._file is not None:
-            self._file.close()
-        self._file = None
+        """Close the part and end the lock; for the end of a run, also one that failed."""
+        with suppress(ConfigError):
+            self.close_part()
+        if self._locked is not None:
+            self._locked.close()
 
     def finish(self) -> list[Line]:
         """Write the answers of all parts in the order of the questions, delete the parts, and return the answers.
 
-        For one process, after `close` of all.
+        For one process, after `close_part` of all.
         """
-        lines = [line for _, line in sorted(self._collect().items())]
-        self._write_all(lines)
+        with _writing(self.path):
+            lines = [line for _, line in sorted(self._collect().items())]
+            self._write_all(lines)
         return lines
 
     def _part(self, group: int) -> Path:
@@ -109,20 +124,33 @@ class AnswerFile:
         return found
 
     def _write_all(self, lines: Iterable[Line]) -> None:
-        self._replace(self.path, "".join(map(_encoded, lines)))
+        temporary = self.path.with_name(self.path.name + ".new")
+        temporary.write_text("".join(map(_encoded, lines)), encoding="utf-8")
+        os.replace(temporary, self.path)
         for part in self._parts():
             part.unlink()
 
-    def _replace(self, path: Path, content: str) -> None:
-        temporary = path.with_name(path.name + ".new")
-        temporary.write_text(content, encoding="utf-8")
-        os.replace(temporary, path)
+    def _lock(self, file: TextIO) -> None:
+        """Lock a file until it is closed, where the file system can; raise ConfigError if another process holds it."""
+        if sys.platform == "win32":
+            return
+        import fcntl
 
-    def _require_same(self, settings: Mapping[str, Any]) -> None:
-        remedy = f"give another --output, or delete {self.path} to begin again"
         try:
-            earlier = json.loads(self._settings.read_text())
-        except (OSError, ValueError) as error:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except (BlockingIOError, PermissionError) as error:
+            raise ConfigError(
+                f"{self.path}: another run is writing its answers there; wait for its end, or give another --output"
+            ) from error
+        except OSError:  # a file system without locks
+            pass
+
+    def _require_same(self, file: TextIO, settings: Mapping[str, Any]) -> None:
+        remedy = f"give another --output, or delete {self.path} to begin again"
+        file.seek(0)
+        try:
+            earlier = dict(json.loads(file.read()))
+        except (TypeError, ValueError) as error:
             raise ConfigError(
                 f"{self.path}: it is not empty, and {self._settings.name}, which says what its answers were made with, "
                 f"cannot be read; {remedy}"
@@ -134,6 +162,18 @@ class AnswerFile:
                 f"{self.path}: its answers were made with {name} = {earlier.get(name)!r}, and now it is "
                 f"{settings[name]!r}; {remedy}"
             )
+
+
+@contextmanager
+def _writing(path: Path) -> Iterator[None]:
+    """Raise ConfigError if a file cannot be written within this context."""
+    try:
+        yield
+    except OSError as error:
+        raise ConfigError(
+            f"{error.filename or path}: cannot be written ({error.strerror}); answers that it has are kept; make it "
+            "writable and start again, or give another --output"
+        ) from error
 
 
 def _encoded(line: Line) -> str:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import nullcontext
+from contextlib import closing, nullcontext
 from typing import Any
 
 import torch
@@ -42,19 +42,16 @@ def answer_data_set(args: AskArguments, world: Communicator, device: torch.devic
     """
     ranks = divide_ranks(world, args.sp, args.timeout)
     processor, questions, settings = check_collectively(world, "inputs", lambda: _open(args), lambda found: found[2])
-    file = AnswerFile(args.output or "")
-    done = _resume(file, settings, ranks)
-    videos = [[question for question in group if question.index not in done] for group in questions.by_media()]
-    mine = [group for group in videos if group][ranks.index :: ranks.count]
-    try:
+    with closing(AnswerFile(args.output or "")) as file:
+        done = _resume(file, settings, ranks)
+        videos = [[question for question in group if question.index not in done] for group in questions.by_media()]
+        mine = [group for group in videos if group][ranks.index :: ranks.count]
         if mine:
             model = load_patched(args, chat_family(processor), ranks.group, device)
             answerer = Answerer(args, model, processor, questions, ranks.group)
             _answer_all(answerer, mine, file, ranks, args.progress)
-    finally:
-        file.close()
-    ranks.end.gather_ints([0])  # all groups have closed their files
-    check_collectively(ranks.end, "output", lambda: _finish(file, questions, ranks))
+        check_collectively(ranks.end, "output", file.close_part)
+        check_collectively(ranks.end, "output", lambda: _finish(file, questions, ranks))
 
 
 class Answerer:

@@ -84,5 +84,6 @@ def tried(group: Communicator, what: str, step: Callable[[], T]) -> tuple[T | No
     try:
         raise_on_all_ranks(group, what, error)
     except _OF_THE_INPUT as found:
+        found.__traceback__ = None  # its frames refer to it and to tensors, which would stay until a garbage collection
         return None, first_line(found)
     return result, None

@@ -144,7 +144,7 @@ class VideoRun:
         for question in self._args.question:
             result = _ask(self._args, self._inputs, model, encoded, question, report, shown)
             self.answers.append(Answered(name, question, result))
-        report.write()
+        check_collectively(self._comm, "evidence page", report.write)
 
     def report(self, model: nn.Module) -> None:
         """Write times and memory of all ranks to stderr, and the report to its file."""

@@ -1,7 +1,9 @@
 """Layer: one process. Answers to a data set of questions do not depend on the ranks or on a stop; ranks are threads."""
 
+import gc
 import json
 import threading
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +12,11 @@ import torch
 
 from mllm_seqpar.comm import Communicator, as_communicator, run_loopback
 from mllm_seqpar.comm.agreement import attempt
-from mllm_seqpar.errors import AgreementError, ConfigError, DataError
+from mllm_seqpar.errors import AgreementError, ConfigError, DataError, VideoError
+from mllm_seqpar.inference import data_set
+from mllm_seqpar.inference.answer_file import AnswerFile
 from mllm_seqpar.inference.arguments import parse
+from mllm_seqpar.inference.conversation import Conversation
 from mllm_seqpar.inference.data_set import Answerer, answer_data_set
 from mllm_seqpar.models import loading
 
@@ -139,3 +144,62 @@ def test_arguments_that_fit_no_run_are_refused(questions: Path, inference_files:
     argv = ["--model", inference_files / "gated", "--questions", questions, "--output", questions, "--choices"]
     error = attempt(lambda: answer_data_set(parse([*map(str, argv)]), as_communicator("self"), CPU))[1]
     assert "is a question with options" in str(error)
+
+
+def test_second_run_with_the_same_output_is_refused_until_the_first_ends(
+    questions: Path, inference_files: Path
+) -> None:
+    output = questions.with_name("out.jsonl")
+    source = ["--model", inference_files / "gated", "--questions", questions, "--output", output]
+    questions.write_text(json.dumps({"question": "Say hello."}) + "\n")
+    first = AnswerFile(output)
+    first.resume({})
+    errors = run(2, *source)
+    assert [type(error) for error in errors] == [ConfigError, AgreementError]
+    assert "another run is writing its answers there" in str(errors[0])
+    first.close()
+    assert run(1, *source) == [None] and len(answers(output)) == 1
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no device that is always full")
+def test_answer_that_cannot_be_written_is_one_sentence(tmp_path: Path) -> None:
+    (tmp_path / "out.part-1").symlink_to("/dev/full")
+    file = AnswerFile(tmp_path / "out")
+    file.open(1)
+    with pytest.raises(ConfigError, match="out: cannot be written .No space left on device"):
+        file.write({"index": 0})
+    file.close()  # does not raise again
+
+
+def test_features_of_a_video_are_freed_before_the_next_is_encoded(
+    questions: Path, inference_files: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    alive: list[weakref.ref[Any]] = []
+
+    class Watched(Conversation):
+        def encode(self, *args: Any, **kwargs: Any) -> None:
+            if not self.sources or self._encoded is not None:
+                return super().encode(*args, **kwargs)
+            assert not any(one() is not None for one in alive), "an earlier video is still in memory"
+            features = torch.zeros(3)
+            alive.extend(map(weakref.ref, (self, features)))
+            if len(alive) == 2:
+                raise VideoError("the first video breaks off")
+            super().encode(*args, **kwargs)
+
+    monkeypatch.setattr(data_set, "Conversation", Watched)
+    clip, twin = str(inference_files / "clip.mp4"), str(inference_files / "twin.mp4")
+    records = [{"video": clip, "question": text, **COLOURS} for text in ("Why?", "How?")]
+    records += [
+        {**records[0], "video": twin},
+        {**records[0], "video": clip, "fps": 2},
+        {**records[0], "video": twin, "fps": 2},
+    ]
+    questions.write_text("".join(json.dumps(record) + "\n" for record in records))
+    gc.disable()
+    try:
+        output = questions.with_name("out")
+        assert run(1, "--model", inference_files / "gated", "--questions", questions, "--output", output) == [None]
+    finally:
+        gc.enable()
+    assert len(alive) == 2 * 4, [line for line in answers(output)]
