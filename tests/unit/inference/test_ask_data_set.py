@@ -171,6 +171,7 @@ def test_answer_that_cannot_be_written_is_one_sentence(tmp_path: Path) -> None:
     file.close()  # does not raise again
 
 
+@pytest.mark.slow
 def test_features_of_a_video_are_freed_before_the_next_is_encoded(
     questions: Path, inference_files: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
