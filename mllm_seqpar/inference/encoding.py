@@ -161,8 +161,8 @@ class _Encoder:
             if self._collective or pixels is not None:
                 self._run(pixels)
         except Exception as error:  # noqa: BLE001 - raised on all ranks in the next round
-            if self._collective:  # the other ranks would wait in the gathers of parameters
-                raise
+            if self._collective:  # the other ranks are in a gather of parameters, so nothing can be agreed on
+                raise RuntimeError(f"a rank cannot encode its frames with sharded weights: {error}") from error
             self.error = error
 
     def features(self) -> Tensor:

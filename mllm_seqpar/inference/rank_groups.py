@@ -14,7 +14,7 @@ from mllm_seqpar.cli.launch import collective_timeout
 from mllm_seqpar.cli.program_exit import first_line
 from mllm_seqpar.comm import Communicator, ProcessGroupCommunicator, Subgroup, as_communicator
 from mllm_seqpar.comm.agreement import attempt, raise_on_all_ranks
-from mllm_seqpar.errors import AgreementError, ConfigError, DataError, VideoError
+from mllm_seqpar.errors import AgreementError, ConfigError, DataError, SeqParError, VideoError
 
 T = TypeVar("T")
 
@@ -75,10 +75,13 @@ def tried(group: Communicator, what: str, step: Callable[[], T]) -> tuple[T | No
         step: either does not communicate, or raises on all ranks if it raises on one.
 
     Raises:
-        Exception: on all ranks, if a rank raised an error that no input causes, such as ConfigError.
+        SeqParError: on all ranks, if a rank raised one that no input causes, such as ConfigError.
+        Exception: any other error, at once: the other ranks may be in a collective of the step.
     """
     result, error = attempt(step)
     fatal = error is not None and not isinstance(error, _OF_THE_INPUT)
+    if error is not None and fatal and not isinstance(error, SeqParError):
+        raise error
     if any(row[0] for row in group.gather_ints([int(fatal)])):
         raise_on_all_ranks(group, what, error)
     try:

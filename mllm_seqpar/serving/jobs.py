@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -50,6 +51,7 @@ class Worker:
         try:
             prepared = self.engine.prepare(job, progress, interrupted)
         except (SeqParError, torch.OutOfMemoryError) as error:
+            traceback.clear_frames(error.__traceback__)  # they refer to the features of this job, and to the error
             if isinstance(error, torch.OutOfMemoryError):
                 self.engine.forget()
             raise Impossible(error) from error
@@ -59,6 +61,8 @@ class Worker:
         except torch.OutOfMemoryError as error:
             if self.engine.comm.size > 1:  # the other ranks wait for this one in a collective
                 raise
+            traceback.clear_frames(error.__traceback__)
+            del prepared
             self.engine.forget()
             raise Impossible(error) from error
 

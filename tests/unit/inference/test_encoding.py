@@ -12,8 +12,10 @@ from torch import Tensor
 
 from mllm_seqpar.comm import Communicator, run_loopback
 from mllm_seqpar.comm.agreement import attempt
+from mllm_seqpar.data.chat_family import chat_family
 from mllm_seqpar.errors import AgreementError, ConfigError, VideoError
-from mllm_seqpar.inference import encode_video
+from mllm_seqpar.inference import encode_video, encoding
+from mllm_seqpar.inference.rank_groups import tried
 from mllm_seqpar.models.mplug_owl3 import MPlugOwl3ImageProcessor, MPlugOwl3Processor
 from mllm_seqpar.patches.mplug_owl3.testing import IMAGE_SIZE, TOKENS_PER_FRAME, tiny_model, tiny_tokenizer
 from mllm_seqpar.sharding import FrameShard, frame_bounds
@@ -121,3 +123,17 @@ def test_an_unreadable_frame_stops_all_ranks_within_one_batch() -> None:
     assert str(errors[1]) == "film.mp4: frame 40 cannot be decoded"
     assert str(errors[0]) == str(errors[2]) == f"reading the video: rank 1: {errors[1]}"
     assert rounds == [0, 9, 18]
+
+
+def test_rank_that_fails_within_a_gather_of_weights_exchanges_nothing_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The other ranks are in the gather, and would not answer."""
+
+    def fail(*args: Any) -> None:
+        raise torch.OutOfMemoryError("no memory")
+
+    no_group: Any = None
+    encoder = encoding._Encoder(tiny_model(), chat_family(tiny_processor()), 2, False)
+    monkeypatch.setattr(encoder, "_collective", True)
+    monkeypatch.setattr(encoder, "_run", fail)
+    with pytest.raises(RuntimeError, match="sharded weights: no memory"):
+        tried(no_group, "media", lambda: encoder.encode(None))

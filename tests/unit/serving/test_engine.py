@@ -1,6 +1,8 @@
 """Layer: one process. Jobs about videos and images on ranks that are threads, and jobs that cannot be answered."""
 
+import gc
 import threading
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,10 +14,11 @@ from family_directories import family_folder
 from mllm_seqpar.cli.job_channel import JobChannel
 from mllm_seqpar.cli.options import parse_options
 from mllm_seqpar.comm import Communicator, run_loopback
+from mllm_seqpar.comm.agreement import raise_on_all_ranks
 from mllm_seqpar.data import VideoSource, chat_family
 from mllm_seqpar.errors import SeqParError
 from mllm_seqpar.inference import Sampling
-from mllm_seqpar.inference.conversation import Interrupted, JoinedSource, LengthError, Reply
+from mllm_seqpar.inference.conversation import Conversation, Interrupted, JoinedSource, LengthError, Reply
 from mllm_seqpar.models import loading
 from mllm_seqpar.models.loading import load_model, load_processor
 from mllm_seqpar.serving.chat import ChatOptions
@@ -130,6 +133,31 @@ def test_out_of_memory_is_an_impossible_job_on_one_rank_only(
         return str(error.value)
 
     on_ranks(1, inference_files / "gated", body)
+
+
+def test_features_of_an_impossible_job_are_freed_at_once(
+    inference_files: Path, video: MediaFile, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    features: list[weakref.ref[torch.Tensor]] = []
+
+    def fail(comm: Any, *args: Any) -> None:
+        encoded = torch.zeros(3)
+        features.append(weakref.ref(encoded))
+        raise_on_all_ranks(comm, "reading", torch.OutOfMemoryError("no memory"))
+
+    def body(engine: Engine) -> bool:
+        monkeypatch.setattr(Conversation, "encode", lambda self, *_: fail(engine.comm))
+        freed: list[bool] = []
+        monkeypatch.setattr(Engine, "forget", lambda self: freed.append(features[0]() is None))
+        gc.disable()
+        try:
+            with pytest.raises(Impossible):
+                Worker(engine, JobChannel(engine.comm)).run(job(video))
+        finally:
+            gc.enable()
+        return freed == [True]
+
+    assert on_ranks(1, inference_files / "gated", body) == [True]
 
 
 def test_source_that_is_interrupted_reads_no_further(video: MediaFile) -> None:
