@@ -146,7 +146,8 @@ class AnswerFile:
             pass
 
     def _require_same(self, file: TextIO, settings: Mapping[str, Any]) -> None:
-        remedy = f"give another --output, or delete {self.path} to begin again"
+        files = ", ".join(str(path) for path in (self.path, *self._parts()) if path.exists())
+        remedy = f"give another --output, or delete {files} to begin again"
         file.seek(0)
         try:
             earlier = dict(json.loads(file.read()))

@@ -156,7 +156,9 @@ class AskArguments(InferenceOptions):
         if any(not question.strip() for question in self.question):
             raise ConfigError("--question: the question is empty; give a text")
         if not self.question:
-            unused = "temperature strategy self_attention tile mlp_chunk_size kernel evidence evidence_html"
+            unused = (
+                "max_new_tokens temperature strategy self_attention tile mlp_chunk_size kernel evidence evidence_html"
+            )
             for name in unused.split():
                 self._refuse_unused(name, "there is no question; give --question, or leave it out")
         self._require("evidence", self.evidence >= 0, "0 or more")

@@ -45,6 +45,9 @@ from .rank_groups import divide_ranks
 
 _UNSUPPORTED_REQUEST = "lmms-eval's requests of the kind {} are not supported by this model; choose other tasks"
 
+_NEUTRAL = {"num_beams": 1, "top_k": 0, "repetition_penalty": 1.0, "no_repeat_ngram_size": 0, "min_new_tokens": 0}
+"""Settings of transformers' `generate` that are not supported, with the values that have no effect."""
+
 
 @dataclass(frozen=True)
 class _Request:
@@ -162,8 +165,10 @@ class SimpleSeqParModel(lmms):
         return conversation.answer(prompt, sampling, stop=tuple(request.stop)).text
 
     def _scored(self, request: _Request) -> tuple[float, bool]:
+        tokenizer, target = self.processor.tokenizer, request.target
+        if not target:
+            raise DataError("a request asks for the likelihood of an empty text; check doc_to_target of the task")
         conversation, prompt = self._prompt(request, 1)
-        tokenizer, target = self.processor.tokenizer, request.target or ""
         tokens = continuation(tokenizer, prompt.input_ids[0].tolist(), target)
         tokens = tokens or tokenizer.encode(target, add_special_tokens=False)
         (score,) = conversation.log_likelihoods(prompt, [tokens])
@@ -235,10 +240,15 @@ class ChatSeqParModel(SimpleSeqParModel):
 
 def _generation(messages: list[dict[str, Any]], arguments: dict[str, Any]) -> _Request:
     """Return a request with the sampling and the stop strings of lmms-eval's `generation_kwargs`."""
-    if arguments.get("num_beams", 1) not in (None, 1):
-        raise ConfigError(f"num_beams: {arguments['num_beams']} is not supported; answers are searched without beams")
     temperature = arguments.get("temperature") or 0.0
     sampled = arguments.get("do_sample", temperature > 0) and temperature > 0
+    for name, neutral in _NEUTRAL.items():
+        value = arguments.get(name)
+        if value not in (None, neutral) and (sampled or name != "top_k"):  # without sampling, top_k has no effect
+            raise ConfigError(
+                f"generation_kwargs: {name} = {value!r} is not supported; leave it out, or give {neutral} "
+                f"(--gen_kwargs {name}={neutral})"
+            )
     sampling: dict[str, Any] = {"max_new_tokens": arguments.get("max_new_tokens", 128)}
     if sampled:
         sampling |= {"temperature": temperature, "top_p": arguments.get("top_p") or 1.0}

@@ -128,7 +128,10 @@ def test_another_run_is_refused_and_nothing_is_overwritten(questions: Path, infe
         errors = run(2, *argv)
         assert [type(error) for error in errors] == [ConfigError, AgreementError] and message in str(errors[0])
     questions.write_text(json.dumps({"question": "Say goodbye."}) + "\n")
-    assert "were made with questions = " in str(run(1, *source)[0])
+    (part := output.with_name("out.jsonl.part-1")).write_text(before)
+    error = str(run(1, *source)[0])
+    assert "were made with questions = " in error and f"delete {output}, {part} to begin again" in error
+    part.unlink()
     assert output.read_text() == before
     output.write_text("[1]\n" + before)
     assert isinstance(run(1, *source)[0], DataError)

@@ -36,6 +36,7 @@ def test_options_become_settings() -> None:
         ([*ASK, "--top_p", "0"], "top_p: 0.0 is not allowed; give more than 0 and at most 1"),
         ([*ASK, "--seed", "3"], "--seed 3 would have no effect: without --temperature above 0"),
         ([*ASK, "--num_frames", "9", "--max_frames", "4"], "--max_frames 4 would have no effect: --num_frames"),
+        ([*ENCODE, "--max_new_tokens", "9"], "--max_new_tokens 9 would have no effect: there is no question"),
         ([*ENCODE, "--strategy", "ring"], "--strategy ring would have no effect: there is no question"),
         ([*ASK, "--output", "a.jsonl"], "--output a.jsonl would have no effect: it belongs to --questions"),
         ([*SET, "--video", "v.mp4"], "--questions names the videos"),

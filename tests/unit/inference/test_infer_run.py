@@ -24,7 +24,8 @@ from mllm_seqpar.sharding import FrameShard
 
 CPU = torch.device("cpu")
 QUESTIONS = ("What is it?", "Which one comes first, <|video|> or this?")
-ASK = ["--no_progress", "--max_new_tokens", "16", "--encode_batch", "3"]
+ENCODE = ["--no_progress", "--encode_batch", "3"]
+ASK = [*ENCODE, "--max_new_tokens", "16"]
 
 
 @pytest.fixture(autouse=True)
@@ -52,7 +53,7 @@ def run(world: int, *argv: Any, videos: tuple[Path, ...] = ()) -> list[Exception
 def ask(world: int, folder: Path, *argv: Any, questions: tuple[str, ...] = QUESTIONS) -> dict[str, Any]:
     """The report of a run."""
     options = [part for question in questions for part in ("--question", question)]
-    errors = run(world, *argv, *ASK, *options, "--report", folder / "report.json")
+    errors = run(world, *argv, *(ASK if questions else ENCODE), *options, "--report", folder / "report.json")
     assert errors == [None] * world
     report = json.loads((folder / "report.json").read_text())
     return report | {"tokens": [answer["tokens"] for answer in report["answers"]]}
