@@ -240,7 +240,10 @@ class ForwardState:
         o, lse = merge_over_ranks(o, lse, self.context.comm)
         if self.recorder is not None:
             self.recorder.add(q, frames[0], lse if jointly else lse.chunk(2)[1], scale, jointly=jointly)
-        return (o, o) if jointly else o.chunk(2)
+        if jointly:
+            return o, o
+        text_o, frames_o = o.chunk(2)
+        return text_o, frames_o
 
     def _cached_frames_partial(self, q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
         """Return (o, lse) of q over the K and V of frames that this rank stores, on the device or in host memory."""

@@ -110,6 +110,13 @@ def test_evidence_is_printed_reported_and_written(inference_files: Path, tmp_pat
     assert page.read_text().count('"mean":') == 2
 
 
+def test_page_that_cannot_be_written_is_an_error_on_every_rank(inference_files: Path, tmp_path: Path) -> None:
+    source = ["--model", inference_files / "gated", "--video", inference_files / "clip.mp4", "--num_frames", 3]
+    errors = run(2, *source, *ASK, "--question", "Why?", "--evidence_html", tmp_path)
+    assert [type(error) for error in errors] == [ConfigError, AgreementError]
+    assert f"{tmp_path}: cannot be written" in str(errors[0]) and str(errors[0]) in str(errors[1])
+
+
 def test_library_functions_answer_as_the_script_does(inference_files: Path, caplog: pytest.LogCaptureFixture) -> None:
     model = patch_model(load_for_inference(str(inference_files / "gated"), "auto", CPU))
     processor = MPlugOwl3Processor.from_pretrained(inference_files / "gated")
