@@ -15,8 +15,7 @@ from typing import Any
 
 import torch
 from transformers import HfArgumentParser, TrainingArguments
-from transformers.trainer_utils import IntervalStrategy, SaveStrategy, SchedulerType
-from transformers.training_args import OptimizerNames
+from transformers.trainer_utils import SchedulerType
 
 from mllm_seqpar._compat import optional_import
 from mllm_seqpar.cli.options import CommandOptions, Parser, option, parse_tile
@@ -30,13 +29,6 @@ SAVE_DTYPES = ("source", "float32", "bfloat16", "float16")
 SELF_ATTENTION = tuple(name for name in CHOICES["self_attention"] if name != "star")
 """Star Attention has no backward pass."""
 
-_ENUMS = {
-    "lr_scheduler_type": SchedulerType,
-    "logging_strategy": IntervalStrategy,
-    "eval_strategy": IntervalStrategy,
-    "save_strategy": SaveStrategy,
-    "optim": OptimizerNames,
-}
 _POSITIVE = (
     *("learning_rate", "adam_epsilon", "num_train_epochs", "ddp_timeout", "gradient_accumulation_steps"),
     *("per_device_train_batch_size", "per_device_eval_batch_size"),
@@ -66,7 +58,7 @@ class FineTuningArguments(TrainingArguments):
     per_device_eval_batch_size: int = option("the same, in evaluation", 1)
     num_train_epochs: float = option("passes over the data, unless --max_steps is given", 1.0)
     learning_rate: float = option("peak learning rate", 1e-5)
-    lr_scheduler_type: str = option("learning rate after the warmup", "cosine")
+    lr_scheduler_type: SchedulerType | str = option("learning rate after the warmup", "cosine")
     warmup_steps: float = option("steps of linear warmup, or a fraction of all steps if below 1", 0.03)
     weight_decay: float = option("weight decay of matrices; vectors (norms, biases, gates) are not decayed", 0.01)
     adam_beta2: float = option("beta2 of AdamW", 0.95)
@@ -267,10 +259,6 @@ def _check_training(values: Mapping[str, Any], run: ModelAndData) -> None:
     """Raise ConfigError for options of `TrainingArguments` that are wrong, before the first part of it is made."""
     if not values["output_dir"]:
         raise ConfigError("--output_dir is missing; --help lists the options")
-    for name, kind in _ENUMS.items():
-        allowed = [item.value for item in kind]
-        if str(getattr(values[name], "value", values[name])) not in allowed:
-            raise ConfigError(f"--{name}: {values[name]!r} is not allowed; give one of {', '.join(allowed)}")
     for name in _POSITIVE:
         if not (math.isfinite(values[name]) and values[name] > 0):
             raise ConfigError(f"--{name}: {values[name]} is not allowed; give more than 0")
