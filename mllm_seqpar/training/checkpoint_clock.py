@@ -34,7 +34,7 @@ class CheckpointClock(TrainerCallback):
 
     Attributes:
         signal: the signal that stopped the run, or 0.
-        stops: whether the run stops before its last step, by a signal or `stop_after`.
+        stops: whether a signal or `stop_after` stops the run.
         saved_step: the step of the last checkpoint, or the one that the run began with.
     """
 
@@ -82,8 +82,13 @@ class CheckpointClock(TrainerCallback):
     def restore_signals(self) -> None:
         """Give SIGTERM and SIGINT back their handlers."""
         for number, handler in self._previous.items():
-            signal.signal(number, handler)
+            signal.signal(number, handler or signal.SIG_DFL)  # None: a handler that is not Python's
         self._previous = {}
+
+    def raise_late_signal(self) -> None:
+        """Raise the signal that came after the last step, when no checkpoint follows, with its own handler."""
+        if self._received and not self.signal:
+            signal.raise_signal(self._received)
 
     def _on_signal(self, number: int, frame: Any) -> None:
         if self._received:

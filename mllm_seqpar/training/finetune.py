@@ -73,6 +73,7 @@ def fine_tune(argv: Sequence[str]) -> int:
         trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
     finally:
         trainer.clock.restore_signals()
+    trainer.clock.raise_late_signal()
     trainer.save_state()  # trainer_state.json, with the log of all steps
     state = trainer.state
     if trainer.clock.signal or state.global_step == options.run.stop_after:

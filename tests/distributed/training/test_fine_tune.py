@@ -17,6 +17,7 @@ import pytest
 import torch
 import yaml
 from safetensors.torch import load_file
+from transformers import Trainer
 from transformers.trainer_utils import EvalLoopOutput
 
 from launch import ROOT, launch_environment
@@ -230,6 +231,14 @@ def test_a_run_that_stops_keeps_its_checkpoint_beside_the_best(
     reset_global_state()
     with pytest.raises(ConfigError, match="--stop_after 2: the steps of this run are 3 to 3; give one"):
         fine_tune([*argv, "--resume_from_checkpoint", "auto"])
+    reset_global_state()
+
+    # Saving replaces checkpoint-2, and until that is complete, checkpoint-1 is the last one.
+    full = mock.patch.object(Trainer, "_save_checkpoint", side_effect=OSError("the disk is full"))
+    evaluation = mock.patch.object(finetune_trainer.FineTuneTrainer, "evaluation_loop", worse_and_worse)
+    with full, evaluation, pytest.raises(OSError, match="the disk is full"):
+        fine_tune([*argv, "--resume_from_checkpoint", str(tmp_path / "checkpoint-1")])
+    assert last_checkpoint(tmp_path) == tmp_path / "checkpoint-1"
 
 
 @pytest.mark.slow

@@ -173,6 +173,14 @@ def test_second_interrupt_is_not_delayed() -> None:
         clock._on_signal(signal.SIGINT, None)
 
 
+def test_interrupt_after_the_last_step_takes_effect() -> None:
+    clock = CheckpointClock(run_loopback(1, lambda comm: comm)[0], 0, None)
+    clock.raise_late_signal()
+    clock._on_signal(signal.SIGINT, None)
+    with pytest.raises(KeyboardInterrupt):
+        clock.raise_late_signal()
+
+
 def test_only_complete_checkpoints_are_continued(tmp_path: Path) -> None:
     assert last_checkpoint(tmp_path) is None
     for step, complete in ((9, True), (10, True), (11, False)):
