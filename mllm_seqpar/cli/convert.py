@@ -84,7 +84,7 @@ def convert(argv: Sequence[str]) -> None:
         "  mllm-seqpar convert --language_model MPT_DIR --vision_model openai/clip-vit-large-patch14 \\\n"
         "      --checkpoint checkpoint.pt --output flamingo",
     )
-    output = Path(args.output)
+    output = Path(args.output).resolve()  # a link to an empty directory cannot be replaced
     if output.exists() and not (output.is_dir() and not any(output.iterdir())):
         raise ConfigError(f"--output {output}: it exists and is not an empty directory; choose another name")
     output.parent.mkdir(parents=True, exist_ok=True)

@@ -14,10 +14,13 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from mllm_seqpar._logging import get_logger
 from mllm_seqpar.comm import Communicator, as_communicator, launched_processes
 from mllm_seqpar.errors import ConfigError
 
 DEVICES = ("auto", "cpu", "cuda")
+
+_log = get_logger(__name__)
 
 
 @contextmanager
@@ -61,8 +64,11 @@ def use_cuda(device: str) -> bool:
         raise ConfigError(
             f"--device cuda: this node has {gpus} GPUs for {processes} processes; start fewer, or use --device cpu"
         )
-    cpu_requested = os.environ.get("ACCELERATE_USE_CPU", "").lower() in ("1", "true")
-    return device == "cuda" or (device == "auto" and gpus >= processes and not cpu_requested)
+    if device != "auto" or os.environ.get("ACCELERATE_USE_CPU", "").lower() in ("1", "true"):
+        return device == "cuda"
+    if 0 < gpus < processes and os.environ.get("LOCAL_RANK", "0") == "0":
+        _log.warning("computing on the CPU: this node has %d GPUs for %d processes; start fewer", gpus, processes)
+    return gpus >= processes
 
 
 def collective_timeout(seconds: float | None, cuda: bool) -> timedelta:

@@ -111,8 +111,8 @@ class Parser(argparse.ArgumentParser):
     """
 
     def __init__(self, *, example: str = "", **options: Any) -> None:
-        options |= {"epilog": f"example:\n  {example}" if example else None, "allow_abbrev": False}
-        super().__init__(formatter_class=argparse.RawDescriptionHelpFormatter, **options)
+        options = {"formatter_class": argparse.RawDescriptionHelpFormatter} | options
+        super().__init__(epilog=f"example:\n  {example}" if example else None, allow_abbrev=False, **options)
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         return super().parse_known_args(canonical_arguments(self, args), namespace)

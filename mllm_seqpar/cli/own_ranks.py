@@ -214,7 +214,8 @@ def main(argv: Sequence[str]) -> NoReturn:
     entry = _function(argv[0])
     store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), wait_for_workers=False)
     store.set(_READY.format(os.environ["RANK"]), "")
-    sys.exit(entry(argv[1:]))
+    entry(argv[1:])  # the status of the program is that of rank 0; a rank that fails leaves by `program_exit`
+    sys.exit(0)
 
 
 if __name__ == "__main__":

@@ -11,15 +11,14 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from transformers import HfArgumentParser, TrainingArguments
-from transformers.trainer_utils import IntervalStrategy, SaveStrategy, SchedulerType
-from transformers.training_args import OptimizerNames
+from transformers.trainer_utils import SchedulerType
 
 from mllm_seqpar._compat import optional_import
-from mllm_seqpar.cli.options import CommandOptions, option, parse_tile
+from mllm_seqpar.cli.options import CommandOptions, Parser, option, parse_tile
 from mllm_seqpar.config import CHOICES, SeqParConfig
 from mllm_seqpar.data.chat import ON_BAD_MEDIA
 from mllm_seqpar.data.formats import DEFAULT_TEMPLATE
@@ -30,13 +29,10 @@ SAVE_DTYPES = ("source", "float32", "bfloat16", "float16")
 SELF_ATTENTION = tuple(name for name in CHOICES["self_attention"] if name != "star")
 """Star Attention has no backward pass."""
 
-_ENUMS = {
-    "lr_scheduler_type": SchedulerType,
-    "logging_strategy": IntervalStrategy,
-    "eval_strategy": IntervalStrategy,
-    "save_strategy": SaveStrategy,
-    "optim": OptimizerNames,
-}
+_POSITIVE = (
+    *("learning_rate", "adam_epsilon", "num_train_epochs", "ddp_timeout", "gradient_accumulation_steps"),
+    *("per_device_train_batch_size", "per_device_eval_batch_size"),
+)
 _REFUSED = {
     "fp16": "float16 is not verified with sequence parallelism; use --bf16",
     "auto_find_batch_size": "the order of the data is fixed before training; set --per_device_train_batch_size",
@@ -45,6 +41,8 @@ _REFUSED = {
     "train_sampling_strategy": "samples are shuffled in an order that does not depend on the number of processes",
     "ignore_data_skip": "a resumed run continues with the samples that follow the checkpoint",
     "enable_jit_checkpoint": "a run that receives SIGTERM saves a checkpoint on all ranks without it",
+    "label_smoothing_factor": "the loss is computed where the model is sharded, without smoothing",
+    "save_only_model": "a checkpoint has what a resumed run needs; OUTPUT_DIR/model has the weights alone",
     "deepspeed": "DeepSpeed (ZeRO) is not supported; use FSDP2, as configs/fsdp2_*.yaml do",
 }
 """Options of `TrainingArguments` that must keep their default, with the reason."""
@@ -60,7 +58,7 @@ class FineTuningArguments(TrainingArguments):
     per_device_eval_batch_size: int = option("the same, in evaluation", 1)
     num_train_epochs: float = option("passes over the data, unless --max_steps is given", 1.0)
     learning_rate: float = option("peak learning rate", 1e-5)
-    lr_scheduler_type: str = option("learning rate after the warmup", "cosine")
+    lr_scheduler_type: SchedulerType | str = option("learning rate after the warmup", "cosine")
     warmup_steps: float = option("steps of linear warmup, or a fraction of all steps if below 1", 0.03)
     weight_decay: float = option("weight decay of matrices; vectors (norms, biases, gates) are not decayed", 0.01)
     adam_beta2: float = option("beta2 of AdamW", 0.95)
@@ -191,11 +189,8 @@ class _Help(argparse.ArgumentDefaultsHelpFormatter):
         return action.help if action.default in (None, []) else super()._get_help_string(action)
 
 
-class _Parser(HfArgumentParser):
-    """Raises instead of printing: every rank parses the command line, and rank 0 reports the error."""
-
-    def error(self, message: str) -> NoReturn:
-        raise ConfigError(f"{message}; --help lists the options")
+class _Parser(Parser, HfArgumentParser):
+    """transformers' parser for dataclasses, with the rules of all commands."""
 
 
 def read_options(argv: Sequence[str]) -> dict[str, Any]:
@@ -205,17 +200,17 @@ def read_options(argv: Sequence[str]) -> dict[str, Any]:
         ConfigError: on an unknown option, a value of the wrong type, or a file that cannot be read.
     """
     parser = _Parser(
-        KINDS,
+        dataclass_types=KINDS,
         prog="mllm-seqpar finetune",
         description="Fine-tune a cross-attention MLLM on video, sequence-parallel.",
-        allow_abbrev=False,
         formatter_class=_Help,
     )
     parser.add_argument("--config", metavar="FILE", help="YAML or JSON file with options; the command line wins")
-    values = vars(parser.parse_args(argv))
-    if values["config"]:
-        values = vars(parser.parse_args([*_options_of(values["config"], parser._option_string_actions), *argv]))
-    return values
+    values = parser.parse_args(argv)
+    if values.config:
+        in_file = parser.parse_args(_options_of(values.config, parser._option_string_actions))
+        values = parser.parse_args(argv, in_file)
+    return vars(values)
 
 
 def _options_of(path: str, known: Mapping[str, Any]) -> list[str]:
@@ -234,8 +229,8 @@ def _options_of(path: str, known: Mapping[str, Any]) -> list[str]:
     argv = []
     for name, value in found.items():
         if value is not None and value != []:
-            items = value if isinstance(value, list) else [value]
-            argv += [f"--{name}", *(json.dumps(x) if isinstance(x, dict) else str(x) for x in items)]
+            value = json.dumps(value) if isinstance(value, dict) else value
+            argv += [f"--{name}", *map(str, value)] if isinstance(value, list) else [f"--{name}={value}"]
     return argv
 
 
@@ -264,30 +259,27 @@ def _check_training(values: Mapping[str, Any], run: ModelAndData) -> None:
     """Raise ConfigError for options of `TrainingArguments` that are wrong, before the first part of it is made."""
     if not values["output_dir"]:
         raise ConfigError("--output_dir is missing; --help lists the options")
-    for name, kind in _ENUMS.items():
-        allowed = [item.value for item in kind]
-        if str(getattr(values[name], "value", values[name])) not in allowed:
-            raise ConfigError(f"--{name}: {values[name]!r} is not allowed; give one of {', '.join(allowed)}")
-    for name in ("learning_rate", "adam_epsilon", "num_train_epochs", "per_device_train_batch_size", "ddp_timeout"):
+    for name in _POSITIVE:
         if not (math.isfinite(values[name]) and values[name] > 0):
             raise ConfigError(f"--{name}: {values[name]} is not allowed; give more than 0")
+    if values["max_steps"] == 0:
+        raise ConfigError("--max_steps: 0 is not allowed; give more than 0, or --num_train_epochs instead")
     defaults = {item.name: item.default for item in fields(FineTuningArguments)}
     for name, reason in _REFUSED.items():
         if name in defaults and values[name] != defaults[name]:
             raise ConfigError(f"--{name} {values[name]} is not supported: {reason}")
     if os.environ.get("ACCELERATE_MIXED_PRECISION") == "fp16":
         raise ConfigError(f"mixed_precision: fp16 in the launch configuration: {_REFUSED['fp16']}")
-    if run.eval_data is None and (values["eval_strategy"] != "no" or values["load_best_model_at_end"]):
-        raise ConfigError(
-            f"--eval_strategy {values['eval_strategy']}: there is nothing to evaluate on; give --eval_data"
-        )
+    for name, unused in (("eval_strategy", "no"), ("load_best_model_at_end", False), ("eval_on_start", False)):
+        if run.eval_data is None and values[name] != unused:
+            raise ConfigError(f"--{name} {values[name]}: there is nothing to evaluate on; give --eval_data")
+    if values["metric_for_best_model"] not in (None, "loss", "eval_loss"):
+        raise ConfigError(f"--metric_for_best_model {values['metric_for_best_model']}: evaluation has the loss only")
     if run.global_batch_size and values["gradient_accumulation_steps"] != 1:
         raise ConfigError(
             "--global_batch_size sets --gradient_accumulation_steps; give one of them, and "
             "--per_device_train_batch_size for the samples of one forward pass"
         )
-    if values["max_steps"] > 0 and run.stop_after and run.stop_after > values["max_steps"]:
-        raise ConfigError(f"--stop_after {run.stop_after}: give at most --max_steps {values['max_steps']}")
     _check_trackers(values["report_to"])
 
 

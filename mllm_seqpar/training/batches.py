@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
+from datetime import timedelta
 from functools import partial
 from typing import Any
 
@@ -37,11 +38,15 @@ MOST_REPLACEMENTS = 100
 """So many bad samples in a row mean that the media are not where they should be, and the run stops."""
 
 
-def reader_communicator() -> Communicator:
-    """Return a communicator of all ranks for `BatchReader`. Every rank calls this, at the same point of the program."""
+def reader_communicator(timeout: float) -> Communicator:
+    """Return a communicator of all ranks for `BatchReader`. Every rank calls this, at the same point of the program.
+
+    Args:
+        timeout: seconds that a rank waits for the others.
+    """
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return as_communicator("self")
-    return as_communicator(dist.new_group(backend="gloo"))
+    return as_communicator(dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout)))
 
 
 @dataclass(frozen=True)

@@ -34,7 +34,8 @@ class CheckpointClock(TrainerCallback):
 
     Attributes:
         signal: the signal that stopped the run, or 0.
-        saved_step: the step of the last checkpoint.
+        stops: whether a signal or `stop_after` stops the run.
+        saved_step: the step of the last checkpoint, or the one that the run began with.
     """
 
     def __init__(self, comm: Communicator, minutes: float, stop_after: int | None) -> None:
@@ -43,10 +44,11 @@ class CheckpointClock(TrainerCallback):
         self._received = self.signal = 0
         self._received_at = 0.0
         self._previous: dict[int, Any] = {}
-        self.saved_step = -1
+        self.stops = False
+        self.saved_step = 0
 
-    def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
-        self._since = time.monotonic()
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._since, self.saved_step = time.monotonic(), state.global_step
         if threading.current_thread() is threading.main_thread():
             self._previous = {number: signal.signal(number, self._on_signal) for number in _SIGNALS}
 
@@ -54,10 +56,25 @@ class CheckpointClock(TrainerCallback):
         due = self._seconds > 0 and time.monotonic() - self._since >= self._seconds
         rows = self._comm.gather_ints([int(due), self._received])
         self.signal = max(row[1] for row in rows)
-        if self.signal or state.global_step == self._stop_after:
+        self.stops = bool(self.signal) or state.global_step == self._stop_after
+        if self.stops:
             control.should_save = control.should_training_stop = True
         elif rows[0][0]:
             control.should_save = True
+        self._leave_out_evaluation(state, control)
+
+    def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if self.stops and state.epoch % 1:  # for Trainer, an epoch also ends where the run stops
+            control.should_evaluate = control.should_save = False
+        elif self.signal:
+            self._leave_out_evaluation(state, control)
+            control.should_save = False
+
+    def _leave_out_evaluation(self, state: Any, control: Any) -> None:
+        """After a signal, do not evaluate: the process may be killed before the checkpoint that would follow."""
+        if self.signal and control.should_evaluate:
+            control.should_evaluate = False
+            _log.info("the evaluation after step %d is left out", state.global_step)
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._since, self.saved_step = time.monotonic(), state.global_step
@@ -65,8 +82,13 @@ class CheckpointClock(TrainerCallback):
     def restore_signals(self) -> None:
         """Give SIGTERM and SIGINT back their handlers."""
         for number, handler in self._previous.items():
-            signal.signal(number, handler)
+            signal.signal(number, handler or signal.SIG_DFL)  # None: a handler that is not Python's
         self._previous = {}
+
+    def raise_late_signal(self) -> None:
+        """Raise the signal that came after the last step, when no checkpoint follows, with its own handler."""
+        if self._received and not self.signal:
+            signal.raise_signal(self._received)
 
     def _on_signal(self, number: int, frame: Any) -> None:
         if self._received:

@@ -8,6 +8,7 @@ next collective. Then the model is loaded, and the trainer patches and shards it
 """
 
 import logging
+import math
 import os
 from collections.abc import Sequence
 from datetime import timedelta
@@ -33,7 +34,7 @@ from .data_loader import data_digest
 from .export import export_dtype, export_model
 from .finetune_trainer import FineTuneData, FineTuneTrainer
 from .parameters import choose_parameters
-from .resume import find_checkpoint, require_shared_directory
+from .resume import find_checkpoint, require_shared_directory, step_of
 from .sample_order import SampleOrder
 from .trainer_checks import find_parallelism
 
@@ -72,6 +73,7 @@ def fine_tune(argv: Sequence[str]) -> int:
         trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
     finally:
         trainer.clock.restore_signals()
+    trainer.clock.raise_late_signal()
     trainer.save_state()  # trainer_state.json, with the log of all steps
     state = trainer.state
     if trainer.clock.signal or state.global_step == options.run.stop_after:
@@ -166,6 +168,10 @@ def _open_data(options: FineTuneOptions) -> tuple[FineTuneData, Path | None, dic
         seed=args.seed if args.data_seed is None else args.data_seed,
     )
     checkpoint = find_checkpoint(args.resume_from_checkpoint, args.output_dir)
+    done = 0 if checkpoint is None else step_of(checkpoint)
+    last = args.max_steps if args.max_steps > 0 else math.ceil(args.num_train_epochs * order.steps_per_epoch)
+    if run.stop_after is not None and not done < run.stop_after <= last:
+        raise ConfigError(f"--stop_after {run.stop_after}: the steps of this run are {done + 1} to {last}; give one")
     data = FineTuneData(processor, training, evaluation, order, data_digest(training))
     facts = {"training data": data.digest, "evaluation data": evaluation and data_digest(evaluation)}
     return data, checkpoint, facts | {"checkpoint": checkpoint, "model's weights": model_digest(str(run.model))}

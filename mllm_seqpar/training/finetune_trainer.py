@@ -9,13 +9,14 @@ It changes the following of `SeqParTrainer`:
   forward takes `num_items_in_batch`. That of an evaluation is the mean over its target tokens, for any batch size.
 - A loss or gradient that is not finite is an error before the parameters are updated.
 - Before an error that all ranks raise in the same step, they save a checkpoint.
+- A run that stops early keeps the checkpoint that it stopped at, whatever the best one is.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any, NoReturn
 
@@ -26,7 +27,7 @@ from transformers.trainer_utils import EvalLoopOutput
 
 from mllm_seqpar._logging import get_logger
 from mllm_seqpar.data.chat import ChatDataset
-from mllm_seqpar.errors import DataError
+from mllm_seqpar.errors import DataError, TransferError
 from mllm_seqpar.integrations.accelerate.fsdp2 import reshard
 from mllm_seqpar.patching import patch_of
 
@@ -71,8 +72,8 @@ class FineTuneTrainer(SeqParTrainer):
         self.data = data
         super().__init__(train_dataset=data.training, eval_dataset=data.evaluation, **given)
         # The thread that reads ahead, evaluation and the clock communicate at the same time.
-        self._reading, evaluating, deciding = (reader_communicator() for _ in range(3))
-        self._evaluating = evaluating
+        self._reading, self._evaluating, deciding = (reader_communicator(self.args.ddp_timeout) for _ in range(3))
+        self.model_accepts_loss_kwargs = True  # or Trainer divides the loss by the number of micro-batches once more
         self.clock = CheckpointClock(deciding, save_minutes, stop_after)
         self.add_callback(self.clock)
 
@@ -108,13 +109,20 @@ class FineTuneTrainer(SeqParTrainer):
 
     def get_batch_samples(self, epoch_iterator: Iterator[Any], num_batches: int, device: Any) -> tuple[list, Tensor]:
         """Return the micro-batches of a step and the number of their target tokens over all groups."""
-        try:
-            batches = list(itertools.islice(epoch_iterator, num_batches))
-        except Exception as error:  # `BatchReader` raised on all ranks
-            self._save_and_raise(error)
+        batches = list(itertools.islice(self._saving_at_errors(epoch_iterator), num_batches))
         targets = torch.stack([_targets(batch) for batch in batches]).sum()
         total = self.accelerator.reduce(targets.to(device), "sum")
         return batches, total // self.sequence_parallel_size
+
+    def _saving_at_errors(self, batches: Iterable[Any]) -> Iterator[Any]:
+        """Yield the batches; if `BatchReader` raises on all ranks, save a checkpoint first."""
+        try:
+            for batch in batches:  # noqa: UP028 - `yield from` would close the iterator of the epoch
+                yield batch
+        except TransferError:  # a rank has ended
+            raise
+        except Exception as error:
+            self._save_and_raise(error)
 
     def compute_loss(
         self,
@@ -145,7 +153,7 @@ class FineTuneTrainer(SeqParTrainer):
 
     def _save_and_raise(self, error: Exception) -> NoReturn:
         """Save what all ranks have after the last complete step, then raise an error that every rank raises here."""
-        if self.state.global_step not in (0, self.clock.saved_step):
+        if self.is_in_train and self.state.global_step != self.clock.saved_step:
             self.optimizer.zero_grad()
             self._save_checkpoint(self.model, trial=None)
             _log.warning("saved checkpoint-%d before stopping at an error", self.state.global_step)
@@ -168,7 +176,7 @@ class FineTuneTrainer(SeqParTrainer):
         total = torch.zeros(2, dtype=torch.float64, device=self.args.device)
         self.model.eval()
         with torch.no_grad(), self.compute_loss_context_manager():
-            for batch, counts in dataloader:
+            for batch, counts in self._saving_at_errors(dataloader):
                 loss = self.model(**self._prepare_inputs(batch.arguments)).loss
                 if counts:
                     total += torch.stack([loss.double() * batch.chat.targets, loss.new_tensor(batch.chat.targets)])
@@ -179,6 +187,15 @@ class FineTuneTrainer(SeqParTrainer):
         batches: EvaluationBatches = dataloader.dataset  # type: ignore[assignment]
         metrics = {f"{metric_key_prefix}_loss": loss_sum / max(1.0, targets)}
         return EvalLoopOutput(predictions=None, label_ids=None, metrics=metrics, num_samples=batches.samples)
+
+    def _determine_best_metric(self, *args: Any, **kwargs: Any) -> bool:
+        """Return whether to save with save_strategy=best: also if the clock has asked for it."""
+        return super()._determine_best_metric(*args, **kwargs) or self.control.should_save
+
+    def _finalize_training(self, *args: Any, **kwargs: Any) -> Any:
+        if self.clock.stops:  # otherwise Trainer deletes all checkpoints but the best, if save_total_limit is 1
+            self.args.load_best_model_at_end, self.args.save_total_limit = False, None
+        return super()._finalize_training(*args, **kwargs)
 
     def _layout(self) -> RunLayout:
         return replace(super()._layout(), data=f"{self.data.digest}/{self.data.order.seed}")

@@ -88,7 +88,12 @@ class RunLayout:
 def last_checkpoint(output: str | Path) -> Path | None:
     """Return the last complete checkpoint in `output`, or None. The layout is the last file that is written."""
     found = [path.parent for path in Path(output).glob(f"checkpoint-*/{FILE}")]
-    return max(found, key=lambda path: int(path.name.rpartition("-")[2]), default=None)
+    return max(found, key=step_of, default=None)
+
+
+def step_of(checkpoint: Path) -> int:
+    """Return the step after which a checkpoint was written, which its name states."""
+    return int(checkpoint.name.rpartition("-")[2])
 
 
 def find_checkpoint(resume: str | None, output: str | Path) -> Path | None:

@@ -48,7 +48,7 @@ from mllm_seqpar.patching.registry import find_adapter
 
 from .evaluation import count_streamed_samples, gather_once, mask_duplicate_samples
 from .export import export_model
-from .resume import RunLayout
+from .resume import FILE, RunLayout
 from .throughput import Throughput
 from .trainer_checks import find_parallelism, patched_degree, refuse_rankwise_arguments, refuse_unsupported
 from .trl import remove_fused_head, trl_trainer, use_token_scores
@@ -269,10 +269,13 @@ class SeqParMixin(_Base):
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         """Save a checkpoint; its layout, which is written last, shows that it is complete."""
         reshard(self.model)
+        checkpoint = Path(self._get_output_dir(trial)) / f"checkpoint-{self.state.global_step}"
+        if self.args.should_save:
+            (checkpoint / FILE).unlink(missing_ok=True)  # of an earlier checkpoint after this step
         super()._save_checkpoint(model, trial)
         self.accelerator.wait_for_everyone()
         if self.args.should_save:
-            self._layout().write(Path(self._get_output_dir(trial)) / f"checkpoint-{self.state.global_step}")
+            self._layout().write(checkpoint)
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Write a directory that `from_pretrained` of the unpatched model reads, also if parameters are sharded."""

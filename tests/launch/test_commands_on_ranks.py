@@ -26,7 +26,7 @@ def main(argv):
             raise ConfigError("this rank's disk is full")
         time.sleep(60.0 if argv[0] == "fail" else rank)
         Path(argv[1], str(rank)).write_text(os.environ["WORLD_SIZE"])
-        return 3 * (rank == 0)
+        return 3  # also of rank 1, as after a signal at which all ranks stop
     return run(work, argv)
 """
 

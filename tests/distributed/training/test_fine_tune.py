@@ -17,6 +17,8 @@ import pytest
 import torch
 import yaml
 from safetensors.torch import load_file
+from transformers import Trainer
+from transformers.trainer_utils import EvalLoopOutput
 
 from launch import ROOT, launch_environment
 from mllm_seqpar.errors import ConfigError, DataError, SeqParError
@@ -34,9 +36,11 @@ STOP = 8  # in the middle of the second epoch of five steps
 
 
 def arguments(files: Path, output: Path, *more: object) -> list[str]:
-    argv = ["--model", files / "model", "--data", files / "train.jsonl", "--output_dir", output, "--disable_tqdm", True]
-    argv += ["--learning_rate", 1e-3, "--adam_epsilon", 1e-4, "--global_batch_size", 4, "--save_steps", 1000, *more]
-    return [*map(str, argv)]
+    options = {"--model": files / "model", "--data": files / "train.jsonl", "--output_dir": output}
+    options |= {"--disable_tqdm": True, "--learning_rate": 1e-3, "--adam_epsilon": 1e-4, "--global_batch_size": 4}
+    options |= {"--save_steps": 1000}
+    given = [text for name, value in options.items() if name not in more for text in (name, value)]
+    return [*map(str, [*given, *more])]
 
 
 def compared(files: Path, output: Path, *more: object) -> list[str]:
@@ -98,11 +102,11 @@ def test_two_groups_of_two_train_as_one_process_and_resume_bit_for_bit(training_
 def refused_and_stopped(rank: int, world: int, files: Path, bad: str) -> list[str]:
     """Return the errors of a run with different options, of one with broken media, and of one that skips them."""
     errors = []
-    argv = arguments(files, files / "bad", "--max_steps", 4, "--data", bad)
-    for more in ([["--strategy", "ring"], []][rank], [], ["--output_dir", files / "skip", "--on_bad_media", "skip"]):
+    for more in ([["--strategy", "ring"], []][rank], [], ["--on_bad_media", "skip"]):
+        argv = arguments(files, files / ("skip" if "skip" in more else "bad"), "--max_steps", 4, "--data", bad, *more)
         try:
             with mock.patch.dict(os.environ, FSDP_OFFLOAD_PARAMS=str(rank) if more[:1] == ["--strategy"] else "false"):
-                fine_tune([*argv, *map(str, more)])
+                fine_tune(argv)
             errors.append("")
         except SeqParError as error:
             errors.append(f"{type(error).__name__}: {error}")
@@ -161,19 +165,20 @@ def test_adapters_outside_frozen_parts_are_trained_and_saved(training_files: Pat
 @pytest.mark.slow
 def test_a_checkpoint_is_continued_with_the_same_data_only(training_files: Path, tmp_path: Path) -> None:
     argv = arguments(training_files, tmp_path / "out", "--max_steps", 3, "--global_batch_size", 2)
+    other = arguments(training_files, tmp_path / "out", "--max_steps", 3, "--resume_from_checkpoint", "auto")
     fine_tune([*argv, "--stop_after", "1"])
-    for more, message in (
-        ([], "has checkpoints of another run: use --resume_from_checkpoint auto"),
-        (["--resume_from_checkpoint", str(tmp_path)], "is not a complete checkpoint of this program"),
+    for given, message in (
+        (argv, "has checkpoints of another run: use --resume_from_checkpoint auto"),
+        ([*argv, "--resume_from_checkpoint", str(tmp_path)], "is not a complete checkpoint of this program"),
         (
-            ["--resume_from_checkpoint", "auto", "--seed", "1"],
+            [*argv, "--resume_from_checkpoint", "auto", "--seed", "1"],
             "on other data, in another order, or with another --seed",
         ),
-        (["--resume_from_checkpoint", "auto", "--global_batch_size", "4"], "step has 2 samples"),
+        (other, "step has 2 samples"),
     ):
         reset_global_state()
         with pytest.raises(ConfigError, match=message):
-            fine_tune([*argv, *more])
+            fine_tune(given)
 
 
 def test_a_missing_model_is_an_error_in_one_line(training_files: Path, tmp_path: Path) -> None:
@@ -191,3 +196,63 @@ def test_every_checked_in_configuration_is_fsdp2() -> None:
         assert config["fsdp_config"]["fsdp_version"] == 2, path
         assert config["use_cpu"] == ("cpu" in path.name), path
         assert config["num_processes"] % config["num_machines"] == 0, path
+
+
+@pytest.mark.slow
+def test_loss_does_not_depend_on_the_micro_batches_of_a_model_without_loss_arguments(
+    training_files: Path, tmp_path: Path
+) -> None:
+    """OpenFlamingo's forward takes no `num_items_in_batch`, for which Trainer divides by the micro-batches itself."""
+    without = mock.patch.object(MPlugOwl3ForConditionalGeneration, "accepts_loss_kwargs", False, create=True)
+    for size in ("1", "4"):
+        with without:
+            fine_tune(
+                arguments(training_files, tmp_path / size, "--max_steps", 1, "--per_device_train_batch_size", size)
+            )
+        reset_global_state()
+    assert_same_trajectory(log_of(tmp_path / "1"), log_of(tmp_path / "4"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["steps", "best"])
+def test_a_run_that_stops_keeps_its_checkpoint_beside_the_best(
+    training_files: Path, tmp_path: Path, strategy: str
+) -> None:
+    def worse_and_worse(self: Any, *args: Any, **kwargs: Any) -> EvalLoopOutput:
+        return EvalLoopOutput(None, None, {"eval_loss": self.state.global_step}, 1)
+
+    argv = arguments(training_files, tmp_path, "--max_steps", 3, "--save_steps", 1, "--save_strategy", strategy)
+    argv += ["--eval_data", str(training_files / "eval.jsonl"), "--eval_strategy", "steps", "--eval_steps", "1"]
+    argv += ["--load_best_model_at_end", "--save_total_limit", "1", "--stop_after", "2"]
+    with mock.patch.object(finetune_trainer.FineTuneTrainer, "evaluation_loop", worse_and_worse):
+        fine_tune(argv)
+    assert sorted(path.name for path in tmp_path.glob("checkpoint-*")) == ["checkpoint-1", "checkpoint-2"]
+    assert last_checkpoint(tmp_path) == tmp_path / "checkpoint-2"
+    reset_global_state()
+    with pytest.raises(ConfigError, match="--stop_after 2: the steps of this run are 3 to 3; give one"):
+        fine_tune([*argv, "--resume_from_checkpoint", "auto"])
+    reset_global_state()
+
+    # Saving replaces checkpoint-2, and until that is complete, checkpoint-1 is the last one.
+    full = mock.patch.object(Trainer, "_save_checkpoint", side_effect=OSError("the disk is full"))
+    evaluation = mock.patch.object(finetune_trainer.FineTuneTrainer, "evaluation_loop", worse_and_worse)
+    with full, evaluation, pytest.raises(OSError, match="the disk is full"):
+        fine_tune([*argv, "--resume_from_checkpoint", str(tmp_path / "checkpoint-1")])
+    assert last_checkpoint(tmp_path) == tmp_path / "checkpoint-1"
+
+
+@pytest.mark.slow
+def test_an_error_in_an_evaluation_stops_a_run_after_a_checkpoint(training_files: Path, tmp_path: Path) -> None:
+    (tmp_path / "none.mp4").write_bytes(b"no video")
+    question = [{"type": "video", "path": "none.mp4"}, {"type": "text", "text": "What is it?"}]
+    messages = [{"role": "user", "content": question}, {"role": "assistant", "content": "red"}]
+    (tmp_path / "eval.jsonl").write_text(json.dumps({"messages": messages}))
+    argv = arguments(training_files, tmp_path / "out", "--max_steps", 2, "--save_strategy", "no", "--eval_steps", 1)
+    argv += ["--eval_data", str(tmp_path / "eval.jsonl"), "--eval_strategy", "steps"]
+    with pytest.raises(SeqParError, match="none.mp4"):
+        fine_tune(argv)
+    assert last_checkpoint(tmp_path / "out") == tmp_path / "out" / "checkpoint-1"
+    reset_global_state()
+    with pytest.raises(SeqParError, match="none.mp4"):
+        fine_tune([*argv, "--resume_from_checkpoint", "auto"])
+    assert last_checkpoint(tmp_path / "out") == tmp_path / "out" / "checkpoint-2"

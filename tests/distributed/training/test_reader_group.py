@@ -22,7 +22,7 @@ def trained(rank: int, world: int, path: str, sp: int) -> tuple[list[tuple[int, 
     """Return the samples of the micro-batches and the skipped ones; the main thread communicates all the time."""
     processor = MPlugOwl3Processor(MPlugOwl3ImageProcessor(image_size=IMAGE_SIZE), tiny_tokenizer())
     data = ChatDataset(path, processor, on_bad_media="skip")
-    reader = BatchReader(ShardedDataLoader(data, processor), reader_communicator(), sp)
+    reader = BatchReader(ShardedDataLoader(data, processor), reader_communicator(60.0), sp)
     order = SampleOrder(samples=len(data), global_batch=4, micro_batch=1, dp=world // sp, seed=0)
     found = []
     for number, batch in enumerate(TrainingBatches(reader, order, group=rank // sp, steps=2)):

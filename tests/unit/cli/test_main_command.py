@@ -93,8 +93,9 @@ def test_convert_writes_safetensors_also_of_pickled_weights(
     for number, part in enumerate((names[::2], names[1::2])):
         torch.save({name: weights[name] for name in part}, published / f"pytorch_model-{number}.bin")
     (published / "pytorch_model.bin.index.json").write_text("{}")
-    for dtype in ("auto", "bfloat16"):
-        output = tmp_path / "new" / dtype
+    (tmp_path / "new" / "bfloat16").mkdir(parents=True)
+    (tmp_path / "link").symlink_to(tmp_path / "new" / "bfloat16")  # to an empty directory
+    for dtype, output in (("auto", tmp_path / "new" / "auto"), ("bfloat16", tmp_path / "link")):
         assert main(["convert", "--model", str(published), "--output", str(output), "--dtype", dtype]) == 0
         kind = torch.float32 if dtype == "auto" else torch.bfloat16
         assert str(kind).removeprefix("torch.") in capsys.readouterr().out

@@ -112,13 +112,20 @@ def test_invalid_options_are_config_errors(argv: tuple[str, ...], message: str) 
     + [("cuda", 2, "", True), ("cuda", 1, "", "1 GPUs for 2 processes; start fewer, or use --device cpu")],
 )
 def test_two_processes_use_cuda_if_each_has_a_gpu(
-    monkeypatch: pytest.MonkeyPatch, device: str, gpus: int, cpu: str, expected: bool | str
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    device: str,
+    gpus: int,
+    cpu: str,
+    expected: bool | str,
 ) -> None:
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     monkeypatch.setenv("ACCELERATE_USE_CPU", cpu)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
     if isinstance(expected, bool):
         assert use_cuda(device) is expected
+        too_few = ["computing on the CPU: this node has 1 GPUs for 2 processes; start fewer"]
+        assert caplog.messages == (too_few if (device, gpus) == ("auto", 1) else [])
     else:
         with pytest.raises(ConfigError, match=expected):
             use_cuda(device)

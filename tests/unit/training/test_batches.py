@@ -186,7 +186,7 @@ def test_errors_of_a_processor_name_the_place(folder: Path, monkeypatch: pytest.
 
 
 def test_data_loader_of_torch_yields_the_batches(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    comm = reader_communicator()
+    comm = reader_communicator(60.0)
     order = SampleOrder(samples=SAMPLES, global_batch=4, micro_batch=2, dp=1, seed=1)
     reader = BatchReader(loader(folder / "train.jsonl", comm, 1, "skip"), comm, 1)
     data = TrainingBatches(reader, order, group=0, steps=2)

@@ -45,10 +45,13 @@ def test_command_line_wins_over_the_configuration_file(tmp_path: Path) -> None:
     config = tmp_path / "run.yaml"
     config.write_text(
         "learning_rate: 1e-4\nsp: 2\nfreeze: [vision, projector]\nuse_peft: true\nlr_scheduler_kwargs: {a: 1}\n"
+        "run_name: -first\n"
     )
     found = options("--config", str(config), "--learning_rate", "2e-4")
     assert (found.training.learning_rate, found.parallel.sp, found.run.use_peft) == (2e-4, 2, True)
     assert found.run.freeze == ["vision", "projector"] and found.training.lr_scheduler_kwargs == {"a": 1}
+    assert found.training.run_name == "-first"
+    assert options("--config", str(config), "--freeze", "language").run.freeze == ["language"]
     (tmp_path / "run.json").write_text(json.dumps({"lr": 1, "sp": 2}))
     with pytest.raises(ConfigError, match=r"run.json: unknown options lr; --help"):
         options("--config", str(tmp_path / "run.json"))
@@ -64,9 +67,22 @@ def test_command_line_wins_over_the_configuration_file(tmp_path: Path) -> None:
         (["--learning_rate", "x"], "--learning_rate.*invalid float value: 'x'"),
         (["--tile", "4"], "two numbers such as 2x2"),
         (["--learning_rate", "inf"], "--learning_rate: inf is not allowed"),
-        (["--lr_scheduler_type", "sine"], "--lr_scheduler_type: 'sine' is not allowed; give one of linear, cosine"),
-        (["--max_steps", "3", "--stop_after", "4"], "--stop_after 4: give at most --max_steps 3"),
+        (
+            ["--lr_scheduler_type", "sine"],
+            "--lr_scheduler_type.*invalid choice: 'sine'",
+        ),
+        (["--freeze", "vision", "--freeze", "language"], "--freeze is given twice; give all values after one --freeze"),
+        (["--max-steps", "3", "--max_steps", "4"], "--max_steps is given twice; give it once"),
+        (["--max_stepz", "3"], r"unrecognized arguments: --max_stepz 3 \(did you mean --max_steps\?\)"),
+        (["--optim", "adan"], "--optim.*invalid choice: 'adan'"),
+        (["--save_strategy", "never"], "--save_strategy.*invalid choice: 'never'"),
+        (["--max_steps", "0"], "--max_steps: 0 is not allowed"),
+        (["--gradient_accumulation_steps", "0"], "--gradient_accumulation_steps: 0 is not allowed; give more than 0"),
+        (["--label_smoothing_factor", "0.1"], "--label_smoothing_factor 0.1 is not supported: the loss"),
+        (["--save_only_model"], "--save_only_model True is not supported: a checkpoint has what a resumed run needs"),
         (["--eval_strategy", "steps"], "--eval_strategy steps: there is nothing to evaluate on; give --eval_data"),
+        (["--eval_on_start"], "--eval_on_start True: there is nothing to evaluate on"),
+        (["--metric_for_best_model", "accuracy"], "--metric_for_best_model accuracy: evaluation has the loss only"),
         (["--train", "vision"], "vision.* would have no effect: nothing is frozen"),
         (["--lora_r", "3"], "3 would have no effect: it belongs to adapters; give --use_peft"),
         (["--self_attention", "star"], "'star' is not allowed; give one of ring"),
@@ -108,7 +124,7 @@ def clocks(monkeypatch: pytest.MonkeyPatch, act: Any) -> list[list[tuple[bool, b
 
     def rank(comm: Communicator) -> list[tuple[bool, bool]]:
         clock = CheckpointClock(comm, 30, stop_after=9)
-        clock.on_train_begin()
+        clock.on_train_begin(None, SimpleNamespace(global_step=0), None)
         found = []
         for step in range(1, 10):
             comm.gather_ints([0])  # the ranks take steps together
@@ -116,9 +132,10 @@ def clocks(monkeypatch: pytest.MonkeyPatch, act: Any) -> list[list[tuple[bool, b
                 now[0] += 10
             comm.gather_ints([0])
             act(clock, comm.rank, step)
-            state, control = SimpleNamespace(global_step=step), SimpleNamespace(should_save=False)
-            control.should_training_stop = False
+            state = SimpleNamespace(global_step=step)
+            control = SimpleNamespace(should_save=False, should_training_stop=False, should_evaluate=True)
             clock.on_step_end(None, state, control)
+            assert control.should_evaluate is (clock.signal == 0)  # a process that received a signal may be killed soon
             if control.should_save:
                 clock.on_save(None, state, control)
             found.append((control.should_save, control.should_training_stop))
@@ -154,6 +171,14 @@ def test_second_interrupt_is_not_delayed() -> None:
     clock._received_at -= 10
     with pytest.raises(KeyboardInterrupt):
         clock._on_signal(signal.SIGINT, None)
+
+
+def test_interrupt_after_the_last_step_takes_effect() -> None:
+    clock = CheckpointClock(run_loopback(1, lambda comm: comm)[0], 0, None)
+    clock.raise_late_signal()
+    clock._on_signal(signal.SIGINT, None)
+    with pytest.raises(KeyboardInterrupt):
+        clock.raise_late_signal()
 
 
 def test_only_complete_checkpoints_are_continued(tmp_path: Path) -> None:
