@@ -5,6 +5,7 @@ The command line is read first (`read_options`), and the dataclasses are made la
 """
 
 import argparse
+import copy
 import json
 import math
 import os
@@ -19,7 +20,14 @@ from transformers.trainer_utils import IntervalStrategy, SaveStrategy, Scheduler
 from transformers.training_args import OptimizerNames
 
 from mllm_seqpar._compat import optional_import
-from mllm_seqpar.cli.options import CommandOptions, option, parse_tile
+from mllm_seqpar.cli.options import (
+    CommandOptions,
+    canonical_arguments,
+    option,
+    parse_tile,
+    show_ranks_option,
+    unrecognized,
+)
 from mllm_seqpar.config import CHOICES, SeqParConfig
 from mllm_seqpar.data.chat import ON_BAD_MEDIA
 from mllm_seqpar.data.formats import DEFAULT_TEMPLATE
@@ -48,6 +56,11 @@ _REFUSED = {
     "deepspeed": "DeepSpeed (ZeRO) is not supported; use FSDP2, as configs/fsdp2_*.yaml do",
 }
 """Options of `TrainingArguments` that must keep their default, with the reason."""
+
+_EXAMPLE = """\
+example:
+  mllm-seqpar finetune --num_processes 2 --model DIR --data train.jsonl --output_dir runs/first --global_batch_size 8
+  accelerate launch --config_file fsdp2.yaml -m mllm_seqpar finetune --config run.yaml --learning_rate 1e-5"""
 
 
 @dataclass
@@ -184,8 +197,13 @@ class FineTuneOptions:
 KINDS = (ModelAndData, SequenceParallel, FineTuningArguments)
 
 
-class _Help(argparse.ArgumentDefaultsHelpFormatter):
-    """Shows defaults other than None, which the texts explain."""
+class _Help(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
+    """Shows defaults other than None, which the texts explain, and each name once, with underscores."""
+
+    def _format_action_invocation(self, action: argparse.Action) -> str:
+        shown = copy.copy(action)
+        shown.option_strings = [name for name in action.option_strings if "-" not in name[2:]]
+        return super()._format_action_invocation(shown)
 
     def _get_help_string(self, action: argparse.Action) -> str | None:
         return action.help if action.default in (None, []) else super()._get_help_string(action)
@@ -193,6 +211,12 @@ class _Help(argparse.ArgumentDefaultsHelpFormatter):
 
 class _Parser(HfArgumentParser):
     """Raises instead of printing: every rank parses the command line, and rank 0 reports the error."""
+
+    def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
+        values, unknown = self.parse_known_args(args, namespace)
+        if unknown:
+            self.error(unrecognized(self, unknown))
+        return values
 
     def error(self, message: str) -> NoReturn:
         raise ConfigError(f"{message}; --help lists the options")
@@ -207,11 +231,18 @@ def read_options(argv: Sequence[str]) -> dict[str, Any]:
     parser = _Parser(
         KINDS,
         prog="mllm-seqpar finetune",
+        usage="%(prog)s [--num_processes N] [--config FILE] --model DIR --data FILE --output_dir DIR [options]",
         description="Fine-tune a cross-attention MLLM on video, sequence-parallel.",
+        epilog=_EXAMPLE,
         allow_abbrev=False,
         formatter_class=_Help,
     )
+    show_ranks_option(parser)
+    for name, reason in _REFUSED.items():
+        if f"--{name}" in parser._option_string_actions:
+            parser._option_string_actions[f"--{name}"].help = f"not supported: {reason}"
     parser.add_argument("--config", metavar="FILE", help="YAML or JSON file with options; the command line wins")
+    argv = canonical_arguments(parser, argv)
     values = vars(parser.parse_args(argv))
     if values["config"]:
         values = vars(parser.parse_args([*_options_of(values["config"], parser._option_string_actions), *argv]))
@@ -271,6 +302,9 @@ def _check_training(values: Mapping[str, Any], run: ModelAndData) -> None:
     for name in ("learning_rate", "adam_epsilon", "num_train_epochs", "per_device_train_batch_size", "ddp_timeout"):
         if not (math.isfinite(values[name]) and values[name] > 0):
             raise ConfigError(f"--{name}: {values[name]} is not allowed; give more than 0")
+    if values["max_steps"] < 1 and values["max_steps"] != -1:
+        allowed = "more than 0, or -1 for --num_train_epochs"
+        raise ConfigError(f"--max_steps: {values['max_steps']} is not allowed; give {allowed}")
     defaults = {item.name: item.default for item in fields(FineTuningArguments)}
     for name, reason in _REFUSED.items():
         if name in defaults and values[name] != defaults[name]:
@@ -293,11 +327,12 @@ def _check_training(values: Mapping[str, Any], run: ModelAndData) -> None:
 
 def _check_trackers(names: Sequence[str]) -> None:
     from transformers.integrations import get_available_reporting_integrations
+    from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
 
     installed = get_available_reporting_integrations()
     for name in names:
-        if name not in (*installed, "all", "none"):
-            raise ConfigError(
-                f"--report_to {name}: this tracker is unknown or its package is not installed; installed are "
-                f"{', '.join(installed) or 'none'}"
-            )
+        if name in (*installed, "all", "none"):
+            continue
+        if name in INTEGRATION_TO_CALLBACK:
+            raise ConfigError(f"--report_to {name}: its package is not installed: pip install {name}, or leave it out")
+        raise ConfigError(f"--report_to {name}: unknown; give some of {', '.join(sorted(INTEGRATION_TO_CALLBACK))}")
