@@ -139,3 +139,16 @@ def test_arguments_that_fit_no_run_are_refused(questions: Path, inference_files:
     argv = ["--model", inference_files / "gated", "--questions", questions, "--output", questions, "--choices"]
     error = attempt(lambda: answer_data_set(parse([*map(str, argv)]), as_communicator("self"), CPU))[1]
     assert "is a question with options" in str(error)
+
+
+def test_answers_without_a_video_are_counted_and_no_answer_at_all_is_an_error(
+    questions: Path, inference_files: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = ["--model", inference_files / "gated", "--questions", questions, "--output", questions.with_name("out")]
+    questions.write_text(json.dumps({"question": "Say hello.", "vid": "a.mp4"}) + "\n")
+    assert run(1, *source) == [None]
+    assert "1 of 1 questions are answered; without a video or picture, which" in capsys.readouterr().err
+    questions.write_text(json.dumps({"question": "Why?", "video": "nothere.mp4"}) + "\n")
+    errors = run(2, *source[:-1], questions.with_name("other"))
+    assert [type(error) for error in errors] == [DataError, AgreementError]
+    assert "0 of 1 questions are answered; errors: 1, the first at" in str(errors[0])
