@@ -98,4 +98,4 @@ def load_patched(options: InferenceOptions, family: ChatFamily, group: Communica
     model = check_collectively(group, "model", load)
     if options.shard_weights:
         model = shard_weights(model, group, device, encode=encoder_of(model, family))
-    return patch_model(model, group=group, config=options.seqpar_config())
+    return check_collectively(group, "options", lambda: patch_model(model, group=group, config=options.seqpar_config()))

@@ -135,6 +135,9 @@ def test_another_run_is_refused_and_nothing_is_overwritten(questions: Path, infe
 def test_arguments_that_fit_no_run_are_refused(questions: Path, inference_files: Path) -> None:
     source = ["--model", inference_files / "gated", "--questions", questions, "--output", questions.with_name("out")]
     assert "--sp 2 does not divide the 3 ranks" in str(run(3, *source, "--sp", 2)[0])
+    errors = run(2, *source, "--strategy", "mesh", "--tile", "2x2")
+    assert [type(error) for error in errors] == [ConfigError, AgreementError]  # one line from rank 0
+    assert "tile: (2, 2) is for 4 ranks" in str(errors[0])
     questions.write_text(json.dumps({"question": "Say hello."}) + "\n")
     argv = ["--model", inference_files / "gated", "--questions", questions, "--output", questions, "--choices"]
     error = attempt(lambda: answer_data_set(parse([*map(str, argv)]), as_communicator("self"), CPU))[1]
