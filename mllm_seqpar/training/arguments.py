@@ -47,6 +47,8 @@ _ENUMS = {
 }
 _REFUSED = {
     "fp16": "float16 is not verified with sequence parallelism; use --bf16",
+    "label_smoothing_factor": "the loss is the model's own, over the shards of the text",
+    "torch_compile": "torch.compile does not compile the forward pass of a patched model",
     "auto_find_batch_size": "the order of the data is fixed before training; set --per_device_train_batch_size",
     "dataloader_num_workers": "each rank reads ahead in one thread, because the ranks agree on bad media while reading",
     "dataloader_drop_last": "samples that do not fill a step are always left out of their epoch",
@@ -315,6 +317,8 @@ def _check_training(values: Mapping[str, Any], run: ModelAndData) -> None:
         raise ConfigError(
             f"--eval_strategy {values['eval_strategy']}: there is nothing to evaluate on; give --eval_data"
         )
+    if values["metric_for_best_model"] not in (None, "loss", "eval_loss"):
+        raise ConfigError(f"--metric_for_best_model {values['metric_for_best_model']}: evaluation has eval_loss only")
     if run.global_batch_size and values["gradient_accumulation_steps"] != 1:
         raise ConfigError(
             "--global_batch_size sets --gradient_accumulation_steps; give one of them, and "

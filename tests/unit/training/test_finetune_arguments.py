@@ -72,6 +72,12 @@ def test_command_line_wins_over_the_configuration_file(tmp_path: Path) -> None:
         (["--self_attention", "star"], "'star' is not allowed; give one of ring"),
         (["--recompute_attention"], "--recompute_attention would have no effect: give --gradient_checkpointing too"),
         (["--fp16"], "--fp16 True is not supported: float16 is not verified"),
+        (
+            ["--label_smoothing_factor", "0.1"],
+            "0.1 is not supported: the loss is the model's own",
+        ),
+        (["--torch_compile"], "--torch_compile True is not supported: torch.compile does not compile"),
+        (["--metric_for_best_model", "accuracy"], "--metric_for_best_model accuracy: evaluation has eval_loss only"),
         (["--dataloader_num_workers", "2"], "--dataloader_num_workers 2 is not supported: each rank reads ahead"),
         (["--report_to", "wandbb"], "--report_to wandbb: unknown; give some of .*wandb"),
         (["--report_to", "clearml"], "--report_to clearml: its package is not installed: pip install clearml"),
