@@ -79,4 +79,5 @@ def _parse(argv: Sequence[str]) -> CalibrateOptions:
         prog="mllm-seqpar calibrate",
         description="Measure this machine, and with --num_processes or a launcher its links, for mllm-seqpar plan.",
         example="mllm-seqpar calibrate --num_processes 8 --output here.yaml",
+        ranks=True,
     )

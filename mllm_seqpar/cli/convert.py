@@ -35,7 +35,9 @@ class ConvertOptions(CommandOptions):
     """The published files and the directory to write."""
 
     output: str = option("directory to write; it must not exist, or be empty")
-    model: str | None = option("a published checkpoint: its directory, or USER/NAME on the Hub", None)
+    model: str | None = option(
+        "a published checkpoint: its directory, or USER/NAME on the Hub; or adapters, which are merged", None
+    )
     dtype: str = option(
         f"dtype of the weights: {', '.join(DTYPES)} (auto: as published; OpenFlamingo: float32)", "auto"
     )

@@ -51,7 +51,7 @@ def parse_tile(text: str | None) -> tuple[int, int] | None:
 
 
 def parse_options(
-    kind: type[Arguments], argv: Sequence[str], *, prog: str, description: str, example: str = ""
+    kind: type[Arguments], argv: Sequence[str], *, prog: str, description: str, example: str = "", ranks: bool = False
 ) -> Arguments:
     """Return the options in `argv` (without the program's name) as an instance of `kind`.
 
@@ -61,17 +61,26 @@ def parse_options(
         kind: a dataclass whose fields are made by `option`.
         argv: the arguments.
         prog, description, example: texts of --help.
+        ranks: whether --help shows --num_processes; see `show_ranks_option`.
 
     Raises:
         ConfigError: on an unknown or repeated option, a value of the wrong type, or a value that `kind` refuses.
     """
     # SUPPRESS leaves absent options out of the namespace: the dataclass has the defaults.
     parser = Parser(prog=prog, description=description, example=example, argument_default=argparse.SUPPRESS)
+    if ranks:
+        show_ranks_option(parser)
     hints = get_type_hints(kind)
     for item in dataclasses.fields(kind):  # type: ignore[arg-type]
         _add_option(parser, item, hints[item.name])
     values = vars(parser.parse_args(argv))
     return kind(**{name: tuple(value) if isinstance(value, list) else value for name, value in values.items()})
+
+
+def show_ranks_option(parser: argparse.ArgumentParser) -> None:
+    """Add --num_processes to the --help of a command. `own_ranks.start_ranks_if_asked` reads it before the command."""
+    text = "start N ranks on this machine, without a launcher"
+    parser.add_argument("--num_processes", action=_ReadBefore, default=argparse.SUPPRESS, metavar="N", help=text)
 
 
 def canonical_arguments(parser: argparse.ArgumentParser, argv: Sequence[str]) -> list[str]:
@@ -103,6 +112,13 @@ def canonical_arguments(parser: argparse.ArgumentParser, argv: Sequence[str]) ->
     return result
 
 
+def unrecognized(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> str:
+    """Return the error message for arguments that the parser does not have, with the nearest name that it has."""
+    written = "--" + arguments[0].partition("=")[0].lstrip("-").replace("-", "_")
+    near = difflib.get_close_matches(written, parser._option_string_actions, 1)
+    return f"unrecognized arguments: {' '.join(arguments)}" + "".join(f" (did you mean {name}?)" for name in near)
+
+
 class Parser(argparse.ArgumentParser):
     """A parser whose options have names with underscores; hyphens are accepted for them.
 
@@ -120,9 +136,7 @@ class Parser(argparse.ArgumentParser):
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
         values, unknown = self.parse_known_args(args, namespace)
         if unknown:
-            written = "--" + unknown[0].partition("=")[0].lstrip("-").replace("-", "_")
-            near = difflib.get_close_matches(written, self._option_string_actions, 1)
-            self.error(f"unrecognized arguments: {' '.join(unknown)}" + "".join(f" (did you mean {x}?)" for x in near))
+            self.error(unrecognized(self, unknown))
         return values
 
     def error(self, message: str) -> NoReturn:
@@ -131,6 +145,13 @@ class Parser(argparse.ArgumentParser):
     def _print_message(self, message: str, file: Any = None) -> None:
         if os.environ.get("RANK", "0") == "0":  # of several ranks, one prints the help
             super()._print_message(message, file)
+
+
+class _ReadBefore(argparse.Action):
+    """An option that `mllm-seqpar` reads, and the command does not get."""
+
+    def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
+        raise ConfigError(f"{option_string} {values}: give it on the command line, to mllm-seqpar or -m mllm_seqpar")
 
 
 class _Switch(argparse.Action):

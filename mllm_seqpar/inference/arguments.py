@@ -177,5 +177,12 @@ class AskArguments(InferenceOptions):
 
 def parse(argv: Sequence[str]) -> AskArguments:
     """Return the arguments in `argv` (without the program's name); raise ConfigError if they are invalid."""
-    description = "Ask about long videos whose frames are sharded over all ranks."
-    return parse_options(AskArguments, argv, prog="mllm-seqpar ask", description=description)
+    return parse_options(
+        AskArguments,
+        argv,
+        prog="mllm-seqpar ask",
+        description="Ask about long videos whose frames are sharded over all ranks.",
+        example='mllm-seqpar ask --num_processes 4 --model DIR --video movie.mp4 --question "Who opens the door?"\n'
+        "  mllm-seqpar ask --num_processes 4 --model DIR --questions questions.jsonl --output answers.jsonl --choices",
+        ranks=True,
+    )

@@ -20,6 +20,7 @@ from mllm_seqpar.cli.progress import progress_bar
 from mllm_seqpar.comm import Communicator
 from mllm_seqpar.comm.agreement import check_collectively
 from mllm_seqpar.data.chat_family import chat_family
+from mllm_seqpar.errors import DataError
 from mllm_seqpar.models.loading import load_processor, model_digest
 
 from .answer_file import AnswerFile, Line
@@ -154,7 +155,12 @@ def _finish(file: AnswerFile, questions: QuestionSet, ranks: RankGroups) -> None
     faults = [line for line in lines if "error" in line]
     if any("log_likelihoods" in line for line in lines):
         print(accuracy_table(lines), flush=True)  # noqa: T201 - the result of the program
+    blind = sum(line.get("frames") == 0 for line in lines)
     text = f"{file.path}: {len(lines) - len(faults)} of {len(questions.questions)} questions are answered"
+    if blind:
+        text += f"; without a video or picture, which their records do not name: {blind}"
     if faults:
         text += f"; errors: {len(faults)}, the first at {faults[0]['place']}: {faults[0]['error']}"
+    if faults and len(faults) == len(lines):
+        raise DataError(text)
     print(text, file=sys.stderr, flush=True)  # noqa: T201 - standard output has only results

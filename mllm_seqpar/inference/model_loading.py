@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,8 +12,7 @@ from torch import Tensor, nn
 from mllm_seqpar.comm import Communicator, ProcessGroupCommunicator
 from mllm_seqpar.comm.agreement import check_collectively
 from mllm_seqpar.data.chat_family import ChatFamily
-from mllm_seqpar.models.hub import local_directory
-from mllm_seqpar.models.loading import layer_classes, load_model, weight_files
+from mllm_seqpar.models.loading import config_files, layer_classes, load_model, model_directories, weight_files
 from mllm_seqpar.patching import patch_model
 
 from .encoding import encoder_of
@@ -43,9 +41,10 @@ def load_for_inference(path: str, dtype: str, device: torch.device, *, on_cpu: b
 
 def model_files_digest(path: str) -> str:
     """Return a hash of a model's config and of the names and sizes of its weight files, without reading a tensor."""
-    folder = Path(local_directory(path))
-    weights = sorted((file.name, file.stat().st_size) for file in weight_files(folder))
-    return hashlib.sha256((folder / "config.json").read_bytes() + repr(weights).encode()).hexdigest()[:16]
+    files = sorted(file for folder in model_directories(path) for file in weight_files(folder))
+    weights = [(file.name, file.stat().st_size) for file in files]
+    configs = b"".join(file.read_bytes() for file in config_files(path))
+    return hashlib.sha256(configs + repr(weights).encode()).hexdigest()[:16]
 
 
 def shard_weights(
@@ -99,4 +98,4 @@ def load_patched(options: InferenceOptions, family: ChatFamily, group: Communica
     model = check_collectively(group, "model", load)
     if options.shard_weights:
         model = shard_weights(model, group, device, encode=encoder_of(model, family))
-    return patch_model(model, group=group, config=options.seqpar_config())
+    return check_collectively(group, "options", lambda: patch_model(model, group=group, config=options.seqpar_config()))

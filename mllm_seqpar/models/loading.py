@@ -13,6 +13,8 @@ from torch import nn
 
 from mllm_seqpar.errors import ConfigError, DataError
 
+from .adapters import CONFIG as ADAPTER_CONFIG
+from .adapters import base_of_adapter, merge_adapter, refuse_adapter
 from .hub import local_directory
 
 _SHOWN = 4
@@ -25,6 +27,8 @@ def load_model(
 ) -> nn.Module:
     """Load the model of a directory that `save_pretrained` wrote, or of a published checkpoint.
 
+    The directory of an adapter gives its base model with the adapter merged into it.
+
     Args:
         path: the directory, or USER/NAME on the Hub (see `hub.local_directory`).
         dtype: dtype of the parameters; "auto" is the checkpoint's. Training needs float32: optimizers need master
@@ -33,13 +37,19 @@ def load_model(
         **more: further arguments of `from_pretrained`, such as `quantization_config`.
 
     Raises:
-        ConfigError: there is no model, it cannot be read, it is an adapter, or its type is unknown.
+        ConfigError: there is no model, it cannot be read, or its type is unknown.
         DataError: the checkpoint's weights are not exactly the model's.
     """
     from safetensors import SafetensorError
     from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForImageTextToText
 
-    path = _prepare(path)
+    folder = Path(local_directory(path))
+    if device_map is not None or more:
+        refuse_adapter(folder, "only a whole model can be loaded in this way")
+    base = base_of_adapter(folder)
+    if base is not None:
+        return merge_adapter(load_model(str(base), dtype), folder).eval()
+    path = _require_config(folder)
     try:
         config = AutoConfig.from_pretrained(path)
     except (OSError, ValueError) as error:
@@ -56,10 +66,14 @@ def load_model(
 
 
 def load_processor(path: str) -> Any:
-    """Load the processor of a model directory; raise ConfigError if it has none."""
+    """Load the processor of a model directory, or of an adapter's base model; raise ConfigError if it has none."""
     from transformers import AutoProcessor
 
-    path = _prepare(path)
+    folders = model_directories(path)
+    _require_config(folders[-1])
+    files = ("processor_config.json", "preprocessor_config.json")
+    own = [folder for folder in folders if any((folder / file).is_file() for file in files)]
+    path = str((own or folders)[0])
     try:
         return AutoProcessor.from_pretrained(path)
     except (OSError, ValueError, ImportError) as error:
@@ -123,9 +137,22 @@ def layer_classes(model: nn.Module) -> list[str]:
     return sorted(present & set(getattr(model, "_no_split_modules", None) or ()))
 
 
+def config_files(path: str) -> list[Path]:
+    """Return the files that describe a model: `config.json`, and of an adapter its own."""
+    files = [folder / name for folder in model_directories(path) for name in ("config.json", ADAPTER_CONFIG)]
+    return [file for file in files if file.is_file()]
+
+
 def weight_files(folder: Path) -> list[Path]:
     """Return the weight files of a model directory, safetensors or pickled."""
     return sorted([*folder.glob("*.safetensors"), *folder.glob("pytorch_model*.bin")])
+
+
+def model_directories(path: str) -> list[Path]:
+    """Return the directory of a model; if it holds an adapter, followed by that of its base model."""
+    folder = Path(local_directory(path))
+    base = base_of_adapter(folder)
+    return [folder] if base is None else [folder, base]
 
 
 def model_digest(path: str) -> str:
@@ -133,10 +160,10 @@ def model_digest(path: str) -> str:
 
     Two trainings of one architecture differ in every sample. A few megabytes are read, however large the model is.
     """
-    folder, digest = Path(local_directory(path)), hashlib.sha256()
-    config = folder / "config.json"
-    digest.update(config.read_bytes() if config.is_file() else b"")
-    for file in weight_files(folder):
+    digest = hashlib.sha256()
+    for file in config_files(path):
+        digest.update(file.read_bytes())
+    for file in [file for folder in model_directories(path) for file in weight_files(folder)]:
         size = file.stat().st_size
         digest.update(f"{file.name} {size}".encode())
         with file.open("rb") as stream:
@@ -146,18 +173,11 @@ def model_digest(path: str) -> str:
     return digest.hexdigest()[:16]
 
 
-def _prepare(path: str) -> str:
-    """Return the directory of `path`; raise ConfigError unless it is that of a whole model."""
-    path = local_directory(path)
-    if not (Path(path) / "config.json").is_file():
-        raise ConfigError(f"--model {path}: no config.json there; give a directory that save_pretrained wrote")
-    if (Path(path) / "adapter_config.json").is_file():
-        raise ConfigError(
-            f"--model {path}: it holds an adapter (adapter_config.json), and transformers would load the weights of "
-            "the base model that it names from elsewhere; merge the adapter (PEFT's merge_and_unload), save, and give "
-            "that directory"
-        )
-    return path
+def _require_config(folder: Path) -> str:
+    """Return the path of a model directory; raise ConfigError if it is none."""
+    if not (folder / "config.json").is_file():
+        raise ConfigError(f"--model {folder}: no config.json there; give a directory that save_pretrained wrote")
+    return str(folder)
 
 
 def _shapes(entry: Any) -> str:

@@ -111,7 +111,7 @@ class Engine:
         self.model = check_collectively(comm, "model", lambda: self._load(args, device))
         if args.shard_weights:
             self.model = shard_weights(self.model, comm, device, encode=encoder_of(self.model, self.family))
-        patch_model(self.model, group=comm, config=args.seqpar_config())
+        check_collectively(comm, "options", lambda: patch_model(self.model, group=comm, config=args.seqpar_config()))
         self._conversations: OrderedDict[tuple[MediaFile, ...], Conversation] = OrderedDict()
 
     def prepare(

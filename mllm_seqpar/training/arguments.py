@@ -5,6 +5,7 @@ The command line is read first (`read_options`), and the dataclasses are made la
 """
 
 import argparse
+import copy
 import json
 import math
 import os
@@ -18,7 +19,7 @@ from transformers import HfArgumentParser, TrainingArguments
 from transformers.trainer_utils import SchedulerType
 
 from mllm_seqpar._compat import optional_import
-from mllm_seqpar.cli.options import CommandOptions, Parser, option, parse_tile
+from mllm_seqpar.cli.options import CommandOptions, Parser, option, parse_tile, show_ranks_option
 from mllm_seqpar.config import CHOICES, SeqParConfig
 from mllm_seqpar.data.chat import ON_BAD_MEDIA
 from mllm_seqpar.data.formats import DEFAULT_TEMPLATE
@@ -35,6 +36,7 @@ _POSITIVE = (
 )
 _REFUSED = {
     "fp16": "float16 is not verified with sequence parallelism; use --bf16",
+    "torch_compile": "torch.compile does not compile the forward pass of a patched model",
     "auto_find_batch_size": "the order of the data is fixed before training; set --per_device_train_batch_size",
     "dataloader_num_workers": "each rank reads ahead in one thread, because the ranks agree on bad media while reading",
     "dataloader_drop_last": "samples that do not fill a step are always left out of their epoch",
@@ -46,6 +48,10 @@ _REFUSED = {
     "deepspeed": "DeepSpeed (ZeRO) is not supported; use FSDP2, as configs/fsdp2_*.yaml do",
 }
 """Options of `TrainingArguments` that must keep their default, with the reason."""
+
+_EXAMPLE = """\
+mllm-seqpar finetune --num_processes 2 --model DIR --data train.jsonl --output_dir runs/first --global_batch_size 8
+  accelerate launch --config_file fsdp2.yaml -m mllm_seqpar finetune --config run.yaml --learning_rate 1e-5"""
 
 
 @dataclass
@@ -182,8 +188,13 @@ class FineTuneOptions:
 KINDS = (ModelAndData, SequenceParallel, FineTuningArguments)
 
 
-class _Help(argparse.ArgumentDefaultsHelpFormatter):
-    """Shows defaults other than None, which the texts explain."""
+class _Help(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
+    """Shows defaults other than None, which the texts explain, and each name once, with underscores."""
+
+    def _format_action_invocation(self, action: argparse.Action) -> str:
+        shown = copy.copy(action)
+        shown.option_strings = [name for name in action.option_strings if "-" not in name[2:]]
+        return super()._format_action_invocation(shown)
 
     def _get_help_string(self, action: argparse.Action) -> str | None:
         return action.help if action.default in (None, []) else super()._get_help_string(action)
@@ -202,9 +213,15 @@ def read_options(argv: Sequence[str]) -> dict[str, Any]:
     parser = _Parser(
         dataclass_types=KINDS,
         prog="mllm-seqpar finetune",
+        usage="%(prog)s [--num_processes N] [--config FILE] --model DIR --data FILE --output_dir DIR [options]",
         description="Fine-tune a cross-attention MLLM on video, sequence-parallel.",
+        example=_EXAMPLE,
         formatter_class=_Help,
     )
+    show_ranks_option(parser)
+    for name, reason in _REFUSED.items():
+        if f"--{name}" in parser._option_string_actions:
+            parser._option_string_actions[f"--{name}"].help = f"not supported: {reason}"
     parser.add_argument("--config", metavar="FILE", help="YAML or JSON file with options; the command line wins")
     values = parser.parse_args(argv)
     if values.config:
@@ -262,8 +279,9 @@ def _check_training(values: Mapping[str, Any], run: ModelAndData) -> None:
     for name in _POSITIVE:
         if not (math.isfinite(values[name]) and values[name] > 0):
             raise ConfigError(f"--{name}: {values[name]} is not allowed; give more than 0")
-    if values["max_steps"] == 0:
-        raise ConfigError("--max_steps: 0 is not allowed; give more than 0, or --num_train_epochs instead")
+    if values["max_steps"] < 1 and values["max_steps"] != -1:
+        allowed = "more than 0, or -1 for --num_train_epochs"
+        raise ConfigError(f"--max_steps: {values['max_steps']} is not allowed; give {allowed}")
     defaults = {item.name: item.default for item in fields(FineTuningArguments)}
     for name, reason in _REFUSED.items():
         if name in defaults and values[name] != defaults[name]:
@@ -274,7 +292,7 @@ def _check_training(values: Mapping[str, Any], run: ModelAndData) -> None:
         if run.eval_data is None and values[name] != unused:
             raise ConfigError(f"--{name} {values[name]}: there is nothing to evaluate on; give --eval_data")
     if values["metric_for_best_model"] not in (None, "loss", "eval_loss"):
-        raise ConfigError(f"--metric_for_best_model {values['metric_for_best_model']}: evaluation has the loss only")
+        raise ConfigError(f"--metric_for_best_model {values['metric_for_best_model']}: evaluation has eval_loss only")
     if run.global_batch_size and values["gradient_accumulation_steps"] != 1:
         raise ConfigError(
             "--global_batch_size sets --gradient_accumulation_steps; give one of them, and "
@@ -285,11 +303,12 @@ def _check_training(values: Mapping[str, Any], run: ModelAndData) -> None:
 
 def _check_trackers(names: Sequence[str]) -> None:
     from transformers.integrations import get_available_reporting_integrations
+    from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
 
     installed = get_available_reporting_integrations()
     for name in names:
-        if name not in (*installed, "all", "none"):
-            raise ConfigError(
-                f"--report_to {name}: this tracker is unknown or its package is not installed; installed are "
-                f"{', '.join(installed) or 'none'}"
-            )
+        if name in (*installed, "all", "none"):
+            continue
+        if name in INTEGRATION_TO_CALLBACK:
+            raise ConfigError(f"--report_to {name}: its package is not installed: pip install {name}, or leave it out")
+        raise ConfigError(f"--report_to {name}: unknown; give some of {', '.join(sorted(INTEGRATION_TO_CALLBACK))}")

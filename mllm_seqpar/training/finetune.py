@@ -27,6 +27,8 @@ from mllm_seqpar.data.chat import ChatDataset
 from mllm_seqpar.data.chat_family import chat_family
 from mllm_seqpar.errors import ConfigError
 from mllm_seqpar.integrations.accelerate.fsdp2 import allocate, receives_weights, reshard, send_buffers
+from mllm_seqpar.models.adapters import add_adapters, refuse_adapter
+from mllm_seqpar.models.hub import local_directory
 from mllm_seqpar.models.loading import load_model, load_processor, model_digest
 
 from .arguments import FineTuneOptions, ModelAndData, make_options, read_options
@@ -151,6 +153,7 @@ def _start_processes(values: dict[str, Any]) -> bool:
 def _open_data(options: FineTuneOptions) -> tuple[FineTuneData, Path | None, dict[str, Any]]:
     """Open what can fail on one rank only; the last item holds the facts that all ranks must have in common."""
     run, args = options.run, options.training
+    refuse_adapter(Path(local_directory(str(run.model))), "training starts from a whole model")
     processor = load_processor(str(run.model))
     sampling = {name: getattr(run, name) for name in ("fps", "max_frames", "max_length", "media_root", "template")}
     training = ChatDataset(str(run.data), processor, on_bad_media=run.on_bad_media, **sampling)
@@ -207,9 +210,12 @@ def _with_adapters(model: Any, run: ModelAndData, frozen: Sequence[str], seed: i
         modules_to_save=run.lora_modules_to_save,
     )
     try:
-        return peft.get_peft_model(model, config)
+        adapted = add_adapters(model, config)
     except ValueError as error:
         raise ConfigError(f"--lora_target_modules {' '.join(targets)}: {program_exit.first_line(error)}") from error
+    base = str(run.model)  # an absolute path, so that the adapters can be loaded from any directory
+    adapted.peft_config["default"].base_model_name_or_path = os.path.abspath(base) if os.path.exists(base) else base
+    return adapted
 
 
 def _load_in_4bit(path: str) -> nn.Module:

@@ -132,6 +132,9 @@ class SeqParMixin(_Base):
         parallelism = find_parallelism(self.args, self._requested_degree, self._patched_degree)
         cpu = self.args.device.type == "cpu"
         self.args.parallelism_config = None if cpu and PARALLELISM_ON_CPU.applies() else parallelism
+        if self.args.ddp_find_unused_parameters is None:
+            # Trainer does not look for them under gradient checkpointing, but towers have unused parts.
+            self.args.ddp_find_unused_parameters = True
         with without_launched_parallelism(cpu):
             super().create_accelerator_and_postprocess()
         if cpu and dist.is_initialized():

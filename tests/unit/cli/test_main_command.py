@@ -69,9 +69,10 @@ def test_help_imports_no_torch_and_bash_completes(tmp_path: Path, capsys: pytest
 
 
 def test_completion_has_the_options_of_the_help(capsys: pytest.CaptureFixture[str]) -> None:
-    entries = {name: COMMANDS[name] for name in ("plan", "doctor")}
+    entries = {name: COMMANDS[name] for name in ("plan", "doctor", "calibrate")}
     options = {name: completion.options_of(entry) for name, (entry, _) in entries.items()}
     assert options["doctor"] == ["--device", "--help", "--num_processes"]
+    assert "--num_processes" in options["calibrate"]
     assert {"--mlp_chunk_size", "--no_overlap", "--strategy"} <= set(options["plan"])
     scripts = {shell: completion.script(shell, entries, options) for shell in completion.SHELLS}
     assert '    doctor) options="--device --help --num_processes" ;;' in scripts["bash"]

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from mllm_seqpar.comm import Communicator, as_communicator, run_loopback
-from mllm_seqpar.comm.agreement import attempt
+from mllm_seqpar.comm.agreement import attempt, is_reported_by_rank_0
 from mllm_seqpar.errors import AgreementError, ConfigError, DataError, VideoError
 from mllm_seqpar.inference import data_set
 from mllm_seqpar.inference.answer_file import AnswerFile
@@ -143,6 +143,9 @@ def test_another_run_is_refused_and_nothing_is_overwritten(questions: Path, infe
 def test_arguments_that_fit_no_run_are_refused(questions: Path, inference_files: Path) -> None:
     source = ["--model", inference_files / "gated", "--questions", questions, "--output", questions.with_name("out")]
     assert "--sp 2 does not divide the 3 ranks" in str(run(3, *source, "--sp", 2)[0])
+    errors = run(2, *source, "--strategy", "mesh", "--tile", "2x2")
+    assert is_reported_by_rank_0(errors[1])  # which then prints nothing
+    assert "tile: (2, 2) is for 4 ranks" in str(errors[0])
     questions.write_text(json.dumps({"question": "Say hello."}) + "\n")
     argv = ["--model", inference_files / "gated", "--questions", questions, "--output", questions, "--choices"]
     error = attempt(lambda: answer_data_set(parse([*map(str, argv)]), as_communicator("self"), CPU))[1]
@@ -207,3 +210,16 @@ def test_features_of_a_video_are_freed_before_the_next_is_encoded(
     finally:
         gc.enable()
     assert len(alive) == 2 * 4, [line for line in answers(output)]
+
+
+def test_answers_without_a_video_are_counted_and_no_answer_at_all_is_an_error(
+    questions: Path, inference_files: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = ["--model", inference_files / "gated", "--questions", questions, "--output", questions.with_name("out")]
+    questions.write_text(json.dumps({"question": "Say hello.", "vid": "a.mp4"}) + "\n")
+    assert run(1, *source) == [None]
+    assert "1 of 1 questions are answered; without a video or picture, which" in capsys.readouterr().err
+    questions.write_text(json.dumps({"question": "Why?", "video": "nothere.mp4"}) + "\n")
+    errors = run(2, *source[:-1], questions.with_name("other"))
+    assert [type(error) for error in errors] == [DataError, AgreementError]
+    assert "0 of 1 questions are answered; errors: 1, the first at" in str(errors[0])

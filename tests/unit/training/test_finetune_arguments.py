@@ -88,8 +88,20 @@ def test_command_line_wins_over_the_configuration_file(tmp_path: Path) -> None:
         (["--self_attention", "star"], "'star' is not allowed; give one of ring"),
         (["--recompute_attention"], "--recompute_attention would have no effect: give --gradient_checkpointing too"),
         (["--fp16"], "--fp16 True is not supported: float16 is not verified"),
+        (
+            ["--label_smoothing_factor", "0.1"],
+            "0.1 is not supported: the loss is the model's own",
+        ),
+        (["--torch_compile"], "--torch_compile True is not supported: torch.compile does not compile"),
+        (["--metric_for_best_model", "accuracy"], "--metric_for_best_model accuracy: evaluation has eval_loss only"),
         (["--dataloader_num_workers", "2"], "--dataloader_num_workers 2 is not supported: each rank reads ahead"),
-        (["--report_to", "wandbb"], "--report_to wandbb: this tracker is unknown or its package is not installed"),
+        (["--report_to", "wandbb"], "--report_to wandbb: unknown; give some of .*wandb"),
+        (["--report_to", "clearml"], "--report_to clearml: its package is not installed: pip install clearml"),
+        (["--learning_rate", "1", "--learning-rate", "2"], "--learning_rate is given twice; give it once"),
+        (["--freeze", "vision", "--freeze", "language"], "--freeze is given twice; give all values after one --freeze"),
+        (["--lerning_rate", "1"], r"unrecognized arguments: --lerning_rate 1 \(did you mean --learning_rate\?\)"),
+        (["--num_processes", "2"], "--num_processes 2: give it on the command line, to mllm-seqpar"),
+        (["--max_steps", "0"], "--max_steps: 0 is not allowed; give more than 0, or -1 for --num_train_epochs"),
         (["--global_batch_size", "8", "--gradient_accumulation_steps", "2"], "give one of them"),
         (["--save_minutes", "-1"], "-1.0 is not allowed; give 0 or more"),
         (["--on_bad_media", "ignore"], "'ignore' is not allowed; give one of fail, skip"),
@@ -99,6 +111,15 @@ def test_command_line_wins_over_the_configuration_file(tmp_path: Path) -> None:
 def test_invalid_arguments_are_named(given: list[str], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         options(*given)
+
+
+def test_help_begins_with_the_options_of_this_program(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        read_options(["--help"])
+    shown = capsys.readouterr().out
+    assert "--num_processes N " in shown[: shown.index("\n  --model MODEL ")] and "-rate" not in shown
+    assert shown.index("--lora_r ") < shown.index("options of transformers.TrainingArguments:")
+    assert shown.index("--fp16") < shown.index("not supported: float16 is not verified")
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="tests what happens without a GPU")
