@@ -17,7 +17,8 @@ ensure_venv "test,video"
 "$venv_python" -m pip install --quiet --disable-pip-version-check --no-deps "open-flamingo==2.0.1"
 
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" # ranks are processes and threads: more threads than cores slow them down
-in_parallel=(-n "${TEST_WORKERS:-2}" --dist loadfile --no-loadscope-reorder)
+unset PYTHONDONTWRITEBYTECODE # otherwise each of the hundred processes of the tests compiles the package again
+in_parallel=(-n "${TEST_WORKERS:-3}" --dist loadfile --no-loadscope-reorder)
 
 # PyTorch's kernels, oneDNN and MKL select instructions by processor, which changes the order of sums. MKL_ENABLE_INSTRUCTIONS
 # has an effect on Intel processors only.
@@ -69,7 +70,8 @@ fi
 if [[ "$checks" != 0 ]]; then
     echo "== lint or types failed, see above; the tests run nevertheless"
 fi
-# Without arguments, two processes run the tests file by file. With arguments, such as for a single test, one process does.
+# Without arguments, TEST_WORKERS processes run the tests file by file: 3, which keep 2 cores busy while some tests wait. With
+# arguments, such as for a single test, one process does.
 selected=()
 if [[ "${1:-}" == --quick ]]; then
     shift

@@ -23,7 +23,7 @@ LAYERS = ("pure Python", "one process", "gloo ranks", "real launch", "GPU")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Run the cheapest layer first; a worker of pytest-xdist runs the slowest first, so that both workers end together.
+    """Run the cheapest layer first; a worker of pytest-xdist runs the slowest first, so that all workers end together.
 
     The order within a layer does not change.
     """

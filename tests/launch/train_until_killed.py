@@ -1,10 +1,11 @@
 """Run by ranks on two nodes with an HSDP configuration: fine-tuning with and without HSDP; then rank 3 is killed.
 
-    train_until_killed.py OUTPUT ARGUMENTS   # of the fine-tuning program, without --output_dir
+    train_until_killed.py OUTPUT ARGUMENTS   # of the fine-tuning program, without --output_dir and --sp
 
-The first run shards all parameters over all ranks. The second is that of the configuration, and ends in its last step.
+The ranks of both nodes share each sample in the first run, which is complete, and those of one node in the others. The
+first two runs shard all parameters over all ranks. The third is that of the configuration, and ends in its last step.
 Rank 0 writes which ranks share the shards of a parameter, and which have the same shard, to OUTPUT/groups.json, and the
-log of the second run to OUTPUT/hsdp.json.
+log of the third run to OUTPUT/hsdp/trainer_state.json.
 """
 
 import json
@@ -40,11 +41,13 @@ class KilledAtTheEnd(TrainerCallback):
 def train(argv: list[str]) -> None:
     output, *arguments = argv
     with mock.patch.dict(os.environ, ACCELERATE_USE_PARALLELISM_CONFIG="false"):
-        everywhere, *_ = finetune.prepare([*arguments, "--output_dir", f"{output}/sharded"])
+        finetune.fine_tune([*arguments, "--sp", "4", "--output_dir", f"{output}/shared"])
+        reset_accelerator()
+        everywhere, *_ = finetune.prepare([*arguments, "--sp", "2", "--output_dir", f"{output}/sharded"])
         everywhere.train()
         everywhere.save_state()
     reset_accelerator()
-    hybrid, *_ = finetune.prepare([*arguments, "--output_dir", f"{output}/hsdp"])
+    hybrid, *_ = finetune.prepare([*arguments, "--sp", "2", "--output_dir", f"{output}/hsdp"])
     hybrid.add_callback(KilledAtTheEnd(Path(output, "hsdp", "trainer_state.json")))
     hybrid.add_callback(Groups(Path(output, "groups.json"), everywhere.model))
     if dist.get_rank() != 3:

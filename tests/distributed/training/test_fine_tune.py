@@ -32,7 +32,7 @@ from ranks_worker import reset_global_state
 from training_logs import assert_same_trajectory, log_of
 
 STEPS = 20
-STOP = 8  # in the middle of the second epoch of five steps
+STOP, RESUMED_STOP = 6, 8  # in the second epoch of five steps
 
 
 def arguments(files: Path, output: Path, *more: object) -> list[str]:
@@ -58,7 +58,7 @@ def one_process(training_files: Path) -> Path:
 
 
 def whole_stopped_and_resumed(rank: int, world: int, files: Path) -> list[int]:
-    """Run without interruption; then again, until rank 3 receives SIGTERM in step 8; then continue to step 12."""
+    """Run without interruption; then again, until rank 3 receives SIGTERM in step 6; then continue to step 8."""
     options = ("--sp", 2, "--per_device_train_batch_size", 2)  # one forward pass per step, not four
     statuses = [fine_tune(compared(files, files / "whole", *options))]
     reset_global_state()
@@ -73,7 +73,9 @@ def whole_stopped_and_resumed(rank: int, world: int, files: Path) -> list[int]:
         statuses.append(fine_tune(compared(files, files / "parts", *options)))
     assert not (files / "parts" / "model").exists()
     reset_global_state()
-    resumed = compared(files, files / "parts", *options, "--resume_from_checkpoint", "auto", "--stop_after", 12)
+    resumed = compared(
+        files, files / "parts", *options, "--resume_from_checkpoint", "auto", "--stop_after", RESUMED_STOP
+    )
     return [*statuses, fine_tune(resumed)]
 
 
@@ -85,7 +87,7 @@ def test_two_groups_of_two_train_as_one_process_and_resume_bit_for_bit(training_
     assert_same_trajectory(whole, expected)
     assert [row["step"] for row in expected if "loss" in row] == [*range(1, STEPS + 1)]
     assert expected[-1]["eval_loss"] < expected[10]["eval_loss"]
-    assert parts == [row for row in whole if row["step"] <= 12] and parts[-1]["step"] == 12
+    assert parts == [row for row in whole if row["step"] <= RESUMED_STOP] and parts[-1]["step"] == RESUMED_STOP
     assert (training_files / "parts" / f"checkpoint-{STOP}").is_dir()
 
     # The trained model has the parameter names of the original one, in its dtype.

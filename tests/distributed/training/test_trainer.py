@@ -171,12 +171,12 @@ def test_one_process_trains_as_trainer_does(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_two_groups_of_two_train_evaluate_and_resume_as_one_process(tmp_path: Path) -> None:
-    evaluation = {"save_strategy": "steps", "save_steps": 4, "eval_strategy": "steps", "eval_steps": 4}
+def test_two_groups_of_two_train_and_evaluate_and_one_group_resumes_as_one_process(tmp_path: Path) -> None:
+    evaluation = {"save_strategy": "steps", "save_steps": 2, "eval_strategy": "steps", "eval_steps": 2}
     evaluation |= {"load_best_model_at_end": True, "metric_for_best_model": "eval_7_loss"}
     evaluation |= {"per_device_eval_batch_size": 2}
-    expected = train_in_one_process(tmp_path / "one", per_device_train_batch_size=4, max_steps=8, **evaluation)
-    given = {"per_device_train_batch_size": 2, "degree": 2, "max_steps": 8}
+    expected = train_in_one_process(tmp_path / "one", per_device_train_batch_size=4, max_steps=4, **evaluation)
+    given = {"per_device_train_batch_size": 2, "degree": 2, "max_steps": 4}
     log, facts = train_on(4, tmp_path / "four", FSDP2, **given, **evaluation)
     assert_same_trajectory(log, expected, "learning_rate", "num_input_tokens_seen")
     assert_same_evaluation(log, expected)
@@ -189,12 +189,10 @@ def test_two_groups_of_two_train_evaluate_and_resume_as_one_process(tmp_path: Pa
     for name, weight in load_file(tmp_path / "one" / "model" / "model.safetensors").items():
         torch.testing.assert_close(trained[name], weight, rtol=1e-3, atol=1e-5)
 
-    resumed, _ = train_on(4, tmp_path / "resumed", FSDP2, **given, resume=str(tmp_path / "four" / "checkpoint-4"))
-    later, expected = ([row for row in rows if row["step"] > 4] for rows in (resumed, expected))
-    assert_same_trajectory(later, expected)
     given["per_device_train_batch_size"] = 4  # one group reads what two groups read before
-    on_two, _ = train_on(2, tmp_path / "two", FSDP2, **given, resume=str(tmp_path / "four" / "checkpoint-4"))
-    assert_same_trajectory([row for row in on_two if row["step"] > 4], expected)
+    on_two, _ = train_on(2, tmp_path / "two", FSDP2, **given, resume=str(tmp_path / "four" / "checkpoint-2"))
+    later, expected = ([row for row in rows if row["step"] > 2] for rows in (on_two, expected))
+    assert_same_trajectory(later, expected)
 
 
 @pytest.mark.slow

@@ -1,6 +1,7 @@
 """Layer: one process. Inference runs answer as the unpatched model does; the ranks are threads."""
 
 import json
+import re
 import threading
 from pathlib import Path
 from typing import Any
@@ -107,7 +108,14 @@ def test_evidence_is_printed_reported_and_written(inference_files: Path, tmp_pat
         assert found["text"] in shown.out and "moments" not in shown.out
         assert len(found["evidence"]) == 2 and found["evidence"][0]["share"] >= found["evidence"][1]["share"] > 0
     assert shown.err.count("moments that the answer attends to") == shown.err.count("the text: ") == 2
+    assert len(re.findall(r"^moments that .*:\n +1\. +\d+\.\d%  0:0\d\.\d to 0:0", shown.err, re.MULTILINE)) == 2
     assert page.read_text().count('"mean":') == 2
+    (summary,) = [line for line in shown.err.splitlines() if "visual tokens" in line]
+    assert re.fullmatch(
+        r"12 frames, 48 visual tokens on 2 ranks; open \S+ s, load \S+ s, read and encode \S+ s \(\S+ frames/s\), "
+        r"prefill \S+ s, decode \d+ tokens at \S+ tokens/s; peak memory by rank \(resident\) \d+, \d+ MiB",
+        summary,
+    )
 
 
 def test_page_that_cannot_be_written_is_an_error_on_every_rank(inference_files: Path, tmp_path: Path) -> None:
