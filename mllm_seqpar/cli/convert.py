@@ -35,7 +35,7 @@ class ConvertOptions(CommandOptions):
     """The published files and the directory to write."""
 
     output: str = option("directory to write; it must not exist, or be empty")
-    model: str | None = option("a published checkpoint: its directory, or USER/NAME on the Hub", None)
+    model: str | None = option("directory or Hub id (USER/NAME) of a published checkpoint", None)
     dtype: str = option(
         f"dtype of the weights: {', '.join(DTYPES)} (auto: as published; OpenFlamingo: float32)", "auto"
     )
@@ -49,7 +49,9 @@ class ConvertOptions(CommandOptions):
     cross_attn_every_n_layers: int | None = option(
         "for OpenFlamingo: layers per cross-attention block; default: as in the checkpoint", None
     )
-    only_attend_immediate_media: bool = option("for OpenFlamingo: a token sees only the last image before it", True)
+    only_attend_immediate_media: bool = option(
+        "for OpenFlamingo: a token attends only to the last image before it", True
+    )
 
     def __post_init__(self) -> None:
         self._require("dtype", self.dtype in DTYPES, f"one of {', '.join(DTYPES)}")

@@ -37,7 +37,7 @@ class LengthError(DataError):
 
 
 class Interrupted(SeqParError):
-    """Raised where the user ended the encoding of the frames."""
+    """The user ended the encoding of the frames."""
 
 
 @dataclass(frozen=True, kw_only=True)

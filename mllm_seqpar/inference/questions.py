@@ -1,7 +1,8 @@
 """The questions of a data set, grouped by the videos and pictures that they ask about.
 
-A record is read as training reads it (`mllm_seqpar.data.formats`), but needs no answer. What a record has after its
-last question is the reference. A conversation of several turns is asked its last question, after the turns before it.
+A record is read as training reads it (`mllm_seqpar.data.formats`), but needs no answer. The answer that a record has to
+its last question is the reference. A conversation of several turns is asked its last question, after the turns before
+it.
 """
 
 from __future__ import annotations
