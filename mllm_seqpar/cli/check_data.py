@@ -117,8 +117,8 @@ class Totals:
 
     def text(self, name: str, model: str | None) -> str:
         lines = [
-            f"{name}: {self.samples:,} samples, {self.broken:,} broken, {self.long:,} long; in the others "
-            f"{self.videos:,} videos and {self.pictures:,} pictures with {self.frames:,} frames"
+            f"{name}: {self.samples:,} samples, {self.broken:,} broken, {self.long:,} long videos; "
+            f"the good samples have {self.videos:,} videos and {self.pictures:,} pictures with {self.frames:,} frames"
         ]
         if model:
             lines.append(f"text tokens: {self.tokens:,}, of which {self.targets:,} are targets{_visual(self, model)}")

@@ -236,7 +236,7 @@ class ChatSeqParModel(SimpleSeqParModel):
 def _generation(messages: list[dict[str, Any]], arguments: dict[str, Any]) -> _Request:
     """Return a request with the sampling and the stop strings of lmms-eval's `generation_kwargs`."""
     if arguments.get("num_beams", 1) not in (None, 1):
-        raise ConfigError(f"num_beams: {arguments['num_beams']} is not supported; answers are searched without beams")
+        raise ConfigError(f"num_beams: {arguments['num_beams']} is not supported; leave it out")
     temperature = arguments.get("temperature") or 0.0
     sampled = arguments.get("do_sample", temperature > 0) and temperature > 0
     sampling: dict[str, Any] = {"max_new_tokens": arguments.get("max_new_tokens", 128)}
@@ -263,7 +263,10 @@ def _medium(value: Any) -> dict[str, Any]:
         path = os.fspath(value)
         return {"type": "image" if os.path.splitext(path)[1].lower() in IMAGE_SUFFIXES else "video", "path": path}
     if not hasattr(value, "convert"):
-        raise DataError(f"a task shows {type(value).__name__} {value!r:.60}; this model takes videos and pictures")
+        raise DataError(
+            f"a task shows {type(value).__name__} {value!r:.60}; this model takes videos and pictures; "
+            "choose another task"
+        )
     content = io.BytesIO()
     value.convert("RGB").save(content, "PNG")
     return {"type": "image", "path": str(store_bytes(content.getvalue(), ".png"))}

@@ -43,7 +43,8 @@ class SampleOrder:
         if self.samples < self.global_batch:
             raise ConfigError(
                 f"a step has {self.global_batch} samples (--per_device_train_batch_size x groups x "
-                f"--gradient_accumulation_steps), more than the {self.samples} samples of the training data"
+                f"--gradient_accumulation_steps), more than the {self.samples} samples of the training data; lower one "
+                "of these options"
             )
 
     @property
