@@ -35,7 +35,7 @@ class ConvertOptions(CommandOptions):
     """The published files and the directory to write."""
 
     output: str = option("directory to write; it must not exist, or be empty")
-    model: str | None = option("directory or Hub id (USER/NAME) of a published checkpoint", None)
+    model: str | None = option("a published checkpoint: its directory, or USER/NAME on the Hub", None)
     dtype: str = option(
         f"dtype of the weights: {', '.join(DTYPES)} (auto: as published; OpenFlamingo: float32)", "auto"
     )

@@ -39,7 +39,7 @@ class AnswerFile:
 
         Raises:
             ConfigError: the file has answers that were made with other settings, or cannot be written.
-            DataError: a line of the file is not an answer.
+            DataError: a line of the file is no answer.
         """
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)

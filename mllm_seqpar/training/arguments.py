@@ -217,9 +217,7 @@ def read_options(argv: Sequence[str]) -> dict[str, Any]:
         allow_abbrev=False,
         formatter_class=_Help,
     )
-    parser.add_argument(
-        "--config", metavar="FILE", help="YAML or JSON file with options; the command line takes precedence"
-    )
+    parser.add_argument("--config", metavar="FILE", help="YAML or JSON file with options; the command line wins")
     values = vars(parser.parse_args(argv))
     if values["config"]:
         values = vars(parser.parse_args([*_options_of(values["config"], parser._option_string_actions), *argv]))
