@@ -236,7 +236,7 @@ class ChatSeqParModel(SimpleSeqParModel):
 def _generation(messages: list[dict[str, Any]], arguments: dict[str, Any]) -> _Request:
     """Return a request with the sampling and the stop strings of lmms-eval's `generation_kwargs`."""
     if arguments.get("num_beams", 1) not in (None, 1):
-        raise ConfigError(f"num_beams: {arguments['num_beams']} is not supported; leave it out")
+        raise ConfigError(f"num_beams: {arguments['num_beams']} is not supported; answers are searched without beams")
     temperature = arguments.get("temperature") or 0.0
     sampled = arguments.get("do_sample", temperature > 0) and temperature > 0
     sampling: dict[str, Any] = {"max_new_tokens": arguments.get("max_new_tokens", 128)}
