@@ -14,7 +14,7 @@ from mllm_seqpar import __version__
 
 COMMANDS = {
     "finetune": ("mllm_seqpar.training.finetune:main", "train a model on conversations about videos"),
-    "ask": ("mllm_seqpar.inference.ask:main", "answer questions about videos, one or a data set"),
+    "ask": ("mllm_seqpar.inference.ask:main", "answer questions about videos, or a data set of questions"),
     "chat": ("mllm_seqpar.serving.chat:main", "talk about a video in the terminal"),
     "serve": ("mllm_seqpar.serving.server:main", "answer requests over HTTP, as OpenAI's API does, and show a page"),
     "check-data": ("mllm_seqpar.cli.check_data:main", "open everything that a data set names; report what is broken"),
@@ -22,10 +22,13 @@ COMMANDS = {
     "plan": ("mllm_seqpar.cli.planner:main", "estimate times, bytes and memory of a step, without a GPU"),
     "calibrate": ("mllm_seqpar.cli.calibrate:main", "measure this machine and its links for plan"),
     "doctor": ("mllm_seqpar.cli.doctor:main", "check versions, devices and links, and that results are exact here"),
-    "example": ("mllm_seqpar.cli.example:main", "write a tiny model and a data set of short videos, to try the others"),
+    "example": (
+        "mllm_seqpar.cli.example:main",
+        "write a tiny model and a data set of short videos, to try the other commands",
+    ),
     "completion": ("mllm_seqpar.cli.completion:main", "print a script that completes commands and options in a shell"),
 }
-"""By name: the function, as "module:function", and one line of help."""
+"""For each command: its function, as "module:function", and one line of help."""
 
 OWN_RANKS = ("finetune", "ask", "calibrate")
 """Commands that get the option --num_processes here. chat, serve and doctor have it themselves."""

@@ -47,6 +47,6 @@ seqpar ask "${question[@]}" --report "$folder/one.json"
 stage "comparing answers and evidence, and counting the bytes sent"
 "$python" scripts/demo_check.py answers --one "$folder/one.json" --many "$folder/four.json" --expected "$answer"
 "$python" scripts/demo_check.py evidence --one "$folder/one.json" --many "$folder/four.json" --data "$folder/long.jsonl"
-printf 'the page %s shows where in the video the answer comes from\n' "$folder/evidence.html"
+printf 'the page %s shows the moments that the answer attends to\n' "$folder/evidence.html"
 "$python" scripts/demo_check.py bytes --model "$folder/training/model" --data "$folder/long.jsonl" --ranks 4
 stage "done"

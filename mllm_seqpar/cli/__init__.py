@@ -1,1 +1,1 @@
-"""What all commands share: options, launch, progress, and how a run ends after an error; and the small commands."""
+"""The small commands, and the parts that all commands share: options, launch, own ranks, progress, exit."""

@@ -23,7 +23,7 @@ DTYPES = ("float32", "bfloat16", "float16")
 
 @dataclass(frozen=True, kw_only=True)
 class CalibrateOptions(CommandOptions):
-    """What is measured, and where the result goes."""
+    """The options of `mllm-seqpar calibrate`: what to measure, and where to write it."""
 
     output: str | None = option("cluster file to write; default: print it", None)
     device: str = option("cpu, cuda, or auto: cuda if this node has a GPU for each process", "auto")

@@ -1,4 +1,4 @@
-"""The command `mllm-seqpar check-data`: opens everything that a data set names, and reports what training would meet.
+"""The command `mllm-seqpar check-data`: opens all media of a data set, and reports what would stop training.
 
 Of each video and picture, the first, the middle and the last frame that training would use are decoded, in threads:
 PyAV and Pillow release the interpreter lock, and frames are not passed between processes. Damage elsewhere in a file is
@@ -37,21 +37,27 @@ def main(argv: Sequence[str]) -> int:
 def _parser() -> Parser:
     parser = Parser(
         prog="mllm-seqpar check-data",
-        description="Open the first, middle and last frame of everything that data sets name.\n"
+        description="Read all samples of data sets, and decode the first, middle and last frame of their media.\n"
         "The exit status is 1 if a sample is broken.",
         example="mllm-seqpar check-data train.jsonl --model my-model --fps 1",
     )
-    text = "JSONL, JSON, parquet, arrow, tar shards, a folder with metadata.jsonl, or an id on the Hub; may be several"
+    text = (
+        "JSONL, JSON, parquet, arrow, tar shards, a directory with metadata.jsonl, or an id on the Hub; may be several"
+    )
     parser.add_argument("data", nargs="+", metavar="DATA", help=text)
-    text = "model directory or id on the Hub: counts tokens too, by the model's processor"
+    text = "directory or Hub id of a model, whose processor counts the tokens too"
     parser.add_argument("--model", metavar="DIR", help=text)
     parser.add_argument("--fps", type=float, help="as in training; default: that of the data, else 1")
     parser.add_argument("--num_frames", type=int, help="instead of --fps: this many frames of each video")
     parser.add_argument("--max_frames", type=int, help="as in training: at most this many frames of each video")
     text = "as in training: samples with more text tokens are broken; needs --model"
     parser.add_argument("--max_length", type=int, metavar="TOKENS", help=text)
-    parser.add_argument("--media_root", metavar="DIR", help="folder of relative paths; default: that of the data")
-    parser.add_argument("--template", default=DEFAULT_TEMPLATE, help="text of multiple-choice questions")
+    parser.add_argument(
+        "--media_root", metavar="DIR", help="directory that relative paths start from; default: that of the data"
+    )
+    parser.add_argument(
+        "--template", default=DEFAULT_TEMPLATE, help="text of multiple-choice questions, with {question} and {options}"
+    )
     text = "report longer videos; default: 3600"
     parser.add_argument("--long", type=float, default=3600.0, metavar="SECONDS", help=text)
     text = "files opened at once; default: the number of processors"
@@ -111,8 +117,8 @@ class Totals:
 
     def text(self, name: str, model: str | None) -> str:
         lines = [
-            f"{name}: {self.samples:,} samples, {self.broken:,} broken, {self.long:,} long; in the others "
-            f"{self.videos:,} videos and {self.pictures:,} pictures with {self.frames:,} frames"
+            f"{name}: {self.samples:,} samples, {self.broken:,} broken, {self.long:,} long videos; "
+            f"the good samples have {self.videos:,} videos and {self.pictures:,} pictures with {self.frames:,} frames"
         ]
         if model:
             lines.append(f"text tokens: {self.tokens:,}, of which {self.targets:,} are targets{_visual(self, model)}")

@@ -51,7 +51,9 @@ class ConvertOptions(CommandOptions):
     cross_attn_every_n_layers: int | None = option(
         "for OpenFlamingo: layers per cross-attention block; default: as in the checkpoint", None
     )
-    only_attend_immediate_media: bool = option("for OpenFlamingo: a token sees only the last image before it", True)
+    only_attend_immediate_media: bool = option(
+        "for OpenFlamingo: a token attends only to the last image before it", True
+    )
 
     def __post_init__(self) -> None:
         self._require("dtype", self.dtype in DTYPES, f"one of {', '.join(DTYPES)}")

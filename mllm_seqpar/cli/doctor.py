@@ -63,7 +63,7 @@ class Finding:
 
 @dataclass(frozen=True, kw_only=True)
 class DoctorOptions(CommandOptions):
-    """Where the exactness check runs."""
+    """The options of `mllm-seqpar doctor`: where the exactness check runs."""
 
     num_processes: int | None = option(
         "ranks to start on this machine (default: one for each GPU, or 2 without any); leave it out under a launcher",

@@ -1,4 +1,4 @@
-"""The exactness check of `mllm-seqpar doctor`: seconds on the ranks at hand, with random inputs and a tiny model.
+"""The exactness check of `mllm-seqpar doctor`, with random inputs and a tiny model; it takes seconds.
 
 Every rank computes the same dense reference in float64, and compares its own shard or the average over the ranks.
 """

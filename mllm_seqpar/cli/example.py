@@ -55,7 +55,15 @@ class ExampleOptions(CommandOptions):
 def main(argv: Sequence[str]) -> int:
     """Write the example; return the exit status, 2 for invalid options."""
     try:
-        options = parse_options(ExampleOptions, argv, prog="mllm-seqpar example", description=str(__doc__))
+        options = parse_options(
+            ExampleOptions,
+            argv,
+            prog="mllm-seqpar example",
+            description="Write a tiny mPLUG-Owl3 with random weights and a data set of short videos, to try the other "
+            "commands.\nNeither a checkpoint nor a network is needed. One frame of each video shows a marker; the "
+            "question is its colour.",
+            example="mllm-seqpar example --output hour",
+        )
         long = write_example(options)
     except (ConfigError, OSError) as error:
         sys.stderr.write(f"error: {error}\n")

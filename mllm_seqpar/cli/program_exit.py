@@ -53,7 +53,7 @@ def run(main: Callable[[Sequence[str]], int | None], argv: Sequence[str]) -> int
 
 
 def run_alone(main: Callable[[Sequence[str]], int | None], argv: Sequence[str]) -> int:
-    """Return the exit status of `main(argv)`, for a command of one process; an invalid input takes one line."""
+    """Return the exit status of `main(argv)`, for a command of one process; report invalid input in one line."""
     try:
         return main(argv) or 0
     except (SeqParError, OSError) as error:

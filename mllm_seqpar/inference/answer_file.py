@@ -1,4 +1,4 @@
-"""A file of answers, one JSON object a line, that a run which stopped goes on with.
+"""The answer file of a data set: one JSON object a line, from which a run that stopped is resumed.
 
 Group 0 appends each answer to the file itself, and every other group of ranks to a part of its own beside it, so that
 whatever has been answered survives a crash. When a run starts, it collects the answers of all parts, and drops a last

@@ -29,7 +29,7 @@ _OF_VIDEOS = ("video", "question", "features", "save_features", "report", "evide
 class InferenceOptions(CommandOptions):
     """The model, the frames of a video, the sampling of an answer, and how ranks share the work."""
 
-    model: str = option("directory of the model, safetensors, with its processor; or an id on the Hub")
+    model: str = option("directory or Hub id of the model, with its processor")
 
     fps: float | None = option(
         f"frames per second to sample from a video (default: {DEFAULT_FPS:g}, without --num_frames)", None
@@ -58,7 +58,7 @@ class InferenceOptions(CommandOptions):
         "file; default: on the device",
         None,
     )
-    kernel: str = option("block attention kernel", "auto")
+    kernel: str = option("block kernel, which computes attention", "auto")
     shard_weights: bool = option("shard the weights over the ranks too, for models that do not fit on a device", False)
     dtype: str = option(f"dtype of the model: {', '.join(DTYPES)} (auto: that of the checkpoint)", "auto")
     device: str = option(f"one of {', '.join(DEVICES)}", "auto")
@@ -66,7 +66,7 @@ class InferenceOptions(CommandOptions):
         "seconds to wait for a rank in a collective (default: 600 on GPUs, 300 on CPU)", None
     )
     sp: int | None = option(
-        "with --questions: ranks that share each video (default: all); groups of so many ranks take videos in turn",
+        "with --questions: ranks that share each video (default: all); the videos are distributed over the groups",
         None,
     )
 
@@ -120,17 +120,21 @@ class AskArguments(InferenceOptions):
     report: str | None = option("JSON file for answers, tokens, times and memory", None)
     evidence: int = option("print this many moments of the video that an answer attends to most", 0)
     evidence_html: str | None = option(
-        "HTML page that shows, token by token, where in the video an answer looks; of several videos, one page each",
+        "HTML page that shows, token by token, which frames an answer attends to; of several videos, one page each",
         None,
     )
 
     questions: str | None = option(
         "data set of questions: JSONL, JSON, parquet, arrow, tar shards, or an id on the Hub", None
     )
-    output: str | None = option("JSONL file for the answers to --questions; a run that stopped goes on there", None)
+    output: str | None = option(
+        "JSONL file for the answers to --questions; a run that stopped is resumed from it", None
+    )
     choices: bool = option("choose among the options of each question by the likelihood of their letters", False)
     template: str = option("text of multiple-choice questions, with {question} and {options}", DEFAULT_TEMPLATE)
-    media_root: str | None = option("folder of relative paths in --questions; default: that of its file", None)
+    media_root: str | None = option(
+        "directory that relative paths in --questions start from; default: that of its file", None
+    )
     progress: bool = option("progress bar on rank 0", True)
 
     def __post_init__(self) -> None:
@@ -148,7 +152,9 @@ class AskArguments(InferenceOptions):
                 "no video to ask about: give --video FILE, --features DIR of an encoded video, or --questions FILE"
             )
         if self.features is not None and self.save_features is not None:
-            raise ConfigError("--features and --save_features: features that are on disk are not written again")
+            raise ConfigError(
+                "--features and --save_features: features that are on disk are not written again; give one of them"
+            )
         if self.features is not None and len(self.video) > 1:
             raise ConfigError("--features and several --video: give --features alone, or one video to compare with")
         if not self.question and self.save_features is None:

@@ -1,4 +1,4 @@
-"""Multiple choice by log-likelihood: which letter the model would begin its answer with, and the accuracy of that.
+"""Multiple choice by log-likelihood: the letter that most likely begins the answer, and the accuracy over questions.
 
 The log-likelihood of a letter is the logarithm of the summed probabilities of its spellings, the token sequences by
 which it can follow the prompt: with and without a space before it. Of a spelling with several tokens, the

@@ -37,7 +37,7 @@ class LengthError(DataError):
 
 
 class Interrupted(SeqParError):
-    """Raised where the user ended the encoding of the frames."""
+    """The user ended the encoding of the frames."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -151,7 +151,10 @@ class Conversation:
                     f"a message contains {found[0]}, which is a mark of this model's chat format; remove it"
                 )
         if (parts := len(media_parts(messages))) != len(self.sources):
-            raise DataError(f"the messages have {parts} media parts, and the conversation {len(self.sources)} media")
+            raise DataError(
+                f"the messages have {parts} media parts, and the conversation {len(self.sources)} media; pass "
+                "one source for each part"
+            )
         text = self._family.text([messages], [self.sources], add_generation_prompt=True)
         length, longest = text.input_ids.shape[1], longest_text(self._model)
         if longest is not None and length + max_new_tokens > longest:

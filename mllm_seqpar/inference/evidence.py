@@ -3,7 +3,7 @@
 The shares of `frame_attention` are averaged over the tokens of the answer, without special tokens. A moment begins with
 the frame of the largest share that is in no moment yet. It takes the frames before and after it while their shares are
 at least the middle between that share and the median of all frames. The moments with the largest sums are reported. A
-share says where a model looks, not why it answers as it does; docs/concepts/evidence.md says what it does not show.
+share is no proof that a frame caused the answer; docs/concepts/evidence.md states what it shows and what it does not.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What the options --evidence and --evidence_html of a run ask for."""
+"""Answers with their evidence, for the options --evidence and --evidence_html of `mllm-seqpar ask`."""
 
 from __future__ import annotations
 

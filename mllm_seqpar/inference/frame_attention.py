@@ -1,4 +1,7 @@
-"""The share of attention that each frame receives while a patched model generates an answer."""
+"""The share of attention that each frame receives while a patched model generates an answer.
+
+This module is the interface. `runtime.attention_record` defines and computes the shares.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +38,7 @@ class FrameAttention:
 
     @property
     def ranks_frames(self) -> bool:
-        """Whether some token could choose between frames. Otherwise the mask alone decides the shares."""
+        """Whether the mask lets some token attend to several frames, or there is one frame only."""
         return bool((self.visible.sum(1) > 1).any()) or self.visible.shape[1] == 1
 
 
@@ -58,7 +61,7 @@ class RecordedAttention:
 
 @contextmanager
 def record_attention(model: nn.Module) -> Iterator[RecordedAttention]:
-    """Record the attention over frames of each `generate` within this context, which is also where `result()` is read.
+    """Record the attention over frames of each `generate` within this context. Read `result()` within it too.
 
     The generated tokens do not change. Each pass stores the queries of one row, H * D elements for each cross-attention
     layer and token. Every rank of the model's group enters the context.

@@ -3,7 +3,7 @@
     accelerate launch --num_processes 8 -m lmms_eval --model mllm_seqpar --model_args pretrained=DIR,sp=4,fps=1 \\
         --tasks videomme --batch_size 1
 
-lmms-eval gives each process a part of the documents. Here, the ranks of a group put their parts together and answer all
+lmms-eval gives each process a part of the documents. Here, the ranks of a group join their parts and answer all
 of them, one after another, so that each group is one rank of lmms-eval with the documents of all its ranks. lmms-eval's
 own collectives stay as they are. The extra requests that make all parts equally long are not answered.
 """
@@ -89,7 +89,7 @@ class SimpleSeqParModel(lmms):
         super().__init__()
         known = {field.name for field in dataclasses.fields(InferenceOptions)} - {"max_new_tokens", "temperature"}
         if unknown := sorted(set(options) - known):
-            raise ConfigError(f"--model_args: {unknown[0]!r} is unknown; choose of {', '.join(sorted(known))}")
+            raise ConfigError(f"--model_args: {unknown[0]!r} is unknown; choose from {', '.join(sorted(known))}")
         kind = (device or "auto").partition(":")[0]
         self.options = InferenceOptions(**{"device": kind, **options}, model=pretrained)
         cuda, world = use_cuda(self.options.device), as_communicator(None)
@@ -273,7 +273,10 @@ def _medium(value: Any) -> dict[str, Any]:
         path = os.fspath(value)
         return {"type": "image" if os.path.splitext(path)[1].lower() in IMAGE_SUFFIXES else "video", "path": path}
     if not hasattr(value, "convert"):
-        raise DataError(f"a task shows {type(value).__name__} {value!r:.60}; this model takes videos and pictures")
+        raise DataError(
+            f"a task shows {type(value).__name__} {value!r:.60}; this model takes videos and pictures; "
+            "choose another task"
+        )
     content = io.BytesIO()
     value.convert("RGB").save(content, "PNG")
     return {"type": "image", "path": str(store_bytes(content.getvalue(), ".png"))}

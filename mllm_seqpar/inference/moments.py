@@ -1,4 +1,4 @@
-"""A moment of a video, and how it is written."""
+"""Moments of a video, and their text in answers and on pages."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ class Moment:
     """Neighbouring frames that an answer attends to.
 
     Attributes:
-        share: of the attention, between 0 and 1.
+        share: the sum of the shares of its frames, between 0 and 1.
         first, last, peak: numbers of the first and last frame, and of the one with the largest share.
         start, end: seconds in the video; None for frames without times.
         medium: the number of the video among the media of the conversation.

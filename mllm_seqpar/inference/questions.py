@@ -1,7 +1,8 @@
 """The questions of a data set, grouped by the videos and pictures that they ask about.
 
-A record is read as training reads it (`mllm_seqpar.data.formats`), but needs no answer. What a record has after its
-last question is the reference. A conversation of several turns is asked its last question, after the turns before it.
+A record is read as training reads it (`mllm_seqpar.data.formats`), but needs no answer. The answer that a record has to
+its last question is the reference. A conversation of several turns is asked its last question, after the turns before
+it.
 """
 
 from __future__ import annotations
@@ -81,7 +82,9 @@ class QuestionSet:
         self.questions = [self._question(index) for index in range(len(self._dataset))]
         if args.choices and not any(question.choice for question in self.questions):
             keys = ", ".join(OPTION_KEYS)
-            raise ConfigError(f"--choices: no record of {args.questions} is a question with options ({keys})")
+            raise ConfigError(
+                f"--choices: no record of {args.questions} is a question with options ({keys}); leave it out"
+            )
 
     def by_media(self) -> list[list[Question]]:
         """Return the questions grouped by what they ask about, each group at the place of its first question."""
@@ -114,7 +117,7 @@ class QuestionSet:
                 *messages, last = messages
                 reference = _text(last["content"]) or None
             if not messages or messages[-1]["role"] != "user":
-                raise DataError("has no question; its last message, apart from an answer, is the user's")
+                raise DataError("has no question; its last message, apart from an answer, must be the user's")
         except DataError as error:
             return Question(index=index, place=place, id=name, fault=str(error))
         categories = {key: str(columns[key]) for key in _GROUPING_KEYS if isinstance(columns.get(key), _kinds(key))}

@@ -200,7 +200,7 @@ def _video_paths(args: AskArguments) -> tuple[VideoPaths, ...]:
 
 
 def _with_outputs(args: AskArguments, videos: Sequence[VideoPaths]) -> tuple[VideoPaths, ...]:
-    """Say where features and pages go. Each of several videos has a directory of its own, and a page with its name."""
+    """Return the videos with the paths of their outputs: of several, each has its own feature directory and page."""
     if len(videos) == 1:
         return (replace(videos[0], save_to=args.save_features, page=args.evidence_html),)
     used: Counter[str] = Counter()

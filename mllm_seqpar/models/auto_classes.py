@@ -170,7 +170,7 @@ def write_code(directory: str | os.PathLike[str], model_type: str) -> dict[str, 
 
 
 class LocalCode:
-    """A class of this package, also where `trust_remote_code=True` has found it."""
+    """Base of the native classes: their source is not copied into saved directories as remote code."""
 
     @classmethod
     def register_for_auto_class(cls, auto_class: Any = None) -> None:

@@ -32,6 +32,7 @@ class AdaptedLayers:
     """Equal layers of one kind, as (input, output) channels of their linear layers.
 
     Attributes:
+        layers: the number of equal layers.
         text: those that compute on text tokens.
         visual: those that compute on visual tokens, of which there are `vision.keys` to a frame.
     """

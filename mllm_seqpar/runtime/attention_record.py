@@ -84,7 +84,7 @@ class RowRecorder:
                 self.add(q, source.k, lse, scale, jointly=len(sources) > 1)  # type: ignore[union-attr]
 
     def visible_units(self) -> Tensor:
-        """Return which units of all ranks the row attends to, bool."""
+        """Return a bool for each unit of all ranks: whether the row attends to it."""
         last = self._mask.take(torch.tensor([self._mask.shape[1] - 1]))
         visible = last.take_frames(torch.arange(last.total_frames)).visible
         assert visible is not None
@@ -131,7 +131,7 @@ class AttentionRecord:
     def begin_pass(
         self, cache: VisualKVCache, mask: FrameMask, length: int, positions: Tensor | None = None
     ) -> RowRecorder:
-        """Return what stores the last row of a pass of `length` tokens.
+        """Return the recorder of the last row of a pass of `length` tokens.
 
         Args:
             cache: K and V of the frames.
@@ -181,7 +181,7 @@ class AttentionRecord:
         own = visible[:, start * per_frame : stop * per_frame]
         if not all(rows):
             raise ConfigError(
-                "this model's adapter records no attention to frames; let it use ForwardState.cross_attend"
+                "the family adapter of this model records no attention to frames; call ForwardState.cross_attend in it"
             )
         layers = [_unit_shares(list(layer), cache, own) for layer in zip(*rows, strict=True)]
         units = torch.stack(layers).mean(0)

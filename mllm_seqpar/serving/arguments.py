@@ -19,7 +19,7 @@ from mllm_seqpar.kernels import available_kernels
 class ModelOptions(CommandOptions):
     """The model, its ranks, the frames of a video, and the defaults of an answer."""
 
-    model: str = option("directory of the model, safetensors, with its processor")
+    model: str = option("directory or Hub id of the model, with its processor")
     num_processes: int | None = option(
         "ranks to start on this machine (default: one for each GPU, or 1 without any); leave it out under a launcher",
         None,
@@ -40,7 +40,7 @@ class ModelOptions(CommandOptions):
     self_attention: str = option(f"self-attention of long prompts: {', '.join(CHOICES['self_attention'])}", "ring")
     tile: str | None = option("mesh shape AxB of mesh or of hybrid ulysses; default: selected automatically", None)
     mlp_chunk_size: int | None = option("text tokens per MLP chunk; default: all", None)
-    kernel: str = option("block attention kernel", "auto")
+    kernel: str = option("block kernel, which computes attention", "auto")
     shard_weights: bool = option("shard the weights over the ranks too, for models that do not fit on a device", False)
     dtype: str = option(f"dtype of the model: {', '.join(DTYPES)} (auto: that of the checkpoint)", "auto")
     device: str = option(f"one of {', '.join(DEVICES)}", "auto")

@@ -2,7 +2,8 @@
 
     mllm-seqpar chat --model DIR --video movie.mp4 --num_processes 4
 
-Earlier turns stay in the KV cache, and the frames on the ranks that encoded them; a question costs its own tokens.
+Earlier turns stay in the KV cache, and the frames on the ranks that encoded them; a question computes only its
+own tokens.
 """
 
 from __future__ import annotations
@@ -33,11 +34,11 @@ from .jobs import Impossible, Worker, joined_worker
 ENTRY = "mllm_seqpar.serving.chat:main"
 
 COMMANDS = """\
-/video PATH   talk about this video; forgets the conversation
-/frames       say which frames of the video the model sees
-/frames N     show the model N frames, evenly spaced; forgets the conversation
-/reset        forget the conversation, keep the video
-/evidence     say which moments of the video the last answer attends to most
+/video PATH   begin a new conversation about this video
+/frames       print which frames of the video are used
+/frames N     use N frames, evenly spaced, and begin a new conversation
+/reset        begin a new conversation about the same video
+/evidence     print the moments of the video that the last answer attends to most
 /help         this list
 /exit         end the chat, as Ctrl-D does
 Ctrl-C stops an answer."""

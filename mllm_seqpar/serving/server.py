@@ -48,12 +48,12 @@ class ServeOptions(ModelOptions):
         f"key that clients must send; the environment variable {API_KEY} keeps it out of the list of processes", None
     )
     served_model_name: str | None = option("name of the model for clients (default: the directory's)", None)
-    media_root: str | None = option("folder below which requests may name files by path (default: none may)", None)
+    media_root: str | None = option("directory below which requests may name files by path (default: none)", None)
     allow_urls: tuple[str, ...] = option(
         'host whose http(s) URLs requests may name; may be repeated; "*" for all public ones (default: none)', ()
     )
     upload_dir: str | None = option(
-        "folder for uploads, which all ranks must see (default: a temporary one of this machine)", None
+        "directory for uploads, which all machines share (default: a temporary one of this machine)", None
     )
     max_upload_mb: float = option("largest request, in megabytes", 1000.0)
     max_stored_mb: float = option("all uploads together, in megabytes", 10_000.0)
@@ -69,7 +69,7 @@ class ServeOptions(ModelOptions):
         for name in ("media_root", "upload_dir"):
             folder = getattr(self, name)
             if folder is not None and not Path(folder).is_dir():
-                raise ConfigError(f"--{name} {folder}: no such folder")
+                raise ConfigError(f"--{name} {folder}: no such directory; give one that exists")
 
     @property
     def name(self) -> str:

@@ -1,6 +1,6 @@
 """The options of fine-tuning: those of transformers' `TrainingArguments`, and two dataclasses of this package.
 
-The command line is read first (`read_options`), and the dataclasses are made later (`make_options`): making
+The command line is read first (`read_options`), and the dataclasses are made later (`make_options`): creating
 `TrainingArguments` chooses the device and starts the process group, after which all ranks can agree on an error.
 """
 
@@ -61,7 +61,7 @@ class FineTuningArguments(TrainingArguments):
     _argument_group_name = "options of transformers.TrainingArguments"
 
     per_device_train_batch_size: int = option("samples of one forward pass of the ranks that share a sample", 1)
-    per_device_eval_batch_size: int = option("the same, in evaluation", 1)
+    per_device_eval_batch_size: int = option("samples of one forward pass of an evaluation", 1)
     num_train_epochs: float = option("passes over the data, unless --max_steps is given", 1.0)
     learning_rate: float = option("peak learning rate", 1e-5)
     lr_scheduler_type: SchedulerType | str = option("learning rate after the warmup", "cosine")
@@ -82,18 +82,20 @@ class FineTuningArguments(TrainingArguments):
 
 @dataclass(kw_only=True)
 class ModelAndData(CommandOptions):
-    """What is trained on what."""
+    """The model, the parts of it that train, the data, and when to save."""
 
     _argument_group_name = "model and data"
 
     model: str | None = option("directory or Hub id of the model to start from, with its processor; required", None)
-    data: str | None = option("training data; required", None)
-    eval_data: str | None = option("evaluation data", None)
+    data: str | None = option(
+        "training data: JSONL, JSON, parquet, arrow, tar shards, or an id on the Hub; required", None
+    )
+    eval_data: str | None = option("evaluation data, in the same formats", None)
     media_root: str | None = option(
         "directory that relative paths of media start from; default: that of the data", None
     )
-    template: str = option("format of questions with multiple choices", DEFAULT_TEMPLATE)
-    fps: float | None = option("frames per second to sample from each video; default: that of the data", None)
+    template: str = option("text of multiple-choice questions, with {question} and {options}", DEFAULT_TEMPLATE)
+    fps: float | None = option("frames per second to sample from each video; default: that of the data, else 1", None)
     max_frames: int | None = option("maximum number of frames per video, evenly spaced; default: no limit", None)
     max_length: int | None = option("maximum number of text tokens per sample; longer samples are refused", None)
     on_bad_media: str = option("fail, or skip: train on the next sample instead of one whose media are broken", "fail")
@@ -103,14 +105,18 @@ class ModelAndData(CommandOptions):
     stop_after: int | None = option("save a checkpoint and stop after this step; the schedule is unchanged", None)
     save_minutes: float = option("save a checkpoint whenever this many minutes have passed; 0: never", 30.0)
     save_dtype: str = option(f"dtype of the final model: {', '.join(SAVE_DTYPES)}", "source")
-    freeze: list[str] | None = option("parts that do not train: vision, projector, language, or patterns", None)
+    freeze: list[str] | None = option(
+        "parts that do not train: vision, projector, language, module paths, or patterns", None
+    )
     train: list[str] | None = option("parts or patterns that train although --freeze matches them", None)
     use_peft: bool = option("train LoRA adapters instead of the weights", False)
     lora_r: int = option("rank of the adapters", 16)
-    lora_alpha: int = option("scale of the adapters, times their rank", 32)
+    lora_alpha: int = option("the adapters are scaled by lora_alpha / lora_r", 32)
     lora_dropout: float = option("dropout on the input of the adapters", 0.05)
     lora_target_modules: list[str] | None = option("names of modules that get adapters; default: all-linear", None)
-    lora_modules_to_save: list[str] | None = option("names of modules that train completely, with adapters", None)
+    lora_modules_to_save: list[str] | None = option(
+        "names of modules whose weights train too, beside the adapters", None
+    )
     load_in_4bit: bool = option("QLoRA: load the frozen weights in 4 bits; needs a GPU and bitsandbytes", False)
 
     def check(self) -> None:
@@ -153,14 +159,14 @@ class SequenceParallel(CommandOptions):
     strategy: str = option(f"cross-attention: {', '.join(CHOICES['strategy'])}", "lv-xattn")
     self_attention: str = option(f"self-attention of the text: {', '.join(SELF_ATTENTION)}", "ring")
     text_layout: str = option("how text tokens are sharded over ranks: zigzag, striped, contiguous", "zigzag")
-    tile: str | None = option("mesh shape AxB of mesh (A * B = ranks) or of hybrid ulysses; default: selected", None)
+    tile: str | None = option("mesh shape AxB of mesh (A * B = ranks) or of hybrid ulysses; default: automatic", None)
     cluster: str | None = option(
         "cluster file for the choices of auto and mesh; default: auto measures in the first pass, mesh counts bytes",
         None,
     )
     mlp_chunk_size: int | None = option("text tokens per MLP chunk, recomputed in backward; default: all", None)
     vision_chunk_size: int | None = option("frames that the vision tower encodes at once", 32)
-    kernel: str = option("block attention kernel", "auto")
+    kernel: str = option("block kernel, which computes attention", "auto")
     recompute_visual: bool = option("recompute K and V of visual tokens in backward instead of storing them", True)
     recompute_attention: bool = option("with --gradient_checkpointing, recompute attention too", False)
     visual_offload: str | None = option("cpu: keep the visual features in host memory", None)

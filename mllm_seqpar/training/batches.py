@@ -1,4 +1,4 @@
-"""The micro-batches of a run in training order, read by all ranks together, with other samples for those that are bad.
+"""The micro-batches of a run in training order, read by all ranks together, with replacements for bad samples.
 
 A rank decodes only its own frames of a video, so a fault may be seen by one rank alone. After each micro-batch all
 ranks exchange one small message. A sample that any rank of a group cannot read is replaced on all ranks of the group
@@ -35,7 +35,7 @@ from .sample_order import SampleOrder, eval_order
 _log = get_logger(__name__)
 
 MOST_REPLACEMENTS = 100
-"""So many bad samples in a row mean that the media are not where they should be, and the run stops."""
+"""After this many bad samples in a row, the run stops: the media are probably not where they should be."""
 
 
 def reader_communicator(timeout: float) -> Communicator:
@@ -65,7 +65,7 @@ class LoadedBatch:
 
 
 class _Slot:
-    """One sample of a micro-batch, or the sample that stands in for it."""
+    """One sample of a micro-batch, or its replacement."""
 
     def __init__(self, sample: int, replacements: Iterator[int]) -> None:
         self.sample, self._replacements, self._tried = sample, replacements, 0
@@ -108,7 +108,7 @@ class BatchReader:
 
         Args:
             samples: of this rank's group.
-            replacements: the samples that may stand in for a sample, in order; equal on all ranks of a group.
+            replacements: the samples that may replace a sample, in order; equal on all ranks of a group.
 
         Raises:
             SeqParError: on all ranks, if a rank cannot read its part and the sample must not be replaced.

@@ -1,6 +1,6 @@
 """When a run saves a checkpoint in addition to --save_steps: all ranks decide it together, at the end of a step.
 
-A checkpoint is a collective operation. If one rank raises alone, for example for want of memory, the others cannot save
+A checkpoint is a collective operation. If one rank raises alone, for example out of memory, the others cannot save
 without it, and the last checkpoint is the one that the clock asked for. Errors that all ranks see in the same step are
 handled by `FineTuneTrainer`, which saves before it raises them.
 """

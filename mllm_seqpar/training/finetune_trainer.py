@@ -43,7 +43,7 @@ _log = get_logger(__name__)
 
 @dataclass(frozen=True)
 class FineTuneData:
-    """What a run reads.
+    """The processor, the data sets and the order of the samples of a run.
 
     Attributes:
         processor: that of the model.
@@ -60,7 +60,7 @@ class FineTuneData:
 
 
 class FineTuneTrainer(SeqParTrainer):
-    """See the module. Every rank creates it at the same point of the program, because it creates process groups.
+    """The trainer that the module describes. All ranks create it at the same point, as it creates process groups.
 
     Args:
         data: what the run reads.

@@ -43,7 +43,8 @@ class SampleOrder:
         if self.samples < self.global_batch:
             raise ConfigError(
                 f"a step has {self.global_batch} samples (--per_device_train_batch_size x groups x "
-                f"--gradient_accumulation_steps), more than the {self.samples} samples of the training data"
+                f"--gradient_accumulation_steps), more than the {self.samples} samples of the training data; lower one "
+                "of these options"
             )
 
     @property
@@ -69,7 +70,7 @@ class SampleOrder:
         return [samples[start : start + size] for start in range(group * size, self.global_batch, size * self.dp)]
 
     def replacements(self, step: int, sample: int) -> Iterator[int]:
-        """Yield the samples that stand in for `sample` if it cannot be read: those after it in the epoch's order.
+        """Yield the replacements of `sample` if it cannot be read: the samples after it in the epoch's order.
 
         Each other sample is yielded once. Nothing is stored, so a resumed run finds the same replacements, as does a
         run with another number of ranks.

@@ -64,7 +64,7 @@ def test_every_fault_has_its_line(folder: Path, capsys: pytest.CaptureFixture[st
         for line, (number, text) in zip(lines, expected, strict=False):
             assert line.startswith(f"{path}:{number}: {text}")
         assert lines[len(expected) :] == [
-            f"{path}: 9 samples, 6 broken, 2 long; in the others 2 videos and 1 pictures with 17 frames",
+            f"{path}: 9 samples, 6 broken, 2 long videos; the good samples have 2 videos and 1 pictures with 17 frames",
             f"most frames: {path}:1 (8), {path}:8 (8), {path}:4 (1)",
         ]
 
@@ -94,7 +94,7 @@ def test_several_data_sets_and_one_video_of_many_questions(
     status, lines = check(capsys, folder / "a.jsonl", folder / "b.jsonl")
     assert status == 0 and opened == ["a.mp4"] * 2
     assert [line.partition(": ")[2] for line in lines if "samples" in line] == [
-        "5 samples, 0 broken, 0 long; in the others 5 videos and 0 pictures with 10 frames"
+        "5 samples, 0 broken, 0 long videos; the good samples have 5 videos and 0 pictures with 10 frames"
     ] * 2
 
 

@@ -34,7 +34,7 @@ def test_names_may_have_underscores_or_hyphens() -> None:
         (["--fps", "1", "--num_frames", "2"], "give one of them"),
         (["--temperature", "inf"], "temperature"),
         (["--port", "70000"], "--port: 70000"),
-        (["--media_root", "nowhere"], "nowhere: no such folder"),
+        (["--media_root", "nowhere"], "nowhere: no such directory"),
         (["--max_upload_mb", "0"], "--max_upload_mb: 0.0"),
         (["--kernel", "none"], "--kernel: 'none' is unknown"),
     ],
