@@ -43,7 +43,7 @@ _REFUSED = {
     "train_sampling_strategy": "samples are shuffled in an order that does not depend on the number of processes",
     "ignore_data_skip": "a resumed run continues with the samples that follow the checkpoint",
     "enable_jit_checkpoint": "a run that receives SIGTERM saves a checkpoint on all ranks without it",
-    "label_smoothing_factor": "the loss is computed where the model is sharded, without smoothing",
+    "label_smoothing_factor": "the loss is the model's own, over the shards of the text",
     "save_only_model": "a checkpoint has what a resumed run needs; OUTPUT_DIR/model has the weights alone",
     "deepspeed": "DeepSpeed (ZeRO) is not supported; use FSDP2, as configs/fsdp2_*.yaml do",
 }

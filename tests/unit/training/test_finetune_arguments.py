@@ -82,7 +82,7 @@ def test_command_line_wins_over_the_configuration_file(tmp_path: Path) -> None:
         (["--save_only_model"], "--save_only_model True is not supported: a checkpoint has what a resumed run needs"),
         (["--eval_strategy", "steps"], "--eval_strategy steps: there is nothing to evaluate on; give --eval_data"),
         (["--eval_on_start"], "--eval_on_start True: there is nothing to evaluate on"),
-        (["--metric_for_best_model", "accuracy"], "--metric_for_best_model accuracy: evaluation has the loss only"),
+        (["--metric_for_best_model", "accuracy"], "--metric_for_best_model accuracy: evaluation has eval_loss only"),
         (["--train", "vision"], "vision.* would have no effect: nothing is frozen"),
         (["--lora_r", "3"], "3 would have no effect: it belongs to adapters; give --use_peft"),
         (["--self_attention", "star"], "'star' is not allowed; give one of ring"),
