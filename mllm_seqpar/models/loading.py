@@ -77,7 +77,8 @@ def load_processor(path: str) -> Any:
     try:
         return AutoProcessor.from_pretrained(path)
     except (OSError, ValueError, ImportError) as error:
-        raise ConfigError(f"--model {path}: no processor can be loaded: {_first_line(error)}") from error
+        reason = _first_line(error) if own else f"it has neither {' nor '.join(files)}, as checkpoints of a training"
+        raise ConfigError(f"--model {path}: no processor can be loaded: {reason}") from error
 
 
 def load_clean(

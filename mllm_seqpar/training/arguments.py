@@ -286,8 +286,9 @@ def _check_training(values: Mapping[str, Any], run: ModelAndData) -> None:
         if not (math.isfinite(values[name]) and values[name] > 0):
             raise ConfigError(f"--{name}: {values[name]} is not allowed; give more than 0")
     if values["max_steps"] < 1 and values["max_steps"] != -1:
-        allowed = "more than 0, or -1 for --num_train_epochs"
-        raise ConfigError(f"--max_steps: {values['max_steps']} is not allowed; give {allowed}")
+        raise ConfigError(
+            f"--max_steps: {values['max_steps']} is not allowed; give more than 0, or -1 for --num_train_epochs"
+        )
     defaults = {item.name: item.default for item in fields(FineTuningArguments)}
     for name, reason in _REFUSED.items():
         if name in defaults and values[name] != defaults[name]:

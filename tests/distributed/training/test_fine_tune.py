@@ -127,6 +127,17 @@ def test_two_copies_of_the_parameters_train_as_one_process(training_files: Path,
     assert_same_trajectory(log_of(training_files / "copies"), log_of(one_process)[:3])
 
 
+def with_checkpointing(rank: int, world: int, files: Path) -> None:
+    fine_tune(compared(files, files / "ddp", "--sp", 1, "--stop_after", 3, "--gradient_checkpointing"))
+
+
+@pytest.mark.slow
+def test_ddp_with_gradient_checkpointing_trains_as_one_process(training_files: Path, one_process: Path) -> None:
+    """The vision tower has parameters without a gradient, and Trainer does not look for them with checkpointing."""
+    ranks(2).run(with_checkpointing, training_files)
+    assert_same_trajectory(log_of(training_files / "ddp"), log_of(one_process)[:3])
+
+
 @pytest.mark.slow
 def test_errors_that_all_ranks_see_stop_them_together_after_a_checkpoint(training_files: Path) -> None:
     rows = (training_files / "train.jsonl").read_text().splitlines()
