@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Lint, types and tests. Creates .venv on first use. The tests run even if lint or types fail.
 #   bash scripts/test.sh [pytest arguments]            all tests; with arguments in one process: bash scripts/test.sh -k ring
-#   bash scripts/test.sh --quick [pytest arguments]    the tests that are not marked "slow", in under 3 minutes
+#   bash scripts/test.sh --quick [pytest arguments]    the tests that are not marked "slow", in under 2 minutes
 #   TEST_VERSIONS=oldest bash scripts/test.sh --quick  the same tests with the oldest supported versions of torch,
 #                                                      transformers and accelerate; newest: with the newest ones
 #   bash scripts/test.sh --levels [pytest arguments]   the tests marked "rounding", once per set of vector instructions in
@@ -18,7 +18,9 @@ ensure_venv "test,video"
 
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" # ranks are processes and threads: more threads than cores slow them down
 unset PYTHONDONTWRITEBYTECODE # otherwise each of the hundred processes of the tests compiles the package again
-in_parallel=(-n "${TEST_WORKERS:-3}" --dist loadfile --no-loadscope-reorder)
+# Some of the slow tests wait; with them, 3 test processes keep 2 cores busy.
+in_parallel=(-n "${TEST_WORKERS:-2}" --dist loadfile --no-loadscope-reorder)
+all_in_parallel=(-n "${TEST_WORKERS:-3}" "${in_parallel[@]:2}")
 
 # PyTorch's kernels, oneDNN and MKL select instructions by processor, which changes the order of sums. MKL_ENABLE_INSTRUCTIONS
 # has an effect on Intel processors only.
@@ -70,14 +72,13 @@ fi
 if [[ "$checks" != 0 ]]; then
     echo "== lint or types failed, see above; the tests run nevertheless"
 fi
-# Without arguments, TEST_WORKERS processes run the tests file by file: 3, which keep 2 cores busy while some tests wait. With
-# arguments, such as for a single test, one process does.
+# Without arguments, several processes run the tests file by file. With arguments, such as for a single test, one does.
 selected=()
 if [[ "${1:-}" == --quick ]]; then
     shift
     selected=("${in_parallel[@]}" -m "not slow")
 elif [[ $# == 0 ]]; then
-    selected=("${in_parallel[@]}")
+    selected=("${all_in_parallel[@]}")
 fi
 echo "== pytest ${selected[*]} $*"
 tests=0

@@ -42,7 +42,7 @@ def arguments(files: Path, *more: object) -> list[str]:
 @pytest.fixture(scope="module")
 def one_process(training_files: Path) -> Path:
     """A run of this process alone."""
-    output = training_files / "one-process"
+    output = training_files / "one-machine"
     fine_tune(arguments(training_files, "--output_dir", output))
     return output
 

@@ -47,6 +47,7 @@ def wait_for_nobody(rank: int, world: int) -> None:
         time.sleep(0.02)
 
 
+@pytest.mark.slow
 def test_rank_without_heartbeat_is_missed() -> None:
     errors = ranks(2).errors(wait_for_nobody)
     assert isinstance(errors[0], TransferError) and "rank 1 has not answered" in str(errors[0])
