@@ -4,9 +4,9 @@ Names load on first use, so that importing the package imports neither torch nor
 known to transformers' Auto classes.
 """
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from mllm_seqpar._lazy_names import lazy_names
 from mllm_seqpar.models.auto_classes import register_on_import as _register_native_models
 
 if TYPE_CHECKING:
@@ -55,12 +55,7 @@ _EXPORTED_FROM = {
 }
 
 
-def __getattr__(name: str) -> Any:
-    if name not in _EXPORTED_FROM:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(importlib.import_module(f"{__name__}.{_EXPORTED_FROM[name]}"), name)
-    globals()[name] = value  # the next use finds it without coming here
-    return value
+__getattr__ = lazy_names(__name__, _EXPORTED_FROM)
 
 
 def __dir__() -> list[str]:

@@ -3,8 +3,9 @@
 Names load on first use, so that `models.auto_classes` imports the configuration without the model.
 """
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from mllm_seqpar._lazy_names import lazy_names
 
 if TYPE_CHECKING:
     from .configuration import MPlugOwl3Config
@@ -18,21 +19,18 @@ if TYPE_CHECKING:
 __all__ = ["MPlugOwl3Config", "MPlugOwl3ForConditionalGeneration", "MPlugOwl3ImageProcessor", "MPlugOwl3Processor"]
 __all__ += ["HyperAttention", "HyperDecoderLayer", "MediaLayout", "VisualCache", "VisualInputs", "media_layout"]
 
-_DEFINED_IN = {
-    "HyperAttention": "hyper_attention",
-    "HyperDecoderLayer": "hyper_attention",
-    "MPlugOwl3Config": "configuration",
-    "MPlugOwl3ForConditionalGeneration": "modeling",
-    "MPlugOwl3ImageProcessor": "image_processing",
-    "MPlugOwl3Processor": "processing",
-    "MediaLayout": "media",
-    "VisualCache": "visual_inputs",
-    "VisualInputs": "visual_inputs",
-    "media_layout": "media",
-}
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _DEFINED_IN:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{_DEFINED_IN[name]}"), name)
+__getattr__ = lazy_names(
+    __name__,
+    {
+        "HyperAttention": "hyper_attention",
+        "HyperDecoderLayer": "hyper_attention",
+        "MPlugOwl3Config": "configuration",
+        "MPlugOwl3ForConditionalGeneration": "modeling",
+        "MPlugOwl3ImageProcessor": "image_processing",
+        "MPlugOwl3Processor": "processing",
+        "MediaLayout": "media",
+        "VisualCache": "visual_inputs",
+        "VisualInputs": "visual_inputs",
+        "media_layout": "media",
+    },
+)

@@ -12,8 +12,9 @@ trained. Here a directory is complete:
 Names load on first use: `OpenFlamingo`, the class of the model, needs the package open-flamingo.
 """
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from mllm_seqpar._lazy_names import lazy_names
 
 if TYPE_CHECKING:
     from .configuration import OpenFlamingoConfig
@@ -23,15 +24,12 @@ if TYPE_CHECKING:
 
 __all__ = ["OpenFlamingo", "OpenFlamingoConfig", "OpenFlamingoProcessor", "convert"]
 
-_DEFINED_IN = {
-    "OpenFlamingo": "modeling",
-    "OpenFlamingoConfig": "configuration",
-    "OpenFlamingoProcessor": "processing",
-    "convert": "conversion",
-}
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _DEFINED_IN:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{_DEFINED_IN[name]}"), name)
+__getattr__ = lazy_names(
+    __name__,
+    {
+        "OpenFlamingo": "modeling",
+        "OpenFlamingoConfig": "configuration",
+        "OpenFlamingoProcessor": "processing",
+        "convert": "conversion",
+    },
+)
