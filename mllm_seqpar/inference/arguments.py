@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -26,8 +26,8 @@ _OF_VIDEOS = ("video", "question", "features", "save_features", "report", "evide
 
 
 @dataclass(frozen=True, kw_only=True)
-class InferenceOptions(CommandOptions):
-    """The model, the frames of a video, the sampling of an answer, and how ranks share the work."""
+class ModelOptions(CommandOptions):
+    """The options that `ask`, `chat` and `serve` share: the model, the frames of a video, answers, and strategies."""
 
     model: str = option("directory or Hub id of the model, with its processor")
 
@@ -41,7 +41,6 @@ class InferenceOptions(CommandOptions):
     max_new_tokens: int = option("maximum length of an answer", 256)
     temperature: float = option("0 takes the most likely token each time, above 0 samples", 0.0)
     top_p: float = option("sample from the most likely tokens whose probabilities sum to this value", 1.0)
-    seed: int = option("seed of the sampling", 0)
 
     strategy: str = option(f"cross-attention of long prompts: {', '.join(CHOICES['strategy'])}", "lv-xattn")
     self_attention: str = option(
@@ -53,11 +52,6 @@ class InferenceOptions(CommandOptions):
         "mesh shape AxB of mesh (A * B = ranks) or of hybrid ulysses; default: selected automatically", None
     )
     mlp_chunk_size: int | None = option("text tokens per MLP chunk; default: all", None)
-    visual_offload: str | None = option(
-        "cpu: keep the encoded video, and K and V of its frames, in host memory; what --features names stays in its "
-        "file; default: on the device",
-        None,
-    )
     kernel: str = option("block kernel, which computes attention", "auto")
     shard_weights: bool = option("shard the weights over the ranks too, for models that do not fit on a device", False)
     dtype: str = option(f"dtype of the model: {', '.join(DTYPES)} (auto: that of the checkpoint)", "auto")
@@ -65,13 +59,9 @@ class InferenceOptions(CommandOptions):
     timeout: float | None = option(
         "seconds to wait for a rank in a collective (default: 600 on GPUs, 300 on CPU)", None
     )
-    sp: int | None = option(
-        "with --questions: ranks that share each video (default: all); the videos are distributed over the groups",
-        None,
-    )
 
     def __post_init__(self) -> None:
-        for name in ("fps", "num_frames", "max_frames", "encode_batch", "timeout", "sp"):
+        for name in ("fps", "num_frames", "max_frames", "encode_batch", "timeout"):
             value = getattr(self, name)
             self._require(name, value is None or value > 0, "more than 0")
         self._require("dtype", self.dtype in DTYPES, f"one of {', '.join(DTYPES)}")
@@ -85,17 +75,13 @@ class InferenceOptions(CommandOptions):
         self.sampling()
         self.seqpar_config()
         self._require("temperature", True, "a finite number")
-        self._require("seed", 0 <= self.seed < 2**63, "0 or more, below 2**63")
-        if self.temperature == 0:
-            for name in ("top_p", "seed"):
-                self._refuse_unused(name, "without --temperature above 0 no token is sampled")
 
-    def sampling(self) -> Sampling:
-        return Sampling(**{item.name: getattr(self, item.name) for item in fields(Sampling)})
+    def sampling(self, **changes: Any) -> Sampling:
+        """Return the sampling of an answer, with `changes`."""
+        return Sampling(**(self._values(item.name for item in fields(Sampling)) | changes))
 
     def seqpar_config(self) -> SeqParConfig:
-        same = {name: getattr(self, name) for name in SAME_OPTIONS}
-        return SeqParConfig(tile=parse_tile(self.tile), **same)
+        return SeqParConfig(tile=parse_tile(self.tile), **self._values(SAME_OPTIONS))
 
     def frame_options(self, default_fps: float | None = None) -> dict[str, Any]:
         """Return the values of `FRAME_OPTIONS`, with `default_fps` if neither fps nor num_frames is given."""
@@ -103,6 +89,34 @@ class InferenceOptions(CommandOptions):
         if self.fps is None and self.num_frames is None:
             options["fps"] = default_fps
         return options
+
+    def _values(self, names: Iterable[str]) -> dict[str, Any]:
+        """Return the values of the names that this command has as options."""
+        return {name: getattr(self, name) for name in names if hasattr(self, name)}
+
+
+@dataclass(frozen=True, kw_only=True)
+class InferenceOptions(ModelOptions):
+    """The options of a run: besides `ModelOptions`, the seed, features in host memory, and groups of ranks."""
+
+    seed: int = option("seed of the sampling", 0)
+    visual_offload: str | None = option(
+        "cpu: keep the encoded video, and K and V of its frames, in host memory; what --features names stays in its "
+        "file; default: on the device",
+        None,
+    )
+    sp: int | None = option(
+        "with --questions: ranks that share each video (default: all); the videos are distributed over the groups",
+        None,
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._require("sp", self.sp is None or self.sp > 0, "more than 0")
+        self._require("seed", 0 <= self.seed < 2**63, "0 or more, below 2**63")
+        if self.temperature == 0:
+            for name in ("top_p", "seed"):
+                self._refuse_unused(name, "without --temperature above 0 no token is sampled")
 
 
 @dataclass(frozen=True, kw_only=True)

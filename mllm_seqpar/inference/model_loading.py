@@ -18,7 +18,7 @@ from mllm_seqpar.patching import patch_model
 from .encoding import encoder_of
 
 if TYPE_CHECKING:
-    from .arguments import InferenceOptions
+    from .arguments import ModelOptions
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 
@@ -83,7 +83,7 @@ def shard_weights(
     return model
 
 
-def load_patched(options: InferenceOptions, family: ChatFamily, group: Communicator, device: torch.device) -> nn.Module:
+def load_patched(options: ModelOptions, family: ChatFamily, group: Communicator, device: torch.device) -> nn.Module:
     """Load the model that `options` name and patch it over `group`. Every rank of the group calls this.
 
     Raises:

@@ -27,7 +27,7 @@ from mllm_seqpar.errors import ConfigError, SeqParError
 from mllm_seqpar.inference.conversation import Interrupted
 from mllm_seqpar.inference.evidence_report import MOMENTS
 
-from .arguments import ModelOptions
+from .arguments import ServingOptions
 from .engine import Job, MediaFile
 from .jobs import Impossible, Worker, joined_worker
 
@@ -45,7 +45,7 @@ Ctrl-C stops an answer."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class ChatOptions(ModelOptions):
+class ChatOptions(ServingOptions):
     """The options of a chat."""
 
     video: str | None = option("the video to talk about; /video PATH chooses another", None)

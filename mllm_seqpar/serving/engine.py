@@ -31,7 +31,7 @@ from mllm_seqpar.inference.model_loading import load_for_inference, model_files_
 from mllm_seqpar.models.loading import load_processor
 from mllm_seqpar.patching import patch_model
 
-from .arguments import ModelOptions
+from .arguments import ServingOptions
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,7 +103,7 @@ class Engine:
         SeqParError: on all ranks, if the model cannot be loaded on one of them.
     """
 
-    def __init__(self, args: ModelOptions, comm: Communicator, device: torch.device, keep: int = 1) -> None:
+    def __init__(self, args: ServingOptions, comm: Communicator, device: torch.device, keep: int = 1) -> None:
         facts: Callable[[Any], dict[str, Any]] = lambda _: {"model": model_files_digest(args.model)}  # noqa: E731
         self.processor = check_collectively(comm, "processor", lambda: load_processor(args.model), facts)
         self.family = chat_family(self.processor)
@@ -167,7 +167,7 @@ class Engine:
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
 
-    def _load(self, args: ModelOptions, device: torch.device) -> Any:
+    def _load(self, args: ServingOptions, device: torch.device) -> Any:
         model = load_for_inference(args.model, args.dtype, device, on_cpu=args.shard_weights)
         self.family.check(model)
         return model

@@ -13,7 +13,7 @@ from mllm_seqpar.cli.launch import launched_ranks
 from mllm_seqpar.errors import SeqParError
 from mllm_seqpar.inference.conversation import OnText, Reply
 
-from .arguments import ModelOptions
+from .arguments import ServingOptions
 from .engine import Engine, Job
 
 
@@ -76,7 +76,7 @@ class Worker:
 
 
 @contextmanager
-def joined_worker(args: ModelOptions, keep: int) -> Iterator[Worker]:
+def joined_worker(args: ServingOptions, keep: int) -> Iterator[Worker]:
     """Join the ranks, load the model, and yield this rank's worker; at the end, rank 0 releases the others."""
     with launched_ranks(args.device, args.timeout) as (comm, device):
         worker = Worker(Engine(args, comm, device, keep), JobChannel(comm))

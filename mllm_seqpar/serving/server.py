@@ -28,7 +28,7 @@ from mllm_seqpar.cli.own_ranks import own_ranks
 from mllm_seqpar.cli.program_exit import run
 from mllm_seqpar.errors import ConfigError
 
-from .arguments import ModelOptions
+from .arguments import ServingOptions
 from .jobs import Worker, joined_worker
 from .media import MediaStore
 from .request_queue import RequestQueue
@@ -39,7 +39,7 @@ MB = 1_000_000
 
 
 @dataclass(frozen=True, kw_only=True)
-class ServeOptions(ModelOptions):
+class ServeOptions(ServingOptions):
     """The options of the server."""
 
     host: str = option("address to listen on; 0.0.0.0 for all", "127.0.0.1")

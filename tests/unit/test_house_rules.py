@@ -19,8 +19,9 @@ from mllm_seqpar._compat import MINIMUM
 ROOT = Path(__file__).resolve().parents[2]
 
 ORDER = (
-    "errors _lazy_names _compat _logging _transfers schedules comm sharding config masks kernels attention checkpointing "
-    "runtime families patching models integrations adapting data planner cli inference serving training patches __main__"
+    "errors _lazy_names _compat _logging _transfers schedules comm sharding config masks kernels attention "
+    "checkpointing runtime families patching models integrations adapting data planner cli inference serving "
+    "training patches __main__"
 ).split()
 """Parts of the package. A part imports only parts before it; see CONTRIBUTING.md."""
 
