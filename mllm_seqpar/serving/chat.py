@@ -32,6 +32,8 @@ from .engine import Job, MediaFile
 from .jobs import Impossible, Worker, joined_worker
 
 ENTRY = "mllm_seqpar.serving.chat:main"
+SIGNAL_POLL = 0.2
+"""Seconds after which a Ctrl-C that did not interrupt the wait for a key is noticed."""
 
 COMMANDS = """\
 /video PATH   begin a new conversation about this video
@@ -131,9 +133,11 @@ class Terminal:
         try:
             try:
                 self._reading = True
+                signal.setitimer(signal.ITIMER_REAL, SIGNAL_POLL, SIGNAL_POLL)
                 return input("> " if sys.stdin.isatty() else "").strip()
             finally:
                 self._reading = False
+                signal.setitimer(signal.ITIMER_REAL, 0)
         except EOFError:
             return None
         except KeyboardInterrupt:
@@ -207,6 +211,9 @@ class Terminal:
         """Let Ctrl-C stop the answer after the running pass, or drop the line that is typed, but never end the chat.
 
         Python installs no handler if SIGINT is ignored at its start, as in background jobs of shells.
+
+        `input` runs handlers only when a signal interrupts its wait for a key. A signal that comes just before the
+        wait, or to another thread, waits for the next key or signal, so an alarm interrupts the wait regularly.
         """
 
         def interrupt(number: int, frame: Any) -> None:
@@ -215,11 +222,13 @@ class Terminal:
                 self._reading = False
                 raise KeyboardInterrupt
 
-        before = signal.signal(signal.SIGINT, interrupt)
+        handlers = {signal.SIGINT: interrupt, signal.SIGALRM: lambda number, frame: None}
+        before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
         try:
             yield
         finally:
-            signal.signal(signal.SIGINT, before)
+            for number, handler in before.items():
+                signal.signal(number, handler)
 
 
 class _Progress:
