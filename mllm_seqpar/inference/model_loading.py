@@ -4,23 +4,36 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from mllm_seqpar.comm import Communicator, ProcessGroupCommunicator
 from mllm_seqpar.comm.agreement import check_collectively
+from mllm_seqpar.config import SeqParConfig
 from mllm_seqpar.data.chat_family import ChatFamily
 from mllm_seqpar.models.loading import config_files, layer_classes, load_model, model_directories, weight_files
 from mllm_seqpar.patching import patch_model
 
 from .encoding import encoder_of
 
-if TYPE_CHECKING:
-    from .arguments import InferenceOptions
-
 DTYPES = ("auto", "float32", "bfloat16", "float16")
+
+
+class ModelChoice(Protocol):
+    """The options of a command that name a model and say how it is patched."""
+
+    @property
+    def model(self) -> str: ...
+
+    @property
+    def dtype(self) -> str: ...
+
+    @property
+    def shard_weights(self) -> bool: ...
+
+    def seqpar_config(self) -> SeqParConfig: ...
 
 
 def load_for_inference(path: str, dtype: str, device: torch.device, *, on_cpu: bool = False) -> nn.Module:
@@ -83,7 +96,7 @@ def shard_weights(
     return model
 
 
-def load_patched(options: InferenceOptions, family: ChatFamily, group: Communicator, device: torch.device) -> nn.Module:
+def load_patched(options: ModelChoice, family: ChatFamily, group: Communicator, device: torch.device) -> nn.Module:
     """Load the model that `options` name and patch it over `group`. Every rank of the group calls this.
 
     Raises:
