@@ -25,11 +25,9 @@ from mllm_seqpar.data.chat_family import ChatText, chat_family
 from mllm_seqpar.data.sources import FrameSource, VideoSource
 from mllm_seqpar.errors import ConfigError
 from mllm_seqpar.inference.conversation import Conversation, OnText, Reply
-from mllm_seqpar.inference.encoding import encoder_of
 from mllm_seqpar.inference.generation import Sampling
-from mllm_seqpar.inference.model_loading import load_for_inference, model_files_digest, shard_weights
+from mllm_seqpar.inference.model_loading import load_patched, model_files_digest
 from mllm_seqpar.models.loading import load_processor
-from mllm_seqpar.patching import patch_model
 
 from .arguments import ServingOptions
 
@@ -104,14 +102,12 @@ class Engine:
     """
 
     def __init__(self, args: ServingOptions, comm: Communicator, device: torch.device, keep: int = 1) -> None:
-        facts: Callable[[Any], dict[str, Any]] = lambda _: {"model": model_files_digest(args.model)}  # noqa: E731
-        self.processor = check_collectively(comm, "processor", lambda: load_processor(args.model), facts)
+        self.processor = check_collectively(
+            comm, "processor", lambda: load_processor(args.model), lambda _: {"model": model_files_digest(args.model)}
+        )
         self.family = chat_family(self.processor)
         self.comm, self._batch, self._keep = comm, args.encode_batch, keep
-        self.model = check_collectively(comm, "model", lambda: self._load(args, device))
-        if args.shard_weights:
-            self.model = shard_weights(self.model, comm, device, encode=encoder_of(self.model, self.family))
-        check_collectively(comm, "options", lambda: patch_model(self.model, group=comm, config=args.seqpar_config()))
+        self.model = load_patched(args, self.family, comm, device)
         self._conversations: OrderedDict[tuple[MediaFile, ...], Conversation] = OrderedDict()
 
     def prepare(
@@ -166,8 +162,3 @@ class Engine:
         self._conversations.clear()
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
-
-    def _load(self, args: ServingOptions, device: torch.device) -> Any:
-        model = load_for_inference(args.model, args.dtype, device, on_cpu=args.shard_weights)
-        self.family.check(model)
-        return model
