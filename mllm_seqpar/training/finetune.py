@@ -25,7 +25,7 @@ from mllm_seqpar.comm import as_communicator
 from mllm_seqpar.comm.agreement import attempt, check_collectively, raise_on_all_ranks
 from mllm_seqpar.data.chat import ChatDataset
 from mllm_seqpar.data.chat_family import chat_family
-from mllm_seqpar.errors import ConfigError
+from mllm_seqpar.errors import ConfigError, first_line
 from mllm_seqpar.integrations.accelerate.fsdp2 import allocate, receives_weights, reshard, send_buffers
 from mllm_seqpar.models.adapters import add_adapters, refuse_adapter
 from mllm_seqpar.models.hub import local_directory
@@ -212,7 +212,7 @@ def _with_adapters(model: Any, run: ModelAndData, frozen: Sequence[str], seed: i
     try:
         adapted = add_adapters(model, config)
     except ValueError as error:
-        raise ConfigError(f"--lora_target_modules {' '.join(targets)}: {program_exit.first_line(error)}") from error
+        raise ConfigError(f"--lora_target_modules {' '.join(targets)}: {first_line(error)}") from error
     base = str(run.model)  # an absolute path, so that the adapters can be loaded from any directory
     adapted.peft_config["default"].base_model_name_or_path = os.path.abspath(base) if os.path.exists(base) else base
     return adapted
