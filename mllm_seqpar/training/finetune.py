@@ -59,9 +59,7 @@ def main(argv: Sequence[str]) -> int:
     logger.setLevel(logging.INFO)
     if os.environ.get("RANK", "0") != "0":
         disable_progress_bar()  # only rank 0 shows the progress of loading
-    statuses: list[int] = []
-    program_exit.run(lambda given: statuses.append(fine_tune(given)), argv)
-    return statuses[0]
+    return program_exit.run(fine_tune, argv)
 
 
 def fine_tune(argv: Sequence[str]) -> int:
@@ -78,7 +76,7 @@ def fine_tune(argv: Sequence[str]) -> int:
     trainer.clock.raise_late_signal()
     trainer.save_state()  # trainer_state.json, with the log of all steps
     state = trainer.state
-    if trainer.clock.signal or state.global_step == options.run.stop_after:
+    if trainer.clock.stops:
         _log.info(
             "stopped after step %d of %d; continue with --resume_from_checkpoint auto",
             state.global_step,
