@@ -6,7 +6,7 @@ A command is a function main(argv) that returns its exit status. Its module is i
 
 from __future__ import annotations
 
-import importlib
+import pkgutil
 import sys
 from collections.abc import Sequence
 
@@ -72,8 +72,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         from mllm_seqpar.cli.own_ranks import start_ranks_if_asked
 
         return start_ranks_if_asked(entry, rest)
-    module, _, function = entry.partition(":")
-    return getattr(importlib.import_module(module), function)(rest) or 0
+    return pkgutil.resolve_name(entry)(rest) or 0
 
 
 def _nearest(name: str) -> str:

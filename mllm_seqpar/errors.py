@@ -35,3 +35,8 @@ class VideoError(SeqParError):
 
 class TransferError(RuntimeError):
     """A transfer between ranks that failed or timed out, usually because another rank has ended."""
+
+
+def first_line(error: Exception) -> str:
+    """Return the first line of an error's message, or its `repr` if the message is empty."""
+    return next(iter(str(error).strip().splitlines()), repr(error))

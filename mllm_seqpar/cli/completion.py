@@ -6,8 +6,8 @@ The options are read from the help of each command, which imports all of them; t
 from __future__ import annotations
 
 import contextlib
-import importlib
 import io
+import pkgutil
 import re
 import sys
 from collections.abc import Mapping, Sequence
@@ -79,16 +79,15 @@ def completion(argv: Sequence[str]) -> None:
     )
     parser.add_argument("shell", choices=SHELLS, help="the shell")
     shell = parser.parse_args(argv).shell
-    commands: Commands = importlib.import_module("mllm_seqpar.__main__").COMMANDS
+    commands: Commands = pkgutil.resolve_name("mllm_seqpar.__main__:COMMANDS")
     sys.stdout.write(script(shell, commands, {name: options_of(entry) for name, (entry, _) in commands.items()}))
 
 
 def options_of(entry: str) -> list[str]:
     """Return the names of the options that a command's --help shows; none if its module cannot be imported."""
-    module, _, function = entry.partition(":")
     text = io.StringIO()
     with contextlib.redirect_stdout(text), contextlib.suppress(SystemExit, ImportError, ConfigError):
-        getattr(importlib.import_module(module), function)(["--help"])
+        pkgutil.resolve_name(entry)(["--help"])
     return sorted({name for line in text.getvalue().splitlines() for name in _names(line)})
 
 

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from mllm_seqpar.errors import ConfigError
+from mllm_seqpar.errors import ConfigError, first_line
 from mllm_seqpar.models.hub import local_directory
 from mllm_seqpar.models.loading import load_model, load_processor
 
@@ -149,7 +149,7 @@ def _safetensors(folder: Path, scratch: Path) -> Path:
         try:
             state = torch.load(file, map_location="cpu", weights_only=True)
         except (RuntimeError, EOFError, pickle.UnpicklingError) as error:
-            raise ConfigError(f"{file}: {str(error).splitlines()[0]}") from error
+            raise ConfigError(f"{file}: {first_line(error)}") from error
         # tensors that share memory cannot be saved; loading ties them again
         save_file({key: x.clone().contiguous() for key, x in state.items()}, scratch / name, metadata={"format": "pt"})
         places |= dict.fromkeys(state, name)

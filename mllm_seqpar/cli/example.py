@@ -24,10 +24,17 @@ from typing import Any
 
 from mllm_seqpar.data.formats import MultipleChoice
 from mllm_seqpar.data.formats.choices import LETTERS
-from mllm_seqpar.data.needle import COLOURS, QUESTION, NeedleVideo, make_needle_videos, make_tokenizer
-from mllm_seqpar.errors import ConfigError
+from mllm_seqpar.data.needle import (
+    COLOURS,
+    QUESTION,
+    NeedleVideo,
+    make_needle_videos,
+    make_tokenizer,
+    write_needle_jsonl,
+)
 
 from .options import CommandOptions, option, parse_options
+from .program_exit import run_alone
 
 LONGER_FRAMES = 256, 1280
 FRAME_SIZE, PATCH_SIZE = 32, 8  # pixels
@@ -53,24 +60,24 @@ class ExampleOptions(CommandOptions):
 
 
 def main(argv: Sequence[str]) -> int:
-    """Write the example; return the exit status, 2 for invalid options."""
-    try:
-        options = parse_options(
-            ExampleOptions,
-            argv,
-            prog="mllm-seqpar example",
-            description="Write a tiny mPLUG-Owl3 with random weights and a data set of short videos, to try the other "
-            "commands.\nNeither a checkpoint nor a network is needed. One frame of each video shows a marker; the "
-            "question is its colour.",
-            example="mllm-seqpar example --output hour",
-        )
-        long = write_example(options)
-    except (ConfigError, OSError) as error:
-        sys.stderr.write(f"error: {error}\n")
-        return 2
+    """Run the command; return 0, or 2 for invalid options."""
+    return run_alone(example, argv)
+
+
+def example(argv: Sequence[str]) -> None:
+    """Write the example that the options in `argv` describe, and print the answer about its long video."""
+    options = parse_options(
+        ExampleOptions,
+        argv,
+        prog="mllm-seqpar example",
+        description="Write a tiny mPLUG-Owl3 with random weights and a data set of short videos, to try the other "
+        "commands.\nNeither a checkpoint nor a network is needed. One frame of each video shows a marker; the "
+        "question is its colour.",
+        example="mllm-seqpar example --output hour",
+    )
+    long = write_example(options)
     facts = {"long_video": long.path, "frames": long.frames, "marker": long.marker, "answer": long.colour}
     sys.stdout.write(json.dumps(facts) + "\n")
-    return 0
 
 
 def write_example(options: ExampleOptions) -> NeedleVideo:
@@ -97,7 +104,7 @@ def write_example(options: ExampleOptions) -> NeedleVideo:
     _write_lines(folder / "eval.jsonl", [_choice(video, folder) for video in videos["unseen"]])
     (long,) = videos["long"]
     long = replace(long, path=str(Path(long.path).rename(folder / "long.mp4")))
-    _write_lines(folder / "long.jsonl", [long.sample(folder)])
+    write_needle_jsonl(folder / "long.jsonl", [long])
     save_model(folder / "model", options.seed)
     return long
 

@@ -7,8 +7,8 @@ for whatever reason, and they then end too. A thread for each of them ends the p
 
 from __future__ import annotations
 
-import importlib
 import os
+import pkgutil
 import signal
 import socket
 import subprocess
@@ -99,7 +99,7 @@ def own_ranks(
         stack.callback(ranks.close)
         for rank in range(1, count):
             ranks.start(rank, command, {**os.environ, **rendezvous, "RANK": str(rank), "LOCAL_RANK": str(rank)})
-        _function(entry)  # this rank imports the modules while the others do
+        pkgutil.resolve_name(entry)  # this rank imports the modules while the others do
         _wait_until_ready(store, count)
         before = dict(os.environ)
         os.environ.update(rendezvous, RANK="0", LOCAL_RANK="0")
@@ -190,16 +190,11 @@ def start_ranks_if_asked(entry: str, argv: Sequence[str]) -> int:
         parser.add_argument("--num_processes", type=int)
         args, rest = parser.parse_known_args(argv)
         if args.num_processes is None or not {"-h", "--help"}.isdisjoint(rest):
-            return _function(entry)(rest)
+            return pkgutil.resolve_name(entry)(rest)
         with own_ranks(args.num_processes, entry, rest, wait=True):
-            return _function(entry)(rest)
+            return pkgutil.resolve_name(entry)(rest)
 
     return run(on_ranks, argv)
-
-
-def _function(entry: str) -> Callable[[Sequence[str]], int | None]:
-    module, _, function = entry.partition(":")
-    return getattr(importlib.import_module(module), function)
 
 
 def _end_with_rank_0() -> None:
@@ -211,7 +206,7 @@ def _end_with_rank_0() -> None:
 def main(argv: Sequence[str]) -> NoReturn:
     """Run a rank that `own_ranks` started: `argv` is "module:function" and the arguments of the function."""
     threading.Thread(target=_end_with_rank_0, daemon=True).start()
-    entry = _function(argv[0])
+    entry = pkgutil.resolve_name(argv[0])
     store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), wait_for_workers=False)
     store.set(_READY.format(os.environ["RANK"]), "")
     entry(argv[1:])  # the status of the program is that of rank 0; a rank that fails leaves by `program_exit`

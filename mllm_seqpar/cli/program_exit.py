@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 from mllm_seqpar.comm.agreement import is_reported_by_rank_0
 from mllm_seqpar.comm.gloo_shutdown import release_gloo_at_exit
-from mllm_seqpar.errors import AgreementError, SeqParError, TransferError
+from mllm_seqpar.errors import AgreementError, SeqParError, TransferError, first_line
 
 BAD_INPUT = 2
 FAILED = 1
@@ -93,11 +93,6 @@ def describe(error: Exception) -> tuple[str, int]:
     if isinstance(error, TransferError) or (isinstance(error, RuntimeError) and lost):
         return f"{_STOPPED} another rank ended or does not answer ({first_line(error)})", FAILED
     return "".join(traceback.format_exception(error)).rstrip(), FAILED
-
-
-def first_line(error: Exception) -> str:
-    """Return the first line of an error's message, or its `repr` if the message is empty."""
-    return next(iter(str(error).strip().splitlines()), repr(error))
 
 
 def _rank() -> int:

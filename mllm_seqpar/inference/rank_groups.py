@@ -11,10 +11,9 @@ import torch
 import torch.distributed as dist
 
 from mllm_seqpar.cli.launch import collective_timeout
-from mllm_seqpar.cli.program_exit import first_line
 from mllm_seqpar.comm import Communicator, ProcessGroupCommunicator, Subgroup, as_communicator
 from mllm_seqpar.comm.agreement import attempt, raise_on_all_ranks
-from mllm_seqpar.errors import AgreementError, ConfigError, DataError, SeqParError, VideoError
+from mllm_seqpar.errors import AgreementError, ConfigError, DataError, SeqParError, VideoError, first_line
 
 T = TypeVar("T")
 

@@ -10,7 +10,7 @@ from typing import Any
 from torch import nn
 
 from mllm_seqpar._compat import optional_import
-from mllm_seqpar.errors import ConfigError, SeqParError
+from mllm_seqpar.errors import ConfigError, SeqParError, first_line
 
 from .hub import local_directory
 
@@ -83,8 +83,9 @@ def merge_adapter(model: nn.Module, folder: Path) -> nn.Module:
     except SeqParError:
         raise
     except (OSError, ValueError, TypeError, AttributeError, RuntimeError) as error:
-        first = next(iter(str(error).strip().splitlines()), repr(error))
-        raise ConfigError(f"--model {folder}: the adapter cannot be merged into its base model: {first}") from error
+        raise ConfigError(
+            f"--model {folder}: the adapter cannot be merged into its base model: {first_line(error)}"
+        ) from error
 
 
 def _peft() -> Any:

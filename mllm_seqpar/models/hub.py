@@ -7,7 +7,7 @@ import re
 from contextlib import suppress
 from typing import Any
 
-from mllm_seqpar.errors import ConfigError
+from mllm_seqpar.errors import ConfigError, first_line
 
 _HUB_ID = re.compile(r"^([A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(?:@([\w./-]+))?$")
 _UNUSED = ["original/*", "*.gguf", "*.onnx", "*.h5", "*.msgpack"]
@@ -52,8 +52,8 @@ def _from_hub(name: str, kind: str, function: str, **options: Any) -> str:
     except Exception as error:  # of the Hub's client, of its HTTP client, or of the file system
         with suppress(Exception):  # some versions ask for the list of files of a given revision, also offline
             return get(found[1], local_files_only=True, **options)
-        first = next(iter(str(error).strip().splitlines()), repr(error))
         raise ConfigError(
-            f"{name}: no such directory here, and as the id of a {kind} on the Hub it cannot be downloaded: {first} "
-            f"Without a network, download it elsewhere (hf download {found[1]}) and give the directory"
+            f"{name}: no such directory here, and as the id of a {kind} on the Hub it cannot be downloaded: "
+            f"{first_line(error)} Without a network, download it elsewhere (hf download {found[1]}) and give the "
+            "directory"
         ) from error

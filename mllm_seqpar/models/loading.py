@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from mllm_seqpar.errors import ConfigError, DataError
+from mllm_seqpar.errors import ConfigError, DataError, first_line
 
 from .adapters import CONFIG as ADAPTER_CONFIG
 from .adapters import base_of_adapter, merge_adapter, refuse_adapter
@@ -53,7 +53,7 @@ def load_model(
     try:
         config = AutoConfig.from_pretrained(path)
     except (OSError, ValueError) as error:
-        raise ConfigError(f"--model {path}: {_first_line(error)}") from error
+        raise ConfigError(f"--model {path}: {first_line(error)}") from error
     autos = (AutoModelForImageTextToText, AutoModelForCausalLM, AutoModel)
     cls = next((auto._model_mapping[type(config)] for auto in autos if type(config) in auto._model_mapping), None)
     if cls is None:
@@ -62,7 +62,7 @@ def load_model(
     try:
         return load_clean(cls.from_pretrained, path, f"--model {path}", config=config, dtype=dtype, **options)[0]
     except (OSError, SafetensorError, RuntimeError) as error:
-        raise ConfigError(f"--model {path}: {_first_line(error)}") from error
+        raise ConfigError(f"--model {path}: {first_line(error)}") from error
 
 
 def load_processor(path: str) -> Any:
@@ -77,7 +77,7 @@ def load_processor(path: str) -> Any:
     try:
         return AutoProcessor.from_pretrained(path)
     except (OSError, ValueError, ImportError) as error:
-        reason = _first_line(error) if own else f"it has neither {' nor '.join(files)}, as checkpoints of a training"
+        reason = first_line(error) if own else f"it has neither {' nor '.join(files)}, as checkpoints of a training"
         raise ConfigError(f"--model {path}: no processor can be loaded: {reason}") from error
 
 
@@ -186,7 +186,3 @@ def _shapes(entry: Any) -> str:
         return str(entry)
     name, stored, wanted = entry
     return f"{name}: {tuple(stored)} in the checkpoint, {tuple(wanted)} in the model"
-
-
-def _first_line(error: Exception) -> str:
-    return next(iter(str(error).strip().splitlines()), repr(error))

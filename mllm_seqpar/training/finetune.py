@@ -25,7 +25,7 @@ from mllm_seqpar.comm import as_communicator
 from mllm_seqpar.comm.agreement import attempt, check_collectively, raise_on_all_ranks
 from mllm_seqpar.data.chat import ChatDataset
 from mllm_seqpar.data.chat_family import chat_family
-from mllm_seqpar.errors import ConfigError
+from mllm_seqpar.errors import ConfigError, first_line
 from mllm_seqpar.integrations.accelerate.fsdp2 import allocate, receives_weights, reshard, send_buffers
 from mllm_seqpar.models.adapters import add_adapters, refuse_adapter
 from mllm_seqpar.models.hub import local_directory
@@ -59,9 +59,7 @@ def main(argv: Sequence[str]) -> int:
     logger.setLevel(logging.INFO)
     if os.environ.get("RANK", "0") != "0":
         disable_progress_bar()  # only rank 0 shows the progress of loading
-    statuses: list[int] = []
-    program_exit.run(lambda given: statuses.append(fine_tune(given)), argv)
-    return statuses[0]
+    return program_exit.run(fine_tune, argv)
 
 
 def fine_tune(argv: Sequence[str]) -> int:
@@ -78,7 +76,7 @@ def fine_tune(argv: Sequence[str]) -> int:
     trainer.clock.raise_late_signal()
     trainer.save_state()  # trainer_state.json, with the log of all steps
     state = trainer.state
-    if trainer.clock.signal or state.global_step == options.run.stop_after:
+    if trainer.clock.stops:
         _log.info(
             "stopped after step %d of %d; continue with --resume_from_checkpoint auto",
             state.global_step,
@@ -212,7 +210,7 @@ def _with_adapters(model: Any, run: ModelAndData, frozen: Sequence[str], seed: i
     try:
         adapted = add_adapters(model, config)
     except ValueError as error:
-        raise ConfigError(f"--lora_target_modules {' '.join(targets)}: {program_exit.first_line(error)}") from error
+        raise ConfigError(f"--lora_target_modules {' '.join(targets)}: {first_line(error)}") from error
     base = str(run.model)  # an absolute path, so that the adapters can be loaded from any directory
     adapted.peft_config["default"].base_model_name_or_path = os.path.abspath(base) if os.path.exists(base) else base
     return adapted

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mllm_seqpar.errors import ConfigError
+from mllm_seqpar.errors import ConfigError, first_line
 from mllm_seqpar.models.hub import local_directory
 from mllm_seqpar.models.loading import require_clean
 
@@ -98,7 +98,7 @@ def _read(checkpoint: Any) -> dict[str, Tensor]:
     try:
         state = torch.load(checkpoint, map_location="cpu", weights_only=True)
     except (OSError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
-        raise ConfigError(f"checkpoint={checkpoint}: {str(error).splitlines()[0]}") from error
+        raise ConfigError(f"checkpoint={checkpoint}: {first_line(error)}") from error
     state = state.get("model_state_dict", state)
     return {name.removeprefix("module."): tensor for name, tensor in state.items()}
 
