@@ -163,7 +163,7 @@ def merge_over_ranks(o: Tensor, lse: Tensor, comm: Communicator) -> tuple[Tensor
         return _merge_all(_gather(both, comm))
     length = -(-rows // comm.size)
     missing = length * comm.size - rows
-    padded = torch.nn.functional.pad(both, (0, 0, 0, missing)) if missing else both  # pad always copies
+    padded = F.pad(both, (0, 0, 0, missing)) if missing else both  # pad always copies
     parts = [part.contiguous() for part in padded.split(length, dim=2)]
     o_part, lse_part = _merge_all(comm.exchange_with_all(parts, "o"))
     merged = comm.all_gather(torch.cat([o_part, lse_part.to(o.dtype).unsqueeze(-1)], dim=-1), "o")

@@ -176,7 +176,7 @@ def _post(
     step: PlannedStep,
     comm: Communicator,
     direction: _Direction,
-    held: dict[tuple[Axis, int], Bundle],
+    held: Held,
     lease: BufferLease,
 ) -> tuple[Pending, Sequence[tuple[PlannedTransfer, Bundle]]]:
     """Post the transfers of a step; return the exchange, and the receive buffers of each transfer."""
@@ -188,10 +188,8 @@ def _post(
         outgoing = held[axis, owner] if transfer.is_input else direction.result(axis, owner)
         buffers: Bundle = {}
         for name, tensor in outgoing.items():
-            if isinstance(rows, slice):
-                tensor = tensor[:, :, rows].contiguous()
-            elif rows is not None:
-                tensor = tensor.index_select(2, rows)
+            if rows is not None:
+                tensor = rows.select(tensor)
             kind = axis, transfer.is_input, tensor.dim()  # tensors of one kind and dtype take turns in a buffer
             buffer = buffers[name] = lease.take(kind, tensor, transfer.recv_length)
             if tensor.numel():

@@ -28,8 +28,7 @@ from mllm_seqpar.masks.rectangles import Span
 
 from .block_math import BlockMath, FinalRows, GradientAccumulator, PartialResult, fold, prepare, unfold
 from .call_spec import CallSpec
-
-Bundle = dict[str, Tensor]
+from .executor import Bundle
 
 
 class ChunkPass(Protocol):

@@ -57,20 +57,9 @@ class HeadTensor(NamedTuple):
 
 def shard_heads(xs: Sequence[Tensor], items: Sequence[HeadTensor], comm: Communicator) -> list[Tensor]:
     """(B, all heads, this rank's length, D) -> (B, this rank's heads, sum of lengths, D), for each tensor."""
-    sends, recvs, received = [], [], []
-    for x, item in zip(xs, items, strict=True):
-        parts = []
-        for peer, heads in enumerate(item.heads):
-            part = x[:, heads.start : heads.stop].contiguous()
-            if peer == comm.rank:
-                parts.append(part)
-                continue
-            parts.append(x.new_empty((x.shape[0], len(item.heads[comm.rank]), item.lengths[peer], x.shape[3])))
-            sends += [Send(peer, part, item.label)] if part.numel() else []
-            recvs += [Recv(peer, parts[-1])] if parts[-1].numel() else []
-        received.append(parts)
-    comm.exchange(sends, recvs).wait()
-    whole = [torch.cat(parts, dim=2) for parts in received]
+    parts = [[x[:, h.start : h.stop].contiguous() for h in i.heads] for x, i in zip(xs, items, strict=True)]
+    shapes = [[(len(i.heads[comm.rank]), length) for length in i.lengths] for i in items]
+    whole = [torch.cat(received, dim=2) for received in _all_to_all(parts, shapes, items, comm)]
     return [
         x if i.order is None else x.index_select(2, i.order.to(x.device)) for x, i in zip(whole, items, strict=True)
     ]
@@ -81,23 +70,43 @@ def gather_heads(xs: Sequence[Tensor], items: Sequence[HeadTensor], comm: Commun
 
     The adjoint of `shard_heads`: a head that several ranks hold is summed over them, in float32 at least.
     """
+    ordered = [
+        x if i.order is None else torch.empty_like(x).index_copy_(2, i.order.to(x.device), x)
+        for x, i in zip(xs, items, strict=True)
+    ]
+    parts = [x.split(list(i.lengths), dim=2) for x, i in zip(ordered, items, strict=True)]
+    shapes = [[(len(heads), i.lengths[comm.rank]) for heads in i.heads] for i in items]
+    received = _all_to_all(parts, shapes, items, comm)
+    return [_sum_heads(own, i.heads) for own, i in zip(received, items, strict=True)]
+
+
+def _all_to_all(
+    parts: Sequence[Sequence[Tensor]],
+    shapes: Sequence[Sequence[tuple[int, int]]],
+    items: Sequence[HeadTensor],
+    comm: Communicator,
+) -> list[list[Tensor]]:
+    """Send the parts (B, heads, length, D) of each tensor to the ranks, and return the parts that each rank sent.
+
+    Args:
+        parts: of each tensor, by receiving rank. That of this rank is returned itself.
+        shapes: (heads, length) of what is received of each tensor, by sending rank.
+        items: for the labels.
+        comm: the group.
+    """
     sends, recvs, received = [], [], []
-    for x, item in zip(xs, items, strict=True):
-        if item.order is not None:
-            x = torch.empty_like(x).index_copy_(2, item.order.to(x.device), x)
-        parts = []
-        for peer, part in enumerate(x.split(list(item.lengths), dim=2)):
+    for own, expected, item in zip(parts, shapes, items, strict=True):
+        found = []
+        for peer, (part, shape) in enumerate(zip(own, expected, strict=True)):
             if peer == comm.rank:
-                parts.append(part)
+                found.append(part)
                 continue
-            part = part.contiguous()
-            length = item.lengths[comm.rank]
-            parts.append(x.new_empty((x.shape[0], len(item.heads[peer]), length, x.shape[3])))
-            sends += [Send(peer, part, item.label)] if part.numel() else []
-            recvs += [Recv(peer, parts[-1])] if parts[-1].numel() else []
-        received.append(parts)
+            found.append(part.new_empty((part.shape[0], *shape, part.shape[3])))
+            sends += [Send(peer, part.contiguous(), item.label)] if part.numel() else []
+            recvs += [Recv(peer, found[-1])] if found[-1].numel() else []
+        received.append(found)
     comm.exchange(sends, recvs).wait()
-    return [_sum_heads(parts, item.heads) for parts, item in zip(received, items, strict=True)]
+    return received
 
 
 def _sum_heads(parts: Sequence[Tensor], heads: Sequence[range]) -> Tensor:

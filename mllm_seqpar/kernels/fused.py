@@ -71,7 +71,7 @@ class FusedKernel:
         self, q: Tensor, k: Tensor, v: Tensor, *, scale: float, causal: bool = False, mask: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
         base.check_block(q, k, v, causal=causal, mask=mask)
-        if not (q.numel() and k.numel()):
+        if base.is_empty(q, k):
             return base.empty_forward(q)
         if k.shape[2] < self.min_keys:
             return BlockedMatmulKernel().forward(q, k, v, scale=scale, causal=causal, mask=mask)
