@@ -83,9 +83,9 @@ def main() -> int:
     if problem:
         print(f"gpu_check: {problem}")
         return 2
-    from measure import environment
+    from measure import print_environment
 
-    print(", ".join(f"{key} {value}" for key, value in environment(args.device).items()), flush=True)
+    print_environment(args.device)
     rows = (
         run_all_on_ranks(args.device, int(os.environ["LOCAL_WORLD_SIZE"]), args.parts)
         if args.ranks

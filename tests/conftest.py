@@ -2,8 +2,10 @@
 
 import json
 import os
+import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -45,6 +47,20 @@ def _independent_of_earlier_cases() -> Iterator[None]:
     torch.manual_seed(0)
     yield
     reset_global_state()
+
+
+@pytest.fixture
+def load_one_model_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`from_pretrained` changes state of the whole process while it runs, so threads must not call it together."""
+    from mllm_seqpar.models import loading
+
+    lock, load_model = threading.Lock(), loading.load_model
+
+    def load(*args: Any, **kwargs: Any) -> Any:
+        with lock:
+            return load_model(*args, **kwargs)
+
+    monkeypatch.setattr("mllm_seqpar.inference.model_loading.load_model", load)
 
 
 def save_tiny_model(path: Path, gate: str | None, seed: int = 0) -> None:

@@ -30,7 +30,7 @@ from typing import Any
 
 import small_models
 import torch
-from measure import environment
+from measure import print_environment
 from small_models import MEDIA, TEXT, Subject, make_flamingo, make_idefics, make_mllama, make_owl, words
 from torch import Tensor
 from transformers import LogitsProcessor, LogitsProcessorList
@@ -146,7 +146,7 @@ def ratios(family: str, repeats: int, tokens: int) -> dict[str, tuple[float, flo
 
 def print_ratios(arguments: argparse.Namespace) -> None:
     torch.set_num_threads(1)
-    print(", ".join(f"{key} {value}" for key, value in environment("cpu").items()))
+    print_environment("cpu")
     print(f"{'family':>14} {'run':>8} {'ratio':>6} {'quartiles':>12} {'us per layer more':>18}")
     for family in arguments.family:
         for name, (low, middle, high, extra) in ratios(family, arguments.repeats, arguments.tokens).items():

@@ -27,7 +27,7 @@ from unittest import mock
 import scaled_models
 import small_models
 import torch
-from measure import environment, peak_memory
+from measure import peak_memory, print_environment
 from torch import Tensor
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
 
@@ -48,7 +48,7 @@ Inputs = Callable[[Communicator | None], dict[str, Any]]
 
 def main(argv: list[str] | None = None) -> None:
     args = parse(argv)
-    print(", ".join(f"{key} {value}" for key, value in environment("cpu").items()))
+    print_environment("cpu")
     print(f"{args.ranks} ranks, {args.strategy}, {args.text} text tokens, float32, widths divided by {args.scale}\n")
     print("| family | keys | step | calls | K, V | MB sent | peak, MiB | seconds | ratio |")
     print("|---|---:|---|---:|---:|---:|---:|---:|---:|")

@@ -26,7 +26,7 @@ from typing import Any
 from unittest import mock
 
 import torch
-from measure import environment
+from measure import print_environment
 from scaled_models import FAMILIES as SCALED
 from scaled_models import MEDIA, TEXT, WORDS, Inputs, Subject, random_weights, scaled
 from torch import Tensor
@@ -77,7 +77,7 @@ PLACEHOLDERS = ("mplug_owl3", "open_flamingo")  # the others' text may be shorte
 def main() -> None:
     args = parse()
     torch.set_num_threads(args.threads)
-    print(", ".join(f"{key} {value}" for key, value in environment("cpu").items()))
+    print_environment("cpu")
     print(f"load average at start: {os.getloadavg()[0]:.1f}")
     print(HEAD)
     for family in args.family:

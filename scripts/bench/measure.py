@@ -34,6 +34,11 @@ def environment(device: str) -> dict[str, Any]:
     return row | {"hardware": next(filter(None, names), platform.machine()), "threads": torch.get_num_threads()}
 
 
+def print_environment(device: str) -> None:
+    """Print the columns of `environment` in one line."""
+    print(", ".join(f"{key} {value}" for key, value in environment(device).items()), flush=True)
+
+
 def commit() -> str:
     """Return the short hash of the checkout, with "+" if files were changed, or "unknown" outside a checkout."""
     folder = Path(__file__).parent

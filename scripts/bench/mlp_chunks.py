@@ -21,7 +21,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from measure import SavedBytes, environment, medians_ms, peak_memory
+from measure import SavedBytes, medians_ms, peak_memory, print_environment
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import Qwen2Config
@@ -38,7 +38,7 @@ MIB = 2**20
 
 def main(argv: list[str] | None = None) -> None:
     args = parse(argv)
-    print(", ".join(f"{key} {value}" for key, value in environment(args.device).items()))
+    print_environment(args.device)
     print(f"Qwen2 decoder layer {args.shape}, {args.dtype}, checkpointing {args.checkpointing}\n")
     print("| tokens | `mlp_chunk_size` | saved, MiB | peak, MiB | step, ms | step, ratio |")
     print("|---|---|---|---|---|---|")

@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 from host_path import Clock
-from measure import environment
+from measure import print_environment
 from profile_step import CLOSE, train_step
 from small_models import FAMILIES, WORDS, Subject
 from transformers import LogitsProcessorList
@@ -48,7 +48,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=9)
     args = parser.parse_args()
     torch.set_num_threads(1)
-    print(", ".join(f"{key} {value}" for key, value in environment("cpu").items()))
+    print_environment("cpu")
     print(f"{'family':>14} {'row':>25} {'unpatched, ms':>14} {'ratio':>6} {'quartiles':>12}")
     for family in args.family:
         torch.manual_seed(0)

@@ -21,7 +21,7 @@ from statistics import median
 from typing import Any
 
 import torch
-from measure import environment, run_on_ranks
+from measure import print_environment, run_on_ranks
 from small_models import FAMILIES, WORDS
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile, record_function
@@ -40,7 +40,7 @@ HEAD = f"{'family':>14} {'ranks':>5} {'step, s':>8} {'ratio':>6} {'computing':>9
 def main() -> None:
     args = parse()
     torch.set_num_threads(args.threads)
-    print(", ".join(f"{key} {value}" for key, value in environment(args.device).items()))
+    print_environment(args.device)
     print(HEAD)
     for ranks in args.ranks:
         run_on_ranks(ranks, args.device, args.threads, profile_families, args)

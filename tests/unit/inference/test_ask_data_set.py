@@ -2,7 +2,6 @@
 
 import gc
 import json
-import threading
 import weakref
 from pathlib import Path
 from typing import Any
@@ -18,23 +17,11 @@ from mllm_seqpar.inference.answer_file import AnswerFile
 from mllm_seqpar.inference.arguments import parse
 from mllm_seqpar.inference.conversation import Conversation
 from mllm_seqpar.inference.data_set import Answerer, answer_data_set
-from mllm_seqpar.models import loading
 
+pytestmark = pytest.mark.usefixtures("load_one_model_at_a_time")
 CPU = torch.device("cpu")
 OPTIONS = ["--num_frames", 4, "--max_new_tokens", 6, "--no_progress"]
 COLOURS = {"options": ["red", "green", "blue"], "answer": "B"}
-
-
-@pytest.fixture(autouse=True)
-def load_one_model_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """`from_pretrained` changes state of the whole process while it runs, so threads must not call it together."""
-    lock, load_model = threading.Lock(), loading.load_model
-
-    def load(*args: Any, **kwargs: Any) -> Any:
-        with lock:
-            return load_model(*args, **kwargs)
-
-    monkeypatch.setattr("mllm_seqpar.inference.model_loading.load_model", load)
 
 
 def run(world: int, *argv: Any) -> list[Exception | None]:

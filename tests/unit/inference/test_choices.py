@@ -7,11 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from test_conversation import LOADING, says, user
+from test_conversation import LOADING, Case, says, user
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from family_directories import MAKERS, family_folder
 from mllm_seqpar import patch_model
 from mllm_seqpar.comm import Communicator, run_loopback
 from mllm_seqpar.data import VideoSource, chat_family
@@ -20,7 +19,6 @@ from mllm_seqpar.inference.choices import accuracy_table, continuation, letter_l
 from mllm_seqpar.models.loading import load_model, load_processor
 
 LETTERS = ("A", "B", "C")
-Case = tuple[Path, str]
 
 
 def tokenizer_of(*words: str) -> PreTrainedTokenizerFast:
@@ -47,14 +45,6 @@ def test_a_letter_is_spelled_as_the_tokenizer_would_after_the_prompt() -> None:
     assert spelled(tokenizer_of(":A", ":Ġ"), "so:") == [["A"]]  # nor with one; the letter's own token remains
     tokenizer = tokenizer_of(":A")
     assert continuation(tokenizer, tokenizer.encode("so:"), "A") is None
-
-
-@pytest.fixture(params=["gated", *(pytest.param(name, marks=pytest.mark.slow) for name in MAKERS)])
-def case(request: pytest.FixtureRequest, inference_files: Path) -> Case:
-    """A model directory and a video."""
-    if request.param == "gated":
-        return inference_files / "gated", str(inference_files / "clip.mp4")
-    return family_folder() / request.param, str(family_folder() / "clip.mp4")
 
 
 def scored(comm: Communicator, case: Case, questions: list[Any], **options: Any) -> list[dict[str, float]]:

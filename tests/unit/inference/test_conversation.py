@@ -9,7 +9,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from family_directories import MAKERS, family_folder
 from mllm_seqpar import patch_model
 from mllm_seqpar.comm import Communicator, as_communicator, run_loopback
 from mllm_seqpar.data import VideoSource, chat_family
@@ -32,14 +31,6 @@ def user(text: str, *media: str) -> dict[str, Any]:
 
 def says(text: str) -> dict[str, Any]:
     return {"role": "assistant", "content": text}
-
-
-@pytest.fixture(params=["gated", *(pytest.param(name, marks=pytest.mark.slow) for name in MAKERS)])
-def case(request: pytest.FixtureRequest, inference_files: Path) -> Case:
-    """A model directory and a video."""
-    if request.param == "gated":
-        return inference_files / "gated", str(inference_files / "clip.mp4")
-    return family_folder() / request.param, str(family_folder() / "clip.mp4")
 
 
 def open_conversation(comm: Communicator, case: Case, **options: Any) -> Conversation:

@@ -2,7 +2,6 @@
 
 import json
 import re
-import threading
 from pathlib import Path
 from typing import Any
 
@@ -19,26 +18,14 @@ from mllm_seqpar.inference.arguments import parse
 from mllm_seqpar.inference.encoding import EncodedVideo
 from mllm_seqpar.inference.run import ask_videos
 from mllm_seqpar.inference.stored_features import save_video
-from mllm_seqpar.models import loading
 from mllm_seqpar.models.mplug_owl3 import MPlugOwl3ForConditionalGeneration, MPlugOwl3Processor
 from mllm_seqpar.sharding import FrameShard
 
+pytestmark = pytest.mark.usefixtures("load_one_model_at_a_time")
 CPU = torch.device("cpu")
 QUESTIONS = ("What is it?", "Which one comes first, <|video|> or this?")
 ENCODE = ["--no_progress", "--encode_batch", "3"]
 ASK = [*ENCODE, "--max_new_tokens", "16"]
-
-
-@pytest.fixture(autouse=True)
-def load_one_model_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """`from_pretrained` changes state of the whole process while it runs, so threads must not call it together."""
-    lock, load_model = threading.Lock(), loading.load_model
-
-    def load(*args: Any, **kwargs: Any) -> Any:
-        with lock:
-            return load_model(*args, **kwargs)
-
-    monkeypatch.setattr("mllm_seqpar.inference.model_loading.load_model", load)
 
 
 def run(world: int, *argv: Any, videos: tuple[Path, ...] = ()) -> list[Exception | None]:

@@ -1,7 +1,6 @@
 """Layer: one process. Jobs about videos and images on ranks that are threads, and jobs that cannot be answered."""
 
 import gc
-import threading
 import weakref
 from collections.abc import Callable
 from pathlib import Path
@@ -19,26 +18,14 @@ from mllm_seqpar.data import VideoSource, chat_family
 from mllm_seqpar.errors import SeqParError
 from mllm_seqpar.inference import Sampling
 from mllm_seqpar.inference.conversation import Conversation, Interrupted, JoinedSource, LengthError, Reply
-from mllm_seqpar.models import loading
 from mllm_seqpar.models.loading import load_model, load_processor
 from mllm_seqpar.serving.chat import ChatOptions
 from mllm_seqpar.serving.engine import Engine, Job, MediaFile
 from mllm_seqpar.serving.jobs import Impossible, Worker
 
+pytestmark = pytest.mark.usefixtures("load_one_model_at_a_time")
 CPU = torch.device("cpu")
 FEW = Sampling(max_new_tokens=5)
-
-
-@pytest.fixture(autouse=True)
-def load_one_model_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """`from_pretrained` changes state of the whole process while it runs, so threads must not call it together."""
-    lock, load = threading.Lock(), loading.load_model
-
-    def locked(*args: Any, **kwargs: Any) -> Any:
-        with lock:
-            return load(*args, **kwargs)
-
-    monkeypatch.setattr("mllm_seqpar.inference.model_loading.load_model", locked)
 
 
 @pytest.fixture
