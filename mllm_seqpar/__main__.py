@@ -6,11 +6,11 @@ A command is a function main(argv) that returns its exit status. Its module is i
 
 from __future__ import annotations
 
-import pkgutil
 import sys
 from collections.abc import Sequence
 
 from mllm_seqpar import __version__
+from mllm_seqpar.cli.entry import load_entry
 
 COMMANDS = {
     "finetune": ("mllm_seqpar.training.finetune:main", "train a model on conversations about videos"),
@@ -69,10 +69,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     entry = COMMANDS[command][0]
     if command in OWN_RANKS:
-        from mllm_seqpar.cli.own_ranks import start_ranks_if_asked
-
+        start_ranks_if_asked = load_entry("mllm_seqpar.cli.own_ranks:start_ranks_if_asked")
         return start_ranks_if_asked(entry, rest)
-    return pkgutil.resolve_name(entry)(rest) or 0
+    return load_entry(entry)(rest) or 0
 
 
 def _nearest(name: str) -> str:

@@ -1,5 +1,6 @@
 """Shared set-up of all tests."""
 
+import gc
 import json
 import os
 import threading
@@ -12,6 +13,8 @@ import torch
 
 from ranks import close_pool
 from ranks_worker import reset_global_state
+
+gc.disable()  # until the test modules are imported, see pytest_collection_finish
 
 # Worker processes and the test process share few cores; more threads than cores only slow both down.
 torch.set_num_threads(1)
@@ -35,6 +38,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         return max((index for index, name in enumerate(LAYERS) if name in layer), default=0)
 
     items.sort(key=cost, reverse=hasattr(config, "workerinput"))
+
+
+def pytest_collection_finish() -> None:
+    """Let garbage collections leave out what the test modules imported, a million objects that stay."""
+    gc.collect()
+    gc.freeze()
+    gc.enable()
 
 
 def pytest_sessionfinish() -> None:

@@ -109,7 +109,7 @@ class CallSpec:
     def result_dtype(self, axis: Axis, inputs: torch.dtype) -> torch.dtype:
         """Return the dtype in which results for the shards of an axis are sent, for inputs of a dtype.
 
-        Each rank adds its result to those that pass through it, so with many hops 16 bits would be rounded many times.
+        Each rank adds its result to the results that pass through it, so many hops would round 16 bits many times.
         Results that go straight to their owner are rounded once, and accumulated there in `accumulate_dtype`.
         """
         straight = self.mesh_shape[axis == "kv"] == 2 or (axis == "q" and self.direct)

@@ -94,8 +94,8 @@ def prepare_frames(
 class PreparedAttention:
     """Attention to this rank's keys with kernels and rectangles that are chosen once, for all layers of a pass.
 
-    Calls must have tensors of the shapes, dtype and device of those that it was prepared for. No gradients, except
-    those of `output` if it is `differentiable`.
+    Calls must have tensors of the shapes, dtype and device that it was prepared for. Only `output` has gradients, if it
+    is `differentiable`.
 
     Args:
         q: (B, H, s_q, D).

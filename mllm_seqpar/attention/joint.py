@@ -94,7 +94,7 @@ class _JointAttention(torch.autograd.Function):
             ctx.sources.append(source.without_inputs())
         ctx.comm, ctx.block_math = comm, block_math
         if region is not None and not region.replays_rng:
-            # Dropout before attention recomputes another q, k and v than those that gave (o, lse).
+            # Dropout before attention recomputes other q, k and v than the saved ones, which gave (o, lse).
             of_this_pass = local_q, *saved
             local_q, *saved = region.once(lambda: of_this_pass, "inputs")
         ctx.save_for_backward(local_q, o, lse, *saved)

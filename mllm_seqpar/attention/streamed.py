@@ -123,7 +123,7 @@ def streamed_backward(
 
 @dataclass(frozen=True)
 class _RowPlan:
-    """Which rows the ranks exchange, and the mask of those that this rank computes with.
+    """Which rows the ranks exchange, and the mask of the rows that this rank computes with.
 
     Attributes:
         mask: of the gathered rows, in the order of ranks.
@@ -142,7 +142,7 @@ class _RowPlan:
 
 
 def _plan(spec: CallSpec, comm: Communicator) -> _RowPlan:
-    """Return the plan of this rank, made on first use: a rank's own rows are complete, of others those that attend."""
+    """Return the plan of this rank, made on first use: all of its own rows, and the rows of other ranks that attend."""
     key = "streamed", comm.rank, comm.identity
     found: _RowPlan | None = spec.derived.get(key)
     if found is None:

@@ -38,8 +38,7 @@ class CalibrateOptions(CommandOptions):
     def __post_init__(self) -> None:
         self._require("device", self.device in DEVICES, f"one of {', '.join(DEVICES)}")
         self._require("dtype", self.dtype in (None, *DTYPES), f"one of {', '.join(DTYPES)}")
-        for name in ("heads", "kv_heads", "dim"):
-            self._require(name, getattr(self, name) >= 1, "1 or more")
+        self._require_positive("heads", "kv_heads", "dim")
         if self.heads % self.kv_heads:
             raise ConfigError(f"--kv_heads {self.kv_heads} do not divide --heads {self.heads}; give a divisor")
 

@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 
 from mllm_seqpar.errors import ConfigError
 
+from .entry import load_entry
 from .options import Parser
 from .program_exit import run_alone
 
@@ -87,7 +88,7 @@ def options_of(entry: str) -> list[str]:
     """Return the names of the options that a command's --help shows; none if its module cannot be imported."""
     text = io.StringIO()
     with contextlib.redirect_stdout(text), contextlib.suppress(SystemExit, ImportError, ConfigError):
-        pkgutil.resolve_name(entry)(["--help"])
+        load_entry(entry)(["--help"])
     return sorted({name for line in text.getvalue().splitlines() for name in _names(line)})
 
 

@@ -57,8 +57,7 @@ class ConvertOptions(CommandOptions):
 
     def __post_init__(self) -> None:
         self._require("dtype", self.dtype in DTYPES, f"one of {', '.join(DTYPES)}")
-        every = self.cross_attn_every_n_layers
-        self._require("cross_attn_every_n_layers", every is None or every > 0, "more than 0")
+        self._require_positive("cross_attn_every_n_layers")
         if self.model is not None:
             for name in PARTS:
                 self._refuse_unused(name, "--model names a whole checkpoint; leave it out")

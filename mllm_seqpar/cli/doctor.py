@@ -72,7 +72,7 @@ class DoctorOptions(CommandOptions):
     device: str = option(f"device of the exactness check: {', '.join(DEVICES)}", "auto")
 
     def __post_init__(self) -> None:
-        self._require("num_processes", self.num_processes is None or self.num_processes > 0, "more than 0")
+        self._require_positive("num_processes")
         self._require("device", self.device in DEVICES, f"one of {', '.join(DEVICES)}")
 
 

@@ -29,6 +29,11 @@ class CommandOptions:
         if not valid or (isinstance(value, float) and not math.isfinite(value)):
             raise ConfigError(f"--{name}: {value!r} is not allowed; give {allowed}")
 
+    def _require_positive(self, *names: str) -> None:
+        """Raise ConfigError if one of the options is 0 or less; an option may be None."""
+        for name in names:
+            self._require(name, getattr(self, name) is None or getattr(self, name) > 0, "more than 0")
+
     def _refuse_unused(self, name: str, reason: str) -> None:
         """Raise ConfigError if the option `name` differs from its default, for options that would have no effect."""
         default = next(item.default for item in dataclasses.fields(self) if item.name == name)  # type: ignore[arg-type]

@@ -8,7 +8,6 @@ for whatever reason, and they then end too. A thread for each of them ends the p
 from __future__ import annotations
 
 import os
-import pkgutil
 import signal
 import socket
 import subprocess
@@ -25,6 +24,7 @@ import torch.distributed as dist
 from mllm_seqpar.comm import launched_processes
 from mllm_seqpar.errors import ConfigError
 
+from .entry import load_entry
 from .options import Parser
 from .program_exit import run
 
@@ -99,7 +99,7 @@ def own_ranks(
         stack.callback(ranks.close)
         for rank in range(1, count):
             ranks.start(rank, command, {**os.environ, **rendezvous, "RANK": str(rank), "LOCAL_RANK": str(rank)})
-        pkgutil.resolve_name(entry)  # this rank imports the modules while the others do
+        load_entry(entry)  # this rank imports the modules while the others do
         _wait_until_ready(store, count)
         before = dict(os.environ)
         os.environ.update(rendezvous, RANK="0", LOCAL_RANK="0")
@@ -143,7 +143,7 @@ class _Ranks:
                 time.sleep(2 * GRACE)
 
     def close(self) -> None:
-        """End all processes: those that do not end when their input closes are killed."""
+        """End all processes, by SIGKILL if they do not end when their input closes."""
         for rank, process in enumerate(self._processes, 1):
             if process.poll():  # it has ended before, which may be why this one ends
                 self._report(rank, process.returncode)
@@ -190,9 +190,9 @@ def start_ranks_if_asked(entry: str, argv: Sequence[str]) -> int:
         parser.add_argument("--num_processes", type=int)
         args, rest = parser.parse_known_args(argv)
         if args.num_processes is None or not {"-h", "--help"}.isdisjoint(rest):
-            return pkgutil.resolve_name(entry)(rest)
+            return load_entry(entry)(rest)
         with own_ranks(args.num_processes, entry, rest, wait=True):
-            return pkgutil.resolve_name(entry)(rest)
+            return load_entry(entry)(rest)
 
     return run(on_ranks, argv)
 
@@ -206,7 +206,7 @@ def _end_with_rank_0() -> None:
 def main(argv: Sequence[str]) -> NoReturn:
     """Run a rank that `own_ranks` started: `argv` is "module:function" and the arguments of the function."""
     threading.Thread(target=_end_with_rank_0, daemon=True).start()
-    entry = pkgutil.resolve_name(argv[0])
+    entry = load_entry(argv[0])
     store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), wait_for_workers=False)
     store.set(_READY.format(os.environ["RANK"]), "")
     entry(argv[1:])  # the status of the program is that of rank 0; a rank that fails leaves by `program_exit`

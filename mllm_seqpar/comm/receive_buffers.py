@@ -47,7 +47,7 @@ class ReceiveBuffers:
         return sum(length * flat.element_size() for free in self._free.values() for length, _, flat in free)
 
     def clear(self) -> None:
-        """Free all buffers; those that a call uses are freed when it ends."""
+        """Free all buffers. A buffer that a call uses is freed when the call ends."""
         self._free = defaultdict(list)
 
     def lease(self) -> BufferLease:

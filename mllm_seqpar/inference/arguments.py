@@ -61,9 +61,7 @@ class ModelOptions(CommandOptions):
     )
 
     def __post_init__(self) -> None:
-        for name in ("fps", "num_frames", "max_frames", "encode_batch", "timeout"):
-            value = getattr(self, name)
-            self._require(name, value is None or value > 0, "more than 0")
+        self._require_positive("fps", "num_frames", "max_frames", "encode_batch", "timeout")
         self._require("dtype", self.dtype in DTYPES, f"one of {', '.join(DTYPES)}")
         self._require("device", self.device in DEVICES, f"one of {', '.join(DEVICES)}")
         if self.fps is not None and self.num_frames is not None:
@@ -112,7 +110,7 @@ class InferenceOptions(ModelOptions):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._require("sp", self.sp is None or self.sp > 0, "more than 0")
+        self._require_positive("sp")
         self._require("seed", 0 <= self.seed < 2**63, "0 or more, below 2**63")
         if self.temperature == 0:
             for name in ("top_p", "seed"):

@@ -4,8 +4,8 @@
 imports its modules of Auto classes. It then registers stand-ins, which import the class that they stand for when it is
 used.
 
-A saved directory also has a small Python file that imports this package, and names it as remote code. Where nobody has
-imported the package, `trust_remote_code=True` imports that file.
+A saved directory also has a small Python file that imports this package, and names it as remote code. In a program
+that does not import the package, `trust_remote_code=True` imports that file.
 """
 
 from __future__ import annotations

@@ -30,7 +30,7 @@ many ranks, and with the rows that are sent up to four times as many. Beyond tha
 
 
 class ClusterSelector:
-    """Selects for one patched model by the rates of `cluster`, or by those that forward passes measure; logs each
+    """Selects for one patched model by the rates of `cluster`, or by rates that forward passes measure; logs each
     selection once, with the reason.
 
     It is not a dataclass: FSDP2 with mixed precision copies dataclasses among a layer's arguments, and with them its

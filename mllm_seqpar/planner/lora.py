@@ -33,8 +33,8 @@ class AdaptedLayers:
 
     Attributes:
         layers: the number of equal layers.
-        text: those that compute on text tokens.
-        visual: those that compute on visual tokens, of which there are `vision.keys` to a frame.
+        text: the layers that compute on text tokens.
+        visual: the layers that compute on visual tokens, `vision.keys` to a frame.
     """
 
     layers: int

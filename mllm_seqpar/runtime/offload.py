@@ -244,7 +244,7 @@ def stored_in_host_memory(runs: Iterator[Tensor], frames: int, device: torch.dev
 
 
 def in_host_memory(features: Tensor, device: torch.device) -> Tensor:
-    """Return features (frames, tokens, width) in host memory, differentiably; those that are there stay where they are.
+    """Return features (frames, tokens, width) in host memory, differentiably. Features in host memory are not copied.
 
     A view of a mapped file remains one. Features on the device are copied to pinned memory.
     """

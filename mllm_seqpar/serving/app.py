@@ -137,7 +137,7 @@ def _waiting(service: Service, asked: ChatRequest, loop: asyncio.AbstractEventLo
 
 
 class _Events:
-    """The events of a request, except those that only a stream shows; raises ClientGone when its client disconnects."""
+    """The events of a request, without the ones for streams only; raises ClientGone when its client disconnects."""
 
     def __init__(self, request: Request, waiting: Waiting) -> None:
         self._waiting, self._gone = waiting, asyncio.ensure_future(_disconnect(request))

@@ -24,7 +24,7 @@ class ServingOptions(ModelOptions):
     )
 
     def __post_init__(self) -> None:
-        self._require("num_processes", self.num_processes is None or self.num_processes > 0, "more than 0")
+        self._require_positive("num_processes")
         super().__post_init__()
 
     def frame_options(self, default_fps: float | None = DEFAULT_FPS) -> dict[str, Any]:

@@ -64,8 +64,7 @@ class ServeOptions(ServingOptions):
         super().__post_init__()
         self._require("port", 0 <= self.port < 65536, "0 to 65535")
         self._require("max_queue", self.max_queue >= 0, "0 or more")
-        for name in ("max_upload_mb", "max_stored_mb", "keep_conversations"):
-            self._require(name, getattr(self, name) > 0, "more than 0")
+        self._require_positive("max_upload_mb", "max_stored_mb", "keep_conversations")
         for name in ("media_root", "upload_dir"):
             folder = getattr(self, name)
             if folder is not None and not Path(folder).is_dir():

@@ -124,12 +124,10 @@ class ModelAndData(CommandOptions):
         for name in ("model", "data"):
             if not getattr(self, name):
                 raise ConfigError(f"--{name} is missing; --help lists the options")
-        for name in ("fps", "max_frames", "max_length", "global_batch_size", "stop_after"):
-            self._require(name, getattr(self, name) is None or getattr(self, name) > 0, "more than 0")
+        self._require_positive("fps", "max_frames", "max_length", "global_batch_size", "stop_after", "lora_r")
         self._require("save_minutes", self.save_minutes >= 0, "0 or more")
         self._require("on_bad_media", self.on_bad_media in ON_BAD_MEDIA, f"one of {', '.join(ON_BAD_MEDIA)}")
         self._require("save_dtype", self.save_dtype in SAVE_DTYPES, f"one of {', '.join(SAVE_DTYPES)}")
-        self._require("lora_r", self.lora_r > 0, "more than 0")
         self._require("lora_dropout", 0 <= self.lora_dropout < 1, "at least 0 and below 1")
         if not self.freeze:
             self._refuse_unused("train", "nothing is frozen; give --freeze, or leave it out")
@@ -173,7 +171,7 @@ class SequenceParallel(CommandOptions):
 
     def config(self) -> SeqParConfig:
         """Return the options of `patch_model`; ConfigError if they contradict each other."""
-        self._require("sp", self.sp is None or self.sp > 0, "more than 0")
+        self._require_positive("sp")
         self._require("self_attention", self.self_attention in SELF_ATTENTION, f"one of {', '.join(SELF_ATTENTION)}")
         if self.kernel != "auto":
             kernel_by_name(self.kernel)

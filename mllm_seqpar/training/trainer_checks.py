@@ -96,7 +96,7 @@ def find_parallelism(args: TrainingArguments, requested: int | None, patched: in
                 f"the parameters over dp_shard_size={given.dp_shard_size} ranks, which must be a multiple of them; "
                 "change one of the two numbers, or leave parallelism_config out"
             )
-        # The ranks that share a sample are consecutive ranks of those that share the parameters.
+        # The ranks that share a sample are consecutive in the group of ranks that share the parameters.
         sizes = {"dp_shard_size": given.dp_shard_size // requested, "cp_size": requested, "tp_size": given.tp_size}
         copies, given = given.dp_replicate_size, ParallelismConfig(dp_replicate_size=1, **sizes)
         # accelerate 1.15 refuses copies with dp_shard_size=1, but here parameters are sharded over dp_shard and cp.

@@ -42,7 +42,7 @@ class Case:
 
 
 def cases(ranks: int, heads: int) -> list[Case]:
-    """Return every algorithm; those that this number of ranks does not allow say so."""
+    """Return every algorithm, also the ones that do not allow this number of ranks, which say so."""
     side = next((a for a in range(2, ranks) if ranks % a == 0), 0)
     no_mesh = "" if side else f"needs a number of ranks with two factors, such as 4; there are {ranks}"
     no_heads = f"needs a number of ranks that divides {heads} heads; there are {ranks}" if heads % ranks else ""

@@ -68,7 +68,7 @@ def test_rows_are_sent_point_to_point_only_if_some_pair_is_empty(n: int) -> None
     assert not direct("all") and not direct("all", shared=False) and not direct("all but one")
     assert direct("one frame") == direct("nothing") == direct("own sample") == (n > 1)
     assert not direct("one frame", mesh_shape=(1, n)), "KV shards are sent, rows are not"
-    if n == 2:  # each sample's frames are on one rank: a pair is empty only if the samples are told apart
+    if n == 2:  # each sample's frames are on one rank: a pair is empty only if the samples are distinguished
         assert not direct("own sample", shared=False)
     assert not CallSpec((n, 1), FullBlockMasks(2, 4, (0,) * n), (0,) * n, torch.float32).direct
 

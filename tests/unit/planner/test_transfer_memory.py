@@ -1,4 +1,4 @@
-"""Layer: one process. The planner's size of the receive buffers against those that real calls leave allocated."""
+"""Layer: one process. The planner's size of the receive buffers against the buffers that real calls leave allocated."""
 
 import pytest
 import torch
