@@ -2,7 +2,7 @@
 
 import sys
 
-from mllm_seqpar.training.finetune import main
+from mllm_seqpar.__main__ import main
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main(["finetune", *sys.argv[1:]]))

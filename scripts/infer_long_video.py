@@ -1,5 +1,8 @@
-"""`mllm-seqpar ask`, from a checkout: accelerate launch scripts/infer_long_video.py --model DIR --video movie.mp4."""
+"""`mllm-seqpar ask` as a script, for `accelerate launch` from a checkout; --help lists the options."""
 
-from mllm_seqpar.inference.ask import main
+import sys
 
-main()
+from mllm_seqpar.__main__ import main
+
+if __name__ == "__main__":
+    sys.exit(main(["ask", *sys.argv[1:]]))

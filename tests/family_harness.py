@@ -7,7 +7,6 @@ from the families' modules `testing`; `patches/testing.py` describes them.
 
 from __future__ import annotations
 
-import copy
 import functools
 import pkgutil
 import threading
@@ -21,6 +20,7 @@ from torch import Tensor
 
 from mllm_seqpar import patch_model, patches
 from mllm_seqpar.comm import Communicator, run_loopback
+from model_copies import ModelCopies
 from outcomes import Outcome, average, error, run_case, worst_gradient
 from selections import slow_unless as slow_unless  # most callers use both
 
@@ -43,15 +43,15 @@ _building = threading.Lock()
 
 
 @functools.cache
-def _template(family: str, overrides: tuple[tuple[str, Any], ...]) -> Any:
-    return family_module(family).tiny_model(**dict(overrides))
+def _template(family: str, overrides: tuple[tuple[str, Any], ...]) -> ModelCopies:
+    return ModelCopies(family_module(family).tiny_model(**dict(overrides)))
 
 
 def model_of(family: str, case: Any) -> Any:
     """Return a new copy of the case's model."""
     with _building:
         template = _template(family, tuple(sorted(case.model_overrides().items())))
-    model = copy.deepcopy(template)
+    model = template.new()
     return (model.double() if case.double else model).train(case.train)
 
 

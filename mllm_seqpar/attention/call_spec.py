@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from mllm_seqpar.comm import Communicator, Subgroup
-from mllm_seqpar.masks import BlockMasks, Rectangle, RowSubset, clip_rows
+from mllm_seqpar.masks import BlockMasks, Rectangle, clip_rows
 from mllm_seqpar.schedules import AttentionBlock, Axis, OverlapRatios, Schedule, Transfer, schedule_for
 from mllm_seqpar.schedules.bytes_sent import Problem, mesh_axis_bytes, overlap_ratios_by_bytes
 from mllm_seqpar.schedules.mesh_shapes import least_bytes_mesh_shape, resolve_tile
@@ -45,7 +45,7 @@ class PlannedTransfer(NamedTuple):
     dst: int
     recv_shard: int
     src: int
-    send_rows: RowSubset | None
+    send_rows: RowIndex | None
     recv_rows: RowIndex | None
     recv_length: int
 
@@ -189,8 +189,9 @@ class CallSpec:
             length = self.key_lengths[transfer.recv_shard]
         elif self.direct:
             received = self.masks.visible_rows(transfer.recv_shard, rank if is_input else transfer.src)
-            send_rows = self.masks.visible_rows(transfer.send_shard, transfer.dst) if is_input else None
+            sent = self.masks.visible_rows(transfer.send_shard, transfer.dst) if is_input else None
             length = rows if received is None else received.count
+            send_rows = None if sent is None else sent.index_on(device)
             recv_rows = None if received is None or is_input else received.index_on(device)
         return PlannedTransfer(
             is_input,

@@ -188,8 +188,10 @@ def _post(
         outgoing = held[axis, owner] if transfer.is_input else direction.result(axis, owner)
         buffers: Bundle = {}
         for name, tensor in outgoing.items():
-            if rows is not None:
-                tensor = rows.select(tensor)
+            if isinstance(rows, slice):
+                tensor = tensor[:, :, rows].contiguous()
+            elif rows is not None:
+                tensor = tensor.index_select(2, rows)
             kind = axis, transfer.is_input, tensor.dim()  # tensors of one kind and dtype take turns in a buffer
             buffer = buffers[name] = lease.take(kind, tensor, transfer.recv_length)
             if tensor.numel():

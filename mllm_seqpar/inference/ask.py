@@ -8,7 +8,6 @@ Any launcher starts several ranks; without one, the program is one process.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 
@@ -23,12 +22,11 @@ from .data_set import answer_data_set
 from .run import ask_videos
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command; return 0. An error ends the process with a message."""
+def main(argv: Sequence[str]) -> int:
+    """Run the command; return 0, or end the process with a message."""
     logging.set_verbosity_error()
     logging.disable_progress_bar()
-    run(ask, sys.argv[1:] if argv is None else argv)
-    return 0
+    return run(ask, argv)
 
 
 def ask(argv: Sequence[str]) -> None:
@@ -42,7 +40,3 @@ def ask(argv: Sequence[str]) -> None:
         raise_on_all_ranks(comm, "arguments", problem, asdict(args) if args else {})
         assert args is not None  # otherwise all ranks have raised
         (ask_videos if args.questions is None else answer_data_set)(args, comm, device)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from launch import HANG, ROOT
+from launch import HANG
 from mllm_seqpar.inference.ask import ask
 
 pytestmark = [pytest.mark.launch, pytest.mark.slow]
@@ -39,9 +39,8 @@ def test_killed_groups_go_on_and_answer_as_one_process(inference_files: Path, tm
     (tmp_path / "questions.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     one, four = tmp_path / "one.jsonl", tmp_path / "four.jsonl"
-    launcher = [sys.executable, "-m", "accelerate.commands.launch", "--main_process_port=0"]
-    launcher += ["--config_file", str(ROOT / "configs" / "fsdp2_cpu_4.yaml"), "-m", "mllm_seqpar", "ask"]
-    ranks = [*launcher, *arguments(tmp_path, inference_files, four, "--sp", 2)]
+    command = [sys.executable, "-m", "mllm_seqpar", "ask", "--num_processes", "4"]
+    ranks = [*command, *arguments(tmp_path, inference_files, four, "--sp", 2)]
     killed = subprocess.Popen(ranks, env=environment, start_new_session=True, stderr=subprocess.PIPE, text=True)
     deadline = time.monotonic() + HANG
     while not (four.exists() and four.read_text().count("\n") >= 2):

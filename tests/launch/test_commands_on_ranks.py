@@ -56,7 +56,7 @@ def test_ranks_end_by_themselves_or_with_one_line_about_the_rank_that_failed(tmp
 
 def test_report_of_the_launcher_ends_with_the_error_of_the_command() -> None:
     done = launch(2, "mllm_seqpar/__main__.py", "calibrate", "--device", "cpu", "--dim", 0)
-    error = "error: --dim: 0 is not allowed; give 1 or more"
+    error = "error: --dim: 0 is not allowed; give more than 0"
     assert done.returncode and done.output.count(f"[rank 0] {error}\n") == 1 and "[rank 1]" not in done.output
     last = [line for line in done.output.splitlines() if line.strip("= ")][-1]
     assert last == f"  traceback : {error}", done.output
