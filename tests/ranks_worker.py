@@ -4,6 +4,7 @@ This module is all that a worker imports at its start.
 """
 
 import faulthandler
+import gc
 import io
 import os
 import pickle
@@ -47,6 +48,7 @@ def load(data: bytes) -> Any:
 def work(pipe: Connection, stacks: str) -> None:
     """Run cases until the other end of the pipe closes."""
     torch.set_num_threads(1)
+    gc.freeze()  # the modules that the fork server has imported stay
     with open(stacks, "w") as file:
         faulthandler.enable(file)  # for a crash inside an operator, such as SIGFPE
         faulthandler.register(signal.SIGUSR1, file, all_threads=True)  # the pool sends it to a hung worker
