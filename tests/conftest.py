@@ -1,14 +1,18 @@
 """Shared set-up of all tests."""
 
 import fcntl
+import functools
 import gc
 import json
 import os
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, suppress
+from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -82,6 +86,14 @@ def _threads_share_a_core(request: pytest.FixtureRequest, tmp_path_factory: pyte
         os.sched_setaffinity(0, {core})
         yield
         os.sched_setaffinity(0, cores)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _metadata_of_packages_are_read_once() -> Iterator[None]:
+    """Every call of `patch_model` looks for entry points, in the metadata of all packages on `sys.path`."""
+    read = functools.cache(lambda path, group: entry_points(group=group))
+    with mock.patch("mllm_seqpar.patching.registry.entry_points", lambda group: read(tuple(sys.path), group)):
+        yield
 
 
 @pytest.fixture
