@@ -57,7 +57,7 @@ class HeadTensor(NamedTuple):
 
 def shard_heads(xs: Sequence[Tensor], items: Sequence[HeadTensor], comm: Communicator) -> list[Tensor]:
     """(B, all heads, this rank's length, D) -> (B, this rank's heads, sum of lengths, D), for each tensor."""
-    parts = [[x[:, h.start : h.stop].contiguous() for h in i.heads] for x, i in zip(xs, items, strict=True)]
+    parts = [[x[:, h.start : h.stop] for h in i.heads] for x, i in zip(xs, items, strict=True)]
     shapes = [[(len(i.heads[comm.rank]), length) for length in i.lengths] for i in items]
     whole = [torch.cat(received, dim=2) for received in _all_to_all(parts, shapes, items, comm)]
     return [

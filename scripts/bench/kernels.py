@@ -21,7 +21,7 @@ from measure import environment, medians_ms
 from torch import Tensor
 from torch.nn import functional as F
 
-from mllm_seqpar.errors import ConfigError
+from mllm_seqpar.errors import ConfigError, first_line
 from mllm_seqpar.kernels import BlockKernel, available_kernels, choose_kernel
 
 SHAPES = {
@@ -87,9 +87,9 @@ def measure_shape(
             row |= {"problem": problem, "wrong": True} if problem else {}
             runs |= of_kernel
         except ConfigError as error:
-            row["problem"] = str(error).splitlines()[0]
+            row["problem"] = first_line(error)
         except RuntimeError as error:
-            row |= {"problem": str(error).splitlines()[0], "wrong": True}
+            row |= {"problem": first_line(error), "wrong": True}
         result.append(row)
     times = medians_ms(runs, device, repeats)
     entries = batch * heads * rows * keys * dim * (0.5 if causal else 1.0)

@@ -11,6 +11,7 @@ from gpu_checks.rows import Row
 from torch import Tensor
 from torch.nn import functional as F
 
+from mllm_seqpar.errors import first_line
 from mllm_seqpar.kernels import BlockKernel, kernel_by_name
 from mllm_seqpar.kernels.merge import merge
 
@@ -51,7 +52,7 @@ def check(name: str, device: str) -> Iterator[Row]:
         try:
             torch.nn.attention.activate_flash_attention_impl(implementation)
         except Exception as error:  # noqa: BLE001 - of a package that is not installed, or does not fit
-            yield Row("kernel exact", f"{name}, {implementation}", f"not activated: {str(error).splitlines()[0]}")
+            yield Row("kernel exact", f"{name}, {implementation}", f"not activated: {first_line(error)}")
             return
     yield from (exactness(name, dtype, device) for dtype in (torch.bfloat16, torch.float16, torch.float32))
     yield from (speed(name, shape, device) for shape in SPEED[device])
@@ -71,7 +72,7 @@ def exactness(name: str, dtype: torch.dtype, device: str) -> Row:
         try:
             found, allowed = errors_of(kernel, p)
         except Exception as error:  # noqa: BLE001 - compilers of kernels have errors of their own
-            problems.append(f"{kind}: {str(error).splitlines()[0]}")
+            problems.append(f"{kind}: {first_line(error)}")
             continue
         worst = max(worst, *((value, f"{tensor}, {kind}") for tensor, value in found.items()))
     if problems:
@@ -170,7 +171,7 @@ def speed(name: str, shape: tuple[int, ...], device: str) -> Row:
     try:
         row = measure_shape(shape, "bfloat16", device, [name], causal=False, repeats=10)[1]
     except RuntimeError as error:  # also of PyTorch's own attention, such as a lack of memory
-        row = {"problem": str(error).splitlines()[0], "wrong": True}
+        row = {"problem": first_line(error), "wrong": True}
     if "problem" in row:
         reason = row["problem"].split(": it ")[-1].split("; choose")[0]
         return Row("kernel speed", subject, reason, "", False if "wrong" in row else None)

@@ -15,6 +15,7 @@ from torch import Tensor
 from mllm_seqpar.attention import lv_xattn, mesh_attention, ring_attention, ulysses_attention
 from mllm_seqpar.comm import Communicator
 from mllm_seqpar.comm.loopback import run_loopback
+from mllm_seqpar.errors import first_line
 from mllm_seqpar.sharding import sequence_positions
 
 RANKS = 4
@@ -53,7 +54,7 @@ def compare(name: str, kind: str, dtype: torch.dtype, device: str, attend: Calla
         results = run(attend, problem, layout)
         seconds = time.perf_counter() - start
     except (RuntimeError, ValueError) as error:
-        return Row("ring exact", subject, str(error).splitlines()[0], "", False)
+        return Row("ring exact", subject, first_line(error), "", False)
     worst, tensor = max((error, tensor) for tensor, error in errors(problem, results).items())
     allowed, unit = (FLOAT32, "") if dtype == torch.float32 else (ROUNDED_PARTIALS, " x sdpa's error")
     found = f"{worst:.2g}{unit} ({tensor}); forward and backward {seconds * 1e3:.1f} ms"
