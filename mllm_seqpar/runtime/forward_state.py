@@ -36,6 +36,7 @@ from .strategy_selector import CROSS, CROSS_MESH, SELF, SELF_MESH, CandidateStra
 from .text_kv_cache import CachedTextMask
 from .text_shards import TextShards
 from .visual_features import VisualKVCache, project_all
+from .visual_tokens import VisualTokens
 
 MAX_TEXT_MASK = 1 << 24
 """On one process, torch's own attention takes a mask (B, L, L) of at most this many entries for padded text."""
@@ -54,6 +55,8 @@ class ForwardState:
         rows: further facts about the rows of this pass, (B, s) each, by name.
         visual_cache: K and V of the frames, in a pass with a cache.
         cached_text: the mask over K and V of the text, in a pass with a cache whose text is sharded.
+        visual_tokens: the embeddings of the visual tokens among this rank's rows, of a decoder-only model. Its decoder
+            takes them out before any layer runs.
         tokens: the number of text tokens so far, this pass included, in a pass with a cache; a static cache is longer.
         recorder: stores a row of each cross-attention layer, in a pass whose attention to frames is recorded.
     """
@@ -66,6 +69,7 @@ class ForwardState:
     rows: Mapping[str, Tensor] = field(default_factory=dict)
     visual_cache: VisualKVCache | None = None
     cached_text: CachedTextMask | None = None
+    visual_tokens: VisualTokens | None = None
     tokens: int | None = None
     recorder: RowRecorder | None = None
 

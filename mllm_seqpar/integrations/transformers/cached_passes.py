@@ -27,8 +27,15 @@ from mllm_seqpar.runtime.text_shards import TextShards, select_logit_rows
 from mllm_seqpar.runtime.visual_features import VisualKVCache, fingerprint_of
 
 from .cache import SequenceParallelCacheState, begin_prompt, cache_state_of, shard_cached_text, supports_sharded_text
-from .family import Family, Visibility, require_same_pass
-from .frames import frame_arguments, local_features, log_shard_sizes, visibility_of, visual_features
+from .family import DecoderOnlyFamily, Family, Visibility, require_same_pass
+from .frames import (
+    frame_arguments,
+    local_features,
+    log_shard_sizes,
+    replicated_tokens,
+    visibility_of,
+    visual_features,
+)
 from .input_checks import check_star
 from .inputs import ForwardInputs
 from .outputs import gather_hidden_states, whole_text_outputs
@@ -55,7 +62,13 @@ def cached_pass(family: Family, inputs: ForwardInputs, logits_to_keep: int | Ten
 
 @dataclass
 class _CachedPass:
-    """One pass with a cache; `cache_state` is what the patched model stores with the transformers cache."""
+    """One pass with a cache.
+
+    Attributes:
+        cache_state: what the patched model stores with the transformers cache.
+        features: of the frames that came with this pass, on this rank; or None.
+        placement: what `Family.placement` returned for them.
+    """
 
     family: Family
     inputs: ForwardInputs
@@ -63,6 +76,8 @@ class _CachedPass:
     logits_to_keep: int | Tensor
     kwargs: Mapping[str, Any]
     cache_state: SequenceParallelCacheState = field(init=False)
+    features: Tensor | None = field(init=False, default=None)
+    placement: Any = field(init=False, default=None)
 
     def __post_init__(self) -> None:
         self.context, self.model_layers = self.family.context, self.family.text_config.num_hidden_layers
@@ -74,13 +89,13 @@ class _CachedPass:
     def run(self) -> Any:
         self.cache_state.active = True
         try:
-            features = self._store_frames()
-            out = self._sharded_prompt(features) if self._shards_prompt() else self._replicated()
+            self._encode_frames()
+            out = self._sharded_prompt() if self._shards_prompt() else self._replicated()
         finally:
             self.cache_state.active = False
         if self.cache_state.visual is not None:
             self.cache_state.visual.close()
-        return self.family.model_output(out, features, self.inputs)
+        return self.family.model_output(out, self.features, self.inputs)
 
     def _continue_cache(self) -> SequenceParallelCacheState:
         """Return the state of a cache that holds some text; raise if this pass cannot continue it."""
@@ -94,23 +109,22 @@ class _CachedPass:
         state.placement = self.family.crop_placement(state.placement, self.inputs.past_length)
         return state
 
-    def _store_frames(self) -> Tensor | None:
-        """Encode frames that came with this pass, and prepare to store their K and V."""
+    def _encode_frames(self) -> None:
+        """Encode frames that came with this pass, and prepare to store their K and V if rows attend to them."""
         state, inputs, family = self.cache_state, self.inputs, self.family
         if state.visual is not None and not self._replaces_frames(state.visual):
-            return None
+            return
         if inputs.past_length and not inputs.total_frames:
-            return None
-        placement = family.placement(inputs)
-        features = local_features(family, inputs)  # also without frames, for FSDP
-        if features is not None:
+            return
+        self.placement = placement = family.placement(inputs)
+        self.features = features = local_features(family, inputs)  # also without frames, for FSDP
+        if features is not None and not isinstance(family, DecoderOnlyFamily):
             visual_cache = visual_features(family, inputs, features).kv_cache(inputs.total_frames)
             state.store_frames(visual_cache, placement, inputs.batch)
             state.frame_fingerprints = {fingerprint_of(features)}
             if inputs.frames is not None:
                 state.frame_fingerprints.add(self._fingerprint(inputs.frames))
             family.mark_cache(self.cache, state)
-        return features
 
     def _fingerprint(self, frames: Tensor) -> tuple[int, ...]:
         return fingerprint_of(frames, self.inputs.on_host("checksum of frames"))
@@ -154,7 +168,7 @@ class _CachedPass:
         hidden = self._broadcast(select_logit_rows(decoded.last_hidden_state, self.logits_to_keep))
         return self._outputs(hidden, decoded.hidden_states)
 
-    def _sharded_prompt(self, features: Tensor | None) -> CausalLMOutputWithPast:
+    def _sharded_prompt(self) -> CausalLMOutputWithPast:
         """Run a long prompt with text and frames sharded; K and V of both stay on the ranks that computed them.
 
         Star Attention shards the context only. The rows of the query follow, as all later rows do.
@@ -164,7 +178,7 @@ class _CachedPass:
         text = (star_text_shards if star else text_shards)(self.context, inputs)
         positions, visibility = inputs.positions(), self._visibility()  # of all rows, while the cache is still empty
         shard_cached_text(self.cache, state, text, self.model_layers)
-        frames = frame_arguments(family, inputs, text, features, state.placement, state.visual)
+        frames = frame_arguments(family, inputs, text, self.features, self.placement, state.visual)
         forward_state = self._state(None if star else visibility, text, text=text, **frames)
         log_shard_sizes(family, inputs, text.local)
         embeds, local_positions, mask = rows_of_pass(family, inputs, forward_state)
@@ -201,7 +215,7 @@ class _CachedPass:
             on_host = self.inputs.on_host("attention_mask")
             cached_text = CachedTextMask(state.text, length, mask if on_host is None else on_host)
             mask = dummy_mask(embeds)
-        mask = family.text_mask(embeds, mask, positions[:, start:], self.cache)
+        mask = family.text_mask(embeds, mask, positions[..., start:], self.cache)
         frames: dict[str, Any] = {}
         if visual is not None and visibility is not None:
             frame_mask = visibility.mask.take(torch.arange(start, start + length)) if start else visibility.mask
@@ -211,9 +225,11 @@ class _CachedPass:
                 "rows": {name: x[:, start:] for name, x in visibility.rows.items()},
                 "visual_cache": visual,
             }
+        if isinstance(family, DecoderOnlyFamily):
+            frames = replicated_tokens(family, self.features, self.placement, start, length)
         tokens = int(self.cache.get_seq_length()) + length
         forward_state = self._state(visibility, cached_text=cached_text, tokens=tokens, **frames)
-        return family.run_decoder(embeds, positions[:, start:], mask, self.cache, forward_state, **self.kwargs)
+        return family.run_decoder(embeds, positions[..., start:], mask, self.cache, forward_state, **self.kwargs)
 
     def _state(self, visibility: Visibility | None, shards: TextShards | None = None, **arguments: Any) -> ForwardState:
         """Return the state of a pass. If the attention to frames is recorded, it stores that of the pass's last row.

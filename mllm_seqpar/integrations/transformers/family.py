@@ -17,10 +17,12 @@ from transformers.cache_utils import Cache
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from mllm_seqpar.comm.devices import require_transferable
+from mllm_seqpar.errors import ConfigError
 from mllm_seqpar.masks import FrameMask
 from mllm_seqpar.runtime.context import SeqParContext
 from mllm_seqpar.runtime.forward_state import ForwardState
 from mllm_seqpar.runtime.strategy_selector import CrossAttentionShape
+from mllm_seqpar.runtime.visual_tokens import TokenPlaces
 
 from .cache import SequenceParallelCacheState
 from .input_checks import (
@@ -185,6 +187,39 @@ class Family(ABC, Generic[InputsT]):
     def rows_match_frames(self, inputs: InputsT, placement: Any) -> bool:
         """Return whether the rows of the cache are still in the order of the samples that the frames came with."""
         return True
+
+
+class DecoderOnlyFamily(Family[InputsT]):
+    """A patched model without cross-attention: embeddings of its frames take the place of placeholders in the text.
+
+    Frames may have different numbers of tokens. Each rank encodes its own frames, and one all-to-all takes their
+    embeddings to the ranks that have the placeholders' rows (`runtime.visual_tokens`). From there on they are text.
+    """
+
+    @abstractmethod
+    def placement(self, inputs: InputsT) -> TokenPlaces:
+        """Return where the visual tokens of this pass are, and which embedding each has.
+
+        Raises:
+            ShapeError: the placeholders of the text and the frames do not match.
+        """
+
+    @abstractmethod
+    def frames_between(self, inputs: InputsT, start: int, stop: int) -> tuple[Tensor, ...]:
+        """Return the frames ``start <= f < stop`` of all, which this rank has, as `encode` takes them."""
+
+    def visibility(self, inputs: InputsT, units: int, tokens: int, placement: Any) -> Visibility:
+        """Return that no row attends to frames other than through the text."""
+        return self.empty_visibility(inputs, units, tokens)
+
+    def check(self, inputs: InputsT, kwargs: Mapping[str, Any]) -> None:
+        super().check(inputs, kwargs)
+        config = self.context.config
+        if config.visual_offload is not None:
+            raise ConfigError(
+                f"visual_offload={config.visual_offload!r}: a decoder-only model has no visual features besides its "
+                "text to offload; leave it out"
+            )
 
 
 def decoder_arguments(embeds: Tensor, positions: Tensor, mask: Any, cache: Any, state: ForwardState) -> dict[str, Any]:

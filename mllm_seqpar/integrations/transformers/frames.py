@@ -1,5 +1,7 @@
 """The frames of a pass: each rank encodes its frame shard, and states which frames its text rows may attend to.
 
+In a decoder-only model the features are embeddings of text tokens, which travel to the ranks of their rows instead.
+
 Shape legend: B samples, L text tokens, U units of a sample, F frames of all samples and ranks, f frames of this rank.
 """
 
@@ -21,9 +23,10 @@ from mllm_seqpar.runtime.frame_state import FrameState, select_for_pass
 from mllm_seqpar.runtime.offload import HostFeatures, in_host_memory, stored_in_host_memory
 from mllm_seqpar.runtime.text_shards import TextShards
 from mllm_seqpar.runtime.visual_features import VisualFeatures, VisualKVCache
+from mllm_seqpar.runtime.visual_tokens import TokenPlaces
 from mllm_seqpar.sharding import frame_bounds
 
-from .family import Family, Visibility
+from .family import DecoderOnlyFamily, Family, Visibility
 from .inputs import ForwardInputs
 
 
@@ -38,13 +41,15 @@ def local_features(family: Family, inputs: ForwardInputs) -> Tensor | None:
     ranks do not run the tower then either. If no rank has frames, the result is None and the parameters have no
     gradient, as in the unpatched model.
     """
+    if isinstance(family, DecoderOnlyFamily):
+        return _local_embeddings(family, inputs)
     frames, total, units = inputs.frames, inputs.total_frames, family.units_per_frame(inputs)
     rank, size = family.context.comm.rank, family.context.comm.size
     weight = family.embedding_weight()
     bounds = frame_bounds(total, size)
     most = max(stop - start for start, stop in bounds)
     chunk = most if inputs.frames_are_features else family.context.config.vision_chunk_size or most
-    runs = _tower_runs(family.model, -(-most // max(chunk, 1)))
+    runs = tower_runs(family.model, -(-most // max(chunk, 1)))
     if total == 0:
         if not runs:
             return None
@@ -70,13 +75,36 @@ def local_features(family: Family, inputs: ForwardInputs) -> Tensor | None:
     return _encode_in_runs(family, local, spare, runs, units)
 
 
+def _local_embeddings(family: DecoderOnlyFamily[Any], inputs: ForwardInputs) -> Tensor | None:
+    """Return the embeddings (x, width) of this rank's frames, of a decoder-only model, likewise."""
+    comm, total = family.context.comm, inputs.total_frames
+    bounds = frame_bounds(total, comm.size)
+    start, stop = bounds[comm.rank]
+    most = max(last - first for first, last in bounds)
+    chunk = family.context.config.vision_chunk_size or most
+    runs = tower_runs(family.model, -(-most // max(chunk, 1)))
+    parts = []
+    for number in range(runs):
+        first = min(start + number * max(1, -(-(stop - start) // runs)), stop)
+        last = min(first + max(1, -(-(stop - start) // runs)), stop)
+        if first < last:
+            parts.append(family.encode(*family.frames_between(inputs, first, last)))
+        else:  # the empty slices of the caller's tensors have zero gradients here rather than none
+            empty = family.blank_frame()
+            if inputs.frames is not None:
+                none = family.frames_between(inputs, first, first)
+                empty = tuple(torch.cat([x.to(y), y]) for x, y in zip(none, empty, strict=True))
+            parts.append(family.encode(*empty)[:0])
+    return torch.cat(parts) if parts else None
+
+
 def _features_dtype(family: Family, features: Tensor) -> torch.dtype:
     """Return the dtype that layers take features of the caller in."""
     weight = family.embedding_weight()
     return features.dtype if torch.is_autocast_enabled(weight.device.type) else weight.dtype
 
 
-def _tower_runs(model: nn.Module, runs: int) -> int:
+def tower_runs(model: nn.Module, runs: int) -> int:
     """Return how often the vision tower must run in this pass: `runs`, or the maximum over the ranks of FSDP2.
 
     FSDP2 gathers the parameters of a module when it runs, and all ranks must reduce the same gradients: a rank that
@@ -125,6 +153,11 @@ def frame_arguments(
     """Return what `ForwardState` takes for the frames of a pass with sharded text."""
     if features is None:
         return {}
+    if isinstance(family, DecoderOnlyFamily):
+        if family.context.config.self_attention == "local":
+            return replicated_tokens(family, features, placement, 0, text.length)
+        rows = [text.positions(rank) for rank in range(text.comm.size)]
+        return _exchanged_tokens(family, features, placement.between(0, text.length), rows)
     visual = visual_features(family, inputs, features)
     visibility = visibility_of(family, inputs, visual.total_frames, features.shape[1], inputs.total_frames, placement)
     frames = FrameState.of(visual, visibility.mask, text, family.units_per_frame(inputs))
@@ -133,6 +166,26 @@ def frame_arguments(
     local = family.context.config.self_attention == "local"
     rows = {name: x if local else text.shard(x, 1) for name, x in visibility.rows.items()}
     return {"frames": frames, "rows": rows, "visual_cache": visual_cache}
+
+
+def replicated_tokens(
+    family: Family, features: Tensor | None, placement: TokenPlaces, start: int, length: int
+) -> dict[str, Any]:
+    """Return what `ForwardState` takes for the frames of a decoder-only model, if every rank has all text rows.
+
+    The rows of the pass are `length` from `start` on.
+    """
+    if features is None:
+        return {}
+    rows = [torch.arange(length)] * family.context.comm.size
+    return _exchanged_tokens(family, features, placement.between(start, start + length), rows)
+
+
+def _exchanged_tokens(
+    family: Family, features: Tensor, placement: TokenPlaces, rows: Sequence[Tensor]
+) -> dict[str, Any]:
+    comm = family.context.comm
+    return {"visual_tokens": placement.routes(rows, comm.rank).exchange(features, comm)}
 
 
 def _select_strategy(family: Family, inputs: ForwardInputs, text: TextShards, frames: FrameState) -> FrameState:

@@ -88,9 +88,6 @@ def _input_numbers(inputs: ForwardInputs, compared_weights: nn.Module | None, nu
     labels = inputs.shift_labels if inputs.shift_labels is not None else inputs.labels
     frames, mask = inputs.frames, inputs.attention_mask
     kind = 0 if frames is None else 1 + inputs.frames_are_features
-    counts = [inputs.batch, inputs.length, inputs.total_frames, inputs.visual_shard is not None]
-    counts += [0 if frames is None else math.prod(frames.shape[1:]), kind, inputs.past_length, inputs.use_cache]
-    counts += [torch.is_grad_enabled(), labels is not None, mask is not None]
     all_have_pixels = kind == 1 and inputs.visual_shard is None and inputs.compare_frames
     checksums = [
         checksum(inputs.input_ids),
@@ -102,6 +99,9 @@ def _input_numbers(inputs: ForwardInputs, compared_weights: nn.Module | None, nu
         torch.as_tensor(-1 if num_items is None else num_items),
     ]
     values = inputs.read(checksums)  # one wait for the device, not eight
+    counts = [inputs.batch, inputs.length, inputs.total_frames, inputs.visual_shard is not None]
+    counts += [0 if frames is None else math.prod(frames.shape[1:]), kind, inputs.past_length, inputs.use_cache]
+    counts += [torch.is_grad_enabled(), labels is not None, mask is not None]
     moved_rows = inputs.prompt_rows if inputs.past_length else None
     placement = [x for name in inputs.compared_tensors if (x := inputs.on_host(name)) is not None]
     values.insert(4, int(checksum(*placement, moved_rows)))
@@ -149,12 +149,7 @@ def _check_frames(comm: Communicator, inputs: ForwardInputs) -> None:
             f"visual_shard: {shard} was given and none of {', '.join(inputs.frame_names)}; a rank without frames "
             "passes an empty tensor, for example of shape (0, 3, height, width)"
         )
-    local = shard.stop - shard.start
-    for shape in (tuple(tensor.shape) for tensor in (frames, *inputs.extras)):
-        if shape[0] != local:
-            raise ShapeError(
-                f"visual_shard: {shard} means {local} frames, {shape[0]} were passed, in a tensor of shape {shape}"
-            )
+    inputs.check_shard(shard)
 
 
 def check_text(inputs: ForwardInputs) -> None:
@@ -163,7 +158,7 @@ def check_text(inputs: ForwardInputs) -> None:
     if inputs.text.dim() != dims:
         name = "input_ids" if dims == 2 else "inputs_embeds"
         raise ShapeError(f"{name}: has shape {tuple(inputs.text.shape)}; expected {dims} dimensions, samples first")
-    shape, positions = (inputs.batch, inputs.length), inputs.position_ids
+    shape, positions = (inputs.batch, inputs.length), inputs.text_position_ids
     if positions is not None and tuple(positions.shape) not in (shape, (1, inputs.length)):
         raise ShapeError(
             f"position_ids: has shape {tuple(positions.shape)}; expected {shape} or {(1, inputs.length)}, one for each "

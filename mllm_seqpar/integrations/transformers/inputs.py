@@ -84,6 +84,11 @@ class ForwardInputs:
         return 0 if self.past_key_values is None else int(self.past_key_values.get_seq_length())
 
     @property
+    def text_position_ids(self) -> Tensor | None:
+        """The positions (B or 1, L) that count the tokens of the text and separate packed sequences, or None."""
+        return self.position_ids
+
+    @property
     def total_frames(self) -> int:
         if self.frames is None:
             return 0
@@ -120,14 +125,24 @@ class ForwardInputs:
         found, mask = dict(self.compared_tensors), self.attention_mask
         if isinstance(mask, Tensor) and mask.dim() == 2:
             found["attention_mask"] = mask
-        elif mask is None and self.detects_packing and self.position_ids is not None:
-            found["position_ids"] = self.position_ids
+        elif mask is None and self.detects_packing and self.text_position_ids is not None:
+            found["position_ids"] = self.text_position_ids
         if self.frames is not None and self.use_cache:
             found["checksum of frames"] = checksum(sampled_bits(self.frames))
         return found
 
+    def check_shard(self, shard: FrameShard) -> None:
+        """Raise ShapeError unless the tensors of frames hold as many frames as the shard."""
+        assert self.frames is not None
+        local = shard.stop - shard.start
+        for shape in (tuple(tensor.shape) for tensor in (self.frames, *self.extras)):
+            if shape[0] != local:
+                raise ShapeError(
+                    f"visual_shard: {shard} means {local} frames, {shape[0]} were passed, in a tensor of shape {shape}"
+                )
+
     def positions(self) -> Tensor:
-        """Return (B or 1, L) rotary positions; if none were given, they start at the length of the cache."""
+        """Return (..., B or 1, L) rotary positions; if none were given, they start at the length of the cache."""
         if self.position_ids is not None:
             return self.position_ids
         return torch.arange(self.length, device=self.text.device)[None] + self.past_length

@@ -64,7 +64,7 @@ def rows_of_pass(family: Family, inputs: ForwardInputs, state: ForwardState) -> 
     """Return (embeds, positions, attention mask) of the rows that this rank computes."""
     text, mask = state.text, inputs.attention_mask
     if state.shards_text and text is not None:
-        embeds, positions = embeddings(family, inputs, lambda x: text.shard(x, 1)), text.shard(inputs.positions(), 1)
+        embeds, positions = embeddings(family, inputs, lambda x: text.shard(x, 1)), text.shard(inputs.positions(), -1)
         if state.text_on_one_process != "masked":
             return embeds, positions, dummy_mask(inputs.text)
     if mask is None and not inputs.detects_packing:  # a mask of ones keeps transformers from looking at positions

@@ -1,0 +1,134 @@
+"""A tiny Qwen2.5-VL for tests: the real class with random weights. See `patches/testing.py`.
+
+Qwen3-VL's module has the same batches, with timestamps before each temporal patch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
+
+from mllm_seqpar import FrameShard, frame_range
+
+from ..testing import SPECIAL_TOKENS, TinyCase, set_weights
+
+VOCABULARY = 96
+START, END, IMAGE, VIDEO = 90, 91, 92, 93
+FIRST, LAST = 3, 89
+"""The range of token ids of text."""
+PATCH, MERGE = 4, 2
+PIXELS = 3 * 2 * PATCH**2
+TEXT = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4, "num_attention_heads": 4}
+TEXT |= {"num_key_value_heads": 2, "max_position_embeddings": 512, "vocab_size": VOCABULARY}
+VISION = {"hidden_size": 32, "num_heads": 2, "intermediate_size": 48, "out_hidden_size": 64, "patch_size": PATCH}
+TOKENS = {"image_token_id": IMAGE, "video_token_id": VIDEO, "vision_start_token_id": START, "vision_end_token_id": END}
+LORA_TARGETS = r"model\.language_model\.layers\.\d+\.self_attn\.(q|k|v|o)_proj"
+
+
+def tiny_config(**text: Any) -> Qwen2_5_VLConfig:
+    """Return a config: 4 layers of width 64, 4 heads, 2 KV heads; a tower of 3 layers, two with windows."""
+    fields = TEXT | SPECIAL_TOKENS
+    fields["rope_parameters"] = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3]}
+    window = {"window_size": 2 * MERGE * PATCH, "fullatt_block_indexes": [1]}
+    return Qwen2_5_VLConfig(vision_config=VISION | window | {"depth": 3}, text_config=fields | text, **TOKENS)
+
+
+def tiny_model(seed: int = 0, attn_implementation: str = "sdpa", **text: Any) -> Any:
+    """Return a model in eval mode; attention is far from uniform."""
+    torch.manual_seed(seed)
+    model = Qwen2_5_VLForConditionalGeneration(tiny_config(**text)).eval()
+    model.set_attn_implementation(attn_implementation)
+    return set_weights(model, {"norm.*weight$|ln_q": (1.0, 0.2), "bias$": (0.0, 0.2), "embed_tokens": (0.0, 0.5)}, seed)
+
+
+@dataclass(frozen=True)
+class Case(TinyCase):
+    """A batch of Qwen2.5-VL.
+
+    Attributes:
+        frames: the images and videos of each sample: (height, width) of an image in patches, or (time, height, width)
+            of a video.
+        packed: lengths of sequences packed in one row, which positions separate; empty: one.
+        timestamps: whether each temporal patch is a run of its own, behind two tokens of text, as in Qwen3-VL.
+    """
+
+    frames: tuple[tuple[tuple[int, ...], ...], ...] = (((3, 4, 6), (6, 4)),)
+    length: int = 44
+    packed: tuple[int, ...] = ()
+    timestamps: bool = False
+
+
+def inputs_of(case: Case, model: Any) -> dict[str, Any]:
+    """Return the arguments of the unpatched model's forward."""
+    generator = torch.Generator().manual_seed(11)
+    rows, real = [], case.real()
+    for sample, media in enumerate(case.frames):
+        count = case.length if real is None else int(real[sample].sum())
+        row = _text(2, generator)
+        for medium in media:
+            row += _medium(medium, case.timestamps, generator)
+        assert len(row) <= count, (len(row), count)
+        rows.append(row + _text(count - len(row), generator))
+    ids = torch.zeros(len(rows), case.length, dtype=torch.long)
+    valid = torch.ones_like(ids) if real is None else real.long()
+    for sample, row in enumerate(rows):
+        ids[sample, valid[sample].bool()] = torch.tensor(row)
+    kinds = (ids == IMAGE).long() + 2 * (ids == VIDEO).long()
+    inputs: dict[str, Any] = {"input_ids": ids, **case.arguments} | case.targets(ids, kinds > 0)
+    if real is not None:
+        inputs["attention_mask"] = valid
+    if case.packed:
+        positions = torch.cat([torch.arange(length) for length in case.packed])[None]
+        inputs |= {"position_ids": positions.expand(4, *ids.shape), "use_cache": False}
+    for name, grid_name, size in (("pixel_values", "image_grid_thw", 2), ("pixel_values_videos", "video_grid_thw", 3)):
+        grids = [medium for media in case.frames for medium in media if len(medium) == size]
+        if grids:
+            grid = torch.tensor([(1, *medium)[-3:] for medium in grids])
+            pixels = torch.randn(int(grid.prod(1).sum()), PIXELS, generator=generator)
+            inputs |= {name: pixels, grid_name: grid, "mm_token_type_ids": kinds}
+    if "video_grid_thw" in inputs and not case.timestamps:
+        inputs["second_per_grid_ts"] = torch.arange(1, 1 + len(inputs["video_grid_thw"])) * 0.5
+    if "shift_labels" in inputs:  # the unpatched model requires labels too, and ignores their values
+        inputs["labels"] = torch.full_like(ids, 7)
+    if case.embeds:
+        inputs.pop("mm_token_type_ids", None)  # positions are those of text then
+    return case.prepared(inputs, model)
+
+
+def _text(count: int, generator: torch.Generator) -> list[int]:
+    return torch.randint(FIRST, LAST, (count,), generator=generator).tolist()
+
+
+def _medium(medium: tuple[int, ...], timestamps: bool, generator: torch.Generator) -> list[int]:
+    """Return the tokens of an image or a video, with the marks around it."""
+    time, height, width = (1, *medium)[-3:]
+    tokens, token = height * width // MERGE**2, IMAGE if len(medium) == 2 else VIDEO
+    if not timestamps or len(medium) == 2:
+        return [START, *[token] * (time * tokens), END]
+    return sum(([*_text(2, generator), START, *[token] * tokens, END] for _ in range(time)), [])
+
+
+def local_frames(inputs: dict[str, Any], group: Any = None) -> dict[str, Any]:
+    """Return the same inputs for a rank that passes only its temporal patches."""
+    pairs = (("pixel_values", "image_grid_thw"), ("pixel_values_videos", "video_grid_thw"))
+    given = [(name, inputs[grid]) for name, grid in pairs if name in inputs]
+    total = sum(int(grid[:, 0].sum()) for _, grid in given)
+    local, first, found = frame_range(total, group), 0, dict(inputs)
+    for name, grid in given:
+        rows = grid[:, 1:].prod(1).repeat_interleave(grid[:, 0])
+        ends = torch.cat([rows.new_zeros(1), rows.cumsum(0)])
+        start, stop = (int(ends[min(max(x - first, 0), len(rows))]) for x in (local.start, local.stop))
+        found[name] = inputs[name][start:stop]
+        first += len(rows)
+    return found | {"visual_shard": FrameShard(local.start, local.stop, total)} if given else found
+
+
+def shard_units(model: Any) -> list[Any]:
+    """Return the decoder layers and the layers of the vision tower."""
+    return [*model.model.language_model.layers, *model.model.visual.blocks]
+
+

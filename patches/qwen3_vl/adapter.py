@@ -1,0 +1,50 @@
+"""Qwen3-VL (transformers `Qwen3VLForConditionalGeneration`): the names of its classes, and deepstack.
+
+The vision tower returns features of several of its layers besides the last one. Each is added to the hidden states of
+the visual tokens behind one of the first decoder layers. They travel with the embeddings, in one exchange.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mllm_seqpar.adapting import SeqParContext
+from mllm_seqpar.runtime.visual_tokens import VisualTokens
+
+from ..qwen_vl import QwenVLAdapter, QwenVLFamily
+
+
+class Qwen3VLAdapter(QwenVLAdapter):
+    """The adapter of Qwen3-VL, dense."""
+
+    name = "Qwen3-VL"
+    model_class = "Qwen3VLForConditionalGeneration"
+    package = "transformers.models.qwen3_vl."
+
+    def family(self, model: Any, context: SeqParContext) -> QwenVLFamily:
+        return Qwen3VLFamily(model, context)
+
+
+adapter = Qwen3VLAdapter
+
+
+class Qwen3VLFamily(QwenVLFamily):
+    """Qwen3-VL."""
+
+    packs_by_positions = True
+
+    @property
+    def deepstack(self) -> int:  # type: ignore[override]
+        return len(self.model.config.vision_config.deepstack_visual_indexes)
+
+    def embeddings_of(self, out: Any) -> Tensor:
+        return torch.cat([out.pooler_output, *out.deepstack_features], -1)
+
+    def further_embeddings(self, embeds: Tensor, further: list[VisualTokens]) -> dict[str, Any]:
+        if not further:
+            return {}
+        mask = further[0].mask(*embeds.shape[:2])
+        return {"visual_pos_masks": mask, "deepstack_visual_embeds": [tokens.embeddings for tokens in further]}

@@ -1,0 +1,44 @@
+"""A tiny Qwen3-VL for tests: the real class with random weights. See `patches/testing.py`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import Qwen3VLConfig, Qwen3VLForConditionalGeneration
+
+from ..qwen2_5_vl.testing import LORA_TARGETS, TEXT, TOKENS, VISION, inputs_of, local_frames
+from ..qwen2_5_vl.testing import Case as VideoCase
+from ..testing import SPECIAL_TOKENS, set_weights
+
+__all__ = ["LORA_TARGETS", "Case", "inputs_of", "local_frames", "shard_units", "tiny_model"]
+
+
+def tiny_config(**text: Any) -> Qwen3VLConfig:
+    """Return a config: 4 layers of width 64, 4 heads, 2 KV heads; a tower of 4 layers, two with deepstack."""
+    fields = TEXT | SPECIAL_TOKENS | {"head_dim": 16}
+    fields["rope_parameters"] = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [4, 2, 2]}
+    deepstack = {"depth": 4, "deepstack_visual_indexes": [0, 2], "num_position_embeddings": 16}
+    return Qwen3VLConfig(vision_config=VISION | deepstack, text_config=fields | text, **TOKENS)
+
+
+def tiny_model(seed: int = 0, attn_implementation: str = "sdpa", **text: Any) -> Any:
+    """Return a model in eval mode; attention is far from uniform."""
+    torch.manual_seed(seed)
+    model = Qwen3VLForConditionalGeneration(tiny_config(**text)).eval()
+    model.set_attn_implementation(attn_implementation)
+    return set_weights(model, {"norm.*weight$": (1.0, 0.2), "bias$": (0.0, 0.2), "embed": (0.0, 0.5)}, seed)
+
+
+@dataclass(frozen=True)
+class Case(VideoCase):
+    """A batch of Qwen3-VL, whose text has a timestamp before each temporal patch of a video."""
+
+    timestamps: bool = True
+
+
+def shard_units(model: Any) -> list[Any]:
+    """Return the decoder layers, the layers of the vision tower and its further mergers."""
+    visual = model.model.visual
+    return [*model.model.language_model.layers, *visual.blocks, *visual.deepstack_merger_list]
