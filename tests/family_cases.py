@@ -17,6 +17,8 @@ from mllm_seqpar import config
 from mllm_seqpar.patches.idefics.testing import Case as Idefics
 from mllm_seqpar.patches.mllama.testing import Case as Mllama
 from mllm_seqpar.patches.mplug_owl3.testing import Case as Owl
+from mllm_seqpar.patches.qwen2_5_vl.testing import Case as Qwen2_5
+from mllm_seqpar.patches.qwen3_vl.testing import Case as Qwen3
 
 try:
     from mllm_seqpar.patches.open_flamingo.testing import LANGUAGE_MODELS, MPT_1B
@@ -37,11 +39,16 @@ COUNTED = {"num_items_in_batch": 37}
 OWL = Owl(frames=(4, 1))
 IDEFICS = Idefics(frames=(4, 1), mask="holes")
 MLLAMA = Mllama(frames=((2, 3, 1), (1,)))
-BATCHES: dict[str, Any] = {"mplug_owl3": OWL, "idefics": IDEFICS, "mllama": MLLAMA}
+# Two samples with a video and images of different sizes.
+QWEN: dict[str, Any] = {"frames": (((3, 4, 6), (6, 4)), ((2, 4, 4), (1, 2, 2), (4, 4))), "length": 52}
+QWENS: dict[str, Any] = {"qwen2_5_vl": Qwen2_5(**QWEN), "qwen3_vl": Qwen3(**QWEN)}
+"""The decoder-only families, which have no strategy for cross-attention."""
+BATCHES: dict[str, Any] = {"mplug_owl3": OWL, "idefics": IDEFICS, "mllama": MLLAMA, **QWENS}
 PADDED: dict[str, Any] = {
     "mplug_owl3": Owl(frames=(2, 3, 1), padding="left"),
     "idefics": Idefics(frames=(2, 3, 1), padding="left", mask="before"),
     "mllama": Mllama(frames=((2, 3), (1,), (3,)), padding="left"),
+    **{family: replace(case, padding="left") for family, case in QWENS.items()},
 }
 if LANGUAGE_MODELS:
     # The first sample has more media tokens than media, the second fewer; both have tokens before any medium.
@@ -63,6 +70,17 @@ def shared(family: str) -> dict[str, Any]:
     """Return the cases that all families have."""
     batch, padded = BATCHES[family], PADDED[family]
     stored = {"recompute_visual": False}
+    return {name: for_family(family, case) for name, case in _shared(batch, padded, stored).items()}
+
+
+def for_family(family: str, case: Any) -> Any:
+    """Return the case without a strategy for cross-attention if the family has none."""
+    if family not in QWENS:
+        return case
+    return replace(case, options={name: value for name, value in case.options.items() if name != "strategy"})
+
+
+def _shared(batch: Any, padded: Any, stored: dict[str, Any]) -> dict[str, Any]:
     return {
         "two samples": batch,
         "left padding": padded,
@@ -168,6 +186,25 @@ EXACT: dict[str, dict[str, Any]] = {
         "training mode": replace(MLLAMA, train=True),
     },
 }
+for _family, _qwen in QWENS.items():
+    _one = replace(_qwen, frames=_qwen.frames[:1])
+    EXACT[_family] = shared(_family) | {
+        "one sample": replace(_one, length=44),
+        "a sample without frames": replace(_qwen, frames=((), ((2, 4, 4),)), length=32),
+        "fewer frames than ranks, local": replace(_qwen, frames=(((2, 2),),), length=11, local_frames=True),
+        "text only": replace(_qwen, frames=((), ()), length=11),
+        "text shorter than the group": replace(_qwen, frames=((), ()), length=3),
+        "packed sequences": replace(_qwen, frames=((),), length=20, packed=(9, 11)),
+        "one token a picture": replace(_qwen, frames=(((5, 2, 2), (2, 2)),), length=40),
+        "shifted labels": replace(_qwen, labels="shifted"),
+        "items counted by the caller": replace(_qwen, arguments=COUNTED),
+        "gradients of pixels": replace(_qwen, wants_grad=("pixel_values", "pixel_values_videos")),
+        "gradients of embeddings": replace(_qwen, embeds=True, wants_grad=("inputs_embeds",)),
+        "training mode, local logits": replace(_qwen, train=True).with_options(logits="local"),
+        "local text, chunks": replace(_one, length=44).with_options(self_attention="local", vision_chunk_size=2),
+    }
+EXACT["qwen2_5_vl"]["sliding window"] = Qwen2_5(**QWEN, model=LONG_WINDOW)
+EXACT["qwen3_vl"]["no deepstack"] = Qwen3(**QWEN, model={"deepstack": ()})
 if LANGUAGE_MODELS:
     _FLAMINGO = {
         "all earlier media, two samples": FLAMINGO.with_model(immediate=False),
@@ -208,6 +245,14 @@ ON_FOUR_RANKS: dict[str, dict[str, Any]] = {
     "replicate, K and V stored": {"strategy": "replicate", "recompute_visual": False, "self_attention": "ulysses"},
     "auto": {"strategy": "auto"},
 }
+ON_FOUR_RANKS_WITHOUT_FRAMES: tuple[dict[str, Any], ...] = (
+    {"self_attention": "mesh", "tile": (2, 2), "text_layout": "striped"},
+    {"self_attention": "mesh", "text_layout": "contiguous"},
+    {"self_attention": "ulysses"},
+    {"self_attention": "ulysses", "tile": (1, 2), "text_layout": "striped"},
+    {"self_attention": "auto"},
+    {"strategy": "auto"},
+)
 assert {x.get("strategy", "lv-xattn") for x in ON_FOUR_RANKS.values()} == set(config.CHOICES["strategy"]) - {"ring"}
 
 
@@ -232,6 +277,11 @@ def strategy_cases() -> Iterator[Any]:
                 continue
             marks = pytest.mark.slow if turn or index % 2 else ()
             yield pytest.param(family, 4, batch.with_options(**options), id=f"{family}{fused}-{name}", marks=marks)
+    for family, batch in QWENS.items():
+        for index, options in enumerate(ON_FOUR_RANKS_WITHOUT_FRAMES):
+            marks = pytest.mark.slow if index % 2 == (family == "qwen3_vl") else ()
+            name = ", ".join(f"{option} {value}" for option, value in options.items())
+            yield pytest.param(family, 4, batch.with_options(**options), id=f"{family}-{name}", marks=marks)
     if LANGUAGE_MODELS:  # ALiBi differs by head, and MPT has three heads
         mpt = PADDED["open_flamingo"].with_model(language_model="mpt")
         by_heads = mpt.with_options(self_attention="ulysses", strategy="replicate")

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from family_cases import FUSED, INSTRUCT, LANGUAGE_MODELS, LONG_WINDOW, MLLAMA, RESAMPLER
+from family_cases import FUSED, INSTRUCT, LANGUAGE_MODELS, LONG_WINDOW, MLLAMA, QWENS, RESAMPLER
 from mllm_seqpar.patches.idefics.testing import Case as Idefics
 from mllm_seqpar.patches.mllama.testing import Case as Mllama
 from mllm_seqpar.patches.mplug_owl3.testing import Case as Owl
@@ -104,6 +104,25 @@ GENERATED: dict[str, dict[str, tuple[Any, dict[str, Any]]]] = {
         "sharded prompt, lookup": (_MLLAMA_ONE.with_options(**SHARDED), LOOKUP),
     },
 }
+for _family, _qwen in QWENS.items():
+    _one = replace(_qwen, frames=_qwen.frames[:1], length=44, labels=None)
+    _two, _text = replace(_qwen, padding="left", labels=None), replace(_qwen, frames=((), ()), length=11, labels=None)
+    GENERATED[_family] = {
+        "greedy": (_one, GREEDY),
+        "beams, padded batch": (_two, BEAMS),
+        "sharded prompt": (_two.with_options(**SHARDED), GREEDY),
+        "no cache, beams": (_two, NO_CACHE | {"num_beams": 2}),
+        "static cache, beams": (_two, STATIC | BEAMS),
+        "local frames, beams": (_local(_two), THREE_BEAMS),
+        "local frames, no cache": (_local(_two), NO_CACHE),
+        "local text": (_two.with_options(self_attention="local"), GREEDY),
+        "lookup": (_one, LOOKUP),
+        "sharded prompt, beams": (_two.with_options(**SHARDED), BEAMS),
+        "sharded prompt, lookup": (_one.with_options(**SHARDED), LOOKUP),
+        "sharded prompt, striped, local frames": (_local(_two).with_options(**SHARDED, text_layout="striped"), GREEDY),
+        "sharded prompt, text only": (_text.with_options(**SHARDED), GREEDY),
+        "sharded prompt, chunks": (_two.with_options(**_CHUNKS, **SHARDED, self_attention="ulysses"), THREE_BEAMS),
+    }
 if LANGUAGE_MODELS:
     from mllm_seqpar.patches.open_flamingo.testing import MEDIA, MPT_1B, PAD, VOCABULARY
     from mllm_seqpar.patches.open_flamingo.testing import Case as Flamingo
@@ -142,6 +161,10 @@ SAMPLING: dict[str, dict[str, tuple[Any, dict[str, Any]]]] = {
     },
     "idefics": {"sampled": (_IDEFICS_TWO, SAMPLED)},
     "mllama": {"sampled": (_MLLAMA_TWO, SAMPLED)},
+    **{
+        family: {"sampled, sharded prompt": (replace(qwen, padding="left", labels=None).with_options(**SHARDED), SAMPLED)}
+        for family, qwen in QWENS.items()
+    },
 }
 """Cases whose ranks need a random generator each, and so a process each."""
 if LANGUAGE_MODELS:

@@ -15,12 +15,12 @@ from ..testing import SPECIAL_TOKENS, set_weights
 __all__ = ["LORA_TARGETS", "Case", "inputs_of", "local_frames", "shard_units", "tiny_model"]
 
 
-def tiny_config(**text: Any) -> Qwen3VLConfig:
-    """Return a config: 4 layers of width 64, 4 heads, 2 KV heads; a tower of 4 layers, two with deepstack."""
+def tiny_config(deepstack: tuple[int, ...] = (0, 2), **text: Any) -> Qwen3VLConfig:
+    """Return a config: 4 layers of width 64, 4 heads, 2 KV heads; a tower of 4 layers, two of them with deepstack."""
     fields = TEXT | SPECIAL_TOKENS | {"head_dim": 16}
     fields["rope_parameters"] = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [4, 2, 2]}
-    deepstack = {"depth": 4, "deepstack_visual_indexes": [0, 2], "num_position_embeddings": 16}
-    return Qwen3VLConfig(vision_config=VISION | deepstack, text_config=fields | text, **TOKENS)
+    tower = VISION | {"depth": 4, "deepstack_visual_indexes": list(deepstack), "num_position_embeddings": 16}
+    return Qwen3VLConfig(vision_config=tower, text_config=fields | text, **TOKENS)
 
 
 def tiny_model(seed: int = 0, attn_implementation: str = "sdpa", **text: Any) -> Any:
