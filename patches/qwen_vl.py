@@ -69,6 +69,8 @@ class QwenVLAdapter:
             )
 
     def install(self, model: Any, context: SeqParContext, patch: Patch) -> None:
+        if context.config.strategy == "auto" and context.config.self_attention == "ring":
+            context = replace(context, config=replace(context.config, self_attention="auto"))
         layers = model.model.language_model.layers
         attention = [layer.self_attn for layer in layers]
         use_seqpar_attention(patch, attention)
@@ -281,19 +283,24 @@ class QwenVLFamily(DecoderOnlyFamily[QwenVLInputs]):
         inputs.check()
 
     def rotary_positions(self, given: Mapping[str, Any], inputs: QwenVLInputs) -> Tensor | None:
-        """Return the positions (3, B, L) that the model itself computes, or None if they count the tokens."""
-        mask = inputs.attention_mask
-        embeds = inputs.inputs_embeds
-        if embeds is None:  # only its shape and device are read
-            embeds = torch.empty(inputs.batch, inputs.length, 0, device=inputs.text.device)
-        found: Tensor | None = self.model.model.compute_3d_position_ids(
-            input_ids=inputs.input_ids,
-            inputs_embeds=embeds,
-            attention_mask=mask if isinstance(mask, Tensor) and mask.dim() == 2 else None,
+        """Return the positions (3, B, L) that the model itself computes, or None if they count the tokens.
+
+        They are computed on the CPU from what the host has read, because the model reads every run and every grid.
+        """
+        model, device, shape = self.model.model, inputs.text.device, (inputs.batch, inputs.length)
+        names = (*GRIDS, "mm_token_type_ids", *self.position_arguments)
+        read = {name: inputs.on_host(name) for name in names}
+        host = {name: given[name] if read[name] is None else read[name] for name in names}
+        found: Tensor | None = model.compute_3d_position_ids(
+            input_ids=None if inputs.input_ids is None else torch.zeros(shape, dtype=torch.long),  # only its shape counts
+            inputs_embeds=torch.empty(*shape, 0),
+            attention_mask=inputs.on_host("attention_mask"),
             past_key_values=inputs.past_key_values,
-            **{name: given[name] for name in (*GRIDS, "mm_token_type_ids", *self.position_arguments)},
+            **{name: x.cpu() if isinstance(x, Tensor) else x for name, x in host.items()},
         )
-        return found
+        if model.rope_deltas is not None:
+            model.rope_deltas = copy_to_device(model.rope_deltas, device)
+        return None if found is None else copy_to_device(found, device)
 
     def text_mask(self, embeds: Tensor, mask: Any, positions: Tensor, cache: Any) -> Any:
         config = self.model.model.language_model.layers[0].self_attn.config  # names the patched attention

@@ -57,6 +57,10 @@ if LANGUAGE_MODELS:
     PADDED["open_flamingo"] = Flamingo(frames=((0, 5), (4, 9), (8,)), media=2, padding="left")
 
 
+CROSS_ATTENTION = tuple(family for family in BATCHES if family not in QWENS)
+"""The families that attend to frames by cross-attention."""
+
+
 def named_case(name: str) -> tuple[str, Any]:
     """Return the family and the case of a family's name, or of the name of OpenFlamingo's language model."""
     if name in BATCHES:

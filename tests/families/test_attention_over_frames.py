@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from family_cases import LANGUAGE_MODELS
-from family_harness import FAMILIES, build, family_module, on_ranks, settings
+from family_cases import CROSS_ATTENTION, LANGUAGE_MODELS
+from family_harness import build, family_module, on_ranks, settings
 from frame_attention_reference import PROMPT, expected_shares
 from mllm_seqpar import attention_over_frames, patch_model, record_attention
 from mllm_seqpar.errors import AgreementError, ConfigError
@@ -80,7 +80,7 @@ QUICK = ("mplug_owl3-3", "mllama-3", "fused, sharded text-3", "host memory, shar
 CASES = [
     pytest.param(family, size, fields, options, id=name, marks=() if name in QUICK else pytest.mark.slow)
     for name, family, size, fields, options in (
-        *[(f"{family}-{size}", family, size, {}, {}) for family in FAMILIES for size in (1, 2, 3, 4)],
+        *[(f"{family}-{size}", family, size, {}, {}) for family in CROSS_ATTENTION for size in (1, 2, 3, 4)],
         ("fused-1", "mplug_owl3", 1, FUSED, {}),
         ("fused-3", "mplug_owl3", 3, FUSED, {}),
         ("fused, sharded text-3", "mplug_owl3", 3, FUSED, SHARDED),

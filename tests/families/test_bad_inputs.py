@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from family_cases import BATCHES, INSTRUCT
+from family_cases import BATCHES, INSTRUCT, QWENS
 from family_harness import FAMILIES, family_module, inputs_of, model_of, on_ranks
 from mllm_seqpar import FrameShard, patch_model
 from mllm_seqpar.comm import run_loopback
@@ -210,6 +210,9 @@ def with_attention_dropout(family: str, model: Any) -> Any:
     elif family == "mllama":
         for number in CROSS_LAYERS:
             model.model.language_model.layers[number].cross_attn.dropout = 0.1
+    elif family in QWENS:
+        for layer in model.model.language_model.layers:
+            layer.self_attn.attention_dropout = 0.1
     elif family == "open_flamingo":
         for block in model.lang_encoder.transformer.blocks:
             getattr(block, "decoder_layer", block).attn.attn_dropout_p = 0.1

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from emulated_device import DEVICE, Watch, mark, place, to_device
-from family_cases import BATCHES
+from family_cases import BATCHES, CROSS_ATTENTION
 from family_harness import TOLERANCE, build, reference, settings, slow_unless
 from mllm_seqpar import patch_model
 from mllm_seqpar.comm import LoopbackCommunicator, ProcessGroupCommunicator, run_loopback
@@ -75,7 +75,7 @@ def _training_step(family: str, case: Any) -> list[tuple[Watch, float]]:
     return run_loopback(2, rank)
 
 
-STEPS = [(family, "ring") for family in BATCHES]
+STEPS = [(family, "ring") for family in CROSS_ATTENTION]
 STEPS += [(family, "local") for family in BATCHES if family in ("mplug_owl3", "open_flamingo")]
 
 
@@ -103,7 +103,7 @@ DECODING = {"mplug_owl3": 0, "idefics": 1, "mllama": 1, "open_flamingo": 1}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", BATCHES)
+@pytest.mark.parametrize("family", CROSS_ATTENTION)
 def test_decoded_token_reads_the_device_at_most_once(family: str) -> None:
     case = replace(BATCHES[family], labels=None).with_options(shard_prompt_from=1)
 
@@ -135,7 +135,7 @@ def fake_process_group(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     dist.destroy_process_group()
 
 
-@pytest.mark.parametrize("family", slow_unless(lambda family: family == "mllama", BATCHES))
+@pytest.mark.parametrize("family", slow_unless(lambda family: family == "mllama", CROSS_ATTENTION))
 def test_training_step_over_a_process_group_never_waits_in_layers(family: str, fake_process_group: None) -> None:
     model, inputs = _patched_on_device(family, replace(BATCHES[family], train=True), None, checkpointing=True)
     with torch.autograd.set_multithreading_enabled(False), Watch() as watch:

@@ -12,14 +12,14 @@ import torch
 from torch import Tensor
 
 from emulated_device import DEVICE, DeviceTensor, Watch, to_device
-from family_cases import BATCHES, Owl
+from family_cases import BATCHES, CROSS_ATTENTION, Owl
 from family_harness import TOLERANCE, build, expected_tokens, reference, settings
 from mllm_seqpar import patch_model
 from mllm_seqpar.comm import LoopbackCommunicator, run_loopback
 from mllm_seqpar.runtime import host_copies, visual_features
 
 OFFLOAD = {"visual_offload": "cpu", "vision_chunk_size": 1}
-CASES = {family: (family, case) for family, case in BATCHES.items()}
+CASES = {family: (family, BATCHES[family]) for family in CROSS_ATTENTION}
 CASES["features"] = "mplug_owl3", Owl(frames=(3, 1), features="projected", wants_grad=("image_embeds",))
 
 

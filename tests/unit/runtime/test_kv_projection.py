@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 from torch.utils.flop_counter import FlopCounterMode
 
-from family_cases import BATCHES
-from family_harness import FAMILIES, inputs_of, model_of
+from family_cases import BATCHES, CROSS_ATTENTION
+from family_harness import inputs_of, model_of
 from mllm_seqpar import patch_model
 from mllm_seqpar.attention.call_spec import CallSpec
 from mllm_seqpar.masks import FullBlockMasks
@@ -281,7 +281,7 @@ def test_keys_before_the_norm_are_kept_in_backward_only() -> None:
     assert inputs.raw_keys == []
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", CROSS_ATTENTION)
 def test_training_step_of_family_projects_keys_and_values_twice(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     flops: dict[str, list[int]] = {"keys_values": [], "input_grads": []}
     for name, found in flops.items():
