@@ -61,11 +61,10 @@ class QwenVLAdapter:
     def check(self, model: Any, context: SeqParContext) -> None:
         strategy = context.config.strategy
         if strategy not in ("lv-xattn", "auto"):
+            choice = "" if strategy == "replicate" else f', and pass self_attention="{strategy}" for the whole sequence'
             raise ConfigError(
-                f'strategy="{strategy}": {self.name} has no cross-attention to frames, whose strategy this is; leave it '
-                f'out, and choose the schedule of the whole sequence by self_attention, for example "{strategy}"'
-                if strategy != "replicate"
-                else f'strategy="replicate": {self.name} has no cross-attention to frames; leave it out'
+                f'strategy="{strategy}": {self.name} has no cross-attention to frames, which this option is for; leave '
+                f"it out{choice}"
             )
 
     def install(self, model: Any, context: SeqParContext, patch: Patch) -> None:
@@ -292,7 +291,9 @@ class QwenVLFamily(DecoderOnlyFamily[QwenVLInputs]):
         read = {name: inputs.on_host(name) for name in names}
         host = {name: given[name] if read[name] is None else read[name] for name in names}
         found: Tensor | None = model.compute_3d_position_ids(
-            input_ids=None if inputs.input_ids is None else torch.zeros(shape, dtype=torch.long),  # only its shape counts
+            input_ids=None
+            if inputs.input_ids is None
+            else torch.zeros(shape, dtype=torch.long),  # only its shape counts
             inputs_embeds=torch.empty(*shape, 0),
             attention_mask=inputs.on_host("attention_mask"),
             past_key_values=inputs.past_key_values,
@@ -313,9 +314,7 @@ class QwenVLFamily(DecoderOnlyFamily[QwenVLInputs]):
             first, *further = state.visual_tokens.chunk(1 + self.deepstack)
             kwargs |= self.further_embeddings(embeds, further)
             embeds, state = first.replace_rows(embeds), replace(state, visual_tokens=None)
-        return self.model.model.language_model(
-            **decoder_arguments(embeds, positions[1:], mask, cache, state), **kwargs
-        )
+        return self.model.model.language_model(**decoder_arguments(embeds, positions[1:], mask, cache, state), **kwargs)
 
     def further_embeddings(self, embeds: Tensor, further: list[VisualTokens]) -> dict[str, Any]:
         """Return the decoder's arguments that hold the embeddings of layers behind the first."""

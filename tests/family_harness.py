@@ -180,7 +180,10 @@ def traces(model: Any) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for path, module in model.named_modules():
         for name, value in vars(module).items():
-            if name != "use_cached_media":  # which unpatched OpenFlamingo sets in its own passes
+            if name not in (
+                "use_cached_media",
+                "rope_deltas",
+            ):  # which unpatched OpenFlamingo and Qwen set in each pass
                 found[f"{path}.{name}"] = (id(value), list(value) if isinstance(value, dict) else None)
         config = getattr(module, "config", None)
         if hasattr(config, "to_dict"):

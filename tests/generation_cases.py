@@ -162,7 +162,9 @@ SAMPLING: dict[str, dict[str, tuple[Any, dict[str, Any]]]] = {
     "idefics": {"sampled": (_IDEFICS_TWO, SAMPLED)},
     "mllama": {"sampled": (_MLLAMA_TWO, SAMPLED)},
     **{
-        family: {"sampled, sharded prompt": (replace(qwen, padding="left", labels=None).with_options(**SHARDED), SAMPLED)}
+        family: {
+            "sampled, sharded prompt": (replace(qwen, padding="left", labels=None).with_options(**SHARDED), SAMPLED)
+        }
         for family, qwen in QWENS.items()
     },
 }

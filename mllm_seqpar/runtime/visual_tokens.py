@@ -141,7 +141,9 @@ class _ExchangeRows(torch.autograd.Function):
         parts = _all_to_all(packed, ctx.receives, counts, ctx.comm).split(counts)
         wide = torch.promote_types(grad.dtype, torch.float32)
         dx = grad.new_zeros((ctx.rows, grad.shape[1]), dtype=wide)
-        for index, part in zip(ctx.sends, parts, strict=True):  # rank by rank, so that the bits are the same in each run
+        for index, part in zip(
+            ctx.sends, parts, strict=True
+        ):  # rank by rank, so that the bits are the same in each run
             dx.index_add_(0, index, part.to(wide))
         return dx.to(grad.dtype), None, None, None, None
 

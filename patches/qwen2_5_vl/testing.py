@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-
 from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
 
 from mllm_seqpar import FrameShard, frame_range
@@ -31,7 +30,7 @@ LORA_TARGETS = r"model\.language_model\.layers\.\d+\.self_attn\.(q|k|v|o)_proj"
 
 def tiny_config(**text: Any) -> Qwen2_5_VLConfig:
     """Return a config: 4 layers of width 64, 4 heads, 2 KV heads; a tower of 3 layers, two with windows."""
-    fields = TEXT | SPECIAL_TOKENS
+    fields: dict[str, Any] = TEXT | SPECIAL_TOKENS
     fields["rope_parameters"] = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3]}
     window = {"window_size": 2 * MERGE * PATCH, "fullatt_block_indexes": [1]}
     return Qwen2_5_VLConfig(vision_config=VISION | window | {"depth": 3}, text_config=fields | text, **TOKENS)
@@ -130,5 +129,3 @@ def local_frames(inputs: dict[str, Any], group: Any = None) -> dict[str, Any]:
 def shard_units(model: Any) -> list[Any]:
     """Return the decoder layers and the layers of the vision tower."""
     return [*model.model.language_model.layers, *model.model.visual.blocks]
-
-

@@ -20,7 +20,7 @@ from ..qwen_vl import QwenVLAdapter, QwenVLFamily
 class Qwen3VLAdapter(QwenVLAdapter):
     """The adapter of Qwen3-VL, dense."""
 
-    name = "Qwen3-VL"
+    name = "Qwen3-VL (dense)"
     model_class = "Qwen3VLForConditionalGeneration"
     package = "transformers.models.qwen3_vl."
 

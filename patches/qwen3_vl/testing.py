@@ -17,7 +17,7 @@ __all__ = ["LORA_TARGETS", "Case", "inputs_of", "local_frames", "shard_units", "
 
 def tiny_config(deepstack: tuple[int, ...] = (0, 2), **text: Any) -> Qwen3VLConfig:
     """Return a config: 4 layers of width 64, 4 heads, 2 KV heads; a tower of 4 layers, two of them with deepstack."""
-    fields = TEXT | SPECIAL_TOKENS | {"head_dim": 16}
+    fields: dict[str, Any] = TEXT | SPECIAL_TOKENS | {"head_dim": 16}
     fields["rope_parameters"] = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [4, 2, 2]}
     tower = VISION | {"depth": 4, "deepstack_visual_indexes": list(deepstack), "num_position_embeddings": 16}
     return Qwen3VLConfig(vision_config=tower, text_config=fields | text, **TOKENS)

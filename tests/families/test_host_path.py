@@ -164,7 +164,8 @@ def questions(family: str, model: Any, inputs: dict[str, Any]) -> tuple[dict[str
 
 
 @pytest.mark.parametrize(
-    ("family", "size"), slow_unless(lambda row: row == ("idefics", 2), [(f, n) for f in CROSS_ATTENTION for n in (1, 2)])
+    ("family", "size"),
+    slow_unless(lambda row: row == ("idefics", 2), [(f, n) for f in CROSS_ATTENTION for n in (1, 2)]),
 )
 def test_questions_about_one_video_share_its_keys(family: str, size: int, monkeypatch: pytest.MonkeyPatch) -> None:
     single = {"mplug_owl3": (4,), "idefics": (4,), "mllama": ((2, 3),), "open_flamingo": ((1, 4),)}

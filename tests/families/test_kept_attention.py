@@ -89,6 +89,8 @@ CASES = [
     ("mplug_owl3", by_transformers, {"self_attention": "ulysses"}),  # one softmax over sources of two kinds
     ("mllama", by_transformers, {"strategy": "ulysses", "self_attention": "ulysses"}),
     ("idefics", by_transformers, {"strategy": "replicate", "self_attention": "local"}),
+    ("qwen2_5_vl", by_transformers, {}),
+    ("qwen3_vl", by_transformers, {"self_attention": "ulysses"}),
 ]
 
 

@@ -153,7 +153,8 @@ def test_reentrant_checkpointing_is_refused() -> None:
 def narrow(model: Any, inputs: dict[str, Any], how: str) -> Outcome:
     if how == "weights":
         model = model.bfloat16()
-        inputs = inputs | {name: inputs[name].bfloat16() for name in {"pixel_values", "vision_x"} & inputs.keys()}
+        pixels = {"pixel_values", "pixel_values_videos", "vision_x"} & inputs.keys()
+        inputs = inputs | {name: inputs[name].bfloat16() for name in pixels}
     if how == "checkpointed autocast":
         checkpointed(model)
     with torch.autocast("cpu", torch.bfloat16, enabled="autocast" in how):
@@ -169,6 +170,10 @@ NARROW = [
     ("mllama", EXACT["mllama"]["any tiles"], "weights"),
     ("open_flamingo", "mpt", "autocast"),
     ("open_flamingo", "opt", "weights"),
+    ("qwen2_5_vl", BATCHES["qwen2_5_vl"], "checkpointed autocast"),
+    ("qwen2_5_vl", BATCHES["qwen2_5_vl"], "weights"),
+    ("qwen3_vl", BATCHES["qwen3_vl"], "autocast"),
+    ("qwen3_vl", BATCHES["qwen3_vl"], "weights"),
 ]
 
 

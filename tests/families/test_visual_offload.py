@@ -41,7 +41,10 @@ PROJECTED = Owl(frames=(3, 1), features="projected", wants_grad=("image_embeds",
 CROSS_BATCHES = [(family, BATCHES[family]) for family in CROSS_ATTENTION]
 EXACT: list[Any] = [
     *((family, 1 + number % 3, case) for number, (family, case) in enumerate(CROSS_BATCHES)),
-    *((family, 3 - number % 2, case) for number, (family, case) in enumerate((name, PADDED[name]) for name in CROSS_ATTENTION)),
+    *(
+        (family, 3 - number % 2, case)
+        for number, (family, case) in enumerate((name, PADDED[name]) for name in CROSS_ATTENTION)
+    ),
     ("mplug_owl3", 2, replace(OWL, model=FUSED)),
     ("mplug_owl3", 3, replace(PROJECTED, model=FUSED)),
     ("mplug_owl3", 1, PROJECTED),

@@ -156,8 +156,8 @@ def frame_arguments(
     if isinstance(family, DecoderOnlyFamily):
         if family.context.config.self_attention == "local":
             return replicated_tokens(family, features, placement, 0, text.length)
-        rows = [text.positions(rank) for rank in range(text.comm.size)]
-        return _exchanged_tokens(family, features, placement.between(0, text.length), rows)
+        positions = [text.positions(rank) for rank in range(text.comm.size)]
+        return _exchanged_tokens(family, features, placement.between(0, text.length), positions)
     visual = visual_features(family, inputs, features)
     visibility = visibility_of(family, inputs, visual.total_frames, features.shape[1], inputs.total_frames, placement)
     frames = FrameState.of(visual, visibility.mask, text, family.units_per_frame(inputs))

@@ -14,7 +14,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from family_cases import BATCHES, FUSED
+from family_cases import BATCHES, FUSED, QWENS
 from family_harness import TOLERANCE, family_module, inputs_of, model_of, reference, settings
 from mllm_seqpar import patch_model
 from mllm_seqpar.errors import ConfigError
@@ -109,7 +109,7 @@ def fsdp_rank(rank: int, world: int, run: Run) -> dict[str, Any]:
     batches = []
     for case in run.groups[number]:
         inputs = inputs_of(run.family, case, model)
-        local = run.local_frames and sum(case.frames)
+        local = run.local_frames and any(case.frames)
         batches.append([family_module(run.family).local_frames(inputs, group) if local else inputs])
     found = train(model, batches)
     assert all(isinstance(weight, DTensor) for weight in model.parameters())
@@ -156,6 +156,11 @@ RUNS: dict[str, Run] = {
         "idefics", 4, [[BATCHES["idefics"], ONE_PICTURE], [ONE_PICTURE, BATCHES["idefics"]]], True
     ),
 }
+for _family, _qwen in QWENS.items():
+    _words, _picture = replace(_qwen, frames=((), ()), length=9), replace(_qwen, frames=(((4, 4),),), length=11)
+    RUNS[f"two groups of {_family}, one with text only"] = Run(
+        _family, 4, [[_qwen, _words, _picture], [_words, _picture, _qwen]], True, local_frames=True, options=CHUNKS
+    )
 if "open_flamingo" in BATCHES:
     _MEDIA = BATCHES["open_flamingo"]
     _ONE_MEDIUM = type(_MEDIA)(frames=((2, 6),), media=1)
@@ -174,6 +179,28 @@ def freeze_unused(model: nn.Module) -> None:
     for name, weight in model.vision_model.named_parameters():
         if name.startswith((f"encoder.layers.{last}.", "post_layernorm", "head")):
             weight.requires_grad_(False)
+
+
+def qwen_ddp_rank(rank: int, world: int, family: str) -> dict[str, Any]:
+    model = model_of(family, QWENS[family]).train()
+    steps = [[inputs_of(family, case, model)] for case in (QWENS[family], FEW_FRAMES[family])]
+    found = train(patch_model(DistributedDataParallel(model)), steps)
+    return found | {"grads": {name.removeprefix("module."): x for name, x in found["grads"].items()}}
+
+
+FEW_FRAMES = {family: replace(case, frames=(((1, 4, 4), (2, 2)),), length=16) for family, case in QWENS.items()}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", QWENS)
+def test_ddp_of_decoder_only_models_equals_unpatched(family: str) -> None:
+    """A rank without frames has gradients for the tower too."""
+    model = model_of(family, QWENS[family]).train()
+    steps = [[inputs_of(family, case, model)] for case in (QWENS[family], FEW_FRAMES[family])]
+    expected = train(model, steps)
+    for found in ranks(3).run(qwen_ddp_rank, family):
+        check_trajectory(found, expected, TOLERANCE)
+        assert worst_gradient(found["grads"], expected["grads"])[0] < 10 * TOLERANCE
 
 
 def ddp_rank(rank: int, world: int, gate: str | None) -> dict[str, Any]:

@@ -1,0 +1,218 @@
+"""Layer: one process, loopback ranks. What only decoder-only families have: visual tokens that travel to their rows.
+
+That the results equal the unpatched model's is compared with all other families' in `test_exactness`. Here it is
+compared in float64 to rounding, and what travels is counted.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from family_cases import QWENS
+from family_harness import build, model_of, on_ranks, outcome
+from mllm_seqpar import FrameShard, frame_range, patch_model
+from mllm_seqpar.comm import run_loopback
+from mllm_seqpar.errors import AdapterError, ConfigError, ShapeError
+from mllm_seqpar.runtime.visual_tokens import LABEL, TokenPlaces, TokenRoutes
+from outcomes import Outcome, average, error, run_case
+
+FLOAT64 = 1e-9
+"""Rounding is 1e-15; a row that the model rounds to float32 shows at 1e-8."""
+
+
+class _NoFloat32(TorchFunctionMode):
+    """Keeps float64 where the models compute norms, rotations and the loss in float32, whatever dtype they have."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        # Tensors of one dimension are samples, whose bits are compared as those of float32.
+        wide = bool(args) and isinstance(args[0], Tensor) and args[0].dtype is torch.float64 and args[0].dim() > 1
+        if wide and func is Tensor.float:
+            return args[0]
+        if wide and func is Tensor.to and torch.float32 in (*args[1:2], kwargs.get("dtype")):
+            return args[0]
+        return func(*args, **kwargs)
+
+
+def in_float64(family: str, case: Any, comm: Any = None) -> Outcome:
+    """Return the result of the model in float64 throughout, patched if there is a rank."""
+    with _NoFloat32():
+        if comm is not None:
+            return outcome(family, case, comm)
+        model, inputs = build(family, replace(case, options={}, local_frames=False))
+        return run_case(model, inputs)
+
+
+WAYS: list[tuple[int, dict[str, Any]]] = [
+    (1, {}),
+    (2, {}),
+    (3, {"text_layout": "striped"}),
+    (4, {}),
+    (4, {"self_attention": "mesh", "tile": (2, 2)}),
+    (2, {"self_attention": "ulysses", "text_layout": "contiguous"}),
+    (4, {"self_attention": "auto"}),
+    (3, {"self_attention": "local", "vision_chunk_size": 2}),
+]
+
+
+@pytest.mark.parametrize("family", QWENS)
+def test_float64_equals_unpatched_to_rounding(family: str) -> None:
+    case = replace(QWENS[family], double=True, padding="left").with_options(logits="full")
+    expected, real = in_float64(family, case), case.real()
+    for size, options in WAYS:
+        given = replace(case.with_options(**options), local_frames=size == 4)
+        found = run_loopback(size, lambda comm, given=given: in_float64(family, given, comm))
+        for one in found:
+            assert abs(one.loss - expected.loss) < FLOAT64, (size, options)
+            assert error(one.logits[real], expected.logits[real]) < FLOAT64, (size, options)
+        mean = average([one.grads for one in found])
+        for name, grad in expected.grads.items():
+            if not name.endswith("k_proj.bias"):  # zero but for rounding
+                assert error(mean[name], grad) < FLOAT64, (size, options, name)
+
+
+@pytest.mark.parametrize("family", QWENS)
+@pytest.mark.parametrize("size", [2, 3])
+def test_each_embedding_travels_once_and_only_to_the_rank_of_its_row(family: str, size: int) -> None:
+    """No rank encodes, receives or sends more than its own frames and its own rows."""
+    case = QWENS[family]
+    model, inputs = build(family, case)
+    merge, width = model.config.vision_config.spatial_merge_size, 64 * (3 if family == "qwen3_vl" else 1)
+    grids = torch.cat([inputs["image_grid_thw"], inputs["video_grid_thw"]])
+    tokens = int(grids.prod(1).sum()) // merge**2
+
+    def run(model: Any, inputs: dict[str, Any], comm: Any) -> tuple[int, int, int]:
+        encoded: list[int] = []
+        model.model.visual.register_forward_hook(lambda _, __, out: encoded.append(out.pooler_output.shape[0]))
+        loss = model(**inputs).loss
+        forward = comm.bytes.sent[LABEL]
+        loss.backward()
+        return sum(encoded), forward, comm.bytes.sent[LABEL] - forward
+
+    found = on_ranks(size, family, case, run)
+    assert sum(encoded for encoded, _, _ in found) == tokens
+    assert max(encoded for encoded, _, _ in found) < tokens
+    total = sum(forward for _, forward, _ in found)
+    assert total == sum(backward for *_, backward in found)
+    assert total < tokens * width * 4  # fewer than all: those that are encoded on the rank of their row stay
+
+
+def test_routes_send_rows_to_their_owners_and_gradients_back() -> None:
+    """Every rank has its share of ten embeddings, which eight placeholders in two samples refer to, some twice."""
+    places = TokenPlaces(
+        torch.tensor([0, 0, 0, 1, 1, 1, 1, 1]),
+        torch.tensor([1, 2, 5, 0, 1, 2, 3, 4]),
+        torch.tensor([0, 1, 9, 0, 5, 6, 7, 8]),
+        torch.tensor([0, 4, 4, 10]),
+    )
+    rows = [torch.tensor([0, 5]), torch.tensor([1, 4]), torch.tensor([2, 3])]
+    features = torch.arange(10.0)[:, None] * torch.ones(2)
+
+    def run(comm: Any) -> tuple[Tensor, Tensor]:
+        local = features[places.bounds[comm.rank] : places.bounds[comm.rank + 1]].clone().requires_grad_()
+        text = torch.full((2, 2, 2), -1.0)
+        out = places.routes(rows, comm.rank).exchange(local, comm).replace_rows(text)
+        (out.sum() * (comm.rank + 1)).backward()
+        return out[..., 0].detach(), local.grad[:, 0]
+
+    outs, grads = zip(*run_loopback(3, run), strict=True)
+    expected = torch.full((2, 6), -1.0)
+    expected[places.samples, places.positions] = places.embeddings.float()
+    for out, positions in zip(outs, rows, strict=True):
+        assert torch.equal(out, expected[:, positions])
+    # A row on rank r counts r + 1 times: embedding 0 is at positions 1 and 0, on the ranks 1 and 0.
+    assert torch.cat(grads).tolist() == [3.0, 3.0, 0.0, 0.0, 0.0, 2.0, 3.0, 3.0, 2.0, 1.0]
+
+
+def test_empty_routes_keep_the_graph() -> None:
+    none = torch.zeros(0, dtype=torch.long)
+    local = torch.zeros(0, 4, requires_grad=True)
+    tokens = TokenRoutes([none], [0], none).exchange(local, run_loopback(1, lambda comm: comm)[0])
+    tokens.replace_rows(torch.ones(1, 3, 4)).sum().backward()
+    assert local.grad is not None
+
+
+def refused(family: str, size: int, error: type[Exception], message: str, change: Any) -> None:
+    """Expect the error on every rank, for the inputs of the usual batch after `change` on one rank or all."""
+
+    def run(model: Any, inputs: dict[str, Any], comm: Any) -> None:
+        with pytest.raises(error, match=message):
+            model(**change(inputs, comm))
+
+    on_ranks(size, family, replace(QWENS[family], labels=None), run)
+
+
+@pytest.mark.parametrize("family", QWENS)
+def test_text_that_does_not_match_the_frames_is_refused_on_every_rank(family: str) -> None:
+    def truncated(inputs: dict[str, Any], comm: Any) -> dict[str, Any]:
+        return inputs | {name: inputs[name][:, :20] for name in ("input_ids", "mm_token_type_ids")}
+
+    refused(
+        family, 2, ShapeError, r"features and \w+ tokens do not match: the text has \d+ .* not truncated", truncated
+    )
+
+    def fewer_pixels(inputs: dict[str, Any], comm: Any) -> dict[str, Any]:
+        return inputs | {"pixel_values": inputs["pixel_values"][4:]}
+
+    refused(family, 2, ShapeError, r"rows were passed; the grids mean .* says so by visual_shard", fewer_pixels)
+
+    def no_grid(inputs: dict[str, Any], comm: Any) -> dict[str, Any]:
+        return {name: x for name, x in inputs.items() if name != "image_grid_thw"}
+
+    refused(family, 2, ShapeError, "image_grid_thw: found None; expected", no_grid)
+
+
+def test_ranks_with_other_frames_are_refused() -> None:
+    def another_grid(inputs: dict[str, Any], comm: Any) -> dict[str, Any]:
+        grid = inputs["video_grid_thw"][:, [0, 2, 1]] if comm.rank else inputs["video_grid_thw"]
+        return inputs | {"video_grid_thw": grid}
+
+    refused("qwen2_5_vl", 2, ValueError, "different inputs", another_grid)
+
+    def other_pixels(inputs: dict[str, Any], comm: Any) -> dict[str, Any]:
+        return inputs | {"pixel_values_videos": inputs["pixel_values_videos"] + comm.rank}
+
+    refused("qwen3_vl", 2, ValueError, "different inputs", other_pixels)
+
+    def gradients_of_one(inputs: dict[str, Any], comm: Any) -> dict[str, Any]:
+        return inputs | {"pixel_values": inputs["pixel_values"].clone().requires_grad_(comm.rank == 0)}
+
+    refused("qwen3_vl", 2, ValueError, "different inputs", gradients_of_one)
+
+
+def test_wrong_shard_is_refused() -> None:
+    def whole(inputs: dict[str, Any], comm: Any) -> dict[str, Any]:
+        total = int(inputs["image_grid_thw"][:, 0].sum() + inputs["video_grid_thw"][:, 0].sum())
+        local = frame_range(total, comm)
+        return inputs | {"visual_shard": FrameShard(local.start, local.stop, total)}
+
+    message = r"means \(\d+, \d+\) rows of pixel_values and pixel_values_videos, the temporal patches of this rank"
+    refused("qwen2_5_vl", 2, ShapeError, message, whole)
+
+
+def test_options_of_cross_attention_are_refused() -> None:
+    model = model_of("qwen2_5_vl", QWENS["qwen2_5_vl"])
+    with pytest.raises(ConfigError, match='has no cross-attention to frames, .* pass self_attention="ring"'):
+        patch_model(model, "ring")
+    with pytest.raises(ConfigError, match="which this option is for; leave it out$"):
+        patch_model(model, "replicate")
+    inputs = build("qwen2_5_vl", QWENS["qwen2_5_vl"])[1]
+    with pytest.raises(ConfigError, match="has no visual features besides its text to offload"):
+        patch_model(model, visual_offload="cpu")(**inputs)
+
+
+def test_further_families_of_qwen_are_refused() -> None:
+    from transformers import Qwen3VLMoeConfig, Qwen3VLMoeForConditionalGeneration
+
+    with torch.device("meta"):
+        model = Qwen3VLMoeForConditionalGeneration(Qwen3VLMoeConfig())
+    with pytest.raises(
+        AdapterError, match=r"no adapter matches .*Qwen3VLMoe.* Supported families: .*Qwen3-VL \(dense\)"
+    ):
+        patch_model(model)
