@@ -204,6 +204,8 @@ for _family, _qwen in QWENS.items():
         "items counted by the caller": replace(_qwen, arguments=COUNTED),
         "gradients of pixels": replace(_qwen, wants_grad=("pixel_values", "pixel_values_videos")),
         "gradients of embeddings": replace(_qwen, embeds=True, wants_grad=("inputs_embeds",)),
+        "gradients of features": replace(_qwen, features="embeddings", wants_grad=("visual_embeds",)),
+        "local features": replace(_qwen, features="embeddings", local_frames=True),
         "training mode, local logits": replace(_qwen, train=True).with_options(logits="local"),
         "local text, chunks": replace(_one, length=44).with_options(self_attention="local", vision_chunk_size=2),
     }

@@ -116,6 +116,7 @@ for _family, _qwen in QWENS.items():
         "local frames, beams": (_local(_two), THREE_BEAMS),
         "local frames, no cache": (_local(_two), NO_CACHE),
         "local text": (_two.with_options(self_attention="local"), GREEDY),
+        "local features, beams": (_local(replace(_two, features="embeddings")).with_options(**SHARDED), BEAMS),
         "lookup": (_one, LOOKUP),
         "sharded prompt, beams": (_two.with_options(**SHARDED), BEAMS),
         "sharded prompt, lookup": (_one.with_options(**SHARDED), LOOKUP),

@@ -8,11 +8,21 @@ from typing import Any
 import torch
 from transformers import Qwen3VLConfig, Qwen3VLForConditionalGeneration
 
-from ..qwen2_5_vl.testing import LORA_TARGETS, TEXT, TOKENS, VISION, inputs_of, local_frames
+from ..qwen2_5_vl.testing import (
+    LORA_TARGETS,
+    TEXT,
+    TOKENS,
+    VISION,
+    inputs_of,
+    local_frames,
+    unpatched_forward,
+    unpatched_generate,
+)
 from ..qwen2_5_vl.testing import Case as VideoCase
 from ..testing import SPECIAL_TOKENS, set_weights
 
 __all__ = ["LORA_TARGETS", "Case", "inputs_of", "local_frames", "shard_units", "tiny_model"]
+__all__ += ["unpatched_forward", "unpatched_generate"]
 
 
 def tiny_config(deepstack: tuple[int, ...] = (0, 2), **text: Any) -> Qwen3VLConfig:

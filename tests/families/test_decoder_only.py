@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from family_cases import QWENS
-from family_harness import build, model_of, on_ranks, outcome
+from family_harness import build, model_of, on_ranks, outcome, settings
 from mllm_seqpar import FrameShard, frame_range, patch_model
 from mllm_seqpar.comm import run_loopback
 from mllm_seqpar.errors import AdapterError, ConfigError, ShapeError
@@ -136,6 +136,50 @@ def test_empty_routes_keep_the_graph() -> None:
     tokens = TokenRoutes([none], [0], none).exchange(local, run_loopback(1, lambda comm: comm)[0])
     tokens.replace_rows(torch.ones(1, 3, 4)).sum().backward()
     assert local.grad is not None
+
+
+@pytest.mark.parametrize("family", QWENS)
+@pytest.mark.parametrize("size", [1, 3])
+def test_further_questions_compute_their_own_tokens_only(family: str, size: int) -> None:
+    """The video's K and V stay in the cache of the rank that computed them, which is cropped to the common tokens."""
+    case = replace(QWENS[family], frames=QWENS[family].frames[:1], length=44, labels=None)
+    questions = [torch.tensor([[3, 4 + number, 5, 6]]) for number in range(3)]
+    model, inputs = build(family, case)
+    inputs.pop("attention_mask", None)
+
+    def ask(model: Any, inputs: dict[str, Any], question: Tensor, **more: Any) -> Any:
+        ids = torch.cat([inputs["input_ids"], question], 1)
+        kinds = torch.cat([inputs["mm_token_type_ids"], torch.zeros_like(question)], 1)
+        given = inputs | {"input_ids": ids, "mm_token_type_ids": kinds} | more
+        return model.generate(**given, **settings(use_cache=True, return_dict_in_generate=True))
+
+    expected = [ask(model, inputs, question).sequences for question in questions]
+
+    def run(model: Any, inputs: dict[str, Any], comm: Any) -> tuple[list[Tensor], list[int], list[int], list[int]]:
+        rows: list[int] = []
+        towers: list[int] = []
+        model.model.visual.register_forward_hook(lambda *_: towers.append(1))
+        model.model.language_model.register_forward_pre_hook(
+            lambda _, __, kwargs: rows.append(kwargs["inputs_embeds"].shape[1]), with_kwargs=True
+        )
+        found, prefills, ran, cache, kept = [], [], [], {}, []
+        for question in questions:
+            rows.clear()
+            towers.clear()
+            out = ask(model, inputs, question, **cache)
+            found.append(out.sequences)
+            prefills.append(rows[0])
+            ran.append(len(towers))
+            kept.append(out.past_key_values.layers[0].keys.shape[2])
+            out.past_key_values.crop(case.length - out.past_key_values.get_seq_length())
+            cache = {"past_key_values": out.past_key_values}
+        return found, prefills, ran, kept
+
+    for found, prefills, towers, kept in on_ranks(size, family, case.with_options(shard_prompt_from=8), run):
+        assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+        assert prefills[0] >= 48 // size and prefills[1:] == [4, 4]
+        assert towers[0] > 0 and towers[1:] == [0, 0]
+        assert max(kept) <= -(-(48 + 6) // size) + 4, "the prompt's K and V are on one rank each"
 
 
 def refused(family: str, size: int, error: type[Exception], message: str, change: Any) -> None:

@@ -83,6 +83,9 @@ def _local_embeddings(family: DecoderOnlyFamily[Any], inputs: ForwardInputs) -> 
     most = max(last - first for first, last in bounds)
     chunk = family.context.config.vision_chunk_size or most
     runs = tower_runs(family.model, -(-most // max(chunk, 1)))
+    if inputs.frames_are_features:
+        weight, (rows,) = family.embedding_weight(), family.frames_between(inputs, start, stop)
+        return rows.to(device=weight.device, dtype=weight.dtype)
     parts = []
     for number in range(runs):
         first = min(start + number * max(1, -(-(stop - start) // runs)), stop)
