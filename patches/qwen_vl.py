@@ -72,9 +72,21 @@ class QwenVLAdapter:
         patch.chunk_forwards(layer.mlp for layer in layers)
         patch.guard(model, attention)
         patch.set(model, "forward", _model_forward(model, context, self.family(model, context)))
-        unpatched = model._expand_inputs_for_generation
-        patch.set(model, "_expand_inputs_for_generation", functools.partial(_expand_inputs, unpatched))
+        for name, replacement in (
+            ("_expand_inputs_for_generation", _expand_inputs),
+            ("prepare_inputs_for_generation", _prepare_inputs),
+        ):
+            unpatched = getattr(model, name)
+            patch.set(model, name, functools.wraps(unpatched)(functools.partial(replacement, unpatched)))
         patch_generate(model, patch)
+
+
+def _prepare_inputs(unpatched: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
+    """Pass embeddings only with the prompt, as transformers does with pixels."""
+    inputs: dict[str, Any] = unpatched(*args, **kwargs)
+    if kwargs.get("use_cache") and not kwargs.get("is_first_iteration"):
+        inputs |= dict.fromkeys((FEATURES, "visual_shard"))
+    return inputs
 
 
 def _expand_inputs(
@@ -229,7 +241,7 @@ def _model_forward(model: Any, context: SeqParContext, family: QwenVLFamily) -> 
     ) -> CausalLMOutputWithPast:
         if second_per_grid_ts is not None and "second_per_grid_ts" not in family.position_arguments:
             kwargs["second_per_grid_ts"] = second_per_grid_ts  # refused, as an argument that nothing reads
-        pixels = pixel_values, pixel_values_videos
+        pixels = _with_rows(pixel_values, image_grid_thw), _with_rows(pixel_values_videos, video_grid_thw)
         given = {"image_grid_thw": image_grid_thw, "video_grid_thw": video_grid_thw}
         given |= {"mm_token_type_ids": mm_token_type_ids, "second_per_grid_ts": second_per_grid_ts}
         text = input_ids if input_ids is not None else inputs_embeds
@@ -274,6 +286,11 @@ _VISUAL_SHARD_DOC = """
         with those of deepstack beside them) that were computed before. `visual_samples` is passed by `generate` with
         beams: the number of samples that the frames belong to.
 """
+
+
+def _with_rows(pixels: Tensor | None, grid: Tensor | None) -> Tensor | None:
+    """Return pixels, or None for the empty ones that a data loader gives where no rank has any."""
+    return None if pixels is not None and not len(pixels) and grid is None else pixels
 
 
 def _only_cached_frames(config: Any, ids: Tensor | None, past: Cache | None) -> bool:

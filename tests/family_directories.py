@@ -7,7 +7,8 @@ import atexit
 import importlib.util
 import json
 import shutil
-from functools import cache
+from functools import cache, partial
+from importlib import import_module
 from pathlib import Path
 from tempfile import mkdtemp
 from typing import Any
@@ -15,6 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import transformers
 from PIL import Image
 from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 from transformers import (
@@ -28,6 +30,7 @@ from transformers import (
 from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
 from transformers.models.idefics.image_processing_pil_idefics import IdeficsImageProcessorPil
 from transformers.models.mllama.image_processing_pil_mllama import MllamaImageProcessorPil
+from transformers.utils import is_torchvision_available
 
 from mllm_seqpar.data.needle import make_needle_videos
 from mllm_seqpar.patches.idefics.testing import tiny_model as tiny_idefics
@@ -118,7 +121,41 @@ def make_open_flamingo(folder: Path, kind: str = "llama") -> None:
     OpenFlamingoProcessor(images, tokenizer).save_pretrained(folder)
 
 
+CHATML = (
+    "{%- for message in messages %}{{- '<|im_start|>' + message['role'] + '\n' }}"
+    "{%- if message['content'] is string %}{{- message['content'] }}{%- else %}{%- for part in message['content'] %}"
+    "{%- if part['type'] == 'image' %}{{- '<|vision_start|><|image_pad|><|vision_end|>' }}"
+    "{%- elif part['type'] == 'video' %}{{- '<|vision_start|><|video_pad|><|vision_end|>' }}"
+    "{%- else %}{{- part['text'] }}{%- endif %}{%- endfor %}{%- endif %}{{- '<|im_end|>\n' }}{%- endfor %}"
+    "{%- if add_generation_prompt %}{{- '<|im_start|>assistant\n' }}{%- endif %}"
+)
+"""A template in the form of the published ones of Qwen2.5-VL and Qwen3-VL."""
+
+
+def make_qwen(folder: Path, family: str) -> None:
+    """Write the tiny model of one of the two families and its processor; pictures of up to 9 tokens."""
+    marks = ("<|im_start|>", *(f"<|{name}|>" for name in ("vision_start", "vision_end", "image_pad", "video_pad")))
+    tokenizer = character_tokenizer(*marks, bos="<|endoftext|>", eos="<|im_end|>")
+    ids = {"bos_token_id": tokenizer.bos_token_id, "eos_token_id": tokenizer.eos_token_id, "vocab_size": VOCABULARY}
+    tiny = import_module(f"mllm_seqpar.patches.{family}.testing")
+    model = tiny.tiny_model(**ids, max_position_embeddings=2048)
+    names = ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")
+    for name, mark in zip(names, ("image_pad", "video_pad", "vision_start", "vision_end"), strict=True):
+        setattr(model.config, name, tokenizer.convert_tokens_to_ids(f"<|{mark}|>"))
+    model.save_pretrained(folder)
+    three = family == "qwen3_vl"
+    cut = {"patch_size": 4, "merge_size": 2, "temporal_patch_size": 2}
+    images = transformers.Qwen2VLImageProcessor(size={"shortest_edge": 64, "longest_edge": 576}, **cut)
+    videos: Any = transformers.Qwen3VLVideoProcessor if three else transformers.Qwen2VLVideoProcessor
+    budget = {"shortest_edge": 64, "longest_edge": 576 * (3 if three else 1)}
+    processor: Any = transformers.Qwen3VLProcessor if three else transformers.Qwen2_5_VLProcessor
+    video_processor = videos(size=budget, cap_pixels_per_frame=False, **cut)
+    processor(images, tokenizer, video_processor, chat_template=CHATML).save_pretrained(folder)
+
+
 MAKERS = {"idefics": make_idefics, "mllama": make_mllama}
+if is_torchvision_available():  # without it, transformers loads no processor of videos
+    MAKERS |= {name: partial(make_qwen, family=name) for name in ("qwen2_5_vl", "qwen3_vl")}
 if importlib.util.find_spec("open_flamingo"):  # scripts/test.sh installs it, without its dependencies
     MAKERS["open_flamingo"] = make_open_flamingo
 

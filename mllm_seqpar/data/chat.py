@@ -235,7 +235,7 @@ def collate(samples: Sequence[ChatSample], processor: Any, max_length: int | Non
             except MediaError as found:
                 raise MediaError(str(found), number) from error
         raise
-    lengths = text.attention_mask.sum(1).tolist()
+    family, lengths = chat_family(processor), text.attention_mask.sum(1).tolist()
     for sample, length in zip(samples, lengths, strict=True):
         if max_length is not None and length > max_length:
             raise DataError(
@@ -244,8 +244,8 @@ def collate(samples: Sequence[ChatSample], processor: Any, max_length: int | Non
             )
     return ChatBatch(
         text=text,
-        sources=tuple(source for sample in samples for source in sample.sources),
-        frames=sum(sample.frames for sample in samples),
+        sources=(sources := tuple(family.units(source) for sample in samples for source in sample.sources)),
+        frames=sum(len(source) for source in sources),
         lines=tuple(sample.line for sample in samples),
         places=tuple(sample.place for sample in samples),
         owners=tuple(number for number, sample in enumerate(samples) for _ in sample.sources),
@@ -274,7 +274,7 @@ def load_local_pictures(batch: ChatBatch, slots: range, family: ChatFamily, *, a
     parts = [family.pixels(decoded) for decoded in _decode(batch, frames, at_once)]
     if not parts:
         parts = [family.pixels(torch.empty(0, 3, 1, 1, dtype=torch.uint8))]
-    pictures = tuple(torch.cat(columns) for columns in zip(*parts, strict=True))
+    pictures = family.joined(parts)
     if len(real) == len(numbers):
         return pictures
     positions = torch.tensor([index for index, number in enumerate(numbers) if number >= 0], dtype=torch.long)

@@ -16,6 +16,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from mllm_seqpar.errors import ConfigError, DataError
@@ -115,9 +116,17 @@ class ChatFamily(ABC):
                 f"goes with {self.model_class}; copy the processor files of this model into the directory"
             )
 
+    def units(self, source: FrameSource) -> FrameSource:
+        """Return the source of what a rank encodes as a whole: the frames themselves, or groups of them."""
+        return source
+
     @abstractmethod
     def pixels(self, frames: Tensor) -> tuple[Tensor, ...]:
-        """Preprocess frames (n, 3, H, W), uint8; return one tensor (n, ...) for each of `frame_names`."""
+        """Preprocess frames (n, 3, H, W), uint8, or what `units` reads; return tensors (n, ...) for `encode`."""
+
+    def joined(self, parts: Sequence[tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
+        """Return the results of several calls of `pixels` as the model's arguments, one for each of `frame_names`."""
+        return tuple(torch.cat(columns) for columns in zip(*parts, strict=True))
 
     @abstractmethod
     def blank(self) -> tuple[Tensor, ...]:

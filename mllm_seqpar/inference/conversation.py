@@ -182,7 +182,8 @@ class Conversation:
         """
         if self._encoded is not None or not self.sources:
             return
-        joined, total = JoinedSource(self.sources, interrupted), self.frames
+        joined = JoinedSource(tuple(map(self._family.units, self.sources)), interrupted)
+        total = len(joined)
         report = None if progress is None else lambda done: progress(done, total)
         options: dict[str, Any] = {
             "group": self._comm,
@@ -318,7 +319,9 @@ class Conversation:
     def _media_end(self, text: ChatText) -> int:
         """Return the number of tokens up to the last placeholder of a picture."""
         offsets, mark = text.extras.get("media_offset"), getattr(self._family, "image_token", None)
-        if offsets is None and mark is not None:
+        if (kinds := text.extras.get("mm_token_type_ids")) is not None:
+            offsets = kinds[0].nonzero()
+        elif offsets is None and mark is not None:
             offsets = (text.input_ids[0] == self._processor.tokenizer.convert_tokens_to_ids(mark)).nonzero()
         return int(offsets.max()) + 1 if offsets is not None and offsets.numel() else 0
 

@@ -37,7 +37,8 @@ class EncodedVideo:
     """The visual features of one video, sharded over the ranks of a group.
 
     Attributes:
-        features: (f, tokens, hidden), of this rank's frames, as the family's `encode` returns them.
+        features: (f, tokens, hidden), of this rank's frames, as the family's `encode` returns them. If they have
+            different numbers of tokens, they are one after another, (tokens of all, hidden).
         shard: the frames of the video that `features` covers.
         source: the frames, of which only number and sizes are used; None if only their number is known.
     """
@@ -90,10 +91,11 @@ def encode_video(
     family.check(model)
     if len(source) == 0:
         raise VideoError("encode_video: the source has no frames; give a source with at least one frame")
-    bounds = frame_bounds(len(source), comm.size)
+    units = family.units(source)
+    bounds = frame_bounds(len(units), comm.size)
     start, stop = bounds[comm.rank]
     encoder = _Encoder(model, family, stop - start, on_host)
-    with torch.no_grad(), closing(_batches(source, start, stop, batch, family)) as batches:
+    with torch.no_grad(), closing(_batches(units, start, stop, batch, family)) as batches:
         while True:
             pixels = encoder.read(batches)
             rows = comm.gather_ints([encoder.done, int(encoder.error is not None)])
@@ -106,7 +108,7 @@ def encode_video(
                 break
             encoder.encode(pixels)
             del pixels  # the thread reads the batch after the next only when this one is freed
-        return EncodedVideo(encoder.features(), FrameShard(start, stop, len(source)), source)
+        return EncodedVideo(encoder.features(), FrameShard(start, stop, len(units)), source)
 
 
 def _batches(
@@ -137,6 +139,7 @@ class _Encoder:
         self._collective = any(isinstance(module, FSDPModule) for module in model.modules())
         self._frames, self._on_host = frames, on_host
         self._features: Tensor | None = None
+        self._uneven: list[Tensor] = []
         self.done = 0
         self.error: Exception | None = None
 
@@ -170,7 +173,7 @@ class _Encoder:
         if self._features is None:  # this rank has no frames; encoding a blank one gives the shape
             self._run(None)
         assert self._features is not None and self.done == self._frames
-        return self._features
+        return torch.cat([self._features, *self._uneven]) if self._uneven else self._features
 
     def _run(self, pixels: Pictures | None) -> None:
         inputs = self._family.blank() if pixels is None else pixels
@@ -181,7 +184,12 @@ class _Encoder:
             shape = self._frames, *encoded.shape[1:]
             copies = HostCopies(self._device)
             self._features = copies.host_empty(shape, encoded.dtype) if self._on_host else encoded.new_empty(shape)
-        if pixels is not None:
+        if pixels is not None and (self._uneven or encoded.shape[1:] != self._features.shape[1:]):
+            if not self._uneven:
+                self._features = self._features[: self.done].flatten(0, 1)
+            self._uneven.append(encoded.flatten(0, 1))
+            self.done += encoded.shape[0]
+        elif pixels is not None:
             self._features[self.done : self.done + encoded.shape[0]] = encoded
             self.done += encoded.shape[0]
 

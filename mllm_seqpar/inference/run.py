@@ -274,7 +274,10 @@ def _encoded(
             return check_collectively(comm, "features", load)
     assert source is not None  # AskArguments requires --video or --features
     show = args.progress and comm.rank == 0
-    with times.measure(ENCODE_STAGE), frames_bar(len(source), "reading and encoding", show) as progress:
+    with (
+        times.measure(ENCODE_STAGE),
+        frames_bar(len(inputs.family.units(source)), "reading and encoding", show) as progress,
+    ):
         on_host = args.visual_offload is not None
         options: dict[str, Any] = {"batch": args.encode_batch, "progress": progress, "on_host": on_host}
         encoded = encode_video(model, inputs.processor, source, group=comm, **options)

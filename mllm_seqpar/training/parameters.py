@@ -9,10 +9,13 @@ from mllm_seqpar._logging import get_logger
 from mllm_seqpar.errors import ConfigError
 
 PARTS = {
-    "vision": ("vision_model", "vision_tower", "visual", "model.vision_model", "vision_encoder"),
+    "vision": (
+        *("vision_model", "vision_tower", "visual", "model.vision_model", "vision_encoder"),
+        *("model.visual.patch_embed", "model.visual.pos_embed", "model.visual.blocks"),
+    ),
     "projector": (
         *("vision2text_model", "multi_modal_projector", "model.multi_modal_projector"),
-        *("model.perceiver_resampler", "perceiver"),
+        *("model.perceiver_resampler", "perceiver", "model.visual.merger", "model.visual.deepstack_merger_list"),
     ),
     "language": (
         *("language_model", "text_model", "model.language_model", "lang_encoder", "lm_head"),

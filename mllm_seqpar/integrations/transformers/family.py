@@ -220,6 +220,11 @@ class DecoderOnlyFamily(Family[InputsT]):
                 f"visual_offload={config.visual_offload!r}: a decoder-only model has no visual features besides its "
                 "text to offload; leave it out"
             )
+        if self.context.records:
+            raise ConfigError(
+                "the attention over frames of a decoder-only model cannot be recorded: its frames are text; leave out "
+                "--evidence, record_attention and attention_over_frames"
+            )
 
 
 def decoder_arguments(embeds: Tensor, positions: Tensor, mask: Any, cache: Any, state: ForwardState) -> dict[str, Any]:

@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from family_cases import QWENS
 from family_directories import MAKERS, make_idefics
 from mllm_seqpar.data import VideoSource, chat_family
 from mllm_seqpar.errors import ConfigError, DataError
@@ -45,8 +46,11 @@ def unpatched_answers(folder: Path, name: str, frames: int) -> list[list[int]]:
     """Return the same tokens from the unpatched model in one process, with all pictures as pixels of one call."""
     processor, model = load_processor(str(folder / name)), load_model(str(folder / name)).eval()
     family, source = chat_family(processor), VideoSource.open(folder / "clip.mp4", num_frames=frames)
-    pixels = family.pixels(torch.cat(list(source.read(0, frames))))
-    pictures = {argument: x[None] for argument, x in zip(family.frame_names, pixels, strict=True)}
+    units = family.units(source)
+    pixels = family.joined([family.pixels(read) for read in units.read(0, len(units))])
+    batched = name not in QWENS  # whose pixels are rows of patches
+    given = zip(family.frame_names, pixels, strict=True)
+    pictures = {argument: x[None] if batched else x for argument, x in given if len(x)}
     generate = partial(generate_without_cache, model) if family.ids_name == "lang_x" else model.generate
     options = {"do_sample": False, "max_new_tokens": NEW_TOKENS} | family.generation(model)
     found = []
@@ -82,6 +86,13 @@ def test_answers_equal_unpatched_model_also_from_stored_features(folder: Path, n
     expected = unpatched_answers(folder, name, 5)
     assert expected != unpatched_answers(folder, name, 2)  # the answers depend on the video
     video = ["--video", folder / "clip.mp4", "--num-frames", 5]
+    if name in QWENS:
+        assert answers(2, folder, *model, *video) == answers(1, folder, *model, *video) == expected
+        with pytest.raises(DataError, match="cannot be stored: .* leave --save_features out"):
+            ask([*map(str, [*model, *video, "--save-features", store, "--question", "?"])])
+        with pytest.raises(ConfigError, match="a decoder-only model cannot be recorded"):
+            ask([*map(str, [*model, *video, "--evidence", 2, "--question", "?"])])
+        return
     assert answers(2, folder, *model, *video, "--save-features", store) == expected
     assert answers(1, folder, *model, "--features", store) == expected
     other = folder / ("mllama" if name == "idefics" else "idefics")

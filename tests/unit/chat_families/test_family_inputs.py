@@ -3,13 +3,16 @@
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from PIL import Image
 from torch import Tensor
 
+from family_cases import QWENS
 from family_directories import CHATS, MAKERS, asks, image, says, text, write_chats
 from mllm_seqpar.data import ChatDataset, chat_family, load_local_pictures
+from mllm_seqpar.data.chat_format import media_parts
 from mllm_seqpar.errors import DataError
 from mllm_seqpar.models.loading import load_processor
 from mllm_seqpar.patches.idefics.chat import prompt_items
@@ -65,7 +68,25 @@ def open_flamingo(processor: Any, chats: list[Any], pictures: list[Any]) -> dict
     return processor(text=texts, images=images, padding_side="right")
 
 
-OWN = {"idefics": idefics, "mllama": mllama, "open_flamingo": open_flamingo}
+def qwen(processor: Any, chats: list[Any], pictures: list[Any]) -> dict[str, Tensor]:
+    """Call the published processor. The clip has 20 frames, 10 a second, and three of them are shown."""
+    parts = [part for chat in chats for part in media_parts(chat)]
+    images, videos = [], []
+    for part in parts:
+        shown = [np.asarray(pictures.pop(0)) for _ in range(part.get("num_frames", 1))]
+        (images if part["type"] == "image" else videos).append(np.stack(shown) if len(shown) > 1 else shown[0])
+    media: dict[str, Any] = {"images": images or None}
+    if videos:
+        clip = {"fps": 10.0, "frames_indices": [3, 10, 17], "total_num_frames": 20}
+        media |= {"videos": videos, "video_metadata": [dict(clip) for _ in videos], "do_sample_frames": False}
+    texts = [processor.apply_chat_template(chat, tokenize=False) for chat in chats]
+    found = dict(processor(text=texts, padding=True, padding_side="right", return_tensors="pt", **media))
+    if "second_per_grid_ts" in found:
+        found["second_per_grid_ts"] = torch.as_tensor(found["second_per_grid_ts"])
+    return found
+
+
+OWN = {"idefics": idefics, "mllama": mllama, "open_flamingo": open_flamingo, "qwen2_5_vl": qwen, "qwen3_vl": qwen}
 
 
 @pytest.mark.parametrize("rows", BATCHES.values(), ids=BATCHES.keys())
@@ -75,17 +96,21 @@ def test_inputs_equal_those_of_the_own_processor(folder: Path, name: str, rows: 
     family = chat_family(processor)
     batch = ChatDataset(folder / "train.jsonl", processor).batch(rows)
     chats = [list(CHATS.values())[row] for row in rows]
-    expected = dict(OWN[name](processor, [with_images(chat) for chat in chats], pil_images(batch)))
+    qwen = name in QWENS
+    pictures = [picture for row in rows for picture in pil_images(ChatDataset(folder / "train.jsonl", None)[row])]
+    expected = dict(OWN[name](processor, chats if qwen else [with_images(chat) for chat in chats], pictures))
     found = family.arguments(batch.text)
     total = len(batch.text.slots)
     parts = [load_local_pictures(batch, range(*bounds), family) for bounds in frame_bounds(total, 3)]
     if total:
         for argument, *shards in zip(family.frame_names, *parts, strict=True):
-            found[argument] = torch.cat(shards).unflatten(0, (len(rows), -1))
+            found[argument] = torch.cat(shards) if qwen else torch.cat(shards).unflatten(0, (len(rows), -1))
+    found = {argument: x for argument, x in found.items() if len(x)}  # Qwen's images where there are only videos
     labels = found.pop("labels")
     assert found.keys() == expected.keys()
     for argument, value in expected.items():
-        assert torch.equal(found[argument].to(value.dtype), value), argument
+        tolerance = 1e-2 if argument == "second_per_grid_ts" else 0  # the processor counts seconds in whole frames
+        torch.testing.assert_close(found[argument].to(value.dtype), value, rtol=tolerance, atol=0)
     targets = "".join(processor.tokenizer.decode(labels[labels != -100], skip_special_tokens=True).split())
     answers = [message["content"] for chat in chats for message in chat if message["role"] == "assistant"]
     assert targets == "".join("".join(answers).split())
@@ -95,7 +120,7 @@ def test_inputs_equal_those_of_the_own_processor(folder: Path, name: str, rows: 
 @pytest.mark.parametrize("name", MAKERS)
 def test_unusable_chats_and_tokenizers_are_refused(folder: Path, name: str) -> None:
     processor: Any = load_processor(str(folder / name))
-    mark = {"mllama": "<|image|>"}.get(name, "<image>")
+    mark = {"mllama": "<|image|>"}.get(name, "<|video_pad|>" if name in QWENS else "<image>")
     write_chats(folder / "wrong.jsonl", [CHATS["a video"], [asks(image(0), text(f"{mark} what?")), says("x")]])
     with pytest.raises(DataError, match=r"wrong.jsonl:2: message 0 \(user\): its text holds <"):
         ChatDataset(folder / "wrong.jsonl", processor)
@@ -103,5 +128,9 @@ def test_unusable_chats_and_tokenizers_are_refused(folder: Path, name: str) -> N
     write_chats(folder / "right.jsonl", [CHATS["a video"]])
     unknown = processor.tokenizer.unk_token_id
     processor.image_token_id, processor.tokenizer.convert_tokens_to_ids = unknown, lambda token: unknown
-    with pytest.raises(DataError, match=r"right.jsonl:1: sample 0 has 3 pictures, but 0 tokens <\|?image"):
+    processor.video_token_id = unknown
+    message = r"sample 0 has 3 pictures, but 0 tokens <\|?image"
+    if name in QWENS:
+        message = r"the videos have 18 tokens, but the text has 0 of <\|video_pad"
+    with pytest.raises(DataError, match=f"right.jsonl:1: {message}"):
         ChatDataset(folder / "right.jsonl", processor).batch([0])
