@@ -82,6 +82,7 @@ class QwenVLChats(ChatFamily):
     frame_names = PIXELS
     marks = (*map("<|{}|>".format, _MARKS), VIDEO_MARK)
     feature_weights = ("model.visual.", "visual.")
+    always_sharded = False
     budget_of_video = False
     passes_times = False
 

@@ -70,7 +70,8 @@ class ChatFamily(ABC):
         ids_name: the argument name of the token ids in the model's forward.
         frame_names: the argument names of the tensors that `pixels` returns, in the same order.
         feature_weights: name prefixes of the weights that compute visual features.
-        always_sharded: whether the patched forward takes pictures as one flat list on a single process too.
+        always_sharded: whether the patched forward takes pictures as one flat list on a single process too, where the
+            unpatched forward has a dimension of samples.
     """
 
     marks: tuple[str, ...] = ()
@@ -127,6 +128,12 @@ class ChatFamily(ABC):
     def joined(self, parts: Sequence[tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
         """Return the results of several calls of `pixels` as the model's arguments, one for each of `frame_names`."""
         return tuple(torch.cat(columns) for columns in zip(*parts, strict=True))
+
+    def unsharded(self, *sources: FrameSource) -> dict[str, Tensor]:
+        """Return all frames of the sources as arguments of the unpatched model, for one sample."""
+        parts = [self.pixels(read) for units in map(self.units, sources) for read in units.read(0, len(units))]
+        found = zip(self.frame_names, self.joined(parts), strict=True)
+        return {name: x[None] if self.always_sharded else x for name, x in found if len(x)}
 
     @abstractmethod
     def blank(self) -> tuple[Tensor, ...]:

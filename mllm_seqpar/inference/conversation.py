@@ -25,7 +25,7 @@ from mllm_seqpar.errors import ConfigError, DataError, SeqParError
 from mllm_seqpar.patching import patch_of
 from mllm_seqpar.sharding import FrameShard, frame_range
 
-from .encoding import EncodedVideo, encode_video, encoder_of
+from .encoding import EncodedVideo, encode_units, encoder_of
 from .evidence import evidence_of
 from .frame_attention import FrameAttention, record_attention
 from .generation import Answer, AnswerStreamer, Sampling, longest_text
@@ -191,8 +191,8 @@ class Conversation:
             "progress": report,
             "on_host": self._on_host,
         }
-        encoded = encode_video(self._model, self._processor, joined, **options)
-        self._encoded = EncodedVideo(encoded.features, encoded.shard)
+        self._family.check(self._model)
+        self._encoded = encode_units(self._model, self._family, joined, **options)
 
     def answer(
         self,

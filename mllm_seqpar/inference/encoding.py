@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterator
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import count
 from typing import Any
@@ -84,14 +84,28 @@ def encode_video(
         VideoError: if this rank's part of the video cannot be read.
         AgreementError: if another rank's part cannot be read; its message is quoted.
     """
-    comm = as_communicator(group)
-    if batch < 1:
-        raise ConfigError(f"batch: {batch} is not allowed; give 1 or more")
     family = chat_family(processor)
     family.check(model)
     if len(source) == 0:
         raise VideoError("encode_video: the source has no frames; give a source with at least one frame")
-    units = family.units(source)
+    options: dict[str, Any] = {"group": group, "batch": batch, "progress": progress, "on_host": on_host}
+    return replace(encode_units(model, family, family.units(source), **options), source=source)
+
+
+def encode_units(
+    model: nn.Module,
+    family: ChatFamily,
+    units: FrameSource,
+    *,
+    group: Group = None,
+    batch: int = 8,
+    progress: Callable[[int], object] | None = None,
+    on_host: bool = False,
+) -> EncodedVideo:
+    """Read and encode this rank's part of `units`, from `ChatFamily.units`; the other arguments are as above."""
+    comm = as_communicator(group)
+    if batch < 1:
+        raise ConfigError(f"batch: {batch} is not allowed; give 1 or more")
     bounds = frame_bounds(len(units), comm.size)
     start, stop = bounds[comm.rank]
     encoder = _Encoder(model, family, stop - start, on_host)
@@ -108,7 +122,7 @@ def encode_video(
                 break
             encoder.encode(pixels)
             del pixels  # the thread reads the batch after the next only when this one is freed
-        return EncodedVideo(encoder.features(), FrameShard(start, stop, len(units)), source)
+        return EncodedVideo(encoder.features(), FrameShard(start, stop, len(units)))
 
 
 def _batches(

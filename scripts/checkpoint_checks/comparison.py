@@ -45,13 +45,10 @@ def compare(
     weight = next(model.parameters())
     messages = [{"role": "user", "content": [{"type": kind}, {"type": "text", "text": question}]}]
     text = family.text([messages], [[media]], add_generation_prompt=True)
-    pixels = family.pixels(torch.cat(list(media.read(0, len(media)))))
     frames = {
         name: x.to(weight.device, weight.dtype if x.is_floating_point() else None)
-        for name, x in zip(family.frame_names, pixels, strict=True)
+        for name, x in family.unsharded(media).items()
     }
-    if family.always_sharded:  # the unpatched model has a batch dimension
-        frames = {name: x[None] for name, x in frames.items()}
     arguments = {name: x.to(weight.device) for name, x in family.arguments(text).items()}
     logits = model(**arguments, **frames).logits[0].float()
 
@@ -69,7 +66,7 @@ def compare(
     finite, difference = bool(logits.isfinite().all()), max(difference for difference, _ in results)
     largest, decode = disagreement(model, family, arguments, frames, tokens), family.tokenizer.decode
     prompt, reply = decode(text.input_ids[0]), decode(tokens, skip_special_tokens=True)
-    return Comparison(finite, difference, largest, prompt, length, len(text.slots), reply)
+    return Comparison(finite, difference, largest, prompt, length, len(media), reply)
 
 
 def disagreement(
@@ -81,7 +78,7 @@ def disagreement(
     for name, x in arguments.items():
         if name == family.ids_name:
             extended[name] = torch.cat([x, tokens[None]], dim=1)
-        elif name == "attention_mask" or (x.dim() > 2 and x.shape[1] == length):
+        elif name in ("attention_mask", "mm_token_type_ids") or (x.dim() > 2 and x.shape[1] == length):
             # The answer sees the same pictures as the last token of the prompt.
             extended[name] = torch.cat([x, x[:, -1:].expand(-1, added, *x.shape[2:])], dim=1)
     logits = model(**extended, **frames).logits[0, length - 1 : -1].float()

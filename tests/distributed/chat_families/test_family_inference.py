@@ -46,11 +46,7 @@ def unpatched_answers(folder: Path, name: str, frames: int) -> list[list[int]]:
     """Return the same tokens from the unpatched model in one process, with all pictures as pixels of one call."""
     processor, model = load_processor(str(folder / name)), load_model(str(folder / name)).eval()
     family, source = chat_family(processor), VideoSource.open(folder / "clip.mp4", num_frames=frames)
-    units = family.units(source)
-    pixels = family.joined([family.pixels(read) for read in units.read(0, len(units))])
-    batched = name not in QWENS  # whose pixels are rows of patches
-    given = zip(family.frame_names, pixels, strict=True)
-    pictures = {argument: x[None] if batched else x for argument, x in given if len(x)}
+    pictures = family.unsharded(source)
     generate = partial(generate_without_cache, model) if family.ids_name == "lang_x" else model.generate
     options = {"do_sample": False, "max_new_tokens": NEW_TOKENS} | family.generation(model)
     found = []

@@ -61,10 +61,7 @@ def unpatched(case: Case, messages: list[Any]) -> dict[str, float]:
     """Sum the log-probabilities of each spelling in one forward pass of the unpatched model over prompt and letter."""
     processor, model = load_processor(str(case[0])), load_model(str(case[0])).eval()
     family, source = chat_family(processor), VideoSource.open(case[1], num_frames=3)
-    pixels = family.pixels(torch.cat(list(source.read(0, 3))))
-    pictures = {
-        name: x[None] if family.always_sharded else x for name, x in zip(family.frame_names, pixels, strict=True)
-    }
+    pictures = family.unsharded(source)
     text = family.text([messages], [[source]], add_generation_prompt=True)
     ids, found = text.input_ids[0].tolist(), {}
     for letter in LETTERS:
@@ -83,7 +80,9 @@ def unpatched(case: Case, messages: list[Any]) -> dict[str, float]:
 
 
 def _longer(name: str, value: Any, length: int) -> Any:
-    """Repeat the last row of masks over text positions."""
+    """Repeat the last row of masks over text positions, or the last of the types of tokens."""
+    if name == "mm_token_type_ids":
+        return torch.cat([value, value[:, -1:]], 1)
     if value.dim() >= 3 and value.shape[1] >= length:
         return torch.cat([value, value[:, -1:]], 1)
     return value

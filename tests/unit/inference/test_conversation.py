@@ -54,9 +54,7 @@ def unpatched(case: Case, messages: list[Any], tokens: int) -> list[int]:
     """The tokens of the unpatched model, which gets all messages in one prompt, and all frames as pixels."""
     processor, model = load_processor(str(case[0])), load_model(str(case[0])).eval()
     family, source = chat_family(processor), VideoSource.open(case[1], num_frames=FRAMES)
-    pixels = family.pixels(torch.cat(list(source.read(0, FRAMES))))
-    flat = family.always_sharded  # otherwise the pictures have no dimension of samples
-    pictures = {name: x[None] if flat else x for name, x in zip(family.frame_names, pixels, strict=True)}
+    pictures = family.unsharded(source)
     text = family.text([messages], [[source]], add_generation_prompt=True)
     generate = partial(_generate_without_cache, model) if family.ids_name == "lang_x" else model.generate
     options = {"do_sample": False, "max_new_tokens": tokens} | family.generation(model)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from family_directories import family_folder
+from family_directories import MAKERS, family_folder
 from mllm_seqpar.cli.job_channel import JobChannel
 from mllm_seqpar.cli.options import parse_options
 from mllm_seqpar.comm import Communicator, run_loopback
@@ -52,9 +52,10 @@ def test_job_survives_its_way_to_the_other_ranks(video: MediaFile) -> None:
     assert Job.from_json(asked.to_json()) == asked
 
 
-def test_videos_and_images_in_one_message_equal_the_unpatched_model() -> None:
+@pytest.mark.parametrize("name", ["mllama", *(name for name in MAKERS if "qwen" in name)])
+def test_videos_and_images_in_one_message_equal_the_unpatched_model(name: str) -> None:
     folder = family_folder()
-    model = folder / "mllama"
+    model = folder / name
     clip = MediaFile.of("video", str(folder / "clip.mp4"), num_frames=3)
     images = [MediaFile.of("image", str(folder / f"{number}.png")) for number in (1, 2)]
     asked = job(images[0], clip, images[1])
@@ -64,10 +65,8 @@ def test_videos_and_images_in_one_message_equal_the_unpatched_model() -> None:
     family = chat_family(processor)
     sources = [file.open(family) for file in asked.media]
     text = family.text([asked.messages], [sources], add_generation_prompt=True)
-    parts = [family.pixels(frames) for frames in JoinedSource(tuple(sources)).read(0, 5)]
-    pictures = (torch.cat(columns)[None] for columns in zip(*parts, strict=True))
-    named = dict(zip(family.frame_names, pictures, strict=True))
-    output = unpatched.generate(**family.arguments(text), **named, do_sample=False, max_new_tokens=5)
+    pictures = family.unsharded(*sources)
+    output = unpatched.generate(**family.arguments(text), **pictures, do_sample=False, max_new_tokens=5)
     expected = output[0, text.input_ids.shape[1] :].tolist()
     assert all(reply.tokens == expected for reply in replies)
 
