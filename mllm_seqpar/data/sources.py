@@ -100,6 +100,28 @@ class ImageListSource:
             yield torch.stack(images)
 
 
+@dataclass(frozen=True, eq=False)
+class PictureSource:
+    """Pictures in memory, uint8 tensors (3, H, W), as frames."""
+
+    pictures: Sequence[Tensor]
+
+    def __len__(self) -> int:
+        return len(self.pictures)
+
+    def sizes(self) -> list[tuple[int, int]]:
+        """Return (height, width) of each picture."""
+        return [(int(picture.shape[1]), int(picture.shape[2])) for picture in self.pictures]
+
+    def read(self, start: int, stop: int, *, size: tuple[int, int] | None = None, batch: int = 16) -> Iterator[Tensor]:
+        """Yield pictures start <= i < stop, one at a time."""
+        check_range(start, stop, len(self), batch)
+        for picture in self.pictures[start:stop]:
+            if size not in (None, tuple(picture.shape[1:])):
+                raise VideoError(f"size is {size}; a picture in memory is {tuple(picture.shape[1:])}: leave size out")
+            yield picture[None]
+
+
 @lru_cache(maxsize=4096)
 def _first_size(source: VideoSource) -> tuple[int, int]:
     # A phone's rotation is stored with the frames, not in the container, so one frame is decoded.

@@ -99,6 +99,19 @@ class OpenFlamingo(LocalCode, _Flamingo):  # type: ignore[valid-type,misc]
             if block is not None:
                 block.attn.only_attend_immediate_media = config.only_attend_immediate_media
 
+    def forward(
+        self,
+        vision_x: Tensor | None = None,
+        lang_x: Tensor | None = None,
+        *args: Any,
+        input_ids: Tensor | None = None,
+        pixel_values: Tensor | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """Call the forward of `Flamingo`; `input_ids` and `pixel_values` are transformers' names of its inputs."""
+        vision_x = pixel_values if vision_x is None else vision_x
+        return super().forward(vision_x, input_ids if lang_x is None else lang_x, *args, **kwargs)
+
     @classmethod
     def from_pretrained(
         cls,
