@@ -95,7 +95,7 @@ class NativeProcessor(LocalCode, ProcessorMixin):
         path.write_text(json.dumps(options, indent=2) + "\n", encoding="utf-8")
         return [str(path), *files]
 
-    def apply_chat_template(  # type: ignore[override]
+    def apply_chat_template(
         self,
         conversation: Messages | Sequence[Messages],
         chat_template: str | None = None,

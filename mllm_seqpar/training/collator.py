@@ -172,9 +172,9 @@ def _messages(number: int, example: Example, key: str) -> Messages:
     if key in ("completion", "chosen", "rejected"):
         return messages
     for kind, columns in _COLUMNS.items():
-        media = next((example[name] for name in columns if example.get(name) is not None), [])
-        media = list(media) if isinstance(media, (list, tuple)) else [media]
-        empty = [part for part in media_parts(messages) if part["type"] == kind and len(part) == 1]
+        given = next((example[name] for name in columns if example.get(name) is not None), [])
+        media = list(given) if isinstance(given, (list, tuple)) else [given]
+        empty = [part for message in messages for part in message["content"] if part == {"type": kind}]
         asked = next((message for message in messages if message["role"] == "user"), None)
         if media and not empty and asked is not None:
             empty = [{"type": kind} for _ in media]

@@ -24,11 +24,11 @@ SUPPORTED = {
 """The arguments that a call takes, by modality; the format has no special tokens that a tokenizer adds."""
 
 
-class MPlugOwl3ImagesKwargs(ImagesKwargs, total=False):
+class MPlugOwl3ImagesKwargs(ImagesKwargs, total=False):  # type: ignore[call-arg]
     cut_enable: bool
 
 
-class MPlugOwl3ProcessorKwargs(ProcessingKwargs, total=False):
+class MPlugOwl3ProcessorKwargs(ProcessingKwargs, total=False):  # type: ignore[call-arg]
     images_kwargs: MPlugOwl3ImagesKwargs
 
 

@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Mapping, Sequence
-from typing import Any, Self, Unpack
+from typing import Any, Self
 
 import numpy as np
 from torch import Tensor
@@ -115,12 +115,12 @@ class MPlugOwl3Processor(NativeProcessor):
         """Return the grid that a still image of this size is cut into; None if `cut_enable` is False."""
         return self.image_processor.grid(height, width) if self.cut_enable else None
 
-    def __call__(  # type: ignore[override]
+    def __call__(
         self,
         images: Any = None,
         text: str | Sequence[str] | None = None,
         videos: Any = None,
-        **kwargs: Unpack[MPlugOwl3ProcessorKwargs],
+        **kwargs: Any,
     ) -> BatchFeature:
         """Return formatted text and its media as model inputs.
 
@@ -244,5 +244,5 @@ class MPlugOwl3Processor(NativeProcessor):
 
     def _tokenized(self, samples: list[list[Piece]], *, padding_side: str | None, **options: Any) -> dict[str, Any]:
         pad = self.tokenizer.pad_token_id if self.tokenizer.pad_token_id is not None else 0
-        side = padding_side or getattr(self.tokenizer, "padding_side", "right")
+        side = str(padding_side or getattr(self.tokenizer, "padding_side", "right"))
         return token_rows(self.tokenizer, samples, pad=pad, padding_side=side, **options)

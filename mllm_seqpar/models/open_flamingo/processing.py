@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Mapping, Sequence
-from typing import Any, Self, Unpack
+from typing import Any, Self
 
 import torch
 from transformers import AutoTokenizer
@@ -114,11 +114,11 @@ class OpenFlamingoProcessor(NativeProcessor):
             tokenizer.chat_template = found.chat_template
         return found
 
-    def __call__(  # type: ignore[override]
+    def __call__(
         self,
         images: Any = None,
         text: str | Sequence[str] | None = None,
-        **kwargs: Unpack[ProcessingKwargs],
+        **kwargs: Any,
     ) -> BatchFeature:
         """Return texts and their pictures as model inputs.
 
