@@ -191,6 +191,7 @@ class OpenFlamingo(LocalCode, _Flamingo):  # type: ignore[valid-type,misc]
     def save_pretrained(self, directory: str | os.PathLike[str], state_dict: dict[str, Tensor] | None = None) -> None:
         """Write config and weights; `state_dict` replaces the model's own, under the same names."""
         Path(directory).mkdir(parents=True, exist_ok=True)
+        self.config.architectures = [type(self).__name__]
         self.config.save_pretrained(directory)
         save_weights(self, Path(directory), self.state_dict() if state_dict is None else state_dict)
 
