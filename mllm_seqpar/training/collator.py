@@ -84,8 +84,9 @@ class SeqParDataCollator:
             rows = [prompt + end for prompt, end in zip(prompts, ends, strict=True)]
         else:
             raise DataError(
-                f"an example has the keys {', '.join(examples[0])}; expected messages, prompt and completion, or "
-                "prompt, chosen and rejected, with messages {'role': ..., 'content': ...}"
+                f"an example has the keys {', '.join(examples[0]) or '(none)'}; expected messages, prompt and "
+                "completion, or prompt, chosen and rejected. If the data has them, pass remove_unused_columns=False to "
+                "TrainingArguments"
             )
         return self._batch(rows, prompts, preference=len(endings) == 2)
 
