@@ -11,7 +11,6 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -156,7 +155,9 @@ class SeqParDataCollator:
 
 
 def _pictures(frames: Sequence[Any]) -> PictureSource:
-    pictures = [to_tensor(np.array(x) if isinstance(x, list) else x, number) for number, x in enumerate(frames)]
+    # Tables return arrays as nested lists.
+    arrays = (torch.tensor(x, dtype=torch.uint8) if isinstance(x, list) else x for x in frames)
+    pictures = [to_tensor(x, number) for number, x in enumerate(arrays)]
     if wrong := {str(x.dtype) for x in pictures if x.dtype != torch.uint8}:
         raise DataError(f"a picture is {', '.join(wrong)}; pass PIL images, or arrays of uint8 from 0 to 255")
     return PictureSource(pictures)
