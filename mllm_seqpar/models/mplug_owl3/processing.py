@@ -207,14 +207,19 @@ class MPlugOwl3Processor(NativeProcessor):
         cut = self.cut_enable if cut is None else cut
         grids = [self.image_processor.grid(*picture.shape[1:]) if cut else None for picture in pictures]
         expanded = self._expand(samples, [len(clip) for clip in clips], grids)
-        encoded = self._tokenized(expanded, **row_options(arguments["text_kwargs"]))
+        options, tensors = row_options(arguments["text_kwargs"]), arguments["text_kwargs"].get("return_tensors")
+        if options["padding"] or tensors is not None:
+            encoded = self._tokenized(expanded, **options)
+        else:  # lists of several lengths
+            rows = [self._tokenized([sample], **options) for sample in expanded]
+            encoded = {name: [row[name][0].tolist() for row in rows] for name in rows[0]}
         tiles = self.image_processor.tiles
         stills = ([x] if grid is None else tiles(x, grid) for x, grid in zip(pictures, grids, strict=True))
         media = {VIDEO: iter(clips), IMAGE: stills}
         frames: list[Frame] = [frame for kind in chat.placeholders(samples) for frame in next(media[kind])]
         if frames:
             encoded["pixel_values"] = self.image_processor(frames)["pixel_values"]
-        return returned(encoded, arguments["text_kwargs"].get("return_tensors"))
+        return returned(encoded, tensors)
 
     def _expand(
         self, samples: list[list[Piece]], frames_per_video: Sequence[int], image_grids: Sequence[Grid | None] | None

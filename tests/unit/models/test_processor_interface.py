@@ -159,6 +159,8 @@ class TestTokens:
         assert isinstance(processor(text=texts, return_tensors="np")[ids], np.ndarray)
         lists = processor(text="more", return_tensors=None)
         assert lists[ids] == processor(text="more")[ids].tolist()
+        ragged = processor(text=texts, return_tensors=None, padding=False)[ids]
+        assert ragged == [processor(text=text)[ids][0].tolist() for text in texts]
         with pytest.raises(DataError, match="padding_side was passed in text_kwargs and outside of it"):
             processor(text=texts, padding_side="left", text_kwargs={"padding_side": "right"})
         with pytest.raises(DataError, match="unknown arguments: colour"):
