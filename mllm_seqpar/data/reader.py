@@ -6,12 +6,19 @@ rank that reads a part of a plan gets the same pixels as a rank that reads all o
 only if the keyframe it finds is not after the wanted tick. Otherwise the target moves further back, finally to the
 start of the file. Frames that the decoder emits before that keyframe (leading pictures of an open GOP) are dropped
 because their reference frames are missing.
+
+Two things make this fast, and neither changes a pixel. A frame that no other frame refers to is decoded only if it is
+wanted. And all cores of a rank take part: where the file's index says where groups of pictures begin, threads decode
+different groups; otherwise, and where most frames of a group are wanted, the decoder itself runs on several threads.
 """
 
-from bisect import bisect_right
-from collections.abc import Iterator
-from contextlib import ExitStack
+import os
+from bisect import bisect_left, bisect_right, insort
+from collections.abc import Generator, Iterator, Sequence
+from contextlib import ExitStack, closing
+from dataclasses import dataclass
 from itertools import chain
+from queue import SimpleQueue
 from typing import Any
 
 import torch
@@ -19,10 +26,23 @@ from torch import Tensor
 
 from mllm_seqpar.errors import ConfigError, VideoError
 
+from .prefetch import read_ahead
 from .video import FramePlan, index_of, open_video, reason, require_av
 
 _FORWARD_SECONDS = 2
 """Without an index, a jump shorter than this, or than the longest GOP so far, is decoded instead of sought."""
+
+_AHEAD_BYTES = 256 << 20
+"""Decoded frames that several threads hold at most, in bytes; one frame a thread is always allowed."""
+
+
+def decode_threads() -> int:
+    """Return the number of threads that one rank decodes with: the cores of this process over the ranks of this host.
+
+    The number of ranks is the variable LOCAL_WORLD_SIZE, which torchrun, accelerate and our own launcher set.
+    """
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, cores // max(1, int(os.environ.get("LOCAL_WORLD_SIZE") or 1)))
 
 
 def read_frames(
@@ -32,7 +52,7 @@ def read_frames(
     *,
     size: tuple[int, int] | None = None,
     batch: int = 16,
-    threads: int = 1,
+    threads: int | None = None,
 ) -> Iterator[Tensor]:
     """Decode entries start <= i < stop of a plan, and skip as much of the file as possible.
 
@@ -41,27 +61,36 @@ def read_frames(
         start, stop: the range of entries; `stop=None` is the end of the plan.
         size: (height, width) to scale to (bicubic); None keeps the video's size.
         batch: frames per tensor, which bounds the memory used.
+        threads: how many threads decode; None: `decode_threads()`. The frames do not depend on it.
 
     Yields:
         uint8 tensors (up to `batch`, 3, H, W), RGB, in the plan's order.
 
     Raises:
-        ConfigError: a range outside the plan, or `batch` below 1.
+        ConfigError: a range outside the plan, or `batch` or `threads` below 1.
         VideoError: a frame cannot be decoded; names its number and time.
     """
     stop = len(plan) if stop is None else stop
+    threads = decode_threads() if threads is None else threads
     check_range(start, stop, len(plan), batch)
+    if threads < 1:
+        raise ConfigError(f"threads must be at least 1, got {threads}")
     if start == stop:
         return
     with ExitStack() as resources:
-        cursor = _Cursor(plan, threads, resources)
-        converter = _Converter(size, cursor.stream.codec_context)
+        reader = _Reader(plan, size, resources)
+        segments = reader.segments(range(start, stop), threads)
         images: list[Tensor] = []
-        for number in range(start, stop):
-            images.append(converter.tensor(*cursor.frame(number)))
-            if len(images) == batch or number == stop - 1:
-                yield torch.stack(images)
-                images = []
+        with closing(
+            reader.in_segments(segments, threads) if segments else reader.in_order(range(start, stop), threads)
+        ) as frames:
+            for image in frames:
+                images.append(image)
+                if len(images) == batch:
+                    yield torch.stack(images)
+                    images = []
+        if images:
+            yield torch.stack(images)
 
 
 def check_range(start: int, stop: int, total: int, batch: int) -> None:
@@ -71,6 +100,95 @@ def check_range(start: int, stop: int, total: int, batch: int) -> None:
         )
     if batch < 1:
         raise ConfigError(f"batch must be at least 1, got {batch}")
+
+
+class _Reader:
+    """Reads ranges of one plan, with one decoder or with several of them side by side."""
+
+    def __init__(self, plan: FramePlan, size: tuple[int, int] | None, resources: ExitStack) -> None:
+        self._plan, self._size, self._resources = plan, size, resources
+        _, stream = resources.enter_context(open_video(plan.path))
+        self._index = _Index.of(stream)
+        height, width = size or (stream.codec_context.height, stream.codec_context.width)
+        self._frame_bytes = max(1, 3 * height * width)
+
+    def segments(self, entries: range, threads: int) -> list[range]:
+        """Return ranges of entries to be decoded side by side; none if one decoder with several threads is as good.
+
+        A segment begins where a group of pictures begins, so that no frame is decoded twice.
+        """
+        most = min(16, max(1, _AHEAD_BYTES // self._frame_bytes // (2 * threads)))
+        if threads == 1 or not self._index.keys:
+            return []
+        found: list[range] = []
+        first = entry = entries.start
+        while entry < entries.stop:
+            following = self._next_group(entry, entries.stop)
+            if following - entry > most:
+                return []
+            if following - first > most:
+                found.append(range(first, entry))
+                first = entry
+            entry = following
+        found.append(range(first, entries.stop))
+        return found if len(found) >= 2 * threads else []
+
+    def _next_group(self, entry: int, stop: int) -> int:
+        """Return the first entry up to `stop` that is in a later group of pictures than `entry`."""
+        keys, ticks = self._index.keys, self._plan.ticks
+        following = bisect_right(keys, ticks[entry])
+        return stop if following == len(keys) else bisect_left(ticks, keys[following], entry + 1, stop)
+
+    def in_order(self, entries: range, threads: int) -> Generator[Tensor]:
+        """Yield frames from one decoder with several threads."""
+        yield from self._decoder(threads).frames(entries)
+
+    def in_segments(self, segments: Sequence[range], threads: int) -> Generator[Tensor]:
+        """Yield frames from as many decoders as threads, each with segments of its own."""
+        idle: SimpleQueue[_Decoder] = SimpleQueue()
+        for _ in range(threads):
+            idle.put(self._decoder(1))
+
+        def decode(segment: range) -> list[Tensor]:
+            decoder = idle.get()
+            try:
+                return list(decoder.frames(segment))
+            finally:
+                idle.put(decoder)
+
+        with closing(read_ahead(segments, decode, depth=threads, workers=threads)) as parts:
+            for images in parts:
+                yield from images
+
+    def _decoder(self, threads: int) -> "_Decoder":
+        files = self._resources.enter_context(ExitStack())
+        cursor = _Cursor(self._plan, threads, self._index, files)
+        return _Decoder(cursor, _Converter(self._size, cursor.stream.codec_context))
+
+
+@dataclass(frozen=True)
+class _Decoder:
+    """One decoder and the conversion of its frames."""
+
+    cursor: "_Cursor"
+    converter: "_Converter"
+
+    def frames(self, entries: range) -> Iterator[Tensor]:
+        for entry in entries:
+            yield self.converter.tensor(*self.cursor.frame(entry))
+
+
+@dataclass(frozen=True)
+class _Index:
+    """What the container's index says: times of keyframes, ascending, and of the last frame; empty without an index."""
+
+    keys: Sequence[int]
+    end: int | None
+
+    @classmethod
+    def of(cls, stream: Any) -> "_Index":
+        times = [(entry.timestamp, entry.is_keyframe) for entry in index_of(stream)]
+        return cls(sorted(time for time, key in times if key), max((time for time, _ in times), default=None))
 
 
 class _Converter:
@@ -105,16 +223,15 @@ class _Cursor:
     _ended: bool
     _from_start: bool
 
-    def __init__(self, plan: FramePlan, threads: int, resources: ExitStack) -> None:
+    def __init__(self, plan: FramePlan, threads: int, index: _Index, resources: ExitStack) -> None:
         self._plan, self._threads, self._resources = plan, threads, resources
+        self._keys, self._end = index.keys, index.end
         self._errors = require_av().error.FFmpegError
+        self._skips = True  # frames that are neither wanted nor referred to
         self._longest_gop = round(_FORWARD_SECONDS / plan.time_base)
         self._delay = 0  # the greatest difference of presentation and decoding time of a keyframe so far
         self._newest_key: int | None = None
         self._reopen()
-        index = index_of(self.stream)
-        self._keys = sorted(entry.timestamp for entry in index if entry.is_keyframe)
-        self._end = max((entry.timestamp for entry in index), default=None)
 
     def frame(self, number: int) -> tuple[int, Any]:
         """Return (presentation time, frame) of entry `number` of the plan."""
@@ -126,6 +243,10 @@ class _Cursor:
             if not self._from_start and (self._current is None or self._current[0] > tick):
                 self._reopen()  # the decoder returned no frame for the keyframe that the seek found
                 self._advance(tick)
+            if self._skips and not self._is_shown_at(tick):
+                self._skips = False
+                self._seek(tick)
+                self._advance(tick)
         except (self._errors, _Damaged) as error:
             raise self._undecodable(number, reason(error)) from error
         if self._current is None:
@@ -133,6 +254,7 @@ class _Cursor:
         if self._ended and self._end is not None and self._latest < self._end:
             seconds = self._plan.time(self._latest)
             raise self._undecodable(number, f"the file ends at {seconds:.3f} s, its index does not")
+        del self._times[: bisect_left(self._times, self._current[0])]
         return self._current
 
     def _advance(self, tick: int) -> None:
@@ -142,6 +264,21 @@ class _Cursor:
             if self._next is None or (self._current is not None and self._next[0] > tick):
                 return
             self._current, self._next = self._next, None
+
+    def _is_shown_at(self, tick: int) -> bool:
+        """Return whether the current frame is the one that the packets say is shown at a tick."""
+        shown = bisect_right(self._times, tick)
+        return self._current is not None and (shown == 0 or self._times[shown - 1] == self._current[0])
+
+    def _is_wanted(self, time: int) -> bool:
+        """Return whether a frame of this time may be shown at a planned tick.
+
+        The time of the next frame is not known yet. Frames that last much longer than the average are therefore missed
+        here, which `_is_shown_at` finds.
+        """
+        ticks = self._plan.ticks
+        following = bisect_left(ticks, time)
+        return following < len(ticks) and ticks[following] <= time + self._longest_frame
 
     def _should_seek(self, tick: int) -> bool:
         position = self._plan.start if self._current is None else self._current[0]
@@ -170,11 +307,14 @@ class _Cursor:
         if self._threads > 1:
             self.stream.thread_type = "AUTO"
         self.stream.codec_context.thread_count = self._threads
+        rate = self.stream.average_rate or 25
+        self._longest_frame = int(1.5 / (rate * self._plan.time_base)) + 1
         self._find_keyframe(from_start=True)
 
     def _find_keyframe(self, from_start: bool) -> bool:
         """Find the first keyframe at or after the file position and prepare to decode from it."""
         self._current = self._next = None
+        self._times: list[int] = []  # of the packets since the keyframe, ascending
         self._ended, self._from_start = False, from_start
         packets = self._container.demux(self.stream)
         for packet in packets:
@@ -188,9 +328,15 @@ class _Cursor:
         return False
 
     def _decode(self, packets: Iterator[Any], key: int) -> Iterator[tuple[int, Any]]:
+        codec = self.stream.codec_context
         for packet in packets:
             if packet.size:
                 self._record(packet)
+            known = packet.pts is not None and packet.size
+            if known and packet.pts >= key:
+                insort(self._times, packet.pts)
+            skip = self._skips and known and not self._is_wanted(packet.pts)
+            codec.skip_frame = "NONREF" if skip else "DEFAULT"
             for frame in packet.decode():
                 pts = frame.pts if frame.pts is not None else frame.dts
                 if pts is not None and pts >= key:
