@@ -23,7 +23,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
+from mllm_seqpar._compat import optional_import
 from mllm_seqpar.errors import ConfigError, VideoError
 
 from .prefetch import read_ahead
@@ -34,6 +36,12 @@ _FORWARD_SECONDS = 2
 
 _AHEAD_BYTES = 256 << 20
 """Decoded frames that several threads hold at most, in bytes; one frame a thread is always allowed."""
+
+DECODERS = ("pyav", "torchcodec")
+"""What decodes a video: PyAV, or torchcodec (the extra "torchcodec"), which can also decode on a GPU."""
+
+_TORCHCODEC_CONTAINERS = ("mov,mp4,m4a,3gp,3g2,mj2", "matroska,webm")
+"""FFmpeg's names of the containers in which torchcodec 0.13 finds every frame by its time."""
 
 
 def decode_threads() -> int:
@@ -53,6 +61,8 @@ def read_frames(
     size: tuple[int, int] | None = None,
     batch: int = 16,
     threads: int | None = None,
+    decoder: str = "pyav",
+    device: torch.device | str = "cpu",
 ) -> Iterator[Tensor]:
     """Decode entries start <= i < stop of a plan, and skip as much of the file as possible.
 
@@ -62,12 +72,17 @@ def read_frames(
         size: (height, width) to scale to (bicubic); None keeps the video's size.
         batch: frames per tensor, which bounds the memory used.
         threads: how many threads decode; None: `decode_threads()`. The frames do not depend on it.
+        decoder: one of `DECODERS`. Frames of torchcodec equal those of PyAV, except that they are scaled by PyTorch's
+            antialiased bicubic filter, and that NVDEC converts colours on its own. torchcodec reads mp4, mov, mkv and
+            webm; in other containers it finds other frames, so PyAV reads those.
+        device: where torchcodec decodes: "cpu", or "cuda" for NVDEC (not run on a GPU yet). The frames stay there.
 
     Yields:
         uint8 tensors (up to `batch`, 3, H, W), RGB, in the plan's order.
 
     Raises:
-        ConfigError: a range outside the plan, or `batch` or `threads` below 1.
+        ConfigError: a range outside the plan, `batch` or `threads` below 1, a decoder that is unknown or not
+            installed, or PyAV with a device other than the CPU.
         VideoError: a frame cannot be decoded; names its number and time.
     """
     stop = len(plan) if stop is None else stop
@@ -75,15 +90,19 @@ def read_frames(
     check_range(start, stop, len(plan), batch)
     if threads < 1:
         raise ConfigError(f"threads must be at least 1, got {threads}")
+    if decoder not in DECODERS:
+        raise ConfigError(f"decoder {decoder!r} is unknown; choose one of: {', '.join(DECODERS)}")
+    if decoder == "pyav" and torch.device(device).type != "cpu":
+        raise ConfigError(f"decoder 'pyav' decodes on the CPU only, got device {device}; use decoder='torchcodec'")
     if start == stop:
+        return
+    if decoder == "torchcodec":
+        yield from _read_with_torchcodec(plan, range(start, stop), size, batch, threads, device)
         return
     with ExitStack() as resources:
         reader = _Reader(plan, size, resources)
-        segments = reader.segments(range(start, stop), threads)
         images: list[Tensor] = []
-        with closing(
-            reader.in_segments(segments, threads) if segments else reader.in_order(range(start, stop), threads)
-        ) as frames:
+        with closing(reader.frames(range(start, stop), threads)) as frames:
             for image in frames:
                 images.append(image)
                 if len(images) == batch:
@@ -91,6 +110,49 @@ def read_frames(
                     images = []
         if images:
             yield torch.stack(images)
+
+
+def _read_with_torchcodec(
+    plan: FramePlan,
+    entries: range,
+    size: tuple[int, int] | None,
+    batch: int,
+    threads: int,
+    device: torch.device | str,
+) -> Iterator[Tensor]:
+    """Do what `read_frames` does, with torchcodec."""
+    try:
+        decoders = optional_import("torchcodec.decoders", extra="torchcodec", needed_for="decoder='torchcodec'")
+    except RuntimeError as error:  # torchcodec is installed, and finds no FFmpeg, or not the libraries of CUDA
+        lines = str(error).strip().splitlines()
+        raise ConfigError(f"torchcodec cannot be loaded ({lines[0]}); install FFmpeg, or use decoder='pyav'") from error
+    with open_video(plan.path) as (container, stream):
+        index, container_format = stream.index, container.format.name
+    if container_format not in _TORCHCODEC_CONTAINERS:
+        for frames in read_frames(plan, entries.start, entries.stop, size=size, batch=batch, threads=threads):
+            yield frames.to(device)
+        return
+    first = entries.start
+    try:
+        video = decoders.VideoDecoder(plan.path, stream_index=index, num_ffmpeg_threads=threads, device=device)
+        begin, end, last = video.metadata.begin_stream_seconds, video.metadata.end_stream_seconds, len(video) - 1
+        for first in range(entries.start, entries.stop, batch):  # noqa: B007 - the handler names it
+            ticks = plan.ticks[first : min(first + batch, entries.stop)]
+            # Presentation times are whole ticks, so half a tick later the same frame is shown, however floats round.
+            times = [max(float((2 * tick + 1) * plan.time_base / 2), begin) for tick in ticks]
+            inside = [time for time in times if time < end]
+            images = torch.cat(
+                [
+                    *([video.get_frames_played_at(inside).data] if inside else []),
+                    *[video.get_frame_at(last).data[None]] * (len(times) - len(inside)),
+                ]
+            )
+            if size is not None and images.shape[2:] != size:
+                images = F.interpolate(images.float(), size, mode="bicubic", antialias=True)
+                images = images.round().clamp(0, 255).to(torch.uint8)
+            yield images
+    except (RuntimeError, IndexError, ValueError) as error:
+        raise _undecodable(plan, first, str(error).splitlines()[0]) from error
 
 
 def check_range(start: int, stop: int, total: int, batch: int) -> None:
@@ -107,12 +169,33 @@ class _Reader:
 
     def __init__(self, plan: FramePlan, size: tuple[int, int] | None, resources: ExitStack) -> None:
         self._plan, self._size, self._resources = plan, size, resources
-        _, stream = resources.enter_context(open_video(plan.path))
-        self._index = _Index.of(stream)
+        container, stream = resources.enter_context(open_video(plan.path))
+        self._index = _Index.of(container, stream)
         height, width = size or (stream.codec_context.height, stream.codec_context.width)
         self._frame_bytes = max(1, 3 * height * width)
 
-    def segments(self, entries: range, threads: int) -> list[range]:
+    def frames(self, entries: range, threads: int) -> Generator[Tensor]:
+        """Yield the frames of a range of entries in order, decoded with a number of threads."""
+        segments = self._segments(entries, threads)
+        if not segments:
+            yield from self._decoder(threads).frames(entries)
+            return
+        idle: SimpleQueue[_Decoder] = SimpleQueue()
+        for _ in range(threads):
+            idle.put(self._decoder(1))
+
+        def decode(segment: range) -> list[Tensor]:
+            decoder = idle.get()
+            try:
+                return list(decoder.frames(segment))
+            finally:
+                idle.put(decoder)
+
+        with closing(read_ahead(segments, decode, depth=threads, workers=threads)) as parts:
+            for images in parts:
+                yield from images
+
+    def _segments(self, entries: range, threads: int) -> list[range]:
         """Return ranges of entries to be decoded side by side; none if one decoder with several threads is as good.
 
         A segment begins where a group of pictures begins, so that no frame is decoded twice.
@@ -135,30 +218,11 @@ class _Reader:
 
     def _next_group(self, entry: int, stop: int) -> int:
         """Return the first entry up to `stop` that is in a later group of pictures than `entry`."""
-        keys, ticks = self._index.keys, self._plan.ticks
-        following = bisect_right(keys, ticks[entry])
-        return stop if following == len(keys) else bisect_left(ticks, keys[following], entry + 1, stop)
-
-    def in_order(self, entries: range, threads: int) -> Generator[Tensor]:
-        """Yield frames from one decoder with several threads."""
-        yield from self._decoder(threads).frames(entries)
-
-    def in_segments(self, segments: Sequence[range], threads: int) -> Generator[Tensor]:
-        """Yield frames from as many decoders as threads, each with segments of its own."""
-        idle: SimpleQueue[_Decoder] = SimpleQueue()
-        for _ in range(threads):
-            idle.put(self._decoder(1))
-
-        def decode(segment: range) -> list[Tensor]:
-            decoder = idle.get()
-            try:
-                return list(decoder.frames(segment))
-            finally:
-                idle.put(decoder)
-
-        with closing(read_ahead(segments, decode, depth=threads, workers=threads)) as parts:
-            for images in parts:
-                yield from images
+        index, ticks = self._index, self._plan.ticks
+        following = bisect_right(index.keys, ticks[entry] - index.delay)
+        if following == len(index.keys):
+            return stop
+        return bisect_left(ticks, index.keys[following] + index.delay, entry + 1, stop)
 
     def _decoder(self, threads: int) -> "_Decoder":
         files = self._resources.enter_context(ExitStack())
@@ -180,15 +244,24 @@ class _Decoder:
 
 @dataclass(frozen=True)
 class _Index:
-    """What the container's index says: times of keyframes, ascending, and of the last frame; empty without an index."""
+    """What the container's index says; empty without one.
+
+    Attributes:
+        keys: the decoding times of the keyframes, ascending.
+        end: the decoding time of the last frame.
+        delay: by how much the presentation time of the first keyframe is after its decoding time.
+    """
 
     keys: Sequence[int]
     end: int | None
+    delay: int
 
     @classmethod
-    def of(cls, stream: Any) -> "_Index":
+    def of(cls, container: Any, stream: Any) -> "_Index":
         times = [(entry.timestamp, entry.is_keyframe) for entry in index_of(stream)]
-        return cls(sorted(time for time, key in times if key), max((time for time, _ in times), default=None))
+        first = next(container.demux(stream), None) if times else None
+        delay = 0 if first is None or first.pts is None or first.dts is None else first.pts - first.dts
+        return cls(sorted(time for time, key in times if key), max((time for time, _ in times), default=None), delay)
 
 
 class _Converter:
@@ -229,7 +302,7 @@ class _Cursor:
         self._errors = require_av().error.FFmpegError
         self._skips = True  # frames that are neither wanted nor referred to
         self._longest_gop = round(_FORWARD_SECONDS / plan.time_base)
-        self._delay = 0  # the greatest difference of presentation and decoding time of a keyframe so far
+        self._delay = index.delay  # the greatest difference of presentation and decoding time of a keyframe so far
         self._newest_key: int | None = None
         self._reopen()
 
@@ -248,12 +321,12 @@ class _Cursor:
                 self._seek(tick)
                 self._advance(tick)
         except (self._errors, _Damaged) as error:
-            raise self._undecodable(number, reason(error)) from error
+            raise _undecodable(self._plan, number, reason(error)) from error
         if self._current is None:
-            raise self._undecodable(number, "the file ends before its first decodable frame")
+            raise _undecodable(self._plan, number, "the file ends before its first decodable frame")
         if self._ended and self._end is not None and self._latest < self._end:
             seconds = self._plan.time(self._latest)
-            raise self._undecodable(number, f"the file ends at {seconds:.3f} s, its index does not")
+            raise _undecodable(self._plan, number, f"the file ends at {seconds:.3f} s, its index does not")
         del self._times[: bisect_left(self._times, self._current[0])]
         return self._current
 
@@ -354,15 +427,16 @@ class _Cursor:
                 self._longest_gop = max(self._longest_gop, time - self._newest_key)
             self._newest_key = time
 
-    def _undecodable(self, number: int, why: str) -> VideoError:
-        return VideoError(
-            f"{self._plan.path}: frame {number} of {len(self._plan)} planned (at {self._plan.seconds(number):.3f} s) "
-            f"cannot be decoded: {why}; replace the file, or re-encode its readable part"
-        )
-
 
 class _Damaged(Exception):
     """The decoder reports a damaged picture."""
+
+
+def _undecodable(plan: FramePlan, number: int, why: str) -> VideoError:
+    return VideoError(
+        f"{plan.path}: frame {number} of {len(plan)} planned (at {plan.seconds(number):.3f} s) cannot be decoded: "
+        f"{why}; replace the file, or re-encode its readable part"
+    )
 
 
 def _time(packet: Any) -> int:
