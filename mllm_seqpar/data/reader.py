@@ -13,11 +13,13 @@ different groups; otherwise, and where most frames of a group are wanted, the de
 """
 
 import os
+import threading
 from bisect import bisect_left, bisect_right, insort
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
-from itertools import chain
+from itertools import chain, groupby
+from operator import itemgetter
 from queue import SimpleQueue
 from typing import Any
 
@@ -169,31 +171,47 @@ class _Reader:
 
     def __init__(self, plan: FramePlan, size: tuple[int, int] | None, resources: ExitStack) -> None:
         self._plan, self._size, self._resources = plan, size, resources
-        container, stream = resources.enter_context(open_video(plan.path))
-        self._index = _Index.of(container, stream)
-        height, width = size or (stream.codec_context.height, stream.codec_context.width)
+        with open_video(plan.path) as (container, stream):
+            self._index = _Index.of(container, stream)
+            self._coded_size = stream.codec_context.height, stream.codec_context.width
+        height, width = size or self._coded_size
         self._frame_bytes = max(1, 3 * height * width)
+        self._converters = threading.local()
 
     def frames(self, entries: range, threads: int) -> Generator[Tensor]:
         """Yield the frames of a range of entries in order, decoded with a number of threads."""
         segments = self._segments(entries, threads)
         if not segments:
-            yield from self._decoder(threads).frames(entries)
+            shown = _shown(self._cursor(threads), entries)
+            if threads == 1:
+                for item in shown:
+                    yield from self._tensors(item)
+                return
+            with closing(read_ahead(shown, self._tensors, threads, threads)) as parts:
+                for images in parts:
+                    yield from images
             return
-        idle: SimpleQueue[_Decoder] = SimpleQueue()
+        idle: SimpleQueue[_Cursor] = SimpleQueue()
         for _ in range(threads):
-            idle.put(self._decoder(1))
+            idle.put(self._cursor(1))
 
         def decode(segment: range) -> list[Tensor]:
-            decoder = idle.get()
+            cursor = idle.get()
             try:
-                return list(decoder.frames(segment))
+                return [image for shown in _shown(cursor, segment) for image in self._tensors(shown)]
             finally:
-                idle.put(decoder)
+                idle.put(cursor)
 
-        with closing(read_ahead(segments, decode, depth=threads, workers=threads)) as parts:
+        with closing(read_ahead(segments, decode, threads, threads)) as parts:
             for images in parts:
                 yield from images
+
+    def _tensors(self, shown: tuple[Any, int]) -> list[Tensor]:
+        """Return a decoded frame as tensors, one for each entry that shows it."""
+        frame, count = shown
+        if not hasattr(self._converters, "own"):  # one in each thread
+            self._converters.own = _Converter(self._size, self._coded_size)
+        return [self._converters.own.tensor(frame)] * count
 
     def _segments(self, entries: range, threads: int) -> list[range]:
         """Return ranges of entries to be decoded side by side; none if one decoder with several threads is as good.
@@ -224,22 +242,15 @@ class _Reader:
             return stop
         return bisect_left(ticks, index.keys[following] + index.delay, entry + 1, stop)
 
-    def _decoder(self, threads: int) -> "_Decoder":
-        files = self._resources.enter_context(ExitStack())
-        cursor = _Cursor(self._plan, threads, self._index, files)
-        return _Decoder(cursor, _Converter(self._size, cursor.stream.codec_context))
+    def _cursor(self, threads: int) -> "_Cursor":
+        return _Cursor(self._plan, threads, self._index, self._resources.enter_context(ExitStack()))
 
 
-@dataclass(frozen=True)
-class _Decoder:
-    """One decoder and the conversion of its frames."""
-
-    cursor: "_Cursor"
-    converter: "_Converter"
-
-    def frames(self, entries: range) -> Iterator[Tensor]:
-        for entry in entries:
-            yield self.converter.tensor(*self.cursor.frame(entry))
+def _shown(cursor: "_Cursor", entries: range) -> Iterator[tuple[Any, int]]:
+    """Yield each frame that a range of entries shows, and how many entries in a row show it."""
+    for _, group in groupby(map(cursor.frame, entries), key=itemgetter(0)):
+        found = list(group)
+        yield found[0][1], len(found)
 
 
 @dataclass(frozen=True)
@@ -267,23 +278,19 @@ class _Index:
 class _Converter:
     """Converts decoded frames to upright RGB tensors of one size."""
 
-    def __init__(self, size: tuple[int, int] | None, codec: Any) -> None:
+    def __init__(self, size: tuple[int, int] | None, coded_size: tuple[int, int]) -> None:
         self._reformatter = require_av().video.reformatter.VideoReformatter()
         self._size = size
-        self._coded_size = (codec.height, codec.width)  # applies to frames after a change of resolution too
-        self._last: tuple[int, Tensor] | None = None
+        self._coded_size = coded_size  # applies to frames after a change of resolution too
 
-    def tensor(self, pts: int, frame: Any) -> Tensor:
-        if self._last is not None and self._last[0] == pts:  # one frame at several planned ticks
-            return self._last[1]
+    def tensor(self, frame: Any) -> Tensor:
         turns = round(getattr(frame, "rotation", 0) / 90) % 4  # counter-clockwise quarter turns, set by phones
         height, width = self._size or self._coded_size
         if self._size and turns % 2:
             height, width = width, height
         rgb = self._reformatter.reformat(frame, width, height, "rgb24", interpolation="BICUBIC").to_ndarray()
         image = torch.from_numpy(rgb).permute(2, 0, 1)
-        self._last = pts, torch.rot90(image, turns, (1, 2)) if turns else image
-        return self._last[1]
+        return torch.rot90(image, turns, (1, 2)) if turns else image
 
 
 class _Cursor:
