@@ -17,7 +17,7 @@ from typing import Any
 from mllm_seqpar._logging import get_logger
 from mllm_seqpar.errors import ConfigError, VideoError
 
-from .media_files import media_size
+from .media_files import media_size, underlying_file, video_options
 
 _log = get_logger(__name__)
 
@@ -97,7 +97,14 @@ def open_video(path: str | os.PathLike[str]) -> Iterator[tuple[Any, Any]]:
     if media_size(name) == 0:
         raise VideoError(f"{name}: the file is empty (0 bytes); was the download interrupted?")
     try:
-        container = av.open(name)
+        # "file:" keeps a name such as concat:a.mp4 from being read as a protocol
+        container = av.open(name if underlying_file(name) != name else f"file:{name}", options=video_options(name))
+    except av.error.ArgumentError as error:  # what FFmpeg raises for a format that is not in the whitelist
+        raise VideoError(
+            f"{name}: not in a container format that is read here (mp4, mov, mkv, webm, avi, mpegts and others that "
+            "are complete in one file); playlists and descriptions that name other files or hosts (HLS, DASH, concat, "
+            "SDP) are refused; convert it, e.g. ffmpeg -i IN -c copy OUT.mp4"
+        ) from error
     except (av.error.FFmpegError, OSError) as error:
         raise VideoError(f"{name}: not a readable video ({reason(error)}); is it complete, is it a video?") from error
     with container:
