@@ -51,7 +51,13 @@ class Sampling:
         options: dict[str, Any] = {"max_new_tokens": self.max_new_tokens, "num_beams": 1}
         if self.temperature == 0:
             return options | {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}
-        return options | {"do_sample": True, "temperature": self.temperature, "top_p": self.top_p, "top_k": 0}
+        # transformers refuses whole numbers that are not floats.
+        return options | {
+            "do_sample": True,
+            "temperature": float(self.temperature),
+            "top_p": float(self.top_p),
+            "top_k": 0,
+        }
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,7 +15,7 @@ from typing import Any
 from mllm_seqpar.inference.conversation import LengthError, Reply
 
 from .engine import Job
-from .jobs import Impossible, Worker
+from .jobs import Impossible, Outcome, Worker
 from .protocol import ApiError
 
 SHUTTING_DOWN = ApiError(503, "the server is shutting down", code="shutting_down", kind="server_error")
@@ -116,10 +116,10 @@ class RequestQueue:
         except Impossible as error:
             if self.stopping:
                 return "error", SHUTTING_DOWN
-            memory = not isinstance(error.cause, ValueError)
-            if memory:
+            failed = error.outcome >= Outcome.FAILED
+            if failed:
                 sys.stderr.write("".join(traceback.format_exception(error.cause)))
-            status, kind = (500, "server_error") if memory else (400, "invalid_request_error")
+            status, kind = (500, "server_error") if failed else (400, "invalid_request_error")
             text = str(error)
             for file in request.job.media:  # clients need not know where files are
                 text = text.replace(file.path, Path(file.path).name)
