@@ -100,6 +100,15 @@ class ImageListSource:
             yield torch.stack(images)
 
 
+def is_picture(name: str) -> bool:
+    """Return whether a file is one picture, by its content; animations count as videos."""
+    try:
+        with _open_picture(name) as (file, _):
+            return getattr(file, "n_frames", 1) == 1 or file.format in ("JPEG", "MPO", "TIFF", "ICO")
+    except VideoError:
+        return False
+
+
 @lru_cache(maxsize=4096)
 def _first_size(source: VideoSource) -> tuple[int, int]:
     # A phone's rotation is stored with the frames, not in the container, so one frame is decoded.

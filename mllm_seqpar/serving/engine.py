@@ -13,7 +13,7 @@ import json
 import os
 from collections import OrderedDict
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
@@ -39,24 +39,27 @@ class MediaFile:
         kind: "video" or "image".
         path: the same file on all ranks.
         version: changes with the contents of the file.
+        name: what the user calls it, for messages.
         fps, num_frames, max_frames: the sampling of a video.
     """
 
     kind: str
     path: str
     version: str
+    name: str = field(default="", compare=False)
     fps: float | None = None
     num_frames: int | None = None
     max_frames: int | None = None
 
     @classmethod
-    def of(cls, kind: str, path: str, **sampling: Any) -> MediaFile:
+    def of(cls, kind: str, path: str, *, name: str = "", **sampling: Any) -> MediaFile:
         """Return the file with its current version; raise ConfigError if there is none."""
         try:
             facts = os.stat(path)
         except OSError as error:
             raise ConfigError(f"{path}: {error.strerror}; give the path of a file") from error
-        return cls(kind=kind, path=os.path.abspath(path), version=f"{facts.st_size} {facts.st_mtime_ns}", **sampling)
+        version = f"{facts.st_size} {facts.st_mtime_ns}"
+        return cls(kind=kind, path=os.path.abspath(path), version=version, name=name or path, **sampling)
 
     def open(self, family: Any) -> FrameSource:
         if self.kind == "image":
