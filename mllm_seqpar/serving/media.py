@@ -313,12 +313,14 @@ def _decoded(url: str, start: int, base64_encoded: bool) -> Iterator[bytes]:
 
 
 def _blocks(answer: Any) -> Iterator[bytes]:
-    """Yield what a host sends; raise OSError if that takes too long."""
+    """Yield what a host sends; raise OSError if that takes too long, or ends before the stated length."""
     deadline = time.monotonic() + LONGEST
     while block := answer.read1(_BLOCK):
         if time.monotonic() > deadline:
             raise OSError(f"the download takes more than {LONGEST:.0f} s")
         yield block
+    if answer.length:
+        raise OSError(f"it ended {answer.length} bytes early")
 
 
 def _media_file(claim: _Claim, reference: MediaReference, sampling: dict[str, Any]) -> MediaFile:
