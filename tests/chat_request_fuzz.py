@@ -55,10 +55,23 @@ TEXTS = [
     "{",
     "[]",
 ]
-SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
+USUAL = [0, 1, 2, 0.1, 0.5, 0.9, 1.0, 1.2, 5]
+SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 OTHER = (
     *("seed", "stop", "max_completion_tokens", "min_tokens", "n", "stream", "stream_options", "evidence", "logprobs"),
-    *("tools", "tool_choice", "response_format", "logit_bias", "user", "metadata", "generation_config", "model", "foo"),
+    *(
+        "presence_penalty",
+        "frequency_penalty",
+        "tools",
+        "tool_choice",
+        "response_format",
+        "logit_bias",
+        "user",
+        "metadata",
+        "generation_config",
+        "model",
+        "foo",
+    ),
     *(
         "chat_template_kwargs",
         "mm_processor_kwargs",
@@ -123,12 +136,14 @@ class Bodies:
         return draw.choice([True, False]) if kind == "flag" else None
 
     def number(self) -> Any:
-        return self._random.choice([*NUMBERS, self._random.uniform(0, 2), self._random.randint(0, 9)])
+        return self._random.choice([*USUAL * 5, *NUMBERS, self._random.uniform(0, 2)])
 
     def part(self) -> Any:
         draw = self._random
         kind = draw.choice(["text", "text", "video_url", "video_url", "image_url", "file", "input_audio"])
-        inner: Any = {"url": draw.choice(self._urls)} if kind.endswith("url") else {"file_id": draw.choice(TEXTS)}
+        inner: Any = (
+            {"url": draw.choice(["clip.mp4", *self._urls])} if kind.endswith("url") else {"file_id": draw.choice(TEXTS)}
+        )
         part = {"type": kind, kind: draw.choice(TEXTS) if kind == "text" else inner}
         for place in (part, inner):
             if draw.random() < 0.3:

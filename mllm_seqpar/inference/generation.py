@@ -47,11 +47,11 @@ class Sampling:
     min_new_tokens: int = 0
 
     def __post_init__(self) -> None:
-        # Scores that are divided by less than 0.01 overflow, and the probabilities are then not numbers.
+        # Scores that are divided by almost nothing overflow, and the probabilities are then not numbers.
         penalty = 1.0 if self.repetition_penalty is None else self.repetition_penalty
         for name, valid, allowed in (
             ("max_new_tokens", self.max_new_tokens > 0, "1 or more"),
-            ("temperature", self.temperature == 0 or self.temperature >= 0.01, "0, or 0.01 or more"),
+            ("temperature", self.temperature == 0 or self.temperature >= 1e-6, "0, or 1e-6 or more"),
             ("top_p", 0 < self.top_p <= 1, "more than 0 and at most 1"),
             ("top_k", self.top_k >= 0, "0 or more"),
             ("min_p", self.min_p is None or 0 <= self.min_p <= 1, "0 to 1"),

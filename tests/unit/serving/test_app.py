@@ -340,3 +340,15 @@ def test_uploads_are_listed_used_and_deleted(service: SimpleNamespace) -> None:
     assert job.messages == [{"role": "user", "content": [{"type": "video"}, {"type": "text", "text": "?"}]}]
     assert (job.media[0].kind, job.media[0].num_frames, job.media[0].fps) == ("video", 2, None)
     assert files.delete(upload.id).deleted and not list(files.list())
+
+
+def test_upload_without_room_is_refused_before_it_is_received(
+    service: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for _ in range(2):
+        service.client.files.create(file=("a.mp4", b"x" * 2400), purpose="user_data")
+    monkeypatch.setattr(MediaStore, "add", None)  # must not be reached
+    assert status_of(lambda: service.client.files.create(file=("a.mp4", b"x" * 300), purpose="user_data")) == (
+        413,
+        None,
+    )

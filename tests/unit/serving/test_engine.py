@@ -52,13 +52,29 @@ def test_job_survives_its_way_to_the_other_ranks(video: MediaFile) -> None:
     assert Job.from_json(asked.to_json()) == asked
 
 
-def test_videos_and_images_in_one_message_equal_the_unpatched_model() -> None:
+SAMPLED = Sampling(
+    **{
+        "max_new_tokens": 8,
+        "min_new_tokens": 6,
+        "temperature": 1.3,
+        "top_p": 0.9,
+        "top_k": 20,
+        "min_p": 0.02,
+        "seed": 3,
+    },
+    repetition_penalty=1.4,
+)
+
+
+@pytest.mark.parametrize("sampling", [FEW, SAMPLED], ids=["greedy", "sampled"])
+def test_videos_and_images_in_one_message_equal_the_unpatched_model(sampling: Sampling) -> None:
     folder = family_folder()
     model = folder / "mllama"
     clip = MediaFile.of("video", str(folder / "clip.mp4"), num_frames=3)
     images = [MediaFile.of("image", str(folder / f"{number}.png")) for number in (1, 2)]
-    asked = job(images[0], clip, images[1])
-    replies = [reply for world in (1, 2) for reply in on_ranks(world, model, lambda engine: answer(engine, asked))]
+    asked = job(images[0], clip, images[1], sampling=sampling)
+    worlds = (1, 2) if sampling is FEW else (1,)  # ranks that are threads share their random numbers
+    replies = [reply for world in worlds for reply in on_ranks(world, model, lambda engine: answer(engine, asked))]
 
     processor, unpatched = load_processor(str(model)), load_model(str(model)).eval()
     family = chat_family(processor)
@@ -67,7 +83,12 @@ def test_videos_and_images_in_one_message_equal_the_unpatched_model() -> None:
     parts = [family.pixels(frames) for frames in JoinedSource(tuple(sources)).read(0, 5)]
     pictures = (torch.cat(columns)[None] for columns in zip(*parts, strict=True))
     named = dict(zip(family.frame_names, pictures, strict=True))
-    output = unpatched.generate(**family.arguments(text), **named, do_sample=False, max_new_tokens=5)
+    torch.manual_seed(sampling.seed)
+    options = {"do_sample": False, "max_new_tokens": 5}
+    if sampling is SAMPLED:
+        options = {"do_sample": True, "max_new_tokens": 8, "min_new_tokens": 6, "temperature": 1.3, "top_p": 0.9}
+        options |= {"top_k": 20, "min_p": 0.02, "repetition_penalty": 1.4}
+    output = unpatched.generate(**family.arguments(text), **named, **options)
     expected = output[0, text.input_ids.shape[1] :].tolist()
     assert all(reply.tokens == expected for reply in replies)
 
