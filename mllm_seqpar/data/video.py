@@ -103,8 +103,8 @@ def open_video(path: str | os.PathLike[str]) -> Iterator[tuple[Any, Any]]:
     except (av.error.FFmpegError, OSError) as error:
         if getattr(error, "errno", None) == errno.EINVAL:  # the format is not in the whitelist
             raise VideoError(
-                f"{name}: not in a container format that is read here (mp4, mov, mkv, webm, avi, mpegts and others that "
-                "are complete in one file); playlists and descriptions that name other files or hosts (HLS, DASH, "
+                f"{name}: not in a container format that is read here (mp4, mov, mkv, webm, avi, mpegts and others "
+                "that are complete in one file); playlists and descriptions that name other files or hosts (HLS, DASH, "
                 "concat, SDP) are refused; convert it, e.g. ffmpeg -i IN -c copy OUT.mp4"
             ) from error
         raise VideoError(f"{name}: not a readable video ({reason(error)}); is it complete, is it a video?") from error

@@ -33,6 +33,9 @@ from .protocol import ApiError, ChatRequest, read_request
 from .request_queue import RequestQueue, Waiting
 
 PAGE = Path(__file__).parent / "page"
+FORM = 1024
+"""Bytes of an upload that may be the form around the file."""
+
 POLICY = "default-src 'self'; media-src 'self' blob:; img-src 'self' blob: data:; frame-ancestors 'none'"
 
 
@@ -253,7 +256,8 @@ def _add_files(app: FastAPI, store: MediaStore) -> None:
     async def create(request: Request) -> Response:
         if not request.headers.get("content-type", "").startswith("multipart/form-data"):
             raise ApiError(400, "expected multipart/form-data with a file and its purpose", param="file")
-        store.require_room(int(request.headers.get("content-length", "0")))  # before the file is received
+        length = int(request.headers.get("content-length", "0"))
+        store.require_room(max(0, length - FORM))  # before the file is received
         async with request.form(max_files=1, max_fields=8) as form:
             file, purpose = form.get("file"), form.get("purpose")
             if not isinstance(file, UploadFile) or not isinstance(purpose, str):
