@@ -348,7 +348,7 @@ def test_upload_without_room_is_refused_before_it_is_received(
     for _ in range(2):
         service.client.files.create(file=("a.mp4", b"x" * 2400), purpose="user_data")
     monkeypatch.setattr(MediaStore, "add", None)  # must not be reached
-    assert status_of(lambda: service.client.files.create(file=("a.mp4", b"x" * 300), purpose="user_data")) == (
+    assert status_of(lambda: service.client.files.create(file=("a.mp4", b"x" * 2400), purpose="user_data")) == (
         413,
         None,
     )
