@@ -39,22 +39,24 @@ def parse(body: bytes) -> Any:
         raise ApiError(400, f"the body is not JSON ({error})") from error
 
 
-def _without_long_urls(body: bytes, mark: bytes) -> tuple[bytes, dict[str, bytes]]:
+def _without_long_urls(body: bytes, mark: bytes) -> tuple[bytes, dict[str, memoryview]]:
     """Return the body with a mark in place of each long data: URL, and the URLs by their marks."""
-    urls: dict[str, bytes] = {}
-    parts, position, found = [], 0, -1
+    urls: dict[str, memoryview] = {}
+    view = memoryview(body)  # slices of it are no copies
+    parts: list[memoryview | bytes] = []
+    position, found = 0, -1
     while (found := body.find(b'"data:', found + 1)) >= 0:
         start, stop = found + 1, body.find(b'"', found + 1)
         if stop - start < _LONG or body[found - 1 : found] == b"\\" or body.find(b"\\", start, stop) >= 0:
             continue  # short, inside a text, or with an escape that only the parser reads
         name = b"%s-%d" % (mark, len(urls))
-        urls[name.decode()] = body[start:stop]
-        parts += [body[position:start], name]
+        urls[name.decode()] = view[start:stop]
+        parts += [view[position:start], name]
         position = found = stop
-    return b"".join([*parts, body[position:]]), urls
+    return b"".join([*parts, view[position:]]), urls
 
 
-def _restored(value: Any, urls: dict[str, bytes]) -> Any:
+def _restored(value: Any, urls: dict[str, memoryview]) -> Any:
     """Return a parsed value with the URLs in place of their marks; raise UnicodeError for a lone surrogate."""
     if isinstance(value, dict):
         return {_restored(name, urls): _restored(item, urls) for name, item in value.items()}
@@ -62,7 +64,7 @@ def _restored(value: Any, urls: dict[str, bytes]) -> Any:
         return [_restored(item, urls) for item in value]
     if isinstance(value, str):
         value.encode()
-        return urls[value].decode() if value in urls else value
+        return str(urls[value], "utf-8") if value in urls else value
     return value
 
 
