@@ -1,14 +1,10 @@
 """Layer: one process. The HTTP interface with a model that a test controls: limits, errors, streams, disconnects."""
 
 import json
-import re
-import socket
 import threading
 import urllib.request
-from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,99 +14,11 @@ pytest.importorskip("fastapi", reason="fastapi is not installed (extra serve)")
 pytest.importorskip("openai", reason="openai is not installed (extra test)")
 
 import openai
-import uvicorn
+from live_app import PIECES, ask, status_of
 
-from mllm_seqpar.errors import VideoError
-from mllm_seqpar.inference import Sampling
-from mllm_seqpar.inference.conversation import Reply
-from mllm_seqpar.inference.moments import Moment
 from mllm_seqpar.serving import app
-from mllm_seqpar.serving.app import Service, make_app
-from mllm_seqpar.serving.jobs import Impossible, Outcome
 from mllm_seqpar.serving.media import MediaStore
 from mllm_seqpar.serving.protocol import ApiError
-from mllm_seqpar.serving.request_queue import RequestQueue
-
-PIECES = ("One", " two", " three")
-
-
-class FakeWorker:
-    """Answers with `PIECES`; waits before the second piece until `go` is set."""
-
-    def __init__(self) -> None:
-        self.channel = SimpleNamespace(heartbeat=0.05, require_alive=lambda: None)
-        self.go, self.began, self.ended = threading.Event(), threading.Event(), threading.Event()
-        self.jobs: list[Any] = []
-        self.go.set()
-
-    def run(self, job: Any, *, on_start: Any, progress: Any, on_text: Any, interrupted: Callable[[], bool]) -> Reply:
-        self.jobs.append(job)
-        if "broken" in str(job.messages):
-            raise Impossible(VideoError(f"{job.media[0].path if job.media else 'the video'} is damaged"))
-        if "bug" in str(job.messages):
-            raise Impossible(KeyError("/inner/path"), Outcome.FAILED)
-        progress(1, 2)
-        on_start()
-        on_text(PIECES[0])
-        self.began.set()
-        while not (self.go.wait(0.01) or interrupted()):
-            pass
-        reason = "interrupted" if interrupted() else "stop"
-        for piece in PIECES[1:]:
-            on_text(piece)
-        self.ended.set()
-        text, times = "".join(PIECES), {"prefill_seconds": 0.0, "decode_seconds": 0.0}
-        if job.evidence:
-            times["evidence"] = (Moment(share=0.5, first=2, last=3, peak=2, start=2.0, end=4.0),)
-        return Reply(text=text, tokens=[1, 2, 3], prompt_tokens=5, cached_tokens=4, finish_reason=reason, **times)
-
-
-@pytest.fixture
-def service(tmp_path: Path) -> Iterator[SimpleNamespace]:
-    """A server on a free port, with its queue, its worker, and clients."""
-    queue, worker, log = RequestQueue(1), FakeWorker(), []
-    made = Service(
-        model="tiny",
-        store=MediaStore(tmp_path, max_bytes=1000, max_total=5000, allowed_hosts=["localhost"]),
-        queue=queue,
-        ranks=1,
-        api_key="secret",
-        max_bytes=5000,
-        sampling=Sampling(),
-        frames={"fps": 1.0},
-        log=log.append,
-    )
-    server = uvicorn.Server(uvicorn.Config(make_app(made), log_level="error", lifespan="off"))
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        threads = [
-            threading.Thread(target=server.run, kwargs={"sockets": [listener]}),
-            threading.Thread(target=queue.answer_all, args=(worker,)),
-        ]
-        for thread in threads:
-            thread.start()
-        base = f"http://127.0.0.1:{listener.getsockname()[1]}"
-        options = {"base_url": f"{base}/v1", "max_retries": 0}
-        client = openai.OpenAI(api_key="secret", **options)
-        yield SimpleNamespace(
-            base=base, client=client, other=openai.OpenAI(api_key="x", **options), queue=queue, worker=worker, log=log
-        )
-        worker.go.set()
-        queue.stop()
-        server.should_exit = True
-        for thread in threads:
-            thread.join()
-
-
-def ask(client: openai.OpenAI, text: str = "Hello", **options: Any) -> Any:
-    return client.chat.completions.create(model="tiny", messages=[{"role": "user", "content": text}], **options)
-
-
-def status_of(call: Callable[[], Any]) -> tuple[int, Any]:
-    with pytest.raises(openai.APIStatusError) as error:
-        call()
-    assert {"message", "type", "param", "code"} == set(error.value.body)  # type: ignore[arg-type]
-    return error.value.status_code, error.value.code
 
 
 def test_answer_as_one_object_and_as_chunks(service: SimpleNamespace) -> None:
@@ -185,63 +93,6 @@ def test_fields_without_effect_are_named_in_a_header(service: SimpleNamespace) -
         answer = create(**asked, stream=stream, user="me", extra_body={"priority": 1})
         assert answer.headers["Warning"] == '299 mllm-seqpar "fields without effect: user, priority"'
     assert "Warning" not in create(**asked).headers
-
-
-def test_log_has_a_line_for_each_request(service: SimpleNamespace) -> None:
-    answer, failed = ask(service.client), status_of(lambda: ask(service.client, "bug"))
-    assert status_of(lambda: ask(service.client, n=2)) == (400, None) and failed == (500, None)
-    list(ask(service.client, stream=True))
-    service.client.models.list()
-    while len(service.log) < 4:
-        pass
-    first, bug, refused, stream = [line.split(" ", 3) for line in service.log]
-    assert answer.id == f"chatcmpl-{first[1]}" and first[2] == "POST"
-    number = r"\d+\.\d{3}"
-    shown = rf"/v1/chat/completions status=200 seconds={number} queue={number} first_token={number} prompt_tokens=5 "
-    shown += "cached_tokens=4 completion_tokens=3 finish=stop"
-    assert re.fullmatch(shown, first[3]) and re.fullmatch(shown, stream[3])
-    assert re.fullmatch(
-        rf'.* status=500 seconds={number} queue={number} error="the server failed to answer; .*"', bug[3]
-    )
-    assert re.fullmatch(r'.* status=400 seconds=\S+ error="n: 2 is not supported by this server; .*"', refused[3])
-
-
-def test_log_keeps_one_line_for_what_a_client_sends(service: SimpleNamespace) -> None:
-    ask_for = service.client._client.post
-    ask_for(f"{service.base}/a%0Ab%20status=200", json={})
-    status_of(lambda: ask(service.client, extra_body={"x\ny": 1}))
-    assert all("\n" not in line for line in service.log) and "status=404" in service.log[0]
-
-
-def test_metrics_are_read_by_the_client_of_prometheus(service: SimpleNamespace) -> None:
-    parser = pytest.importorskip("prometheus_client.parser", reason="prometheus-client is not installed (extra test)")
-    ask(service.client)
-    list(ask(service.client, stream=True))
-    status_of(lambda: ask(service.client, "broken"))
-    answer = service.client._client.get(f"{service.base}/metrics")
-    assert answer.headers["content-type"] == "text/plain; version=0.0.4; charset=utf-8"
-    families = {family.name: family for family in parser.text_string_to_metric_families(answer.text)}
-    values = {
-        (sample.name.removeprefix("mllm_seqpar_"), *sample.labels.values()): sample.value
-        for family in families.values()
-        for sample in family.samples
-    }
-    assert values["requests_total", "200"] == 2 and values["requests_total", "400"] == 1
-    assert (values["prompt_tokens_total",], values["cached_prompt_tokens_total",]) == (10, 8)
-    assert values["completion_tokens_total",] == 6 and values["request_seconds_count",] == 2
-    assert values["queue_seconds_bucket", "+Inf"] == values["queue_seconds_count",] == 3
-    assert values["ranks",] == 1 and values["requests_running",] == values["requests_waiting",] == 0
-    assert {family.type for family in families.values()} == {"counter", "gauge", "histogram"}
-    assert all(family.documentation.endswith(".") for family in families.values())
-
-
-def test_client_of_transformers_finds_the_model_loaded(service: SimpleNamespace) -> None:
-    post = service.client._client.post
-    assert post(f"{service.base}/load_model", json={"model": "tiny"}).text.startswith(
-        'data: {"model": "tiny", "status": "ready"'
-    )
-    assert '"status": "error", "message": "The model' in post(f"{service.base}/load_model", json={"model": "x"}).text
-    assert post(f"{service.base}/load_model", json=[]).status_code == 200
 
 
 def test_error_names_the_file_as_it_was_uploaded(service: SimpleNamespace) -> None:
