@@ -3,6 +3,9 @@
 from typing import Any
 
 import pytest
+
+pytest.importorskip("pydantic", reason="pydantic is not installed (extra serve)")
+
 from transformers import GenerationConfig
 
 from mllm_seqpar.inference import Sampling
