@@ -146,7 +146,7 @@ class SeqParDataCollator:
             frames = frame_list(medium)
             named = [isinstance(frame, (str, os.PathLike)) for frame in frames]
             return ImageListSource(frames) if frames and all(named) else _pictures(frames)
-        sampling = {name: part.get(name) for name in SAMPLING}
+        sampling: dict[str, Any] = {name: part.get(name) for name in SAMPLING}
         if not any(sampling.values()):
             sampling = dict(self._sampling)
         if not (sampling["fps"] or sampling["num_frames"]):
