@@ -22,7 +22,7 @@ from transformers.video_utils import VideoMetadata
 from mllm_seqpar.data.chat_family import VIDEO_MARK, ChatFamily, ChatText, Messages
 from mllm_seqpar.data.chat_format import media_parts
 from mllm_seqpar.data.image_tokens import answer_spans, tokenize
-from mllm_seqpar.data.sources import FrameSource, ImageListSource
+from mllm_seqpar.data.sources import FrameSource
 from mllm_seqpar.errors import DataError
 from mllm_seqpar.sharding import FrameShard
 
@@ -34,11 +34,21 @@ FPS_OF_PICTURES = 2.0
 
 
 @dataclass(frozen=True)
-class ImageSource(ImageListSource):
-    """A still image, one temporal patch."""
+class StillImage:
+    """A still image, one temporal patch; a list of pictures as a video is not one."""
 
-    def __init__(self, paths: Any) -> None:
-        super().__init__(paths)
+    source: FrameSource
+
+    def __len__(self) -> int:
+        return len(self.source)
+
+    def sizes(self) -> list[tuple[int, int]]:
+        """Return the (height, width) of the image."""
+        found: list[tuple[int, int]] = self.source.sizes()  # type: ignore[attr-defined]
+        return found
+
+    def read(self, start: int, stop: int, *, size: Any = None, batch: int = 16) -> Iterator[Tensor]:
+        return self.source.read(start, stop, size=size, batch=batch)
 
 
 @dataclass(frozen=True)
@@ -86,11 +96,11 @@ class QwenVLChats(ChatFamily):
     budget_of_video = False
     passes_times = False
 
-    def image_source(self, path: Any) -> FrameSource:
-        return ImageSource([path])
+    def still_frames(self, picture: FrameSource) -> FrameSource:
+        return StillImage(picture)
 
     def units(self, source: FrameSource) -> FrameSource:
-        frames = 1 if isinstance(source, ImageSource) else self._videos.temporal_patch_size
+        frames = 1 if isinstance(source, StillImage) else self._videos.temporal_patch_size
         return TemporalPatches(source, frames, self._size(source))
 
     @property
@@ -106,7 +116,7 @@ class QwenVLChats(ChatFamily):
         sizes = set(source.sizes())  # type: ignore[attr-defined]
         if len(sizes) != 1:
             raise DataError(f"a video has frames of several sizes, {sorted(sizes)}; give pictures of one size")
-        image = isinstance(source, ImageSource)
+        image = isinstance(source, StillImage)
         config, (height, width) = self._images if image else self._videos, sizes.pop()
         factor = config.patch_size * config.merge_size
         least, most = config.size["shortest_edge"], config.size["longest_edge"]
@@ -174,7 +184,7 @@ class QwenVLChats(ChatFamily):
         """Add the grid of a source, and return what stands for it in the text: of an image, and of a video."""
         units = self.units(source)
         assert isinstance(units, TemporalPatches)
-        image = isinstance(source, ImageSource)
+        image = isinstance(source, StillImage)
         patch = (self._images if image else self._videos).patch_size
         grid = [len(units), units.size[0] // patch, units.size[1] // patch]
         grids[GRIDS[0] if image else GRIDS[1]].append(grid)

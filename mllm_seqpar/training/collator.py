@@ -120,7 +120,7 @@ class SeqParDataCollator:
     def _pictures(self, text: Any, sources: Sequence[tuple[FrameSource, ...]], samples: int) -> dict[str, Tensor]:
         if not text.slots:
             return {}
-        listed = [(source, number) for number, media in enumerate(sources) for source in media]
+        listed = [(self._family.units(source), number) for number, media in enumerate(sources) for source in media]
         batch = ChatBatch(
             text=text,
             sources=tuple(source for source, _ in listed),
@@ -132,7 +132,7 @@ class SeqParDataCollator:
         pictures = load_local_pictures(batch, range(len(text.slots)), self._family)
         if self._family.always_sharded:  # unpatched, these models take the pictures of each sample
             pictures = tuple(x.unflatten(0, (samples, -1)) for x in pictures)
-        return dict(zip(self._family.frame_names, pictures, strict=True))
+        return {name: x for name, x in zip(self._family.frame_names, pictures, strict=True) if len(x)}
 
     def _source(self, part: Mapping[str, Any]) -> FrameSource:
         kind = part["type"]
