@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from family_cases import QWENS
-from family_harness import build, model_of, on_ranks, outcome, settings
+from family_harness import build, check_tokens, model_of, on_ranks, outcome, settings
 from mllm_seqpar import FrameShard, frame_range, patch_model
 from mllm_seqpar.comm import run_loopback
 from mllm_seqpar.errors import AdapterError, ConfigError, ShapeError
@@ -260,3 +260,12 @@ def test_further_families_of_qwen_are_refused() -> None:
         AdapterError, match=r"no adapter matches .*Qwen3VLMoe.* Supported families: .*Qwen3-VL \(dense\)"
     ):
         patch_model(model)
+
+
+@pytest.mark.parametrize("family", QWENS)
+def test_star_attention_is_exact_on_two_ranks(family: str) -> None:
+    """The anchor is on both ranks, so its visual tokens go to both; the query's go to every rank."""
+    case = replace(QWENS[family], frames=QWENS[family].frames[:1], length=44, labels=None)
+    for more in ({}, {"local_frames": True, "padding": "left"}):
+        given = replace(case, **more).with_options(self_attention="star", shard_prompt_from=2)
+        check_tokens(family, 2, given, {"max_new_tokens": 3})
