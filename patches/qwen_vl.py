@@ -44,6 +44,7 @@ class QwenVLAdapter:
         model_class, package: the class of its models, and where transformers defines it.
     """
 
+    has_cross_attention = False
     name: str
     model_class: str
     package: str
@@ -65,7 +66,7 @@ class QwenVLAdapter:
 
     def install(self, model: Any, context: SeqParContext, patch: Patch) -> None:
         if context.config.strategy == "auto" and context.config.self_attention == "ring":
-            context = replace(context, config=replace(context.config, self_attention="auto"))
+            patch.context = context = replace(context, config=replace(context.config, self_attention="auto"))
         layers = model.model.language_model.layers
         attention = [layer.self_attn for layer in layers]
         use_seqpar_attention(patch, attention)

@@ -17,6 +17,7 @@ from mllm_seqpar import config
 from mllm_seqpar.patches.idefics.testing import Case as Idefics
 from mllm_seqpar.patches.mllama.testing import Case as Mllama
 from mllm_seqpar.patches.mplug_owl3.testing import Case as Owl
+from mllm_seqpar.patches.qwen2_5_vl.testing import TAKES_EMBEDDINGS
 from mllm_seqpar.patches.qwen2_5_vl.testing import Case as Qwen2_5
 from mllm_seqpar.patches.qwen3_vl.testing import Case as Qwen3
 
@@ -204,11 +205,13 @@ for _family, _qwen in QWENS.items():
         "items counted by the caller": replace(_qwen, arguments=COUNTED),
         "gradients of pixels": replace(_qwen, wants_grad=("pixel_values", "pixel_values_videos")),
         "gradients of embeddings": replace(_qwen, embeds=True, wants_grad=("inputs_embeds",)),
-        "gradients of features": replace(_qwen, features="embeddings", wants_grad=("visual_embeds",)),
-        "local features": replace(_qwen, features="embeddings", local_frames=True),
         "training mode, local logits": replace(_qwen, train=True).with_options(logits="local"),
         "local text, chunks": replace(_one, length=44).with_options(self_attention="local", vision_chunk_size=2),
     }
+    if TAKES_EMBEDDINGS:
+        _features = replace(_qwen, features="embeddings")
+        EXACT[_family] |= {"gradients of features": replace(_features, wants_grad=("visual_embeds",))}
+        EXACT[_family] |= {"local features": replace(_features, local_frames=True)}
 EXACT["qwen2_5_vl"]["sliding window"] = Qwen2_5(**QWEN, model=LONG_WINDOW)
 EXACT["qwen3_vl"]["no deepstack"] = Qwen3(**QWEN, model={"deepstack": ()})
 if LANGUAGE_MODELS:

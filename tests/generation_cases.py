@@ -12,6 +12,7 @@ from family_cases import FUSED, INSTRUCT, LANGUAGE_MODELS, LONG_WINDOW, MLLAMA, 
 from mllm_seqpar.patches.idefics.testing import Case as Idefics
 from mllm_seqpar.patches.mllama.testing import Case as Mllama
 from mllm_seqpar.patches.mplug_owl3.testing import Case as Owl
+from mllm_seqpar.patches.qwen2_5_vl.testing import TAKES_EMBEDDINGS
 
 GREEDY: dict[str, Any] = {}
 BEAMS, THREE_BEAMS = {"num_beams": 2, "num_return_sequences": 2}, {"num_beams": 3}
@@ -116,7 +117,6 @@ for _family, _qwen in QWENS.items():
         "local frames, beams": (_local(_two), THREE_BEAMS),
         "local frames, no cache": (_local(_two), NO_CACHE),
         "local text": (_two.with_options(self_attention="local"), GREEDY),
-        "local features, beams": (_local(replace(_two, features="embeddings")).with_options(**SHARDED), BEAMS),
         "lookup": (_one, LOOKUP),
         "sharded prompt, beams": (_two.with_options(**SHARDED), BEAMS),
         "sharded prompt, lookup": (_one.with_options(**SHARDED), LOOKUP),
@@ -124,6 +124,9 @@ for _family, _qwen in QWENS.items():
         "sharded prompt, text only": (_text.with_options(**SHARDED), GREEDY),
         "sharded prompt, chunks": (_two.with_options(**_CHUNKS, **SHARDED, self_attention="ulysses"), THREE_BEAMS),
     }
+    if TAKES_EMBEDDINGS:
+        _features = _local(replace(_two, features="embeddings")).with_options(**SHARDED)
+        GENERATED[_family]["local features, beams"] = (_features, BEAMS)
 if LANGUAGE_MODELS:
     from mllm_seqpar.patches.open_flamingo.testing import MEDIA, MPT_1B, PAD, VOCABULARY
     from mllm_seqpar.patches.open_flamingo.testing import Case as Flamingo

@@ -5,6 +5,7 @@ Qwen3-VL's module has the same batches, with timestamps before each temporal pat
 
 from __future__ import annotations
 
+import inspect
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,6 +28,8 @@ TEXT |= {"num_key_value_heads": 2, "max_position_embeddings": 512, "vocab_size":
 VISION = {"hidden_size": 32, "num_heads": 2, "intermediate_size": 48, "out_hidden_size": 64, "patch_size": PATCH}
 GRIDS = (("pixel_values", "image_grid_thw"), ("pixel_values_videos", "video_grid_thw"))
 TOKENS = {"image_token_id": IMAGE, "video_token_id": VIDEO, "vision_start_token_id": START, "vision_end_token_id": END}
+TAKES_EMBEDDINGS = "mm_encoder_outputs" in inspect.signature(Qwen2_5_VLForConditionalGeneration.forward).parameters
+"""Whether the unpatched models of this version of transformers can be given the embeddings of `visual_embeds`."""
 LORA_TARGETS = r"model\.language_model\.layers\.\d+\.self_attn\.(q|k|v|o)_proj"
 
 

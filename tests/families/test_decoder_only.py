@@ -251,6 +251,14 @@ def test_options_of_cross_attention_are_refused() -> None:
         patch_model(model, visual_offload="cpu")(**inputs)
 
 
+def test_log_names_what_communicates(caplog: pytest.LogCaptureFixture) -> None:
+    for options, name in (({}, "ring"), ({"strategy": "auto"}, "auto"), ({"self_attention": "ulysses"}, "ulysses")):
+        model = model_of("qwen3_vl", QWENS["qwen3_vl"])
+        with caplog.at_level("INFO", logger="mllm_seqpar"):
+            patch_model(model, **options)
+        assert caplog.messages[-1].endswith(f"over 1 rank(s): self-attention by {name} (zigzag text)")
+
+
 def test_further_families_of_qwen_are_refused() -> None:
     from transformers import Qwen3VLMoeConfig, Qwen3VLMoeForConditionalGeneration
 
