@@ -66,8 +66,16 @@ def check_record(
         for part in [{"type": "text", "text": content}] if isinstance(content, str) else content or [None]:
             if fault := _part_fault(part, role, check_file, marks):
                 raise DataError(f"{where}: {fault}")
-    if answered and all(message["role"] != "assistant" for message in messages):
+    answers = {n: message["content"] for n, message in enumerate(messages) if message["role"] == "assistant"}
+    if answered and not answers:
         raise DataError("has no message of the assistant, so there are no target tokens")
+    for number, answer in answers.items() if answered else ():
+        texts = [answer] if isinstance(answer, str) else [part["text"] for part in answer]
+        if not any(text.strip() for text in texts):
+            raise DataError(
+                f"message {number} (assistant) is empty, so that training would only teach the model to end there; "
+                "give the answer, or leave the message or the record out"
+            )
     return messages
 
 

@@ -128,7 +128,10 @@ def _open_picture(name: str) -> Iterator[tuple[Any, Any]]:
         with open_media(name) as content, Image.open(content) as file:
             yield file, ImageOps
     except (OSError, SyntaxError, ValueError) as error:  # Pillow raises any of these for broken files
-        raise VideoError(f"{name}: not a readable picture ({error}); replace or convert it") from error
+        if media_size(name) == 0:
+            raise VideoError(f"{name}: the file is empty (0 bytes); was the download interrupted?") from error
+        reason = str(error).partition(" <")[0]  # without the repr of the file
+        raise VideoError(f"{name}: not a readable picture ({reason}); replace or convert it") from error
 
 
 def _read_picture(name: str, size: tuple[int, int] | None) -> Tensor:

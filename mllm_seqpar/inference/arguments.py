@@ -9,7 +9,7 @@ from typing import Any
 from mllm_seqpar.cli.launch import DEVICES
 from mllm_seqpar.cli.options import CommandOptions, option, parse_options, parse_tile
 from mllm_seqpar.config import CHOICES, SeqParConfig
-from mllm_seqpar.data.formats import DEFAULT_TEMPLATE
+from mllm_seqpar.data.formats import DEFAULT_TEMPLATE, check_template
 from mllm_seqpar.errors import ConfigError
 from mllm_seqpar.kernels import available_kernels
 
@@ -188,6 +188,7 @@ class AskArguments(InferenceOptions):
             self._refuse_unused(name, "--questions names the videos, and --output the answers")
         if not self.output:
             raise ConfigError("--questions needs --output FILE, the JSONL file of the answers")
+        check_template(self.template)
         if self.choices:
             for name in ("max_new_tokens", "temperature"):
                 self._refuse_unused(name, "--choices generates no text")

@@ -13,8 +13,9 @@ from accelerate.parallelism_config import ParallelismConfig
 from mllm_seqpar.comm import Communicator, run_loopback
 from mllm_seqpar.errors import ConfigError
 from mllm_seqpar.training import checkpoint_clock
-from mllm_seqpar.training.arguments import FineTuneOptions, make_options, read_options
+from mllm_seqpar.training.arguments import FineTuneOptions
 from mllm_seqpar.training.checkpoint_clock import CheckpointClock
+from mllm_seqpar.training.command_line import make_options, read_options
 from mllm_seqpar.training.parameters import choose_parameters
 from mllm_seqpar.training.resume import last_checkpoint, require_shared_directory
 from mllm_seqpar.training.sample_order import SampleOrder
