@@ -85,7 +85,7 @@ def read_options(argv: Sequence[str]) -> dict[str, Any]:
 def _describe(parser: argparse.ArgumentParser, everything: bool) -> None:
     """Say what --no_NAME does and which options are refused; hide options that few runs need, unless `everything`."""
     shown = {*vars(FineTuningArguments)["__annotations__"], *_SHOWN}
-    hidden = {item.name for item in fields(FineTuningArguments)} - shown
+    hidden = {item.name for item in fields(FineTuningArguments)} - shown | {*REFUSED}
     for action in parser._actions:
         if isinstance(action, argparse._StoreFalseAction):
             action.help = f"turns --{action.dest} off"

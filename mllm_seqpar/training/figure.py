@@ -38,7 +38,7 @@ def write_figure(log: Sequence[Mapping[str, Any]], directory: Path) -> Path | No
     rate.set_ylabel("learning rate")
     rate.set_xlabel("step")
     rate.ticklabel_format(axis="y", style="sci", scilimits=(-2, 2))
-    rate.xaxis.set_major_locator(MaxNLocator(integer=True))
+    rate.xaxis.set_major_locator(MaxNLocator(integer=True, steps=[1, 2, 5, 10]))
     for axes in (loss, rate):
         axes.grid(alpha=0.3)
         axes.spines[["top", "right"]].set_visible(False)

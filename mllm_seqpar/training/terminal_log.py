@@ -25,15 +25,16 @@ class TerminalLog(ProgressCallback):
 
     def __init__(self) -> None:
         super().__init__()
-        self._first_step = self._rows = 0
+        self._begin = self._timed_from = self._rows = 0
         self._since = 0.0
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self._first_step, self._since = state.global_step, time.monotonic()
+        self._begin = self._timed_from = state.global_step
+        self._since = time.monotonic()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if state.global_step == self._first_step + 1 < state.max_steps:  # the first one is slower
-            self._first_step, self._since = state.global_step, time.monotonic()
+        if state.global_step == self._begin + 1:  # the first step is slower, so the estimate leaves it out
+            self._timed_from, self._since = state.global_step, time.monotonic()
 
     def on_prediction_step(
         self, args: Any, state: Any, control: Any, eval_dataloader: Any = None, **kwargs: Any
@@ -59,7 +60,7 @@ class TerminalLog(ProgressCallback):
             _write(f"{state.global_step:,} steps, {duration}, mean loss {logs['train_loss']:.4g}")
 
     def _eta(self, state: Any) -> str:
-        done = state.global_step - self._first_step
+        done = state.global_step - self._timed_from
         if not done:
             return "..."  # this was the first step
         seconds = (time.monotonic() - self._since) / done * (state.max_steps - state.global_step)

@@ -185,6 +185,10 @@ VIDEO = {"type": "video", "path": "clips/a.mp4"}
         ({"messages": [{"role": "user", "content": [VIDEO | {"fpss": 2}]}]}, "unknown key 'fpss' in"),
         ({"messages": [{"role": "robot", "content": "x"}]}, "message 0 has the role 'robot'"),
         ({"messages": [{"role": "user", "content": "x"}]}, "no message of the assistant"),
+        (
+            chat(VIDEO, answer=" \n"),
+            r"message 1 \(assistant\) is empty, so that training would",
+        ),
         ({"messages": [{"role": "user", "content": 5}]}, "its content is 5; a text or a list of parts"),
         (chat({"type": "sound"}), "is not a part"),
         (chat({"type": "text"}), "a text part without text"),

@@ -213,7 +213,10 @@ def test_image_list_yields_batches_of_one_size(tmp_path: Path) -> None:
     with pytest.raises(VideoError, match="9.png: no such file"):
         ImageListSource([tmp_path / "9.png"])
     (tmp_path / "bad.png").write_bytes(b"no picture")
-    with pytest.raises(VideoError, match="bad.png: not a readable picture"):
+    with pytest.raises(VideoError, match=r"bad.png: not a readable picture \(cannot identify image file\); replace"):
         list(ImageListSource([tmp_path / "bad.png"]).read(0, 1))
+    (tmp_path / "empty.png").touch()
+    with pytest.raises(VideoError, match=r"empty.png: the file is empty \(0 bytes\)"):
+        ImageListSource([tmp_path / "empty.png"]).sizes()
     with pytest.raises(VideoError, match="without images"):
         ImageListSource([])
