@@ -18,7 +18,7 @@ from torch.utils.data import Dataset
 from mllm_seqpar.errors import ConfigError, DataError, VideoError
 
 from .chat_family import ChatFamily, ChatText, chat_family
-from .chat_format import SAMPLING, check_record, media_parts
+from .chat_format import CLIP, SAMPLING, check_record, media_parts
 from .formats import DEFAULT_TEMPLATE, check_template, open_records, to_chat
 from .sources import FrameSource, ImageListSource, VideoSource
 
@@ -208,7 +208,7 @@ class ChatDataset(Dataset[ChatSample]):
         if not (sampling["fps"] or sampling["num_frames"]):
             sampling["fps"] = DEFAULT_FPS
         sampling["max_frames"] = _least(sampling["max_frames"], self._max_frames)
-        return self._open_video(locate(part["path"]), **sampling)
+        return self._open_video(locate(part["path"]), **sampling, **{name: part.get(name) for name in CLIP})
 
 
 def collate(samples: Sequence[ChatSample], processor: Any, max_length: int | None = None) -> ChatBatch:

@@ -49,9 +49,12 @@ class VideoSource:
         fps: float | None = None,
         num_frames: int | None = None,
         max_frames: int | None = None,
+        start: float | None = None,
+        end: float | None = None,
     ) -> "VideoSource":
         """Probe `path`, a file or a URL, and plan its frames by the rules of `plan_frames`."""
-        return cls(plan_frames(probe(local_media(path)), fps=fps, num_frames=num_frames, max_frames=max_frames))
+        sampling = {"fps": fps, "num_frames": num_frames, "max_frames": max_frames}
+        return cls(plan_frames(probe(local_media(path)), **sampling, start=start, end=end))  # type: ignore[arg-type]
 
     def __len__(self) -> int:
         return len(self.plan)

@@ -34,7 +34,7 @@ def refuse_unsupported(args: TrainingArguments | None, degree: Any, trl: str | N
     if args is not None and args.device.type == "cpu":
         if args.fsdp:
             raise ConfigError(
-                f"SeqParTrainer: fsdp={args.fsdp!r} has no effect on CPU, where accelerate would replicate the weights; "
+                f"SeqParTrainer: fsdp={args.fsdp!r} has no effect on CPU, where accelerate replicates the weights; "
                 "launch with a configuration such as configs/fsdp2_cpu_2.yaml (finetune: --shard_weights)"
             )
         refuse_fsdp1("SeqParTrainer")  # accelerate would replicate the weights
