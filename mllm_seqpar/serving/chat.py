@@ -175,7 +175,8 @@ class Terminal:
         elif name == "/clip":
             if self._video is None:
                 raise ConfigError("no video yet: /video PATH chooses one")
-            video = replace(self._video, **_clip(value))
+            start, end = _clip(value)
+            video = replace(self._video, start=start, end=end)
             video.open(self._worker.engine.family)  # raises if the video has no such part
             self._video = video
             self._reset()
@@ -292,16 +293,16 @@ def _open_video(args: ChatOptions, name: str) -> MediaFile:
     return file
 
 
-def _clip(value: str) -> dict[str, float | None]:
+def _clip(value: str) -> tuple[float | None, float | None]:
     """Return the start and the end that /clip gives; None for the whole video."""
     if not value:
-        return {"start": None, "end": None}
+        return None, None
     try:
         start, end = map(float, value.split())
     except ValueError as error:
         raise ConfigError(f"/clip {value}: give two times in seconds, such as /clip 60 90, or none") from error
     check_clip(start, end)
-    return {"start": start, "end": end}
+    return start, end
 
 
 def _write(text: str) -> None:
