@@ -12,6 +12,7 @@ from clips import decode_all, write_clip
 from PIL import Image
 from torch import Tensor
 
+from mllm_seqpar import SeqParDataCollator
 from mllm_seqpar.data import ChatDataset, chat_family, load_local_frames
 from mllm_seqpar.data.chat import MediaError
 from mllm_seqpar.data.needle import make_tokenizer
@@ -102,6 +103,10 @@ def test_clips_are_sampled_within_their_times(folder: Path, processor: Any) -> N
             VideoError, match=r"clips.jsonl:2: .*a.mp4: the clip starts at 9 s, but the video has 2.400"
         ):
             dataset[1]
+    source = SeqParDataCollator(processor)._source(
+        {**rows[0]["messages"][0]["content"][0], "path": folder / "clips/a.mp4"}
+    )
+    assert isinstance(source, VideoSource) and source.plan.seconds(0) == 1.0 and len(source) == 5
 
 
 def test_labels_are_the_answers_and_padding_is_right(folder: Path, processor: Any) -> None:
