@@ -89,7 +89,7 @@ def test_turns_in_a_terminal_on_two_ranks(inference_files: Path) -> None:
     terminal.type("/frames 3\n")
     assert "twin.mp4: 3 frames" in terminal.read_until("> ")
     terminal.type("/clip 1 2\n")
-    assert "twin.mp4: 3 frames, from 1.16 s to 1.83 s" in terminal.read_until("> ")
+    assert "twin.mp4: 3 frames, from 1.17 s to 1.83 s" in terminal.read_until("> ")
     terminal.type("/clip 2\n")
     assert "/clip 2: give two times in seconds" in terminal.read_until("> ")
     terminal.type("/video none.mp4\n")
