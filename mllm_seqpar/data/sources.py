@@ -16,7 +16,7 @@ from torch import Tensor
 
 from mllm_seqpar.errors import VideoError
 
-from .media_files import local_media, media_size, open_media
+from .media_files import PICTURE_FORMATS, local_media, media_size, open_media
 from .reader import check_range, read_frames
 from .video import FramePlan, plan_frames, probe
 
@@ -135,6 +135,15 @@ class PictureSource:
             yield picture[None]
 
 
+def is_picture(name: str) -> bool:
+    """Return whether a file is one picture, by its content; animations count as videos."""
+    try:
+        with _open_picture(name) as (file, _):
+            return getattr(file, "n_frames", 1) == 1 or file.format in ("JPEG", "MPO", "TIFF", "ICO")
+    except VideoError:
+        return False
+
+
 @lru_cache(maxsize=4096)
 def _first_size(source: VideoSource) -> tuple[int, int]:
     # A phone's rotation is stored with the frames, not in the container, so one frame is decoded.
@@ -159,8 +168,10 @@ def _open_picture(name: str) -> Iterator[tuple[Any, Any]]:
         raise ImportError(
             "Reading pictures needs Pillow, which is not installed: pip install 'mllm-seqpar[video]'"
         ) from error
+    Image.init()
     try:
-        with open_media(name) as content, Image.open(content) as file:
+        known = [name for name in PICTURE_FORMATS if name in Image.OPEN]
+        with open_media(name) as content, Image.open(content, formats=known) as file:
             yield file, ImageOps
     except (OSError, SyntaxError, ValueError) as error:  # Pillow raises any of these for broken files
         if media_size(name) == 0:

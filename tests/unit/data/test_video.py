@@ -309,6 +309,41 @@ def test_unusable_file_is_named(clips: Path) -> None:
             VideoSource.open(path, fps=1)
 
 
+def hls(target: str) -> str:
+    return f"#EXTM3U\n#EXT-X-VERSION:3\n#EXT-X-TARGETDURATION:5\n#EXTINF:2.0,\n{target}\n#EXT-X-ENDLIST\n"
+
+
+@pytest.mark.parametrize("name", ["list.m3u8", "list.mp4", "list"])
+def test_file_that_names_another_file_is_refused_under_any_name(clips: Path, tmp_path: Path, name: str) -> None:
+    other = write_clip(clips / "other.ts", codec="mpeg2video", frames=30)
+    session = "v=0\no=- 0 0 IN IP4 127.0.0.1\ns=x\nc=IN IP4 127.0.0.1\nt=0 0\nm=video 5004 RTP/AVP 96\n"
+    playlists = [hls(f"file://{other}"), hls(str(other)), hls(os.path.relpath(other, tmp_path))]
+    playlists += [f"ffconcat version 1.0\nfile '{other}'\n", session + "a=rtpmap:96 H264/90000\n"]
+    for content in playlists:
+        (tmp_path / name).write_text(content)
+        with pytest.raises(VideoError, match=r"name other files or hosts .* are refused|not a readable video"):
+            VideoSource.open(tmp_path / name, fps=1)
+        with pytest.raises(VideoError, match="not a readable picture"):
+            list(ImageListSource([tmp_path / name]).read(0, 1))
+    (tmp_path / "list.m3u8").write_text(hls(str(other)))
+    with pytest.raises(VideoError, match="not in a container format that is read here"):
+        VideoSource.open(tmp_path / "list.m3u8", fps=1)
+
+
+def test_name_of_a_file_is_not_read_as_a_protocol(clips: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(clips)
+    for name in ("concat:clip.mp4", "a:b|c.mp4", "100%.mp4", "no suffix"):
+        write_clip(clips / "plain.mp4", frames=5).rename(name)
+        assert len(VideoSource.open(name)) == 5
+
+
+def test_picture_that_another_program_would_draw_is_refused(tmp_path: Path) -> None:
+    Image.new("RGB", (8, 8)).save(tmp_path / "a.eps")
+    (tmp_path / "a.eps").rename(tmp_path / "a.png")
+    with pytest.raises(VideoError, match="cannot identify image file"):
+        list(ImageListSource([tmp_path / "a.png"]).read(0, 1))
+
+
 def test_image_list_yields_batches_of_one_size(tmp_path: Path) -> None:
     rng = np.random.default_rng(0)
     pictures = [rng.integers(0, 255, (h, w, 3), dtype=np.uint8) for h, w in [(8, 6), (8, 6), (4, 6), (8, 6)]]
