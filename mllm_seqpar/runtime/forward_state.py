@@ -5,14 +5,14 @@ without a cache. In a replicated pass each rank has all text and its own frames:
 is prefilled in a sharded pass with a cache: the K and V of text and frames stay on their ranks, and the later,
 replicated passes attend to them there.
 
-The state is a plain object rather than a container of tensors, so that FSDP, checkpointing and autocast pass it on
-unchanged, and it is not stored on a module, so that recomputation in backward uses the state of its own forward pass.
+The state is neither a dataclass nor another container that FSDP, checkpointing or device placement traverse: they would
+cast its tensors in every layer, and lead the gradients of the features through all of them. It is not stored on a
+module, so that recomputation in backward uses the state of its own forward pass.
 """
 
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Literal
 
@@ -30,6 +30,7 @@ from mllm_seqpar.masks import BlockMasks, FrameBlockMasks, FrameMask
 from .attention_record import RowRecorder
 from .context import SeqParContext
 from .frame_state import FrameState
+from .fsdp_units import call_within, units_among
 from .kv_projection import Projection
 from .offload_cache import HostKVCache
 from .strategy_selector import CROSS, CROSS_MESH, SELF, SELF_MESH, CandidateStrategies, SelectedStrategy, selected_spec
@@ -41,7 +42,6 @@ MAX_TEXT_MASK = 1 << 24
 """On one process, torch's own attention takes a mask (B, L, L) of at most this many entries for padded text."""
 
 
-@dataclass(frozen=True)
 class ForwardState:
     """The state that all layers of one forward pass share.
 
@@ -58,26 +58,27 @@ class ForwardState:
         recorder: stores a row of each cross-attention layer, in a pass whose attention to frames is recorded.
     """
 
-    context: SeqParContext
-    text: TextShards | None = None
-    frames: FrameState | None = None
-    frame_mask: FrameMask | None = None
-    units_per_frame: int = 1
-    rows: Mapping[str, Tensor] = field(default_factory=dict)
-    visual_cache: VisualKVCache | None = None
-    cached_text: CachedTextMask | None = None
-    tokens: int | None = None
-    recorder: RowRecorder | None = None
-
-    @cached_property
-    def _specs(self) -> dict[Hashable, CallSpec]:
-        """The call specs of this pass; not a field, because FSDP copies dataclasses field by field."""
-        return {}
-
-    @cached_property
-    def _prepared(self) -> dict[Hashable, PreparedAttention]:
+    def __init__(
+        self,
+        context: SeqParContext,
+        *,
+        text: TextShards | None = None,
+        frames: FrameState | None = None,
+        frame_mask: FrameMask | None = None,
+        units_per_frame: int = 1,
+        rows: Mapping[str, Tensor] | None = None,
+        visual_cache: VisualKVCache | None = None,
+        cached_text: CachedTextMask | None = None,
+        tokens: int | None = None,
+        recorder: RowRecorder | None = None,
+    ) -> None:
+        self.context, self.text, self.frames = context, text, frames
+        self.frame_mask, self.units_per_frame = frame_mask, units_per_frame
+        self.rows: Mapping[str, Tensor] = {} if rows is None else rows
+        self.visual_cache, self.cached_text, self.tokens, self.recorder = visual_cache, cached_text, tokens, recorder
+        self._specs: dict[Hashable, CallSpec] = {}
+        self._prepared: dict[Hashable, PreparedAttention] = {}
         """The prepared calls of this pass, by the shapes that they are for."""
-        return {}
 
     @cached_property
     def text_on_one_process(self) -> Literal["", "plain", "masked"]:
@@ -106,7 +107,13 @@ class ForwardState:
     def attend(self, q: Tensor, sources: Sequence[KeySource], scale: float) -> Tensor:
         """q (B, H, s, D) -> o (B, H, s, D): one softmax over the keys of all sources on all ranks."""
         comm, config = self.context.comm, self.context.config
-        o, lse = attend(q, sources, comm=comm, scale=scale, kernel=config.kernel, recompute=config.recompute_attention)
+
+        def compute(q: Tensor) -> tuple[Tensor, Tensor]:
+            recompute = config.recompute_attention
+            return attend(q, sources, comm=comm, scale=scale, kernel=config.kernel, recompute=recompute)
+
+        units = units_among(module for source in sources for module in source.modules)
+        o, lse = call_within(units, compute, q)
         if self.recorder is not None:
             self.recorder.add_sources(q, sources, lse, scale)
         return o
@@ -133,7 +140,7 @@ class ForwardState:
         assert self.frames is not None
         visual, k, v = self.frames.visual, None, None
         if self.visual_cache is not None:
-            k, v = self.visual_cache.keys_values(layer, project, q.dtype)
+            k, v = self.visual_cache.keys_values(layer, project, modules, q.dtype)
         elif not self.context.config.recompute_visual:
             k, v = (x.to(q.dtype) for x in project(visual.features, visual.index))
         spec = self._visual_spec(q, k, project)
@@ -160,11 +167,11 @@ class ForwardState:
         (q,) = as_attended(q)
         if self.text is None:
             assert self.visual_cache is not None
-            k, v = self.visual_cache.keys_values(layer, project, q.dtype)
+            k, v = self.visual_cache.keys_values(layer, project, modules, q.dtype)
             return self.attend_cached_frames(q, k, v, scale).to(given)
         recomputes = torch.is_grad_enabled() and self.context.config.recompute_visual
         if self.context.comm.size == 1 and not recomputes and not self._offloads:
-            return self._attend_on_one_process(q, project, scale).to(given)
+            return self._attend_on_one_process(q, project, modules, scale).to(given)
         if self.shards_text:
             return self.attend(q, [self.visual_keys(q, layer, project, modules)], scale).to(given)
         # With self_attention="local" the text is replicated, and sharded for this attention only.
@@ -172,7 +179,9 @@ class ForwardState:
         o = self.attend(q, [self.visual_keys(q, layer, project, modules)], scale)
         return self.text.unshard(o, 2).to(given)
 
-    def _attend_on_one_process(self, q: Tensor, project: Projection, scale: float) -> Tensor:
+    def _attend_on_one_process(
+        self, q: Tensor, project: Projection, modules: Sequence[nn.Module], scale: float
+    ) -> Tensor:
         """Return the cross-attention of a layer whose K and V are not computed again in backward."""
         frames = self.frames
         assert frames is not None and isinstance(frames.masks, FrameBlockMasks)
@@ -180,7 +189,7 @@ class ForwardState:
         if torch.is_grad_enabled():  # K and V stay, so nothing is saved by projecting in chunks, or by copies
             k, v = (x.to(q.dtype) for x in project(features, index))
         else:
-            k, v = project_all(project, features, index, q.dtype)
+            k, v = project_all(project, modules, features, index, q.dtype)
         prepared = self._prepare(q, k, frames.masks.masks[0])
         if torch.is_grad_enabled() and not prepared.differentiable:
             return self.attend(q, [GivenKV(self._visual_spec(q, k, project), k, v)], scale)
