@@ -12,9 +12,10 @@ module, so that recomputation in backward uses the state of its own forward pass
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Hashable, Mapping, Sequence
 from functools import cached_property
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -36,7 +37,7 @@ from .offload_cache import HostKVCache
 from .strategy_selector import CROSS, CROSS_MESH, SELF, SELF_MESH, CandidateStrategies, SelectedStrategy, selected_spec
 from .text_kv_cache import CachedTextMask
 from .text_shards import TextShards
-from .visual_features import VisualKVCache, project_all
+from .visual_features import VisualKVCache, project_all, project_whole
 
 MAX_TEXT_MASK = 1 << 24
 """On one process, torch's own attention takes a mask (B, L, L) of at most this many entries for padded text."""
@@ -72,13 +73,11 @@ class ForwardState:
         tokens: int | None = None,
         recorder: RowRecorder | None = None,
     ) -> None:
-        self.context, self.text, self.frames = context, text, frames
-        self.frame_mask, self.units_per_frame = frame_mask, units_per_frame
-        self.rows: Mapping[str, Tensor] = {} if rows is None else rows
-        self.visual_cache, self.cached_text, self.tokens, self.recorder = visual_cache, cached_text, tokens, recorder
+        self.context, self.text, self.frames, self.tokens, self.recorder = context, text, frames, tokens, recorder
+        self.frame_mask, self.units_per_frame, self.cached_text = frame_mask, units_per_frame, cached_text
+        self.rows, self.visual_cache = rows or {}, visual_cache
         self._specs: dict[Hashable, CallSpec] = {}
-        self._prepared: dict[Hashable, PreparedAttention] = {}
-        """The prepared calls of this pass, by the shapes that they are for."""
+        self._prepared: dict[Hashable, PreparedAttention] = {}  # by the shapes that they are for
 
     @cached_property
     def text_on_one_process(self) -> Literal["", "plain", "masked"]:
@@ -107,13 +106,9 @@ class ForwardState:
     def attend(self, q: Tensor, sources: Sequence[KeySource], scale: float) -> Tensor:
         """q (B, H, s, D) -> o (B, H, s, D): one softmax over the keys of all sources on all ranks."""
         comm, config = self.context.comm, self.context.config
-
-        def compute(q: Tensor) -> tuple[Tensor, Tensor]:
-            recompute = config.recompute_attention
-            return attend(q, sources, comm=comm, scale=scale, kernel=config.kernel, recompute=recompute)
-
-        units = units_among(module for source in sources for module in source.modules)
-        o, lse = call_within(units, compute, q)
+        options: dict[str, Any] = {"kernel": config.kernel, "recompute": config.recompute_attention}
+        compute = functools.partial(attend, sources=sources, comm=comm, scale=scale, **options)
+        o, lse = call_within(units_among(module for source in sources for module in source.modules), compute, q)
         if self.recorder is not None:
             self.recorder.add_sources(q, sources, lse, scale)
         return o
@@ -142,8 +137,8 @@ class ForwardState:
         if self.visual_cache is not None:
             k, v = self.visual_cache.keys_values(layer, project, modules, q.dtype)
         elif not self.context.config.recompute_visual:
-            k, v = (x.to(q.dtype) for x in project(visual.features, visual.index))
-        spec = self._visual_spec(q, k, project)
+            k, v = project_whole(project, modules, visual.features, visual.index, q.dtype)
+        spec = self._visual_spec(q, k, project, modules)
         if k is None or v is None:
             return visual.source(spec, project, modules, q.dtype)
         return GivenKV(spec, k, v) if self.visual_cache is None else self.visual_cache.source(spec, k, v)
@@ -185,14 +180,12 @@ class ForwardState:
         """Return the cross-attention of a layer whose K and V are not computed again in backward."""
         frames = self.frames
         assert frames is not None and isinstance(frames.masks, FrameBlockMasks)
-        features, index = frames.visual.features, frames.visual.index
-        if torch.is_grad_enabled():  # K and V stay, so nothing is saved by projecting in chunks, or by copies
-            k, v = (x.to(q.dtype) for x in project(features, index))
-        else:
-            k, v = project_all(project, modules, features, index, q.dtype)
+        # In grad mode K and V stay, so nothing is saved by projecting in chunks, or by copies.
+        projected = project_whole if torch.is_grad_enabled() else project_all
+        k, v = projected(project, modules, frames.visual.features, frames.visual.index, q.dtype)
         prepared = self._prepare(q, k, frames.masks.masks[0])
         if torch.is_grad_enabled() and not prepared.differentiable:
-            return self.attend(q, [GivenKV(self._visual_spec(q, k, project), k, v)], scale)
+            return self.attend(q, [GivenKV(self._visual_spec(q, k, project, modules), k, v)], scale)
         return prepared.output(q, k, v, scale)
 
     def attend_replicated(self, q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
@@ -309,23 +302,25 @@ class ForwardState:
         masks, lengths = self.text.blocks(window), (self.text.local,) * self.context.comm.size
         return self._spec(name, candidates, masks, lengths, (k.shape[0], heads, *k.shape[2:]), k.shape, k)
 
-    def _visual_spec(self, q: Tensor, k: Tensor | None, project: Projection) -> CallSpec:
+    def _visual_spec(self, q: Tensor, k: Tensor | None, project: Projection, modules: Sequence[nn.Module]) -> CallSpec:
         key = "visual", q.shape, q.dtype, torch.is_grad_enabled()
         spec = self._specs.get(key)
         if spec is None:
-            spec = self._specs[key] = self._new_visual_spec(q, k, project)
+            spec = self._specs[key] = self._new_visual_spec(q, k, project, modules)
         return spec
 
-    def _new_visual_spec(self, q: Tensor, k: Tensor | None, project: Projection) -> CallSpec:
+    def _new_visual_spec(
+        self, q: Tensor, k: Tensor | None, project: Projection, modules: Sequence[nn.Module]
+    ) -> CallSpec:
         assert self.frames is not None
-        frames, config = self.frames, self.context.config
+        frames, visual, config = self.frames, self.frames.visual, self.context.config
         if frames.replicated:
             dtype = accumulation(config.accumulate_dtype, q.dtype)
             return CallSpec((1, 1), frames.masks, frames.key_lengths, dtype, config.overlap)
         candidates = {"auto": CROSS, "mesh": CROSS_MESH}.get(config.strategy)
         if k is None and candidates is not None:
             with torch.no_grad():  # projecting zero frames gives the number of KV heads
-                k = project(frames.visual.features[:0], frames.visual.index[:0])[0]
+                k = project_all(project, modules, visual.features[:0], visual.index[:0], q.dtype)[0]
         # Decoding leaves K and V where they are, also with "replicate".
         name = "lv-xattn" if config.strategy in ("auto", "replicate") else config.strategy
         k_shape = 1, q.shape[1] if k is None else k.shape[1]

@@ -228,6 +228,27 @@ def autograd_grads(
     return grads.pop(0) if needs_features else None, grads
 
 
+class GradientSums:
+    """Sums over chunks of the gradients of parameters, in float32 or wider; None for one that has no gradient.
+
+    A parameter that nothing computes with has no gradient, as in the unpatched model. Zeros would hide that a gradient
+    went elsewhere.
+    """
+
+    def __init__(self, count: int) -> None:
+        self.totals: list[Tensor | None] = [None] * count
+
+    def add(self, grads: Sequence[Tensor | None]) -> None:
+        for index, grad in enumerate(grads):
+            total = self.totals[index]
+            if grad is None:
+                continue
+            if total is None:
+                self.totals[index] = grad.to(torch.promote_types(grad.dtype, torch.float32), copy=True)
+            else:
+                total += grad
+
+
 def _inner(leaf: Tensor) -> Tensor:
     """Return the tensor as the result of an operation: the hooks of torch's FLOP counter do not accept leaf tensors."""
     return leaf.view_as(leaf)

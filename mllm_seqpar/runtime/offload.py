@@ -24,8 +24,8 @@ from mllm_seqpar.attention.streamed import StreamedKV
 from mllm_seqpar.masks.rectangles import Span
 
 from .host_copies import HostCopies
-from .kv_projection import Projection
-from .visual_features import GradientSums, RecomputedKV, VisualFeatures, VisualKVCache, frame_chunks
+from .kv_projection import GradientSums, Projection
+from .visual_features import RecomputedKV, VisualFeatures, VisualKVCache, frame_chunks
 
 
 class HostGradient:

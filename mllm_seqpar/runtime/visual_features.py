@@ -27,7 +27,7 @@ from mllm_seqpar.errors import ShapeError
 from mllm_seqpar.masks import FrameMask
 
 from .fsdp_units import call_within, units_among
-from .kv_projection import Grads, KVProjection, Projection, autograd_grads, parameters_of
+from .kv_projection import GradientSums, Grads, KVProjection, Projection, autograd_grads, parameters_of
 
 CHUNK_BYTES = 64 << 20
 """The size of the features that are projected at once; it bounds the intermediate results of a projection."""
@@ -117,11 +117,22 @@ def project_all(
     return call_within(units_among(modules), lambda x: project_chunks(project, x, index, dtype), features)
 
 
+def project_whole(
+    project: Projection, modules: Sequence[nn.Module], features: Tensor, index: Tensor, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """Return what `project_all` returns, projected all at once, for autograd to save."""
+
+    def compute(features: Tensor) -> tuple[Tensor, Tensor]:
+        k, v = project(features, index)
+        return k.to(dtype).contiguous(), v.to(dtype).contiguous()
+
+    return call_within(units_among(modules), compute, features)
+
+
 def project_chunks(project: Projection, features: Tensor, index: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     chunks, tokens = frame_chunks(features), features.shape[1]
     if len(chunks) == 1:
-        k, v = project(features, index)
-        return k.to(dtype).contiguous(), v.to(dtype).contiguous()
+        return project_whole(project, (), features, index, dtype)
     whole: tuple[Tensor, ...] = ()
     for chunk in chunks:
         parts = [x.to(dtype) for x in project(features[chunk], index[chunk])]
@@ -131,27 +142,6 @@ def project_chunks(project: Projection, features: Tensor, index: Tensor, dtype: 
             target[:, :, chunk.start * tokens : chunk.stop * tokens] = part
     k, v = whole
     return k, v
-
-
-class GradientSums:
-    """Sums over chunks of the gradients of parameters, in float32 or wider; None for one that has no gradient.
-
-    A parameter that nothing computes with has no gradient, as in the unpatched model. Zeros would hide that a gradient
-    went elsewhere.
-    """
-
-    def __init__(self, count: int) -> None:
-        self.totals: list[Tensor | None] = [None] * count
-
-    def add(self, grads: Sequence[Tensor | None]) -> None:
-        for index, grad in enumerate(grads):
-            total = self.totals[index]
-            if grad is None:
-                continue
-            if total is None:
-                self.totals[index] = grad.to(torch.promote_types(grad.dtype, torch.float32), copy=True)
-            else:
-                total += grad
 
 
 class VisualKVCache:

@@ -240,9 +240,10 @@ class MPlugOwl3Family(MediaLayoutCache):
 
     @property
     def called_modules(self) -> Iterable[nn.Module]:
-        model = self.model
-        tower = model.vision_model.embeddings, *model.vision_model.encoder.layers, model.vision2text_model
-        return [*super().called_modules, model.language_model.model, *tower]
+        """The modules within the tower are called one by one. A model that only takes features has no tower."""
+        tower = self.model.vision_model
+        parts = [] if tower is None else [tower.embeddings, *tower.encoder.layers]
+        return [*super().called_modules, self.model.language_model.model, *parts, self.model.vision2text_model]
 
     def encode(self, frames: Tensor, *extras: Tensor) -> Tensor:
         """Encode (f, 3, height, width) to (f, tokens, hidden)."""
