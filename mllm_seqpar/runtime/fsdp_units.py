@@ -100,10 +100,14 @@ class _Tie(torch.autograd.Function):
 def refuse_fsdp1(model: nn.Module) -> None:
     """Raise ConfigError if the model, or a part of it, is sharded by FSDP1 (`FullyShardedDataParallel`).
 
-    FSDP1 replaces parameters by views of one flat parameter, which exist during the call of its unit only.
+    FSDP1 replaces parameters by views of one flat parameter, which exist only while its unit is called.
     """
-    wrapped = any(isinstance(module, FullyShardedDataParallel) for module in model.modules())
-    if wrapped or any(getattr(p, "_fsdp_flattened", False) for p in model.parameters()):
+    parts = any(isinstance(module, FullyShardedDataParallel) for module in model.modules())
+    flat = any(getattr(p, "_fsdp_flattened", False) for p in model.parameters())
+    views = getattr(model, "_is_fsdp_managed_module", False) and not all(
+        isinstance(p, nn.Parameter) for p in model.parameters()
+    )
+    if parts or flat or views:
         raise ConfigError(
             f"{type(model).__name__} is sharded by FSDP1 (FullyShardedDataParallel), with which K and V cannot be "
             "recomputed in backward; shard it by FSDP2: torch.distributed.fsdp.fully_shard, or fsdp_version: 2 in the "
