@@ -48,11 +48,12 @@ class HostGradient:
         return self._sum, first
 
     def take(self) -> Tensor:
-        """Return the sum of this backward pass, and drop it."""
+        """Return the sum of this backward pass, and drop it, and the buffers of the copies: no layer follows."""
         total, self._sum = self._sum, None
         if total is None or self._task != torch._C._current_graph_task_id():
             return torch.zeros(self._shape, dtype=self._dtype)
         self._copies.wait()
+        self._copies.release()
         return total
 
 
