@@ -6,7 +6,7 @@ A source only names the files, so it is cheap to create and to pickle. `read` op
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any, Protocol, runtime_checkable
 
@@ -37,9 +37,16 @@ class FrameSource(Protocol):
 
 @dataclass(frozen=True)
 class VideoSource:
-    """The planned frames of a video file."""
+    """The planned frames of a video file.
+
+    Attributes:
+        plan: the frames.
+        threads, decoder: how they are decoded, see `read_frames`; this changes the time, not the frames.
+    """
 
     plan: FramePlan
+    threads: int | None = field(default=None, compare=False)
+    decoder: str = field(default="pyav", compare=False)
 
     @classmethod
     def open(
@@ -49,9 +56,12 @@ class VideoSource:
         fps: float | None = None,
         num_frames: int | None = None,
         max_frames: int | None = None,
+        threads: int | None = None,
+        decoder: str = "pyav",
     ) -> "VideoSource":
         """Probe `path`, a file or a URL, and plan its frames by the rules of `plan_frames`."""
-        return cls(plan_frames(probe(local_media(path)), fps=fps, num_frames=num_frames, max_frames=max_frames))
+        plan = plan_frames(probe(local_media(path)), fps=fps, num_frames=num_frames, max_frames=max_frames)
+        return cls(plan, threads, decoder)
 
     def __len__(self) -> int:
         return len(self.plan)
@@ -61,7 +71,7 @@ class VideoSource:
         return [_first_size(self)] * len(self)
 
     def read(self, start: int, stop: int, *, size: tuple[int, int] | None = None, batch: int = 16) -> Iterator[Tensor]:
-        return read_frames(self.plan, start, stop, size=size, batch=batch)
+        return read_frames(self.plan, start, stop, size=size, batch=batch, threads=self.threads, decoder=self.decoder)
 
 
 @dataclass(frozen=True)
@@ -98,6 +108,28 @@ class ImageListSource:
             images.append(image)
         if images:
             yield torch.stack(images)
+
+
+@dataclass(frozen=True, eq=False)
+class PictureSource:
+    """Pictures in memory, uint8 tensors (3, H, W), as frames."""
+
+    pictures: Sequence[Tensor]
+
+    def __len__(self) -> int:
+        return len(self.pictures)
+
+    def sizes(self) -> list[tuple[int, int]]:
+        """Return (height, width) of each picture."""
+        return [(int(picture.shape[1]), int(picture.shape[2])) for picture in self.pictures]
+
+    def read(self, start: int, stop: int, *, size: tuple[int, int] | None = None, batch: int = 16) -> Iterator[Tensor]:
+        """Yield pictures start <= i < stop, one at a time."""
+        check_range(start, stop, len(self), batch)
+        for picture in self.pictures[start:stop]:
+            if size not in (None, tuple(picture.shape[1:])):
+                raise VideoError(f"size is {size}; a picture in memory is {tuple(picture.shape[1:])}: leave size out")
+            yield picture[None]
 
 
 @lru_cache(maxsize=4096)
