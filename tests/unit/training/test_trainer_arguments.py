@@ -59,6 +59,13 @@ def test_deepspeed_is_refused_by_name(tmp_path: Path, monkeypatch: pytest.Monkey
         SeqParTrainer(model=tiny_model("per_head"))
 
 
+def test_fsdp1_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
+    monkeypatch.delenv("FSDP_VERSION", raising=False)  # accelerate's default is 1
+    with pytest.raises(ConfigError, match=r"FSDP1.*fsdp_version: 2"):
+        SeqParTrainer(model=tiny_model("per_head"))
+
+
 def test_a_mixin_named_after_its_trainer_is_refused() -> None:
     with pytest.raises(TypeError, match="name SeqParMixin before the trainer"):
         type("Reversed", (Trainer, SeqParMixin), {})
