@@ -65,8 +65,8 @@ def refuse_fsdp1_config(caller: str) -> None:
     """Raise ConfigError if `accelerate launch` read a config file that asks for FSDP, but not for version 2."""
     if os.environ.get("ACCELERATE_USE_FSDP", "").lower() == "true" and not launched_with_fsdp2():
         raise ConfigError(
-            f"{caller}: the launch configuration has fsdp_version: {os.environ.get('FSDP_VERSION', 1)}, with which K and "
-            "V cannot be recomputed in backward; set fsdp_version: 2, as configs/fsdp2_*.yaml do"
+            f"{caller}: the launch configuration has fsdp_version: {os.environ.get('FSDP_VERSION', 1)} (FSDP1), with "
+            "which K and V cannot be recomputed in backward; set fsdp_version: 2, as configs/fsdp2_*.yaml do"
         )
 
 
