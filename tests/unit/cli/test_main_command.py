@@ -134,6 +134,32 @@ def test_convert_refuses_in_one_line(
     assert "it exists and is not an empty directory" in capsys.readouterr().err
 
 
+def test_convert_refuses_other_families_before_their_weights(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for kind in ("llava", "clip"):
+        (tmp_path / kind).mkdir()
+        (tmp_path / kind / "config.json").write_text(json.dumps({"model_type": kind}))
+    new = str(tmp_path / "new")
+    for argv, message in (
+        (["--model", "llava"], "LlavaForConditionalGeneration (model_type 'llava') is of no supported family; "),
+        (["--language_model", "clip", "--vision_model", "clip"], "model_type 'clip'; OpenFlamingo supports gpt_neox"),
+    ):
+        argv[1] = str(tmp_path / argv[1])
+        assert main(["convert", "--output", new, *argv]) == 2
+        error = capsys.readouterr().err.splitlines()[-1]
+        assert error.startswith("error: ") and message in error
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["clip", "llava"]
+
+
+def test_example_leaves_a_directory_with_files_as_it_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text("mine")
+    assert main(["example", "--output", str(tmp_path)]) == 2
+    assert "exists and is not an empty directory; choose another name" in capsys.readouterr().err
+    assert [path.name for path in tmp_path.rglob("*")] == ["model", "config.json"]
+
+
 def test_doctor_finds_old_packages_and_wrong_results(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -1,6 +1,7 @@
 """Layer: one process. The command `mllm-seqpar`: its tables, JSON, figure, cluster file and errors."""
 
 import json
+import os
 import xml.etree.ElementTree
 from pathlib import Path
 from typing import Any
@@ -8,6 +9,7 @@ from typing import Any
 import pytest
 
 from mllm_seqpar.__main__ import main
+from mllm_seqpar.cli import calibrate
 from mllm_seqpar.cli.calibrate import measure
 from mllm_seqpar.errors import ConfigError
 from mllm_seqpar.planner import read_cluster
@@ -103,6 +105,21 @@ def test_invalid_options_end_in_one_line(
     assert plan(*options, **changes) == 2
     error = capsys.readouterr().err
     assert message in error and error.count("\n") == 1
+
+
+def test_calibrate_appends_to_a_redirected_stream(capfd: pytest.CaptureFixture[str]) -> None:
+    for options in ([], ["--output", "/dev/stdout"], ["--output", "/dev/fd/1"]):
+        os.write(1, b"first line\n")
+        measure(["--device", "cpu", "--heads", "4", "--dim", "32", *options])
+        printed = capfd.readouterr().out
+        assert printed.startswith("first line\nname: measured\n"), (options, printed)
+
+
+def test_calibrate_finds_a_missing_folder_before_it_measures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(calibrate, "calibrate")
+    file = tmp_path / "missing" / "here.yaml"
+    with pytest.raises(ConfigError, match=f"--output {file}: cannot be written .No such file or directory.; give a"):
+        measure(["--device", "cpu", "--output", str(file)])
 
 
 def test_calibrate_writes_a_cluster_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
