@@ -18,6 +18,7 @@ from transformers.models.mpt.modeling_mpt import MptAttention
 
 from mllm_seqpar.errors import ConfigError
 
+from .configuration import LAYERS
 from .weights import load_complete
 
 # The values that transformers' MPT implements. Its config reads other values, but its model ignores them.
@@ -112,6 +113,10 @@ def load_language_model(directory: str | os.PathLike[str]) -> Any:
         config = _mpt_config(file) if is_mosaic else AutoConfig.from_pretrained(directory, trust_remote_code=False)
     except (OSError, ValueError) as error:
         raise ConfigError(f"language_model={directory}: {error}") from error
+    if config.model_type not in LAYERS:
+        raise ConfigError(
+            f"language_model={directory}: model_type {config.model_type!r}; OpenFlamingo supports {', '.join(LAYERS)}"
+        )
     if config.model_type == "mpt":
         _check_mpt(file, config)
     options: dict[str, Any] = {"key_mapping": _MOSAIC_TENSORS} if is_mosaic else {}
