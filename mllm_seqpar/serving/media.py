@@ -22,6 +22,8 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, unquote_to_bytes, urlsplit
 
+from mllm_seqpar.data.media_files import IMAGE_SUFFIXES
+
 from .download import NotAllowed, open_url
 from .engine import MediaFile
 from .protocol import ApiError, MediaReference
@@ -253,15 +255,12 @@ def _media_file(kind: str, path: Path, reference: MediaReference, sampling: dict
 
 
 def _kind_of(path: Path) -> str:
-    return "image" if path.suffix.lower() in _IMAGES else "video"
+    return "image" if path.suffix.lower() in IMAGE_SUFFIXES else "video"
 
 
 def _safe_suffix(filename: str) -> str:
     suffix = Path(filename).suffix.lower()
     return suffix if suffix[1:].isalnum() and len(suffix) <= 8 else ""
-
-
-_IMAGES = {".png", ".jpg", ".jpeg", ".webp", ".bmp", ".tif", ".tiff"}
 
 
 def _refused(reference: MediaReference, reason: str) -> ApiError:
