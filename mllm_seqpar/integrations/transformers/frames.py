@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -198,13 +199,13 @@ def mask_over_samples(
         )
     offset = torch.arange(prompt_batch) // max(1, prompt_batch // samples) * per_sample
     offset = offset if rows is None else offset[rows]
-    count = visible.sum(-1)
-    first = visible.int().argmax(-1) if per_sample else count
-    stop = per_sample - visible.flip(-1).int().argmax(-1) if per_sample else count
-    if bool(((stop - first == count) | (count == 0)).all()):  # no gaps: an interval per row is enough
-        first = offset[:, None] + first
-        return FrameMask.from_intervals(first, first + count, tokens, units)
-    table = torch.zeros(batch, length, units, dtype=torch.bool)
+    table = visible.numpy()  # torch converts every entry to a wider type for the same
+    count = np.count_nonzero(table, axis=-1)
+    runs = np.count_nonzero(table[..., :1]) + np.count_nonzero(table[..., 1:] > table[..., :-1])
+    if runs == np.count_nonzero(count):  # no gaps: an interval per row is enough
+        first = offset[:, None] + torch.from_numpy(table.argmax(-1) if per_sample else count)
+        return FrameMask.from_intervals(first, first + torch.from_numpy(count), tokens, units)
+    of_all_samples = torch.zeros(batch, length, units, dtype=torch.bool)
     for sample in range(batch):
-        table[sample, :, int(offset[sample]) : int(offset[sample]) + per_sample] = visible[sample]
-    return FrameMask.from_dense(table, tokens)
+        of_all_samples[sample, :, int(offset[sample]) : int(offset[sample]) + per_sample] = visible[sample]
+    return FrameMask.from_dense(of_all_samples, tokens)
