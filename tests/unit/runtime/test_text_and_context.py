@@ -1,15 +1,18 @@
-"""Layer: one process. Which tokens a rank owns and caches, what a context reports once, and checksums of frames."""
+"""Layer: one process. Which tokens a rank owns and caches, what a context reports once, checksums and masks of frames."""
 
 from __future__ import annotations
 
 import logging
+from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from mllm_seqpar.attention.kv_sources import AutocastState, as_attended
 from mllm_seqpar.comm import Communicator, LoopbackCommunicator, LoopbackWorld, run_loopback
 from mllm_seqpar.config import SeqParConfig
+from mllm_seqpar.integrations.transformers.frames import mask_over_samples
 from mllm_seqpar.masks import Rectangle
 from mllm_seqpar.runtime.context import SeqParContext
 from mllm_seqpar.runtime.loss import shifted
@@ -127,3 +130,34 @@ def test_checksum_depends_on_each_entry_and_their_order() -> None:
         assert sampled_bits(torch.zeros(total)).numel() == sampled
     frames = torch.arange(24.0).view(1, 2, 3, 4)
     assert sampled_bits(frames).equal(sampled_bits(frames.to(memory_format=torch.channels_last)))
+
+
+def test_checksum_copies_nothing() -> None:
+    class Storages(TorchDispatchMode):
+        seen: set[int] = set()
+
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            result = func(*args, **(kwargs or {}))
+            self.seen.add(result.untyped_storage().data_ptr())
+            return result
+
+    mask = torch.ones(1, 64, 32, dtype=torch.bool)
+    with Storages() as storages:
+        checksum(mask)
+    assert storages.seen <= {mask.untyped_storage().data_ptr()}
+
+
+@pytest.mark.parametrize("samples", [1, 2])
+@pytest.mark.parametrize("gaps", [False, True])
+def test_mask_of_a_table_is_intervals_unless_rows_have_gaps(samples: int, gaps: bool) -> None:
+    first, stop = torch.randint(0, 6, (2, 4, 30, 1), generator=torch.Generator().manual_seed(1)).sort(0).values
+    visible = (first <= torch.arange(5)) & (torch.arange(5) < stop)
+    if gaps:
+        visible[0, 0] = torch.tensor([True, False, True, True, False])
+    mask = mask_over_samples(visible, 3, 5 * samples)
+    assert (mask.bounds is None) == gaps
+    expected = torch.zeros(4, 30, 5 * samples, dtype=torch.bool)
+    for row in range(4):
+        start = row // (4 // samples) * 5
+        expected[row, :, start : start + 5] = visible[row]
+    assert mask.take_frames(torch.arange(5 * samples)).visible.equal(expected)  # type: ignore[union-attr]
