@@ -19,6 +19,7 @@ from transformers.utils import can_return_tuple
 from mllm_seqpar.runtime.forward_state import ForwardState
 
 from .cached_passes import cached_pass
+from .data_parallel import with_accumulated_gradients
 from .family import Family, require_same_pass
 from .frames import frame_arguments, local_features, log_shard_sizes
 from .generation import share_random_state
@@ -57,6 +58,8 @@ def _uncached_pass(
     if not (state.shards_text or same_random_state) and family.model.training:
         share_random_state(context.comm, inputs.text.device)
     embeds, positions, mask = rows_of_pass(family, inputs, state)
+    if features is None:
+        embeds = with_accumulated_gradients(embeds, family.model)
     if not state.shards_text or state.text_on_one_process == "masked":
         mask = family.text_mask(embeds, mask, positions, None)
     decoded = family.run_decoder(embeds, positions, mask, None, state, **kwargs)
