@@ -1,4 +1,4 @@
-"""Layer: one process. Which tokens a rank owns and caches, what a context reports once, checksums and masks of frames."""
+"""Layer: one process. Tokens that a rank owns and caches, reports of a context, checksums and masks of frames."""
 
 from __future__ import annotations
 
