@@ -11,6 +11,7 @@ example) are at least as large as y, and only one chunk of them is alive at a ti
 from __future__ import annotations
 
 import copy
+import ctypes
 import functools
 import zlib
 from collections.abc import Callable, Hashable, Iterator, Sequence
@@ -95,8 +96,11 @@ def checksum(*tensors: Tensor | None) -> int:
     """Return the CRC-32 of the bytes of tensors on the CPU, one after the other; 0 without any."""
     number = 0
     for x in tensors:
-        if x is not None:
-            number = zlib.crc32(x.detach().contiguous().view(-1).view(torch.uint8).numpy().data, number)
+        if x is not None and x.numel():
+            x = x.detach().contiguous()
+            # Not `x.numpy()`, after which the storage cannot be resized: FSDP2 frees gathered parameters in this way.
+            data = (ctypes.c_char * (x.numel() * x.element_size())).from_address(x.data_ptr())
+            number = zlib.crc32(data, number)
     return number
 
 

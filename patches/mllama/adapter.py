@@ -61,6 +61,7 @@ class MllamaAdapter:
     """The adapter of Llama 3.2 Vision."""
 
     name = "Llama 3.2 Vision"
+    frame_arguments = ("pixel_values", "cross_attention_states")
 
     def matches(self, model: nn.Module) -> bool:
         return is_instance_by_name(model, "MllamaForConditionalGeneration", "transformers.models.mllama.")

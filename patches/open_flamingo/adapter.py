@@ -35,6 +35,7 @@ class OpenFlamingoAdapter:
     """The adapter of OpenFlamingo over the language models of `LANGUAGE_MODELS`."""
 
     name = "OpenFlamingo"
+    frame_arguments = ("vision_x",)
 
     def matches(self, model: nn.Module) -> bool:
         return is_instance_by_name(model, "Flamingo", "open_flamingo.")
@@ -88,7 +89,7 @@ def _with_media(unpatched: Any) -> Any:
 
     @functools.wraps(unpatched)
     def wrapper(
-        vision_x: Tensor | None, lang_x: Tensor, *args: Any, visual_shard: FrameShard | None = None, **kwargs: Any
+        vision_x: Any, lang_x: Tensor, *args: Any, visual_shard: FrameShard | None = None, **kwargs: Any
     ) -> Any:
         media = None if vision_x is None else Media.of(vision_x, visual_shard, lang_x.shape[0])
         return unpatched(media, lang_x, *args, **kwargs)

@@ -80,21 +80,28 @@ def _features_dtype(family: Family, features: Tensor) -> torch.dtype:
 def _encode_in_runs(
     family: Family, local: Sequence[Tensor], spare: Sequence[Tensor], runs: int, units_per_frame: int
 ) -> Tensor:
-    """Encode `local` in `runs` runs of the tower; a run with nothing left encodes a frame of `spare`, and drops it."""
-    count = local[0].shape[0]
+    """Encode `local` in `runs` runs of the tower; a run with nothing left encodes a frame of `spare`, and drops it.
+
+    Frames in host memory move to the device run by run.
+    """
+    count, device = local[0].shape[0], family.embedding_weight().device
     chunk = max(1, -(-count // runs))
 
     def encoded() -> Iterator[Tensor]:
         for number in range(runs):
             if number * chunk < count:
-                yield family.encode(*(x[number * chunk : (number + 1) * chunk] for x in local))
+                yield family.encode(*(_moved(x[number * chunk : (number + 1) * chunk], device) for x in local))
             else:  # an empty slice, so that the run stays in the graph for backward
-                yield family.encode(*(x[:1] for x in spare))[:0]
+                yield family.encode(*(_moved(x[:1], device) for x in spare))[:0]
 
     if family.context.config.visual_offload is not None:
-        return stored_in_host_memory(encoded(), count * units_per_frame, family.embedding_weight().device)
+        return stored_in_host_memory(encoded(), count * units_per_frame, device)
     parts = list(encoded())
     return parts[0] if runs == 1 else torch.cat(parts)
+
+
+def _moved(x: Tensor, device: torch.device) -> Tensor:
+    return x.to(device) if x.requires_grad else copy_to_device(x, device)  # pinned copies have no gradients
 
 
 def frame_arguments(

@@ -8,6 +8,7 @@ Shape legend: B samples, L text tokens of the pass, s of them on this rank.
 
 from __future__ import annotations
 
+import functools
 import types
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -17,6 +18,7 @@ from torch import Tensor
 from transformers.utils import can_return_tuple
 
 from mllm_seqpar.runtime.forward_state import ForwardState
+from mllm_seqpar.sharding import tensor_of
 
 from .cached_passes import cached_pass
 from .data_parallel import with_accumulated_gradients
@@ -29,13 +31,18 @@ from .text import rows_of_pass, text_shards
 
 
 def as_forward(model: Any, forward: Callable[..., Any], doc: str = "") -> Any:
-    """Return `forward(self, ...)` as a method of `model` that takes `return_dict` and is never compiled.
+    """Return `forward(self, ...)` as a method of `model` that takes `return_dict` and `HostFrames`, never compiled.
 
     Schedules are planned in Python for each mask. Compiling that takes minutes, for every new mask. The docstring is
     that of the unpatched forward with `doc` appended.
     """
     forward.__doc__ = (model.forward.__doc__ or "") + doc
-    return types.MethodType(torch.compiler.disable(can_return_tuple(forward)), model)
+
+    @functools.wraps(forward)
+    def with_tensors(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return forward(self, *map(tensor_of, args), **{name: tensor_of(x) for name, x in kwargs.items()})
+
+    return types.MethodType(torch.compiler.disable(can_return_tuple(with_tensors)), model)
 
 
 def run_pass(family: Family, inputs: ForwardInputs, logits_to_keep: int | Tensor, kwargs: Mapping[str, Any]) -> Any:

@@ -138,10 +138,12 @@ def _with_declared_numbers(config: Any, stated: dict[str, Any]) -> dict[str, Any
     """Return the values with ints and floats in the type of the config's field, where that changes no value."""
     found = dict(stated)
     for field in dataclasses.fields(config):
-        value, types = stated.get(field.name), get_args(field.type) or (field.type,)
+        value: Any = stated.get(field.name)
+        types = get_args(field.type) or (field.type,)
         if type(value) in (int, float) and type(value) not in types:
-            same = [kind(value) for kind in (int, float) if kind in types and kind(value) == value]
-            found[field.name] = same[0] if same else value
+            found[field.name] = next(
+                (kind(value) for kind in types if kind in (int, float) and kind(value) == value), value
+            )
     return found
 
 
