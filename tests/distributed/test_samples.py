@@ -3,22 +3,29 @@
 from __future__ import annotations
 
 import functools
+import shutil
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from test_examples import ROOT, blocks
 from torch import nn
 from torch.nn import functional as F
-from transformers import LlamaConfig
+from transformers import LlamaConfig, TrainingArguments
 from transformers.models.llama.modeling_llama import LlamaAttention, LlamaMLP
 
-from mllm_seqpar import attention, patch_model, patches, unpatch_model
+from mllm_seqpar import attention, frame_range, patch_model, patches, unpatch_model
 from mllm_seqpar.adapting import FrameMask, sharded_call
+from mllm_seqpar.data import ChatDataset
+from mllm_seqpar.data.feature_store import open_features, save_features
 from mllm_seqpar.families import FamilySpec
+from mllm_seqpar.inference import Sampling
 from mllm_seqpar.integrations.transformers.attention import merge_heads, split_heads, use_seqpar_attention
 from mllm_seqpar.integrations.transformers.generation import patch_generate
+from mllm_seqpar.models.loading import load_model, load_processor
 from mllm_seqpar.patches.mplug_owl3.testing import Case, inputs_of, tiny_model
 from mllm_seqpar.patching import registry
 from mllm_seqpar.patching.patch import patch_of
@@ -33,15 +40,24 @@ ON_FOUR_RANKS = (
     *("docs/concepts/evidence.md 1", "README.md 0", "docs/index.md 0"),
 )
 ON_EIGHT_RANKS = ("docs/concepts/mesh.md 0", "docs/get_started.md 1")
-ON_ONE_RANK = ("docs/checkpoints.md 0", "docs/guides/chat.md 0")
+ON_ONE_RANK = (
+    *("docs/checkpoints.md 0", "docs/guides/chat.md 0", "docs/concepts/offload.md 0"),
+    *("docs/guides/data.md 0", "docs/guides/data.md 1", "docs/guides/trainer.md 0", "docs/guides/trainer.md 1"),
+)
 ELSEWHERE = {
     "README.md 1": "test_examples",
     "docs/get_started.md 0": "test_examples",
     "docs/concepts/auto.md 1": "test_docs",
     "docs/guides/own_model.md 0": "test_own_adapter",
     **{f"docs/guides/add_a_family.md {i}": "test_adapter_of_the_guide" for i in range(3)},
+    "docs/guides/running_on_gpus.md 0": "test_sample_for_gpus_trains_on_the_cpu",
+    "docs/guides/serve.md 0": "test_app, with OpenAI's client",
 }
 """Samples that another test runs."""
+
+
+def test_every_sample_runs_in_a_test() -> None:
+    assert set(blocks()) == {*ON_FOUR_RANKS, *ON_EIGHT_RANKS, *ON_ONE_RANK, *ELSEWHERE}
 
 
 def patch_again(model: nn.Module, **options: Any) -> nn.Module:
@@ -67,22 +83,62 @@ def test_sample_runs_on_several_ranks(name: str) -> None:
     ranks(8 if name in ON_EIGHT_RANKS else 4).run(run_sample, name, code)
 
 
+def write_data(folder: Path, video: Path) -> None:
+    """Write a table of questions and a store of features under the names that the samples have."""
+    import pyarrow
+    from pyarrow import parquet
+
+    (folder / "videomme").mkdir()
+    shutil.copy(video, folder / "videomme" / "a.mp4")
+    question = {"videoID": "a", "question": "How many?", "options": ["A. One.", "B. Two."], "answer": "B"}
+    parquet.write_table(pyarrow.Table.from_pylist([question]), folder / "videomme" / "test-00000-of-00001.parquet")
+    save_features(folder / "features", torch.zeros(3, 4, 64), start=0, total=3, rank=0, world=1)
+
+
+def collate(samples: list[int]) -> dict[str, Any]:
+    return inputs_of(Case(frames=(2,)), tiny_model())
+
+
 @pytest.mark.parametrize("name", ON_ONE_RANK)
-def test_sample_runs_in_one_process(name: str, training_files: Path) -> None:
-    from mllm_seqpar.models.loading import load_model, load_processor
-
+def test_sample_runs_in_one_process(
+    name: str, training_files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     directory = training_files / "model"
-    code = blocks()[name].replace('"DIR"', repr(str(directory)))
-    code = code.replace('"movie.mp4"', repr(str(next(training_files.rglob("*.mp4"))))).replace("Sampling()", "SAMPLING")
-    given: dict[str, Any] = {
-        "model": patch_model(load_model(str(directory)).eval()),
-        "processor": load_processor(str(directory)),
-    }
-    if "SAMPLING" in code:
-        from mllm_seqpar.inference import Sampling
+    values = {'"DIR"': directory, '"movie.mp4"': next(training_files.rglob("*.mp4"))}
+    code = blocks()[name].replace('"train.jsonl"', repr(str(training_files / "train.jsonl")))
+    for shown, path in values.items():
+        code = code.replace(shown, repr(str(path)))
+    given: dict[str, Any] = {"processor": load_processor(str(directory)), "patch_model": patch_again}
+    given |= {"model": load_model(str(directory)), "open_features": open_features, "frame_range": frame_range}
+    if "chat.md" in name or "data.md" in name:
+        patch_model(given["model"])
+    given |= {"ChatDataset": ChatDataset, "group": "self", "rank": 0, "step": 0, "total": 1}
+    given |= {"collate": collate, "data": [0, 1], "Sampling": functools.partial(Sampling, max_new_tokens=3)}
+    given["args"] = TrainingArguments(str(tmp_path), max_steps=1, use_cpu=True, report_to=[], save_strategy="no")
+    if "trl" in code:
+        pytest.importorskip("trl", reason="trl is not installed (extra trl)")
+        code = code[: code.index("trainer = ")]  # which test_trl trains with
+    write_data(tmp_path, values['"movie.mp4"'])
+    monkeypatch.chdir(tmp_path)
+    exec(compile(code.replace("import Conversation, Sampling", "import Conversation"), name, "exec"), given)
 
-        given["SAMPLING"] = Sampling(max_new_tokens=3)
-    exec(compile(code, name, "exec"), given)
+
+def train_on_the_cpu(rank: int, world: int, code: str) -> float:
+    """Run the sample for GPUs as `rank` of a group that exists, and return the last gradient norm."""
+    batches = [inputs_of(Case(frames=(3,), length=16), tiny_model())] * 2
+    found: dict[str, Any] = {"batches": batches}
+    with mock.patch.object(dist, "init_process_group"), mock.patch.object(dist, "destroy_process_group"):
+        exec(compile(code, "running_on_gpus.md", "exec"), found)
+    return float(found["model"](**batches[0]).loss)
+
+
+@pytest.mark.slow
+def test_sample_for_gpus_trains_on_the_cpu(training_files: Path) -> None:
+    code = blocks()["docs/guides/running_on_gpus.md 0"].replace('"DIR"', repr(str(training_files / "model")))
+    code = code.replace('torch.device("cuda", int(os.environ["LOCAL_RANK"]))', 'torch.device("cpu")')
+    code = code.replace("torch.cuda.set_device(device)", "").replace('"cuda"', '"cpu"')
+    losses = ranks(2).run(train_on_the_cpu, code)
+    assert losses[0] == losses[1] and torch.tensor(losses[0]).isfinite()
 
 
 class Layer(nn.Module):
