@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from transformers import LlamaConfig, TrainingArguments
 from transformers.models.llama.modeling_llama import LlamaAttention, LlamaMLP
 
-from mllm_seqpar import attention, frame_range, patch_model, patches, unpatch_model
+from mllm_seqpar import HostFrames, attention, frame_range, patch_model, patches, unpatch_model
 from mllm_seqpar.adapting import FrameMask, sharded_call
 from mllm_seqpar.data import ChatDataset
 from mllm_seqpar.data.feature_store import open_features, save_features
@@ -110,6 +110,7 @@ def test_sample_runs_in_one_process(
         code = code.replace(shown, repr(str(path)))
     given: dict[str, Any] = {"processor": load_processor(str(directory)), "patch_model": patch_again}
     given |= {"model": load_model(str(directory)), "open_features": open_features, "frame_range": frame_range}
+    given["HostFrames"] = HostFrames
     if "chat.md" in name or "data.md" in name:
         patch_model(given["model"])
     given |= {"ChatDataset": ChatDataset, "group": "self", "rank": 0, "step": 0, "total": 1}
