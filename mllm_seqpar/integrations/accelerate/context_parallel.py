@@ -55,8 +55,6 @@ def sequence_parallel_mesh(accelerator: Any) -> DeviceMesh | None:
 
 def disable_context_parallelism(accelerator: Any) -> None:
     """Make `accelerator.prepare` leave the model's attention and masks unchanged for any `cp_size`."""
-    if FLATTENED_MESH.applies():
-        accelerator.prepare = _without_mesh_warning(accelerator.prepare)
     if not CP_HOOKS.applies():
         return
     if not hasattr(accelerator, "_prepare_cp"):
@@ -65,6 +63,8 @@ def disable_context_parallelism(accelerator: Any) -> None:
             "be disabled; mllm_seqpar/integrations/accelerate/context_parallel.py supports accelerate 1.15"
         )
     accelerator._prepare_cp = lambda *objects: objects
+    if FLATTENED_MESH.applies():
+        accelerator.prepare = _without_mesh_warning(accelerator.prepare)
 
 
 def _without_mesh_warning(prepare: Callable[..., Any]) -> Callable[..., Any]:
