@@ -41,11 +41,11 @@ def setting_problems(environment: Mapping[str, str]) -> list[str]:
 
 
 def order_launches() -> None:
-    """Set NCCL_LAUNCH_ORDER_IMPLICIT=1, unless the user has set it or there is a process group.
+    """Set NCCL_LAUNCH_ORDER_IMPLICIT=1, unless the user has set it, there is a process group, or only one process.
 
     NCCL reads it when the process makes its first communicator, so every program calls this before.
     """
-    if not dist.is_initialized():
+    if not dist.is_initialized() and int(os.environ.get("WORLD_SIZE", "1")) > 1:
         os.environ.setdefault("NCCL_LAUNCH_ORDER_IMPLICIT", "1")
 
 
