@@ -2,9 +2,9 @@
 
 An adapter (`Adapter`) replaces forwards through `Patch.set`. The model's forward encodes the frames of this rank
 (`frame_range`), states which text rows attend to which frames (`FrameMask`), and creates the state of the pass with
-`sharded_call`. Layers then attend through it: ``state.attend(q, [state.text_keys(k, v)], scale)`` is the language
-model's causal attention, and ``state.cross_attend(q, layer, project, modules, scale)`` is the attention to the frames
-of all ranks; `project` is a `KVProjection` or another function. Models of transformers need more (caches, generation,
+`sharded_call`. Layers then attend through it: ``state.attend(q, [state.text_keys(q, k, v)], scale)`` is the language
+model's causal attention, ``state.attend(q, [state.frame_keys(q, layer, project)], scale)`` the attention to the frames
+of all ranks, and both keys in one list share a softmax; `project` is a `KVProjection` or another function. Models of transformers need more (caches, generation,
 padded batches), which `mllm_seqpar.integrations.transformers.family.Family` provides;
 `mllm_seqpar.patches.idefics.adapter` is an example.
 """
@@ -22,7 +22,7 @@ from .patching import Patch
 from .patching.registry import Adapter
 from .runtime.context import SeqParContext
 from .runtime.forward_state import ForwardState
-from .runtime.frame_state import FrameState
+from .runtime.frame_state import Frames
 from .runtime.kv_projection import KVProjection, Projection
 from .runtime.loss import sharded_causal_lm_loss, shifted
 from .runtime.text_shards import TextShards
@@ -46,7 +46,7 @@ __all__ = [
     "ShapeError",
     "VisualFeatures",
     "TextShards",
-    "FrameState",
+    "Frames",
     "require_agreement",
     "require_same_text",
     "frame_range",
@@ -110,11 +110,12 @@ def sharded_call(
     require_agreement(comm, "forward pass", names, describe)
     start, stop = _local_units(context, mask, units_per_frame)
     text = TextShards(batch, length, comm, config.text_layout, valid)
-    visual = VisualFeatures(features, torch.arange(start, stop, device=features.device), mask.total_frames)
+    index = torch.arange(start, stop, device=features.device)
+    visual = VisualFeatures(features, index, mask.total_frames, config.recompute_visual)
     context.log_shard_sizes((text.local, length), (stop - start, mask.total_frames))
-    frames = FrameState.of(visual, mask, text, units_per_frame)
+    frames = Frames.of_shards(visual, mask, text, units_per_frame)
     if config.strategy == "replicate" and comm.size > 1:
-        frames = frames.gathered(comm, torch.arange(mask.total_frames))
+        frames = frames.gathered(visual, comm, torch.arange(mask.total_frames))
     return ForwardState(context, text=text, frames=frames)
 
 

@@ -26,6 +26,10 @@ from mllm_seqpar.schedules.steps import last_uses
 from .block_math import PreparedRectangle, RowIndex, prepare
 
 
+Placement = Literal["sharded", "replicated"]
+"""Whether each rank has its shard of the keys, or all of them."""
+
+
 class PlannedTransfer(NamedTuple):
     """One transfer of a schedule (`schedules.steps`), with the rows that are sent.
 
@@ -68,7 +72,9 @@ class PlannedStep(NamedTuple):
 
 @dataclass(frozen=True)
 class CallSpec:
-    """Everything about the attention to one KV source that is known before its tensors; the same on every rank.
+    """Everything about the attention to one set of keys that is known before its tensors; the same on every rank.
+
+    It describes the group if rows and keys are sharded. Otherwise it describes this rank alone, as a group of one.
 
     Attributes:
         mesh_shape: (a, b), the number of Q shards and of KV shards that one rank computes with. (n, 1) sends Q shards,
@@ -84,6 +90,8 @@ class CallSpec:
             `result_dtype`.
         all_pairs: whether Q shards are sent point to point even if the mask makes no (row, rank) pair empty; for
             (n, 1) only.
+        placement: where the keys are.
+        visible_keys: the keys that all rows attend to, if no row attends to others and torch may choose the kernel.
     """
 
     mesh_shape: tuple[int, int]
@@ -95,6 +103,8 @@ class CallSpec:
     overlap_ratios: tuple[OverlapRatios, OverlapRatios] = (OverlapRatios(), OverlapRatios())
     round_results: bool = False
     all_pairs: bool = False
+    placement: Placement = "sharded"
+    visible_keys: slice | None = None
 
     @cached_property
     def derived(self) -> dict[Hashable, Any]:

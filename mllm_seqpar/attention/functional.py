@@ -10,20 +10,21 @@ from __future__ import annotations
 
 from typing import Literal, TypedDict, Unpack, overload
 
+import torch
 from torch import Tensor
 
 from mllm_seqpar.comm import Group, transfer_communicator
 from mllm_seqpar.errors import ConfigError, MaskError, ShapeError
 from mllm_seqpar.kernels import choose_kernel
-from mllm_seqpar.masks import BlockMasks, CausalBlockMasks, FrameMask, FullBlockMasks
+from mllm_seqpar.masks import BlockMasks, CausalBlockMasks, FrameBlockMasks, FrameMask, FullBlockMasks
 from mllm_seqpar.schedules.head_sharding import HeadShards
 from mllm_seqpar.schedules.mesh_shapes import check_tile, resolve_tile
 from mllm_seqpar.sharding import LAYOUTS, frame_bounds, sequence_positions
 
 from . import argument_checks
-from .call_spec import AccumulateDtype, accumulation, call_spec_for, problem_of
-from .joint import attend, eager
-from .kv_sources import GivenKV
+from .call_spec import AccumulateDtype, CallSpec, accumulation, call_spec_for, problem_of
+from .joint import attend, attend_replicated, eager
+from .keys import GivenKeys
 
 STRATEGIES = ("lv-xattn", "ring", "mesh", "ulysses")
 
@@ -288,5 +289,67 @@ def _attend_once(
     problem = problem_of(q.shape, k.shape[:2], key_lengths, q.dtype, accumulate_dtype)
     dtype = accumulation(accumulate_dtype, q.dtype)
     spec = call_spec_for(strategy, mesh_shape, masks, problem, dtype, overlap)
-    o, lse = attend(q, [GivenKV(spec, k, v)], comm=comm, scale=float(factor), kernel=kernel)
+    o, lse = attend(q, [GivenKeys(spec, k, v)], comm=comm, scale=float(factor), kernel=kernel)
     return (o, lse) if return_lse else o
+
+
+@eager
+def decode_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    group: Group = None,
+    mask: FrameMask | None = None,
+    scale: float | None = None,
+    kernel: str = "auto",
+    return_lse: bool = False,
+    units_per_frame: int = 1,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Return the attention of queries that every rank has over keys that are sharded. For inference: no gradients.
+
+    Args:
+        q: (B, H, s_q, D), the same on every rank.
+        k, v: (B or 1, G, s_kv, D), this rank's keys; s_kv may differ by rank and be 0.
+        group: as for `lv_xattn`.
+        mask: the frames that each row attends to, the same on every rank; this rank holds `frame_range` of them.
+        scale: factor of q k^T; None: D ** -0.5.
+        kernel: name of a block kernel, or "auto".
+        return_lse: also return lse (B, H, s_q) float32.
+        units_per_frame: how many of the mask's "frames" (image tiles, for example) make one frame that `frame_range`
+            keeps on one rank.
+
+    Returns:
+        o (B, H, s_q, D) in q.dtype, the same bits on every rank.
+
+    Raises:
+        ConfigError: gradients are required.
+        ShapeError, MaskError: the shapes do not match.
+    """
+    if torch.is_grad_enabled() and any(t.requires_grad for t in (q, k, v)):
+        raise ConfigError("decode_attention has no backward pass; call it under torch.no_grad(), or use lv_xattn")
+    argument_checks.check_qkv(q, k, v)
+    argument_checks.check_mask_type(mask)
+    argument_checks.check_scale(scale)
+    argument_checks.check_flags(return_lse=return_lse)
+    _check_units(units_per_frame, mask)
+    comm, lengths = transfer_communicator(group), (k.shape[2],)
+    masks: BlockMasks = FullBlockMasks(q.shape[0], q.shape[2], lengths)
+    if mask is not None:
+        start, stop = frame_bounds(mask.total_frames // units_per_frame, comm.size)[comm.rank]
+        own = start * units_per_frame, stop * units_per_frame
+        argument_checks.check_mask(mask, q, k, own)
+        masks = FrameBlockMasks([mask], [own])
+    keys = [GivenKeys(CallSpec((1, 1), masks, lengths, accumulation("auto", q.dtype)), k, v)]
+    factor = q.shape[-1] ** -0.5 if scale is None else float(scale)
+    (result,) = attend_replicated(q, [keys], comm=comm, scale=factor, kernel=kernel)
+    return result if return_lse else result[0]
+
+
+def _check_units(units: int, mask: FrameMask | None) -> None:
+    total = 0 if mask is None else mask.total_frames
+    if isinstance(units, bool) or not isinstance(units, int) or units < 1 or total % units:
+        raise MaskError(
+            f"units_per_frame: {units!r} does not divide the {total} units of the mask; pass the number of units that "
+            "make a frame, 1 or more"
+        )

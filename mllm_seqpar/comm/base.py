@@ -137,6 +137,11 @@ class Communicator(ABC):
             self.kept.nodes = gather_nodes(self)
         return self.kept.nodes
 
+    @property
+    def alone(self) -> Communicator:
+        """The group of this rank alone."""
+        return self if self.size == 1 else Subgroup(self, [self.rank])
+
     @abstractmethod
     def exchange(self, sends: Sequence[Send], recvs: Sequence[Recv]) -> Pending:
         """Post all sends and receives as one group. Messages between two ranks match in the order of the lists."""

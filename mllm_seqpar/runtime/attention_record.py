@@ -22,14 +22,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from mllm_seqpar.attention.joint import KeySource
+from mllm_seqpar.attention.keys import Keys
 from mllm_seqpar.comm import Communicator
 from mllm_seqpar.comm.agreement import require_agreement
 from mllm_seqpar.errors import ConfigError
 from mllm_seqpar.masks import FrameBlockMasks, FrameMask
 from mllm_seqpar.sharding import frame_bounds
 
-from .visual_features import VisualKVCache
+from .frame_cache import VisualKVCache
 
 SCORES = 1 << 24
 """Scores that are computed at once: 64 MiB in float32."""
@@ -69,19 +69,16 @@ class RowRecorder:
         self.sharded = False
         """Whether only one rank holds the row."""
 
-    def add(self, q: Tensor, k: Tensor, lse: Tensor | None, scale: float, *, jointly: bool = False) -> None:
-        """Store the row of a layer, given q (1, H, s, D), k (1, G, keys, D), and the final lse (1, H, s) or None."""
-        if self._row is None:
-            row, total = q.new_zeros(q.shape[1], q.shape[3]), None if lse is None else lse.new_zeros(q.shape[1])
-        else:  # copies, so that the other rows can be freed
-            row, total = q[0, :, self._row].clone(), None if lse is None else lse[0, :, self._row].clone()
-        self._layers.append(LayerRow(row, k, total, scale, jointly))
-
-    def add_sources(self, q: Tensor, sources: Sequence[KeySource], lse: Tensor, scale: float) -> None:
-        """Store the row of a layer of a sharded pass, if the layer attends to frames."""
-        for source in sources:
-            if isinstance(source.spec.masks, FrameBlockMasks):
-                self.add(q, source.k, lse, scale, jointly=len(sources) > 1)  # type: ignore[union-attr]
+    def add(self, q: Tensor, keys: Sequence[Keys], lse: Tensor | None, scale: float) -> None:
+        """Store the row of a softmax that attends to frames, given q (1, H, s, D) and the final lse (1, H, s) or None."""
+        for each in keys:
+            if not isinstance(each.spec.masks, FrameBlockMasks):
+                continue
+            if self._row is None:
+                row, total = q.new_zeros(q.shape[1], q.shape[3]), None if lse is None else lse.new_zeros(q.shape[1])
+            else:  # copies, so that the other rows can be freed
+                row, total = q[0, :, self._row].clone(), None if lse is None else lse[0, :, self._row].clone()
+            self._layers.append(LayerRow(row, each.k, total, scale, len(keys) > 1))
 
     def visible_units(self) -> Tensor:
         """Return a bool for each unit of all ranks: whether the row attends to it."""
@@ -181,7 +178,7 @@ class AttentionRecord:
         own = visible[:, start * per_frame : stop * per_frame]
         if not all(rows):
             raise ConfigError(
-                "the family adapter of this model records no attention to frames; call ForwardState.cross_attend in it"
+                "the family adapter of this model records no attention to frames; call ForwardState.frame_keys in it"
             )
         layers = [_unit_shares(list(layer), cache, own) for layer in zip(*rows, strict=True)]
         units = torch.stack(layers).mean(0)

@@ -28,20 +28,17 @@ from mllm_seqpar.adapting import (
     SeqParContext,
     ShapeError,
 )
-from mllm_seqpar.attention.block_math import BlockMath, PartialResult, prepare
-from mllm_seqpar.attention.kv_sources import as_attended
 from mllm_seqpar.integrations.transformers.attention import (
     causal_mask,
     merge_heads,
     refuse_dropout,
+    text_keys,
     use_seqpar_attention,
 )
 from mllm_seqpar.integrations.transformers.family import VISUAL_SHARD_DOC, Visibility, decoder_arguments
 from mllm_seqpar.integrations.transformers.generation import patch_generate
 from mllm_seqpar.integrations.transformers.inputs import ForwardInputs, as_compared_tensors, makes_cache
 from mllm_seqpar.integrations.transformers.passes import as_forward
-from mllm_seqpar.integrations.transformers.text import causal_rectangles
-from mllm_seqpar.masks import GivenBlockMask
 from mllm_seqpar.models.mplug_owl3.media import MediaLayout, check_layout
 from mllm_seqpar.patching.registry import is_instance_by_name
 from mllm_seqpar.runtime.strategy_selector import CrossAttentionShape
@@ -107,88 +104,18 @@ def _hyper_attention(
     q, k, v = self.project_text(hidden_states, position_embeddings)
     if past_key_values is not None:
         k, v = past_key_values.update(k, v, self.layer_idx)
-    if seqpar.text is not None:
-        if seqpar.text_on_one_process and not (self.fused and seqpar.frames is not None):
-            return self.o_proj(_attend_whole(self, q, k, v, attention_mask, visual_norm, seqpar)), None
-        return self.o_proj(_attend_sharded(self, q, k, v, visual_norm, seqpar)), None
-    return self.o_proj(_attend_replicated(self, q, k, v, attention_mask, visual_norm, seqpar)), None
-
-
-def _attend_whole(
-    self: Any, q: Tensor, k: Tensor, v: Tensor, attention_mask: Tensor | None, visual_norm: Any, seqpar: ForwardState
-) -> Tensor:
-    """Return (B, L, C) before `o_proj` on one process, with text attention as in the unpatched model."""
-    text_out = self._attend_text(q, k, v, attention_mask, seqpar=seqpar)[0]
-    if seqpar.frames is None:
-        return text_out
-    modules = [visual_norm, self.v_kv_proj]
-    o = seqpar.cross_attend(q, self.layer_idx, _projection(self, visual_norm), modules, self.scaling)
-    return self.mix(text_out, merge_heads(o), seqpar.frames.any_frame_visible)
-
-
-def _attend_sharded(self: Any, q: Tensor, k: Tensor, v: Tensor, visual_norm: Any, seqpar: ForwardState) -> Tensor:
-    """Return (B, s, C) before `o_proj`, of a pass in which attention is sharded over text rows.
-
-    Text keys follow the schedule of self-attention, visual keys that of the strategy.
-    """
-    assert seqpar.text is not None
-    q, k, v = as_attended(q, k, v)
-    shards_text = seqpar.shards_text
-    if not shards_text:  # every rank has all text, and its rows are sharded for this attention only
-        q, k, v = (seqpar.text.shard(x, 2) for x in (q, k, v))
-    text, visual = seqpar.text_keys(k, v, self.sliding_window, q.shape[1]), []
+    softmaxes = [[text_keys(self, q, k, v, attention_mask, seqpar, self.sliding_window)]]
     if seqpar.frames is not None:
-        project = _projection(self, visual_norm)
-        visual = [seqpar.visual_keys(q, self.layer_idx, project, project.modules)]
-    if seqpar.frames is None or self.fused:
-        o = merge_heads(seqpar.attend(q, [text, *visual], self.scaling))
-    else:
-        text_out, visual_out = (merge_heads(seqpar.attend(q, keys, self.scaling)) for keys in ([text], visual))
-        o = self.mix(text_out, visual_out, seqpar.frames.any_frame_visible)
-    return o if shards_text else seqpar.text.unshard(o, 1)
-
-
-def _attend_replicated(
-    self: Any, q: Tensor, k: Tensor, v: Tensor, attention_mask: Tensor | None, visual_norm: Any, seqpar: ForwardState
-) -> Tensor:
-    """Return (B, L, C) before `o_proj`, the same on every rank. K and V of the frames stay on their ranks."""
-    if seqpar.visual_cache is None and seqpar.cached_text is None:
-        return self._attend_text(q, k, v, attention_mask)[0]
-    q, k, v = as_attended(q, k, v)
-    if seqpar.visual_cache is None:
-        return merge_heads(seqpar.attend_cached_text(q, k, v, self.scaling, self.sliding_window)[0].to(q.dtype))
-    visual = seqpar.visual_cache.keys_values(self.layer_idx, _projection(self, visual_norm), q.dtype)
-    if seqpar.cached_text is not None:
-        seqpar.requires_backward(q, k, v, *visual)  # raises: text is sharded over several ranks
-        found = seqpar.attend_text_and_frames(q, (k, v), visual, self.scaling, self.sliding_window, jointly=self.fused)
-        text_out, visual_out = (merge_heads(o.to(q.dtype)) for o in found)
-        return text_out if self.fused else self.mix(text_out, visual_out, seqpar.rows["attends_to_frames"])
-    if self.fused and seqpar.requires_backward(q, k, v, *visual):
-        k, v = k[:, :, : seqpar.tokens], v[:, :, : seqpar.tokens]
-        source = seqpar.local_source(q, k, v, GivenBlockMask(tuple(causal_rectangles(attention_mask, q, k))))
-        return merge_heads(seqpar.attend(q, [source, seqpar.cached_visual_source(q, *visual)], self.scaling))
-    if not self.fused:
-        visual_o = seqpar.attend_cached_frames(q, *visual, self.scaling)
-        text_out = self._attend_text(q, k, v, attention_mask)[0]
-        return self.mix(text_out, merge_heads(visual_o), seqpar.rows["attends_to_frames"])
-    visual_o, visual_lse = seqpar.attend_replicated(q, *visual, self.scaling)
-    partial = PartialResult(q, torch.promote_types(torch.float32, q.dtype))
-    k, v = k[:, :, : seqpar.tokens], v[:, :, : seqpar.tokens]  # the rest of a static cache is empty
-    kernel = seqpar.context.config.kernel
-    rectangles = prepare(causal_rectangles(attention_mask, q, k), q, k, kernel)
-    BlockMath(kernel, self.scaling).forward(q, k, v, rectangles, partial)
-    partial.add(visual_o, visual_lse)
-    o, lse = partial.value
-    if seqpar.recorder is not None:
-        seqpar.recorder.add(q, visual[0], lse, self.scaling, jointly=True)
-    return merge_heads(o.to(q.dtype))
-
-
-def _projection(self: Any, visual_norm: Any) -> KVProjection:
-    """Return the layer's projection of features (f, tokens, width) and rotations (f, 2, head_dim) to k and v."""
-    return KVProjection(
-        (self.v_kv_proj,), self.head_dim, interleaved=True, input_norm=visual_norm, rotate=self.rotate_visual
-    )
+        rotate = self.rotate_visual
+        project = KVProjection(
+            (self.v_kv_proj,), self.head_dim, interleaved=True, input_norm=visual_norm, rotate=rotate
+        )
+        frames = seqpar.frame_keys(q, self.layer_idx, project)
+        softmaxes = [[*softmaxes[0], frames]] if self.fused else [*softmaxes, [frames]]
+    mixed, *visual_out = map(merge_heads, seqpar.attend_each(q, softmaxes, self.scaling))
+    if visual_out:
+        mixed = self.mix(mixed, *visual_out, seqpar.rows["attends_to_frames"])
+    return self.o_proj(mixed), None
 
 
 _LAYOUT = tuple(field.name for field in fields(MediaLayout))

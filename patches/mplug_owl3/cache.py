@@ -18,7 +18,7 @@ from mllm_seqpar.integrations.transformers.passes import run_pass
 from mllm_seqpar.models.cache_rows import attach, detach
 from mllm_seqpar.models.mplug_owl3.media import MediaLayout
 from mllm_seqpar.models.mplug_owl3.visual_inputs import VisualCache, visual_cache
-from mllm_seqpar.runtime.visual_features import VisualKVCache
+from mllm_seqpar.runtime.frame_cache import VisualKVCache
 
 
 @dataclass(frozen=True)

@@ -131,7 +131,7 @@ def cross_attention_forward(attention: Any, index: int) -> Any:
         if uniform is not None:  # a zero query gives the mean of all V, and q has no gradient, as with equal scores
             q = q.masked_fill(uniform[:, None, :, None], 0.0)
         project = KVProjection((self.to_kv,), q.shape[-1])
-        o = media.cross_attend(q, index, project, project.modules, self.scale)
+        o = media.attend(q, [media.frame_keys(q, index, project)], self.scale)
         return self.to_out(merge_heads(o))
 
     return types.MethodType(forward, attention)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from mllm_seqpar.attention.call_spec import CallSpec, accumulation, call_spec_for, problem_of
 from mllm_seqpar.attention.joint import attend
-from mllm_seqpar.attention.kv_sources import GivenKV
+from mllm_seqpar.attention.keys import GivenKV
 from mllm_seqpar.comm import Communicator
 from mllm_seqpar.masks import FullBlockMasks
 from mllm_seqpar.planner import Cluster, ParallelSpec, call_cost, overlap_ratios_by_rates

@@ -21,7 +21,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from mllm_seqpar.attention.call_spec import AccumulateDtype, accumulation, call_spec_for, problem_of
 from mllm_seqpar.attention.joint import attend
-from mllm_seqpar.attention.kv_sources import GivenKV
+from mllm_seqpar.attention.keys import GivenKV
 from mllm_seqpar.comm import Communicator, run_loopback
 from mllm_seqpar.kernels import registry
 from mllm_seqpar.kernels.base import output_with_row_sums

@@ -20,7 +20,7 @@ from mllm_seqpar.integrations.transformers.cache import SequenceParallelCacheSta
 from mllm_seqpar.models.mplug_owl3.hyper_attention import HyperAttention
 from mllm_seqpar.patches.mplug_owl3.testing import Case as Owl
 from mllm_seqpar.runtime import forward_state
-from mllm_seqpar.runtime.visual_features import VisualKVCache
+from mllm_seqpar.runtime.frame_cache import VisualKVCache
 
 
 def over_llama(family: str, case: Any) -> Any:

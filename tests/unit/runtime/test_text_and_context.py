@@ -7,7 +7,7 @@ import logging
 import pytest
 import torch
 
-from mllm_seqpar.attention.kv_sources import AutocastState, as_attended
+from mllm_seqpar.attention.keys import AutocastState, as_attended
 from mllm_seqpar.comm import Communicator, LoopbackCommunicator, LoopbackWorld, run_loopback
 from mllm_seqpar.config import SeqParConfig
 from mllm_seqpar.masks import Rectangle
