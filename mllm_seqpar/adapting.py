@@ -2,11 +2,11 @@
 
 An adapter (`Adapter`) replaces forwards through `Patch.set`. The model's forward encodes the frames of this rank
 (`frame_range`), states which text rows attend to which frames (`FrameMask`), and creates the state of the pass with
-`sharded_call`. Layers then attend through it: ``state.attend(q, [state.text_keys(q, k, v)], scale)`` is the language
-model's causal attention, ``state.attend(q, [state.frame_keys(q, layer, project)], scale)`` the attention to the frames
-of all ranks, and both keys in one list share a softmax; `project` is a `KVProjection` or another function. Models of transformers need more (caches, generation,
-padded batches), which `mllm_seqpar.integrations.transformers.family.Family` provides;
-`mllm_seqpar.patches.idefics.adapter` is an example.
+`sharded_call`. Layers then attend through it. ``state.attend(q, [state.text_keys(q, k, v)], scale)`` is the language
+model's causal attention, and ``state.attend(q, [state.frame_keys(q, layer, project)], scale)`` the attention to the
+frames of all ranks; keys in one list share a softmax. `project` is a `KVProjection` or another function. Models of
+transformers need more (caches, generation, padded batches), which `mllm_seqpar.integrations.transformers.family.Family`
+provides; `mllm_seqpar.patches.idefics.adapter` is an example.
 """
 
 from __future__ import annotations

@@ -25,7 +25,6 @@ from mllm_seqpar.schedules.steps import last_uses
 
 from .block_math import PreparedRectangle, RowIndex, prepare
 
-
 Placement = Literal["sharded", "replicated"]
 """Whether each rank has its shard of the keys, or all of them."""
 

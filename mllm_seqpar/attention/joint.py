@@ -115,7 +115,9 @@ class _JointAttention(torch.autograd.Function):
         for keys, (count, kept) in zip(ctx.keys, ctx.counts, strict=True):
             own_saved, saved = saved[:kept], saved[kept:]
             own_needed, needed = needed[:count], needed[count:]
-            inputs, comm = keys.restored(own_saved), _group(ctx.comm, keys)
+            inputs, comm = keys.restored(own_saved), ctx.comm
+            if keys.spec.placement == "replicated":
+                comm = comm.alone
             if keys.streamed:
                 part, input_grads = streamed_backward(comm, keys, ctx.block_math, rows, inputs, own_needed)
             else:
@@ -130,11 +132,6 @@ class _JointAttention(torch.autograd.Function):
         return None, None, None, None, None, dq.to(q.dtype), *grads
 
 
-def _group(comm: Communicator, keys: Keys) -> Communicator:
-    """Return the group whose schedule computes the attention of sharded rows to the keys."""
-    return comm if keys.spec.placement == "sharded" else comm.alone
-
-
 def _merged_forward(
     comm: Communicator,
     block_math: BlockMath,
@@ -146,7 +143,7 @@ def _merged_forward(
     """Return (o, lse) of contiguous q over all keys, given the inputs of each; o in `dtype`, or the accumulator's."""
     total: tuple[Tensor, Tensor] | None = None
     for each, own_inputs in zip(keys, inputs, strict=True):
-        group = _group(comm, each)
+        group = comm if each.spec.placement == "sharded" else comm.alone
         if each.streamed:
             result = streamed_forward(group, each, block_math, q, own_inputs)
         else:
@@ -161,7 +158,6 @@ def _merged_forward(
     return total[0] if dtype is None else total[0].to(dtype), total[1]
 
 
-@eager
 def attend(
     q: Tensor,
     keys: Sequence[Keys],
@@ -199,15 +195,13 @@ def attend(
     return _JointAttention.apply(comm, BlockMath(kernel, scale), tuple(keys), counts, recompute, q, *inputs)
 
 
-@eager
 def attend_replicated(
     q: Tensor, softmaxes: Sequence[Sequence[Keys]], *, comm: Communicator, scale: float, kernel: str = "auto"
-) -> list[tuple[Tensor, Tensor | None]]:
+) -> list[tuple[Tensor, Tensor]]:
     """Return (o, lse) of rows that every rank of several has, for each of several softmaxes, by one exchange.
 
     Each rank computes a partial result over its own shards of keys. These are merged over ranks, and with what every
-    rank computes over replicated keys. Arguments and results are those of `attend`, but lse is None where torch's own
-    operator computes a softmax over replicated keys.
+    rank computes over replicated keys. Arguments and results are those of `attend`.
 
     Raises:
         ConfigError: gradients are required of keys that are sharded.
@@ -219,23 +213,20 @@ def attend_replicated(
                 "use_cache: a pass with a cache has no backward pass when sequence-parallel; run it under "
                 "torch.no_grad(), or pass use_cache=False to train"
             )
-    block_math, own = BlockMath(kernel, scale), q.contiguous()
+    block_math, own, alone = BlockMath(kernel, scale), q.contiguous(), comm.alone
 
     def local(keys: Sequence[Keys]) -> tuple[Tensor, Tensor]:
-        return _merged_forward(comm.alone, block_math, keys, own, [each.inputs() for each in keys])
+        return _merged_forward(alone, block_math, keys, own, [each.inputs() for each in keys])
 
-    sharded = [[each for each in keys if each.spec.placement == "sharded"] for keys in softmaxes]
-    partial = [local(keys) for keys in sharded if keys]
+    placed = [([k for k in keys if k.spec.placement == "sharded"], keys) for keys in softmaxes]
+    partial = [local(shards) for shards, _ in placed if shards]
     if partial:
-        o, lse = merge_over_ranks(*(torch.cat(parts) for parts in zip(*partial, strict=True)), comm)
+        o, lse = (torch.cat(x) if len(x) > 1 else x[0] for x in zip(*partial, strict=True))
+        o, lse = merge_over_ranks(o, lse, comm)
         partial = list(zip(o.chunk(len(partial)), lse.chunk(len(partial)), strict=True))
-    results: list[tuple[Tensor, Tensor | None]] = []
-    for keys, shards in zip(softmaxes, sharded, strict=True):
+    results = []
+    for shards, keys in placed:
         rest = [each for each in keys if each.spec.placement == "replicated"]
-        alone = rest[0].attend_alone(q, scale) if len(keys) == len(rest) == 1 else None
-        if alone is not None:
-            results.append((alone, None))
-            continue
         o, lse = partial.pop(0) if shards else local(rest)
         if shards and rest:
             o, lse = merge((o, lse), local(rest))

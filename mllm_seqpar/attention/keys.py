@@ -1,4 +1,4 @@
-"""The keys and values of a softmax: a placement, a mask and a schedule (`CallSpec`), and chunks that are made when needed.
+"""The keys and values of a softmax: placement, mask and schedule (`CallSpec`), and chunks that are made when needed.
 
 A chunk is given (`GivenKeys`), recomputed from features (`runtime.visual_features`), copied from host memory
 (`runtime.offload`) or read from a cache there (`runtime.offload_cache`). Most keys are one chunk. Streamed keys arrive
@@ -22,6 +22,7 @@ from mllm_seqpar.masks.rectangles import Span
 
 from .block_math import fold, unfold
 from .call_spec import CallSpec
+
 
 class KeyChunks(Protocol):
     """One pass over the chunks of streamed keys, in order."""
@@ -86,7 +87,7 @@ class Keys(ABC):
         raise NotImplementedError
 
     def chunks(self, inputs: Sequence[Tensor], needed: Sequence[bool] | None = None) -> KeyChunks:
-        """Begin a pass over streamed keys; with `needed`, a backward pass that returns the gradients of these inputs."""
+        """Begin a pass over streamed keys; with `needed`, a backward pass that returns gradients of these inputs."""
         raise NotImplementedError
 
 
@@ -148,6 +149,9 @@ def as_attended(*tensors: Tensor) -> tuple[Tensor, ...]:
 
     Under autocast, q and k leave the rotary embedding in float32, while v has the dtype of the projection.
     """
+    device = tensors[0].device.type
+    if not torch.is_autocast_enabled(device):
+        return tensors
     return tuple(x.to(attended_dtype(x)) for x in tensors)
 
 

@@ -220,7 +220,7 @@ def _add_heads(x: Tensor, places: Sequence[int]) -> Tensor:
 
 
 @dataclass(frozen=True)
-class HeadShardedKV:
+class HeadShardedKV(Keys):
     """A source whose k and v are head-sharded when they are needed.
 
     Given k and v are saved head-sharded, so backward does not send them again; recomputed ones are sent again.
@@ -241,7 +241,7 @@ class HeadShardedKV:
     _sharded: list[Tensor] = field(default_factory=list)
 
     @property
-    def spec(self) -> CallSpec:
+    def spec(self) -> CallSpec:  # type: ignore[override]
         return self.layout.spec
 
     def inputs(self) -> Sequence[Tensor]:

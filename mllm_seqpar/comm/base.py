@@ -8,11 +8,9 @@ collectives from `exchange`, for `loopback` and for `Subgroup`.
 
 from __future__ import annotations
 
-import time
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Hashable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -41,15 +39,6 @@ class ByteCounter:
     def add(self, label: str, nbytes: int, messages: int = 1) -> None:
         self.sent[label] += nbytes
         self.messages[label] += messages
-
-    @contextmanager
-    def waiting(self) -> Iterator[None]:
-        """Add the time inside to `waited`."""
-        start = time.perf_counter()
-        try:
-            yield
-        finally:
-            self.waited += time.perf_counter() - start
 
     @property
     def total(self) -> int:
@@ -214,16 +203,6 @@ class Communicator(ABC):
     def control_device(self) -> torch.device:
         """The device of integers and texts that ranks compare: the CPU where possible, so that no GPU is waited for."""
         return self.device
-
-
-def check_contiguous(sends: Sequence[Send], recvs: Sequence[Recv]) -> None:
-    """Raise ValueError for a tensor that is not contiguous, which a transport would send or fill in wrong order."""
-    for peer, tensor, label in sends:
-        if not tensor.is_contiguous():
-            raise ValueError(f"exchange: the tensor {label!r} for rank {peer} is not contiguous; call .contiguous()")
-    for peer, buffer in recvs:
-        if not buffer.is_contiguous():
-            raise ValueError(f"exchange: the receive buffer for rank {peer} is not contiguous")
 
 
 class ExchangeCollectives(Communicator):

@@ -70,7 +70,7 @@ class RowRecorder:
         """Whether only one rank holds the row."""
 
     def add(self, q: Tensor, keys: Sequence[Keys], lse: Tensor | None, scale: float) -> None:
-        """Store the row of a softmax that attends to frames, given q (1, H, s, D) and the final lse (1, H, s) or None."""
+        """Store the row of a softmax over frames, given q (1, H, s, D) and the final lse (1, H, s) or None."""
         for each in keys:
             if not isinstance(each.spec.masks, FrameBlockMasks):
                 continue
@@ -207,14 +207,16 @@ def _unit_shares(rows: Sequence[LayerRow], cache: VisualKVCache, visible: Tensor
     wide = torch.promote_types(torch.float32, k.dtype)
     q = torch.stack([row.q for row in rows]).to(wide)
     hidden = ~visible.to(q.device)
-    given = [row.lse for row in rows if row.lse is not None]
     out = q.new_zeros(len(rows), units)
     step = max(1, SCORES // max(1, heads * units))
     for first in range(0, len(rows) if units else 0, step):
         block = slice(first, first + step)
         found = [x.masked_fill(hidden[block, span], -torch.inf) for span, x in _unit_lse(q[block], k, scale, cache)]
         unit_lse = torch.cat(found, dim=-1)  # (H, T, U)
-        total = torch.stack(given[block], 1).to(wide) if given else unit_lse.logsumexp(-1)  # (H, T)
+        total = unit_lse.logsumexp(-1)  # (H, T)
+        for token, row in enumerate(rows[block]):
+            if row.lse is not None:
+                total[:, token] = row.lse
         total = total.masked_fill(total == -torch.inf, 0.0)[..., None]  # a row without visible keys has shares of 0
         out[block] = torch.exp(unit_lse - total).mean(0)
     return out

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from mllm_seqpar.attention.call_spec import CallSpec, Placement, accumulation, call_spec_for, problem_of
-from mllm_seqpar.attention.joint import attend, attend_replicated
+from mllm_seqpar.attention.joint import attend, attend_replicated, eager
 from mllm_seqpar.attention.keys import GivenKeys, Keys, as_attended, attended_dtype
 from mllm_seqpar.masks import BlockMasks, FrameBlockMasks, GivenBlockMask, Rectangle
 from mllm_seqpar.masks.causal import decoder_rectangles
@@ -82,38 +82,41 @@ class ForwardState:
             self.takes_mask = not text.is_plain and text.batch * text.length**2 <= MAX_TEXT_MASK
         self._specs: dict[Hashable, CallSpec] = {}
 
+    @eager
     def attend(self, q: Tensor, keys: Sequence[Keys], scale: float) -> Tensor:
         """q (B, H, s, D) -> o (B, H, s, D): one softmax over all keys on all ranks; 0 for rows that attend to none."""
-        return self.attend_each(q, [keys], scale)[0]
+        (q,) = as_attended(q)
+        o, lse = keys[0].attend_alone(q, scale) if len(keys) == 1 else None, None
+        if o is None:
+            o, lse = self._attend(q, [keys], scale)[0]
+        if self.recorder is not None:
+            self.recorder.add(q, keys, lse, scale)
+        return o
 
     def attend_each(self, q: Tensor, softmaxes: Sequence[Sequence[Keys]], scale: float) -> list[Tensor]:
         """Return `attend` for several lists of keys; what ranks have to merge takes one exchange for all of them."""
+        if self.cached_text is None or len(softmaxes) == 1:
+            return [self.attend(q, keys, scale) for keys in softmaxes]
         (q,) = as_attended(q)
-        config, found = self.context.config, []
-        if self.text is None and self.context.comm.size > 1:
-            found = attend_replicated(q, softmaxes, comm=self.context.comm, scale=scale, kernel=config.kernel)
-        else:
-            found = [self._attend(q, keys, scale) for keys in softmaxes]
+        found = self._attend(q, softmaxes, scale)
         if self.recorder is not None:
             for keys, (_, lse) in zip(softmaxes, found, strict=True):
                 self.recorder.add(q, keys, lse, scale)
         return [o for o, _ in found]
 
-    def _attend(self, q: Tensor, keys: Sequence[Keys], scale: float) -> tuple[Tensor, Tensor | None]:
-        """Return (o, lse) of the rows of this rank, or of a single process; lse may be None."""
-        if len(keys) == 1 and (whole := keys[0].attend_alone(q, scale)) is not None:
-            return whole, None
-        local = self.text if not self.shards_text else None  # all rows are on every rank, and sharded for this alone
-        config = self.context.config
-        o, lse = attend(
-            q if local is None else local.shard(q, 2),
-            keys,
-            comm=self.context.comm,
-            scale=scale,
-            kernel=config.kernel,
-            recompute=config.recompute_attention,
-        )
-        return o if local is None else local.unshard(o, 2), lse
+    def _attend(self, q: Tensor, softmaxes: Sequence[Sequence[Keys]], scale: float) -> list[tuple[Tensor, Tensor]]:
+        """Return (o, lse) of each softmax."""
+        comm, config, text = self.context.comm, self.context.config, self.text
+        if text is None and comm.size > 1:
+            return attend_replicated(q, softmaxes, comm=comm, scale=scale, kernel=config.kernel)
+        # self_attention="local": every rank has all rows, and they are sharded for this attention only.
+        local = None if text is None or self.shards_text else text
+        rows = q if local is None else local.shard(q, 2)
+        kernel, recompute, results = config.kernel, config.recompute_attention, []
+        for keys in softmaxes:
+            o, lse = attend(rows, keys, comm=comm, scale=scale, kernel=kernel, recompute=recompute)
+            results.append((o if local is None else local.unshard(o, 2), lse))
+        return results
 
     def text_keys(
         self,
@@ -136,7 +139,7 @@ class ForwardState:
         """
         k, v = as_attended(k, v)
         if self.cached_text is not None:
-            rectangles = functools.partial(self.cached_text, q.shape[0], window)
+            rectangles: Callable[[], Iterable[Rectangle]] = functools.partial(self.cached_text, q.shape[0], window)
             return GivenKeys(self._local_spec(q, k, window, rectangles, "sharded"), k, v)
         whole, text = None, self.text
         if model_attention is not None and (self.takes_mask or self._is_plain(window)):
@@ -180,8 +183,9 @@ class ForwardState:
     def _is_plain(self, window: int | None) -> bool:
         """Return whether one process has the text of a sharded pass, without padding or a window that hides tokens."""
         text = self.text
-        plain = text is not None and self._one_process and text.is_plain
-        return plain and (window is None or window >= text.length)
+        if text is None or not (self._one_process and text.is_plain):
+            return False
+        return window is None or window >= text.length
 
     def _local_spec(
         self,

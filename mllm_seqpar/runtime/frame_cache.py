@@ -1,4 +1,4 @@
-"""K and V of a prompt's frames, which later passes attend to: on the device, or in host memory (`visual_offload="cpu"`).
+"""K and V of a prompt's frames, which later passes attend to: on the device, or in host memory (`visual_offload`).
 
 Each layer projects the frames of this rank once. In host memory they are stored chunk by chunk as (keys, G, D), so that
 a chunk of frames is contiguous. Every pass of a layer brings all chunks to the device once: decoding a token reads
@@ -196,4 +196,6 @@ class StoredKV(Keys):
 
 def frame_cache(visual: VisualFeatures, total_frames: int) -> VisualKVCache:
     """Return an empty cache for the K and V of these frames, in the memory that the features are in."""
-    return (HostKVCache if isinstance(visual, HostFeatures) else VisualKVCache)(visual, total_frames)
+    if isinstance(visual, HostFeatures):
+        return HostKVCache(visual, total_frames)
+    return VisualKVCache(visual, total_frames)

@@ -91,9 +91,7 @@ class HostFeatures(VisualFeatures):
         copies = HostCopies(index.device)
         gradient = HostGradient(features, copies)
         anchor = _Anchor.apply(features, gradient)
-        return cls(
-            features.detach(), index, total_frames, dtype=dtype, anchor=anchor, gradient=gradient, copies=copies
-        )
+        return cls(features.detach(), index, total_frames, dtype=dtype, anchor=anchor, gradient=gradient, copies=copies)
 
     @property
     def no_frames(self) -> VisualFeatures:

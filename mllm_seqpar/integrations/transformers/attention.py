@@ -40,7 +40,8 @@ def seqpar_attention(
         return sdpa_attention_forward(
             module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
         )
-    refuse_dropout(dropout)  # also with all text on every rank, where each rank would drop other weights
+    if dropout:
+        refuse_dropout(dropout)  # also with all text on every rank, where each rank would drop other weights
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     keys = text_keys(module, query, key, value, attention_mask, seqpar, window=sliding_window, **kwargs)
     return seqpar.attend(query, [keys], scale).transpose(1, 2), None
@@ -64,9 +65,7 @@ def text_keys(
     return seqpar.text_keys(q, k, v, window=window, mask=attention_mask, model_attention=model_attention)
 
 
-def _sdpa(
-    module: nn.Module, kwargs: Any, k: Tensor, v: Tensor, mask: Tensor | None, q: Tensor, scale: float
-) -> Tensor:
+def _sdpa(module: nn.Module, kwargs: Any, k: Tensor, v: Tensor, mask: Tensor | None, q: Tensor, scale: float) -> Tensor:
     return sdpa_attention_forward(module, q, k, v, mask, scaling=scale, **kwargs)[0].transpose(1, 2)
 
 

@@ -22,14 +22,14 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from mllm_seqpar.errors import ShapeError
 from mllm_seqpar.models.cache_rows import attach
 from mllm_seqpar.runtime.forward_state import ForwardState
+from mllm_seqpar.runtime.frame_cache import VisualKVCache, frame_cache
 from mllm_seqpar.runtime.star import block_length
 from mllm_seqpar.runtime.text_shards import TextShards, select_logit_rows
-from mllm_seqpar.runtime.frame_cache import VisualKVCache, frame_cache
 from mllm_seqpar.runtime.visual_features import fingerprint_of
 
 from .cache import SequenceParallelCacheState, begin_prompt, cache_state_of, shard_cached_text, supports_sharded_text
 from .family import Family, Visibility, require_same_pass
-from .frames import sharded_frames, local_features, log_shard_sizes, visibility_of, visual_features
+from .frames import local_features, log_shard_sizes, sharded_frames, visibility_of, visual_features
 from .input_checks import check_star
 from .inputs import ForwardInputs
 from .outputs import gather_hidden_states, whole_text_outputs

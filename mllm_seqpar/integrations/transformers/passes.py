@@ -20,7 +20,7 @@ from mllm_seqpar.runtime.forward_state import ForwardState
 
 from .cached_passes import cached_pass
 from .family import Family, require_same_pass
-from .frames import sharded_frames, local_features, log_shard_sizes
+from .frames import local_features, log_shard_sizes, sharded_frames
 from .generation import share_random_state
 from .inputs import ForwardInputs
 from .outputs import uncached_outputs

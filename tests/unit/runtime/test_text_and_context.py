@@ -14,7 +14,7 @@ from mllm_seqpar.masks import Rectangle
 from mllm_seqpar.runtime.context import SeqParContext
 from mllm_seqpar.runtime.loss import shifted
 from mllm_seqpar.runtime.star import StarText, block_length
-from mllm_seqpar.runtime.text_kv_cache import CachedTextMask, TextKVCache
+from mllm_seqpar.runtime.text_kv_cache import TextKVCache
 from mllm_seqpar.runtime.text_shards import TextShards, packed_starts
 from mllm_seqpar.runtime.visual_features import checksum, sampled_bits
 
@@ -62,7 +62,7 @@ def test_new_tokens_are_kept_in_turn_and_cropped() -> None:
         cache.extend(4)
         fresh, valid = list(range(4)[cache.fresh]), torch.ones(1, 9).index_fill_(1, torch.tensor([7]), 0)
         visible = [
-            sum(map(visible_entries, CachedTextMask(cache, 4, mask).rectangles(2, window)))
+            sum(map(visible_entries, cache.rectangles(4, mask, 2, window)))
             for mask, window in ((None, None), (None, 3), (valid, None))
         ]
         cache.crop(20)
