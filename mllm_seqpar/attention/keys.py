@@ -1,7 +1,7 @@
 """The keys and values of a softmax: placement, mask and schedule (`CallSpec`), and chunks that are made when needed.
 
 A chunk is given (`GivenKeys`), recomputed from features (`runtime.visual_features`), copied from host memory
-(`runtime.offload`) or read from a cache there (`runtime.offload_cache`). Most keys are one chunk. Streamed keys arrive
+(`runtime.offload`) or read from a cache there (`runtime.frame_cache`). Most keys are one chunk. Streamed keys arrive
 in several, and never exist as a whole.
 """
 
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from mllm_seqpar.kernels.base import fold_groups, unfold_groups
@@ -44,11 +44,13 @@ class Keys(ABC):
         spec: the placement, the mask and the schedule.
         k: (B or 1, G, T, D), if a cache stores it.
         streamed: whether the keys arrive in several chunks.
+        modules: the modules that compute k, v and their gradients; none if k and v exist.
     """
 
     spec: CallSpec
     k: Tensor
     streamed = False
+    modules: Sequence[nn.Module]
 
     def attend_alone(self, q: Tensor, scale: float) -> Tensor | None:
         """Return o (B, H, s, D) of the softmax over these keys alone, if torch's own operator can compute it.
@@ -98,6 +100,8 @@ class GivenKeys(Keys):
     Attributes:
         whole: computes `attend_alone` with the unpatched model's own attention, given q and the scale.
     """
+
+    modules = ()
 
     spec: CallSpec
     k: Tensor

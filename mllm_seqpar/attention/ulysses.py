@@ -20,7 +20,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from mllm_seqpar.comm import Communicator, Recv, Send, Subgroup
@@ -243,6 +243,10 @@ class HeadShardedKV(Keys):
     @property
     def spec(self) -> CallSpec:  # type: ignore[override]
         return self.layout.spec
+
+    @property
+    def modules(self) -> Sequence[nn.Module]:  # type: ignore[override]
+        return self.source.modules
 
     def inputs(self) -> Sequence[Tensor]:
         return self.source.inputs()

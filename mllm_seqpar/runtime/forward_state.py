@@ -9,8 +9,9 @@ does not distinguish these cases: it asks for its keys and attends to them,
 
 and the placements of rows and keys decide what is computed where (`attention.joint`).
 
-The state is a plain object rather than a container of tensors, so that FSDP, checkpointing and autocast pass it on
-unchanged, and it is not stored on a module, so that recomputation in backward uses the state of its own forward pass.
+The state is neither a dataclass nor another container that FSDP, checkpointing or device placement traverse: they would
+cast its tensors in every layer, and lead the gradients of the features through all of them. It is not stored on a
+module, so that recomputation in backward uses the state of its own forward pass.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from mllm_seqpar.masks.causal import decoder_rectangles
 from .attention_record import RowRecorder
 from .context import SeqParContext
 from .frame_state import Frames
+from .fsdp_units import call_within, units_among
 from .kv_projection import KVProjection, Projection
 from .strategy_selector import CROSS, CROSS_MESH, SELF, SELF_MESH, CandidateStrategies, SelectedStrategy, selected_spec
 from .text_shards import TextShards
@@ -114,7 +116,9 @@ class ForwardState:
         rows = q if local is None else local.shard(q, 2)
         kernel, recompute, results = config.kernel, config.recompute_attention, []
         for keys in softmaxes:
-            o, lse = attend(rows, keys, comm=comm, scale=scale, kernel=kernel, recompute=recompute)
+            compute = functools.partial(attend, keys=keys, comm=comm, scale=scale, kernel=kernel, recompute=recompute)
+            modules = [module for each in keys for module in each.modules]
+            o, lse = call_within(units_among(modules), compute, rows) if modules else compute(rows)
             results.append((o if local is None else local.unshard(o, 2), lse))
         return results
 

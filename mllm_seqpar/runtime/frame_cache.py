@@ -22,10 +22,11 @@ from mllm_seqpar.masks import FrameMask
 from mllm_seqpar.masks.rectangles import Span
 
 from .frame_state import Frames
+from .fsdp_units import call_within, units_among
 from .host_copies import HostCopies
 from .kv_projection import Projection
 from .offload import HostFeatures
-from .visual_features import VisualFeatures, frame_chunks, project_all
+from .visual_features import VisualFeatures, frame_chunks, project_all, project_chunks
 
 
 class VisualKVCache:
@@ -56,11 +57,13 @@ class VisualKVCache:
         cache.close()
         return cache
 
-    def keys_values(self, layer: Hashable, project: Projection, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    def keys_values(
+        self, layer: Hashable, project: Projection, modules: Sequence[nn.Module], dtype: torch.dtype
+    ) -> tuple[Tensor, Tensor]:
         """Return k and v (1, G, keys of this rank, D) of a layer; its first call projects them, with gradients."""
         if layer not in self.states:
             assert self._visual is not None, f"layer {layer} has not seen the prompt's first pass"
-            self.states[layer] = project_all(project, self._visual.features, self._visual.index, dtype)
+            self.states[layer] = project_all(project, modules, self._visual.features, self._visual.index, dtype)
         return self.states[layer]
 
     def frames_of(self, mask: FrameMask, comm: Communicator) -> Frames:
@@ -79,7 +82,7 @@ class VisualKVCache:
         self, layer: Hashable, spec: CallSpec, project: Projection, modules: Sequence[nn.Module], dtype: torch.dtype
     ) -> Keys:
         """Return the keys of a layer; its first call projects them."""
-        return GivenKeys(spec, *self.keys_values(layer, project, dtype))
+        return GivenKeys(spec, *self.keys_values(layer, project, modules, dtype))
 
     def key_chunks(self, k: Tensor) -> Iterator[tuple[int, Tensor]]:
         """Yield (first unit on this rank, k (1, G, keys, D)) of chunks of the k that `keys_values` returned."""
@@ -100,7 +103,9 @@ class HostKVCache(VisualKVCache):
         super().__init__(visual, total_frames)
         self._chunks, self._copies = frame_chunks(visual.features), HostCopies(visual.index.device)
 
-    def keys_values(self, layer: Hashable, project: Projection, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    def keys_values(
+        self, layer: Hashable, project: Projection, modules: Sequence[nn.Module], dtype: torch.dtype
+    ) -> tuple[Tensor, Tensor]:
         """Return k and v (1, G, keys of this rank, D) of a layer, views of host memory; its first call projects them.
 
         Raises:
@@ -112,7 +117,7 @@ class HostKVCache(VisualKVCache):
                 "it under torch.no_grad(), or pass use_cache=False"
             )
         if layer not in self.states:
-            stored = self._project(project, dtype)
+            stored = call_within(units_among(modules), lambda: self._project(project, dtype))
             self.states[layer] = stored[0].transpose(0, 1)[None], stored[1].transpose(0, 1)[None]
         return self.states[layer]
 
@@ -123,7 +128,7 @@ class HostKVCache(VisualKVCache):
         stored: list[Tensor] = []
         chunks = self._copies.to_device("features", visual.features, self._chunks)
         for features, chunk in zip(chunks, self._chunks, strict=True):
-            for number, x in enumerate(project_all(project, features.to(visual.dtype), visual.index[chunk], dtype)):
+            for number, x in enumerate(project_chunks(project, features.to(visual.dtype), visual.index[chunk], dtype)):
                 if len(stored) <= number:
                     shape = visual.features.shape[0] * tokens, x.shape[1], x.shape[3]
                     stored.append(self._copies.host_empty(shape, dtype))
@@ -143,7 +148,7 @@ class HostKVCache(VisualKVCache):
         self, layer: Hashable, spec: CallSpec, project: Projection, modules: Sequence[nn.Module], dtype: torch.dtype
     ) -> Keys:
         """Return the keys of a layer, which are copied to the device chunk by chunk; its first call projects them."""
-        stored = self.keys_values(layer, project, dtype)
+        stored = self.keys_values(layer, project, modules, dtype)
         return StoredKV(spec, _StoredPass(stored, self._chunks, self.tokens_per_unit, self._copies))
 
 
@@ -177,7 +182,7 @@ class _StoredPass:
 class StoredKV(Keys):
     """Keys in host memory."""
 
-    streamed = True
+    streamed, modules = True, ()
 
     spec: CallSpec
     stored: _StoredPass

@@ -23,7 +23,8 @@ from mllm_seqpar.attention.call_spec import CallSpec
 from mllm_seqpar.attention.keys import AutocastState, GivenKeys, Keys
 from mllm_seqpar.errors import ShapeError
 
-from .kv_projection import Grads, KVProjection, Projection, autograd_grads, parameters_of
+from .fsdp_units import call_within, units_among
+from .kv_projection import GradientSums, Grads, KVProjection, Projection, autograd_grads, parameters_of
 
 CHUNK_BYTES = 64 << 20
 """The size of the features that are projected at once; it bounds the intermediate results of a projection."""
@@ -67,11 +68,10 @@ class VisualFeatures:
     ) -> Keys:
         """Return the keys of a layer; see `RecomputedKV`. K and V that backward does not need again are given."""
         if not torch.is_grad_enabled():
-            return GivenKeys(spec, *project_all(project, self.features, self.index, dtype))
+            return GivenKeys(spec, *project_all(project, modules, self.features, self.index, dtype))
         if self.recompute:
             return RecomputedKV(spec, self, project, modules, dtype)
-        k, v = project(self.features, self.index)  # they stay, so nothing is saved by projecting in chunks
-        return GivenKeys(spec, k.to(dtype), v.to(dtype))
+        return GivenKeys(spec, *project_whole(project, modules, self.features, self.index, dtype))
 
 
 def frame_chunks(features: Tensor) -> list[slice]:
@@ -110,15 +110,33 @@ def fingerprint_of(frames: Tensor, number: Tensor | None = None) -> tuple[int, .
     return (*frames.shape, int(checksum(sampled_bits(frames)) if number is None else number))
 
 
-def project_all(project: Projection, features: Tensor, index: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def project_all(
+    project: Projection, modules: Sequence[nn.Module], features: Tensor, index: Tensor, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
     """Return k and v (1, G, frames * tokens, D) of all frames, contiguous; differentiable in grad mode.
 
-    Without grad mode, only one chunk of intermediate results is alive at a time, and k and v exist once.
+    Without grad mode, only one chunk of intermediate results is alive at a time, and k and v exist once. `modules` are
+    those that `project` uses.
     """
-    chunks, tokens = frame_chunks(features), features.shape[1]
-    if len(chunks) == 1:
+    return call_within(units_among(modules), lambda x: project_chunks(project, x, index, dtype), features)
+
+
+def project_whole(
+    project: Projection, modules: Sequence[nn.Module], features: Tensor, index: Tensor, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """Return what `project_all` returns, projected all at once, for autograd to save."""
+
+    def compute(features: Tensor) -> tuple[Tensor, Tensor]:
         k, v = project(features, index)
         return k.to(dtype).contiguous(), v.to(dtype).contiguous()
+
+    return call_within(units_among(modules), compute, features)
+
+
+def project_chunks(project: Projection, features: Tensor, index: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    chunks, tokens = frame_chunks(features), features.shape[1]
+    if len(chunks) == 1:
+        return project_whole(project, (), features, index, dtype)
     whole: tuple[Tensor, ...] = ()
     for chunk in chunks:
         parts = [x.to(dtype) for x in project(features[chunk], index[chunk])]
@@ -179,8 +197,10 @@ class RecomputedKV(Keys):
         return RestoredInputs((saved[0], *self._parameters()))
 
     def without_inputs(self) -> RecomputedKV:
-        """Return this source: the features are the one copy that all layers share."""
-        return self
+        """Return this source without the features, which only saved tensors hold while the graph is alive."""
+        return self.of_chunk(
+            replace(self.visual, features=self.visual.features.new_empty(self.visual.index.shape[0], 0, 0)), 0
+        )
 
     def of_chunk(self, visual: VisualFeatures, number: int) -> RecomputedKV:
         """Return the source of a chunk of the frames: with the same projection and autocast mode, and its own seed."""
@@ -201,7 +221,7 @@ class RecomputedKV(Keys):
                 inputs.raw_keys = []
                 project = functools.partial(project, raw_keys=inputs.raw_keys)
         with torch.no_grad(), self._forward_mode():
-            return project_all(project, inputs[0], self.visual.index, self.dtype)
+            return project_chunks(project, inputs[0], self.visual.index, self.dtype)
 
     def input_grads(
         self, inputs: Sequence[Tensor], needed: Sequence[bool], dk: Tensor, dv: Tensor
@@ -218,22 +238,19 @@ class RecomputedKV(Keys):
         chunk_grads = self._chunk_grads(inputs, needed[0], trained)
         with self._forward_mode():
             if len(chunks) == 1:  # no sums, and no copies
-                d_features, sums = chunk_grads(features, self.visual.index, dk, dv)
-                if needed[0] and d_features is None:
-                    d_features = torch.zeros_like(features)
+                d_features, grads = chunk_grads(features, self.visual.index, dk, dv)
             else:
-                d_features = torch.zeros_like(features) if needed[0] else None
-                sums = [torch.zeros_like(p, dtype=torch.promote_types(p.dtype, torch.float32)) for p in trained]
+                d_features, sums = None, GradientSums(len(trained))
                 for chunk in chunks:
                     keys = slice(chunk.start * tokens, chunk.stop * tokens)
                     of_chunk = features[chunk], self.visual.index[chunk], dk[:, :, keys], dv[:, :, keys]
                     d_part, grads = chunk_grads(*of_chunk)
-                    if d_features is not None and d_part is not None:
+                    if d_part is not None:
+                        d_features = torch.zeros_like(features) if d_features is None else d_features
                         d_features[chunk] = d_part
-                    for total, grad in zip(sums, grads, strict=True):
-                        if total is not None and grad is not None:
-                            total += grad
-        done = (torch.zeros_like(p) if x is None else x.to(p.dtype) for p, x in zip(trained, sums, strict=True))
+                    sums.add(grads)
+                grads = sums.totals
+        done = (None if x is None else x.to(p.dtype) for p, x in zip(trained, grads, strict=True))
         return [d_features, *(next(done) if need else None for need in needed[1:])]
 
     def _chunk_grads(

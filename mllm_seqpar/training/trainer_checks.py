@@ -9,6 +9,7 @@ from transformers import TrainingArguments
 
 from mllm_seqpar.config import SeqParConfig
 from mllm_seqpar.errors import ConfigError
+from mllm_seqpar.integrations.accelerate.fsdp2 import launched_with_fsdp2
 from mllm_seqpar.patching import patch_of
 from mllm_seqpar.patching.registry import find_adapter
 
@@ -29,6 +30,11 @@ def refuse_unsupported(args: TrainingArguments | None, degree: Any, trl: str | N
             "SeqParTrainer: DeepSpeed (ZeRO) is not supported: it replaces the averaging of gradients and the saving "
             "of weights, and nothing here verifies either. Use FSDP2 (distributed_type: FSDP, fsdp_version: 2), which "
             "shards parameters, gradients and optimizer states, too"
+        )
+    if os.environ.get("ACCELERATE_USE_FSDP", "").lower() == "true" and not launched_with_fsdp2():
+        raise ConfigError(
+            "SeqParTrainer: the accelerate config asks for FSDP1, with which K and V cannot be recomputed in backward; "
+            "set fsdp_version: 2 in it"
         )
     if trl is not None and patched:
         raise ConfigError(

@@ -16,7 +16,7 @@ reproduced here.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -118,6 +118,11 @@ class MllamaFamily(Family[MllamaInputs]):
         config = self.text_config
         heads, layers = config.num_attention_heads, len(config.cross_attention_layers)
         return CrossAttentionShape(heads, config.num_key_value_heads, config.hidden_size // heads, layers)
+
+    @property
+    def called_modules(self) -> Iterable[nn.Module]:
+        inner = self.model.model
+        return [*super().called_modules, inner.vision_model, inner.multi_modal_projector, inner.language_model]
 
     def units_per_frame(self, inputs: MllamaInputs) -> int:
         return inputs.units_per_frame

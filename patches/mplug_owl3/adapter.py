@@ -8,7 +8,7 @@ Shape legend: B samples, L text tokens, s of them on this rank, f frames of this
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -163,6 +163,13 @@ class MPlugOwl3Family(MediaLayoutCache):
         config = self.text_config
         heads, layers = config.num_attention_heads, len(self.model.config.hyper_layers)
         return CrossAttentionShape(heads, config.num_key_value_heads, config.hidden_size // heads, layers)
+
+    @property
+    def called_modules(self) -> Iterable[nn.Module]:
+        """The modules within the tower are called one by one. A model that only takes features has no tower."""
+        tower = self.model.vision_model
+        parts = [] if tower is None else [tower.embeddings, *tower.encoder.layers]
+        return [*super().called_modules, self.model.language_model.model, *parts, self.model.vision2text_model]
 
     def encode(self, frames: Tensor, *extras: Tensor) -> Tensor:
         """Encode (f, 3, height, width) to (f, tokens, hidden)."""

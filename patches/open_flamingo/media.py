@@ -16,13 +16,13 @@ from __future__ import annotations
 
 import functools
 import types
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 from uuid import uuid4
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from mllm_seqpar._transfers import copy_to_device
 from mllm_seqpar.adapting import (
@@ -149,6 +149,10 @@ class FlamingoFamily(Family[MediaInputs]):
         super().__init__(flamingo.lang_encoder, context)
         self.flamingo = flamingo
         self.language_model = language_model_of(flamingo.lang_encoder)
+
+    @property
+    def called_modules(self) -> Iterable[nn.Module]:
+        return [*super().called_modules, *self.language_model.called_modules()]
 
     def cross_attention_shape(self) -> CrossAttentionShape:
         attentions = [attention for _, attention in cross_attentions(self.model)]

@@ -125,9 +125,15 @@ def allocate(model: nn.Module) -> nn.Module:
 def set_fsdp_units(accelerator, model: nn.Module) -> None:
     """If accelerate shards by FSDP2, set the layer classes that become units and the dtype of gradient reduction.
 
-    Raise ConfigError if fsdp_cpu_ram_efficient_loading is set and does not support the model.
+    Raise ConfigError if accelerate shards by FSDP1, or if fsdp_cpu_ram_efficient_loading is set and the model does not
+    support it.
     """
     if not accelerator.is_fsdp2:
+        if accelerator.distributed_type == "FSDP":
+            raise ConfigError(
+                "accelerate is set up to shard by FSDP1, with which K and V cannot be recomputed in backward; set "
+                "fsdp_version: 2 in its config, or FullyShardedDataParallelPlugin(fsdp_version=2)"
+            )
         return
     if _efficient_loading(accelerator):
         _check_efficient_loading(model)

@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 from transformers.loss.loss_utils import ForCausalLMLoss
 from transformers.utils import TransformersKwargs
@@ -110,8 +109,6 @@ def _input_numbers(inputs: ForwardInputs, compared_weights: nn.Module | None, nu
 
 def _sampled_weights(model: nn.Module) -> list[Tensor]:
     """Return the bits of some values of each parameter that every rank has whole, which FSDP does not shard."""
-    if any(isinstance(module, FullyShardedDataParallel) for module in model.modules()):
-        return []
     whole = [p.detach().reshape(-1) for p in model.parameters() if not isinstance(p, DTensor) and not p.is_meta]
     return [x[:: max(1, x.numel() // _SAMPLED_WEIGHTS)].float().view(torch.int32) for x in whole if x.numel()]
 

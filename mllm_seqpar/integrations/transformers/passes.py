@@ -8,15 +8,18 @@ Shape legend: B samples, L text tokens of the pass, s of them on this rank.
 
 from __future__ import annotations
 
+import functools
 import types
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
 from transformers.utils import can_return_tuple
 
 from mllm_seqpar.runtime.forward_state import ForwardState
+from mllm_seqpar.runtime.fsdp_units import call_within
 
 from .cached_passes import cached_pass
 from .family import Family, require_same_pass
@@ -40,7 +43,9 @@ def as_forward(model: Any, forward: Callable[..., Any], doc: str = "") -> Any:
 def run_pass(family: Family, inputs: ForwardInputs, logits_to_keep: int | Tensor, kwargs: Mapping[str, Any]) -> Any:
     """Run one forward pass of a patched model, and return what the model's `forward` returns."""
     family.context.require_same_world()
-    return (cached_pass if inputs.use_cache else _uncached_pass)(family, inputs, logits_to_keep, kwargs)
+    run = cached_pass if inputs.use_cache else _uncached_pass
+    units = [module for module in family.bypassed_modules if isinstance(module, FSDPModule)]
+    return call_within(units, functools.partial(run, family, inputs, logits_to_keep, kwargs))
 
 
 def _uncached_pass(
