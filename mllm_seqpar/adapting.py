@@ -11,10 +11,12 @@ provides; `mllm_seqpar.patches.idefics.adapter` is an example.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
-from .comm.agreement import require_agreement, require_same_text
+from .comm.agreement import agree
 from .config import SeqParConfig
 from .errors import AdapterError, AgreementError, ConfigError, SeqParError, ShapeError
 from .masks import FrameMask
@@ -47,8 +49,7 @@ __all__ = [
     "VisualFeatures",
     "TextShards",
     "Frames",
-    "require_agreement",
-    "require_same_text",
+    "agree",
     "frame_range",
     "sharded_call",
     "sharded_causal_lm_loss",
@@ -78,7 +79,7 @@ def sharded_call(
     comm, config = context.comm, context.config
     batch, length = mask.shape
 
-    def describe() -> dict[str, int]:
+    def describe() -> dict[str, Any]:
         if config.self_attention == "star":
             raise ConfigError(
                 'self_attention="star" needs the cache of a transformers model; with this adapter choose "ring", '
@@ -106,8 +107,7 @@ def sharded_call(
             "grad mode": torch.is_grad_enabled(),
         }
 
-    names = ("samples", "text tokens", "frames", "tokens per frame", "grad mode")
-    require_agreement(comm, "forward pass", names, describe)
+    agree(comm, "forward pass", describe, dict)
     start, stop = _local_units(context, mask, units_per_frame)
     text = TextShards(batch, length, comm, config.text_layout, valid)
     index = torch.arange(start, stop, device=features.device)

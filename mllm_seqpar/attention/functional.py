@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from mllm_seqpar.comm import Group, transfer_communicator
+from mllm_seqpar.comm.agreement import agree
 from mllm_seqpar.errors import ConfigError, MaskError, ShapeError
 from mllm_seqpar.kernels import choose_kernel
 from mllm_seqpar.masks import BlockMasks, CausalBlockMasks, FrameBlockMasks, FrameMask, FullBlockMasks
@@ -25,8 +26,6 @@ from . import argument_checks
 from .call_spec import AccumulateDtype, CallSpec, accumulation, call_spec_for, problem_of
 from .joint import attend, attend_replicated, eager
 from .keys import GivenKeys
-
-STRATEGIES = ("lv-xattn", "ring", "mesh", "ulysses")
 
 
 class SharedOptions(TypedDict, total=False):
@@ -241,7 +240,7 @@ def _attend_once(
     factor = q.shape[-1] ** -0.5 if scale is None else scale
     frames = frame_bounds(mask.total_frames, comm.size) if isinstance(mask, FrameMask) else []
 
-    def check() -> dict[str, int]:
+    def check() -> dict[str, object]:
         argument_checks.check_qkv(q, k, v)
         argument_checks.check_accumulation(accumulate_dtype)
         argument_checks.check_scale(scale)
@@ -252,32 +251,29 @@ def _attend_once(
         choose_kernel(kernel, q, k, causal=causal, masked=mask is not None)
         shape, head_degree = resolve_tile(strategy, None if tile is None else check_tile(tile), comm.size)
         HeadShards(q.shape[1], k.shape[1], head_degree)
-        facts = {
-            "strategy": STRATEGIES.index(strategy),
-            "scale": argument_checks.scale_bits(float(factor)),
-            "accumulate_dtype": argument_checks.dtype_code(accumulate_dtype),
-        }
-        facts |= {"tile rows": 0 if shape is None else shape[0], "tile columns": 0 if shape is None else shape[1]}
+        facts: dict[str, object] = dict(zip(("q batch", "q heads", "q rows", "head dim"), q.shape, strict=True))
+        facts |= {"k batch": k.shape[0], "k heads": k.shape[1], "dtype": q.dtype, "strategy": strategy, "tile": shape}
+        facts |= {"scale": float(factor), "accumulate_dtype": accumulate_dtype, "layout": causal and layout}
         if causal:
             if mask is not None:
                 raise MaskError(f"{strategy}: causal=True and a FrameMask exclude each other; pass one of them")
             if q.shape[2] != k.shape[2]:
                 raise ShapeError(f"causal attention needs as many keys as queries; got {q.shape[2]} and {k.shape[2]}")
             sequence_positions(q.shape[2] * comm.size, comm.rank, comm.size, layout)
-            facts["layout"] = 1 + LAYOUTS.index(layout)
         if mask is not None:
             argument_checks.check_mask(mask, q, k, frames[comm.rank])
-            facts |= {"mask form": 1 if mask.bounds is not None else 2, "mask frames": mask.total_frames}
-            facts["mask tokens per frame"] = mask.tokens_per_frame
+            form = "intervals" if mask.bounds is not None else "table"
+            facts |= {"mask": form, "mask frames": mask.total_frames, "mask tokens per frame": mask.tokens_per_frame}
         return facts
 
-    def state_number() -> int:
+    def numbers(_: object) -> list[int]:
         known = 0 if mask is None else mask.gathered_digest(comm, frames)
-        return argument_checks.gradient_state(q, k, v) + argument_checks.GRADIENT_STATES * known
+        return [k.shape[2], argument_checks.gradient_state(q, k, v), known]
 
-    key_lengths, numbers = argument_checks.require_same_call(q, k, comm, check, state_number)
-    known = {number // argument_checks.GRADIENT_STATES for number in numbers}
-    backward = argument_checks.has_backward([number % argument_checks.GRADIENT_STATES for number in numbers])
+    _, by_rank = agree(comm, "attention", check, dict, numbers=numbers)
+    lengths, states, digests = zip(*by_rank, strict=True)
+    key_lengths, known = tuple(lengths), set(digests)
+    backward = argument_checks.has_backward(states)
     # Every rank must take part in the backward pass. With head sharding, resharding q already requires its gradient.
     if backward and not (q.requires_grad or (strategy != "ulysses" and (k.requires_grad or v.requires_grad))):
         q = q.detach().requires_grad_()

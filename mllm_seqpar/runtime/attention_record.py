@@ -24,7 +24,7 @@ from torch import Tensor
 
 from mllm_seqpar.attention.keys import Keys
 from mllm_seqpar.comm import Communicator
-from mllm_seqpar.comm.agreement import require_agreement
+from mllm_seqpar.comm.agreement import agree
 from mllm_seqpar.errors import ConfigError
 from mllm_seqpar.masks import FrameBlockMasks, FrameMask
 from mllm_seqpar.sharding import frame_bounds
@@ -162,7 +162,7 @@ class AttentionRecord:
         """
         prompts = [number for number, one in enumerate(self._passes) if one.length > 1]
         passes = self._passes[prompts[-1] if prompts else 0 :]  # a prompt may be prefilled in several passes
-        require_agreement(self._comm, "attention over frames", ("tokens",), lambda: {"tokens": len(passes)})
+        agree(self._comm, "attention over frames", lambda: {"tokens": len(passes)}, dict)
         if not passes or not passes[0].cache.total_frames:
             raise ConfigError(
                 "no attention over frames was recorded: within record_attention, generate an answer about frames with "
