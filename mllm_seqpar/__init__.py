@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from mllm_seqpar.patching import patch_model, unpatch_model
     from mllm_seqpar.patching.registry import register_adapter
     from mllm_seqpar.sharding import FrameShard, frame_range, shard_sequence, unshard_sequence
+    from mllm_seqpar.training.collator import SeqParDataCollator
     from mllm_seqpar.training.trainer import SeqParMixin, SeqParTrainer
 
 __version__ = "0.2.0"
@@ -25,6 +26,7 @@ __all__ = [
     "FrameMask",
     "FrameShard",
     "SeqParConfig",
+    "SeqParDataCollator",
     "SeqParMixin",
     "SeqParTrainer",
     "attention_over_frames",
@@ -42,6 +44,7 @@ _EXPORTED_FROM = {
     "FrameMask": "masks",
     "FrameShard": "sharding",
     "SeqParConfig": "config",
+    "SeqParDataCollator": "training.collator",
     "SeqParMixin": "training.trainer",
     "SeqParTrainer": "training.trainer",
     "attention_over_frames": "inference.frame_attention",

@@ -37,6 +37,10 @@ class TransferError(RuntimeError):
     """A transfer between ranks that failed or timed out, usually because another rank has ended."""
 
 
+class DivergedError(RuntimeError):
+    """An error of one rank while the other ranks wait for it in a collective; the ranks cannot agree on it."""
+
+
 def first_line(error: Exception) -> str:
     """Return the first line of an error's message, or its `repr` if the message is empty."""
     return next(iter(str(error).strip().splitlines()), repr(error))

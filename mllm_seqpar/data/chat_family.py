@@ -22,7 +22,7 @@ from mllm_seqpar.errors import ConfigError, DataError
 from mllm_seqpar.families import family_specs
 from mllm_seqpar.sharding import FrameShard
 
-from .sources import FrameSource, ImageListSource
+from .sources import FrameSource, ImageListSource, PictureSource
 
 Messages = Sequence[Mapping[str, Any]]
 
@@ -142,7 +142,11 @@ class ChatFamily(ABC):
 
     def image_source(self, path: str | os.PathLike[str]) -> FrameSource:
         """Return the frames of a still image: one, or one per tile if the processor cuts images into tiles."""
-        return ImageListSource([path])
+        return self.still_frames(ImageListSource([path]))
+
+    def still_frames(self, picture: ImageListSource | PictureSource) -> FrameSource:
+        """Return the frames of a still image, given the picture as a source of one frame."""
+        return picture
 
     def frame_metadata(self, source: FrameSource) -> dict[str, Any]:
         """Return what a feature store must record about its frames so that prompts need no access to the video."""

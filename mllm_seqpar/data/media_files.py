@@ -4,6 +4,11 @@ A source names its file by one string. `local_media` turns the name that a data 
 something that can be read here: it downloads a URL into the cache and writes the contents of a data URL there. A range
 of bytes is written in the form of FFmpeg's subfile protocol, `subfile,,start,A,end,B,,:PATH`, so that a video inside an
 uncompressed tar shard is decoded in place, with random access, and nothing is extracted.
+
+A media file may come from anybody, so it is opened only if it is complete in itself. FFmpeg also reads playlists (HLS,
+DASH, concat, SDP) that name other files and hosts, and Pillow also reads formats that run other programs (EPS).
+`video_options` and `PICTURE_FORMATS` leave these out. The format is found by content; the name of the file never
+decides.
 """
 
 from __future__ import annotations
@@ -30,6 +35,24 @@ VIDEO_SUFFIXES = frozenset(
     {".mp4", ".mkv", ".webm", ".avi", ".mov", ".m4v", ".mpg", ".mpeg", ".ts", ".flv", ".wmv", ".ogv"}
 )
 IMAGE_SUFFIXES = frozenset({".png", ".jpg", ".jpeg", ".webp", ".bmp", ".tif", ".tiff", ".ppm"})
+
+_CONTAINERS = (
+    "mov,mp4,m4a,3gp,3g2,mj2 matroska,webm avi mpegts mpeg flv ogg asf mxf nut ivf dv rm gif apng wav mp3 aac flac"
+)
+_STREAMS = "h264 hevc av1 obu m4v mpegvideo h263 yuv4mpegpipe"
+_PICTURES = "png_pipe jpeg_pipe webp_pipe bmp_pipe tiff_pipe"
+
+PICTURE_FORMATS = ("PNG", "JPEG", "MPO", "WEBP", "BMP", "GIF", "TIFF", "PPM", "TGA", "ICO", "JPEG2000", "AVIF", "HEIF")
+"""The picture formats that are read, by Pillow's names."""
+
+
+def video_options(name: str) -> dict[str, str]:
+    """Return FFmpeg's options that read the file `name` and no other.
+
+    Only containers that are complete in themselves are opened, and no protocol but that of local files.
+    """
+    formats = ",".join((_CONTAINERS + " " + _STREAMS + " " + _PICTURES).split())
+    return {"format_whitelist": formats, "protocol_whitelist": "file,subfile" if _SLICE.match(name) else "file"}
 
 
 def file_slice(path: str | os.PathLike[str], start: int, stop: int) -> str:

@@ -6,23 +6,53 @@ rank that reads a part of a plan gets the same pixels as a rank that reads all o
 only if the keyframe it finds is not after the wanted tick. Otherwise the target moves further back, finally to the
 start of the file. Frames that the decoder emits before that keyframe (leading pictures of an open GOP) are dropped
 because their reference frames are missing.
+
+Two things make this fast, and neither changes a pixel. A frame that no other frame refers to is decoded only if it is
+wanted. And all cores of a rank take part: where the file's index says where groups of pictures begin, threads decode
+different groups; otherwise, and where most frames of a group are wanted, the decoder itself runs on several threads.
 """
 
-from bisect import bisect_right
-from collections.abc import Iterator
-from contextlib import ExitStack
-from itertools import chain
+import os
+import threading
+from bisect import bisect_left, bisect_right, insort
+from collections.abc import Generator, Iterator, Sequence
+from contextlib import ExitStack, closing
+from dataclasses import dataclass
+from itertools import chain, groupby
+from operator import itemgetter
+from queue import SimpleQueue
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
+from mllm_seqpar._compat import optional_import
 from mllm_seqpar.errors import ConfigError, VideoError
 
+from .prefetch import read_ahead
 from .video import FramePlan, index_of, open_video, reason, require_av
 
 _FORWARD_SECONDS = 2
 """Without an index, a jump shorter than this, or than the longest GOP so far, is decoded instead of sought."""
+
+_AHEAD_BYTES = 256 << 20
+"""Decoded frames that several threads hold at most, in bytes; one frame a thread is always allowed."""
+
+DECODERS = ("pyav", "torchcodec")
+"""What decodes a video: PyAV, or torchcodec (the extra "torchcodec"), which can also decode on a GPU."""
+
+_TORCHCODEC_CONTAINERS = ("mov,mp4,m4a,3gp,3g2,mj2", "matroska,webm")
+"""FFmpeg's names of the containers in which torchcodec 0.13 finds every frame by its time."""
+
+
+def decode_threads() -> int:
+    """Return the number of threads that one rank decodes with: the cores of this process over the ranks of this host.
+
+    The number of ranks is the variable LOCAL_WORLD_SIZE, which torchrun, accelerate and our own launcher set.
+    """
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, cores // max(1, int(os.environ.get("LOCAL_WORLD_SIZE") or 1)))
 
 
 def read_frames(
@@ -32,7 +62,9 @@ def read_frames(
     *,
     size: tuple[int, int] | None = None,
     batch: int = 16,
-    threads: int = 1,
+    threads: int | None = None,
+    decoder: str = "pyav",
+    device: torch.device | str = "cpu",
 ) -> Iterator[Tensor]:
     """Decode entries start <= i < stop of a plan, and skip as much of the file as possible.
 
@@ -41,27 +73,88 @@ def read_frames(
         start, stop: the range of entries; `stop=None` is the end of the plan.
         size: (height, width) to scale to (bicubic); None keeps the video's size.
         batch: frames per tensor, which bounds the memory used.
+        threads: how many threads decode; None: `decode_threads()`. The frames do not depend on it.
+        decoder: one of `DECODERS`. Frames of torchcodec equal those of PyAV, except that they are scaled by PyTorch's
+            antialiased bicubic filter, and that NVDEC converts colours on its own. torchcodec reads mp4, mov, mkv and
+            webm; in other containers it finds other frames, so PyAV reads those.
+        device: where torchcodec decodes: "cpu", or "cuda" for NVDEC (not run on a GPU yet). The frames stay there.
 
     Yields:
         uint8 tensors (up to `batch`, 3, H, W), RGB, in the plan's order.
 
     Raises:
-        ConfigError: a range outside the plan, or `batch` below 1.
+        ConfigError: a range outside the plan, `batch` or `threads` below 1, a decoder that is unknown or not
+            installed, or PyAV with a device other than the CPU.
         VideoError: a frame cannot be decoded; names its number and time.
     """
     stop = len(plan) if stop is None else stop
+    threads = decode_threads() if threads is None else threads
     check_range(start, stop, len(plan), batch)
+    if threads < 1:
+        raise ConfigError(f"threads must be at least 1, got {threads}")
+    if decoder not in DECODERS:
+        raise ConfigError(f"decoder {decoder!r} is unknown; choose one of: {', '.join(DECODERS)}")
+    if decoder == "pyav" and torch.device(device).type != "cpu":
+        raise ConfigError(f"decoder 'pyav' decodes on the CPU only, got device {device}; use decoder='torchcodec'")
     if start == stop:
         return
+    if decoder == "torchcodec":
+        yield from _read_with_torchcodec(plan, range(start, stop), size, batch, threads, device)
+        return
     with ExitStack() as resources:
-        cursor = _Cursor(plan, threads, resources)
-        converter = _Converter(size, cursor.stream.codec_context)
+        reader = _Reader(plan, size, resources)
         images: list[Tensor] = []
-        for number in range(start, stop):
-            images.append(converter.tensor(*cursor.frame(number)))
-            if len(images) == batch or number == stop - 1:
-                yield torch.stack(images)
-                images = []
+        with closing(reader.frames(range(start, stop), threads)) as frames:
+            for image in frames:
+                images.append(image)
+                if len(images) == batch:
+                    yield torch.stack(images)
+                    images = []
+        if images:
+            yield torch.stack(images)
+
+
+def _read_with_torchcodec(
+    plan: FramePlan,
+    entries: range,
+    size: tuple[int, int] | None,
+    batch: int,
+    threads: int,
+    device: torch.device | str,
+) -> Iterator[Tensor]:
+    """Do what `read_frames` does, with torchcodec."""
+    try:
+        decoders = optional_import("torchcodec.decoders", extra="torchcodec", needed_for="decoder='torchcodec'")
+    except RuntimeError as error:  # torchcodec is installed, and finds no FFmpeg, or not the libraries of CUDA
+        lines = str(error).strip().splitlines()
+        raise ConfigError(f"torchcodec cannot be loaded ({lines[0]}); install FFmpeg, or use decoder='pyav'") from error
+    with open_video(plan.path) as (container, stream):
+        index, container_format = stream.index, container.format.name
+    if container_format not in _TORCHCODEC_CONTAINERS:
+        for frames in read_frames(plan, entries.start, entries.stop, size=size, batch=batch, threads=threads):
+            yield frames.to(device)
+        return
+    first = entries.start
+    try:
+        video = decoders.VideoDecoder(plan.path, stream_index=index, num_ffmpeg_threads=threads, device=device)
+        begin, end, last = video.metadata.begin_stream_seconds, video.metadata.end_stream_seconds, len(video) - 1
+        for first in range(entries.start, entries.stop, batch):  # noqa: B007 - the handler names it
+            ticks = plan.ticks[first : min(first + batch, entries.stop)]
+            # Presentation times are whole ticks, so half a tick later the same frame is shown, however floats round.
+            times = [max(float((2 * tick + 1) * plan.time_base / 2), begin) for tick in ticks]
+            inside = [time for time in times if time < end]
+            images = torch.cat(
+                [
+                    *([video.get_frames_played_at(inside).data] if inside else []),
+                    *[video.get_frame_at(last).data[None]] * (len(times) - len(inside)),
+                ]
+            )
+            if size is not None and images.shape[2:] != size:
+                images = F.interpolate(images.float(), size, mode="bicubic", antialias=True)
+                images = images.round().clamp(0, 255).to(torch.uint8)
+            yield images
+    except (RuntimeError, IndexError, ValueError) as error:
+        raise _undecodable(plan, first, str(error).splitlines()[0]) from error
 
 
 def check_range(start: int, stop: int, total: int, batch: int) -> None:
@@ -73,26 +166,131 @@ def check_range(start: int, stop: int, total: int, batch: int) -> None:
         raise ConfigError(f"batch must be at least 1, got {batch}")
 
 
+class _Reader:
+    """Reads ranges of one plan, with one decoder or with several of them side by side."""
+
+    def __init__(self, plan: FramePlan, size: tuple[int, int] | None, resources: ExitStack) -> None:
+        self._plan, self._size, self._resources = plan, size, resources
+        with open_video(plan.path) as (container, stream):
+            self._index = _Index.of(container, stream)
+            self._coded_size = stream.codec_context.height, stream.codec_context.width
+        height, width = size or self._coded_size
+        self._frame_bytes = max(1, 3 * height * width)
+        self._converters = threading.local()
+
+    def frames(self, entries: range, threads: int) -> Generator[Tensor]:
+        """Yield the frames of a range of entries in order, decoded with a number of threads."""
+        segments = self._segments(entries, threads)
+        if not segments:
+            shown = _shown(self._cursor(threads), entries)
+            if threads == 1:
+                for item in shown:
+                    yield from self._tensors(item)
+                return
+            with closing(read_ahead(shown, self._tensors, threads, threads)) as parts:
+                for images in parts:
+                    yield from images
+            return
+        idle: SimpleQueue[_Cursor] = SimpleQueue()
+        for _ in range(threads):
+            idle.put(self._cursor(1))
+
+        def decode(segment: range) -> list[Tensor]:
+            cursor = idle.get()
+            try:
+                return [image for shown in _shown(cursor, segment) for image in self._tensors(shown)]
+            finally:
+                idle.put(cursor)
+
+        with closing(read_ahead(segments, decode, threads, threads)) as parts:
+            for images in parts:
+                yield from images
+
+    def _tensors(self, shown: tuple[Any, int]) -> list[Tensor]:
+        """Return a decoded frame as tensors, one for each entry that shows it."""
+        frame, count = shown
+        if not hasattr(self._converters, "own"):  # one in each thread
+            self._converters.own = _Converter(self._size, self._coded_size)
+        return [self._converters.own.tensor(frame)] * count
+
+    def _segments(self, entries: range, threads: int) -> list[range]:
+        """Return ranges of entries to be decoded side by side; none if one decoder with several threads is as good.
+
+        A segment begins where a group of pictures begins, so that no frame is decoded twice.
+        """
+        most = min(16, max(1, _AHEAD_BYTES // self._frame_bytes // (2 * threads)))
+        if threads == 1 or not self._index.keys:
+            return []
+        found: list[range] = []
+        first = entry = entries.start
+        while entry < entries.stop:
+            following = self._next_group(entry, entries.stop)
+            if following - entry > most:
+                return []
+            if following - first > most:
+                found.append(range(first, entry))
+                first = entry
+            entry = following
+        found.append(range(first, entries.stop))
+        return found if len(found) >= 2 * threads else []
+
+    def _next_group(self, entry: int, stop: int) -> int:
+        """Return the first entry up to `stop` that is in a later group of pictures than `entry`."""
+        index, ticks = self._index, self._plan.ticks
+        following = bisect_right(index.keys, ticks[entry] - index.delay)
+        if following == len(index.keys):
+            return stop
+        return bisect_left(ticks, index.keys[following] + index.delay, entry + 1, stop)
+
+    def _cursor(self, threads: int) -> "_Cursor":
+        return _Cursor(self._plan, threads, self._index, self._resources.enter_context(ExitStack()))
+
+
+def _shown(cursor: "_Cursor", entries: range) -> Iterator[tuple[Any, int]]:
+    """Yield each frame that a range of entries shows, and how many entries in a row show it."""
+    for _, group in groupby(map(cursor.frame, entries), key=itemgetter(0)):
+        found = list(group)
+        yield found[0][1], len(found)
+
+
+@dataclass(frozen=True)
+class _Index:
+    """What the container's index says; empty without one.
+
+    Attributes:
+        keys: the decoding times of the keyframes, ascending.
+        end: the decoding time of the last frame.
+        delay: by how much the presentation time of the first keyframe is after its decoding time.
+    """
+
+    keys: Sequence[int]
+    end: int | None
+    delay: int
+
+    @classmethod
+    def of(cls, container: Any, stream: Any) -> "_Index":
+        times = [(entry.timestamp, entry.is_keyframe) for entry in index_of(stream)]
+        first = next(container.demux(stream), None) if times else None
+        delay = 0 if first is None or first.pts is None or first.dts is None else first.pts - first.dts
+        return cls(sorted(time for time, key in times if key), max((time for time, _ in times), default=None), delay)
+
+
 class _Converter:
     """Converts decoded frames to upright RGB tensors of one size."""
 
-    def __init__(self, size: tuple[int, int] | None, codec: Any) -> None:
+    def __init__(self, size: tuple[int, int] | None, coded_size: tuple[int, int]) -> None:
         self._reformatter = require_av().video.reformatter.VideoReformatter()
         self._size = size
-        self._coded_size = (codec.height, codec.width)  # applies to frames after a change of resolution too
-        self._last: tuple[int, Tensor] | None = None
+        self._coded_size = coded_size  # applies to frames after a change of resolution too
 
-    def tensor(self, pts: int, frame: Any) -> Tensor:
-        if self._last is not None and self._last[0] == pts:  # one frame at several planned ticks
-            return self._last[1]
+    def tensor(self, frame: Any) -> Tensor:
         turns = round(getattr(frame, "rotation", 0) / 90) % 4  # counter-clockwise quarter turns, set by phones
         height, width = self._size or self._coded_size
         if self._size and turns % 2:
             height, width = width, height
         rgb = self._reformatter.reformat(frame, width, height, "rgb24", interpolation="BICUBIC").to_ndarray()
         image = torch.from_numpy(rgb).permute(2, 0, 1)
-        self._last = pts, torch.rot90(image, turns, (1, 2)) if turns else image
-        return self._last[1]
+        return torch.rot90(image, turns, (1, 2)) if turns else image
 
 
 class _Cursor:
@@ -105,16 +303,15 @@ class _Cursor:
     _ended: bool
     _from_start: bool
 
-    def __init__(self, plan: FramePlan, threads: int, resources: ExitStack) -> None:
+    def __init__(self, plan: FramePlan, threads: int, index: _Index, resources: ExitStack) -> None:
         self._plan, self._threads, self._resources = plan, threads, resources
+        self._keys, self._end = index.keys, index.end
         self._errors = require_av().error.FFmpegError
+        self._skips = True  # frames that are neither wanted nor referred to
         self._longest_gop = round(_FORWARD_SECONDS / plan.time_base)
-        self._delay = 0  # the greatest difference of presentation and decoding time of a keyframe so far
+        self._delay = index.delay  # the greatest difference of presentation and decoding time of a keyframe so far
         self._newest_key: int | None = None
         self._reopen()
-        index = index_of(self.stream)
-        self._keys = sorted(entry.timestamp for entry in index if entry.is_keyframe)
-        self._end = max((entry.timestamp for entry in index), default=None)
 
     def frame(self, number: int) -> tuple[int, Any]:
         """Return (presentation time, frame) of entry `number` of the plan."""
@@ -126,13 +323,18 @@ class _Cursor:
             if not self._from_start and (self._current is None or self._current[0] > tick):
                 self._reopen()  # the decoder returned no frame for the keyframe that the seek found
                 self._advance(tick)
+            if self._skips and not self._is_shown_at(tick):
+                self._skips = False
+                self._seek(tick)
+                self._advance(tick)
         except (self._errors, _Damaged) as error:
-            raise self._undecodable(number, reason(error)) from error
+            raise _undecodable(self._plan, number, reason(error)) from error
         if self._current is None:
-            raise self._undecodable(number, "the file ends before its first decodable frame")
+            raise _undecodable(self._plan, number, "the file ends before its first decodable frame")
         if self._ended and self._end is not None and self._latest < self._end:
             seconds = self._plan.time(self._latest)
-            raise self._undecodable(number, f"the file ends at {seconds:.3f} s, its index does not")
+            raise _undecodable(self._plan, number, f"the file ends at {seconds:.3f} s, its index does not")
+        del self._times[: bisect_left(self._times, self._current[0])]
         return self._current
 
     def _advance(self, tick: int) -> None:
@@ -142,6 +344,21 @@ class _Cursor:
             if self._next is None or (self._current is not None and self._next[0] > tick):
                 return
             self._current, self._next = self._next, None
+
+    def _is_shown_at(self, tick: int) -> bool:
+        """Return whether the current frame is the one that the packets say is shown at a tick."""
+        shown = bisect_right(self._times, tick)
+        return self._current is not None and (shown == 0 or self._times[shown - 1] == self._current[0])
+
+    def _is_wanted(self, time: int) -> bool:
+        """Return whether a frame of this time may be shown at a planned tick.
+
+        The time of the next frame is not known yet. Frames that last much longer than the average are therefore missed
+        here, which `_is_shown_at` finds.
+        """
+        ticks = self._plan.ticks
+        following = bisect_left(ticks, time)
+        return following < len(ticks) and ticks[following] <= time + self._longest_frame
 
     def _should_seek(self, tick: int) -> bool:
         position = self._plan.start if self._current is None else self._current[0]
@@ -170,11 +387,14 @@ class _Cursor:
         if self._threads > 1:
             self.stream.thread_type = "AUTO"
         self.stream.codec_context.thread_count = self._threads
+        rate = self.stream.average_rate or 25
+        self._longest_frame = int(1.5 / (rate * self._plan.time_base)) + 1
         self._find_keyframe(from_start=True)
 
     def _find_keyframe(self, from_start: bool) -> bool:
         """Find the first keyframe at or after the file position and prepare to decode from it."""
         self._current = self._next = None
+        self._times: list[int] = []  # of the packets since the keyframe, ascending
         self._ended, self._from_start = False, from_start
         packets = self._container.demux(self.stream)
         for packet in packets:
@@ -188,9 +408,15 @@ class _Cursor:
         return False
 
     def _decode(self, packets: Iterator[Any], key: int) -> Iterator[tuple[int, Any]]:
+        codec = self.stream.codec_context
         for packet in packets:
             if packet.size:
                 self._record(packet)
+            known = packet.pts is not None and packet.size
+            if known and packet.pts >= key:
+                insort(self._times, packet.pts)
+            skip = self._skips and known and not self._is_wanted(packet.pts)
+            codec.skip_frame = "NONREF" if skip else "DEFAULT"
             for frame in packet.decode():
                 pts = frame.pts if frame.pts is not None else frame.dts
                 if pts is not None and pts >= key:
@@ -208,15 +434,16 @@ class _Cursor:
                 self._longest_gop = max(self._longest_gop, time - self._newest_key)
             self._newest_key = time
 
-    def _undecodable(self, number: int, why: str) -> VideoError:
-        return VideoError(
-            f"{self._plan.path}: frame {number} of {len(self._plan)} planned (at {self._plan.seconds(number):.3f} s) "
-            f"cannot be decoded: {why}; replace the file, or re-encode its readable part"
-        )
-
 
 class _Damaged(Exception):
     """The decoder reports a damaged picture."""
+
+
+def _undecodable(plan: FramePlan, number: int, why: str) -> VideoError:
+    return VideoError(
+        f"{plan.path}: frame {number} of {len(plan)} planned (at {plan.seconds(number):.3f} s) cannot be decoded: "
+        f"{why}; replace the file, or re-encode its readable part"
+    )
 
 
 def _time(packet: Any) -> int:

@@ -6,7 +6,7 @@ A source only names the files, so it is cheap to create and to pickle. `read` op
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any, Protocol, runtime_checkable
 
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from mllm_seqpar.errors import VideoError
 
-from .media_files import local_media, media_size, open_media
+from .media_files import PICTURE_FORMATS, local_media, media_size, open_media
 from .reader import check_range, read_frames
 from .video import FramePlan, plan_frames, probe
 
@@ -37,9 +37,16 @@ class FrameSource(Protocol):
 
 @dataclass(frozen=True)
 class VideoSource:
-    """The planned frames of a video file."""
+    """The planned frames of a video file.
+
+    Attributes:
+        plan: the frames.
+        threads, decoder: how they are decoded, see `read_frames`; this changes the time, not the frames.
+    """
 
     plan: FramePlan
+    threads: int | None = field(default=None, compare=False)
+    decoder: str = field(default="pyav", compare=False)
 
     @classmethod
     def open(
@@ -49,9 +56,12 @@ class VideoSource:
         fps: float | None = None,
         num_frames: int | None = None,
         max_frames: int | None = None,
+        threads: int | None = None,
+        decoder: str = "pyav",
     ) -> "VideoSource":
         """Probe `path`, a file or a URL, and plan its frames by the rules of `plan_frames`."""
-        return cls(plan_frames(probe(local_media(path)), fps=fps, num_frames=num_frames, max_frames=max_frames))
+        plan = plan_frames(probe(local_media(path)), fps=fps, num_frames=num_frames, max_frames=max_frames)
+        return cls(plan, threads, decoder)
 
     def __len__(self) -> int:
         return len(self.plan)
@@ -61,7 +71,7 @@ class VideoSource:
         return [_first_size(self)] * len(self)
 
     def read(self, start: int, stop: int, *, size: tuple[int, int] | None = None, batch: int = 16) -> Iterator[Tensor]:
-        return read_frames(self.plan, start, stop, size=size, batch=batch)
+        return read_frames(self.plan, start, stop, size=size, batch=batch, threads=self.threads, decoder=self.decoder)
 
 
 @dataclass(frozen=True)
@@ -100,6 +110,37 @@ class ImageListSource:
             yield torch.stack(images)
 
 
+@dataclass(frozen=True, eq=False)
+class PictureSource:
+    """Pictures in memory, uint8 tensors (3, H, W), as frames."""
+
+    pictures: Sequence[Tensor]
+
+    def __len__(self) -> int:
+        return len(self.pictures)
+
+    def sizes(self) -> list[tuple[int, int]]:
+        """Return (height, width) of each picture."""
+        return [(int(picture.shape[1]), int(picture.shape[2])) for picture in self.pictures]
+
+    def read(self, start: int, stop: int, *, size: tuple[int, int] | None = None, batch: int = 16) -> Iterator[Tensor]:
+        """Yield pictures start <= i < stop, one at a time."""
+        check_range(start, stop, len(self), batch)
+        for picture in self.pictures[start:stop]:
+            if size not in (None, tuple(picture.shape[1:])):
+                raise VideoError(f"size is {size}; a picture in memory is {tuple(picture.shape[1:])}: leave size out")
+            yield picture[None]
+
+
+def is_picture(name: str) -> bool:
+    """Return whether a file is one picture, by its content; animations count as videos."""
+    try:
+        with _open_picture(name) as (file, _):
+            return getattr(file, "n_frames", 1) == 1 or file.format in ("JPEG", "MPO", "TIFF", "ICO")
+    except VideoError:
+        return False
+
+
 @lru_cache(maxsize=4096)
 def _first_size(source: VideoSource) -> tuple[int, int]:
     # A phone's rotation is stored with the frames, not in the container, so one frame is decoded.
@@ -124,8 +165,10 @@ def _open_picture(name: str) -> Iterator[tuple[Any, Any]]:
         raise ImportError(
             "Reading pictures needs Pillow, which is not installed: pip install 'mllm-seqpar[video]'"
         ) from error
+    Image.init()
     try:
-        with open_media(name) as content, Image.open(content) as file:
+        known = [name for name in PICTURE_FORMATS if name in Image.OPEN]
+        with open_media(name) as content, Image.open(content, formats=known) as file:
             yield file, ImageOps
     except (OSError, SyntaxError, ValueError) as error:  # Pillow raises any of these for broken files
         raise VideoError(f"{name}: not a readable picture ({error}); replace or convert it") from error

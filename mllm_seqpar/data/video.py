@@ -6,6 +6,7 @@ time base, so ranks cannot round differently. A planned tick stands for the fram
 not after it, or for the first frame if there is none. `reader.read_frames` decodes the plan.
 """
 
+import errno
 import math
 import os
 from collections.abc import Iterable, Iterator
@@ -17,7 +18,7 @@ from typing import Any
 from mllm_seqpar._logging import get_logger
 from mllm_seqpar.errors import ConfigError, VideoError
 
-from .media_files import media_size
+from .media_files import media_size, underlying_file, video_options
 
 _log = get_logger(__name__)
 
@@ -97,8 +98,15 @@ def open_video(path: str | os.PathLike[str]) -> Iterator[tuple[Any, Any]]:
     if media_size(name) == 0:
         raise VideoError(f"{name}: the file is empty (0 bytes); was the download interrupted?")
     try:
-        container = av.open(name)
+        # "file:" keeps a name such as concat:a.mp4 from being read as a protocol
+        container = av.open(name if underlying_file(name) != name else f"file:{name}", options=video_options(name))
     except (av.error.FFmpegError, OSError) as error:
+        if getattr(error, "errno", None) == errno.EINVAL:  # the format is not in the whitelist
+            raise VideoError(
+                f"{name}: not in a container format that is read here (mp4, mov, mkv, webm, avi, mpegts and others "
+                "that are complete in one file); playlists and descriptions that name other files or hosts (HLS, DASH, "
+                "concat, SDP) are refused; convert it, e.g. ffmpeg -i IN -c copy OUT.mp4"
+            ) from error
         raise VideoError(f"{name}: not a readable video ({reason(error)}); is it complete, is it a video?") from error
     with container:
         streams = [s for s in container.streams.video if "attached_pic" not in str(getattr(s, "disposition", None))]

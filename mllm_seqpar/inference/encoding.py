@@ -24,7 +24,7 @@ from mllm_seqpar.comm.agreement import agree
 from mllm_seqpar.data.chat_family import ChatFamily, chat_family
 from mllm_seqpar.data.prefetch import read_ahead
 from mllm_seqpar.data.sources import FrameSource
-from mllm_seqpar.errors import ConfigError, VideoError
+from mllm_seqpar.errors import ConfigError, DivergedError, VideoError
 from mllm_seqpar.runtime.host_copies import HostCopies
 from mllm_seqpar.sharding import FrameShard, frame_bounds
 
@@ -162,7 +162,7 @@ class _Encoder:
                 self._run(pixels)
         except Exception as error:  # noqa: BLE001 - raised on all ranks in the next round
             if self._collective:  # the other ranks are in a gather of parameters, so nothing can be agreed on
-                raise RuntimeError(f"a rank cannot encode its frames with sharded weights: {error}") from error
+                raise DivergedError(f"a rank cannot encode its frames with sharded weights: {error}") from error
             self.error = error
 
     def features(self) -> Tensor:

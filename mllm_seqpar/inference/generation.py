@@ -30,18 +30,33 @@ class Sampling:
         temperature: 0 takes the most likely token each time; above 0, tokens are sampled.
         top_p: sample from the most likely tokens whose probabilities sum to this value.
         seed: set before each question.
+        top_k: sample from this many of the most likely tokens; 0 for all.
+        min_p: sample from the tokens that are at least this fraction as likely as the most likely one; None for what
+            the model's own generation config says.
+        repetition_penalty: divides the scores of tokens that the prompt or the answer has; None as for `min_p`.
+        min_new_tokens: the answer does not end before it has this many tokens.
     """
 
     max_new_tokens: int = 256
     temperature: float = 0.0
     top_p: float = 1.0
     seed: int = 0
+    top_k: int = 0
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    min_new_tokens: int = 0
 
     def __post_init__(self) -> None:
+        # Scores that are divided by almost nothing overflow, and the probabilities are then not numbers.
+        penalty = 1.0 if self.repetition_penalty is None else self.repetition_penalty
         for name, valid, allowed in (
             ("max_new_tokens", self.max_new_tokens > 0, "1 or more"),
-            ("temperature", self.temperature >= 0, "0 or more"),
+            ("temperature", self.temperature == 0 or self.temperature >= 1e-6, "0, or 1e-6 or more"),
             ("top_p", 0 < self.top_p <= 1, "more than 0 and at most 1"),
+            ("top_k", self.top_k >= 0, "0 or more"),
+            ("min_p", self.min_p is None or 0 <= self.min_p <= 1, "0 to 1"),
+            ("repetition_penalty", 0.01 <= penalty <= 100, "0.01 to 100"),
+            ("min_new_tokens", 0 <= self.min_new_tokens <= self.max_new_tokens, "0 to max_new_tokens"),
         ):
             if not valid:
                 raise ConfigError(f"{name}: {getattr(self, name)!r} is not allowed; give {allowed}")
@@ -49,9 +64,16 @@ class Sampling:
     def generate_arguments(self) -> dict[str, Any]:
         """Return the arguments of `generate`; None overrides a value of the model's own generation config."""
         options: dict[str, Any] = {"max_new_tokens": self.max_new_tokens, "num_beams": 1}
+        if self.repetition_penalty is not None:
+            options["repetition_penalty"] = float(self.repetition_penalty)  # transformers refuses integers
+        if self.min_new_tokens:
+            options["min_new_tokens"] = self.min_new_tokens
         if self.temperature == 0:
             return options | {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}
-        return options | {"do_sample": True, "temperature": self.temperature, "top_p": self.top_p, "top_k": 0}
+        if self.min_p is not None:
+            options["min_p"] = float(self.min_p)
+        options |= {"temperature": float(self.temperature), "top_p": float(self.top_p)}
+        return options | {"do_sample": True, "top_k": self.top_k}
 
 
 @dataclass(frozen=True, kw_only=True)

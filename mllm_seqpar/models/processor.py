@@ -1,51 +1,350 @@
-"""The common part of the native processors: an image processor and a tokenizer, saved together with options."""
+"""The common part of the native processors, which have the interface of transformers' processors.
+
+A processor consists of an image processor, a tokenizer and a chat template. The template is Jinja, as in transformers,
+and marks the answers by `{% generation %}`, so labels and masks of answers follow from the rendered text.
+"""
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+import re
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
+import numpy as np
+import torch
+from torch import Tensor
+from transformers.feature_extraction_utils import BatchFeature
 from transformers.processing_utils import ProcessorMixin
 from transformers.utils import PROCESSOR_NAME
+from transformers.utils.chat_template_utils import render_jinja_template
 
 from mllm_seqpar.errors import DataError
 
 from .auto_classes import LocalCode, write_code
 
-_IGNORED = {"return_tensors", "return_dict", "padding", "add_special_tokens"}
+Messages = Sequence[Mapping[str, Any]]
+Span = tuple[int, int]
+
+_MODALITIES = ("text_kwargs", "images_kwargs", "videos_kwargs", "audio_kwargs")
+_MEDIA_KEYS = {"image": ("image", "url", "path", "base64"), "video": ("video", "url", "path")}
+_SAVED_TEMPLATE = "has_chat_template"
+"""Key of processor_config.json. A directory of the hub may have the chat template of its language model in a file of
+the same name, which is not that of the processor."""
 
 
 class NativeProcessor(LocalCode, ProcessorMixin):
-    """Base of the native processors; subclasses have the attributes `image_processor` and `tokenizer`."""
+    """Base of the native processors; subclasses have the attributes `image_processor` and `tokenizer`.
+
+    Attributes:
+        chat_template: Jinja, or several by name; the published format if none is given. A tokenizer without chat
+            template gets it too.
+    """
 
     model_type: ClassVar[str]
     """The `model_type` of the model that it belongs to."""
     saved_options: tuple[str, ...] = ()
     """Names of the attributes that processor_config.json states."""
+    ids_name = "input_ids"
+    """Name of the token ids among the model's inputs."""
+    text_kwargs = {"padding": True, "return_tensors": "pt"}
+    supported_arguments: ClassVar[Mapping[str, set[str]]] = {}
+    """The arguments of `__call__` that have an effect, or no effect by design, under text_kwargs, images_kwargs and
+    videos_kwargs."""
+
+    def __init__(self, image_processor: Any, tokenizer: Any, chat_template: Any = None) -> None:
+        template = self.published_chat_template(tokenizer) if chat_template is None else chat_template
+        super().__init__(image_processor, tokenizer, chat_template=template)
+        if tokenizer.chat_template is None:
+            tokenizer.chat_template = template
+
+    @classmethod
+    def published_chat_template(cls, tokenizer: Any) -> str:
+        """Return the chat template of the published models, as it is for this tokenizer."""
+        raise NotImplementedError
+
+    def check_conversation(self, messages: Messages) -> None:
+        """Raise DataError for messages that the published chat template cannot express."""
 
     @classmethod
     def get_attributes(cls) -> list[str]:
         return ["image_processor", "tokenizer"]
 
+    @classmethod
+    def saved_chat_template(cls, path: str | os.PathLike, **hub: Any) -> Any:
+        """Return the chat template that a processor saved with a directory; None if there is none."""
+        stated, _ = cls.get_processor_dict(path, **hub)
+        return stated.get("chat_template") if stated.get(_SAVED_TEMPLATE) else None
+
     def save_pretrained(self, save_directory: str | os.PathLike, push_to_hub: bool = False, **kwargs: Any) -> list[str]:
-        """Write tokenizer, image processor and options to a model directory; return the paths of the files."""
+        """Write tokenizer, image processor, chat template and options to a directory; return the paths of the files."""
         if push_to_hub:
             raise DataError("push_to_hub is True; save to a directory and upload that")
         path = Path(save_directory, PROCESSOR_NAME)
         path.parent.mkdir(parents=True, exist_ok=True)
-        files = [*self.tokenizer.save_pretrained(save_directory, **kwargs)]
+        own, self.tokenizer.chat_template = self.tokenizer.chat_template, self.chat_template
+        try:  # tokenizer and processor share the files of the chat template
+            files = [*self.tokenizer.save_pretrained(save_directory, **kwargs)]
+        finally:
+            self.tokenizer.chat_template = own
         files += self.image_processor.save_pretrained(save_directory)
         options = {"processor_class": type(self).__name__, "auto_map": write_code(save_directory, self.model_type)}
-        options |= {name: getattr(self, name) for name in self.saved_options}
+        options |= {name: getattr(self, name) for name in self.saved_options} | {_SAVED_TEMPLATE: True}
         path.write_text(json.dumps(options, indent=2) + "\n", encoding="utf-8")
-        return [*files, os.path.join(save_directory, PROCESSOR_NAME)]
+        return [str(path), *files]
 
-    @staticmethod
-    def check_arguments(arguments: Mapping[str, Any]) -> None:
-        """Raise DataError for unknown arguments; ignore arguments with which transformers requests padded tensors."""
-        unknown = sorted(set(arguments) - _IGNORED)
+    def apply_chat_template(
+        self,
+        conversation: Messages | Sequence[Messages],
+        chat_template: str | None = None,
+        tools: list[Any] | None = None,
+        documents: list[dict[str, str]] | None = None,
+        add_generation_prompt: bool = False,
+        continue_final_message: bool | str = False,
+        return_assistant_tokens_mask: bool = False,
+        tokenize: bool = False,
+        return_tensors: str | None = "auto",
+        return_dict: bool = True,
+        *,
+        images: Any = None,
+        videos: Any = None,
+        return_labels: bool = False,
+        processor_kwargs: Mapping[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """Return one conversation or several as text, or, with `tokenize`, as model inputs with their media.
+
+        Args:
+            conversation: messages, or a list of conversations. Parts may contain their media, a picture, an array, a
+                path or a URL: {"type": "image", "image": picture}, {"type": "image", "url": "https://..."}.
+            chat_template: Jinja, or the name of one of several saved templates, in place of the processor's.
+            tools, documents: for chat templates that use them; the published formats do not.
+            add_generation_prompt: end with the beginning of an answer.
+            continue_final_message: leave the last message open, without its end.
+            return_assistant_tokens_mask: with `tokenize`, add `assistant_masks`: 1 at the tokens of the answers.
+            return_tensors: "pt", which is the default, "np", or None for lists.
+            return_dict: False returns the token ids only.
+            images, videos: with `tokenize`, used in place of the media in the parts, in the form of `__call__`.
+            return_labels: with `tokenize`, add `labels`: the tokens of the answers and their ends, -100 elsewhere.
+            processor_kwargs: arguments of `__call__`.
+            **kwargs: variables of the chat template, and further arguments of `__call__`.
+
+        Raises:
+            DataError: an argument that neither the template nor `__call__` takes, or messages that the format refuses.
+        """
+        conversations, batched = _conversations(conversation)
+        options = dict(processor_kwargs or {})
+        names = self._argument_names()
+        variables = {name: value for name, value in kwargs.items() if name not in names}
+        options |= {name: value for name, value in kwargs.items() if name in names}
+        texts, spans = self._render(
+            conversations,
+            chat_template,
+            marked=return_assistant_tokens_mask or return_labels,
+            training=return_labels,
+            tools=tools,
+            documents=documents,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            **variables,
+        )
+        if not tokenize:
+            return texts if batched else texts[0]
+        if return_tensors != "auto":
+            options["return_tensors"] = return_tensors
+        if spans is not None:
+            options["return_offsets_mapping"] = True
+        beginning = self.tokenizer.bos_token
+        if beginning and texts[0].startswith(beginning):
+            options.setdefault("add_special_tokens", False)
+        media = {"images": images, "videos": videos}
+        for kind, name in (("image", "images"), ("video", "videos")):
+            listed = [media_of(messages, kind) for messages in conversations]
+            if media[name] is None and any(listed):
+                media[name] = listed
+        found = self(text=texts, **{name: value for name, value in media.items() if value is not None}, **options)
+        if spans is not None:
+            masks = _masks(found.pop("offset_mapping"), spans)
+            if return_labels:
+                found["labels"] = _labels(found[self.ids_name], masks)
+            if return_assistant_tokens_mask:
+                found["assistant_masks"] = _like(masks, found[self.ids_name])
+        return found if return_dict else found[self.ids_name]
+
+    def _render(
+        self,
+        conversations: Sequence[Messages],
+        chat_template: str | None = None,
+        *,
+        marked: bool = False,
+        tools: list[Any] | None = None,
+        documents: list[dict[str, str]] | None = None,
+        continue_final_message: bool | str = False,
+        add_generation_prompt: bool = False,
+        **variables: Any,
+    ) -> tuple[list[str], list[list[Span]] | None]:
+        """Return the text of each conversation and, if `marked`, the character ranges of its answers."""
+        template = self._resolve_template(chat_template)
+        given = {"tools": tools, "documents": documents, **variables}
+        unused = [
+            name
+            for name, value in given.items()
+            if value and name != "training" and not re.search(rf"\b{name}\b", template)
+        ]
+        if unused:
+            raise DataError(
+                f"unknown arguments: {', '.join(sorted(unused))}: neither {type(self).__name__} nor its chat template "
+                "uses them; leave them out, or pass a chat_template that does"
+            )
+        if continue_final_message and (add_generation_prompt or marked):
+            raise DataError(
+                "continue_final_message leaves the last answer open; leave out add_generation_prompt, "
+                "return_assistant_tokens_mask and return_labels"
+            )
+        if marked and not re.search(r"\{%-?\s*generation\b", template):
+            raise DataError("the chat template has no {% generation %} block, which marks the answers; add one to it")
+        if template == self.published_chat_template(self.tokenizer):
+            for messages in conversations:
+                self.check_conversation(messages)
+        texts, spans = render_jinja_template(
+            conversations=conversations,
+            chat_template=template,
+            tools=tools,
+            documents=documents,
+            return_assistant_tokens_mask=marked,
+            continue_final_message=continue_final_message,
+            add_generation_prompt=add_generation_prompt,
+            **(self.tokenizer.special_tokens_map | variables),
+        )
+        return texts, spans if marked else None
+
+    def _resolve_template(self, chat_template: str | None) -> str:
+        own = self.chat_template
+        if not isinstance(own, Mapping):
+            return own if chat_template is None else chat_template
+        name = "default" if chat_template is None else chat_template
+        if chat_template is None and name not in own:
+            raise DataError(f"there is no default chat template; pass chat_template, one of {', '.join(sorted(own))}")
+        return own.get(name, name)
+
+    @classmethod
+    def _arguments_of(cls, kind: str) -> set[str]:
+        return set(cls.valid_processor_kwargs.__annotations__[kind].__annotations__)
+
+    @classmethod
+    def _argument_names(cls) -> set[str]:
+        """Return the names of the arguments of `__call__` that processors of transformers take."""
+        named = set(cls.valid_processor_kwargs.__annotations__) | {"common_kwargs"}
+        return named.union(*map(cls._arguments_of, _MODALITIES))
+
+    def _arguments(self, given: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+        """Return the arguments of a call by modality; raise DataError for unknown ones, and those without effect."""
+        nested = {kind: dict(given.get(kind) or {}) for kind in _MODALITIES}
+        allowed = {kind: self.supported_arguments.get(kind, set()) for kind in _MODALITIES}
+        flat = {name: value for name, value in given.items() if name not in (*_MODALITIES, "common_kwargs")}
+        merged = {kind: dict(getattr(self, kind, {})) for kind in _MODALITIES}
+        saved = getattr(self.tokenizer, "init_kwargs", {})
+        merged["text_kwargs"] |= {name: saved[name] for name in ("padding", "max_length") if saved.get(name)}
+        unknown, refused = set(flat) - self._argument_names(), set()
+        for kind, values in nested.items():
+            unknown |= set(values) - self._arguments_of(kind)
+            refused |= {name for name, value in values.items() if value and name not in allowed[kind]}
+            if twice := sorted(set(flat) & set(values)):
+                raise DataError(f"{twice[0]} was passed in {kind} and outside of it; pass it once")
+            merged[kind] |= dict(given.get("common_kwargs") or {}) | values
+            merged[kind] |= {name: value for name, value in flat.items() if name in allowed[kind]}
         if unknown:
-            raise DataError(f"unknown arguments: {', '.join(unknown)}")
+            raise DataError(f"unknown arguments: {', '.join(sorted(unknown))}")
+        taken = set().union(*allowed.values())
+        refused |= {name for name, value in flat.items() if value and name not in taken}
+        if refused:
+            raise DataError(
+                f"{type(self).__name__} does not support the arguments {', '.join(sorted(refused))}; supported are "
+                f"{', '.join(sorted(taken))}"
+            )
+        return merged
+
+
+def media_of(messages: Messages, kind: str) -> list[Any]:
+    """Return the media of the parts of type `kind` ("image" or "video") that contain theirs, in order."""
+    return [
+        part[key]
+        for message in messages
+        if not isinstance(message.get("content"), str)
+        for part in message.get("content") or ()
+        if part.get("type") == kind
+        for key in [key for key in _MEDIA_KEYS[kind] if part.get(key) is not None][:1]
+    ]
+
+
+def flattened(media: Any, counts: Sequence[int], mark: str, noun: str) -> list[Any]:
+    """Return the media of all texts in one list; one list for each text may be given, which must have its number.
+
+    Raises:
+        DataError: a list has another number of media than its text has placeholders.
+    """
+    if not isinstance(media, (list, tuple)) or not any(isinstance(sample, (list, tuple)) for sample in media):
+        return list(media)
+    passed = [len(sample) if isinstance(sample, (list, tuple)) else None for sample in media]
+    if passed != list(counts):
+        raise DataError(f"the texts have {list(counts)} {mark}, and {passed} {noun} were passed; pass one for each")
+    return [item for sample in media for item in sample]
+
+
+def returned(data: dict[str, Any], return_tensors: str | None) -> BatchFeature:
+    """Return tensors as torch or numpy arrays, or as lists; raise DataError for another kind of tensors."""
+    if return_tensors not in ("pt", "np", None):
+        raise DataError(f"return_tensors is {return_tensors!r}; expected 'pt', 'np' or None")
+    if return_tensors == "np":
+        data = {name: np.asarray(value) for name, value in data.items()}
+    elif return_tensors is None:
+        data = {name: value.tolist() if isinstance(value, Tensor) else value for name, value in data.items()}
+    return BatchFeature(data)
+
+
+def _conversations(given: Any) -> tuple[list[list[dict[str, Any]]], bool]:
+    """Return conversations, without keys of value None and with OpenAI's image_url as images; whether several came."""
+    if not isinstance(given, (list, tuple)) or not given:
+        raise DataError(f"the conversation is {given!r:.80}; pass a list of messages, or a list of such lists")
+    batched = not isinstance(given[0], Mapping)
+    found = []
+    for messages in given if batched else [given]:
+        if not isinstance(messages, (list, tuple)) or not all(isinstance(message, Mapping) for message in messages):
+            raise DataError(f"a conversation is {messages!r:.80}; expected a list of messages with role and content")
+        found.append([_message(message) for message in messages])
+    return found, batched
+
+
+def _message(message: Mapping[str, Any]) -> dict[str, Any]:
+    message = {name: value for name, value in message.items() if value is not None}
+    if isinstance(message.get("content"), (list, tuple)):
+        message["content"] = [_part(part) for part in message["content"]]
+    return message
+
+
+def _part(part: Any) -> Any:
+    if not isinstance(part, Mapping) or part.get("type") != "image_url":
+        return part
+    url = part.get("image_url")
+    return {"type": "image", "url": url.get("url", "") if isinstance(url, Mapping) else url}
+
+
+def _masks(offsets: Any, spans: Sequence[Sequence[Span]]) -> list[list[int]]:
+    """Return 1 for each token whose characters overlap a span; padding has the empty range (0, 0)."""
+    return [
+        [int(any(start < last and end > first for first, last in marked)) for start, end in np.asarray(row).tolist()]
+        for row, marked in zip(offsets, spans, strict=True)
+    ]
+
+
+def _like(rows: list[list[int]], ids: Any) -> Any:
+    if isinstance(ids, Tensor):
+        return torch.tensor(rows)
+    return np.array(rows) if isinstance(ids, np.ndarray) else rows
+
+
+def _labels(ids: Any, masks: list[list[int]]) -> Any:
+    rows = [[token if kept else -100 for token, kept in zip(*row, strict=True)] for row in zip(ids, masks, strict=True)]
+    return _like([[int(token) for token in row] for row in rows], ids)

@@ -1,7 +1,7 @@
 """Programs that stay open: a chat in the terminal, and a server with OpenAI's interface.
 
     mllm_seqpar.serving.chat:main     a conversation about a video, in the terminal
-    mllm_seqpar.serving.server:main   /v1/chat/completions, /v1/files, /v1/models, /health, and a page
+    mllm_seqpar.serving.server:main   /v1/chat/completions, /v1/files, /v1/models, /health, /metrics, and a page
 
 Both start their own ranks (`cli.own_ranks`). Rank 0 talks to the user and sends each job to the other ranks
 (`cli.job_channel`); all ranks run it (`engine`).

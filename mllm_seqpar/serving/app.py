@@ -7,31 +7,35 @@ been accepted by all ranks; comments (": ...") then report the progress of the e
 from __future__ import annotations
 
 import asyncio
-import hmac
-import json
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 from fastapi import FastAPI, Request
 from fastapi.concurrency import run_in_threadpool
 from fastapi.responses import FileResponse, JSONResponse, Response, StreamingResponse
-from starlette.datastructures import Headers, UploadFile
+from starlette.datastructures import UploadFile
 from starlette.exceptions import HTTPException
 
 from mllm_seqpar.errors import SeqParError
 from mllm_seqpar.inference.generation import Sampling
 
+from .completion import Completion, event
 from .engine import Job
+from .guard import Guard
+from .json_body import parse
 from .media import MediaStore
-from .protocol import ApiError, ChatRequest, Completion, event, read_request
+from .monitor import CLIENT_GONE, CONTENT_TYPE, Metrics, Monitor, Record, error_response, record_of
+from .protocol import ApiError, ChatRequest, read_request
 from .request_queue import RequestQueue, Waiting
 
 PAGE = Path(__file__).parent / "page"
+FORM = 1024
+"""Bytes of an upload that may be the form around the file."""
+
 POLICY = "default-src 'self'; media-src 'self' blob:; img-src 'self' blob: data:; frame-ancestors 'none'"
 
 
@@ -45,6 +49,7 @@ class Service:
         max_bytes: of the body of a request.
         sampling: the defaults of an answer.
         frames: the sampling of a video for which a request states none.
+        log: is called with a line for each request.
     """
 
     model: str
@@ -55,27 +60,21 @@ class Service:
     max_bytes: int
     sampling: Sampling
     frames: dict[str, Any]
+    log: Callable[[str], object] = lambda line: None
     created: int = field(default_factory=lambda: int(time.time()))
 
 
 def make_app(service: Service) -> FastAPI:
     app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
-    app.add_middleware(Guard, service=service)
-    app.add_exception_handler(ApiError, _as_response)
-    app.add_exception_handler(HTTPException, _as_response)
-    app.add_exception_handler(SeqParError, _as_response)
-    app.add_exception_handler(ClientGone, _as_response)  # the client has closed the connection
-    app.add_exception_handler(Exception, _as_response)
+    metrics = Metrics()
+    app.add_middleware(Guard, api_key=service.api_key, max_bytes=service.max_bytes)
+    app.add_middleware(Monitor, metrics=metrics, log=service.log)  # the last one is the outermost
+    for kind in (ApiError, HTTPException, SeqParError, ClientGone, Exception):
+        app.add_exception_handler(kind, _as_response)
+    _add_state(app, service, metrics)
     _add_files(app, service.store)
     _add_page(app)
     described = {"id": service.model, "object": "model", "created": service.created, "owned_by": "mllm-seqpar"}
-
-    @app.get("/health")
-    async def health() -> Response:
-        queue = service.queue
-        status = {"status": "shutting down" if queue.stopping else "ok", "ranks": service.ranks}
-        status |= {"running": int(queue.running), "waiting": queue.waiting}
-        return JSONResponse(status, 503 if queue.stopping else 200)
 
     @app.get("/v1/models")
     async def models() -> Response:
@@ -93,22 +92,61 @@ def make_app(service: Service) -> FastAPI:
     return app
 
 
+def _add_state(app: FastAPI, service: Service, metrics: Metrics) -> None:
+    """Add the routes that say how the server is; they need no key."""
+    queue = service.queue
+
+    @app.get("/health")
+    async def health() -> Response:
+        status = {"status": "shutting down" if queue.stopping else "ok", "ranks": service.ranks}
+        status |= {"running": int(queue.running), "waiting": queue.waiting}
+        return JSONResponse(status, 503 if queue.stopping else 200)
+
+    @app.get("/metrics")
+    async def text() -> Response:
+        gauges = {
+            "requests_running": ("Requests that the model answers now.", int(queue.running)),
+            "requests_waiting": ("Requests that wait for the model.", queue.waiting),
+            "stored_bytes": ("Bytes of uploads, and of the media of requests.", service.store.stored),
+            "ranks": ("Ranks of the model.", service.ranks),
+        }
+        return Response(metrics.text(gauges), media_type=CONTENT_TYPE)
+
+    @app.post("/load_model")
+    async def load_model(request: Request) -> Response:
+        """Tell `transformers chat` that its model is loaded."""
+        asked = await _json(request)
+        name = asked.get("model") if isinstance(asked, dict) else None
+        found = name == service.model
+        told = {"status": "ready", "cached": True} if found else {"status": "error", "message": _unknown(service, name)}
+        return Response(event({"model": name, **told}), media_type="text/event-stream")
+
+
 async def _complete(service: Service, request: Request) -> Response:
-    asked = read_request(await _json(request), service.sampling)
+    record = record_of(request.scope)
+    asked = await run_in_threadpool(read_request, await _json(request), service.sampling)
     _require_model(service, asked.model or service.model)
-    waiting = await run_in_threadpool(_waiting, service, asked, asyncio.get_running_loop())
+    service.queue.enter()
+    try:
+        waiting = await run_in_threadpool(_waiting, service, asked, asyncio.get_running_loop())
+    except BaseException:
+        service.queue.leave()
+        raise
     try:
         service.queue.put(waiting)
     except ApiError:
         waiting.release()
         raise
-    completion = Completion(service.model, asked.include_usage)
-    events = _Events(request, waiting)
+    completion = Completion(service.model, record.id, asked.include_usage)
+    events = _Events(request, waiting, record)
+    headers = {"Cache-Control": "no-cache"}
+    if asked.ignored:
+        headers["Warning"] = f'299 mllm-seqpar "fields without effect: {", ".join(asked.ignored)}"'
     try:
         kind, value = await anext(events)
         if asked.stream and kind != "error":
             stream = _stream(events, completion, kind, value)
-            return StreamingResponse(stream, media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
+            return StreamingResponse(stream, media_type="text/event-stream", headers=headers)
         while kind not in ("reply", "error"):
             kind, value = await anext(events)
     except BaseException:  # also a task that is cancelled because its client has gone
@@ -117,13 +155,14 @@ async def _complete(service: Service, request: Request) -> Response:
     events.close()
     if kind == "error":
         raise value
-    return JSONResponse(completion.whole(value))
+    return JSONResponse(completion.whole(value), headers=headers)
 
 
 def _waiting(service: Service, asked: ChatRequest, loop: asyncio.AbstractEventLoop) -> Waiting:
     """Return the request with the files of its media, which may have to be downloaded."""
     stack = ExitStack()
-    files = stack.enter_context(service.store.files(asked.media, service.frames))
+    chosen = {} if asked.frames.keys() & {"fps", "num_frames"} else service.frames
+    files = stack.enter_context(service.store.files(asked.media, chosen | asked.frames))
     kinds = iter(files)
     messages = [
         {
@@ -137,10 +176,12 @@ def _waiting(service: Service, asked: ChatRequest, loop: asyncio.AbstractEventLo
 
 
 class _Events:
-    """The events of a request, without the ones for streams only; raises ClientGone when its client disconnects."""
+    """The events of a request, which it notes in the record; raises ClientGone when the client disconnects."""
 
-    def __init__(self, request: Request, waiting: Waiting) -> None:
-        self._waiting, self._gone = waiting, asyncio.ensure_future(_disconnect(request))
+    def __init__(self, request: Request, waiting: Waiting, record: Record) -> None:
+        self._waiting, self._record = waiting, record
+        self._gone = asyncio.ensure_future(_disconnect(request))
+        self._ended = False
 
     def __aiter__(self) -> _Events:
         return self
@@ -148,12 +189,28 @@ class _Events:
     async def __anext__(self) -> tuple[str, Any]:
         event = asyncio.ensure_future(self._waiting.events.get())
         await asyncio.wait({event, self._gone}, return_when=asyncio.FIRST_COMPLETED)
-        if event.done():
-            return event.result()
-        event.cancel()
-        raise ClientGone
+        if not event.done():
+            event.cancel()
+            raise ClientGone
+        kind, value = event.result()
+        self._note(kind, value)
+        return kind, value
+
+    def _note(self, kind: str, value: Any) -> None:
+        record = self._record
+        if self._waiting.taken is not None:
+            record.queue = self._waiting.taken - record.began
+        if kind == "text" and record.first_token is None:
+            record.first_token = record.seconds
+        if kind == "reply":
+            record.reply = value
+        elif kind == "error":
+            record.fail(value.status, str(value))
+        self._ended = kind in ("reply", "error")
 
     def close(self) -> None:
+        if not self._ended:
+            self._record.fail(CLIENT_GONE, "the client has closed the connection")
         self._waiting.cancelled.set()
         self._gone.cancel()
 
@@ -199,6 +256,8 @@ def _add_files(app: FastAPI, store: MediaStore) -> None:
     async def create(request: Request) -> Response:
         if not request.headers.get("content-type", "").startswith("multipart/form-data"):
             raise ApiError(400, "expected multipart/form-data with a file and its purpose", param="file")
+        length = int(request.headers.get("content-length", "0"))
+        store.require_room(max(0, length - FORM))  # before the file is received
         async with request.form(max_files=1, max_fields=8) as form:
             file, purpose = form.get("file"), form.get("purpose")
             if not isinstance(file, UploadFile) or not isinstance(purpose, str):
@@ -234,89 +293,20 @@ def _add_page(app: FastAPI) -> None:
     serve("/page.css", "page.css")
 
 
-class Guard:
-    """ASGI middleware that checks the API key and the origin, and limits the body of a request.
-
-    A page of another site must not use a server that only this machine can reach, so a request whose Origin is not the
-    server itself is refused.
-    """
-
-    def __init__(self, app: Any, service: Service) -> None:
-        self._app, self._service = app, service
-
-    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
-        limited = _Limited(receive, self._service.max_bytes)
-        try:
-            self._check(scope["path"], Headers(scope=scope))
-        except ApiError as error:
-            await limited.drain()
-            await _as_response(None, error)(scope, receive, send)
-            return
-        await self._app(scope, limited, send)
-
-    def _check(self, path: str, headers: Headers) -> None:
-        origin = headers.get("origin")
-        if origin is not None and urlsplit(origin).netloc != headers.get("host"):
-            raise ApiError(403, f"requests from pages of {origin[:80]} are refused", code="origin")
-        key = self._service.api_key
-        if key is not None and path.startswith("/v1"):
-            given = headers.get("authorization", "").removeprefix("Bearer ")
-            if not hmac.compare_digest(given.encode(), key.encode()):
-                raise ApiError(401, "Incorrect API key provided", code="invalid_api_key")
-        if int(headers.get("content-length", "0")) > self._service.max_bytes:
-            raise _too_large(self._service.max_bytes)
-
-
-class _Limited:
-    """Receives the messages of a request with at most `limit` bytes."""
-
-    def __init__(self, receive: Any, limit: int) -> None:
-        self._receive, self._limit, self._received = receive, limit, 0
-
-    async def __call__(self) -> Any:
-        message = await self._receive()
-        self._received += len(message.get("body", b""))
-        if self._received > self._limit:
-            await self.drain()
-            raise _too_large(self._limit)
-        return message
-
-    async def drain(self) -> None:
-        """Read the rest of a refused body, up to twice the limit: a client may read the response only then."""
-        while self._received <= 2 * self._limit:
-            message = await self._receive()
-            self._received += len(message.get("body", b""))
-            if message["type"] != "http.request" or not message.get("more_body"):
-                return
-
-
-def _too_large(limit: int) -> ApiError:
-    return ApiError(413, f"the request has more than the allowed {limit} bytes (--max_upload_mb)", code="too_large")
-
-
-def _as_response(request: Any, error: Exception) -> JSONResponse:
-    if isinstance(error, HTTPException):
-        error = ApiError(error.status_code, str(error.detail))
-    elif isinstance(error, SeqParError):
-        error = ApiError(400, str(error))
-    elif not isinstance(error, ApiError):
-        error = ApiError(500, "the server failed; its log says why", kind="server_error")
-    return JSONResponse(error.body(), error.status)
+def _as_response(request: Request, error: Exception) -> Response:
+    return error_response(request.scope, error)
 
 
 async def _json(request: Request) -> Any:
     if request.headers.get("content-type", "").partition(";")[0].strip() != "application/json":
         raise ApiError(400, "expected the content type application/json")
-    try:
-        return json.loads(await request.body())
-    except ValueError as error:
-        raise ApiError(400, f"the body is not JSON ({error})") from error
+    return await run_in_threadpool(parse, await request.body())
 
 
 def _require_model(service: Service, name: str) -> None:
     if name != service.model:
-        message = f"The model {name[:80]!r} does not exist; this server has {service.model!r}"
-        raise ApiError(404, message, code="model_not_found", param="model")
+        raise ApiError(404, _unknown(service, name), code="model_not_found", param="model")
+
+
+def _unknown(service: Service, name: Any) -> str:
+    return f"The model {str(name)[:80]!r} does not exist; this server has {service.model!r}"

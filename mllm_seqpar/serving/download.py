@@ -1,7 +1,8 @@
 """http(s) URLs of hosts that the operator allows.
 
-The host "*" stands for every public address; the address is checked after the connection is made, so that a name cannot
-resolve to another address between check and use. Redirects are checked like the first URL. No proxy is used.
+The host "*" stands for every host with a public address. Its name is resolved once, addresses that are not public are
+dropped, and the connection goes to one of the others, so that nothing reaches an address that is refused, and the name
+cannot resolve to another address between check and use. Redirects are checked like the first URL. No proxy is used.
 """
 
 from __future__ import annotations
@@ -16,6 +17,15 @@ from urllib.parse import urlsplit
 
 SECONDS = 30.0
 """Seconds that a host may take to answer, and between two blocks of its answer."""
+
+LONGEST = 600.0
+"""Seconds that a whole download may take."""
+
+_UNICAST = ipaddress.ip_network("2000::/3")
+"""All public IPv6 addresses, and none with an IPv4 address in its last bits (::ffff:0:0/96, 64:ff9b::/96)."""
+
+_NOT_PUBLIC = [ipaddress.ip_network(block) for block in ("192.88.99.0/24", "2001::/23", "2002::/16", "3fff::/20")]
+"""Blocks that `is_global` of some versions of Python lets pass: gateways to IPv4, and documentation."""
 
 
 def open_url(url: str, hosts: set[str]) -> Any:
@@ -49,14 +59,33 @@ def _require_allowed(hosts: set[str], url: str) -> None:
         )
 
 
-def _connect(hosts: set[str], connection: Any) -> socket.socket:
-    """Connect, and close the connection again if it leads to an address that is not allowed."""
-    opened = socket.create_connection((connection.host, connection.port), SECONDS)
-    address = ipaddress.ip_address(opened.getpeername()[0].partition("%")[0])
-    if connection.host.lower() not in hosts and not address.is_global:
-        opened.close()
-        raise NotAllowed(f"{connection.host} has the address {address}, which is not public")
-    return opened
+def is_public(address: str) -> bool:
+    """Return whether an IP address leads to the public internet, and to no IPv4 address inside an IPv6 address."""
+    ip = ipaddress.ip_address(address.partition("%")[0])
+    if not ip.is_global or ip.is_multicast or (ip.version == 6 and ip not in _UNICAST):
+        return False
+    return not any(ip in block for block in _NOT_PUBLIC if block.version == ip.version)
+
+
+def _connect(hosts: set[str], host: str, port: int) -> socket.socket:
+    """Return a connection to the first address of a host that is allowed and accepts it."""
+    named = host.lower() in hosts
+    try:
+        found = [entry[4][0] for entry in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)]
+    except OSError:
+        if named:
+            raise
+        found = []
+    addresses = [str(address) for address in found if named or is_public(str(address))]
+    if not addresses:  # one message for both, so that it tells nothing about names of the server's own network
+        raise NotAllowed(f"{host} has no public address")
+    for number, address in enumerate(addresses, 1):
+        try:
+            return socket.create_connection((address, port), SECONDS)
+        except OSError:
+            if number == len(addresses):
+                raise
+    raise AssertionError("a loop over addresses that neither returns nor raises")
 
 
 class _Connections(urllib.request.HTTPHandler, urllib.request.HTTPSHandler):
@@ -71,7 +100,7 @@ class _Connections(urllib.request.HTTPHandler, urllib.request.HTTPSHandler):
 
         class Connection(http.client.HTTPSConnection if secure else http.client.HTTPConnection):  # type: ignore[misc]
             def connect(self) -> None:
-                self.sock = _connect(hosts, self)
+                self.sock = _connect(hosts, self.host, self.port)
                 if secure:
                     context = ssl.create_default_context()
                     self.sock = context.wrap_socket(self.sock, server_hostname=self.host)

@@ -1,11 +1,10 @@
 """The model on all ranks, and the jobs that it runs: an answer to messages about videos and images.
 
-Rank 0 makes a job, checks it and sends it to the others. All ranks then prepare it and generate. What makes one job
-impossible (a damaged video, a prompt that is too long) is found by `prepare`, which raises on all ranks, and the next
-job can follow. An error while tokens are generated ends the program, because the ranks may be at different points.
+Rank 0 makes a job, checks it and sends it to the others. All ranks then prepare it and generate (`jobs.Worker`).
 
 The conversations of the last jobs are kept, with the features of their media and the K and V of their text. A job about
-the same media continues such a conversation, whoever sent it: only the tokens that differ are computed.
+the same media continues such a conversation, whoever sent it: only the tokens that differ are computed. What is kept
+changes only when all ranks have prepared a job, or on all ranks together, so that the ranks keep the same.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ import json
 import os
 from collections import OrderedDict
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
@@ -40,24 +39,27 @@ class MediaFile:
         kind: "video" or "image".
         path: the same file on all ranks.
         version: changes with the contents of the file.
+        name: what the user calls it, for messages.
         fps, num_frames, max_frames: the sampling of a video.
     """
 
     kind: str
     path: str
     version: str
+    name: str = field(default="", compare=False)
     fps: float | None = None
     num_frames: int | None = None
     max_frames: int | None = None
 
     @classmethod
-    def of(cls, kind: str, path: str, **sampling: Any) -> MediaFile:
+    def of(cls, kind: str, path: str, *, name: str = "", **sampling: Any) -> MediaFile:
         """Return the file with its current version; raise ConfigError if there is none."""
         try:
             facts = os.stat(path)
         except OSError as error:
             raise ConfigError(f"{path}: {error.strerror}; give the path of a file") from error
-        return cls(kind=kind, path=os.path.abspath(path), version=f"{facts.st_size} {facts.st_mtime_ns}", **sampling)
+        version = f"{facts.st_size} {facts.st_mtime_ns}"
+        return cls(kind=kind, path=os.path.abspath(path), version=version, name=name or path, **sampling)
 
     def open(self, family: Any) -> FrameSource:
         if self.kind == "image":
@@ -97,6 +99,9 @@ class Engine:
         device: of this rank.
         keep: conversations to keep, 1 or more.
 
+    Attributes:
+        computing: whether the first forward pass of the answer has begun, so that other ranks may wait for this one.
+
     Raises:
         SeqParError: on all ranks, if the model cannot be loaded on one of them.
     """
@@ -109,6 +114,8 @@ class Engine:
         self.comm, self._batch, self._keep = comm, args.encode_batch, keep
         self.model = load_patched(args, self.family, comm, device)
         self._conversations: OrderedDict[tuple[MediaFile, ...], Conversation] = OrderedDict()
+        self.computing = False
+        self.model.register_forward_pre_hook(lambda *_: setattr(self, "computing", True))
 
     def prepare(
         self,
@@ -118,14 +125,17 @@ class Engine:
     ) -> tuple[Conversation, ChatText]:
         """Open and encode the media of a job that no kept conversation has, and tokenize its messages.
 
+        The caller makes sure that all ranks have succeeded before it calls `answer`, which keeps the conversation.
+
         Args:
             job: the same on all ranks.
             progress: called with (frames that all ranks have encoded, all frames).
             interrupted: ends the encoding when it returns True on this rank.
 
         Raises:
-            SeqParError: on all ranks. Interrupted on the rank that `interrupted` ended. OutOfMemoryError on a rank
-                without the memory for these frames.
+            SeqParError: on all ranks, among them Interrupted on the rank that `interrupted` ended.
+            DivergedError: the other ranks wait for this one.
+            Exception: of this rank only, such as OutOfMemoryError; AgreementError on the other ranks.
         """
         conversation = kept = self._conversations.get(job.media)
         if conversation is None:
@@ -141,8 +151,6 @@ class Engine:
         while kept is None and len(self._conversations) >= self._keep:  # before the new one takes memory
             self._conversations.popitem(last=False)
         conversation.encode(progress, interrupted)
-        self._conversations[job.media] = conversation
-        self._conversations.move_to_end(job.media)
         return conversation, text
 
     def answer(
@@ -152,8 +160,14 @@ class Engine:
         on_text: OnText | None = None,
         interrupted: Callable[[], bool] | None = None,
     ) -> Reply:
-        """Generate the answer to a prepared job; `on_text` and `interrupted` as in `Conversation.answer`."""
+        """Generate the answer to a job that all ranks have prepared, and keep its conversation.
+
+        `on_text` and `interrupted` are those of `Conversation.answer`.
+        """
         conversation, text = prepared
+        self.computing = False
+        self._conversations[job.media] = conversation
+        self._conversations.move_to_end(job.media)
         options: dict[str, Any] = {"stop": job.stop, "evidence": job.evidence}
         return conversation.answer(text, job.sampling, on_text=on_text, interrupted=interrupted, **options)
 

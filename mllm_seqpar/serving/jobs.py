@@ -1,28 +1,64 @@
-"""A job on all ranks: rank 0 runs it with a user, the others follow."""
+"""A job on all ranks: rank 0 runs it with a user, the others follow.
+
+An error of one job must not end the program, and the ranks must not differ in what they keep after it. All ranks
+therefore agree on the outcome of `Engine.prepare`, and on an error that `Engine.answer` raises before its first forward
+pass (an option that `generate` refuses, for example). An error within a pass ends the program if there are other ranks,
+because they wait for this one in a collective.
+"""
 
 from __future__ import annotations
 
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from enum import IntEnum
 
 import torch
 
 from mllm_seqpar.cli.job_channel import JobChannel
 from mllm_seqpar.cli.launch import launched_ranks
-from mllm_seqpar.errors import SeqParError
+from mllm_seqpar.comm.agreement import agree, attempt
+from mllm_seqpar.errors import DivergedError, TransferError
 from mllm_seqpar.inference.conversation import OnText, Reply
 
 from .arguments import ServingOptions
 from .engine import Engine, Job
 
 
-class Impossible(Exception):
-    """A job that cannot be answered; the next one can follow. `cause` is an error of any rank."""
+class Outcome(IntEnum):
+    """What became of a job on a rank; of the job, that of the rank with the greatest."""
 
-    def __init__(self, cause: Exception) -> None:
-        self.cause = cause
-        memory = isinstance(cause, torch.OutOfMemoryError)
+    POSSIBLE = 0
+    REFUSED = 1
+    """The job cannot be answered: a damaged video, a prompt that is too long."""
+    FAILED = 2
+    """An error that no check expects."""
+    OUT_OF_MEMORY = 3
+
+    @classmethod
+    def of(cls, error: Exception | None) -> Outcome:
+        if isinstance(error, torch.OutOfMemoryError):
+            return cls.OUT_OF_MEMORY
+        if error is None or isinstance(error, ValueError):  # SeqParError, and what transformers raises for options
+            return cls.POSSIBLE if error is None else cls.REFUSED
+        return cls.FAILED
+
+
+_FATAL = (TransferError, DivergedError, torch.distributed.DistError, torch.AcceleratorError)
+"""Errors after which no job can be answered: of transfers between ranks, and of the device."""
+
+
+class Impossible(Exception):
+    """A job that cannot be answered; the next one can follow.
+
+    Attributes:
+        cause: an error of any rank.
+        outcome: of the job.
+    """
+
+    def __init__(self, cause: Exception, outcome: Outcome = Outcome.REFUSED) -> None:
+        self.cause, self.outcome = cause, outcome
+        memory = outcome is Outcome.OUT_OF_MEMORY
         super().__init__("out of memory: take fewer frames, or start more ranks" if memory else str(cause))
 
 
@@ -48,23 +84,36 @@ class Worker:
         """
         if self.engine.comm.rank == 0:
             self.channel.send(job.to_json())
-        try:
-            prepared = self.engine.prepare(job, progress, interrupted)
-        except (SeqParError, torch.OutOfMemoryError) as error:
-            traceback.clear_frames(error.__traceback__)  # they refer to the features of this job, and to the error
-            if isinstance(error, torch.OutOfMemoryError):
-                self.engine.forget()
-            raise Impossible(error) from error
+        prepared, error = attempt(lambda: self.engine.prepare(job, progress, interrupted))
+        self._require_success(error)
+        assert prepared is not None
         on_start()
         try:
             return self.engine.answer(job, prepared, on_text, interrupted)
-        except torch.OutOfMemoryError as error:
-            if self.engine.comm.size > 1:  # the other ranks wait for this one in a collective
+        except Exception as raised:
+            if self.engine.computing and self.engine.comm.size > 1:
                 raise
-            traceback.clear_frames(error.__traceback__)
-            del prepared
+            error = raised
+        del prepared
+        self._require_success(error)
+        raise AssertionError("an answer without a result or an error")
+
+    def _require_success(self, error: Exception | None) -> None:
+        """Raise Impossible on all ranks if any of them has an error; the features of the job are freed."""
+        if isinstance(error, _FATAL):
+            raise error
+        if error is not None:
+            traceback.clear_frames(error.__traceback__)  # they refer to the features of this job, and to the error
+        comm, mine = self.engine.comm, Outcome.of(error)
+        _, rows = agree(comm, "answering", lambda: mine, lambda _: {}, numbers=lambda found: [found])
+        outcome = Outcome(max(row[0] for row in rows))
+        if outcome >= Outcome.FAILED:
             self.engine.forget()
-            raise Impossible(error) from error
+        if outcome:
+            try:
+                agree(comm, "answering", error=error)
+            except Exception as cause:
+                raise Impossible(cause, outcome) from cause
 
     def follow(self) -> None:
         """Run the jobs of rank 0 until it closes the channel; the other ranks call this."""

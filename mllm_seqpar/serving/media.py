@@ -11,20 +11,27 @@ import binascii
 import hashlib
 import http.client
 import os
+import shutil
 import tempfile
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, unquote_to_bytes, urlsplit
 
-from .download import NotAllowed, open_url
+from mllm_seqpar.data.sources import is_picture
+
+from .download import LONGEST, NotAllowed, open_url
 from .engine import MediaFile
-from .protocol import ApiError, MediaReference
+from .protocol import ApiError
+from .schema import MediaReference
+
+_BLOCK = 1 << 20  # a multiple of four, so that a block of base64 is complete
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,6 +51,15 @@ class Upload:
         return {**same, "filename": self.filename, "purpose": self.purpose, "status": "processed"}
 
 
+@dataclass(frozen=True, kw_only=True)
+class _Claim:
+    """A file that a request uses, what its client calls it, and the bytes that are counted for it."""
+
+    path: Path
+    name: str
+    reserved: int = 0
+
+
 class MediaStore:
     """Resolves the media of requests to files. Threads may share it.
 
@@ -52,7 +68,7 @@ class MediaStore:
         media_root: the folder below which requests may name paths; None: no paths.
         allowed_hosts: hosts of http(s) URLs; "*" allows all with a public address.
         max_bytes: of one file.
-        max_total: bytes of all uploads.
+        max_total: bytes of all uploads, and of the data: URLs and downloads of the requests that wait or run.
     """
 
     def __init__(
@@ -69,34 +85,50 @@ class MediaStore:
         self._uploads: dict[str, Upload] = {}
         self._used: Counter[Path] = Counter()
         self._removed: set[Path] = set()
+        self._reserved = 0
         self._lock = threading.Lock()
+
+    @property
+    def stored(self) -> int:
+        """The bytes that count against `max_total`."""
+        return self._reserved + sum(upload.size for upload in self._uploads.values())
+
+    def require_room(self, size: int) -> None:
+        """Raise ApiError 413 if `size` further bytes do not fit."""
+        with self._lock:
+            self._require_room(size, "file")
 
     def add(self, file: Any, filename: str, purpose: str) -> Upload:
         """Store an upload from a binary file; raise ApiError 413 if it does not fit."""
-        name, path = _safe_suffix(filename), self._temporary()
-        digest = hashlib.sha256()
+        path = self._temporary()
         with path.open("wb") as target:
-            while block := file.read(1 << 20):
-                digest.update(block)
-                target.write(block)
-        size = path.stat().st_size
-        upload_id = f"file-{os.urandom(12).hex()}"
-        with self._lock:
-            stored = sum(upload.size for upload in self._uploads.values())
-            if stored + size > self._max_total:
-                path.unlink()
-                raise ApiError(
-                    413,
-                    f"file: {size} bytes, and {stored} of {self._max_total} are in use; delete files first "
-                    "(DELETE /v1/files/ID)",
-                    param="file",
-                )
-            final = path.rename(self._folder / f"{upload_id}{name}")
-            upload = Upload(
-                id=upload_id, path=final, filename=filename, purpose=purpose, size=size, created=int(time.time())
-            )
-            self._uploads[upload_id] = upload
+            shutil.copyfileobj(file, target, _BLOCK)
+        size, upload_id = path.stat().st_size, f"file-{os.urandom(12).hex()}"
+        upload = Upload(
+            id=upload_id,
+            path=self._folder / f"{upload_id}{_safe_suffix(filename)}",
+            filename=filename,
+            purpose=purpose,
+            size=size,
+            created=int(time.time()),
+        )
+        try:
+            with self._lock:
+                self._require_room(size, "file")
+                path.rename(upload.path)
+                self._uploads[upload_id] = upload
+        finally:
+            path.unlink(missing_ok=True)
         return upload
+
+    def _require_room(self, size: int, param: str) -> None:
+        if (stored := self.stored) + size > self._max_total:
+            raise ApiError(
+                413,
+                f"{param}: {size} bytes, and {stored} of {self._max_total} are in use (--max_stored_mb); delete files "
+                "first (DELETE /v1/files/ID), or try again when other requests have ended",
+                param=param,
+            )
 
     def uploads(self) -> list[Upload]:
         with self._lock:
@@ -129,20 +161,21 @@ class MediaStore:
         Raises:
             ApiError: a reference that is not allowed, or that cannot be resolved.
         """
-        paths: list[Path] = []
+        claims: list[_Claim] = []
         try:
             found = []
             for reference in media:
-                kind, path = self._claim(reference)
-                paths.append(path)
-                found.append(_media_file(kind, path, reference, sampling))
+                claim = self._claim(reference)
+                claims.append(claim)
+                found.append(_media_file(claim, reference, sampling))
             yield tuple(found)
         finally:
-            for path in paths:
+            for claim in claims:
                 with self._lock:
-                    self._used[path] -= 1
+                    self._reserved -= claim.reserved
+                    self._used[claim.path] -= 1
                     self._used += Counter()  # drops what is not used
-                self._remove_unused(path)
+                self._remove_unused(claim.path)
 
     def _remove_unused(self, path: Path) -> None:
         with self._lock:
@@ -150,8 +183,8 @@ class MediaStore:
                 self._removed.discard(path)
                 path.unlink(missing_ok=True)
 
-    def _claim(self, reference: MediaReference) -> tuple[str, Path]:
-        """Return the kind and the path of a reference; the file stays until it is released."""
+    def _claim(self, reference: MediaReference) -> _Claim:
+        """Return the file of a reference; it stays until it is released."""
         if reference.file_id is not None:
             with self._lock:
                 upload = self._uploads.get(reference.file_id)
@@ -159,18 +192,19 @@ class MediaStore:
                     self._used[upload.path] += 1
             if upload is None:
                 raise _refused(reference, f"no uploaded file has the id {reference.file_id}")
-            return _kind_of(upload.path), upload.path
-        assert reference.url is not None and reference.kind is not None
-        scheme = urlsplit(reference.url).scheme.lower()
+            return _Claim(path=upload.path, name=upload.filename)
+        assert reference.url is not None
+        scheme, colon, _ = reference.url[:20].partition(":")  # a data: URL may be long
+        scheme = scheme.lower() if colon and scheme.isalnum() else ""
         if scheme == "data":
-            return reference.kind, self._inline(reference)
+            return self._inline(reference)
         if scheme in ("http", "https"):
-            return reference.kind, self._download(reference)
+            return self._download(reference)
         if scheme == "file" or not scheme:
-            return reference.kind, self._local(reference)
+            return self._local(reference)
         raise _refused(reference, f"the scheme {scheme}: is not supported; expected data:, http:, https: or a path")
 
-    def _local(self, reference: MediaReference) -> Path:
+    def _local(self, reference: MediaReference) -> _Claim:
         assert reference.url is not None
         parts = urlsplit(reference.url)
         name = unquote(parts.path) if parts.scheme else reference.url
@@ -185,55 +219,83 @@ class MediaStore:
             raise _refused(reference, "no such file below the server's --media_root")
         with self._lock:
             self._used[path] += 1
-        return path
+        return _Claim(path=path, name=reference.url)
 
-    def _inline(self, reference: MediaReference) -> Path:
+    def _inline(self, reference: MediaReference) -> _Claim:
         assert reference.url is not None
-        header, comma, data = reference.url.partition(",")
+        start = reference.url.find(",") + 1
+        size = len(reference.url) - start
+        if not start or not size:
+            raise _refused(reference, "the data: URL has no data")
+        base64_encoded = reference.url[:start].endswith(";base64,")
+        if size * 3 // 4 - 2 > self.max_bytes if base64_encoded else size > 3 * self.max_bytes:
+            raise self._too_long(reference)
+        # The name depends on the content, so that the same video in a later request is recognised.
         try:
-            if header.endswith(";base64"):
-                content = base64.b64decode(data, validate=True)
-            else:
-                content = unquote_to_bytes(data)
+            return self._keep(_decoded(reference.url, start, base64_encoded), reference, "the data: URL")
         except (binascii.Error, ValueError) as error:
             raise _refused(reference, f"the data: URL is not base64 ({error})") from error
-        if not comma or not content:
-            raise _refused(reference, "the data: URL has no data")
-        if len(content) > self.max_bytes:
-            raise ApiError(413, f"{reference.param}: {len(content)} bytes; at most {self.max_bytes} are allowed")
-        # The name depends on the content, so that the same video in a later request is recognised.
-        return self._keep(hashlib.sha256(content).hexdigest(), [content])
 
-    def _download(self, reference: MediaReference) -> Path:
+    def _download(self, reference: MediaReference) -> _Claim:
         assert reference.url is not None
         try:
             with open_url(reference.url, self._hosts) as answer:
+                length = answer.headers.get("Content-Length") or ""
+                expected = int(length) if length.isdecimal() else 0
+                if expected > self.max_bytes:
+                    raise self._too_long(reference)
                 version = answer.headers.get("ETag") or os.urandom(8).hex()
                 name = hashlib.sha256(f"{reference.url} {version}".encode()).hexdigest()
-                return self._keep(name, iter(lambda: answer.read(1 << 20), b""), reference)
+                return self._keep(_blocks(answer), reference, reference.url, name=name, expected=expected)
         except NotAllowed as error:
             raise _refused(reference, str(error)) from error
         except (OSError, http.client.HTTPException, ValueError) as error:
             raise _refused(reference, f"the URL cannot be read ({error})") from error
 
-    def _keep(self, name: str, blocks: Any, reference: MediaReference | None = None) -> Path:
-        """Write a file for one request; an equal file of another request is shared."""
-        path, temporary, size = self._folder / f"inline-{name}", self._temporary(), 0
+    def _keep(
+        self, blocks: Iterable[bytes], reference: MediaReference, shown: str, *, name: str = "", expected: int = 0
+    ) -> _Claim:
+        """Write a file for one request; an equal file of another request is shared.
+
+        Args:
+            blocks: the content; written and counted one after another.
+            shown: what messages call the file.
+            name: what equal files have in common; default: a digest of the content.
+            expected: the size, if it is known; counted before the first block is read.
+        """
+        temporary, size, reserved, digest = self._temporary(), 0, 0, hashlib.sha256()
         try:
             with temporary.open("wb") as target:
-                for block in blocks:
+                for block in chain([b""], blocks):
                     size += len(block)
-                    if reference is not None and size > self.max_bytes:
-                        raise ApiError(413, f"{reference.param}: more than the allowed {self.max_bytes} bytes")
+                    if size > self.max_bytes:
+                        raise self._too_long(reference)
+                    with self._lock:
+                        more = max(size, expected) - reserved
+                        self._require_room(more, reference.param)
+                        self._reserved, reserved = self._reserved + more, reserved + more
+                    digest.update(block)
                     target.write(block)
             os.utime(temporary, (0, 0))  # the time is a part of the version, and the name states the content
+            path = self._folder / f"inline-{name or digest.hexdigest()}"
             with self._lock:
                 temporary.replace(path)
                 self._removed.add(path)
                 self._used[path] += 1
+        except BaseException:
+            with self._lock:
+                self._reserved -= reserved
+            raise
         finally:
             temporary.unlink(missing_ok=True)
-        return path
+        return _Claim(path=path, name=shown, reserved=reserved)
+
+    def _too_long(self, reference: MediaReference) -> ApiError:
+        return ApiError(
+            413,
+            f"{reference.param}: more than the allowed {self.max_bytes} bytes (--max_upload_mb)",
+            param=reference.param,
+        )
 
     def _temporary(self) -> Path:
         handle, name = tempfile.mkstemp(dir=self._folder)
@@ -241,27 +303,41 @@ class MediaStore:
         return Path(name)
 
 
-def _media_file(kind: str, path: Path, reference: MediaReference, sampling: dict[str, Any]) -> MediaFile:
+def _decoded(url: str, start: int, base64_encoded: bool) -> Iterator[bytes]:
+    """Yield the bytes of a data: URL; block by block, because the decoder keeps all threads waiting."""
+    if not base64_encoded:
+        yield unquote_to_bytes(url[start:])
+    while base64_encoded and start < len(url):
+        yield base64.b64decode(url[start : start + _BLOCK], validate=True)
+        start += _BLOCK
+
+
+def _blocks(answer: Any) -> Iterator[bytes]:
+    """Yield what a host sends; raise OSError if that takes too long, or ends before the stated length."""
+    deadline = time.monotonic() + LONGEST
+    while block := answer.read1(_BLOCK):
+        if time.monotonic() > deadline:
+            raise OSError(f"the download takes more than {LONGEST:.0f} s")
+        yield block
+    if answer.length:
+        raise OSError(f"it ended {answer.length} bytes early")
+
+
+def _media_file(claim: _Claim, reference: MediaReference, sampling: dict[str, Any]) -> MediaFile:
+    kind = reference.kind or ("image" if is_picture(str(claim.path)) else "video")
     if kind == "image":
         if reference.sampling:
             raise _refused(reference, f"{next(iter(reference.sampling))} of an image; only a video takes it")
-        return MediaFile.of(kind, str(path))
+        return MediaFile.of(kind, str(claim.path), name=claim.name)
     given = dict(reference.sampling)
     if not ("fps" in given or "num_frames" in given):
         given = sampling | given
-    return MediaFile.of(kind, str(path), **given)
-
-
-def _kind_of(path: Path) -> str:
-    return "image" if path.suffix.lower() in _IMAGES else "video"
+    return MediaFile.of(kind, str(claim.path), name=claim.name, **given)
 
 
 def _safe_suffix(filename: str) -> str:
     suffix = Path(filename).suffix.lower()
     return suffix if suffix[1:].isalnum() and len(suffix) <= 8 else ""
-
-
-_IMAGES = {".png", ".jpg", ".jpeg", ".webp", ".bmp", ".tif", ".tiff"}
 
 
 def _refused(reference: MediaReference, reason: str) -> ApiError:

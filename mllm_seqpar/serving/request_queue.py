@@ -6,22 +6,22 @@ import asyncio
 import queue
 import sys
 import threading
+import time
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from mllm_seqpar.inference.conversation import LengthError, Reply
 
 from .engine import Job
-from .jobs import Impossible, Worker
+from .jobs import Impossible, Outcome, Worker
 from .protocol import ApiError
 
 SHUTTING_DOWN = ApiError(503, "the server is shutting down", code="shutting_down", kind="server_error")
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True, eq=False)
 class Waiting:
     """A request: its job, and the events that its HTTP handler waits for.
 
@@ -31,6 +31,7 @@ class Waiting:
     Attributes:
         cancelled: set by the handler when the client has gone.
         release: called once when the files of the job are no longer needed.
+        taken: the time, by `time.perf_counter`, at which the model began with the request.
     """
 
     job: Job
@@ -38,6 +39,7 @@ class Waiting:
     release: Callable[[], object]
     events: asyncio.Queue[tuple[str, Any]] = field(default_factory=asyncio.Queue)
     cancelled: threading.Event = field(default_factory=threading.Event)
+    taken: float | None = None
 
     def put(self, kind: str, value: Any = None) -> None:
         """Pass an event from the main thread to the handler."""
@@ -56,8 +58,12 @@ class RequestQueue:
     def waiting(self) -> int:
         return self._waiting
 
-    def put(self, request: Waiting) -> None:
-        """Add a request; raise ApiError 429 if too many wait, 503 if the server is shutting down."""
+    def enter(self) -> None:
+        """Count a request that `put` will add, before its media are fetched.
+
+        Raises:
+            ApiError: 429 if too many wait, 503 if the server is shutting down.
+        """
         with self._lock:
             if self.stopping:
                 raise SHUTTING_DOWN
@@ -69,7 +75,19 @@ class RequestQueue:
                     kind="rate_limit_error",
                 )
             self._waiting += 1
-        self._requests.put(request)
+
+    def leave(self) -> None:
+        """Count no longer a request that will not be added."""
+        with self._lock:
+            self._waiting -= 1
+
+    def put(self, request: Waiting) -> None:
+        """Add a request that has entered; raise ApiError 503 if the server is shutting down."""
+        with self._lock:
+            if self.stopping:
+                self._waiting -= 1
+                raise SHUTTING_DOWN
+            self._requests.put(request)
 
     def stop(self) -> None:
         """Refuse further requests, and end `answer_all`. A signal handler may call this."""
@@ -87,6 +105,7 @@ class RequestQueue:
             if request is not None:
                 with self._lock:
                     self._waiting, self.running = self._waiting - 1, True
+                request.taken = time.perf_counter()
                 self._answer(worker, request)
                 self.running = False
         while not self._requests.empty():
@@ -116,13 +135,15 @@ class RequestQueue:
         except Impossible as error:
             if self.stopping:
                 return "error", SHUTTING_DOWN
-            memory = not isinstance(error.cause, ValueError)
-            if memory:
+            failed = error.outcome >= Outcome.FAILED
+            if failed:
                 sys.stderr.write("".join(traceback.format_exception(error.cause)))
-            status, kind = (500, "server_error") if memory else (400, "invalid_request_error")
+            if failed and error.outcome is not Outcome.OUT_OF_MEMORY:
+                return "error", ApiError(500, "the server failed to answer; its log says why", kind="server_error")
+            status, kind = (500, "server_error") if failed else (400, "invalid_request_error")
             text = str(error)
             for file in request.job.media:  # clients need not know where files are
-                text = text.replace(file.path, Path(file.path).name)
+                text = text.replace(file.path, file.name)
             code = "context_length_exceeded" if isinstance(error.cause, LengthError) else None
             return "error", ApiError(status, text, code=code, kind=kind, param="messages")
         if reply.finish_reason == "interrupted":

@@ -13,13 +13,12 @@ import shutil
 import signal
 import socket
 import sys
-import tempfile
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from transformers.utils import logging
 
@@ -30,8 +29,10 @@ from mllm_seqpar.errors import ConfigError
 
 from .arguments import ServingOptions
 from .jobs import Worker, joined_worker
-from .media import MediaStore
-from .request_queue import RequestQueue
+from .upload_folder import upload_folder
+
+if TYPE_CHECKING:
+    from .request_queue import RequestQueue
 
 ENTRY = "mllm_seqpar.serving.server:main"
 API_KEY = "MLLM_SEQPAR_API_KEY"
@@ -100,7 +101,7 @@ def serve(argv: Sequence[str]) -> None:
             worker.follow()
         return
     _require_packages()
-    with _bound_socket(args) as listener, _upload_folder(args) as folder:
+    with _bound_socket(args) as listener, upload_folder(args.upload_dir) as folder:
         remove = functools.partial(shutil.rmtree, folder, ignore_errors=True)
         with own_ranks(args.num_processes, ENTRY, argv, before_exit=remove):
             with joined_worker(args, args.keep_conversations) as worker:
@@ -111,6 +112,8 @@ def _serve(args: ServeOptions, worker: Worker, listener: socket.socket, folder: 
     import uvicorn
 
     from .app import Service, make_app
+    from .media import MediaStore
+    from .request_queue import RequestQueue
 
     requests = RequestQueue(args.max_queue)
     key, limit = args.api_key or os.environ.get(API_KEY) or None, int(args.max_upload_mb * MB)
@@ -130,6 +133,7 @@ def _serve(args: ServeOptions, worker: Worker, listener: socket.socket, folder: 
         max_bytes=limit,
         sampling=args.sampling(),
         frames=args.frame_options(),
+        log=_note,
     )
     server = uvicorn.Server(uvicorn.Config(make_app(service), log_level="warning", lifespan="off"))
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
@@ -175,15 +179,10 @@ def _bound_socket(args: ServeOptions) -> Iterator[socket.socket]:
         yield listener
 
 
-@contextmanager
-def _upload_folder(args: ServeOptions) -> Iterator[Path]:
-    with tempfile.TemporaryDirectory(prefix="mllm-seqpar-", dir=args.upload_dir) as folder:
-        yield Path(folder)
-
-
 def _require_packages() -> None:
     try:
         import fastapi  # noqa: F401
+        import pydantic  # noqa: F401
         import python_multipart  # noqa: F401
         import uvicorn  # noqa: F401
     except ImportError as error:

@@ -51,7 +51,7 @@ from .export import export_model
 from .resume import FILE, RunLayout
 from .throughput import Throughput
 from .trainer_checks import find_parallelism, patched_degree, refuse_rankwise_arguments, refuse_unsupported
-from .trl import remove_fused_head, trl_trainer, use_token_scores
+from .trl import refuse_collator, remove_fused_head, trl_trainer, use_token_scores
 
 if TYPE_CHECKING:
     from transformers import Trainer as _Base
@@ -107,6 +107,8 @@ class SeqParMixin(_Base):
         refuse_unsupported(training, sequence_parallel_size, self._trl, patched)
         super().__init__(*args, **kwargs)
         refuse_rankwise_arguments(self.args, self.sequence_parallel_size)
+        if self._trl is not None:
+            refuse_collator(self.data_collator, self.processing_class)
         group = self._group()
         self._patch(self.model, group, seqpar)
         if getattr(self, "ref_model", None) is not None:

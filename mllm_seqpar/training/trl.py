@@ -46,6 +46,26 @@ def trl_trainer(trainer: type) -> str | None:
     return names[0]
 
 
+def refuse_collator(collator: Any, processor: Any) -> None:
+    """Raise ConfigError for collators of TRL whose batches are wrong for the families of this package.
+
+    TRL joins prompts with images and completions after their tokenization. Masks of images then end with the prompt,
+    and positions of images are wrong after TRL has moved the prompts to the left.
+    """
+    name = type(collator).__name__
+    if type(collator).__module__.partition(".")[0] != "trl" or "Vision" not in name:
+        return
+    joins = name != "DataCollatorForVisionLanguageModeling" or getattr(collator, "completion_only_loss", False)
+    lacks = getattr(processor, "chat_template", None) is None or getattr(processor, "ids_name", None) == "lang_x"
+    if joins or lacks:
+        reason = "joins prompts with images and completions after their tokenization"
+        if not joins:
+            reason = f"needs a processor with a chat template and input_ids, unlike {type(processor).__name__}"
+        raise ConfigError(
+            f"SeqParMixin: TRL's {name} {reason}; pass data_collator=SeqParDataCollator(processor), from mllm_seqpar"
+        )
+
+
 def remove_fused_head(model: nn.Module) -> None:
     """Undo the replacement of a model's forward by TRL and, of a reference model, by `Accelerator.prepare_model`.
 

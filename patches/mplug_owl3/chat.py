@@ -1,6 +1,5 @@
 """mPLUG-Owl3, and any model whose processor has the same interface: `encode` tokenizes chats without their frames."""
 
-import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,7 +10,7 @@ from torch import Tensor
 from mllm_seqpar.data.chat_family import ChatFamily, ChatText, Messages
 from mllm_seqpar.data.chat_format import media_parts
 from mllm_seqpar.data.reader import check_range
-from mllm_seqpar.data.sources import FrameSource, ImageListSource
+from mllm_seqpar.data.sources import FrameSource, ImageListSource, PictureSource
 from mllm_seqpar.errors import AdapterError, ConfigError, DataError
 from mllm_seqpar.families import family_specs
 from mllm_seqpar.sharding import FrameShard
@@ -29,7 +28,7 @@ class CutImageSource:
         image_processor: cuts the image into tiles of its own image size, which need no further resizing.
     """
 
-    picture: ImageListSource
+    picture: ImageListSource | PictureSource
     grid: tuple[int, int]
     image_processor: Any = field(compare=False)
 
@@ -112,8 +111,7 @@ class MPlugOwl3Chats(ChatFamily):
             del arguments["media_offset"]
         return arguments
 
-    def image_source(self, path: str | os.PathLike[str]) -> FrameSource:
-        picture = ImageListSource([path])
+    def still_frames(self, picture: ImageListSource | PictureSource) -> FrameSource:
         if not getattr(self.processor, "cut_enable", False):
             return picture
         (size,) = picture.sizes()

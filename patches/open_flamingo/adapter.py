@@ -88,8 +88,18 @@ def _with_media(unpatched: Any) -> Any:
 
     @functools.wraps(unpatched)
     def wrapper(
-        vision_x: Tensor | None, lang_x: Tensor, *args: Any, visual_shard: FrameShard | None = None, **kwargs: Any
+        vision_x: Tensor | None = None,
+        lang_x: Tensor | None = None,
+        *args: Any,
+        input_ids: Tensor | None = None,
+        pixel_values: Tensor | None = None,
+        visual_shard: FrameShard | None = None,
+        **kwargs: Any,
     ) -> Any:
+        vision_x = pixel_values if vision_x is None else vision_x
+        lang_x = input_ids if lang_x is None else lang_x
+        if lang_x is None:
+            raise ShapeError("lang_x is None; pass the token ids as lang_x or input_ids")
         media = None if vision_x is None else Media.of(vision_x, visual_shard, lang_x.shape[0])
         return unpatched(media, lang_x, *args, **kwargs)
 

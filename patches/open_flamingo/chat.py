@@ -29,7 +29,7 @@ class OpenFlamingoChats(ImageTokenFamily):
         return True
 
     def write(self, messages: Sequence[dict[str, Any]], open_answer: bool) -> str:
-        return write(messages, open_answer)
+        return self.processor.apply_chat_template(messages, add_generation_prompt=open_answer) if messages else ""
 
     def pixels(self, frames: Tensor) -> tuple[Tensor, ...]:
         """Return (n, 1, 3, S, S): media of one frame each."""
@@ -56,32 +56,3 @@ class OpenFlamingoChats(ImageTokenFamily):
 
 
 chat_family = OpenFlamingoChats
-
-
-def write(messages: Sequence[dict[str, Any]], open_answer: bool) -> str:
-    """Return a chat in the form of the published evaluations.
-
-    <image>Question:What is it? Short answer:A cat.<|endofchunk|>Question:Where? Short answer:At home.<|endofchunk|>
-    <image>Output:A cat at home.<|endofchunk|>
-
-    Args:
-        messages: with contents as parts of type text or image. A user message of pictures alone asks for a caption. A
-            system message is plain text before the rest.
-        open_answer: end with the beginning of an answer.
-    """
-    text, opening = "", ""
-    for message in messages:
-        asked = False
-        if message["role"] == "assistant":
-            text, opening = text + opening, ""
-        for part in message["content"]:
-            if part["type"] == "image":
-                text += IMAGE
-            else:
-                text += "Question:" * (message["role"] == "user" and not asked) + part["text"]
-                asked = True
-        if message["role"] == "user":
-            opening = " Short answer:" if asked else "Output:"
-        elif message["role"] == "assistant":
-            text += END_OF_CHUNK
-    return text + opening * open_answer

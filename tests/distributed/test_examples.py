@@ -1,5 +1,6 @@
 """Layer: one process, and gloo ranks. The example of README.md and of docs/get_started.md runs, also on GPUs."""
 
+import contextlib
 import os
 import re
 from pathlib import Path
@@ -10,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from mllm_seqpar.cli.example import ExampleOptions, write_example
 from ranks import ranks
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -51,6 +53,27 @@ def test_example_runs_and_gives_the_loss_of_one_process(training_files: Path) ->
     (one,), two = ranks(1).run(run, code), ranks(2).run(run, code)
     assert two[0] == two[1]
     assert torch.tensor(two[0]).allclose(torch.tensor(one), rtol=0.02)  # bf16
+
+
+def run_guide(rank: int, world: int, folder: Path, code: str) -> list[float]:
+    """Run an example of the Trainer's guide in a folder that has the model and the data; return the losses."""
+    found: dict[str, Any] = {"__name__": "__main__"}
+    torch.manual_seed(0)
+    with contextlib.chdir(folder):
+        exec(compile(code, "docs/guides/trainer.md", "exec"), found)
+    return [row["loss"] for row in found["trainer"].state.log_history if "loss" in row]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["SeqParTrainer(", "SeqParDPOTrainer("])
+def test_examples_of_the_trainer_guide_run_and_give_the_losses_of_one_process(tmp_path: Path, name: str) -> None:
+    if "DPO" in name:
+        pytest.importorskip("trl", reason="needs trl: pip install 'mllm-seqpar[trl]'")
+    page = (ROOT / "docs/guides/trainer.md").read_text()
+    (code,) = [code for code in PYTHON.findall(page) if f"trainer = {name}" in code]
+    write_example(ExampleOptions(output=str(tmp_path / "hour"), short=24, unseen=4, long_frames=20))
+    (one,), two = (ranks(world, {"CI": "1"}).run(run_guide, tmp_path, code) for world in (1, 2))
+    assert one and all(losses == pytest.approx(one, rel=1e-4) for losses in two)
 
 
 def test_example_takes_the_gpu_of_its_local_rank_before_it_creates_the_group(monkeypatch: pytest.MonkeyPatch) -> None:

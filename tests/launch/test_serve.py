@@ -20,6 +20,7 @@ pytest.importorskip("openai", reason="openai is not installed (extra test)")
 import openai
 
 from browser import CHROMIUM, Browser
+from chat_request_fuzz import fuzz
 from conversation_cases import replies_in_one_process
 from launch import HANG, ROOT
 from mllm_seqpar.inference.conversation import Reply
@@ -109,10 +110,29 @@ def test_damaged_video_is_one_bad_request(server: SimpleNamespace, inference_fil
     upload = server.client.files.create(file=("cut.mp4", damaged), purpose="user_data")
     part = {"type": "file", "file": {"file_id": upload.id}}
     messages = [{"role": "user", "content": [part, {"type": "text", "text": "?"}]}]
-    with pytest.raises(openai.BadRequestError, match=r"file-\w+\.mp4") as error:
+    with pytest.raises(openai.BadRequestError, match=r"cut\.mp4: .*") as error:
         server.client.chat.completions.create(model="gated", messages=messages)
     assert "/" not in str(error.value.body["message"])  # type: ignore[index]
     assert server.client.models.list().data[0].id == "gated"
+
+
+def test_transformers_chat_talks_to_the_server(server: SimpleNamespace) -> None:
+    pytest.importorskip("rich", reason="rich is not installed; transformers chat needs it")
+    command = [sys.executable, "-m", "transformers.cli.transformers", "chat", "gated", server.url, "max_new_tokens=4"]
+    said = "Hello\n!exit\n!exit\n"  # the first !exit may answer whether to go on
+    options: dict[str, Any] = {"capture_output": True, "text": True, "timeout": HANG, "cwd": ROOT}
+    variables = {**os.environ, "HF_HUB_OFFLINE": "0"}  # it refuses local addresses too
+    ended = subprocess.run([*command, "--user", "me"], input=said, env=variables, **options)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    assert "gated was already loaded" in ended.stdout and "<gated>" in ended.stdout
+    line = next(line for line in reversed(server.server.output.splitlines()) if "/v1/chat/completions" in line)
+    assert re.search(r" status=200 .* completion_tokens=[1-4] finish=", line), line
+
+
+def test_random_requests_never_end_the_server(server: SimpleNamespace, inference_files: Path) -> None:
+    answers = fuzz(server.url, inference_files, seed=0, count=int(os.environ.get("FUZZ_REQUESTS", "60")))
+    assert set(answers) <= {200, 400, 404, 413} and answers[200] and answers[400], answers
+    assert server.server.process.poll() is None
 
 
 @pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium")

@@ -26,54 +26,98 @@ placeholders `<|image|>` and `<|video|>`."""
 _MEDIA = re.compile(f"{re.escape(IMAGE)}|{re.escape(VIDEO)}")
 _ANSWER = f"\n{IM_START}assistant\n"
 
+_TEMPLATE = """\
+{%- for message in messages -%}
+{%- if message.content is string -%}{%- set content = message.content -%}
+{%- else -%}{%- set content -%}{%- for part in message.content -%}
+{%- if part.type == 'image' -%}{{ '<|image|>' }}
+{%- elif part.type == 'video' -%}{{ '<|video|>' }}
+{%- else -%}{{ part.text }}{%- endif -%}
+{%- endfor -%}{%- endset -%}{%- endif -%}
+{%- if loop.first and message.role != 'system' -%}{{ '<|im_start|>system\\n<|im_end|>' }}{%- endif -%}
+{%- if message.role == 'assistant' -%}
+{{ '\\n<|im_start|>assistant\\n' }}
+{%- if content or training or not loop.last -%}
+{%- generation -%}{{ content + '<|im_end|>END' }}{%- endgeneration -%}
+{%- endif -%}
+{%- else -%}
+{{ ('' if message.role == 'system' else '\\n') + '<|im_start|>' + message.role + '\\n' + content + '<|im_end|>' }}
+{%- endif -%}
+{%- if loop.last and add_generation_prompt and (message.role != 'assistant' or content or training) -%}
+{{ '\\n<|im_start|>assistant\\n' }}
+{%- endif -%}
+{%- endfor -%}
+"""
+
+
+def chat_template(end_of_document: str = "") -> str:
+    """Return the published format as Jinja: ChatML, with an empty system message where a conversation has none.
+
+    A final assistant message of empty content is the beginning of an answer, as published; with `training` it is an
+    answer. `end_of_document` follows each answer and is part of it.
+    """
+    return _TEMPLATE.replace("END", end_of_document)
+
 
 @dataclass(frozen=True)
 class Piece:
-    """A piece of text that is tokenized separately; a target is part of an answer, and therefore of the labels."""
+    """A piece of text that is tokenized separately.
+
+    Attributes:
+        text: the characters.
+        start: the position of the first one in the formatted text.
+        is_target: whether the piece is part of an answer, and therefore of the labels.
+        replaced: for each placeholder that was replaced, its range in `text` and the range of the placeholder in the
+            formatted text.
+    """
 
     text: str
+    start: int = 0
     is_target: bool = False
+    replaced: tuple[tuple[int, int, int, int], ...] = ()
+
+    def formatted_range(self, start: int, end: int) -> tuple[int, int]:
+        """Return where characters of this piece are in the formatted text; a placeholder counts as a whole."""
+        first, last = start + self.start, end + self.start
+        for begin, stop, old_begin, old_stop in self.replaced:
+            if start >= stop:
+                first = old_stop + start - stop
+            elif start >= begin:
+                first = old_begin
+            if end >= stop:
+                last = old_stop + end - stop
+            elif end > begin:
+                last = old_stop
+        return first, last
 
 
-def conversation_pieces(
-    messages: Sequence[Message], *, add_generation_prompt: bool, end_of_document: str = "", training: bool = False
-) -> list[Piece]:
-    """Return the pieces of one conversation. Without a system message it gets an empty one, as in training.
-
-    A final assistant message of empty content is the beginning of an answer, as published; in `training` it is an
-    answer with labels. `end_of_document` follows each answer and is part of the labels.
-
-    Raises:
-        DataError: an unknown role or part type, or media in a message that is not the user's.
-    """
-    pieces: list[Piece] = []
+def check_conversation(messages: Sequence[Message]) -> None:
+    """Raise DataError for an unknown role or part type, or for media in a message that is not the user's."""
     for number, message in enumerate(messages):
         role, content = message.get("role"), _content_text(message.get("content"), number)
-        if number == 0 and role != "system":
-            pieces.append(Piece(f"{IM_START}system\n{IM_END}"))
-        if role == "system":
-            pieces.append(Piece(f"{IM_START}system\n{content}{IM_END}"))
-        elif role == "user":
-            pieces.append(Piece(f"\n{IM_START}user\n{content}{IM_END}"))
-        elif role == "assistant" and not content and number == len(messages) - 1 and not training:
-            add_generation_prompt = True
-        elif role == "assistant":
-            pieces += [Piece(_ANSWER), Piece(f"{content}{IM_END}", is_target=True)]
-            pieces += [Piece(end_of_document, is_target=True)] if end_of_document else []
-        else:
+        if role not in ("system", "user", "assistant"):
             raise DataError(f"message {number} has the role {role!r}; expected one of system, user, assistant")
         if role != "user" and _MEDIA.search(content):
             raise DataError(
                 f"message {number} of role {role!r} holds an image or video; only a user message shows media"
             )
-    if add_generation_prompt:
-        pieces.append(Piece(_ANSWER))
-    return pieces
 
 
-def text_pieces(text: str) -> list[Piece]:
-    """Return the pieces of formatted text: an answer is tokenized separately from the mark that opens it."""
-    return [Piece(part) for part in re.split(f"(?<={re.escape(_ANSWER)})", text)]
+def text_pieces(text: str, answers: Iterable[tuple[int, int]] = ()) -> list[Piece]:
+    """Return the pieces of formatted text: an answer is tokenized separately from what precedes and follows it.
+
+    Args:
+        text: a formatted conversation.
+        answers: the ranges of its answers, which are targets; without them, an answer follows each mark that opens one.
+    """
+    ranges = sorted(answers)
+    cuts = {0, len(text), *(found.end() for found in re.finditer(re.escape(_ANSWER), text))}
+    cuts |= {edge for span in ranges for edge in span}
+    edges = sorted(cuts)
+    return [
+        Piece(text[first:last], first, any(start <= first < stop for start, stop in ranges))
+        for first, last in zip(edges, edges[1:], strict=False)
+    ]
 
 
 def _content_text(content: Any, number: int) -> str:
@@ -91,17 +135,6 @@ def _content_text(content: Any, number: int) -> str:
             )
         texts.append({"image": IMAGE, "video": VIDEO}.get(kind) or str(text))
     return "".join(texts)
-
-
-def media_of(messages: Sequence[Message], kind: str) -> list[Any]:
-    """Return the values that parts of type `kind` ("image" or "video") have under the key of that name, in order."""
-    return [
-        part[kind]
-        for message in messages
-        if not isinstance(message.get("content"), str)
-        for part in message.get("content") or ()
-        if part.get("type") == kind and kind in part
-    ]
 
 
 def placeholders(samples: Iterable[Iterable[Piece]]) -> list[str]:
@@ -133,4 +166,15 @@ def image_text(grid: tuple[int, int] | None, template: str) -> str:
 
 def expand_media(pieces: Iterable[Piece], texts: Mapping[str, Iterator[str]]) -> list[Piece]:
     """Replace each media placeholder by the next text of its kind; `texts` has the keys `IMAGE` and `VIDEO`."""
-    return [replace(piece, text=_MEDIA.sub(lambda found: next(texts[found[0]]), piece.text)) for piece in pieces]
+    expanded = []
+    for piece in pieces:
+        parts, length, last, replaced = [], 0, 0, []
+        for found in _MEDIA.finditer(piece.text):
+            kept, text = piece.text[last : found.start()], next(texts[found[0]])
+            begin = length + len(kept)
+            replaced.append((begin, begin + len(text), piece.start + found.start(), piece.start + found.end()))
+            parts += [kept, text]
+            length, last = begin + len(text), found.end()
+        text = "".join([*parts, piece.text[last:]])
+        expanded.append(replace(piece, text=text, replaced=tuple(replaced)))
+    return expanded

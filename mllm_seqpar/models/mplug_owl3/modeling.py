@@ -61,6 +61,11 @@ class MPlugOwl3ForConditionalGeneration(MPlugOwl3PreTrainedModel, MPlugOwl3Gener
     def get_decoder(self) -> nn.Module:
         return self.language_model.model
 
+    @property
+    def base_model(self) -> Any:
+        """Return the model without its head, which gives `last_hidden_state`; TRL computes the loss from that."""
+        return _Headless(self)
+
     def encode_frames(self, pixel_values: Tensor) -> Tensor:
         """Frames (F, 3, H, W) -> visual features (F, T, hidden), which can be passed as `image_embeds`."""
         size = self.config.vision_batch_size or pixel_values.shape[0]
@@ -108,6 +113,48 @@ class MPlugOwl3ForConditionalGeneration(MPlugOwl3PreTrainedModel, MPlugOwl3Gener
             visual.frame_fingerprints = set() if frames is None else {fingerprint_of(frames)}
         return visual
 
+    def _hidden_states(
+        self,
+        input_ids: Tensor | None = None,
+        pixel_values: Tensor | None = None,
+        media_offset: MediaOffset | None = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        past_key_values: Cache | None = None,
+        inputs_embeds: Tensor | None = None,
+        image_embeds: Tensor | None = None,
+        media_layout: MediaLayout | None = None,
+        use_cache: bool | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """Return what the language model returns before its head; the arguments are those of `forward`."""
+        if (input_ids is None) == (inputs_embeds is None):
+            raise ShapeError("pass either input_ids or inputs_embeds")
+        if inputs_embeds is None:
+            inputs_embeds = self.get_input_embeddings()(input_ids)
+        past_key_values, use_cache = self._cache_for(past_key_values, use_cache)
+        past_length = 0 if past_key_values is None else int(past_key_values.get_seq_length())
+        if position_ids is None:
+            end = past_length + inputs_embeds.shape[1]
+            position_ids = torch.arange(past_length, end, device=inputs_embeds.device)[None]
+        embeds = self._frame_features(pixel_values, image_embeds)
+        visual = _cached_visual(past_key_values, past_length, inputs_embeds, embeds)
+        if visual is None and (embeds is not None or past_length == 0):
+            total, (batch, length) = 0 if embeds is None else embeds.shape[0], inputs_embeds.shape[:2]
+            layout, row_offset = media_layout, 0
+            if layout is None:
+                placement = {"input_ids": input_ids, "media_offset": media_offset, "position_ids": position_ids}
+                layout, row_offset = self.media_layout(total, **placement), past_length
+            check_layout(layout, batch, total)
+            if embeds is not None:
+                frames = pixel_values if image_embeds is None else image_embeds
+                cached = self._new_visual(layout, row_offset, embeds, frames, past_key_values)
+                visual = cached.inputs(past_length, length, batch, embeds)
+        text = {"inputs_embeds": inputs_embeds, "attention_mask": attention_mask, "position_ids": position_ids}
+        return self.language_model.model(
+            **text, past_key_values=past_key_values, use_cache=use_cache, visual=visual, **kwargs
+        )
+
     @can_return_tuple
     def forward(
         self,
@@ -148,31 +195,18 @@ class MPlugOwl3ForConditionalGeneration(MPlugOwl3PreTrainedModel, MPlugOwl3Gener
             ShapeError: frames, placeholders and text do not fit each other.
         """
         shift_labels = kwargs.pop("shift_labels", None)
-        if (input_ids is None) == (inputs_embeds is None):
-            raise ShapeError("pass either input_ids or inputs_embeds")
-        if inputs_embeds is None:
-            inputs_embeds = self.get_input_embeddings()(input_ids)
-        past_key_values, use_cache = self._cache_for(past_key_values, use_cache)
-        past_length = 0 if past_key_values is None else int(past_key_values.get_seq_length())
-        if position_ids is None:
-            end = past_length + inputs_embeds.shape[1]
-            position_ids = torch.arange(past_length, end, device=inputs_embeds.device)[None]
-        embeds = self._frame_features(pixel_values, image_embeds)
-        visual = _cached_visual(past_key_values, past_length, inputs_embeds, embeds)
-        if visual is None and (embeds is not None or past_length == 0):
-            total, (batch, length) = 0 if embeds is None else embeds.shape[0], inputs_embeds.shape[:2]
-            layout, row_offset = media_layout, 0
-            if layout is None:
-                placement = {"input_ids": input_ids, "media_offset": media_offset, "position_ids": position_ids}
-                layout, row_offset = self.media_layout(total, **placement), past_length
-            check_layout(layout, batch, total)
-            if embeds is not None:
-                frames = pixel_values if image_embeds is None else image_embeds
-                cached = self._new_visual(layout, row_offset, embeds, frames, past_key_values)
-                visual = cached.inputs(past_length, length, batch, embeds)
-        text = {"inputs_embeds": inputs_embeds, "attention_mask": attention_mask, "position_ids": position_ids}
-        outputs = self.language_model.model(
-            **text, past_key_values=past_key_values, use_cache=use_cache, visual=visual, **kwargs
+        outputs = self._hidden_states(
+            input_ids=input_ids,
+            pixel_values=pixel_values,
+            media_offset=media_offset,
+            attention_mask=attention_mask,
+            position_ids=position_ids,
+            past_key_values=past_key_values,
+            inputs_embeds=inputs_embeds,
+            image_embeds=image_embeds,
+            media_layout=media_layout,
+            use_cache=use_cache,
+            **kwargs,
         )
         logits = self.language_model.lm_head(select_logit_rows(outputs.last_hidden_state, logits_to_keep))
         if shift_labels is not None:
@@ -183,6 +217,24 @@ class MPlugOwl3ForConditionalGeneration(MPlugOwl3PreTrainedModel, MPlugOwl3Gener
             loss = self.loss_function(logits=logits, **kwargs)
         kept = {name: getattr(outputs, name) for name in ("past_key_values", "hidden_states", "attentions")}
         return CausalLMOutputWithPast(loss=loss, logits=logits, **kept)
+
+
+class _Headless:
+    """A model without its head, as `base_model`; it is called like the model, and is no module of its own."""
+
+    def __init__(self, model: MPlugOwl3ForConditionalGeneration) -> None:
+        self._model = model
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._model._hidden_states(*args, **kwargs)
+
+    @property
+    def _tp_plan(self) -> Any:
+        return self._model._tp_plan
+
+    @property
+    def _pp_plan(self) -> Any:
+        return self._model._pp_plan
 
 
 def _cached_visual(cache: Any, past_length: int, inputs_embeds: Tensor, embeds: Tensor | None) -> VisualInputs | None:

@@ -1,24 +1,25 @@
 """The processor: conversations, images and videos to model inputs."""
 
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Self
 
 import numpy as np
-import torch
 from torch import Tensor
 from transformers import AutoTokenizer
 from transformers.feature_extraction_utils import BatchFeature
 from transformers.utils import IMAGE_PROCESSOR_NAME, PROCESSOR_NAME
 
 from mllm_seqpar.errors import ConfigError, DataError
-from mllm_seqpar.models.processor import NativeProcessor
+from mllm_seqpar.models.processor import NativeProcessor, flattened, returned
 
 from . import chat
+from .call_arguments import SUPPORTED, MPlugOwl3ProcessorKwargs, row_options, videos_of
 from .chat import IMAGE, TEMPLATES, VIDEO, Message, Piece
 from .checkpoint import hub_options, processor_options
 from .configuration import MPlugOwl3Config
 from .image_processing import Frame, Grid, ImageOptions, MPlugOwl3ImageProcessor, frame_list, to_tensor
+from .token_rows import token_rows
 
 _END_OF_DOCUMENT = "<|endoftext|>"
 _OPTIONS = ("video_span", "cut_enable", "cut_template")
@@ -42,6 +43,8 @@ class MPlugOwl3Processor(NativeProcessor):
             training of later published models.
         cut_enable: cut still images into tiles, each of which is a frame. Frames of videos are never cut.
         cut_template: "v2" or "v3", the form of the text that stands for a cut image.
+        chat_template: Jinja; the published format by default. It writes `<|image|>` for an image and `<|video|>` for a
+            video, and has each answer in a `{% generation %}` block.
 
     Raises:
         ConfigError: an unknown template.
@@ -49,6 +52,9 @@ class MPlugOwl3Processor(NativeProcessor):
 
     model_type = MPlugOwl3Config.model_type
     saved_options = _OPTIONS
+    valid_processor_kwargs = MPlugOwl3ProcessorKwargs
+    supported_arguments = SUPPORTED
+    image_token, video_token = IMAGE, VIDEO
 
     def __init__(
         self,
@@ -57,11 +63,19 @@ class MPlugOwl3Processor(NativeProcessor):
         video_span: bool = False,
         cut_enable: bool = True,
         cut_template: str = "v2",
+        chat_template: Any = None,
     ) -> None:
         if cut_template not in TEMPLATES:
             raise ConfigError(f"cut_template is {cut_template!r}; expected one of {', '.join(TEMPLATES)}")
         self.video_span, self.cut_enable, self.cut_template = video_span, cut_enable, cut_template
-        super().__init__(image_processor, tokenizer)
+        super().__init__(image_processor, tokenizer, chat_template)
+
+    @classmethod
+    def published_chat_template(cls, tokenizer: Any) -> str:
+        return chat.chat_template(_END_OF_DOCUMENT if _END_OF_DOCUMENT in tokenizer.get_vocab() else "")
+
+    def check_conversation(self, messages: Sequence[Message]) -> None:
+        chat.check_conversation(messages)
 
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path: str | os.PathLike, **kwargs: Any) -> Self:
@@ -71,19 +85,27 @@ class MPlugOwl3Processor(NativeProcessor):
         states are those of the generation that the names of the weights identify (`checkpoint.processor_options`).
 
         Args:
-            **kwargs: options of the processor (`video_span`, `cut_enable`, `cut_template`) and of its image processor
-                (`image_size`, `image_mean`, `image_std`), which take precedence over files and weights; further
-                arguments are passed to the tokenizer.
+            **kwargs: options of the processor (`video_span`, `cut_enable`, `cut_template`, `chat_template`) and of its
+                image processor (`image_size`, `image_mean`, `image_std`), which take precedence over files and weights;
+                `tokenizer` and `image_processor` replace those of the directory; further arguments are passed to the
+                tokenizer.
 
         Raises:
             DataError: an option is not stated anywhere, and no weights identify the generation.
         """
         explicit = {name: kwargs.pop(name) for name in (*_OPTIONS, *_IMAGE_OPTIONS) if name in kwargs}
         files = {IMAGE_PROCESSOR_NAME: _IMAGE_OPTIONS, PROCESSOR_NAME: _OPTIONS}
-        options = processor_options(pretrained_model_name_or_path, files, explicit, **hub_options(kwargs))
-        tokenizer = AutoTokenizer.from_pretrained(pretrained_model_name_or_path, **kwargs)
+        hub = hub_options(kwargs)
+        parts = {name: kwargs.pop(name, None) for name in ("tokenizer", "image_processor", "chat_template")}
+        options = processor_options(pretrained_model_name_or_path, files, explicit, **hub)
+        tokenizer = parts["tokenizer"] or AutoTokenizer.from_pretrained(pretrained_model_name_or_path, **kwargs)
         image_options = {name: options.pop(name) for name in _IMAGE_OPTIONS if name in options}
-        return cls(MPlugOwl3ImageProcessor(**image_options), tokenizer, **options)
+        image_processor = parts["image_processor"] or MPlugOwl3ImageProcessor(**image_options)
+        template = parts["chat_template"] or cls.saved_chat_template(pretrained_model_name_or_path, **hub)
+        found = cls(image_processor, tokenizer, **options, chat_template=template)
+        if parts["tokenizer"] is None:  # a published tokenizer has the chat template of its language model
+            tokenizer.chat_template = found.chat_template
+        return found
 
     @property
     def model_input_names(self) -> list[str]:
@@ -93,63 +115,41 @@ class MPlugOwl3Processor(NativeProcessor):
         """Return the grid that a still image of this size is cut into; None if `cut_enable` is False."""
         return self.image_processor.grid(height, width) if self.cut_enable else None
 
-    def apply_chat_template(
-        self,
-        conversation: Sequence[Message],
-        chat_template: None = None,
-        *,
-        add_generation_prompt: bool = False,
-        tokenize: bool = False,
-        images: Sequence[Frame] | Frame | None = None,
-        videos: Sequence[Sequence[Frame] | np.ndarray | Tensor] | np.ndarray | Tensor | None = None,
-        **kwargs: Any,
-    ) -> str | BatchFeature:
-        """Return one conversation as text, or, with `tokenize`, as model inputs with its media.
-
-        Args:
-            conversation: messages; parts may contain their media: {"type": "video", "video": frames},
-                {"type": "image", "image": picture}. A final assistant message of empty content is the beginning of an
-                answer, as published; with `return_labels` it is an empty answer.
-            chat_template: must be None; there is only one format.
-            add_generation_prompt: end with the beginning of an answer.
-            images, videos: with `tokenize`, used in place of the media in the parts, in the form of `__call__`.
-            **kwargs: with `tokenize`, arguments of `__call__`, and `return_labels`.
-        """
-        if chat_template is not None:
-            raise DataError("chat_template is not None; mPLUG-Owl3 has one built-in format: leave it out")
-        pieces = self._conversation(conversation, add_generation_prompt, kwargs.get("return_labels", False))
-        if not tokenize:
-            return "".join(piece.text for piece in pieces)
-        images = chat.media_of(conversation, "image") if images is None else images
-        videos = chat.media_of(conversation, "video") if videos is None else videos
-        return self._call([pieces], images, videos, **kwargs)
-
     def __call__(
         self,
-        images: Sequence[Frame] | Frame | None = None,
+        images: Any = None,
         text: str | Sequence[str] | None = None,
-        videos: Sequence[Sequence[Frame] | np.ndarray | Tensor] | np.ndarray | Tensor | None = None,
+        videos: Any = None,
         **kwargs: Any,
     ) -> BatchFeature:
         """Return formatted text and its media as model inputs.
 
         Args:
-            images: one for each `<|image|>` of the texts, in order.
+            images: one for each `<|image|>` of the texts, in order, or a list of them for each text: pictures, arrays,
+                tensors, paths or URLs.
             text: one formatted sample or several, with the placeholders `<|image|>` and `<|video|>`.
-            videos: the frames of each `<|video|>` of the texts, in order.
-            **kwargs: `padding_side`; `cut_enable`, in place of the processor's.
+            videos: one for each `<|video|>` of the texts, in order, or a list of them for each text. A video is a list
+                of frames, an array of them, or a path or URL; the frames of a file are chosen by `fps`, 1 by default,
+                or `num_frames`.
+            **kwargs: `cut_enable`, in place of the processor's; of transformers' arguments of texts `padding` (True by
+                default), `padding_side`, `pad_to_multiple_of`, `max_length`, `truncation`, `return_offsets_mapping`
+                (ranges in `text`) and `return_tensors` ("pt" by default). `text_kwargs`, `images_kwargs` and
+                `videos_kwargs` may contain them. Size and normalisation are the image processor's.
 
         Returns:
             `input_ids` and `attention_mask` (B, L), `media_offset` (B, N), and with frames `pixel_values` (F, 3, H, W)
             in the order of the placeholders.
 
         Raises:
-            DataError: the numbers of placeholders and media differ.
+            DataError: the numbers of placeholders and media differ, or an argument is unknown or not supported.
         """
         if text is None:
             raise DataError("text is None; pass text with a placeholder for each image and video")
-        samples = [chat.text_pieces(sample) for sample in ([text] if isinstance(text, str) else text)]
-        return self._call(samples, images, videos, **kwargs)
+        texts = [text] if isinstance(text, str) else list(text)
+        if not all(isinstance(sample, str) for sample in texts):
+            raise DataError(f"text is {texts!r:.80}; expected a text, or a list of texts")
+        arguments = self._arguments(kwargs)
+        return self._call([chat.text_pieces(sample) for sample in texts], images, videos, arguments)
 
     def encode(
         self,
@@ -181,45 +181,45 @@ class MPlugOwl3Processor(NativeProcessor):
         """
         batch: Any = [conversations] if conversations and "role" in conversations[0] else conversations
         samples = [self._conversation(messages, add_generation_prompt, return_labels) for messages in batch]
-        return self._encode(self._expand(samples, frames_per_video, image_grids), return_labels, padding_side)
+        expanded = self._expand(samples, frames_per_video, image_grids)
+        return BatchFeature(self._tokenized(expanded, return_labels=return_labels, padding_side=padding_side))
 
     def _conversation(self, messages: Sequence[Message], add_generation_prompt: bool, training: bool) -> list[Piece]:
-        end = _END_OF_DOCUMENT if _END_OF_DOCUMENT in self.tokenizer.get_vocab() else ""
-        return chat.conversation_pieces(
-            messages, add_generation_prompt=add_generation_prompt, end_of_document=end, training=training
+        self.check_conversation(messages)
+        (text,), spans = self._render(
+            [messages], marked=training, training=training, add_generation_prompt=add_generation_prompt
         )
+        return chat.text_pieces(text, spans[0] if spans else ())
 
     def _call(
-        self,
-        samples: list[list[Piece]],
-        images: Any,
-        videos: Any,
-        *,
-        cut_enable: bool | None = None,
-        padding_side: str | None = None,
-        return_labels: bool = False,
-        **unknown: Any,
+        self, samples: list[list[Piece]], images: Any, videos: Any, arguments: Mapping[str, Mapping[str, Any]]
     ) -> BatchFeature:
-        self.check_arguments(unknown)
-        if isinstance(videos, (np.ndarray, Tensor)) and videos.ndim == 4:
+        counts = {kind: [chat.placeholders([sample]).count(kind) for sample in samples] for kind in (IMAGE, VIDEO)}
+        if isinstance(videos, str) or (isinstance(videos, (np.ndarray, Tensor)) and videos.ndim == 4):
             videos = [videos]  # a single video
-        videos = [] if videos is None else list(videos)
-        images = [] if images is None else frame_list(images)
+        clips = [] if videos is None else videos_of(videos, counts[VIDEO], arguments["videos_kwargs"])
+        images = [] if images is None else flattened(frame_list(images), counts[IMAGE], IMAGE, "images")
+        images = [self.image_processor.fetch_images(x) if isinstance(x, str) else x for x in images]
         pictures = [to_tensor(image, number) for number, image in enumerate(images)]
-        kinds = chat.placeholders(samples)
-        if (wanted := kinds.count(IMAGE)) != len(pictures):
+        if (wanted := sum(counts[IMAGE])) != len(pictures):
             raise DataError(f"the text has {wanted} {IMAGE} and {len(pictures)} images were passed; pass one for each")
-        cut = self.cut_enable if cut_enable is None else cut_enable
+        cut = arguments["images_kwargs"].get("cut_enable")
+        cut = self.cut_enable if cut is None else cut
         grids = [self.image_processor.grid(*picture.shape[1:]) if cut else None for picture in pictures]
-        expanded = self._expand(samples, [len(video) for video in videos], grids)
-        encoded = self._encode(expanded, return_labels, padding_side)
+        expanded = self._expand(samples, [len(clip) for clip in clips], grids)
+        options, tensors = row_options(arguments["text_kwargs"]), arguments["text_kwargs"].get("return_tensors")
+        if options["padding"] or tensors is not None:
+            encoded = self._tokenized(expanded, **options)
+        else:  # lists of several lengths
+            rows = [self._tokenized([sample], **options) for sample in expanded]
+            encoded = {name: [row[name][0].tolist() for row in rows] for name in rows[0]}
         tiles = self.image_processor.tiles
         stills = ([x] if grid is None else tiles(x, grid) for x, grid in zip(pictures, grids, strict=True))
-        media = {VIDEO: iter(videos), IMAGE: stills}
-        frames: list[Frame] = [frame for kind in kinds for frame in next(media[kind])]
+        media = {VIDEO: iter(clips), IMAGE: stills}
+        frames: list[Frame] = [frame for kind in chat.placeholders(samples) for frame in next(media[kind])]
         if frames:
             encoded["pixel_values"] = self.image_processor(frames)["pixel_values"]
-        return encoded
+        return returned(encoded, tensors)
 
     def _expand(
         self, samples: list[list[Piece]], frames_per_video: Sequence[int], image_grids: Sequence[Grid | None] | None
@@ -247,43 +247,7 @@ class MPlugOwl3Processor(NativeProcessor):
         }
         return [chat.expand_media(sample, texts) for sample in samples]
 
-    def _encode(self, samples: list[list[Piece]], return_labels: bool, padding_side: str | None) -> BatchFeature:
-        rows = [self._row(sample) for sample in samples]
-        side = padding_side or getattr(self.tokenizer, "padding_side", "right")
+    def _tokenized(self, samples: list[list[Piece]], *, padding_side: str | None, **options: Any) -> dict[str, Any]:
         pad = self.tokenizer.pad_token_id if self.tokenizer.pad_token_id is not None else 0
-        length, most = (max((len(row[part]) for row in rows), default=0) for part in (0, 2))
-        data = {
-            "input_ids": torch.full((len(rows), length), pad),
-            "attention_mask": torch.zeros(len(rows), length, dtype=torch.long),
-            "media_offset": torch.full((len(rows), most), -1),
-        }
-        if return_labels:
-            data["labels"] = torch.full((len(rows), length), -100)
-        for sample, (ids, labels, positions) in enumerate(rows):
-            start = length - len(ids) if side == "left" else 0
-            columns = slice(start, start + len(ids))
-            data["input_ids"][sample, columns] = torch.tensor(ids, dtype=torch.long)
-            data["attention_mask"][sample, columns] = 1
-            data["media_offset"][sample, : len(positions)] = torch.tensor(positions, dtype=torch.long) + start
-            if return_labels:
-                data["labels"][sample, columns] = torch.tensor(labels, dtype=torch.long)
-        return BatchFeature(data)
-
-    def _row(self, pieces: Iterable[Piece]) -> tuple[list[int], list[int], list[int]]:
-        """Return the tokens of a sample, its labels, and where the placeholders begin."""
-        ids: list[int] = []
-        labels: list[int] = []
-        positions: list[int] = []
-        placeholder = self._tokens(IMAGE)
-        for piece in pieces:
-            for number, text in enumerate(piece.text.split(IMAGE)):
-                if number:
-                    positions.append(len(ids))
-                    ids += placeholder
-                ids += self._tokens(text) if text else []
-            added = ids[len(labels) :]
-            labels += added if piece.is_target else [-100] * len(added)
-        return ids, labels, positions
-
-    def _tokens(self, text: str) -> list[int]:
-        return self.tokenizer(text, add_special_tokens=False)["input_ids"]
+        side = str(padding_side or getattr(self.tokenizer, "padding_side", "right"))
+        return token_rows(self.tokenizer, samples, pad=pad, padding_side=side, **options)

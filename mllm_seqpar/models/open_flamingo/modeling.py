@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from transformers import CLIPVisionModel
 from transformers.initialization import no_init_weights
+from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from mllm_seqpar.errors import ConfigError
 from mllm_seqpar.models.auto_classes import LocalCode
@@ -99,6 +100,58 @@ class OpenFlamingo(LocalCode, _Flamingo):  # type: ignore[valid-type,misc]
             if block is not None:
                 block.attn.only_attend_immediate_media = config.only_attend_immediate_media
 
+    @property
+    def dtype(self) -> torch.dtype:
+        return next(x.dtype for x in self.parameters() if x.is_floating_point())
+
+    @property
+    def generation_config(self) -> Any:
+        return self.lang_encoder.generation_config
+
+    @property
+    def base_model(self) -> Any:
+        """Return the model without its head, as a function; TRL computes the loss from its `last_hidden_state`."""
+        return self._hidden_states
+
+    def get_input_embeddings(self) -> Any:
+        return self.lang_encoder.get_input_embeddings()
+
+    def get_output_embeddings(self) -> Any:
+        return self.lang_encoder.get_output_embeddings()
+
+    def add_model_tags(self, tags: Any) -> None:
+        """Do nothing: tags are for model cards, which `save_pretrained` does not write."""
+
+    def _hidden_states(
+        self,
+        vision_x: Tensor | None = None,
+        lang_x: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        *,
+        input_ids: Tensor | None = None,
+        pixel_values: Tensor | None = None,
+        use_cache: bool = False,
+    ) -> BaseModelOutputWithPast:
+        self._encode_vision_x(vision_x=pixel_values if vision_x is None else vision_x)
+        text = {"input_ids": input_ids if lang_x is None else lang_x, "attention_mask": attention_mask}
+        self._condition_media_locations(input_ids=text["input_ids"])
+        output = self.lang_encoder(**text, use_cache=use_cache, output_hidden_states=True)
+        self.lang_encoder.clear_conditioned_layers()
+        return BaseModelOutputWithPast(last_hidden_state=output.hidden_states[-1])
+
+    def forward(
+        self,
+        vision_x: Tensor | None = None,
+        lang_x: Tensor | None = None,
+        *args: Any,
+        input_ids: Tensor | None = None,
+        pixel_values: Tensor | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """Call the forward of `Flamingo`; `input_ids` and `pixel_values` are transformers' names of its inputs."""
+        vision_x = pixel_values if vision_x is None else vision_x
+        return super().forward(vision_x, input_ids if lang_x is None else lang_x, *args, **kwargs)
+
     @classmethod
     def from_pretrained(
         cls,
@@ -138,6 +191,7 @@ class OpenFlamingo(LocalCode, _Flamingo):  # type: ignore[valid-type,misc]
     def save_pretrained(self, directory: str | os.PathLike[str], state_dict: dict[str, Tensor] | None = None) -> None:
         """Write config and weights; `state_dict` replaces the model's own, under the same names."""
         Path(directory).mkdir(parents=True, exist_ok=True)
+        self.config.architectures = [type(self).__name__]
         self.config.save_pretrained(directory)
         save_weights(self, Path(directory), self.state_dict() if state_dict is None else state_dict)
 
@@ -145,6 +199,21 @@ class OpenFlamingo(LocalCode, _Flamingo):  # type: ignore[valid-type,misc]
         """Tie the language model's embeddings and head again; accelerate calls it after it has replaced parameters."""
         self.lang_encoder.tie_weights()
 
-    def gradient_checkpointing_enable(self, gradient_checkpointing_kwargs: dict[str, Any] | None = None) -> None:
+    @property
+    def is_gradient_checkpointing(self) -> bool:
+        return self.lang_encoder.is_gradient_checkpointing
+
+    def gradient_checkpointing_disable(self) -> None:
+        self.lang_encoder.gradient_checkpointing_disable()
+
+    def gradient_checkpointing_enable(
+        self, gradient_checkpointing_kwargs: dict[str, Any] | None = None, **options: Any
+    ) -> None:
         """Recompute the language model's own layers in backward; cross-attention blocks keep their activations."""
-        self.lang_encoder.gradient_checkpointing_enable(gradient_checkpointing_kwargs)
+        self.lang_encoder.gradient_checkpointing_enable(gradient_checkpointing_kwargs, **options)
+
+    def activation_checkpointing_enable(
+        self, activation_checkpointing_kwargs: dict[str, Any] | None = None, **options: Any
+    ) -> None:
+        """Do the same, by the name that `Trainer` calls in newer versions of transformers."""
+        self.lang_encoder.activation_checkpointing_enable(activation_checkpointing_kwargs, **options)

@@ -1,57 +1,135 @@
 """The processor: text with `<image>` placeholders and pictures to the arguments of `Flamingo.forward`."""
 
-from __future__ import annotations
-
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Self
 
 import torch
 from transformers import AutoTokenizer
 from transformers.feature_extraction_utils import BatchFeature
+from transformers.processing_utils import ImagesKwargs, ProcessingKwargs, TextKwargs
 
 from mllm_seqpar.errors import DataError
-from mllm_seqpar.models.processor import NativeProcessor
+from mllm_seqpar.models.processor import NativeProcessor, flattened, returned
 
 from .configuration import OpenFlamingoConfig
 
 IMAGE, END_OF_CHUNK = "<image>", "<|endofchunk|>"
+_REFUSED = {"text_pair", "text_target", "text_pair_target", "is_split_into_words", "return_overflowing_tokens"}
+_REFUSED |= {"return_mm_token_type_ids", "return_text_replacement_offsets", "sanitize_control_tokens"}
+
+CHAT_TEMPLATE = """\
+{%- set chat = namespace(opening='', asked=false) -%}
+{%- for message in messages -%}
+{%- if message.content is string -%}{%- set parts = [{'type': 'text', 'text': message.content}] -%}
+{%- else -%}{%- set parts = message.content -%}{%- endif -%}
+{%- if message.role == 'assistant' -%}
+{{ chat.opening }}{%- set chat.opening = '' -%}
+{%- generation -%}
+{%- for part in parts -%}{{ '<image>' if part.type == 'image' else part.text }}{%- endfor -%}
+{{ '<|endofchunk|>' }}
+{%- endgeneration -%}
+{%- else -%}
+{%- set chat.asked = false -%}
+{%- for part in parts -%}
+{%- if part.type == 'image' -%}{{ '<image>' }}
+{%- else -%}
+{{ ('Question:' if message.role == 'user' and not chat.asked else '') + part.text }}{%- set chat.asked = true -%}
+{%- endif -%}
+{%- endfor -%}
+{%- if message.role == 'user' -%}{%- set chat.opening = ' Short answer:' if chat.asked else 'Output:' -%}{%- endif -%}
+{%- endif -%}
+{%- endfor -%}
+{%- if add_generation_prompt -%}{{ chat.opening }}{%- endif -%}
+"""
+"""The form of the published evaluations:
+
+    <image>Question:What is it? Short answer:A cat.<|endofchunk|>Question:Where? Short answer:At home.<|endofchunk|>
+    <image>Output:A cat at home.<|endofchunk|>
+
+A user message of pictures alone asks for a caption. A system message is plain text before the rest."""
 
 
 class OpenFlamingoProcessor(NativeProcessor):
-    """The language model's tokenizer and CLIP's image processor, used as in the published training."""
+    """The language model's tokenizer and CLIP's image processor, used as in the published training.
+
+    Attributes:
+        chat_template: Jinja; the form of the published evaluations by default.
+    """
 
     model_type = OpenFlamingoConfig.model_type
+    ids_name = "lang_x"
+    valid_processor_kwargs = ProcessingKwargs
+    supported_arguments = {
+        "text_kwargs": set(TextKwargs.__annotations__) - _REFUSED,
+        "images_kwargs": set(ImagesKwargs.__annotations__),
+        "videos_kwargs": {"return_tensors", "do_sample_frames", "num_frames", "fps"},  # there are no videos to sample
+    }
+    image_token = IMAGE
 
-    def __init__(self, image_processor: Any, tokenizer: Any) -> None:
+    def __init__(self, image_processor: Any, tokenizer: Any, chat_template: Any = None) -> None:
         vocabulary = tokenizer.get_vocab()
         missing = [mark for mark in (IMAGE, END_OF_CHUNK) if mark not in vocabulary]
         if missing:
             raise DataError(f"the tokenizer has no token {', '.join(missing)}; add it as a special token")
-        super().__init__(image_processor, tokenizer)
+        super().__init__(image_processor, tokenizer, chat_template)
+
+    @classmethod
+    def published_chat_template(cls, tokenizer: Any) -> str:
+        return CHAT_TEMPLATE
+
+    def check_conversation(self, messages: Sequence[Mapping[str, Any]]) -> None:
+        for number, message in enumerate(messages):
+            role, content = message.get("role"), message.get("content")
+            if role not in ("system", "user", "assistant"):
+                raise DataError(f"message {number} has the role {role!r}; expected one of system, user, assistant")
+            for part in [{"type": "text", "text": content}] if isinstance(content, str) else content or [None]:
+                kind = part.get("type") if isinstance(part, Mapping) else None
+                if kind != "image" and not (kind == "text" and isinstance(part["text"], str)):
+                    raise DataError(
+                        f"message {number} holds {part!r:.80}; content is a text, or a list of parts like "
+                        '{"type": "image"}, {"type": "text", "text": "..."}; show the frames of a video as images'
+                    )
 
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path: str | os.PathLike, **kwargs: Any) -> Self:
-        """Load the tokenizer and the image processor of a directory."""
+        """Load the tokenizer, the image processor and the chat template of a directory.
+
+        Args:
+            **kwargs: `chat_template`, `tokenizer` and `image_processor` replace those of the directory; options of the
+                image processor, such as `do_normalize`, replace saved ones; further arguments are passed to the
+                tokenizer.
+        """
         # AutoImageProcessor requires torchvision in transformers 5.17.
         from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
 
-        tokenizer = AutoTokenizer.from_pretrained(pretrained_model_name_or_path)
-        return cls(CLIPImageProcessorPil.from_pretrained(pretrained_model_name_or_path), tokenizer)
+        path = pretrained_model_name_or_path
+        parts = {name: kwargs.pop(name, None) for name in ("tokenizer", "image_processor", "chat_template")}
+        names = set(ImagesKwargs.__annotations__) & set(kwargs)
+        pictures = {name: kwargs.pop(name) for name in names}
+        tokenizer = parts["tokenizer"] or AutoTokenizer.from_pretrained(path, **kwargs)
+        image_processor = parts["image_processor"] or CLIPImageProcessorPil.from_pretrained(path, **pictures)
+        found = cls(image_processor, tokenizer, parts["chat_template"] or cls.saved_chat_template(path))
+        if parts["tokenizer"] is None:  # a language model's own chat template has no images
+            tokenizer.chat_template = found.chat_template
+        return found
 
     def __call__(
         self,
         images: Any = None,
         text: str | Sequence[str] | None = None,
-        padding_side: str | None = None,
-        **unknown: Any,
+        **kwargs: Any,
     ) -> BatchFeature:
         """Return texts and their pictures as model inputs.
 
         Args:
             images: the pictures of each text, a list of lists; or one list of all pictures, in the order of the
-                `<image>` in the texts; or one picture. Samples are padded with zeros to equally many pictures.
+                `<image>` in the texts; or one picture. A picture may be a path or a URL. Samples are padded with zeros
+                to equally many pictures.
             text: one text or several, with `<image>` for each picture.
+            **kwargs: arguments of the tokenizer, such as `padding` (True by default), `padding_side`, `max_length`,
+                `truncation` and `return_tensors` ("pt" by default), and of the image processor. `text_kwargs` and
+                `images_kwargs` may contain them.
 
         Returns:
             `lang_x` and `attention_mask` (B, L), `vision_x` (B, media, 1, 3, H, W).
@@ -59,25 +137,52 @@ class OpenFlamingoProcessor(NativeProcessor):
         Raises:
             DataError: the numbers of pictures and placeholders differ, or an argument is unknown.
         """
-        self.check_arguments(unknown)
+        arguments = self._arguments(kwargs)
         if text is None:
             raise DataError(f"text is None; pass text with {IMAGE} for each picture")
         texts = [text] if isinstance(text, str) else list(text)
         counts = [sample.count(IMAGE) for sample in texts]
-        pictures = _pictures_of_texts(images, counts)
+        pictures = _pictures_of_texts(self._fetched(images), counts)
         passed = [len(sample) for sample in pictures]
         if counts != passed:
             raise DataError(f"the texts have {counts} {IMAGE}, and {passed} pictures were passed; pass one for each")
-        side = {} if padding_side is None else {"padding_side": padding_side}
-        tokens = self.tokenizer(texts, padding=len(texts) > 1, return_tensors="pt", **side)
+        tokens = self._tokens(texts, counts, arguments["text_kwargs"])
+        vision = self._vision(pictures, arguments["images_kwargs"])
+        data = {"lang_x": tokens["input_ids"], "attention_mask": tokens["attention_mask"], "vision_x": vision}
+        data |= {"offset_mapping": tokens["offset_mapping"]} if "offset_mapping" in tokens else {}
+        return returned(data, arguments["text_kwargs"].get("return_tensors"))
+
+    def _fetched(self, images: Any) -> Any:
+        """Return the same lists of pictures, with paths and URLs replaced by their pictures."""
+        if isinstance(images, (list, tuple)):
+            return [self._fetched(item) for item in images]
+        return self.image_processor.fetch_images(images) if isinstance(images, str) else images
+
+    def _tokens(self, texts: list[str], counts: Sequence[int], arguments: Mapping[str, Any]) -> Any:
+        options = {**arguments, "return_attention_mask": True}
+        if options.get("return_tensors") is not None:
+            options["return_tensors"] = "pt"
+        tokens = self.tokenizer(texts, **options)
+        image = self.tokenizer.convert_tokens_to_ids(IMAGE)
+        kept = [[int(token) for token in row].count(image) for row in tokens["input_ids"]]
+        if kept != list(counts):
+            raise DataError(
+                f"the texts have {list(counts)} {IMAGE}, and after truncation {kept} are left; raise max_length, or "
+                "pass truncation=False"
+            )
+        return tokens
+
+    def _vision(self, pictures: Sequence[Sequence[Any]], arguments: Mapping[str, Any]) -> torch.Tensor:
+        """Return (B, media, 1, 3, H, W)."""
+        options = {**arguments, "return_tensors": "pt"}
+        pixels = [self.image_processor(list(x), **options)["pixel_values"] if x else None for x in pictures]
         crop = self.image_processor.crop_size
-        vision = torch.zeros(len(texts), max([1, *counts]), 1, 3, int(crop["height"]), int(crop["width"]))
-        for sample, images_of_sample in enumerate(pictures):
-            if images_of_sample:
-                pixels = self.image_processor(images_of_sample, return_tensors="pt")["pixel_values"]
-                vision[sample, : len(pixels), 0] = pixels
-        values = (tokens["input_ids"], tokens["attention_mask"], vision)
-        return BatchFeature(dict(zip(self.model_input_names, values, strict=True)))
+        sizes = [tuple(x.shape[1:]) for x in pixels if x is not None] or [(3, int(crop["height"]), int(crop["width"]))]
+        vision = torch.zeros(len(pictures), max([1, *map(len, pictures)]), 1, *sizes[0])
+        for sample, x in enumerate(pixels):
+            if x is not None:
+                vision[sample, : len(x), 0] = x
+        return vision
 
     @property
     def model_input_names(self) -> list[str]:
@@ -91,14 +196,13 @@ def _pictures_of_texts(images: Any, counts: Sequence[int]) -> list[list[Any]]:
     if not isinstance(images, (list, tuple)):
         images = list(images) if getattr(images, "ndim", 3) > 3 else [images]
     nested = [isinstance(item, (list, tuple)) for item in images]
-    if all(nested):
-        return [list(sample) for sample in images]
-    if any(nested):
+    if any(nested) and not all(nested):
         raise DataError("images has both pictures and lists of pictures; pass one list of pictures for each text")
-    if len(images) != sum(counts):
+    listed = flattened(images, counts, IMAGE, "pictures")
+    if len(listed) != sum(counts):
         raise DataError(
-            f"the texts have {list(counts)} {IMAGE}, and one list of {len(images)} pictures was passed; pass one for "
+            f"the texts have {list(counts)} {IMAGE}, and one list of {len(listed)} pictures was passed; pass one for "
             "each"
         )
-    remaining = iter(images)
+    remaining = iter(listed)
     return [[next(remaining) for _ in range(count)] for count in counts]

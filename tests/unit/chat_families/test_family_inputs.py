@@ -13,7 +13,6 @@ from mllm_seqpar.data import ChatDataset, chat_family, load_local_pictures
 from mllm_seqpar.errors import DataError
 from mllm_seqpar.models.loading import load_processor
 from mllm_seqpar.patches.idefics.chat import prompt_items
-from mllm_seqpar.patches.open_flamingo.chat import write
 from mllm_seqpar.sharding import frame_bounds
 
 BATCHES = {"several turns": [2], "text only": [3], "text only first": [3, 0], "all": [0, 1, 2, 3]}
@@ -60,7 +59,7 @@ def mllama(processor: Any, chats: list[Any], pictures: list[Any]) -> dict[str, T
 
 
 def open_flamingo(processor: Any, chats: list[Any], pictures: list[Any]) -> dict[str, Tensor]:
-    texts = [write(chat, False) for chat in chats]
+    texts = processor.apply_chat_template(chats)
     images = [[pictures.pop(0) for _ in range(text.count("<image>"))] for text in texts]
     return processor(text=texts, images=images, padding_side="right")
 

@@ -1,11 +1,16 @@
 """Layer: one process, real files. Frame plans and the frames that are read, against a decode of the whole file."""
 
+import collections
+import importlib.util
 import itertools
 import os
+import threading
 import wave
+from collections.abc import Iterator
 from dataclasses import replace
 from math import inf, nan
 from pathlib import Path
+from typing import Any
 
 import av
 import numpy as np
@@ -15,7 +20,7 @@ from clips import decode_all, shown_at, write_clip
 from PIL import Image
 from torch import Tensor
 
-from mllm_seqpar.data import FramePlan, ImageListSource, VideoSource, plan_frames, probe, read_frames, scan
+from mllm_seqpar.data import FramePlan, ImageListSource, VideoSource, plan_frames, probe, read_frames, reader, scan
 from mllm_seqpar.errors import ConfigError, VideoError
 
 UNEVEN = [5000 + int(t) for t in np.cumsum(np.random.default_rng(1).integers(10, 300, 60))]
@@ -34,7 +39,7 @@ PLANS = [{}, {"fps": 7}, {"num_frames": 5}]
 QUICK = ("h264.mp4", "open_gop.ts", "vfr_late_start.mkv")
 
 
-def read(plan: FramePlan, *bounds: int, **options: int) -> Tensor:
+def read(plan: FramePlan, *bounds: int, **options: Any) -> Tensor:
     return torch.cat(list(read_frames(plan, *bounds, **options)))
 
 
@@ -68,6 +73,81 @@ def test_every_rank_reads_the_frames_of_a_whole_decode(clips: Path, name: str) -
             cuts = [len(plan) * r // world for r in range(world + 1)]
             parts = [read(plan, a, b, batch=5, threads=world) for a, b in itertools.pairwise(cuts)]
             assert torch.equal(torch.cat(parts), expected), (options, world)
+        assert torch.equal(read(plan, threads=2), expected), options  # groups of pictures side by side, with an index
+
+
+class Decoded:
+    """Counts the frames that come out of the decoders, by thread."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.threads: collections.Counter[int] = collections.Counter()
+        decode = reader._Cursor._decode
+
+        def counted(cursor: reader._Cursor, *arguments: Any) -> Iterator[tuple[int, Any]]:
+            for frame in decode(cursor, *arguments):
+                self.threads[threading.get_ident()] += 1
+                yield frame
+
+        monkeypatch.setattr(reader._Cursor, "_decode", counted)
+
+
+def test_frames_that_nothing_refers_to_are_decoded_only_if_wanted(
+    long_clip: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan, decoded = plan_frames(probe(long_clip), fps=2), Decoded(monkeypatch)
+    frames = read(plan, threads=1)
+    assert decoded.threads.total() < 0.6 * 300  # two thirds of the frames are B-frames, most of them not referred to
+    whole = decode_all(long_clip)
+    assert torch.equal(frames, torch.stack([shown_at(whole, tick) for tick in plan.ticks]))
+
+
+def test_threads_decode_different_groups_of_pictures(long_clip: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plan, decoded = plan_frames(probe(long_clip)), Decoded(monkeypatch)
+    read(plan, threads=3)
+    assert len(decoded.threads) == 3 and decoded.threads.total() < 300 + 3 * 25
+
+
+def test_reading_can_stop_at_any_frame(long_clip: Path) -> None:
+    plan = plan_frames(probe(long_clip))
+    for threads in (1, 3):
+        frames = read_frames(plan, batch=1, threads=threads)
+        assert next(frames).shape == (1, 3, 48, 64)
+        frames.close()
+    assert not [thread.name for thread in threading.enumerate() if thread.name.startswith("read-ahead")]
+
+
+def test_frames_of_uneven_length_are_not_skipped(clips: Path) -> None:
+    """Frames that are shown for a second among frames of 10 ms; the times of the packets show that they are wanted."""
+    times = [1000 * (i // 10) + 10 * (i % 10) for i in range(120)]
+    path = write_clip(clips / "pauses.mp4", times=times)
+    decoded, plan = decode_all(path), plan_frames(probe(path), fps=1.7)
+    assert torch.equal(read(plan, threads=1), torch.stack([shown_at(decoded, tick) for tick in plan.ticks]))
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_torchcodec_reads_the_same_frames(clips: Path, name: str) -> None:
+    try:
+        import torchcodec.decoders  # noqa: F401
+    except (ImportError, RuntimeError) as error:
+        pytest.skip(f"torchcodec cannot be loaded: {error!s:.80}")
+    path = write_clip(clips / name, **KINDS[name])
+    for options in PLANS:
+        plan = plan_frames(probe(path), **options)
+        assert torch.equal(read(plan, decoder="torchcodec", batch=7), read(plan)), options
+
+
+def test_options_of_reading_are_checked(long_clip: Path) -> None:
+    plan = plan_frames(probe(long_clip), fps=1)
+    for options, message in (
+        ({"threads": 0}, "threads must be at least 1, got 0"),
+        ({"decoder": "opencv"}, "decoder 'opencv' is unknown; choose one of: pyav, torchcodec"),
+        ({"device": "cuda"}, "'pyav' decodes on the CPU only, got device cuda; use decoder='torchcodec'"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            read(plan, **options)
+    if importlib.util.find_spec("torchcodec") is None:
+        with pytest.raises(ConfigError, match=r"is not installed; run: pip install 'mllm-seqpar\[torchcodec\]'"):
+            read(plan, decoder="torchcodec")
 
 
 def test_single_frames_in_any_order(clips: Path) -> None:
@@ -197,6 +277,41 @@ def test_unusable_file_is_named(clips: Path) -> None:
     ):
         with pytest.raises(VideoError, match=f"^{path}: {message}[^\n]*$"):
             VideoSource.open(path, fps=1)
+
+
+def hls(target: str) -> str:
+    return f"#EXTM3U\n#EXT-X-VERSION:3\n#EXT-X-TARGETDURATION:5\n#EXTINF:2.0,\n{target}\n#EXT-X-ENDLIST\n"
+
+
+@pytest.mark.parametrize("name", ["list.m3u8", "list.mp4", "list"])
+def test_file_that_names_another_file_is_refused_under_any_name(clips: Path, tmp_path: Path, name: str) -> None:
+    other = write_clip(clips / "other.ts", codec="mpeg2video", frames=30)
+    session = "v=0\no=- 0 0 IN IP4 127.0.0.1\ns=x\nc=IN IP4 127.0.0.1\nt=0 0\nm=video 5004 RTP/AVP 96\n"
+    playlists = [hls(f"file://{other}"), hls(str(other)), hls(os.path.relpath(other, tmp_path))]
+    playlists += [f"ffconcat version 1.0\nfile '{other}'\n", session + "a=rtpmap:96 H264/90000\n"]
+    for content in playlists:
+        (tmp_path / name).write_text(content)
+        with pytest.raises(VideoError, match=r"name other files or hosts .* are refused|not a readable video"):
+            VideoSource.open(tmp_path / name, fps=1)
+        with pytest.raises(VideoError, match="not a readable picture"):
+            list(ImageListSource([tmp_path / name]).read(0, 1))
+    (tmp_path / "list.m3u8").write_text(hls(str(other)))
+    with pytest.raises(VideoError, match="not in a container format that is read here"):
+        VideoSource.open(tmp_path / "list.m3u8", fps=1)
+
+
+def test_name_of_a_file_is_not_read_as_a_protocol(clips: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(clips)
+    for name in ("concat:clip.mp4", "a:b|c.mp4", "100%.mp4", "no suffix"):
+        write_clip(clips / "plain.mp4", frames=5).rename(name)
+        assert len(VideoSource.open(name)) == 5
+
+
+def test_picture_that_another_program_would_draw_is_refused(tmp_path: Path) -> None:
+    Image.new("RGB", (8, 8)).save(tmp_path / "a.eps")
+    (tmp_path / "a.eps").rename(tmp_path / "a.png")
+    with pytest.raises(VideoError, match="cannot identify image file"):
+        list(ImageListSource([tmp_path / "a.png"]).read(0, 1))
 
 
 def test_image_list_yields_batches_of_one_size(tmp_path: Path) -> None:

@@ -245,7 +245,9 @@ def test_processor_takes_pictures_as_other_processors_do(published: Any) -> None
 def test_processor_refuses_other_arguments_and_tokenizers(published: Any) -> None:
     processor: Any = load_processor(published("mosaic_gpt")[1])
     picture = torch.zeros(3, 20, 30, dtype=torch.uint8)
-    with pytest.raises(DataError, match="unknown arguments: max_length, truncation"):
-        processor(text="<image>hi", images=[[picture]], truncation=True, max_length=4)
+    with pytest.raises(DataError, match="unknown arguments: colour"):
+        processor(text="<image>hi", images=[[picture]], colour=4)
+    with pytest.raises(DataError, match=r"the texts have \[1\] <image>, and after truncation \[0\] are left"):
+        processor(text="hi<image>", images=[[picture]], truncation=True, max_length=1)
     with pytest.raises(DataError, match=r"no token <image>, <\|endofchunk\|>"):
         OpenFlamingoProcessor(CLIPImageProcessorPil(), character_tokenizer(bos="<s>", eos="</s>"))

@@ -1,9 +1,10 @@
 """Layer: one process. The HTTP interface with a model that a test controls: limits, errors, streams, disconnects."""
 
-import socket
+import json
 import threading
-from collections.abc import Callable, Iterator
-from pathlib import Path
+import urllib.request
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,94 +14,11 @@ pytest.importorskip("fastapi", reason="fastapi is not installed (extra serve)")
 pytest.importorskip("openai", reason="openai is not installed (extra test)")
 
 import openai
-import uvicorn
+from live_app import PIECES, ask, status_of
 
-from mllm_seqpar.errors import VideoError
-from mllm_seqpar.inference import Sampling
-from mllm_seqpar.inference.conversation import Reply
-from mllm_seqpar.inference.moments import Moment
-from mllm_seqpar.serving.app import Service, make_app
-from mllm_seqpar.serving.jobs import Impossible
+from mllm_seqpar.serving import app
 from mllm_seqpar.serving.media import MediaStore
-from mllm_seqpar.serving.request_queue import RequestQueue
-
-PIECES = ("One", " two", " three")
-
-
-class FakeWorker:
-    """Answers with `PIECES`; waits before the second piece until `go` is set."""
-
-    def __init__(self) -> None:
-        self.channel = SimpleNamespace(heartbeat=0.05, require_alive=lambda: None)
-        self.go, self.began, self.ended = threading.Event(), threading.Event(), threading.Event()
-        self.jobs: list[Any] = []
-        self.go.set()
-
-    def run(self, job: Any, *, on_start: Any, progress: Any, on_text: Any, interrupted: Callable[[], bool]) -> Reply:
-        self.jobs.append(job)
-        if "broken" in str(job.messages):
-            raise Impossible(VideoError("the video is damaged"))
-        progress(1, 2)
-        on_start()
-        on_text(PIECES[0])
-        self.began.set()
-        while not (self.go.wait(0.01) or interrupted()):
-            pass
-        reason = "interrupted" if interrupted() else "stop"
-        for piece in PIECES[1:]:
-            on_text(piece)
-        self.ended.set()
-        text, times = "".join(PIECES), {"prefill_seconds": 0.0, "decode_seconds": 0.0}
-        if job.evidence:
-            times["evidence"] = (Moment(share=0.5, first=2, last=3, peak=2, start=2.0, end=4.0),)
-        return Reply(text=text, tokens=[1, 2, 3], prompt_tokens=5, cached_tokens=4, finish_reason=reason, **times)
-
-
-@pytest.fixture
-def service(tmp_path: Path) -> Iterator[SimpleNamespace]:
-    """A server on a free port, with its queue, its worker, and clients."""
-    queue, worker = RequestQueue(1), FakeWorker()
-    made = Service(
-        model="tiny",
-        store=MediaStore(tmp_path, max_bytes=1000, max_total=5000),
-        queue=queue,
-        ranks=1,
-        api_key="secret",
-        max_bytes=5000,
-        sampling=Sampling(),
-        frames={"fps": 1.0},
-    )
-    server = uvicorn.Server(uvicorn.Config(make_app(made), log_level="error", lifespan="off"))
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        threads = [
-            threading.Thread(target=server.run, kwargs={"sockets": [listener]}),
-            threading.Thread(target=queue.answer_all, args=(worker,)),
-        ]
-        for thread in threads:
-            thread.start()
-        base = f"http://127.0.0.1:{listener.getsockname()[1]}"
-        options = {"base_url": f"{base}/v1", "max_retries": 0}
-        client = openai.OpenAI(api_key="secret", **options)
-        yield SimpleNamespace(
-            base=base, client=client, other=openai.OpenAI(api_key="x", **options), queue=queue, worker=worker
-        )
-        worker.go.set()
-        queue.stop()
-        server.should_exit = True
-        for thread in threads:
-            thread.join()
-
-
-def ask(client: openai.OpenAI, text: str = "Hello", **options: Any) -> Any:
-    return client.chat.completions.create(model="tiny", messages=[{"role": "user", "content": text}], **options)
-
-
-def status_of(call: Callable[[], Any]) -> tuple[int, Any]:
-    with pytest.raises(openai.APIStatusError) as error:
-        call()
-    assert {"message", "type", "param", "code"} == set(error.value.body)  # type: ignore[arg-type]
-    return error.value.status_code, error.value.code
+from mllm_seqpar.serving.protocol import ApiError
 
 
 def test_answer_as_one_object_and_as_chunks(service: SimpleNamespace) -> None:
@@ -152,6 +70,85 @@ def test_errors_have_the_status_and_format_of_openai(service: SimpleNamespace) -
     assert health == {"status": "ok", "ranks": 1, "running": 0, "waiting": 0}
 
 
+@pytest.mark.parametrize(
+    "host", ["evil.example", "evil.example:{port}", "10.0.0.1", "localhost.evil.example:{port}", "["]
+)
+def test_name_of_another_machine_is_refused_at_a_loopback_address(service: SimpleNamespace, host: str) -> None:
+    name = host.format(port=service.base.rpartition(":")[2])
+    for origin in ({}, {"Origin": f"http://{name}"}):  # after a DNS rebinding they are equal
+        headers = {"Host": name, **origin}
+        assert service.client._client.get(f"{service.base}/health", headers=headers).status_code == 403
+        assert status_of(partial(ask, service.client, extra_headers=headers)) == (403, "host")
+
+
+@pytest.mark.parametrize("host", ["localhost", "LOCALHOST:80", "a.localhost:1", "127.0.0.1", "127.1.2.3:9", "[::1]:80"])
+def test_names_of_this_machine_are_accepted(service: SimpleNamespace, host: str) -> None:
+    assert ask(service.client, extra_headers={"Host": host, "Origin": f"http://{host}"}).choices
+
+
+def test_fields_without_effect_are_named_in_a_header(service: SimpleNamespace) -> None:
+    create = service.client.chat.completions.with_raw_response.create
+    asked: dict[str, Any] = {"model": "tiny", "messages": [{"role": "user", "content": "Hello"}]}
+    for stream in (False, True):
+        answer = create(**asked, stream=stream, user="me", extra_body={"priority": 1})
+        assert answer.headers["Warning"] == '299 mllm-seqpar "fields without effect: user, priority"'
+    assert "Warning" not in create(**asked).headers
+
+
+def test_error_names_the_file_as_it_was_uploaded(service: SimpleNamespace) -> None:
+    upload = service.client.files.create(file=("my clip.mp4", b"video"), purpose="user_data")
+    for part, name in (
+        ({"type": "file", "file": {"file_id": upload.id}}, "my clip.mp4"),
+        ({"type": "video_url", "video_url": "data:,video"}, "the data: URL"),
+    ):
+        content: list[Any] = [part, {"type": "text", "text": "broken"}]
+        with pytest.raises(openai.BadRequestError, match=f"- {name} is damaged"):
+            service.client.chat.completions.create(model="tiny", messages=[{"role": "user", "content": content}])
+
+
+def test_media_that_are_fetched_hold_a_place_in_the_queue(
+    service: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    go, fetching = threading.Event(), threading.Semaphore(0)
+
+    def slow(self: MediaStore, reference: Any) -> Any:
+        fetching.release()
+        go.wait(30)
+        raise ApiError(400, "no such video")
+
+    monkeypatch.setattr(MediaStore, "_download", slow)
+    part = {"type": "video_url", "video_url": "http://localhost/a.mp4"}
+    content: list[Any] = [part, {"type": "text", "text": "?"}]
+
+    def fetch() -> tuple[int, Any]:
+        return status_of(
+            lambda: service.client.chat.completions.create(
+                model="tiny", messages=[{"role": "user", "content": content}]
+            )
+        )
+
+    with ThreadPoolExecutor(2) as pool:
+        fetches = [pool.submit(fetch) for _ in range(2)]  # one waits, one takes the place of the one that is answered
+        for _ in fetches:
+            assert fetching.acquire(timeout=30)
+        assert fetch() == (429, "rate_limit_exceeded") and fetching._value == 0  # it was not begun
+        assert service.client._client.get(f"{service.base}/health").json()["waiting"] == 2
+        go.set()
+        assert [future.result() for future in fetches] == [(400, None)] * 2
+    assert service.queue.waiting == 0 and ask(service.client).choices
+
+
+def test_body_is_parsed_beside_the_event_loop(service: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
+    healthy: list[int] = []
+
+    def parse(body: bytes) -> Any:
+        healthy.append(urllib.request.urlopen(f"{service.base}/health", timeout=30).status)  # of the same event loop
+        return json.loads(body)
+
+    monkeypatch.setattr(app, "parse", parse)
+    assert ask(service.client).choices and healthy == [200]
+
+
 def test_full_queue_refuses_and_a_client_that_leaves_ends_its_answer(service: SimpleNamespace) -> None:
     client, worker = service.client, service.worker
     worker.go.clear()
@@ -194,3 +191,15 @@ def test_uploads_are_listed_used_and_deleted(service: SimpleNamespace) -> None:
     assert job.messages == [{"role": "user", "content": [{"type": "video"}, {"type": "text", "text": "?"}]}]
     assert (job.media[0].kind, job.media[0].num_frames, job.media[0].fps) == ("video", 2, None)
     assert files.delete(upload.id).deleted and not list(files.list())
+
+
+def test_upload_without_room_is_refused_before_it_is_received(
+    service: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for _ in range(2):
+        service.client.files.create(file=("a.mp4", b"x" * 2400), purpose="user_data")
+    monkeypatch.setattr(MediaStore, "add", None)  # must not be reached
+    assert status_of(lambda: service.client.files.create(file=("a.mp4", b"x" * 2400), purpose="user_data")) == (
+        413,
+        None,
+    )

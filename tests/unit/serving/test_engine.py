@@ -21,7 +21,7 @@ from mllm_seqpar.inference.conversation import Conversation, Interrupted, Joined
 from mllm_seqpar.models.loading import load_model, load_processor
 from mllm_seqpar.serving.chat import ChatOptions
 from mllm_seqpar.serving.engine import Engine, Job, MediaFile
-from mllm_seqpar.serving.jobs import Impossible, Worker
+from mllm_seqpar.serving.jobs import Impossible, Outcome, Worker
 
 pytestmark = pytest.mark.usefixtures("load_one_model_at_a_time")
 CPU = torch.device("cpu")
@@ -33,9 +33,9 @@ def video(inference_files: Path) -> MediaFile:
     return MediaFile.of("video", str(inference_files / "clip.mp4"), num_frames=3)
 
 
-def on_ranks(world: int, model: Path, body: Callable[[Engine], Any]) -> list[Any]:
+def on_ranks(world: int, model: Path, body: Callable[[Engine], Any], keep: int = 1) -> list[Any]:
     args = parse_options(ChatOptions, ["--model", str(model), "--encode-batch", "2"], prog="chat", description="")
-    return run_loopback(world, lambda comm: body(Engine(args, comm, CPU)))
+    return run_loopback(world, lambda comm: body(Engine(args, comm, CPU, keep)))
 
 
 def job(*media: MediaFile, question: str = "What is it?", sampling: Sampling = FEW) -> Job:
@@ -52,13 +52,29 @@ def test_job_survives_its_way_to_the_other_ranks(video: MediaFile) -> None:
     assert Job.from_json(asked.to_json()) == asked
 
 
-def test_videos_and_images_in_one_message_equal_the_unpatched_model() -> None:
+SAMPLED = Sampling(
+    **{
+        "max_new_tokens": 8,
+        "min_new_tokens": 6,
+        "temperature": 1.3,
+        "top_p": 0.9,
+        "top_k": 20,
+        "min_p": 0.02,
+        "seed": 3,
+    },
+    repetition_penalty=1.4,
+)
+
+
+@pytest.mark.parametrize("sampling", [FEW, SAMPLED], ids=["greedy", "sampled"])
+def test_videos_and_images_in_one_message_equal_the_unpatched_model(sampling: Sampling) -> None:
     folder = family_folder()
     model = folder / "mllama"
     clip = MediaFile.of("video", str(folder / "clip.mp4"), num_frames=3)
     images = [MediaFile.of("image", str(folder / f"{number}.png")) for number in (1, 2)]
-    asked = job(images[0], clip, images[1])
-    replies = [reply for world in (1, 2) for reply in on_ranks(world, model, lambda engine: answer(engine, asked))]
+    asked = job(images[0], clip, images[1], sampling=sampling)
+    worlds = (1, 2) if sampling is FEW else (1,)  # ranks that are threads share their random numbers
+    replies = [reply for world in worlds for reply in on_ranks(world, model, lambda engine: answer(engine, asked))]
 
     processor, unpatched = load_processor(str(model)), load_model(str(model)).eval()
     family = chat_family(processor)
@@ -67,7 +83,12 @@ def test_videos_and_images_in_one_message_equal_the_unpatched_model() -> None:
     parts = [family.pixels(frames) for frames in JoinedSource(tuple(sources)).read(0, 5)]
     pictures = (torch.cat(columns)[None] for columns in zip(*parts, strict=True))
     named = dict(zip(family.frame_names, pictures, strict=True))
-    output = unpatched.generate(**family.arguments(text), **named, do_sample=False, max_new_tokens=5)
+    torch.manual_seed(sampling.seed)
+    options = {"do_sample": False, "max_new_tokens": 5}
+    if sampling is SAMPLED:
+        options = {"do_sample": True, "max_new_tokens": 8, "min_new_tokens": 6, "temperature": 1.3, "top_p": 0.9}
+        options |= {"top_k": 20, "min_p": 0.02, "repetition_penalty": 1.4}
+    output = unpatched.generate(**family.arguments(text), **named, **options)
     expected = output[0, text.input_ids.shape[1] :].tolist()
     assert all(reply.tokens == expected for reply in replies)
 
@@ -120,6 +141,71 @@ def test_out_of_memory_is_an_impossible_job_on_one_rank_only(
         return str(error.value)
 
     on_ranks(1, inference_files / "gated", body)
+
+
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError("no memory"), KeyError("name")])
+def test_failure_of_one_rank_makes_all_ranks_forget(
+    inference_files: Path, video: MediaFile, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    encode = Conversation.encode
+
+    def fail_on_rank_1(self: Conversation, *args: Any) -> None:
+        encode(self, *args)
+        if self.frames == 4 and self._comm.rank == 1:
+            raise error
+
+    def body(engine: Engine) -> tuple[str, list[int]]:
+        worker = Worker(engine, JobChannel(engine.comm))
+        first, second, failing = (MediaFile.of("video", video.path, num_frames=count) for count in (3, 2, 4))
+        cached = [worker.run(job(file)).cached_tokens for file in (first, second, first)]
+        with pytest.raises(Impossible) as raised:
+            worker.run(job(failing))
+        return str(raised.value), cached + [worker.run(job(file)).cached_tokens for file in (second, first, second)]
+
+    monkeypatch.setattr(Conversation, "encode", fail_on_rank_1)
+    (text, cached), (_, cached_1) = on_ranks(2, inference_files / "gated", body, keep=2)
+    assert text == "out of memory: take fewer frames, or start more ranks" or "rank 1: KeyError: 'name'" in text
+    assert cached == cached_1 and [count > 0 for count in cached] == [False, False, True, False, False, True]
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_error_before_the_first_pass_is_an_error_of_the_job(
+    inference_files: Path, video: MediaFile, monkeypatch: pytest.MonkeyPatch, world: int
+) -> None:
+    refused = Sampling(max_new_tokens=5, temperature=1.0, seed=7)
+    arguments = Sampling.generate_arguments
+    monkeypatch.setattr(  # transformers refuses an integer, after the ranks have compared their arguments
+        Sampling, "generate_arguments", lambda self: arguments(self) | ({"temperature": 2} if self == refused else {})
+    )
+
+    encoded: list[int] = []
+
+    def body(engine: Engine) -> None:
+        worker = Worker(engine, JobChannel(engine.comm))
+        expected = worker.run(job(video)).tokens
+        with pytest.raises(Impossible, match="strictly positive float") as raised:
+            worker.run(job(video, sampling=refused))
+        assert raised.value.outcome is Outcome.REFUSED
+        assert worker.run(job(video), progress=lambda *_: encoded.append(1)).tokens == expected
+
+    on_ranks(world, inference_files / "gated", body)
+    assert not encoded  # the frames stayed encoded
+
+
+def test_error_in_a_pass_ends_the_program_if_other_ranks_may_wait(inference_files: Path, video: MediaFile) -> None:
+    def fail(*args: Any) -> None:
+        raise KeyError("name")
+
+    def body(engine: Engine) -> type[Exception]:
+        worker = Worker(engine, JobChannel(engine.comm))
+        hook = engine.model.get_input_embeddings().register_forward_pre_hook(fail)  # type: ignore[operator]
+        with pytest.raises((Impossible, KeyError)) as raised:
+            worker.run(job(video))
+        hook.remove()
+        return raised.type
+
+    assert on_ranks(1, inference_files / "gated", body) == [Impossible]
+    assert on_ranks(2, inference_files / "gated", body) == [KeyError, KeyError]
 
 
 def test_features_of_an_impossible_job_are_freed_at_once(

@@ -1,0 +1,210 @@
+"""A data collator for conversations with images and videos, for `Trainer`, `SeqParTrainer` and TRL's trainers.
+
+It gives each of the four families the same inputs as fine-tuning does. TRL's own collators of prompts with images join
+prompt and completion after tokenization: they leave masks of images at the length of the prompt, and positions of
+images where they were before padding was removed. This one tokenizes the whole conversation.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mllm_seqpar.data.chat import DEFAULT_FPS, ChatBatch, load_local_pictures
+from mllm_seqpar.data.chat_family import chat_family
+from mllm_seqpar.data.chat_format import SAMPLING, media_parts
+from mllm_seqpar.data.sources import FrameSource, ImageListSource, PictureSource, VideoSource
+from mllm_seqpar.errors import DataError
+from mllm_seqpar.models.mplug_owl3.image_processing import frame_list, to_tensor
+
+Example = Mapping[str, Any]
+Messages = list[dict[str, Any]]
+
+_NAMES = {"lang_x": "input_ids", "vision_x": "pixel_values"}
+"""OpenFlamingo's names of arguments, which trainers would not find, and those that its forward takes too."""
+
+_PAYLOADS = {"image": ("image", "path", "url"), "video": ("video", "path", "url", "images")}
+_COLUMNS = {"image": ("images", "image"), "video": ("videos", "video")}
+
+
+class SeqParDataCollator:
+    """Tokenize a batch of conversations, preprocess their images and videos, and return the arguments of forward.
+
+    Examples have one of these sets of keys, as TRL names them:
+
+    - "messages": all answers are trained on;
+    - "prompt" and "completion": the completion is trained on;
+    - "prompt", "chosen" and "rejected": for `DPOTrainer`, with "completion_mask" in place of labels.
+
+    Each is a list of messages {"role": ..., "content": text or parts}. A part contains its medium, {"type": "image",
+    "image": picture} or {"type": "video", "video": frames}, or is a placeholder, {"type": "image"}, for the next medium
+    of the column "images" (or "image", "videos", "video"). If all contents are texts, the media of these columns
+    come before the first text of the user. A medium is a picture or an array, a path, or a URL. Frames of a video file
+    are chosen by `fps`, `num_frames` or `max_frames` of its part, or of the collator.
+
+    Every rank returns the whole batch, as an unpatched model takes it; a patched model shards it.
+
+    Args:
+        processor: the model's.
+        assistant_only_loss: False trains on all tokens of "messages", as TRL does by default.
+        max_length: the largest number of tokens of a conversation; a longer one is refused.
+        fps, num_frames, max_frames: sampling of video files whose part states none; 1 frame per second by default.
+
+    Raises:
+        DataError: by a call, for examples of another form; names the example and the problem.
+    """
+
+    def __init__(
+        self,
+        processor: Any,
+        *,
+        assistant_only_loss: bool = True,
+        max_length: int | None = None,
+        fps: float | None = None,
+        num_frames: int | None = None,
+        max_frames: int | None = None,
+    ) -> None:
+        self.processor, self.assistant_only_loss, self.max_length = processor, assistant_only_loss, max_length
+        self._sampling = {"fps": fps, "num_frames": num_frames, "max_frames": max_frames}
+        self._family = chat_family(processor)
+
+    def __call__(self, examples: Sequence[Example]) -> dict[str, Tensor]:
+        """Return the batch of these examples; of preferences, all chosen ones and then all rejected ones."""
+        endings = [ending for ending in ("chosen", "rejected") if ending in examples[0]] or ["completion"]
+        if "messages" in examples[0]:
+            prompts, rows = None, [_messages(number, x, "messages") for number, x in enumerate(examples)]
+        elif all(key in x for x in examples for key in ("prompt", *endings)):
+            prompts = [_messages(number, x, "prompt") for number, x in enumerate(examples)] * len(endings)
+            ends = [_messages(number, x, key) for key in endings for number, x in enumerate(examples)]
+            rows = [prompt + end for prompt, end in zip(prompts, ends, strict=True)]
+        else:
+            raise DataError(
+                f"an example has the keys {', '.join(examples[0]) or '(none)'}; expected messages, prompt and "
+                "completion, or prompt, chosen and rejected. If the data has them, pass remove_unused_columns=False to "
+                "TrainingArguments"
+            )
+        return self._batch(rows, prompts, preference=len(endings) == 2)
+
+    def _batch(self, rows: list[Messages], prompts: list[Messages] | None, preference: bool) -> dict[str, Tensor]:
+        sources = [tuple(self._source(part) for part in media_parts(messages)) for messages in rows]
+        text = self._family.text(rows, sources, labels=True, padding_side="right")
+        ids, labels, mask = text.input_ids, text.labels, text.attention_mask
+        assert labels is not None
+        for number, length in enumerate(mask.sum(1).tolist()):
+            if self.max_length is not None and length > self.max_length:
+                raise DataError(
+                    f"conversation {number} of the batch has {length} tokens, more than max_length = "
+                    f"{self.max_length}; raise it, or take fewer frames"
+                )
+        if prompts is not None:
+            labels = self._without_prompts(labels, prompts, sources)
+        elif not self.assistant_only_loss:
+            labels = ids.masked_fill(mask == 0, -100)
+        arguments = self._family.arguments(text) | self._pictures(text, sources, len(rows))
+        arguments.pop("labels")
+        named = {_NAMES.get(name, name): value for name, value in arguments.items()}
+        return named | ({"completion_mask": (labels != -100).long()} if preference else {"labels": labels})
+
+    def _without_prompts(self, labels: Tensor, prompts: list[Messages], sources: Sequence[Any]) -> Tensor:
+        """Return the labels without the answers in the prompts, whose targets are the first of each row."""
+        shown = [media[: len(media_parts(prompt))] for media, prompt in zip(sources, prompts, strict=True)]
+        asked = self._family.text(prompts, shown, labels=True, padding_side="right").labels
+        assert asked is not None
+        earlier = (asked != -100).sum(1, keepdim=True)
+        return labels.masked_fill((labels != -100).cumsum(1) <= earlier, -100)
+
+    def _pictures(self, text: Any, sources: Sequence[tuple[FrameSource, ...]], samples: int) -> dict[str, Tensor]:
+        if not text.slots:
+            return {}
+        listed = [(source, number) for number, media in enumerate(sources) for source in media]
+        batch = ChatBatch(
+            text=text,
+            sources=tuple(source for source, _ in listed),
+            frames=sum(len(source) for source, _ in listed),
+            lines=(),
+            places=tuple(f"conversation {number} of the batch" for number in range(samples)),
+            owners=tuple(number for _, number in listed),
+        )
+        pictures = load_local_pictures(batch, range(len(text.slots)), self._family)
+        if self._family.always_sharded:  # unpatched, these models take the pictures of each sample
+            pictures = tuple(x.unflatten(0, (samples, -1)) for x in pictures)
+        return dict(zip(self._family.frame_names, pictures, strict=True))
+
+    def _source(self, part: Mapping[str, Any]) -> FrameSource:
+        kind = part["type"]
+        medium = next((part[key] for key in _PAYLOADS[kind] if part.get(key) is not None), None)
+        if medium is None:
+            raise DataError(f"a part {dict(part)!r:.80} has no {kind}, and no column of the example has one for it")
+        is_file = isinstance(medium, (str, os.PathLike))
+        if kind == "image":
+            return self._family.still_frames(ImageListSource([medium]) if is_file else _pictures([medium]))
+        if not is_file:
+            frames = frame_list(medium)
+            named = [isinstance(frame, (str, os.PathLike)) for frame in frames]
+            return ImageListSource(frames) if frames and all(named) else _pictures(frames)
+        sampling: dict[str, Any] = {name: part.get(name) for name in SAMPLING}
+        if not any(sampling.values()):
+            sampling = dict(self._sampling)
+        if not (sampling["fps"] or sampling["num_frames"]):
+            sampling["fps"] = DEFAULT_FPS
+        return VideoSource.open(medium, **sampling)
+
+
+def _pictures(frames: Sequence[Any]) -> PictureSource:
+    # Tables return arrays as nested lists.
+    arrays = (torch.tensor(x, dtype=torch.uint8) if isinstance(x, list) else x for x in frames)
+    pictures = [to_tensor(x, number) for number, x in enumerate(arrays)]
+    if wrong := {str(x.dtype) for x in pictures if x.dtype != torch.uint8}:
+        raise DataError(f"a picture is {', '.join(wrong)}; pass PIL images, or arrays of uint8 from 0 to 255")
+    return PictureSource(pictures)
+
+
+def _messages(number: int, example: Example, key: str) -> Messages:
+    """Return the messages under `key`, checked, with the media of the example's columns in their parts."""
+    if example.get("tools"):
+        raise DataError(f"example {number} has tools, which the formats of these models do not write; leave them out")
+    given = example[key]
+    if not isinstance(given, list) or not all(isinstance(message, Mapping) for message in given):
+        raise DataError(f"example {number}: {key} is {given!r:.80}; expected messages {{'role': ..., 'content': ...}}")
+    messages = [_parts(number, message) for message in given]
+    if key in ("completion", "chosen", "rejected"):
+        return messages
+    for kind, columns in _COLUMNS.items():
+        given = next((example[name] for name in columns if example.get(name) is not None), [])
+        media = list(given) if isinstance(given, (list, tuple)) else [given]
+        empty = [part for message in messages for part in message["content"] if part == {"type": kind}]
+        asked = next((message for message in messages if message["role"] == "user"), None)
+        if media and not empty and asked is not None:
+            empty = [{"type": kind} for _ in media]
+            asked["content"][:0] = empty
+        if len(empty) != len(media):
+            raise DataError(
+                f"example {number} has {len(media)} {kind}s in its columns, and {len(empty)} parts "
+                f"{{'type': '{kind}'}} without one; pass one for each"
+            )
+        for part, medium in zip(empty, media, strict=True):
+            part[kind] = medium
+    return messages
+
+
+def _parts(number: int, message: Mapping[str, Any]) -> dict[str, Any]:
+    role, content = message.get("role"), message.get("content")
+    if role not in ("system", "user", "assistant"):
+        raise DataError(f"example {number} has the role {role!r}; expected one of system, user, assistant")
+    parts = [{"type": "text", "text": content}] if isinstance(content, str) else list(content or [])
+    for part in parts:
+        kind = part.get("type") if isinstance(part, Mapping) else None
+        if kind not in ("text", "image", "video") or (kind == "text" and not isinstance(part.get("text"), str)):
+            raise DataError(
+                f"example {number} holds {part!r:.80}; a part is {{'type': 'text', 'text': ...}}, "
+                "{'type': 'image', 'image': ...} or {'type': 'video', 'video': ...}"
+            )
+        if kind != "text" and role == "assistant":
+            raise DataError(f"example {number} has a part of type {kind} in an answer; answers are texts")
+    # Tables have a column for each key of a part, which is None in the parts that do not have it.
+    kept = [{key: value for key, value in part.items() if value is not None} for part in parts]
+    return {"role": role, "content": kept}

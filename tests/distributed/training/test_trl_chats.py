@@ -1,0 +1,138 @@
+"""Layer: gloo ranks. TRL's usual scripts, with chats, a processor and images or videos, on all families.
+
+The reference is TRL's trainer on one process with the unpatched model.
+"""
+
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from PIL import Image
+
+from family_directories import MAKERS, family_folder
+from mllm_seqpar import SeqParConfig, SeqParDataCollator, SeqParMixin
+from mllm_seqpar.errors import ConfigError
+from mllm_seqpar.models.loading import load_model, load_processor
+from mllm_seqpar.models.mplug_owl3 import MPlugOwl3ImageProcessor, MPlugOwl3Processor
+from mllm_seqpar.patches.mplug_owl3.testing import tiny_model, tiny_tokenizer
+from ranks import ranks
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(importlib.util.find_spec("trl") is None, reason="needs trl: pip install 'mllm-seqpar[trl]'"),
+]
+ENVIRONMENT = {"CI": "1"}  # TRL sends no telemetry
+SETTINGS: dict[str, Any] = {"use_cpu": True, "bf16": False, "seed": 0, "logging_steps": 1, "report_to": []}
+SETTINGS |= {"save_strategy": "no", "disable_tqdm": True, "max_steps": 2, "per_device_train_batch_size": 2}
+SETTINGS |= {"learning_rate": 1e-3, "adam_epsilon": 1e-4, "max_length": None}
+FAMILIES = ("mplug_owl3", *MAKERS)
+
+
+def chat(question: Any, *answers: str) -> list[dict[str, Any]]:
+    return [{"role": "user", "content": question}, *({"role": "assistant", "content": text} for text in answers)]
+
+
+def rows(kind: str, media: str, root: Path) -> list[dict[str, Any]]:
+    """Return four samples in TRL's formats, of which one has several media and one none."""
+    pictures = [Image.open(root / f"{number}.png").convert("RGB") for number in range(3)]
+    shown = [[pictures[0]], [pictures[1], pictures[2]], [], [pictures[2]]]
+    samples: list[dict[str, Any]] = []
+    for number, (question, answer) in enumerate(
+        (("What is it?", "A dot."), ("Which?", "No"), ("Hi", "Hello!"), ("", "x"))
+    ):
+        if kind == "dpo":
+            chosen, rejected = chat("", answer)[1:], chat("", "Nothing at all.")[1:]
+            samples.append({"prompt": chat(question or "?"), "chosen": chosen, "rejected": rejected})
+        else:
+            samples.append({"messages": chat(question or "?", answer)})
+        if media == "images":
+            samples[-1]["images"] = shown[number]
+        elif media == "videos":
+            part = [{"type": "video", "path": str(root / "clip.mp4"), "num_frames": 2 + number}]
+            samples[-1]["messages"][0]["content"] = [*part, {"type": "text", "text": question or "?"}]
+            samples[-1]["messages"][1]["content"] = [{"type": "text", "text": answer}]
+            samples[-1]["images"] = []
+    return samples
+
+
+def train(
+    rank: int, world: int, root: Path, output: Path, family: str, kind: str, *, media: str = "images", **given: Any
+) -> list[dict[str, Any]]:
+    """Train two steps and return the log."""
+    from datasets import Dataset
+    from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
+
+    trainer, config = (DPOTrainer, DPOConfig) if kind == "dpo" else (SFTTrainer, SFTConfig)
+    processor: Any = load_processor(str(root / family))
+    arguments: dict[str, Any] = {}
+    if given.pop("lora", False):
+        from peft import LoraConfig
+
+        arguments["peft_config"] = LoraConfig(r=2, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+    if given.pop("collator", False):
+        arguments["data_collator"] = SeqParDataCollator(processor)
+    if given.pop("mixin", False):
+        trainer = type("SeqParTRL", (SeqParMixin, trainer), {})
+        arguments["seqpar"] = SeqParConfig()
+    torch.manual_seed(0)
+    run: Any = trainer(
+        model=load_model(str(root / family)),
+        args=config(output_dir=str(output), **SETTINGS | given),
+        train_dataset=Dataset.from_list(rows(kind, media, root)),
+        processing_class=processor,
+        **arguments,
+    )
+    run.train()
+    return run.state.log_history
+
+
+@pytest.fixture(scope="module")
+def root() -> Path:
+    """Return the directory with a model of each family and the media."""
+    found = family_folder()
+    tiny_model().save_pretrained(found / "mplug_owl3")
+    MPlugOwl3Processor(MPlugOwl3ImageProcessor(image_size=28), tiny_tokenizer()).save_pretrained(found / "mplug_owl3")
+    return found
+
+
+CASES = [
+    *((family, kind, {"collator": True}) for family in FAMILIES for kind in ("sft", "dpo")),
+    *((family, "sft", {"collator": True, "media": "videos"}) for family in FAMILIES),
+    *((family, "sft", {}) for family in ("mplug_owl3", "mllama")),
+    *(("mplug_owl3", kind, {"media": "none"}) for kind in ("sft", "dpo")),
+    ("mplug_owl3", "dpo", {"collator": True, "lora": True}),
+    ("mplug_owl3", "sft", {"assistant_only_loss": True}),
+    ("mplug_owl3", "sft", {"assistant_only_loss": True, "media": "none"}),
+]
+
+
+@pytest.mark.parametrize(("family", "kind", "given"), CASES)
+def test_chats_train_on_two_ranks_as_on_one_process(
+    root: Path, tmp_path: Path, family: str, kind: str, given: dict[str, Any]
+) -> None:
+    one = ranks(1, ENVIRONMENT).run(train, root, tmp_path, family, kind, **given)[0]
+    two = ranks(2, ENVIRONMENT).run(train, root, tmp_path, family, kind, mixin=True, **given)[0]
+    steps = [row for row in one if "loss" in row]
+    assert len(steps) == 2 and len(one) == len(two)
+    for row, expected in zip(two, one, strict=True):
+        for name in {"loss", "grad_norm", "entropy", "num_tokens", "rewards/margins", "logps/chosen"} & set(expected):
+            assert row[name] == pytest.approx(expected[name], rel=1e-4, abs=1e-5), (name, row, expected)
+
+
+def test_answers_only_are_the_same_targets_for_both_collators(root: Path, tmp_path: Path) -> None:
+    logs = [
+        ranks(1, ENVIRONMENT).run(train, root, tmp_path, "mplug_owl3", "sft", **given)[0]
+        for given in ({"assistant_only_loss": True}, {"collator": True})
+    ]
+    assert logs[0][0]["loss"] == pytest.approx(logs[1][0]["loss"], rel=1e-6)
+
+
+def test_what_trl_would_compute_wrongly_is_refused(root: Path, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"DataCollatorForVisionPreference joins .* pass data_collator=SeqParData"):
+        train(0, 1, root, tmp_path, "mplug_owl3", "dpo", mixin=True)
+    with pytest.raises(ConfigError, match="needs a processor with a chat template and input_ids, unlike IdeficsProc"):
+        train(0, 1, root, tmp_path, "idefics", "sft", mixin=True)
+    with pytest.raises(ValueError, match="Packing is not supported for vision datasets"):
+        train(0, 1, root, tmp_path, "mplug_owl3", "sft", mixin=True, packing=True)

@@ -1,0 +1,234 @@
+"""Layer: one process. The native processors have the interface of transformers' processors."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from transformers import AutoProcessor, AutoTokenizer
+from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
+
+from family_directories import character_tokenizer
+from mllm_seqpar.data.needle import make_needle_videos
+from mllm_seqpar.errors import DataError
+from mllm_seqpar.models.mplug_owl3 import MPlugOwl3ImageProcessor, MPlugOwl3Processor
+from mllm_seqpar.models.open_flamingo import OpenFlamingoProcessor
+from mllm_seqpar.patches.mplug_owl3.testing import tiny_tokenizer
+
+MAKERS: dict[str, Callable[[], Any]] = {
+    "mplug_owl3": lambda: MPlugOwl3Processor(MPlugOwl3ImageProcessor(image_size=28), tiny_tokenizer()),
+    "open_flamingo": lambda: OpenFlamingoProcessor(
+        CLIPImageProcessorPil(size={"shortest_edge": 16}, crop_size={"height": 16, "width": 16}),
+        character_tokenizer("<|endofchunk|>", "<image>", bos="<s>", eos="</s>"),
+    ),
+}
+PIXELS = {"mplug_owl3": "pixel_values", "open_flamingo": "vision_x"}
+QUESTION = {"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "What is it?"}]}
+SAYS = {"role": "assistant", "content": "A dot."}
+TEXTS = {
+    "mplug_owl3": (
+        "<|im_start|>system\n<|im_end|>\n<|im_start|>user\n<|image|>What is it?<|im_end|>\n<|im_start|>assistant\n",
+        "<|im_end|><|endoftext|>",
+    ),
+    "open_flamingo": ("<image>Question:What is it? Short answer:", "<|endofchunk|>"),
+}
+
+
+def picture(seed: int = 0) -> np.ndarray:
+    return np.random.default_rng(seed).integers(0, 256, (40, 50, 3), dtype=np.uint8)
+
+
+def shown(medium: Any, key: str = "image") -> dict[str, Any]:
+    return {"role": "user", "content": [{"type": "image", key: medium}, {"type": "text", "text": "What is it?"}]}
+
+
+@pytest.fixture(params=MAKERS)
+def family(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+@pytest.fixture
+def processor(family: str) -> Any:
+    return MAKERS[family]()
+
+
+class TestTemplates:
+    def test_conversations_have_the_published_form(self, family: str, processor: Any) -> None:
+        opened, end = TEXTS[family]
+        assert processor.apply_chat_template([QUESTION], add_generation_prompt=True) == opened
+        assert processor.apply_chat_template([QUESTION, SAYS]) == f"{opened}A dot.{end}"
+        several = processor.apply_chat_template([[QUESTION, SAYS], [QUESTION]], add_generation_prompt=False)
+        assert several == [processor.apply_chat_template([QUESTION, SAYS]), processor.apply_chat_template([QUESTION])]
+        as_parts = {"role": "assistant", "content": [{"type": "text", "text": "A dot."}]}
+        assert processor.apply_chat_template([QUESTION, as_parts]) == several[0]
+        assert processor.apply_chat_template([QUESTION, SAYS], continue_final_message=True) == f"{opened}A dot."
+
+    def test_tokenizer_has_the_chat_template(self, processor: Any) -> None:
+        assert processor.tokenizer.chat_template == processor.chat_template
+        chat = [{"role": "user", "content": "Hi"}, SAYS]
+        assert processor.tokenizer.apply_chat_template(chat, tokenize=False) == processor.apply_chat_template(chat)
+
+    def test_other_templates_may_use_tools_documents_and_variables(self, processor: Any) -> None:
+        template = "{{ tools[0].name }} {{ documents[0].text }} {{ tone }} {{ messages[0].content }}"
+        given: dict[str, Any] = {"tools": [{"name": "t"}], "documents": [{"text": "d"}], "tone": "dry"}
+        chat = [{"role": "anyone", "content": "hi"}]
+        assert processor.apply_chat_template(chat, chat_template=template, **given) == "t d dry hi"
+        for name, value in given.items():
+            with pytest.raises(DataError, match=f"unknown arguments: {name}: neither .* nor its chat template uses"):
+                processor.apply_chat_template([QUESTION], **{name: value})
+
+    @pytest.mark.parametrize(
+        ("chat", "given", "message"),
+        [
+            ([], {}, r"the conversation is \[\]; pass a list of messages"),
+            ([[QUESTION], "hi"], {}, "a conversation is 'hi'; expected a list of messages"),
+            ([{"role": "tool", "content": "x"}], {}, "message 0 has the role 'tool'"),
+            ([{"role": "user", "content": [{"type": "audio"}]}], {}, "message 0 holds .*audio"),
+            ([SAYS], {"continue_final_message": True, "add_generation_prompt": True}, "leaves the last answer open"),
+            ([SAYS], {"chat_template": "x", "return_assistant_tokens_mask": True}, "no {% generation %} block"),
+            ([QUESTION], {"tokenize": True, "return_tensors": "tf"}, "(return_tensors is 'tf'|have|has)"),
+        ],
+    )
+    def test_bad_conversations_are_refused(self, processor: Any, chat: Any, given: Any, message: str) -> None:
+        with pytest.raises(DataError, match=message):
+            processor.apply_chat_template(chat, **given)
+
+    def test_template_is_saved_and_loaded(self, processor: Any, family: str, tmp_path: Path) -> None:
+        processor.save_pretrained(tmp_path / "one")
+        found = AutoProcessor.from_pretrained(tmp_path / "one")
+        assert type(found) is type(processor) and found.chat_template == processor.chat_template
+        assert AutoTokenizer.from_pretrained(tmp_path / "one").chat_template == processor.chat_template
+        assert found.to_dict() == processor.to_dict()
+        for template in ("{{ messages[0].content }}!", {"default": "{{ messages[0].content }}", "other": "other"}):
+            found.chat_template = template
+            found.save_pretrained(tmp_path / "two")
+            again = type(processor).from_pretrained(tmp_path / "two")
+            assert again.chat_template == again.tokenizer.chat_template == template
+        assert again.apply_chat_template([SAYS]) == "A dot."
+        assert again.apply_chat_template([SAYS], chat_template="other") == "other"
+        assert type(processor).from_pretrained(tmp_path / "two", chat_template="mine").chat_template == "mine"
+        (tmp_path / "two" / "additional_chat_templates").rename(tmp_path / "away")
+        again.chat_template = {"first": "x"}
+        with pytest.raises(DataError, match="no default chat template; pass chat_template, one of first"):
+            again.apply_chat_template([SAYS])
+
+    def test_template_of_the_language_model_is_not_used(self, processor: Any, family: str, tmp_path: Path) -> None:
+        """Published tokenizers have one, and directories saved before processors had templates have it as a file."""
+        processor.save_pretrained(tmp_path)
+        config = tmp_path / "processor_config.json"
+        config.write_text(config.read_text().replace('"has_chat_template": true', '"has_chat_template": false'))
+        (tmp_path / "chat_template.jinja").write_text("of the language model")
+        found = type(processor).from_pretrained(tmp_path)
+        assert found.chat_template == found.tokenizer.chat_template == MAKERS[family]().chat_template
+
+
+class TestTokens:
+    @pytest.mark.parametrize("side", ["left", "right"])
+    def test_mask_of_answers_has_their_tokens(self, family: str, processor: Any, side: str) -> None:
+        chats = [[shown(picture()), SAYS, {"role": "user", "content": "Sure?"}, SAYS], [shown(picture(1)), SAYS]]
+        found = processor.apply_chat_template(
+            chats, tokenize=True, return_assistant_tokens_mask=True, return_labels=True, padding_side=side
+        )
+        ids, masks = found[processor.ids_name], found["assistant_masks"].bool()
+        for row, mask, answers in zip(ids, masks, (2, 1), strict=True):
+            assert processor.decode(row[mask]).replace(" ", "") == f"Adot.{TEXTS[family][1]}" * answers
+        assert torch.equal(found["labels"], ids.masked_fill(~masks, -100))
+        assert bool(found["attention_mask"][1, 0]) is (side == "right")
+
+    def test_tokens_equal_those_of_the_formatted_text(self, family: str, processor: Any) -> None:
+        chat = [shown(picture()), SAYS]
+        found = processor.apply_chat_template(chat, tokenize=True)
+        text = processor.apply_chat_template(chat)
+        for images in (picture(), [picture()], [[picture()]]):
+            expected = processor(text=text, images=images)
+            assert found.keys() == expected.keys() == set(processor.model_input_names)
+            assert all(torch.equal(found[name], x) for name, x in expected.items())
+        assert torch.equal(
+            processor.apply_chat_template(chat, tokenize=True, return_dict=False), found[processor.ids_name]
+        )
+
+    def test_padding_truncation_and_tensors_follow_transformers(self, processor: Any) -> None:
+        ids, texts = processor.ids_name, ["some words", "more"]
+        padded = processor(text=texts, padding="max_length", max_length=30, padding_side="left")
+        assert padded[ids].shape == (2, 30) and padded["attention_mask"][0, 0] == 0
+        assert processor(text=texts, text_kwargs={"pad_to_multiple_of": 8})[ids].shape[1] % 8 == 0
+        assert processor(text=texts, truncation=True, max_length=3)[ids].shape == (2, 3)
+        assert isinstance(processor(text=texts, return_tensors="np")[ids], np.ndarray)
+        lists = processor(text="more", return_tensors=None)
+        assert lists[ids] == processor(text="more")[ids].tolist()
+        ragged = processor(text=texts, return_tensors=None, padding=False)[ids]
+        assert ragged == [processor(text=text)[ids][0].tolist() for text in texts]
+        with pytest.raises(DataError, match="padding_side was passed in text_kwargs and outside of it"):
+            processor(text=texts, padding_side="left", text_kwargs={"padding_side": "right"})
+        with pytest.raises(DataError, match="unknown arguments: colour"):
+            processor(text=texts, images_kwargs={"colour": 1})
+        with pytest.raises(DataError, match="does not support the arguments return_mm_token_type_ids"):
+            processor(text=texts, return_mm_token_type_ids=True)
+
+    def test_truncation_cuts_no_images(self, family: str, processor: Any) -> None:
+        text = TEXTS[family][0]
+        with pytest.raises(DataError, match="(cuts off .* placeholders of frames|after truncation)"):
+            processor(text="words before " + text, images=[picture()], truncation=True, max_length=10)
+
+    def test_decoding_is_the_tokenizers(self, processor: Any) -> None:
+        assert processor.batch_decode([[5, 6], [7, 8]]) == processor.tokenizer.batch_decode([[5, 6], [7, 8]])
+
+
+class TestMedia:
+    def test_all_forms_of_an_image_are_equivalent(self, family: str, processor: Any, tmp_path: Path) -> None:
+        array, path = picture(), str(tmp_path / "a.png")
+        Image.fromarray(array).save(path)
+        forms = [
+            shown(array),
+            shown(torch.from_numpy(array)),
+            shown(Image.open(path)),
+            shown(path, "path"),
+            shown(path, "url"),
+            {"role": "user", "content": [{"type": "image_url", "image_url": {"url": path}}, QUESTION["content"][1]]},
+            {"role": "user", "content": [{"type": "image", "image": array, "text": None}, QUESTION["content"][1]]},
+        ]
+        found = [processor.apply_chat_template([form], tokenize=True) for form in forms]
+        for other in found[1:]:
+            assert all(torch.equal(other[name], x) for name, x in found[0].items())
+        assert torch.equal(
+            processor(text=TEXTS[family][0], images=[path])[PIXELS[family]],
+            processor(text=TEXTS[family][0], images=array)[PIXELS[family]],
+        )
+
+    def test_samples_may_have_no_images(self, family: str, processor: Any) -> None:
+        alone = processor(text="words")
+        assert torch.equal(processor(text=["words"], images=[[]])[processor.ids_name], alone[processor.ids_name])
+        chats = [[{"role": "user", "content": "Hi"}], [shown(picture())]]
+        mixed = processor.apply_chat_template(chats, tokenize=True)
+        assert len(mixed[processor.ids_name]) == 2 and PIXELS[family] in mixed
+        one = processor.apply_chat_template(chats[1], tokenize=True)[PIXELS[family]]
+        assert torch.equal(mixed[PIXELS[family]][-len(one) :], one)
+
+    def test_images_of_each_text_are_counted(self, family: str, processor: Any) -> None:
+        text, mark = TEXTS[family][0], processor.image_token.replace("|", r"\|")
+        for images in ([[picture()], []], [[picture(), picture()], []]):
+            with pytest.raises(DataError, match=rf"the texts have \[1, 1\] {mark}, and \[[12], 0\] \w+ were passed"):
+                processor(text=[text, text], images=images)
+
+    def test_video_file_is_read_as_by_the_commands(self, tmp_path: Path) -> None:
+        processor = MAKERS["mplug_owl3"]()
+        path = make_needle_videos(tmp_path, 1, frames=(20, 20), rate=10)[0].path
+        chat = [{"role": "user", "content": [{"type": "video", "path": str(path)}]}]
+        for given, frames in (({}, 2), ({"fps": 5}, 10), ({"num_frames": 3}, 3)):
+            found = processor.apply_chat_template(chat, tokenize=True, processor_kwargs=given)
+            assert len(found["pixel_values"]) == (found["media_offset"] >= 0).sum() == frames
+        with pytest.raises(DataError, match="fps: 1 of the videos are frames already"):
+            processor(text="<|video|>", videos=[[picture(), picture()]], fps=2)
+
+    def test_options_of_images(self) -> None:
+        owl, flamingo = (MAKERS[name]() for name in ("mplug_owl3", "open_flamingo"))
+        text = TEXTS["mplug_owl3"][0]
+        whole = owl(text=text, images=[picture()], images_kwargs={"cut_enable": False})
+        assert len(whole["pixel_values"]) == 1
+        with pytest.raises(DataError, match="MPlugOwl3Processor does not support the arguments do_normalize"):
+            owl(text=text, images=[picture()], do_normalize=True)
+        plain = flamingo(text=TEXTS["open_flamingo"][0], images=[picture()], images_kwargs={"do_normalize": False})
+        assert plain["vision_x"].min() >= 0

@@ -1,0 +1,103 @@
+"""The HTTP interface on a free port, with a model that a test controls."""
+
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import openai
+import pytest
+import uvicorn
+
+from mllm_seqpar.errors import VideoError
+from mllm_seqpar.inference import Sampling
+from mllm_seqpar.inference.conversation import Reply
+from mllm_seqpar.inference.moments import Moment
+from mllm_seqpar.serving.app import Service, make_app
+from mllm_seqpar.serving.jobs import Impossible, Outcome
+from mllm_seqpar.serving.media import MediaStore
+from mllm_seqpar.serving.request_queue import RequestQueue
+
+PIECES = ("One", " two", " three")
+
+
+class FakeWorker:
+    """Answers with `PIECES`; waits before the second piece until `go` is set."""
+
+    def __init__(self) -> None:
+        self.channel = SimpleNamespace(heartbeat=0.05, require_alive=lambda: None)
+        self.go, self.began, self.ended = threading.Event(), threading.Event(), threading.Event()
+        self.jobs: list[Any] = []
+        self.go.set()
+
+    def run(self, job: Any, *, on_start: Any, progress: Any, on_text: Any, interrupted: Callable[[], bool]) -> Reply:
+        self.jobs.append(job)
+        if "broken" in str(job.messages):
+            raise Impossible(VideoError(f"{job.media[0].path if job.media else 'the video'} is damaged"))
+        if "bug" in str(job.messages):
+            raise Impossible(KeyError("/inner/path"), Outcome.FAILED)
+        progress(1, 2)
+        on_start()
+        on_text(PIECES[0])
+        self.began.set()
+        while not (self.go.wait(0.01) or interrupted()):
+            pass
+        reason = "interrupted" if interrupted() else "stop"
+        for piece in PIECES[1:]:
+            on_text(piece)
+        self.ended.set()
+        text, times = "".join(PIECES), {"prefill_seconds": 0.0, "decode_seconds": 0.0}
+        if job.evidence:
+            times["evidence"] = (Moment(share=0.5, first=2, last=3, peak=2, start=2.0, end=4.0),)
+        return Reply(text=text, tokens=[1, 2, 3], prompt_tokens=5, cached_tokens=4, finish_reason=reason, **times)
+
+
+@contextmanager
+def running_service(tmp_path: Path) -> Iterator[SimpleNamespace]:
+    """Yield a server on a free port, with its queue, its worker, its log, and clients."""
+    queue, worker, log = RequestQueue(1), FakeWorker(), []
+    made = Service(
+        model="tiny",
+        store=MediaStore(tmp_path, max_bytes=1000, max_total=5000, allowed_hosts=["localhost"]),
+        queue=queue,
+        ranks=1,
+        api_key="secret",
+        max_bytes=5000,
+        sampling=Sampling(),
+        frames={"fps": 1.0},
+        log=log.append,
+    )
+    server = uvicorn.Server(uvicorn.Config(make_app(made), log_level="error", lifespan="off"))
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        threads = [
+            threading.Thread(target=server.run, kwargs={"sockets": [listener]}),
+            threading.Thread(target=queue.answer_all, args=(worker,)),
+        ]
+        for thread in threads:
+            thread.start()
+        base = f"http://127.0.0.1:{listener.getsockname()[1]}"
+        options = {"base_url": f"{base}/v1", "max_retries": 0}
+        client = openai.OpenAI(api_key="secret", **options)
+        yield SimpleNamespace(
+            base=base, client=client, other=openai.OpenAI(api_key="x", **options), queue=queue, worker=worker, log=log
+        )
+        worker.go.set()
+        queue.stop()
+        server.should_exit = True
+        for thread in threads:
+            thread.join()
+
+
+def ask(client: openai.OpenAI, text: str = "Hello", **options: Any) -> Any:
+    return client.chat.completions.create(model="tiny", messages=[{"role": "user", "content": text}], **options)
+
+
+def status_of(call: Callable[[], Any]) -> tuple[int, Any]:
+    with pytest.raises(openai.APIStatusError) as error:
+        call()
+    assert {"message", "type", "param", "code"} == set(error.value.body)  # type: ignore[arg-type]
+    return error.value.status_code, error.value.code
