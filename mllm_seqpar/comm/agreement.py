@@ -8,25 +8,19 @@ they found, to say so.
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar, overload
 
 from mllm_seqpar.errors import AgreementError, SeqParError
 
-from .base import Communicator
+from .base import Communicator, fingerprint
 
 T = TypeVar("T")
 
 _NUMBERS = 4
 """Numbers of a rank in the exchange besides the fingerprints: as many in every call, so that ranks in different calls
 complete it and can name their calls."""
-
-
-def fingerprint(text: str) -> int:
-    """Return 63 bits of a hash of `text`, to compare texts across ranks."""
-    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 1
 
 
 def attempt(step: Callable[[], T]) -> tuple[T | None, Exception | None]:

@@ -8,10 +8,14 @@ collectives from `exchange`, for `loopback` and for `Subgroup`.
 
 from __future__ import annotations
 
+import hashlib
+import os
+import socket
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -118,12 +122,16 @@ class Communicator(ABC):
 
     @property
     def nodes(self) -> tuple[int, ...]:
-        """The node of each rank, see `topology.gather_nodes`; the first use is collective."""
+        """The node of each rank, numbered in the order of the first rank of each node; the first use is collective.
+
+        Ranks share a node if their host name and the boot id of their kernel are equal, which is how NCCL decides
+        whether two ranks can use the links inside a node. As in NCCL, NCCL_HOSTID replaces both where it is set.
+        """
         # Not a cached property: in Python 3.11 all instances share its lock, and ranks that are threads would deadlock.
         if self.kept.nodes is None:
-            from .topology import gather_nodes
-
-            self.kept.nodes = gather_nodes(self)
+            hosts = [row[0] for row in self.gather_ints([fingerprint(host_identity())])]
+            numbers = {host: number for number, host in enumerate(dict.fromkeys(hosts))}
+            self.kept.nodes = tuple(numbers[host] for host in hosts)
         return self.kept.nodes
 
     @property
@@ -203,6 +211,19 @@ class Communicator(ABC):
     def control_device(self) -> torch.device:
         """The device of integers and texts that ranks compare: the CPU where possible, so that no GPU is waited for."""
         return self.device
+
+
+def fingerprint(text: str) -> int:
+    """Return 63 bits of a hash of `text`, to compare texts across ranks."""
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 1
+
+
+def host_identity() -> str:
+    """Return a text that is equal for all processes of a node, and differs between nodes."""
+    if given := os.environ.get("NCCL_HOSTID"):
+        return given
+    boot_id = Path("/proc/sys/kernel/random/boot_id")
+    return socket.gethostname() + (boot_id.read_text().strip() if boot_id.exists() else "")
 
 
 class ExchangeCollectives(Communicator):

@@ -12,7 +12,8 @@ from torch import nn
 from mllm_seqpar._compat import check_versions
 from mllm_seqpar._logging import get_logger
 from mllm_seqpar.comm import Group, ProcessGroupCommunicator, transfer_communicator
-from mllm_seqpar.comm.agreement import agree, fingerprint
+from mllm_seqpar.comm.agreement import agree
+from mllm_seqpar.comm.base import fingerprint
 from mllm_seqpar.comm.devices import require_transferable
 from mllm_seqpar.comm.gloo_shutdown import release_gloo_at_exit
 from mllm_seqpar.comm.nccl_settings import warn_about_settings

@@ -14,7 +14,8 @@ from transformers.loss.loss_utils import ForCausalLMLoss
 from transformers.utils import TransformersKwargs
 
 from mllm_seqpar.comm import Communicator
-from mllm_seqpar.comm.agreement import agree, fingerprint
+from mllm_seqpar.comm.agreement import agree
+from mllm_seqpar.comm.base import fingerprint
 from mllm_seqpar.config import SeqParConfig
 from mllm_seqpar.errors import ConfigError, ShapeError
 from mllm_seqpar.runtime.visual_features import checksum, sampled_bits
