@@ -11,12 +11,16 @@ provides; `mllm_seqpar.patches.idefics.adapter` is an example.
 
 from __future__ import annotations
 
-from typing import Any
+import importlib
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
+from .attention.keys import as_attended
+from .comm import Communicator
 from .comm.agreement import agree
+from .comm.autograd import gather_shards
 from .config import SeqParConfig
 from .errors import AdapterError, AgreementError, ConfigError, SeqParError, ShapeError
 from .masks import FrameMask
@@ -31,10 +35,24 @@ from .runtime.text_shards import TextShards
 from .runtime.visual_features import VisualFeatures
 from .sharding import FrameShard, frame_bounds, frame_range
 
+if TYPE_CHECKING:
+    from .integrations.transformers.attention import (
+        causal_mask,
+        merge_heads,
+        refuse_dropout,
+        split_heads,
+        text_keys,
+        use_seqpar_attention,
+    )
+
+_OF_TRANSFORMERS = ("causal_mask", "merge_heads", "refuse_dropout", "split_heads", "text_keys", "use_seqpar_attention")
+"""Names for models of transformers, which is imported when one of them is first used."""
+
 __all__ = [
     "Adapter",
     "AdapterError",
     "AgreementError",
+    "Communicator",
     "ConfigError",
     "FrameMask",
     "FrameShard",
@@ -50,11 +68,25 @@ __all__ = [
     "TextShards",
     "Frames",
     "agree",
+    "as_attended",
+    "causal_mask",
+    "gather_shards",
+    "merge_heads",
+    "refuse_dropout",
+    "split_heads",
+    "text_keys",
+    "use_seqpar_attention",
     "frame_range",
     "sharded_call",
     "sharded_causal_lm_loss",
     "shifted",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _OF_TRANSFORMERS:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module("mllm_seqpar.integrations.transformers.attention"), name)
 
 
 def sharded_call(

@@ -21,8 +21,14 @@ from transformers.cache_utils import Cache
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 from transformers.utils.output_capturing import capture_outputs
 
-from mllm_seqpar.adapting import AdapterError, ForwardState, FrameShard, KVProjection, Patch, SeqParContext, ShapeError
-from mllm_seqpar.integrations.transformers.attention import (
+from mllm_seqpar.adapting import (
+    AdapterError,
+    ForwardState,
+    FrameShard,
+    KVProjection,
+    Patch,
+    SeqParContext,
+    ShapeError,
     causal_mask,
     merge_heads,
     refuse_dropout,

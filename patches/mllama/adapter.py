@@ -35,8 +35,6 @@ from mllm_seqpar.adapting import (
     KVProjection,
     Patch,
     SeqParContext,
-)
-from mllm_seqpar.integrations.transformers.attention import (
     causal_mask,
     merge_heads,
     refuse_dropout,

@@ -27,8 +27,6 @@ from mllm_seqpar.adapting import (
     Patch,
     SeqParContext,
     ShapeError,
-)
-from mllm_seqpar.integrations.transformers.attention import (
     causal_mask,
     merge_heads,
     refuse_dropout,

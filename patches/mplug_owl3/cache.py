@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from mllm_seqpar.errors import ConfigError
+from mllm_seqpar.adapting import ConfigError
 from mllm_seqpar.integrations.transformers.cache import SequenceParallelCacheState, cache_state_of
 from mllm_seqpar.integrations.transformers.family import Family
 from mllm_seqpar.integrations.transformers.inputs import ForwardInputs

@@ -27,15 +27,15 @@ from torch import Tensor, nn
 from mllm_seqpar._transfers import copy_to_device
 from mllm_seqpar.adapting import (
     AdapterError,
+    Communicator,
     ForwardState,
     FrameMask,
     FrameShard,
     KVProjection,
     SeqParContext,
     ShapeError,
+    merge_heads,
 )
-from mllm_seqpar.comm import Communicator
-from mllm_seqpar.integrations.transformers.attention import merge_heads
 from mllm_seqpar.integrations.transformers.family import Family, Visibility
 from mllm_seqpar.integrations.transformers.inputs import ForwardInputs
 from mllm_seqpar.patching.registry import is_instance_by_name

@@ -33,15 +33,19 @@ from transformers.masking_utils import create_causal_mask
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from mllm_seqpar._transfers import copy_to_device
-from mllm_seqpar.attention.keys import as_attended
-from mllm_seqpar.comm.autograd import gather_shards
-from mllm_seqpar.errors import ConfigError, ShapeError
-from mllm_seqpar.integrations.transformers.attention import merge_heads, refuse_dropout
+from mllm_seqpar.adapting import (
+    ConfigError,
+    ForwardState,
+    Patch,
+    ShapeError,
+    as_attended,
+    gather_shards,
+    merge_heads,
+    refuse_dropout,
+)
 from mllm_seqpar.integrations.transformers.cache import cache_state_of
 from mllm_seqpar.models.open_flamingo.language import mpt_projections
-from mllm_seqpar.patching import Patch
 from mllm_seqpar.patching.registry import is_instance_by_name
-from mllm_seqpar.runtime.forward_state import ForwardState
 from mllm_seqpar.runtime.star import StarText
 
 BIAS_DIMS = 16

@@ -29,7 +29,7 @@ from mllm_seqpar.runtime.visual_features import fingerprint_of
 
 from .cache import SequenceParallelCacheState, begin_prompt, cache_state_of, shard_cached_text, supports_sharded_text
 from .family import Family, Visibility, require_same_pass
-from .frames import local_features, log_shard_sizes, sharded_frames, visibility_of, visual_features
+from .frames import frame_arguments, local_features, log_shard_sizes, visibility_of, visual_features
 from .input_checks import check_star
 from .inputs import ForwardInputs
 from .outputs import gather_hidden_states, whole_text_outputs
@@ -165,7 +165,7 @@ class _CachedPass:
         text = (star_text_shards if star else text_shards)(self.context, inputs)
         positions, visibility = inputs.positions(), self._visibility()  # of all rows, while the cache is still empty
         shard_cached_text(self.cache, state, text, self.model_layers)
-        frames = sharded_frames(family, inputs, text, features, state.placement, state.visual)
+        frames = frame_arguments(family, inputs, text, features, state.placement, state.visual)
         forward_state = self._state(None if star else visibility, text, text=text, **frames)
         log_shard_sizes(family, inputs, text.local)
         embeds, local_positions, mask = rows_of_pass(family, inputs, forward_state)

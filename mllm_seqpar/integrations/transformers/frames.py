@@ -117,7 +117,7 @@ def _encode_in_runs(
     return parts[0] if runs == 1 else torch.cat(parts)
 
 
-def sharded_frames(
+def frame_arguments(
     family: Family,
     inputs: ForwardInputs,
     text: TextShards,

@@ -23,7 +23,7 @@ from mllm_seqpar.runtime.fsdp_units import call_within
 
 from .cached_passes import cached_pass
 from .family import Family, require_same_pass
-from .frames import local_features, log_shard_sizes, sharded_frames
+from .frames import frame_arguments, local_features, log_shard_sizes
 from .generation import share_random_state
 from .inputs import ForwardInputs
 from .outputs import uncached_outputs
@@ -56,7 +56,7 @@ def _uncached_pass(
     same_random_state = require_same_pass(family, inputs, logits_to_keep, kwargs)
     text, placement = text_shards(context, inputs), family.placement(inputs)
     features = local_features(family, inputs)
-    state = ForwardState(context, text=text, **sharded_frames(family, inputs, text, features, placement))
+    state = ForwardState(context, text=text, **frame_arguments(family, inputs, text, features, placement))
     log_shard_sizes(family, inputs, text.local if state.shards_text else inputs.length)
     # Without sharding, every rank computes all text, with the same dropout masks.
     if not (state.shards_text or same_random_state) and family.model.training:
