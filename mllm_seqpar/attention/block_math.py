@@ -144,13 +144,22 @@ class PreparedRectangle(NamedTuple):
     rectangle: Rectangle
 
 
-def prepare(rectangles: Iterable[Rectangle], q: Tensor, k: Tensor, kernel: str) -> tuple[PreparedRectangle, ...]:
+def prepare(
+    rectangles: Iterable[Rectangle],
+    q: Tensor,
+    k: Tensor,
+    kernel: str,
+    kernels: dict[str, BlockKernel] | None = None,
+) -> tuple[PreparedRectangle, ...]:
     """Return the rectangles with their kernels, for blocks with the dtype, device and head dim of q and k.
 
     Args:
+        rectangles: the mask rectangles.
+        q, k: tensors like those of the blocks.
         kernel: name of a block kernel, or "auto".
+        kernels: what was chosen for other blocks of such tensors, by the kind of a rectangle; extended here.
     """
-    chosen: dict[str, BlockKernel] = {}
+    chosen: dict[str, BlockKernel] = {} if kernels is None else kernels
     prepared = []
     for x in rectangles:
         causal = x.kind == "causal"

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from mllm_seqpar.comm import Communicator, Subgroup
+from mllm_seqpar.kernels import BlockKernel
 from mllm_seqpar.masks import BlockMasks, Rectangle, clip_rows
 from mllm_seqpar.schedules import AttentionBlock, Axis, OverlapRatios, Schedule, Transfer, schedule_for
 from mllm_seqpar.schedules.bytes_sent import Problem, mesh_axis_bytes, overlap_ratios_by_bytes
@@ -136,6 +137,8 @@ class CallSpec:
         """Return the order of the ranks of `comm` for this schedule (`rank_order`); the first use is collective."""
         if self.mesh_shape == (1, 1):
             return None
+        if 1 in self.mesh_shape:
+            return rank_order(comm.nodes, self.mesh_shape)
         problem = problem_of(q.shape, k.shape, self.key_lengths, q.dtype, self.accumulate_dtype)
         return rank_order(comm.nodes, self.mesh_shape, *mesh_axis_bytes(problem, self.mesh_shape, backward=backward))
 
@@ -177,18 +180,17 @@ class CallSpec:
         return found
 
     def _plan_steps(self, schedule: Schedule, rank: int, q: Tensor, k: Tensor, kernel: str) -> tuple[PlannedStep, ...]:
-        uses, rows = last_uses(schedule), q.shape[2]
-        return tuple(
-            PlannedStep(
-                tuple(self._plan_transfer(transfer, rank, rows, q.device) for transfer in step.transfers),
-                tuple(
-                    PlannedBlock(b.q_shard, b.kv_shard, prepare(self._rectangles(b, rows), q, k, kernel))
-                    for b in step.blocks
-                ),
-                tuple(shard for shard, last in uses.items() if last == index and shard[1] != rank),
-            )
-            for index, step in enumerate(schedule)
-        )
+        uses, rows, steps = last_uses(schedule), q.shape[2], []
+        kernels: dict[str, BlockKernel] = {}
+        for index, step in enumerate(schedule):
+            transfers = [self._plan_transfer(transfer, rank, rows, q.device) for transfer in step.transfers]
+            blocks = []
+            for b in step.blocks:
+                rectangles = prepare(self._rectangles(b, rows), q, k, kernel, kernels)
+                blocks.append(PlannedBlock(b.q_shard, b.kv_shard, rectangles))
+            released = [shard for shard, last in uses.items() if last == index and shard[1] != rank]
+            steps.append(PlannedStep(tuple(transfers), tuple(blocks), tuple(released)))
+        return tuple(steps)
 
     def _plan_transfer(self, transfer: Transfer, rank: int, rows: int, device: torch.device) -> PlannedTransfer:
         """Both ends of a transfer know all masks, so both select the same rows."""

@@ -85,7 +85,8 @@ class LoopbackCommunicator(ExchangeCollectives):
 
     def exchange(self, sends: Sequence[Send], recvs: Sequence[Recv]) -> Pending:
         for peer, tensor, label in sends:
-            self.bytes.add(label, tensor.numel() * tensor.element_size())
+            self.bytes.sent[label] += tensor.nbytes
+            self.bytes.messages[label] += 1
             self.world.put(self.rank, peer, tensor)
         return _PendingCopies(self.world, self.rank, recvs, self.bytes)
 

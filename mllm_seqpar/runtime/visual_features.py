@@ -67,10 +67,12 @@ class VisualFeatures:
         self, layer: Hashable, spec: CallSpec, project: Projection, modules: Sequence[nn.Module], dtype: torch.dtype
     ) -> Keys:
         """Return the keys of a layer; see `RecomputedKV`. K and V that backward does not need again are given."""
+        if self.recompute:
+            keys = RecomputedKV(spec, self, project, modules, dtype)
+            if torch.is_grad_enabled() or keys.is_random:  # the same random numbers with and without gradients
+                return keys
         if not torch.is_grad_enabled():
             return GivenKeys(spec, *project_all(project, modules, self.features, self.index, dtype))
-        if self.recompute:
-            return RecomputedKV(spec, self, project, modules, dtype)
         return GivenKeys(spec, *project_whole(project, modules, self.features, self.index, dtype))
 
 
@@ -269,6 +271,11 @@ class RecomputedKV(Keys):
 
     def _parameters(self) -> list[Tensor]:
         return [parameter for parameter in parameters_of(self.modules) if parameter.requires_grad]
+
+    @property
+    def is_random(self) -> bool:
+        """Whether the projection draws random numbers, as dropout does."""
+        return self._seed is not None
 
     def _uses_random_numbers(self) -> bool:
         for module in self.modules:

@@ -53,7 +53,11 @@ LAZY |= {("__main__", "mllm_seqpar"), ("cli", "mllm_seqpar")}  # the version
 """Imports inside functions that connect a part with one above it, and names that the package loads on first use."""
 
 NO_TORCH = {"errors", "schedules"}
-FORBIDDEN = {"patches": {"schedules", "comm", "masks", "kernels", "attention"}, "runtime": {"planner"}, "attention": {"planner"}}
+FORBIDDEN = {
+    "patches": {"schedules", "comm", "masks", "kernels", "attention"},
+    "runtime": {"planner"},
+    "attention": {"planner"},
+}
 GLOBAL = re.compile(r"\s+global \w+(, \w+)*$")
 
 
