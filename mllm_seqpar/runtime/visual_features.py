@@ -11,7 +11,9 @@ example) are at least as large as y, and only one chunk of them is alive at a ti
 from __future__ import annotations
 
 import copy
+import ctypes
 import functools
+import zlib
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
@@ -97,19 +99,24 @@ def sampled_bits(frames: Tensor) -> Tensor:
     return x[torch.unravel_index(places, x.shape)].float().view(torch.int32)
 
 
-def checksum(*tensors: Tensor | None) -> Tensor:
-    """Return a number that changes if an entry changes or two entries are exchanged."""
-    given = [x.detach().reshape(-1).long() for x in tensors if x is not None]
-    if not given:
-        return torch.zeros((), dtype=torch.long)
-    x = torch.cat(given)
-    weights = torch.arange(1, x.numel() + 1, device=x.device) * 2654435761 % 2147483647
-    return ((x + 1) * weights).sum()
+def checksum(*tensors: Tensor | None) -> int:
+    """Return the CRC-32 of the bytes of tensors on the CPU, one after the other; 0 without any."""
+    number = 0
+    for x in tensors:
+        if x is not None and x.numel():
+            x = x.detach().contiguous()
+            # Not `x.numpy()`, after which the storage cannot be resized: FSDP2 frees gathered parameters in this way.
+            data = (ctypes.c_char * (x.numel() * x.element_size())).from_address(x.data_ptr())
+            number = zlib.crc32(data, number)
+    return number
 
 
-def fingerprint_of(frames: Tensor, number: Tensor | None = None) -> tuple[int, ...]:
-    """Return the shape and a checksum of a sample (`number`, if known), to recognise frames that were passed before."""
-    return (*frames.shape, int(checksum(sampled_bits(frames)) if number is None else number))
+def fingerprint_of(frames: Tensor, sample: Tensor | None = None) -> tuple[int, ...]:
+    """Return the shape of frames and a checksum of their `sampled_bits`, to recognise frames that were passed before.
+
+    `sample` is a copy of the `sampled_bits` on the CPU, if there is one.
+    """
+    return (*frames.shape, checksum(sampled_bits(frames).cpu() if sample is None else sample))
 
 
 def project_all(

@@ -50,6 +50,7 @@ class IdeficsAdapter:
     """The adapter of IDEFICS, with and without resampler."""
 
     name = "IDEFICS"
+    frame_arguments = _FRAME_ARGUMENTS
 
     def matches(self, model: nn.Module) -> bool:
         return is_instance_by_name(model, "IdeficsForVisionText2Text", "transformers.")

@@ -59,6 +59,7 @@ class MllamaAdapter:
     """The adapter of Llama 3.2 Vision."""
 
     name = "Llama 3.2 Vision"
+    frame_arguments = ("pixel_values", "cross_attention_states")
 
     def matches(self, model: nn.Module) -> bool:
         return is_instance_by_name(model, "MllamaForConditionalGeneration", "transformers.models.mllama.")
@@ -152,7 +153,7 @@ class MllamaFamily(Family[MllamaInputs]):
         if in_mask is None:
             first = (sample * per_sample)[:, None].expand(-1, inputs.length)
             return Visibility(FrameMask.from_intervals(first, first + per_sample, tokens, units))
-        any_visible = in_mask.any(-1)
+        any_visible = in_mask.view(torch.uint8).amax(-1).bool()  # `any` takes 30 times as long
         visible = in_mask | ~any_visible[..., None]
         if samples > 1:
             table = in_mask.new_zeros(inputs.batch, inputs.length, samples, per_sample)

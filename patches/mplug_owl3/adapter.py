@@ -48,6 +48,7 @@ class MPlugOwl3Adapter:
     """The adapter of the native mPLUG-Owl3, all published generations."""
 
     name = "mPLUG-Owl3"
+    frame_arguments = ("pixel_values", "image_embeds")
 
     def matches(self, model: nn.Module) -> bool:
         return is_instance_by_name(model, "MPlugOwl3ForConditionalGeneration", "mllm_seqpar.models.mplug_owl3.")

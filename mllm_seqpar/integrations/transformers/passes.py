@@ -20,8 +20,10 @@ from transformers.utils import can_return_tuple
 
 from mllm_seqpar.runtime.forward_state import ForwardState
 from mllm_seqpar.runtime.fsdp_units import call_within
+from mllm_seqpar.sharding import tensor_of
 
 from .cached_passes import cached_pass
+from .data_parallel import with_accumulated_gradients
 from .family import Family, require_same_pass
 from .frames import frame_arguments, local_features, log_shard_sizes
 from .generation import share_random_state
@@ -31,13 +33,18 @@ from .text import rows_of_pass, text_shards
 
 
 def as_forward(model: Any, forward: Callable[..., Any], doc: str = "") -> Any:
-    """Return `forward(self, ...)` as a method of `model` that takes `return_dict` and is never compiled.
+    """Return `forward(self, ...)` as a method of `model` that takes `return_dict` and `HostFrames`, never compiled.
 
     Schedules are planned in Python for each mask. Compiling that takes minutes, for every new mask. The docstring is
     that of the unpatched forward with `doc` appended.
     """
     forward.__doc__ = (model.forward.__doc__ or "") + doc
-    return types.MethodType(torch.compiler.disable(can_return_tuple(forward)), model)
+
+    @functools.wraps(forward)
+    def with_tensors(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return forward(self, *map(tensor_of, args), **{name: tensor_of(x) for name, x in kwargs.items()})
+
+    return types.MethodType(torch.compiler.disable(can_return_tuple(with_tensors)), model)
 
 
 def run_pass(family: Family, inputs: ForwardInputs, logits_to_keep: int | Tensor, kwargs: Mapping[str, Any]) -> Any:
@@ -62,6 +69,8 @@ def _uncached_pass(
     if not (state.shards_text or same_random_state) and family.model.training:
         share_random_state(context.comm, inputs.text.device)
     embeds, positions, mask = rows_of_pass(family, inputs, state)
+    if features is None:
+        embeds = with_accumulated_gradients(embeds, family.model)
     if state.takes_mask:
         mask = family.text_mask(embeds, mask, positions, None)
     decoded = family.run_decoder(embeds, positions, mask, None, state, **kwargs)
