@@ -148,24 +148,39 @@ class HostKVCache(VisualKVCache):
         self, layer: Hashable, spec: CallSpec, project: Projection, modules: Sequence[nn.Module], dtype: torch.dtype
     ) -> Keys:
         """Return the keys of a layer, which are copied to the device chunk by chunk; its first call projects them."""
-        stored = self.keys_values(layer, project, modules, dtype)
-        return StoredKV(spec, _StoredPass(stored, self._chunks, self.tokens_per_unit, self._copies))
+        k, v = self.keys_values(layer, project, modules, dtype)
+        return StoredKV(spec, k, v, self._chunks, self.tokens_per_unit, self._copies)
 
 
 @dataclass(frozen=True)
-class _StoredPass:
-    """Passes over K and V in host memory; see `attention.keys.KeyChunks`."""
+class StoredKV(Keys):
+    """Keys in host memory; they are their own chunks (`KeyChunks`).
 
-    keys_values: tuple[Tensor, Tensor]
-    chunks: Sequence[slice]
+    Attributes:
+        k, v: (1, G, keys of this rank, D), in host memory.
+        frames: the chunks, by frames of `tokens` keys.
+        copies: the copies to the device.
+    """
+
+    streamed, modules = True, ()
+
+    spec: CallSpec
+    k: Tensor
+    v: Tensor
+    frames: Sequence[slice]
     tokens: int
     copies: HostCopies
 
+    def inputs(self) -> Sequence[Tensor]:
+        return ()
+
+    def chunks(self, inputs: Sequence[Tensor], needed: Sequence[bool] | None = None) -> StoredKV:
+        return self
+
     def __iter__(self) -> Iterator[tuple[Span, Tensor, Tensor]]:
-        keys = [slice(chunk.start * self.tokens, chunk.stop * self.tokens) for chunk in self.chunks]
-        stored = zip("kv", self.keys_values, strict=True)
-        parts = [self.copies.to_device(name, x[0].transpose(0, 1), keys) for name, x in stored]
-        for chunk in self.chunks:
+        keys = [slice(chunk.start * self.tokens, chunk.stop * self.tokens) for chunk in self.frames]
+        parts = [self.copies.to_device(name, x[0].transpose(0, 1), keys) for name, x in (("k", self.k), ("v", self.v))]
+        for chunk in self.frames:
             k, v = (next(part).transpose(0, 1)[None] for part in parts)
             yield (chunk.start, chunk.stop), k, v
         for part in parts:
@@ -174,29 +189,8 @@ class _StoredPass:
     def add_gradients(self, dk: Tensor, dv: Tensor) -> None:
         raise NotImplementedError("K and V of a cache in host memory have no gradients")
 
-    def input_grads(self) -> Sequence[Tensor | None]:
+    def input_grads(self, *_: Any) -> Sequence[Tensor | None]:
         return ()
-
-
-@dataclass(frozen=True)
-class StoredKV(Keys):
-    """Keys in host memory."""
-
-    streamed, modules = True, ()
-
-    spec: CallSpec
-    stored: _StoredPass
-
-    @property
-    def k(self) -> Tensor:  # type: ignore[override]
-        """(1, G, keys of this rank, D), in host memory."""
-        return self.stored.keys_values[0]
-
-    def inputs(self) -> Sequence[Tensor]:
-        return ()
-
-    def chunks(self, inputs: Sequence[Tensor], needed: Sequence[bool] | None = None) -> _StoredPass:
-        return self.stored
 
 
 def frame_cache(visual: VisualFeatures, total_frames: int) -> VisualKVCache:
