@@ -12,7 +12,7 @@ whole text and the grids. They are sharded with the tokens.
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -119,6 +119,10 @@ class QwenVLFamily(DecoderOnlyFamily[QwenVLInputs]):
     """Further arguments that positions are computed from."""
 
     @property
+    def called_modules(self) -> Iterable[nn.Module]:
+        return [*super().called_modules, self.model.model.visual, self.model.model.language_model]
+
+    @property
     def merge(self) -> int:
         return int(self.model.config.vision_config.spatial_merge_size)
 
@@ -209,7 +213,7 @@ class QwenVLFamily(DecoderOnlyFamily[QwenVLInputs]):
         if state.visual_tokens is not None:
             first, *further = state.visual_tokens.chunk(1 + self.deepstack)
             kwargs |= self.further_embeddings(embeds, further)
-            embeds, state = first.replace_rows(embeds), replace(state, visual_tokens=None)
+            embeds, state.visual_tokens = first.replace_rows(embeds), None
         return self.model.model.language_model(**decoder_arguments(embeds, positions[1:], mask, cache, state), **kwargs)
 
     def further_embeddings(self, embeds: Tensor, further: list[VisualTokens]) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import functional as F
-from transformers.models.qwen2_vl.video_processing_qwen2_vl import smart_resize
+from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
 from transformers.video_utils import VideoMetadata
 
 from mllm_seqpar.data.chat_family import VIDEO_MARK, ChatFamily, ChatText, Messages

@@ -23,6 +23,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
+from transformers.trainer_callback import PrinterCallback, ProgressCallback
 from transformers.trainer_utils import EvalLoopOutput
 
 from mllm_seqpar._logging import get_logger
@@ -34,8 +35,10 @@ from mllm_seqpar.patching import patch_of
 from .batches import BatchReader, EpochBatches, EvaluationBatches, reader_communicator
 from .checkpoint_clock import CheckpointClock
 from .data_loader import ShardedDataLoader
+from .host_frames import frame_arguments_of, with_host_frames
 from .resume import RunLayout
 from .sample_order import SampleOrder
+from .terminal_log import TerminalLog
 from .trainer import SeqParTrainer
 
 _log = get_logger(__name__)
@@ -76,6 +79,12 @@ class FineTuneTrainer(SeqParTrainer):
         self.model_accepts_loss_kwargs = True  # or Trainer divides the loss by the number of micro-batches once more
         self.clock = CheckpointClock(deciding, save_minutes, stop_after)
         self.add_callback(self.clock)
+        for callback in (PrinterCallback, ProgressCallback):
+            self.remove_callback(callback)
+        self.add_callback(TerminalLog())
+
+    def init_hf_repo(self, *args: Any, **kwargs: Any) -> None:
+        """Do nothing: the repository exists (see `hub_upload`)."""
 
     def _reader(self, dataset: ChatDataset, comm: Any) -> BatchReader:
         patch = patch_of(self.model)
@@ -90,7 +99,10 @@ class FineTuneTrainer(SeqParTrainer):
     def get_train_dataloader(self) -> DataLoader:
         reader = self._reader(self.data.training, self._reading)
         batches = EpochBatches(reader, self.data.order, self._sample_group, lambda: self.state.global_step)
-        return DataLoader(batches, batch_size=None, collate_fn=_unchanged)
+        return DataLoader(batches, batch_size=None, collate_fn=self._frames_on_host)
+
+    def _frames_on_host(self, arguments: Any) -> Any:
+        return with_host_frames(arguments, frame_arguments_of(self.model))
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> DataLoader:
         dataset: Any = self.data.evaluation if eval_dataset is None else eval_dataset
@@ -109,7 +121,9 @@ class FineTuneTrainer(SeqParTrainer):
 
     def get_batch_samples(self, epoch_iterator: Iterator[Any], num_batches: int, device: Any) -> tuple[list, Tensor]:
         """Return the micro-batches of a step and the number of their target tokens over all groups."""
-        batches = list(itertools.islice(self._saving_at_errors(epoch_iterator), num_batches))
+        assert self._throughput is not None
+        with self._throughput.data_wait():
+            batches = list(itertools.islice(self._saving_at_errors(epoch_iterator), num_batches))
         targets = torch.stack([_targets(batch) for batch in batches]).sum()
         total = self.accelerator.reduce(targets.to(device), "sum")
         return batches, total // self.sequence_parallel_size
@@ -177,7 +191,7 @@ class FineTuneTrainer(SeqParTrainer):
         self.model.eval()
         with torch.no_grad(), self.compute_loss_context_manager():
             for batch, counts in self._saving_at_errors(dataloader):
-                loss = self.model(**self._prepare_inputs(batch.arguments)).loss
+                loss = self.model(**self._prepare_inputs(self._frames_on_host(batch.arguments))).loss
                 if counts:
                     total += torch.stack([loss.double() * batch.chat.targets, loss.new_tensor(batch.chat.targets)])
                 self.callback_handler.on_prediction_step(self.args, self.state, self.control)
