@@ -45,6 +45,7 @@ class QwenVLAdapter:
     """
 
     has_cross_attention = False
+    frame_arguments = (*PIXELS, FEATURES)
     name: str
     model_class: str
     package: str

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from family_cases import BATCHES
-from family_harness import FAMILIES, family_module, forward, inputs_of, model_of, slow_unless
+from family_cases import BATCHES, CROSS_ATTENTION
+from family_harness import family_module, forward, inputs_of, model_of, slow_unless
 from mllm_seqpar import patch_model
 from mllm_seqpar.comm import Communicator, run_loopback
 from mllm_seqpar.runtime.visual_features import VisualFeatures
@@ -21,7 +21,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "replicate": {"strategy": "replicate"},
     "K and V saved": {"recompute_visual": False},
 }
-SETTINGS = [(f, name, again) for f in FAMILIES for name in OPTIONS for again in (False, True)]
+SETTINGS = [(f, name, again) for f in CROSS_ATTENTION for name in OPTIONS for again in (False, True)]
 
 
 @pytest.mark.parametrize(

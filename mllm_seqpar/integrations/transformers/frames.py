@@ -101,7 +101,8 @@ def _local_embeddings(family: DecoderOnlyFamily[Any], inputs: ForwardInputs) -> 
         first = min(start + number * max(1, -(-(stop - start) // runs)), stop)
         last = min(first + max(1, -(-(stop - start) // runs)), stop)
         if first < last:
-            parts.append(family.encode(*family.frames_between(inputs, first, last)))
+            own = family.frames_between(inputs, first, last)
+            parts.append(family.encode(*(_moved(x, family.embedding_weight().device) for x in own)))
         else:  # the empty slices of the caller's tensors have zero gradients here rather than none
             empty = family.blank_frame()
             if inputs.frames is not None:

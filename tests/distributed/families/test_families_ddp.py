@@ -13,7 +13,7 @@ from peft import LoraConfig, get_peft_model
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from family_cases import BATCHES
+from family_cases import BATCHES, QWENS
 from family_harness import TOLERANCE, family_module, inputs_of, model_of
 from mllm_seqpar import patch_model
 from mllm_seqpar.errors import AgreementError
@@ -24,10 +24,12 @@ from ranks import ranks
 from selections import slow_unless
 
 TEXT: dict[str, Any] = {"mplug_owl3": Owl(frames=(0, 0), length=11), "mllama": Mllama(frames=((), ()))}
+TEXT |= {family: replace(case, frames=((), ()), length=11) for family, case in QWENS.items()}
 PARTS: dict[str, dict[str, str]] = {
     "mplug_owl3": {"tower": "vision_model", "projector": "vision2text_model", "cross-attention": "v_kv_proj"},
     "mllama": {"tower": "vision_model", "projector": "multi_modal_projector", "cross-attention": "cross_attn"},
     "idefics": {"tower": "vision_model", "cross-attention": "cross_attn"},
+    **{family: {"tower": "visual.blocks", "projector": "visual.merger"} for family in QWENS},
     "open_flamingo": {"projector": "perceiver", "cross-attention": "gated_cross_attn"},  # its tower has no gradients
 }
 """Part of the names of the parameters that are trained alone."""

@@ -23,8 +23,8 @@ from torch.distributed.fsdp._fully_shard._fsdp_param_group import RegisterPostBa
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy, size_based_auto_wrap_policy
 from torch.distributed.tensor import DTensor
 
-from family_cases import BATCHES
-from family_harness import FAMILIES, TOLERANCE, family_module, inputs_of, model_of
+from family_cases import BATCHES, CROSS_ATTENTION
+from family_harness import TOLERANCE, family_module, inputs_of, model_of
 from mllm_seqpar import patch_model
 from mllm_seqpar.attention.call_spec import CallSpec
 from mllm_seqpar.errors import ConfigError
@@ -247,7 +247,7 @@ def what_fsdp2_does(rank: int, world: int, family: str, mixed: bool, options: Ma
 
 
 @pytest.mark.parametrize(
-    "family", [pytest.param(f, marks=() if f == "mplug_owl3" else pytest.mark.slow) for f in FAMILIES]
+    "family", [pytest.param(f, marks=() if f == "mplug_owl3" else pytest.mark.slow) for f in CROSS_ATTENTION]
 )
 def test_state_of_a_pass_does_not_go_through_the_layers_of_fsdp2(family: str) -> None:
     """Only hidden states do: no gradient of the features, and no copy of the state, which would plan anew."""
