@@ -122,6 +122,13 @@ class ForwardState:
             results.append((o if local is None else local.unshard(o, 2), lse))
         return results
 
+    def has_whole_text(self, window: int | None = None) -> bool:
+        """Return whether this rank has all text and no schedule or block kernel is asked for, so that the model's own
+        attention computes the text. It cannot hide the tokens before a `window` without a mask."""
+        if self.takes_mask or not self._one_process:
+            return self.takes_mask
+        return self.text is not None and self.text.is_plain and (window is None or window >= self.text.length)
+
     def text_keys(
         self,
         q: Tensor,
@@ -143,7 +150,7 @@ class ForwardState:
         """
         k, v = as_attended(k, v)
         whole = None
-        if model_attention is not None and (self.takes_mask or self._is_plain(window)):
+        if model_attention is not None and self.has_whole_text(window):
             whole = functools.partial(model_attention, k, v, mask if self.takes_mask else None)
         if self.tokens is not None and self.cached_text is None:
             k, v = k[:, :, : self.tokens], v[:, :, : self.tokens]  # the rest of a static cache is empty
@@ -175,13 +182,6 @@ class ForwardState:
         if spec is None:
             spec = frames.specs[key] = self._frame_spec(q, dtype, frames, project)
         return frames.source.keys(layer, spec, project, modules, dtype)
-
-    def _is_plain(self, window: int | None) -> bool:
-        """Return whether one process has the text of a sharded pass, without padding or a window that hides tokens."""
-        text = self.text
-        if text is None or not (self._one_process and text.is_plain):
-            return False
-        return window is None or window >= text.length
 
     def _text_spec(self, q: Tensor, k: Tensor, window: int | None, mask: Tensor | None) -> CallSpec:
         text, batch = self.text, q.shape[0]
