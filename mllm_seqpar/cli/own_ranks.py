@@ -79,6 +79,7 @@ def own_ranks(
         yield
         return
     count = count or max(1, torch.cuda.device_count())
+    _refuse_too_many(count)
     if count == 1:
         yield
         return
@@ -107,6 +108,20 @@ def own_ranks(
         yield
         if wait:
             ranks.wait()
+
+
+def _refuse_too_many(count: int) -> None:
+    """Raise ConfigError if this machine has neither a GPU nor half a processor for each of `count` ranks.
+
+    Eight are allowed on any machine, to try things.
+    """
+    gpus, processors = torch.cuda.device_count(), os.cpu_count() or 1
+    most = max(gpus, 2 * processors, 8)
+    if count > most:
+        raise ConfigError(
+            f"--num_processes {count}: this machine has {processors} processors and {gpus} GPUs; give at most {most} "
+            "(a launcher starts ranks on several machines)"
+        )
 
 
 def _wait_until_ready(store: dist.Store, count: int) -> None:

@@ -18,8 +18,8 @@ from torch.utils.data import Dataset
 from mllm_seqpar.errors import ConfigError, DataError, VideoError
 
 from .chat_family import ChatFamily, ChatText, chat_family
-from .chat_format import SAMPLING, check_record, media_parts
-from .formats import DEFAULT_TEMPLATE, open_records, to_chat
+from .chat_format import CLIP, SAMPLING, check_record, media_parts
+from .formats import DEFAULT_TEMPLATE, check_template, open_records, to_chat
 from .sources import FrameSource, ImageListSource, VideoSource
 
 ON_BAD_MEDIA = ("fail", "skip")
@@ -144,6 +144,7 @@ class ChatDataset(Dataset[ChatSample]):
     ) -> None:
         if on_bad_media not in ON_BAD_MEDIA:
             raise ConfigError(f"on_bad_media: {on_bad_media!r} is not allowed; give {' or '.join(ON_BAD_MEDIA)}")
+        check_template(template)
         self.records = open_records(path, media_root=media_root)
         self.path, self.digest = self.records.path, self.records.digest
         self.on_bad_media, self._template = on_bad_media, template
@@ -207,7 +208,7 @@ class ChatDataset(Dataset[ChatSample]):
         if not (sampling["fps"] or sampling["num_frames"]):
             sampling["fps"] = DEFAULT_FPS
         sampling["max_frames"] = _least(sampling["max_frames"], self._max_frames)
-        return self._open_video(locate(part["path"]), **sampling)
+        return self._open_video(locate(part["path"]), **sampling, **{name: part.get(name) for name in CLIP})
 
 
 def collate(samples: Sequence[ChatSample], processor: Any, max_length: int | None = None) -> ChatBatch:

@@ -26,7 +26,7 @@ from mllm_seqpar.sharding import FrameShard, frame_range
 
 from .encoding import EncodedVideo
 
-FRAME_OPTIONS = ("fps", "num_frames", "max_frames")
+FRAME_OPTIONS = ("fps", "num_frames", "max_frames", "start", "end")
 """The options that select the frames of a video."""
 
 

@@ -68,7 +68,9 @@ def merge_adapter(model: nn.Module, folder: Path) -> nn.Module:
         ConfigError: PEFT is not installed, or cannot read or merge the adapter.
         DataError: the tensors in the file are not exactly the adapter's.
     """
-    from .loading import require_clean
+    from safetensors import SafetensorError
+
+    from .loading import require_clean, unreadable
 
     peft = _peft()
     try:
@@ -82,6 +84,8 @@ def merge_adapter(model: nn.Module, folder: Path) -> nn.Module:
         return adapted.merge_and_unload()
     except SeqParError:
         raise
+    except SafetensorError as error:
+        raise unreadable(folder, error) from error
     except (OSError, ValueError, TypeError, AttributeError, RuntimeError) as error:
         raise ConfigError(
             f"--model {folder}: the adapter cannot be merged into its base model: {first_line(error)}"

@@ -52,8 +52,8 @@ def load_model(
     path = _require_config(folder)
     try:
         config = AutoConfig.from_pretrained(path)
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"--model {path}: {first_line(error)}") from error
+    except (OSError, ValueError, SafetensorError) as error:
+        raise unreadable(folder, error) from error
     autos = (AutoModelForImageTextToText, AutoModelForCausalLM, AutoModel)
     cls = next((auto._model_mapping[type(config)] for auto in autos if type(config) in auto._model_mapping), None)
     if cls is None:
@@ -62,11 +62,12 @@ def load_model(
     try:
         return load_clean(cls.from_pretrained, path, f"--model {path}", config=config, dtype=dtype, **options)[0]
     except (OSError, SafetensorError, RuntimeError) as error:
-        raise ConfigError(f"--model {path}: {first_line(error)}") from error
+        raise unreadable(folder, error) from error
 
 
 def load_processor(path: str) -> Any:
     """Load the processor of a model directory, or of an adapter's base model; raise ConfigError if it has none."""
+    from safetensors import SafetensorError
     from transformers import AutoProcessor
 
     folders = model_directories(path)
@@ -76,6 +77,8 @@ def load_processor(path: str) -> Any:
     path = str((own or folders)[0])
     try:
         return AutoProcessor.from_pretrained(path)
+    except SafetensorError as error:
+        raise unreadable(Path(path), error) from error
     except (OSError, ValueError, ImportError) as error:
         reason = first_line(error) if own else f"it has neither {' nor '.join(files)}, as checkpoints of a training"
         raise ConfigError(f"--model {path}: no processor can be loaded: {reason}") from error
@@ -147,6 +150,22 @@ def config_files(path: str) -> list[Path]:
 def weight_files(folder: Path) -> list[Path]:
     """Return the weight files of a model directory, safetensors or pickled."""
     return sorted([*folder.glob("*.safetensors"), *folder.glob("pytorch_model*.bin")])
+
+
+def unreadable(folder: Path, error: Exception) -> ConfigError:
+    """Return the error about a directory that could not be loaded; it names a damaged safetensors file, if one is."""
+    from safetensors import SafetensorError, safe_open
+
+    for file in sorted(folder.glob("*.safetensors")):
+        try:
+            with safe_open(file, framework="pt"):
+                pass
+        except (OSError, SafetensorError) as fault:
+            return ConfigError(
+                f"--model {folder}: {file.name} ({file.stat().st_size:,} bytes) is not a complete safetensors file "
+                f"({first_line(fault)}); download or copy it again"
+            )
+    return ConfigError(f"--model {folder}: {first_line(error)}")
 
 
 def model_directories(path: str) -> list[Path]:

@@ -26,6 +26,7 @@ from mllm_seqpar.errors import ConfigError
 from mllm_seqpar.inference.conversation import Conversation, OnText, Reply
 from mllm_seqpar.inference.generation import Sampling
 from mllm_seqpar.inference.model_loading import load_patched, model_files_digest
+from mllm_seqpar.inference.stored_features import FRAME_OPTIONS
 from mllm_seqpar.models.loading import load_processor
 
 from .arguments import ServingOptions
@@ -40,7 +41,7 @@ class MediaFile:
         path: the same file on all ranks.
         version: changes with the contents of the file.
         name: what the user calls it, for messages.
-        fps, num_frames, max_frames: the sampling of a video.
+        fps, num_frames, max_frames, start, end: the sampling of a video; see `plan_frames`.
     """
 
     kind: str
@@ -50,6 +51,8 @@ class MediaFile:
     fps: float | None = None
     num_frames: int | None = None
     max_frames: int | None = None
+    start: float | None = None
+    end: float | None = None
 
     @classmethod
     def of(cls, kind: str, path: str, *, name: str = "", **sampling: Any) -> MediaFile:
@@ -65,7 +68,7 @@ class MediaFile:
         if self.kind == "image":
             return family.image_source(self.path)
         try:
-            return VideoSource.open(self.path, fps=self.fps, num_frames=self.num_frames, max_frames=self.max_frames)
+            return VideoSource.open(self.path, **{name: getattr(self, name) for name in FRAME_OPTIONS})
         except ImportError as error:  # the message says what to install
             raise ConfigError(str(error)) from error
 

@@ -23,6 +23,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
+from transformers.trainer_callback import PrinterCallback, ProgressCallback
 from transformers.trainer_utils import EvalLoopOutput
 
 from mllm_seqpar._logging import get_logger
@@ -36,6 +37,7 @@ from .checkpoint_clock import CheckpointClock
 from .data_loader import ShardedDataLoader
 from .resume import RunLayout
 from .sample_order import SampleOrder
+from .terminal_log import TerminalLog
 from .trainer import SeqParTrainer
 
 _log = get_logger(__name__)
@@ -76,6 +78,12 @@ class FineTuneTrainer(SeqParTrainer):
         self.model_accepts_loss_kwargs = True  # or Trainer divides the loss by the number of micro-batches once more
         self.clock = CheckpointClock(deciding, save_minutes, stop_after)
         self.add_callback(self.clock)
+        for callback in (PrinterCallback, ProgressCallback):
+            self.remove_callback(callback)
+        self.add_callback(TerminalLog())
+
+    def init_hf_repo(self, *args: Any, **kwargs: Any) -> None:
+        """Do nothing: the repository exists (see `hub_upload`)."""
 
     def _reader(self, dataset: ChatDataset, comm: Any) -> BatchReader:
         patch = patch_of(self.model)
@@ -109,7 +117,9 @@ class FineTuneTrainer(SeqParTrainer):
 
     def get_batch_samples(self, epoch_iterator: Iterator[Any], num_batches: int, device: Any) -> tuple[list, Tensor]:
         """Return the micro-batches of a step and the number of their target tokens over all groups."""
-        batches = list(itertools.islice(self._saving_at_errors(epoch_iterator), num_batches))
+        assert self._throughput is not None
+        with self._throughput.data_wait():
+            batches = list(itertools.islice(self._saving_at_errors(epoch_iterator), num_batches))
         targets = torch.stack([_targets(batch) for batch in batches]).sum()
         total = self.accelerator.reduce(targets.to(device), "sum")
         return batches, total // self.sequence_parallel_size

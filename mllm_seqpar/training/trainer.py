@@ -206,6 +206,11 @@ class SeqParMixin(_Base):
         with self._throughput.step(inputs):
             return super().training_step(model, inputs, *args, **kwargs)
 
+    def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
+        assert self._throughput is not None
+        with self._throughput.data_wait():
+            return super().get_batch_samples(*args, **kwargs)
+
     def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
         assert self._throughput is not None
         with self._throughput.pause():

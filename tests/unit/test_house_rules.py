@@ -42,14 +42,14 @@ THIRD_PARTY = {
     "cli": {"matplotlib", "safetensors", "tqdm", "transformers", "yaml"},
     "inference": {"lmms_eval", "transformers"},
     "serving": {"fastapi", "pydantic", "python_multipart", "starlette", "transformers", "uvicorn"},
-    "training": {"accelerate", "peft", "transformers", "yaml"},
+    "training": {"accelerate", "huggingface_hub", "matplotlib", "peft", "transformers", "yaml"},
     "patches": {"numpy", "PIL", "tokenizers", "transformers", "open_flamingo"},
 }
 """What a part may import besides torch and the standard library. Parts that are not listed may import nothing else."""
 
 LAZY = {("patching", "mllm_seqpar.planner.auto"), ("families", "mllm_seqpar.patches"), ("patches", "mllm_seqpar")}
 LAZY |= {("models", "mllm_seqpar.data.sources")}  # processors decode video files as the commands do
-LAZY |= {("__main__", "mllm_seqpar"), ("cli", "mllm_seqpar")}  # the version
+LAZY |= {("__main__", "mllm_seqpar"), ("cli", "mllm_seqpar"), ("training", "mllm_seqpar")}  # the version
 """Imports inside functions that connect a part with one above it, and names that the package loads on first use."""
 
 NO_TORCH = {"errors", "schedules"}

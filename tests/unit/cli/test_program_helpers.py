@@ -97,6 +97,7 @@ def test_hyphens_in_names_are_accepted_and_values_are_left_alone(capsys: pytest.
         (("--name", "a", "--rate", "fast"), "argument --rate: invalid float value: 'fast'"),
         (("--name", "a", "--count", "0"), "--count: 0 is not allowed; give more than 0"),
         (("--name", "a", "--coun", "1"), r"unrecognized arguments: --coun 1 \(did you mean --count\?\)"),
+        (("--nam", "a"), r"unrecognized arguments: --nam a \(did you mean --name\?\)"),
         (("--name", "a", "--name", "a"), "--name is given twice; give it once"),
         (("--name=a", "--loud", "--no-loud"), "--no_loud is given twice"),
     ],

@@ -29,6 +29,7 @@ def trainer(tmp_path: Path, model: Any = None, args: Any = (), **given: Any) -> 
         ({"sequence_parallel_size": "1"}, "sequence_parallel_size='1' is not an int"),
         ({"args": {"average_tokens_across_devices": False}}, "average_tokens_across_devices=False divides"),
         ({"args": {"accelerator_config": {"dispatch_batches": True}}}, "dispatch_batches=True lets rank 0 read"),
+        ({"args": {"fsdp": True}}, "fsdp=True has no effect on CPU, .* launch with a configuration such as"),
         ({"args": {"use_liger_kernel": True}}, "use_liger_kernel=True replaces the forward"),
     ],
 )
@@ -43,6 +44,13 @@ def test_processes_that_would_train_alone_are_refused(tmp_path: Path, monkeypatc
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(ConfigError, match=r"started 2 processes, but TrainingArguments set up 1 .*pass use_cpu=True"):
         SeqParTrainer(model=tiny_model("per_head"), args=args, sequence_parallel_size=2)
+
+
+def test_fsdp1_is_refused_on_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
+    monkeypatch.setenv("FSDP_VERSION", "1")
+    with pytest.raises(ConfigError, match="SeqParTrainer: the launch configuration has fsdp_version: 1; set"):
+        trainer(tmp_path)
 
 
 def test_deepspeed_is_refused_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
