@@ -16,6 +16,7 @@ from typing import Any
 
 from mllm_seqpar.data.chat import ChatDataset, ChatSample, collate
 from mllm_seqpar.data.chat_format import media_parts
+from mllm_seqpar.data.decoding import DECODER_HELP, check_decoding
 from mllm_seqpar.data.formats import DEFAULT_TEMPLATE
 from mllm_seqpar.data.sources import FrameSource, VideoSource
 from mllm_seqpar.errors import ConfigError, DataError, SeqParError
@@ -61,6 +62,9 @@ def _parser() -> Parser:
     text = "report longer videos; default: 3600"
     parser.add_argument("--long", type=float, default=3600.0, metavar="SECONDS", help=text)
     text = "files opened at once; default: the number of processors"
+    text = "threads that decode one video; default: 1, because --workers files are read at once"
+    parser.add_argument("--decode_threads", type=int, metavar="N", help=text)
+    parser.add_argument("--decoder", default="pyav", help=DECODER_HELP)
     parser.add_argument("--workers", type=int, default=os.cpu_count() or 1, help=text)
     return parser
 
@@ -72,6 +76,7 @@ def check(argv: Sequence[str]) -> int:
         value = getattr(args, name)
         if value is not None and not 0 < value < float("inf"):
             raise ConfigError(f"--{name}: {value} is not allowed; give a finite number above 0")
+    check_decoding(args.decode_threads, args.decoder)
     if args.fps and args.num_frames:
         raise ConfigError(f"--fps {args.fps:g} and --num_frames {args.num_frames}: give one of them")
     if args.max_length and not args.model:
@@ -85,6 +90,7 @@ def check(argv: Sequence[str]) -> int:
     for path in args.data:
         names = ("fps", "num_frames", "max_frames", "max_length", "media_root", "template")
         options = {name: getattr(args, name) for name in names}
+        options |= {"threads": args.decode_threads or 1, "decoder": args.decoder}
         dataset = ChatDataset(path, processor, **options, on_bad_media="skip", validate=False)
         totals = Totals()
         for line in check_dataset(dataset, totals, long=args.long, workers=args.workers):

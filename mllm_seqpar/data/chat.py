@@ -123,6 +123,7 @@ class ChatDataset(Dataset[ChatSample]):
             reader of the samples (`training.data_loader`).
         media_root, template: see `formats.open_records` and `formats.to_chat`.
         validate: False leaves the validation of a record to its access.
+        threads, decoder: how videos are decoded, see `read_frames`.
 
     Raises:
         DataError: a malformed record; names its file, its line and the problem.
@@ -141,6 +142,8 @@ class ChatDataset(Dataset[ChatSample]):
         media_root: str | os.PathLike[str] | None = None,
         template: str = DEFAULT_TEMPLATE,
         validate: bool = True,
+        threads: int | None = None,
+        decoder: str = "pyav",
     ) -> None:
         if on_bad_media not in ON_BAD_MEDIA:
             raise ConfigError(f"on_bad_media: {on_bad_media!r} is not allowed; give {' or '.join(ON_BAD_MEDIA)}")
@@ -155,7 +158,8 @@ class ChatDataset(Dataset[ChatSample]):
         self._max_frames = max_frames
         for index in range(len(self.records) if validate else 0):
             self.messages(index, check_files=on_bad_media == "fail")
-        self._open_video = lru_cache(maxsize=65_536)(VideoSource.open)  # probe each video once, not once per epoch
+        # Each video is probed once, not once per epoch.
+        self._open_video = lru_cache(maxsize=65_536)(partial(VideoSource.open, threads=threads, decoder=decoder))
 
     def __len__(self) -> int:
         return len(self.records)

@@ -238,7 +238,7 @@ def _open_video(args: AskArguments, inputs: RunInputs, paths: VideoPaths, rank: 
     source, store, meta = None, None, {}
     if paths.video is not None:
         try:
-            source = VideoSource.open(paths.video, **options)
+            source = VideoSource.open(paths.video, **options, **args.decoding())
         except ImportError as error:  # the message says what to install
             raise ConfigError(str(error)) from error
     if paths.features is not None:
