@@ -150,7 +150,7 @@ class ChatDataset(Dataset[ChatSample]):
         check_template(template)
         self.records = open_records(path, media_root=media_root)
         self.path, self.digest = self.records.path, self.records.digest
-        self.on_bad_media, self._template = on_bad_media, template
+        self.on_bad_media, self._template, self.threads = on_bad_media, template, threads
         self.processor = processor
         self._family = None if processor is None else chat_family(processor)
         self.max_length = max_length
@@ -274,19 +274,25 @@ def load_local_pictures(batch: ChatBatch, slots: range, family: ChatFamily, *, a
     among them are not decoded; at most `at_once` decoded frames are held in addition to the result.
     """
     numbers = [batch.text.slots[slot] for slot in slots]
-    real = [number for number in numbers if number >= 0]
-    frames = range(real[0], real[-1] + 1) if real else range(0)  # consecutive: only padding is between them
-    parts = [family.pixels(decoded) for decoded in _decode(batch, frames, at_once)]
-    if not parts:
-        parts = [family.pixels(torch.empty(0, 3, 1, 1, dtype=torch.uint8))]
-    pictures = tuple(torch.cat(columns) for columns in zip(*parts, strict=True))
-    if len(real) == len(numbers):
-        return pictures
-    positions = torch.tensor([index for index, number in enumerate(numbers) if number >= 0], dtype=torch.long)
-    padded = tuple(x.repeat(len(numbers), *[1] * (x.dim() - 1)) for x in family.blank())
-    for target, x in zip(padded, pictures, strict=True):
-        target[positions] = x.to(target.dtype)
-    return padded
+    real = torch.tensor([index for index, number in enumerate(numbers) if number >= 0], dtype=torch.long)
+    if not len(real):
+        blank = family.blank() if numbers else family.pixels(torch.empty(0, 3, 1, 1, dtype=torch.uint8))
+        return tuple(x.repeat(len(numbers), *[1] * (x.dim() - 1)) if numbers else x for x in blank)
+    frames = range(numbers[real[0]], numbers[real[-1]] + 1)  # consecutive: only padding is between them
+    pictures: tuple[Tensor, ...] = ()
+    done = 0
+    for decoded in _decode(batch, frames, at_once):
+        part = family.pixels(decoded)
+        if not pictures:
+            pictures = tuple(x.new_empty(len(numbers), *x.shape[1:]) for x in part)
+            if len(real) < len(numbers):
+                for target, x in zip(pictures, family.blank(), strict=True):
+                    target[:] = x
+        positions = real[done : done + len(decoded)]
+        for target, x in zip(pictures, part, strict=True):
+            target[positions] = x
+        done += len(decoded)
+    return pictures
 
 
 def _decode(batch: ChatBatch, frames: range, at_once: int) -> Iterator[Tensor]:

@@ -67,6 +67,9 @@ class ModelAndData(CommandOptions):
     max_frames: int | None = option("maximum number of frames per video, evenly spaced; default: no limit", None)
     decode_threads: int | None = option(THREADS_HELP, None)
     decoder: str = option(DECODER_HELP, "pyav")
+    read_ahead_gib: float = option(
+        "frames of the following samples that a rank reads ahead, in GiB of host memory", 4.0
+    )
     max_length: int | None = option("maximum number of text tokens per sample; longer samples are refused", None)
     on_bad_media: str = option("fail, or skip: train on the next sample instead of one whose media are broken", "fail")
     global_batch_size: int | None = option(
@@ -95,6 +98,7 @@ class ModelAndData(CommandOptions):
             if not getattr(self, name):
                 raise ConfigError(f"--{name} is missing; --help lists the options")
         self._require_positive("fps", "max_frames", "max_length", "global_batch_size", "stop_after", "lora_r")
+        self._require_positive("read_ahead_gib")
         check_decoding(self.decode_threads, self.decoder)
         self._require("save_minutes", self.save_minutes >= 0, "0 or more")
         self._require("on_bad_media", self.on_bad_media in ON_BAD_MEDIA, f"one of {', '.join(ON_BAD_MEDIA)}")

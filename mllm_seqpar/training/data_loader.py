@@ -32,6 +32,12 @@ class ShardedBatch:
     processor: Any
     group: Any
 
+    @property
+    def frame_bytes(self) -> int:
+        """The bytes of this rank's frames, as `inputs` returns them."""
+        local = len(frame_range(len(self.chat.text.slots), self.group))
+        return local * sum(x.nbytes for x in chat_family(self.processor).blank()) if local else 0
+
     def inputs(self, device: torch.device) -> dict[str, Any]:
         """Decode this rank's frames and return the arguments of the model's forward, including labels, on `device`."""
         family = chat_family(self.processor)

@@ -221,7 +221,7 @@ def _open_data(options: FineTuneOptions) -> tuple[FineTuneData, Path | None, dic
     last = last_step(args, order)
     if run.stop_after is not None and not done < run.stop_after <= last:
         raise ConfigError(f"--stop_after {run.stop_after}: the steps of this run are {done + 1} to {last}; give one")
-    data = FineTuneData(processor, training, evaluation, order, data_digest(training))
+    data = FineTuneData(processor, training, evaluation, order, data_digest(training), int(run.read_ahead_gib * 2**30))
     facts = {"training data": data.digest, "evaluation data": evaluation and data_digest(evaluation)}
     return data, checkpoint, facts | {"checkpoint": checkpoint, "model's weights": model_digest(str(run.model))}
 

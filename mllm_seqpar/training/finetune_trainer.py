@@ -4,7 +4,7 @@ It changes the following of `SeqParTrainer`:
 
 - Batches come from `TrainingBatches`: each rank decodes only its own frames, the order does not depend on the number of
   processes, and bad media are replaced or raised on all ranks. `Trainer` counts the tokens of a step before its first
-  forward pass, so the frames of all micro-batches of a step, and of the next, are in host memory.
+  forward pass, so the frames of all micro-batches of a step are in host memory, and those that are read ahead.
 - The loss is the mean over the target tokens of the step for every family: `Trainer` counts tokens only if a model's
   forward takes `num_items_in_batch`. That of an evaluation is the mean over its target tokens, for any batch size.
 - A loss or gradient that is not finite is an error before the parameters are updated.
@@ -32,7 +32,7 @@ from mllm_seqpar.errors import DataError, TransferError
 from mllm_seqpar.integrations.accelerate.fsdp2 import reshard
 from mllm_seqpar.patching import patch_of
 
-from .batches import BatchReader, EpochBatches, EvaluationBatches, reader_communicator
+from .batches import READ_AHEAD_BYTES, BatchReader, EpochBatches, EvaluationBatches, reader_communicator
 from .checkpoint_clock import CheckpointClock
 from .data_loader import ShardedDataLoader
 from .resume import RunLayout
@@ -52,6 +52,7 @@ class FineTuneData:
         training, evaluation: the data sets; the second may be None.
         order: of the training samples.
         digest: of the training data.
+        ahead_bytes: the most bytes of frames that a rank reads ahead.
     """
 
     processor: Any
@@ -59,6 +60,7 @@ class FineTuneData:
     evaluation: ChatDataset | None
     order: SampleOrder
     digest: str
+    ahead_bytes: int = READ_AHEAD_BYTES
 
 
 class FineTuneTrainer(SeqParTrainer):
@@ -89,7 +91,7 @@ class FineTuneTrainer(SeqParTrainer):
         patch = patch_of(self.model)
         assert patch is not None
         loader = ShardedDataLoader(dataset, self.data.processor, patch.context.comm)
-        return BatchReader(loader, comm, self.sequence_parallel_size)
+        return BatchReader(loader, comm, self.sequence_parallel_size, self.data.ahead_bytes)
 
     @property
     def _sample_group(self) -> int:
