@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from numbers import Integral
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -41,6 +42,33 @@ class FrameShard:
                 f"FrameShard: start={self.start}, stop={self.stop}, total={self.total}; "
                 "needs 0 <= start <= stop <= total"
             )
+
+
+class HostFrames:
+    """Frames, or visual features, that stay in host memory until the patched model moves this rank's, some at a time.
+
+    FSDP2, DDP, accelerate and `Trainer` move the tensors among the arguments of a model to its device, and the root of
+    FSDP2 casts them under a mixed-precision policy: all frames of a rank at once, and the whole of a mapped file. They
+    pass on an object of this class as it is::
+
+        model(**text, image_embeds=HostFrames(features), visual_shard=shard)
+
+    `SeqParTrainer` makes them of the frames that the data collator returns.
+    """
+
+    # A dataclass, or a class with a method `to`, would be taken apart or moved.
+    __slots__ = ("tensor",)
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor = tensor
+
+    def __repr__(self) -> str:
+        return f"HostFrames({self.tensor.dtype}, {tuple(self.tensor.shape)} on {self.tensor.device})"
+
+
+def tensor_of(value: Any) -> Any:
+    """Return the tensor of a `HostFrames`, and any other value unchanged."""
+    return value.tensor if isinstance(value, HostFrames) else value
 
 
 def _is_count(value: object) -> bool:

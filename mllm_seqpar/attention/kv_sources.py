@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from .call_spec import CallSpec
 
@@ -19,6 +19,10 @@ class KVSource(Protocol):
     @property
     def spec(self) -> CallSpec:
         """How the group attends to these keys."""
+
+    @property
+    def modules(self) -> Sequence[nn.Module]:
+        """The modules that `keys_values` and `input_grads` compute with; none if k and v exist."""
 
     def inputs(self) -> Sequence[Tensor]:
         """Return the tensors that k and v are computed from and that may require gradients; always as many."""
@@ -51,6 +55,7 @@ class GivenKV:
     spec: CallSpec
     k: Tensor
     v: Tensor
+    modules: Sequence[nn.Module] = ()
 
     def inputs(self) -> Sequence[Tensor]:
         return self.k, self.v

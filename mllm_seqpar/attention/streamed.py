@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from mllm_seqpar.comm import Communicator, Recv, Send
 from mllm_seqpar.masks import FrameBlockMasks, FrameMask, Rectangle, RowSubset
@@ -48,6 +48,11 @@ class StreamedKV(ABC):
     """A KV source (`kv_sources.KVSource`) whose k and v never exist as a whole. Its masks are a `FrameBlockMasks`."""
 
     spec: CallSpec
+
+    @property
+    def modules(self) -> Sequence[nn.Module]:
+        """Return the modules that the chunks are computed with; none if k and v are stored."""
+        return ()
 
     @abstractmethod
     def inputs(self) -> Sequence[Tensor]:

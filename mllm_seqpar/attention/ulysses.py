@@ -8,9 +8,8 @@ is plain Ulysses. A KV head is sent only to the ranks whose query heads use it (
 
 Forward sends Q, K, V and O, backward dO, dQ, dK and dV. These are complete and therefore sent in the inputs' dtype,
 except dK and dV of a KV head that several ranks use: those are partial sums, sent in the dtype of the inputs too or in
-the accumulation dtype (`CallSpec.straight_dtype`). The
-tensors saved for backward are head-sharded too, and as large as row-sharded ones. Causal rows are put in the order of
-the text, in which their mask is few and large rectangles.
+the accumulation dtype (`CallSpec.straight_dtype`). The tensors saved for backward are head-sharded too, and as large as
+row-sharded ones. Causal rows are put in the order of the text, in which their mask is few and large rectangles.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from mllm_seqpar.comm import Communicator, Recv, Send, Subgroup
@@ -243,6 +242,10 @@ class HeadShardedKV:
     @property
     def spec(self) -> CallSpec:
         return self.layout.spec
+
+    @property
+    def modules(self) -> Sequence[nn.Module]:
+        return self.source.modules
 
     def inputs(self) -> Sequence[Tensor]:
         return self.source.inputs()

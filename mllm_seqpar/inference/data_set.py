@@ -35,8 +35,11 @@ _SETTINGS = "fps num_frames max_frames max_new_tokens temperature top_p seed cho
 """Options on which an answer depends; strategies, kernels and numbers of ranks change it by rounding at most."""
 
 
-def answer_data_set(args: AskArguments, world: Communicator, device: torch.device) -> None:
+def answer_data_set(args: AskArguments, world: Communicator, device: torch.device) -> int:
     """Answer the questions of `args.questions` that `args.output` has no answer to. Every rank calls this.
+
+    Returns:
+        On rank 0, the number of questions without an answer; on the other ranks, 0.
 
     Raises:
         SeqParError: on all ranks, if the questions, the model or the output cannot be used.
@@ -52,7 +55,7 @@ def answer_data_set(args: AskArguments, world: Communicator, device: torch.devic
             answerer = Answerer(args, model, processor, questions, ranks.group)
             _answer_all(answerer, mine, file, ranks, args.progress)
         check_collectively(ranks.end, "output", file.close_part)
-        check_collectively(ranks.end, "output", lambda: _finish(file, questions, ranks))
+        return check_collectively(ranks.end, "output", lambda: _finish(file, questions, ranks))
 
 
 class Answerer:
@@ -147,10 +150,10 @@ def _answer_all(
                     bar.update()
 
 
-def _finish(file: AnswerFile, questions: QuestionSet, ranks: RankGroups) -> None:
-    """Write the answers in the order of the questions, and report them; on rank 0."""
+def _finish(file: AnswerFile, questions: QuestionSet, ranks: RankGroups) -> int:
+    """Write the answers in the order of the questions, and report them, on rank 0; return the number of errors."""
     if ranks.world.rank:
-        return
+        return 0
     lines = file.finish()
     faults = [line for line in lines if "error" in line]
     if any("log_likelihoods" in line for line in lines):
@@ -161,6 +164,8 @@ def _finish(file: AnswerFile, questions: QuestionSet, ranks: RankGroups) -> None
         text += f"; without a video or picture, which their records do not name: {blind}"
     if faults:
         text += f"; errors: {len(faults)}, the first at {faults[0]['place']}: {faults[0]['error']}"
+        text += "; the same command asks these questions again"
     if faults and len(faults) == len(lines):
         raise DataError(text)
     print(text, file=sys.stderr, flush=True)  # noqa: T201 - standard output has only results
+    return len(faults)

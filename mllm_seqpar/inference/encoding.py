@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from mllm_seqpar.comm import Group, as_communicator
+from mllm_seqpar.comm import Group, transfer_communicator
 from mllm_seqpar.comm.agreement import raise_on_all_ranks
 from mllm_seqpar.data.chat_family import ChatFamily, chat_family
 from mllm_seqpar.data.prefetch import read_ahead
@@ -91,7 +91,7 @@ def encode_video(
         VideoError: if this rank's part of the video cannot be read.
         AgreementError: if another rank's part cannot be read; its message is quoted.
     """
-    comm = as_communicator(group)
+    comm = transfer_communicator(group)
     if batch < 1:
         raise ConfigError(f"batch: {batch} is not allowed; give 1 or more")
     family = chat_family(processor)

@@ -26,7 +26,7 @@ from lmms_eval.api.model import lmms
 
 from mllm_seqpar.cli.launch import use_cuda
 from mllm_seqpar.cli.progress import progress_bar
-from mllm_seqpar.comm import as_communicator
+from mllm_seqpar.comm import transfer_communicator
 from mllm_seqpar.comm.agreement import check_collectively
 from mllm_seqpar.data.chat_family import chat_family
 from mllm_seqpar.data.chat_format import media_parts
@@ -92,7 +92,7 @@ class SimpleSeqParModel(lmms):
             raise ConfigError(f"--model_args: {unknown[0]!r} is unknown; choose from {', '.join(sorted(known))}")
         kind = (device or "auto").partition(":")[0]
         self.options = InferenceOptions(**{"device": kind, **options}, model=pretrained)
-        cuda, world = use_cuda(self.options.device), as_communicator(None)
+        cuda, world = use_cuda(self.options.device), transfer_communicator(None)
         self.device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if cuda else torch.device("cpu")
         ranks = divide_ranks(world, self.options.sp, self.options.timeout)
         self.processor, _ = check_collectively(

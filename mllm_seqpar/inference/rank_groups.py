@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from mllm_seqpar.cli.launch import collective_timeout
-from mllm_seqpar.comm import Communicator, ProcessGroupCommunicator, Subgroup, as_communicator
+from mllm_seqpar.comm import Communicator, ProcessGroupCommunicator, Subgroup, as_communicator, transfer_communicator
 from mllm_seqpar.comm.agreement import attempt, raise_on_all_ranks
 from mllm_seqpar.errors import AgreementError, ConfigError, DataError, SeqParError, VideoError, first_line
 
@@ -62,7 +62,7 @@ def divide_ranks(world: Communicator, size: int | None = None, timeout: float | 
     limit = collective_timeout(timeout, world.device.type == "cuda")
     groups = [dist.new_group([*ranks], timeout=limit) for ranks in members]  # each rank creates all of them
     end = dist.new_group(backend="gloo", timeout=_LONGEST_WAIT)
-    return RankGroups(world, as_communicator(groups[index]), index, len(members), as_communicator(end))
+    return RankGroups(world, transfer_communicator(groups[index]), index, len(members), as_communicator(end))
 
 
 def tried(group: Communicator, what: str, step: Callable[[], T]) -> tuple[T | None, str | None]:

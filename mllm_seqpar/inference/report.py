@@ -7,10 +7,10 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass
-from pathlib import Path
 
 import torch
 
+from mllm_seqpar.cli.outputs import write_text
 from mllm_seqpar.cli.progress import progress_bar
 
 from .generation import Answer
@@ -99,4 +99,4 @@ class Report:
             "generate": round(sum(a.decode_seconds for a in answers), 4),
         }
         values = asdict(self) | {"seconds": seconds, "answers": rows}
-        Path(path).write_text(json.dumps(values, indent=1) + "\n")
+        write_text(path, json.dumps(values, indent=1) + "\n")

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from mllm_seqpar.cli.outputs import require_writable
 from mllm_seqpar.cli.progress import peak_memory
 from mllm_seqpar.comm import Communicator
 from mllm_seqpar.comm.agreement import check_collectively, raise_on_all_ranks
@@ -92,11 +93,14 @@ class VideoInput:
         return facts
 
 
-def ask_videos(args: AskArguments, comm: Communicator, device: torch.device) -> None:
+def ask_videos(args: AskArguments, comm: Communicator, device: torch.device) -> int:
     """Answer each question about each video on the ranks of `comm`: open, load, encode, answer, report.
 
+    Returns:
+        The number of videos that cannot be used, while others are answered; the same on every rank.
+
     Raises:
-        VideoError: on all ranks, after the other videos are answered, if one of several cannot be used.
+        VideoError: on all ranks, if no video can be used.
     """
     times = StageTimes(device)
     with times.measure("open"):
@@ -111,8 +115,12 @@ def ask_videos(args: AskArguments, comm: Communicator, device: torch.device) -> 
             run.ask(video, model)
         run.report(model)
     if run.faults:
-        count = f"{len(run.faults)} of {len(inputs.videos)} videos cannot be used"
-        raise_on_all_ranks(comm, "videos", VideoError(f"{count}; the first: {run.faults[0]}"))
+        text = f"{len(run.faults)} of {len(inputs.videos)} videos cannot be used; the first: {run.faults[0]}"
+        if len(run.faults) == len(inputs.videos):
+            raise_on_all_ranks(comm, "videos", VideoError(text))
+        if comm.rank == 0:
+            print(f"error: {text}", file=sys.stderr, flush=True)  # noqa: T201 - standard output has only the answers
+    return len(run.faults)
 
 
 class VideoRun:
@@ -261,7 +269,7 @@ def _create_outputs(args: AskArguments) -> None:
             Path(args.save_features).mkdir(parents=True, exist_ok=True)
         if args.report is not None:
             Path(args.report).parent.mkdir(parents=True, exist_ok=True)
-            Path(args.report).touch()
+            require_writable("report", args.report)
         if args.evidence_html is not None:
             Path(args.evidence_html).parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:

@@ -41,7 +41,6 @@ def load_model(
         DataError: the checkpoint's weights are not exactly the model's.
     """
     from safetensors import SafetensorError
-    from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForImageTextToText
 
     folder = Path(local_directory(path))
     if device_map is not None or more:
@@ -49,6 +48,24 @@ def load_model(
     base = base_of_adapter(folder)
     if base is not None:
         return merge_adapter(load_model(str(base), dtype), folder).eval()
+    config, cls = model_class(folder)
+    path = str(folder)
+    options: dict[str, Any] = more if device_map is None else {"device_map": device_map, **more}
+    try:
+        return load_clean(cls.from_pretrained, path, f"--model {path}", config=config, dtype=dtype, **options)[0]
+    except (OSError, SafetensorError, RuntimeError) as error:
+        raise unreadable(folder, error) from error
+
+
+def model_class(folder: Path) -> tuple[Any, Any]:
+    """Return the config of a model directory, and the class that transformers registers for it.
+
+    Raises:
+        ConfigError: there is no config, it cannot be read, or its type is unknown.
+    """
+    from safetensors import SafetensorError
+    from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForImageTextToText
+
     path = _require_config(folder)
     try:
         config = AutoConfig.from_pretrained(path)
@@ -58,11 +75,7 @@ def load_model(
     cls = next((auto._model_mapping[type(config)] for auto in autos if type(config) in auto._model_mapping), None)
     if cls is None:
         raise ConfigError(f"--model {path}: no model class is registered for {type(config).__name__}")
-    options: dict[str, Any] = more if device_map is None else {"device_map": device_map, **more}
-    try:
-        return load_clean(cls.from_pretrained, path, f"--model {path}", config=config, dtype=dtype, **options)[0]
-    except (OSError, SafetensorError, RuntimeError) as error:
-        raise unreadable(folder, error) from error
+    return config, cls
 
 
 def load_processor(path: str) -> Any:

@@ -20,6 +20,7 @@ from mllm_seqpar.config import SeqParConfig
 from mllm_seqpar.errors import AdapterError, ConfigError
 from mllm_seqpar.kernels.registry import kernel_by_name
 from mllm_seqpar.runtime.context import SeqParContext
+from mllm_seqpar.runtime.fsdp_units import refuse_fsdp1
 from mllm_seqpar.runtime.strategy_selector import StrategySelector
 
 from .changes import Patch
@@ -90,6 +91,7 @@ def patch_model(
         context = SeqParContext(comm, _resolve_config(strategy, config, options), assumed_alone=assumed_alone)
         context.config.check_ranks(comm.size)
         adapter, inner = find_adapter(model)
+        refuse_fsdp1(model)
         if (patched := vars(inner).get(_ATTRIBUTE)) is not None:
             raise AdapterError(
                 f"patch_model: this {type(inner).__name__} is patched already; to change its options, call "

@@ -5,16 +5,17 @@ without a cache. In a replicated pass each rank has all text and its own frames:
 is prefilled in a sharded pass with a cache: the K and V of text and frames stay on their ranks, and the later,
 replicated passes attend to them there.
 
-The state is a plain object rather than a container of tensors, so that FSDP, checkpointing and autocast pass it on
-unchanged, and it is not stored on a module, so that recomputation in backward uses the state of its own forward pass.
+The state is neither a dataclass nor another container that FSDP, checkpointing or device placement traverse: they would
+cast its tensors in every layer, and lead the gradients of the features through all of them. It is not stored on a
+module, so that recomputation in backward uses the state of its own forward pass.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -30,18 +31,18 @@ from mllm_seqpar.masks import BlockMasks, FrameBlockMasks, FrameMask
 from .attention_record import RowRecorder
 from .context import SeqParContext
 from .frame_state import FrameState
+from .fsdp_units import call_within, units_among
 from .kv_projection import Projection
 from .offload_cache import HostKVCache
 from .strategy_selector import CROSS, CROSS_MESH, SELF, SELF_MESH, CandidateStrategies, SelectedStrategy, selected_spec
 from .text_kv_cache import CachedTextMask
 from .text_shards import TextShards
-from .visual_features import VisualKVCache, project_all
+from .visual_features import VisualKVCache, project_all, project_whole
 
 MAX_TEXT_MASK = 1 << 24
 """On one process, torch's own attention takes a mask (B, L, L) of at most this many entries for padded text."""
 
 
-@dataclass(frozen=True)
 class ForwardState:
     """The state that all layers of one forward pass share.
 
@@ -58,26 +59,25 @@ class ForwardState:
         recorder: stores a row of each cross-attention layer, in a pass whose attention to frames is recorded.
     """
 
-    context: SeqParContext
-    text: TextShards | None = None
-    frames: FrameState | None = None
-    frame_mask: FrameMask | None = None
-    units_per_frame: int = 1
-    rows: Mapping[str, Tensor] = field(default_factory=dict)
-    visual_cache: VisualKVCache | None = None
-    cached_text: CachedTextMask | None = None
-    tokens: int | None = None
-    recorder: RowRecorder | None = None
-
-    @cached_property
-    def _specs(self) -> dict[Hashable, CallSpec]:
-        """The call specs of this pass; not a field, because FSDP copies dataclasses field by field."""
-        return {}
-
-    @cached_property
-    def _prepared(self) -> dict[Hashable, PreparedAttention]:
-        """The prepared calls of this pass, by the shapes that they are for."""
-        return {}
+    def __init__(
+        self,
+        context: SeqParContext,
+        *,
+        text: TextShards | None = None,
+        frames: FrameState | None = None,
+        frame_mask: FrameMask | None = None,
+        units_per_frame: int = 1,
+        rows: Mapping[str, Tensor] | None = None,
+        visual_cache: VisualKVCache | None = None,
+        cached_text: CachedTextMask | None = None,
+        tokens: int | None = None,
+        recorder: RowRecorder | None = None,
+    ) -> None:
+        self.context, self.text, self.frames, self.tokens, self.recorder = context, text, frames, tokens, recorder
+        self.frame_mask, self.units_per_frame, self.cached_text = frame_mask, units_per_frame, cached_text
+        self.rows, self.visual_cache = rows or {}, visual_cache
+        self._specs: dict[Hashable, CallSpec] = {}
+        self._prepared: dict[Hashable, PreparedAttention] = {}  # by the shapes that they are for
 
     @cached_property
     def text_on_one_process(self) -> Literal["", "plain", "masked"]:
@@ -106,7 +106,9 @@ class ForwardState:
     def attend(self, q: Tensor, sources: Sequence[KeySource], scale: float) -> Tensor:
         """q (B, H, s, D) -> o (B, H, s, D): one softmax over the keys of all sources on all ranks."""
         comm, config = self.context.comm, self.context.config
-        o, lse = attend(q, sources, comm=comm, scale=scale, kernel=config.kernel, recompute=config.recompute_attention)
+        options: dict[str, Any] = {"kernel": config.kernel, "recompute": config.recompute_attention}
+        compute = functools.partial(attend, sources=sources, comm=comm, scale=scale, **options)
+        o, lse = call_within(units_among(module for source in sources for module in source.modules), compute, q)
         if self.recorder is not None:
             self.recorder.add_sources(q, sources, lse, scale)
         return o
@@ -133,10 +135,10 @@ class ForwardState:
         assert self.frames is not None
         visual, k, v = self.frames.visual, None, None
         if self.visual_cache is not None:
-            k, v = self.visual_cache.keys_values(layer, project, q.dtype)
+            k, v = self.visual_cache.keys_values(layer, project, modules, q.dtype)
         elif not self.context.config.recompute_visual:
-            k, v = (x.to(q.dtype) for x in project(visual.features, visual.index))
-        spec = self._visual_spec(q, k, project)
+            k, v = project_whole(project, modules, visual.features, visual.index, q.dtype)
+        spec = self._visual_spec(q, k, project, modules)
         if k is None or v is None:
             return visual.source(spec, project, modules, q.dtype)
         return GivenKV(spec, k, v) if self.visual_cache is None else self.visual_cache.source(spec, k, v)
@@ -160,11 +162,11 @@ class ForwardState:
         (q,) = as_attended(q)
         if self.text is None:
             assert self.visual_cache is not None
-            k, v = self.visual_cache.keys_values(layer, project, q.dtype)
+            k, v = self.visual_cache.keys_values(layer, project, modules, q.dtype)
             return self.attend_cached_frames(q, k, v, scale).to(given)
         recomputes = torch.is_grad_enabled() and self.context.config.recompute_visual
         if self.context.comm.size == 1 and not recomputes and not self._offloads:
-            return self._attend_on_one_process(q, project, scale).to(given)
+            return self._attend_on_one_process(q, project, modules, scale).to(given)
         if self.shards_text:
             return self.attend(q, [self.visual_keys(q, layer, project, modules)], scale).to(given)
         # With self_attention="local" the text is replicated, and sharded for this attention only.
@@ -172,18 +174,18 @@ class ForwardState:
         o = self.attend(q, [self.visual_keys(q, layer, project, modules)], scale)
         return self.text.unshard(o, 2).to(given)
 
-    def _attend_on_one_process(self, q: Tensor, project: Projection, scale: float) -> Tensor:
+    def _attend_on_one_process(
+        self, q: Tensor, project: Projection, modules: Sequence[nn.Module], scale: float
+    ) -> Tensor:
         """Return the cross-attention of a layer whose K and V are not computed again in backward."""
         frames = self.frames
         assert frames is not None and isinstance(frames.masks, FrameBlockMasks)
-        features, index = frames.visual.features, frames.visual.index
-        if torch.is_grad_enabled():  # K and V stay, so nothing is saved by projecting in chunks, or by copies
-            k, v = (x.to(q.dtype) for x in project(features, index))
-        else:
-            k, v = project_all(project, features, index, q.dtype)
+        # In grad mode K and V stay, so nothing is saved by projecting in chunks, or by copies.
+        projected = project_whole if torch.is_grad_enabled() else project_all
+        k, v = projected(project, modules, frames.visual.features, frames.visual.index, q.dtype)
         prepared = self._prepare(q, k, frames.masks.masks[0])
         if torch.is_grad_enabled() and not prepared.differentiable:
-            return self.attend(q, [GivenKV(self._visual_spec(q, k, project), k, v)], scale)
+            return self.attend(q, [GivenKV(self._visual_spec(q, k, project, modules), k, v)], scale)
         return prepared.output(q, k, v, scale)
 
     def attend_replicated(self, q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
@@ -300,23 +302,25 @@ class ForwardState:
         masks, lengths = self.text.blocks(window), (self.text.local,) * self.context.comm.size
         return self._spec(name, candidates, masks, lengths, (k.shape[0], heads, *k.shape[2:]), k.shape, k)
 
-    def _visual_spec(self, q: Tensor, k: Tensor | None, project: Projection) -> CallSpec:
+    def _visual_spec(self, q: Tensor, k: Tensor | None, project: Projection, modules: Sequence[nn.Module]) -> CallSpec:
         key = "visual", q.shape, q.dtype, torch.is_grad_enabled()
         spec = self._specs.get(key)
         if spec is None:
-            spec = self._specs[key] = self._new_visual_spec(q, k, project)
+            spec = self._specs[key] = self._new_visual_spec(q, k, project, modules)
         return spec
 
-    def _new_visual_spec(self, q: Tensor, k: Tensor | None, project: Projection) -> CallSpec:
+    def _new_visual_spec(
+        self, q: Tensor, k: Tensor | None, project: Projection, modules: Sequence[nn.Module]
+    ) -> CallSpec:
         assert self.frames is not None
-        frames, config = self.frames, self.context.config
+        frames, visual, config = self.frames, self.frames.visual, self.context.config
         if frames.replicated:
             dtype = accumulation(config.accumulate_dtype, q.dtype)
             return CallSpec((1, 1), frames.masks, frames.key_lengths, dtype, config.overlap)
         candidates = {"auto": CROSS, "mesh": CROSS_MESH}.get(config.strategy)
         if k is None and candidates is not None:
             with torch.no_grad():  # projecting zero frames gives the number of KV heads
-                k = project(frames.visual.features[:0], frames.visual.index[:0])[0]
+                k = project_all(project, modules, visual.features[:0], visual.index[:0], q.dtype)[0]
         # Decoding leaves K and V where they are, also with "replicate".
         name = "lv-xattn" if config.strategy in ("auto", "replicate") else config.strategy
         k_shape = 1, q.shape[1] if k is None else k.shape[1]

@@ -11,7 +11,7 @@ from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from mllm_seqpar.attention.block_math import BlockMath, PartialResult, fold, prepare, unfold
 from mllm_seqpar.attention.call_spec import CallSpec, accumulation
@@ -22,10 +22,11 @@ from mllm_seqpar.masks import FrameMask
 from mllm_seqpar.masks.rectangles import Span
 from mllm_seqpar.sharding import frame_range
 
+from .fsdp_units import call_within, units_among
 from .host_copies import HostCopies
 from .kv_projection import Projection
 from .offload import HostFeatures
-from .visual_features import VisualKVCache, frame_chunks, project_all
+from .visual_features import VisualKVCache, frame_chunks, project_chunks
 
 
 class HostKVCache(VisualKVCache):
@@ -35,7 +36,9 @@ class HostKVCache(VisualKVCache):
         super().__init__(visual, total_frames)
         self._chunks, self._copies = frame_chunks(visual.features), HostCopies(visual.index.device)
 
-    def keys_values(self, layer: Hashable, project: Projection, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    def keys_values(
+        self, layer: Hashable, project: Projection, modules: Sequence[nn.Module], dtype: torch.dtype
+    ) -> tuple[Tensor, Tensor]:
         """Return k and v (1, G, keys of this rank, D) of a layer, views of host memory; its first call projects them.
 
         Raises:
@@ -47,7 +50,7 @@ class HostKVCache(VisualKVCache):
                 "it under torch.no_grad(), or pass use_cache=False"
             )
         if layer not in self.states:
-            stored = self._project(project, dtype)
+            stored = call_within(units_among(modules), lambda: self._project(project, dtype))
             self.states[layer] = stored[0].transpose(0, 1)[None], stored[1].transpose(0, 1)[None]
         return self.states[layer]
 
@@ -58,7 +61,7 @@ class HostKVCache(VisualKVCache):
         stored: list[Tensor] = []
         chunks = self._copies.to_device("features", visual.features, self._chunks)
         for features, chunk in zip(chunks, self._chunks, strict=True):
-            for number, x in enumerate(project_all(project, features.to(visual.dtype), visual.index[chunk], dtype)):
+            for number, x in enumerate(project_chunks(project, features.to(visual.dtype), visual.index[chunk], dtype)):
                 if len(stored) <= number:
                     shape = visual.features.shape[0] * tokens, x.shape[1], x.shape[3]
                     stored.append(self._copies.host_empty(shape, dtype))

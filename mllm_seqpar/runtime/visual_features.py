@@ -11,10 +11,12 @@ example) are at least as large as y, and only one chunk of them is alive at a ti
 from __future__ import annotations
 
 import copy
+import ctypes
 import functools
+import zlib
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -26,7 +28,8 @@ from mllm_seqpar.attention.streamed import StreamedKV
 from mllm_seqpar.errors import ShapeError
 from mllm_seqpar.masks import FrameMask
 
-from .kv_projection import Grads, KVProjection, Projection, autograd_grads, parameters_of
+from .fsdp_units import call_within, units_among
+from .kv_projection import GradientSums, Grads, KVProjection, Projection, autograd_grads, parameters_of
 
 CHUNK_BYTES = 64 << 20
 """The size of the features that are projected at once; it bounds the intermediate results of a projection."""
@@ -90,30 +93,53 @@ def sampled_bits(frames: Tensor) -> Tensor:
     return x[torch.unravel_index(places, x.shape)].float().view(torch.int32)
 
 
-def checksum(*tensors: Tensor | None) -> Tensor:
-    """Return a number that changes if an entry changes or two entries are exchanged."""
-    given = [x.detach().reshape(-1).long() for x in tensors if x is not None]
-    if not given:
-        return torch.zeros((), dtype=torch.long)
-    x = torch.cat(given)
-    weights = torch.arange(1, x.numel() + 1, device=x.device) * 2654435761 % 2147483647
-    return ((x + 1) * weights).sum()
+def checksum(*tensors: Tensor | None) -> int:
+    """Return the CRC-32 of the bytes of tensors on the CPU, one after the other; 0 without any."""
+    number = 0
+    for x in tensors:
+        if x is not None and x.numel():
+            x = x.detach().contiguous()
+            # Not `x.numpy()`, after which the storage cannot be resized: FSDP2 frees gathered parameters in this way.
+            data = (ctypes.c_char * (x.numel() * x.element_size())).from_address(x.data_ptr())
+            number = zlib.crc32(data, number)
+    return number
 
 
-def fingerprint_of(frames: Tensor, number: Tensor | None = None) -> tuple[int, ...]:
-    """Return the shape and a checksum of a sample (`number`, if known), to recognise frames that were passed before."""
-    return (*frames.shape, int(checksum(sampled_bits(frames)) if number is None else number))
+def fingerprint_of(frames: Tensor, sample: Tensor | None = None) -> tuple[int, ...]:
+    """Return the shape of frames and a checksum of their `sampled_bits`, to recognise frames that were passed before.
+
+    `sample` is a copy of the `sampled_bits` on the CPU, if there is one.
+    """
+    return (*frames.shape, checksum(sampled_bits(frames).cpu() if sample is None else sample))
 
 
-def project_all(project: Projection, features: Tensor, index: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def project_all(
+    project: Projection, modules: Sequence[nn.Module], features: Tensor, index: Tensor, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
     """Return k and v (1, G, frames * tokens, D) of all frames, contiguous; differentiable in grad mode.
 
-    Without grad mode, only one chunk of intermediate results is alive at a time, and k and v exist once.
+    Without grad mode, only one chunk of intermediate results is alive at a time, and k and v exist once. `modules` are
+    those that `project` uses.
     """
-    chunks, tokens = frame_chunks(features), features.shape[1]
-    if len(chunks) == 1:
+    return call_within(units_among(modules), lambda x: project_chunks(project, x, index, dtype), features)
+
+
+def project_whole(
+    project: Projection, modules: Sequence[nn.Module], features: Tensor, index: Tensor, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """Return what `project_all` returns, projected all at once, for autograd to save."""
+
+    def compute(features: Tensor) -> tuple[Tensor, Tensor]:
         k, v = project(features, index)
         return k.to(dtype).contiguous(), v.to(dtype).contiguous()
+
+    return call_within(units_among(modules), compute, features)
+
+
+def project_chunks(project: Projection, features: Tensor, index: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    chunks, tokens = frame_chunks(features), features.shape[1]
+    if len(chunks) == 1:
+        return project_whole(project, (), features, index, dtype)
     whole: tuple[Tensor, ...] = ()
     for chunk in chunks:
         parts = [x.to(dtype) for x in project(features[chunk], index[chunk])]
@@ -159,11 +185,13 @@ class VisualKVCache:
         cache.close()
         return cache
 
-    def keys_values(self, layer: Hashable, project: Projection, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    def keys_values(
+        self, layer: Hashable, project: Projection, modules: Sequence[nn.Module], dtype: torch.dtype
+    ) -> tuple[Tensor, Tensor]:
         """Return k and v (1, G, keys of this rank, D) of a layer; its first call projects them, with gradients."""
         if layer not in self.states:
             assert self._visual is not None, f"layer {layer} has not seen the prompt's first pass"
-            self.states[layer] = project_all(project, self._visual.features, self._visual.index, dtype)
+            self.states[layer] = project_all(project, modules, self._visual.features, self._visual.index, dtype)
         return self.states[layer]
 
     def source(self, spec: CallSpec, k: Tensor, v: Tensor) -> GivenKV | StreamedKV:
@@ -231,8 +259,10 @@ class RecomputedKV:
         return RestoredInputs((saved[0], *self._parameters()))
 
     def without_inputs(self) -> RecomputedKV:
-        """Return this source: the features are the one copy that all layers share."""
-        return self
+        """Return this source without the features, which only saved tensors hold while the graph is alive."""
+        return self.of_chunk(
+            replace(self.visual, features=self.visual.features.new_empty(self.visual.index.shape[0], 0, 0)), 0
+        )
 
     def of_chunk(self, visual: VisualFeatures, number: int) -> RecomputedKV:
         """Return the source of a chunk of the frames: with the same projection and autocast mode, and its own seed."""
@@ -253,7 +283,7 @@ class RecomputedKV:
                 inputs.raw_keys = []
                 project = functools.partial(project, raw_keys=inputs.raw_keys)
         with torch.no_grad(), self._forward_mode():
-            return project_all(project, inputs[0], self.visual.index, self.dtype)
+            return project_chunks(project, inputs[0], self.visual.index, self.dtype)
 
     def input_grads(
         self, inputs: Sequence[Tensor], needed: Sequence[bool], dk: Tensor, dv: Tensor
@@ -270,22 +300,19 @@ class RecomputedKV:
         chunk_grads = self._chunk_grads(inputs, needed[0], trained)
         with self._forward_mode():
             if len(chunks) == 1:  # no sums, and no copies
-                d_features, sums = chunk_grads(features, self.visual.index, dk, dv)
-                if needed[0] and d_features is None:
-                    d_features = torch.zeros_like(features)
+                d_features, grads = chunk_grads(features, self.visual.index, dk, dv)
             else:
-                d_features = torch.zeros_like(features) if needed[0] else None
-                sums = [torch.zeros_like(p, dtype=torch.promote_types(p.dtype, torch.float32)) for p in trained]
+                d_features, sums = None, GradientSums(len(trained))
                 for chunk in chunks:
                     keys = slice(chunk.start * tokens, chunk.stop * tokens)
                     of_chunk = features[chunk], self.visual.index[chunk], dk[:, :, keys], dv[:, :, keys]
                     d_part, grads = chunk_grads(*of_chunk)
-                    if d_features is not None and d_part is not None:
+                    if d_part is not None:
+                        d_features = torch.zeros_like(features) if d_features is None else d_features
                         d_features[chunk] = d_part
-                    for total, grad in zip(sums, grads, strict=True):
-                        if total is not None and grad is not None:
-                            total += grad
-        done = (torch.zeros_like(p) if x is None else x.to(p.dtype) for p, x in zip(trained, sums, strict=True))
+                    sums.add(grads)
+                grads = sums.totals
+        done = (None if x is None else x.to(p.dtype) for p, x in zip(trained, grads, strict=True))
         return [d_features, *(next(done) if need else None for need in needed[1:])]
 
     def _chunk_grads(

@@ -24,6 +24,7 @@ from mllm_seqpar.cli import program_exit
 from mllm_seqpar.cli.launch import require_rendezvous, use_cuda
 from mllm_seqpar.comm import as_communicator
 from mllm_seqpar.comm.agreement import attempt, check_collectively, raise_on_all_ranks
+from mllm_seqpar.comm.nccl_settings import order_launches
 from mllm_seqpar.data.chat import ChatDataset
 from mllm_seqpar.data.chat_family import chat_family
 from mllm_seqpar.errors import ConfigError, first_line
@@ -172,6 +173,7 @@ def _start_processes(values: dict[str, Any]) -> bool:
     from accelerate import PartialState
 
     cpu = bool(values.get("use_cpu")) or not use_cuda("auto")
+    order_launches()
     PartialState(cpu=cpu, timeout=timedelta(seconds=values.get("ddp_timeout", 600)))
     require_rendezvous()
     return cpu

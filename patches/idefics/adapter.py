@@ -11,7 +11,7 @@ of all B * I, H heads, D head_dim.
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -44,6 +44,7 @@ class IdeficsAdapter:
     """The adapter of IDEFICS, with and without resampler."""
 
     name = "IDEFICS"
+    frame_arguments = _FRAME_ARGUMENTS
 
     def matches(self, model: nn.Module) -> bool:
         return is_instance_by_name(model, "IdeficsForVisionText2Text", "transformers.")
@@ -132,6 +133,12 @@ class IdeficsFamily(Family[_IdeficsInputs]):
         blocks = self.model.model.gated_cross_attn_layers
         heads = blocks[0].cross_attn.num_heads
         return CrossAttentionShape(heads, heads, blocks[0].cross_attn.head_dim, len(blocks))
+
+    @property
+    def called_modules(self) -> Iterable[nn.Module]:
+        decoder = self.model.model
+        resampler = [decoder.perceiver_resampler] if self.model.config.use_resampler else []
+        return [*super().called_modules, decoder.vision_model, *resampler]
 
     def encode(self, frames: Tensor, *extras: Tensor) -> Tensor:
         """Encode (f, 3, height, width) pixels, or (f, patches, width) of the tower, to (f, tokens, width)."""

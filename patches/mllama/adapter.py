@@ -16,7 +16,7 @@ reproduced here.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -61,6 +61,7 @@ class MllamaAdapter:
     """The adapter of Llama 3.2 Vision."""
 
     name = "Llama 3.2 Vision"
+    frame_arguments = ("pixel_values", "cross_attention_states")
 
     def matches(self, model: nn.Module) -> bool:
         return is_instance_by_name(model, "MllamaForConditionalGeneration", "transformers.models.mllama.")
@@ -123,6 +124,11 @@ class MllamaFamily(Family[MllamaInputs]):
         heads, layers = config.num_attention_heads, len(config.cross_attention_layers)
         return CrossAttentionShape(heads, config.num_key_value_heads, config.hidden_size // heads, layers)
 
+    @property
+    def called_modules(self) -> Iterable[nn.Module]:
+        inner = self.model.model
+        return [*super().called_modules, inner.vision_model, inner.multi_modal_projector, inner.language_model]
+
     def units_per_frame(self, inputs: MllamaInputs) -> int:
         return inputs.units_per_frame
 
@@ -153,7 +159,7 @@ class MllamaFamily(Family[MllamaInputs]):
         if in_mask is None:
             first = (sample * per_sample)[:, None].expand(-1, inputs.length)
             return Visibility(FrameMask.from_intervals(first, first + per_sample, tokens, units))
-        any_visible = in_mask.any(-1)
+        any_visible = in_mask.view(torch.uint8).amax(-1).bool()  # `any` takes 30 times as long
         visible = in_mask | ~any_visible[..., None]
         if samples > 1:
             table = in_mask.new_zeros(inputs.batch, inputs.length, samples, per_sample)

@@ -8,7 +8,7 @@ Shape legend: B samples, L text tokens, s of them on this rank, f frames of this
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -53,6 +53,7 @@ class MPlugOwl3Adapter:
     """The adapter of the native mPLUG-Owl3, all published generations."""
 
     name = "mPLUG-Owl3"
+    frame_arguments = ("pixel_values", "image_embeds")
 
     def matches(self, model: nn.Module) -> bool:
         return is_instance_by_name(model, "MPlugOwl3ForConditionalGeneration", "mllm_seqpar.models.mplug_owl3.")
@@ -157,7 +158,8 @@ def _attend_replicated(
     q, k, v = as_attended(q, k, v)
     if seqpar.visual_cache is None:
         return merge_heads(seqpar.attend_cached_text(q, k, v, self.scaling, self.sliding_window)[0].to(q.dtype))
-    visual = seqpar.visual_cache.keys_values(self.layer_idx, _projection(self, visual_norm), q.dtype)
+    project = _projection(self, visual_norm)
+    visual = seqpar.visual_cache.keys_values(self.layer_idx, project, project.modules, q.dtype)
     if seqpar.cached_text is not None:
         seqpar.requires_backward(q, k, v, *visual)  # raises: text is sharded over several ranks
         found = seqpar.attend_text_and_frames(q, (k, v), visual, self.scaling, self.sliding_window, jointly=self.fused)
@@ -236,6 +238,13 @@ class MPlugOwl3Family(MediaLayoutCache):
         config = self.text_config
         heads, layers = config.num_attention_heads, len(self.model.config.hyper_layers)
         return CrossAttentionShape(heads, config.num_key_value_heads, config.hidden_size // heads, layers)
+
+    @property
+    def called_modules(self) -> Iterable[nn.Module]:
+        """The modules within the tower are called one by one. A model that only takes features has no tower."""
+        tower = self.model.vision_model
+        parts = [] if tower is None else [tower.embeddings, *tower.encoder.layers]
+        return [*super().called_modules, self.model.language_model.model, *parts, self.model.vision2text_model]
 
     def encode(self, frames: Tensor, *extras: Tensor) -> Tensor:
         """Encode (f, 3, height, width) to (f, tokens, hidden)."""

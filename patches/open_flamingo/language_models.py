@@ -56,6 +56,10 @@ class RotaryLM:
         """Return (B or 1, L) positions of the whole text, before it is sharded; None: 0, 1, 2, ..."""
         return given
 
+    def called_modules(self) -> list[nn.Module]:
+        """Return the modules that `run_decoder` calls."""
+        return [self.stack]
+
     def run_decoder(
         self, embeds: Tensor, positions: Tensor, mask: Any, cache: Any, state: ForwardState, **kwargs: Any
     ) -> Any:

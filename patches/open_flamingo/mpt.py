@@ -27,7 +27,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers.masking_utils import create_causal_mask
 from transformers.modeling_outputs import BaseModelOutputWithPast
@@ -136,6 +136,10 @@ class MptLM:
     def text_mask(self, embeds: Tensor, mask: Any, positions: Tensor, cache: Any) -> Any:
         """Return the mask unchanged: `run_decoder` makes the one that the blocks take."""
         return mask
+
+    def called_modules(self) -> list[nn.Module]:
+        """Return the modules that `run_decoder` calls."""
+        return [*self.stack.blocks, self.stack.norm_f]
 
     def run_decoder(
         self, embeds: Tensor, positions: Tensor, mask: Any, cache: Any, state: ForwardState, **kwargs: Any

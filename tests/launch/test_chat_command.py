@@ -61,6 +61,12 @@ class Terminal:
         return os.waitstatus_to_exitcode(ended[1])
 
 
+@pytest.fixture(autouse=True)
+def history_of_the_tests(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Leave the history of the user's chats alone."""
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+
+
 def test_turns_in_a_terminal_on_two_ranks(inference_files: Path) -> None:
     twin = inference_files / "twin.mp4"
     model = inference_files / "gated"
@@ -89,7 +95,7 @@ def test_turns_in_a_terminal_on_two_ranks(inference_files: Path) -> None:
     terminal.type("/frames 3\n")
     assert "twin.mp4: 3 frames" in terminal.read_until("> ")
     terminal.type("/clip 1 2\n")
-    assert "twin.mp4: 3 frames, from 1.16 s to 1.83 s" in terminal.read_until("> ")
+    assert "twin.mp4: 3 frames, from 1.17 s to 1.83 s" in terminal.read_until("> ")
     terminal.type("/clip 2\n")
     assert "/clip 2: give two times in seconds" in terminal.read_until("> ")
     terminal.type("/video none.mp4\n")

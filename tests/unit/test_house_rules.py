@@ -26,7 +26,7 @@ ORDER = (
 """Parts of the package. A part imports only parts before it; see CONTRIBUTING.md."""
 
 THIRD_PARTY = {
-    "integrations": {"accelerate", "transformers"},
+    "integrations": {"accelerate", "numpy", "transformers"},
     "models": {
         "numpy",
         "PIL",

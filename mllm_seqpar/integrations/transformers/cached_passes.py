@@ -113,7 +113,7 @@ class _CachedPass:
         return features
 
     def _fingerprint(self, frames: Tensor) -> tuple[int, ...]:
-        return fingerprint_of(frames, self.inputs.on_host("checksum of frames"))
+        return fingerprint_of(frames, self.inputs.on_host("sample of frames"))
 
     def _replaces_frames(self, visual_cache: VisualKVCache) -> bool:
         """Return whether the frames of this pass replace those in the cache. The same frames do not.

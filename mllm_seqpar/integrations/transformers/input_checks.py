@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 from transformers.loss.loss_utils import ForCausalLMLoss
 from transformers.utils import TransformersKwargs
@@ -92,26 +92,26 @@ def _input_numbers(inputs: ForwardInputs, compared_weights: nn.Module | None, nu
     counts += [0 if frames is None else math.prod(frames.shape[1:]), kind, inputs.past_length, inputs.use_cache]
     counts += [torch.is_grad_enabled(), labels is not None, mask is not None]
     all_have_pixels = kind == 1 and inputs.visual_shard is None and inputs.compare_frames
-    checksums = [
-        checksum(inputs.input_ids),
-        checksum(labels),
-        checksum(*(mask.values() if isinstance(mask, Mapping) else [mask])),  # one mask for each kind of layer, or one
-        checksum(inputs.position_ids),
-        checksum(sampled_bits(frames) if all_have_pixels and frames is not None else None),
-        checksum(*([] if compared_weights is None else _sampled_weights(compared_weights))),
-        torch.as_tensor(-1 if num_items is None else num_items),
+    compared = [
+        [inputs.input_ids],
+        [labels],
+        list(mask.values()) if isinstance(mask, Mapping) else [mask],  # one mask for each kind of layer, or one
+        [inputs.position_ids],
+        [sampled_bits(frames) if all_have_pixels and frames is not None else None],
+        [] if compared_weights is None else _sampled_weights(compared_weights),
+        [torch.as_tensor(-1 if num_items is None else num_items)],
     ]
-    values = inputs.read(checksums)  # one wait for the device, not eight
+    given = [[x for x in tensors if x is not None] for tensors in compared]
+    on_host = iter(inputs.read(list(itertools.chain(*given))))  # one wait for the device, not eight
+    *compared_on_host, (number,) = [list(itertools.islice(on_host, len(tensors))) for tensors in given]
+    values = [checksum(*tensors) for tensors in compared_on_host] + [int(number)]
     moved_rows = inputs.prompt_rows if inputs.past_length else None
-    placement = [x for name in inputs.compared_tensors if (x := inputs.on_host(name)) is not None]
-    values.insert(4, int(checksum(*placement, moved_rows)))
+    values.insert(4, checksum(*(inputs.on_host(name) for name in inputs.compared_tensors), moved_rows))
     return [*map(int, counts), *values]
 
 
 def _sampled_weights(model: nn.Module) -> list[Tensor]:
     """Return the bits of some values of each parameter that every rank has whole, which FSDP does not shard."""
-    if any(isinstance(module, FullyShardedDataParallel) for module in model.modules()):
-        return []
     whole = [p.detach().reshape(-1) for p in model.parameters() if not isinstance(p, DTensor) and not p.is_meta]
     return [x[:: max(1, x.numel() // _SAMPLED_WEIGHTS)].float().view(torch.int32) for x in whole if x.numel()]
 

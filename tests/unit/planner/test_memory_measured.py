@@ -21,7 +21,13 @@ from mllm_seqpar.patches.mllama.adapter import _projection
 from mllm_seqpar.patches.mplug_owl3.planner import model_sizes
 from mllm_seqpar.patches.mplug_owl3.testing import tiny_frames, tiny_model, tiny_text
 from mllm_seqpar.planner import ParallelSpec
-from mllm_seqpar.planner.memory import frozen_tower_memory, peak_memory, saved_before_features, saved_for_backward
+from mllm_seqpar.planner.memory import (
+    frozen_tower_memory,
+    peak_memory,
+    pixels_on_device,
+    saved_before_features,
+    saved_for_backward,
+)
 from mllm_seqpar.planner.model_sizes import CrossAttentionSizes, ModelSizes, ResamplerSizes, TextSizes, VisionSizes
 from mllm_seqpar.planner.workload import Workload
 
@@ -200,7 +206,8 @@ def test_frozen_tower_allocates_as_many_bytes_as_planned() -> None:
     assert peak.bytes == pytest.approx(frozen_tower_memory(run), rel=0.02)
     long = replace(run, frames=800, vision_chunk_size=None)
     held = peak_memory(long, ONE_RANK)  # no text: the tower is the peak
-    assert held["features"] + held["activations"] + held["buffers"] == frozen_tower_memory(long)
+    tower = frozen_tower_memory(long) + pixels_on_device(long, long.vision_chunk_size or long.local_frames)
+    assert held["features"] + held["activations"] + held["buffers"] == tower
 
 
 def sizes_of(keys: int, cross: CrossAttentionSizes | None = None) -> ModelSizes:
