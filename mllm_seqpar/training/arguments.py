@@ -65,6 +65,9 @@ class ModelAndData(CommandOptions):
     template: str = option("text of multiple-choice questions, with {question} and {options}", DEFAULT_TEMPLATE)
     fps: float | None = option("frames per second to sample from each video; default: that of the data, else 1", None)
     max_frames: int | None = option("maximum number of frames per video, evenly spaced; default: no limit", None)
+    features: str | None = option(
+        "directory for what the frozen vision tower returns: written in the first epoch, and read later", None
+    )
     decode_threads: int | None = option(THREADS_HELP, None)
     decoder: str = option(DECODER_HELP, "pyav")
     read_ahead_gib: float = option(

@@ -38,6 +38,7 @@ from mllm_seqpar.errors import ConfigError, DataError, SeqParError
 
 from .data_loader import ShardedDataLoader
 from .sample_order import SampleOrder, eval_order
+from .stored_tower import ARGUMENT, StoredTower
 
 _log = get_logger(__name__)
 
@@ -71,13 +72,14 @@ class LoadedBatch:
 
     Attributes:
         chat: the text, with the numbers of targets, tokens and frames, and the places of the samples.
-        arguments: the arguments of the model's forward, on the CPU.
+        arguments: the arguments of the model's forward, on the CPU; with stored features, a `TowerRows` besides.
         samples: numbers of the samples in the data set, replacements included.
     """
 
     chat: ChatBatch
     arguments: dict[str, Any]
     samples: tuple[int, ...]
+    has_features: bool = False
 
 
 Pass = tuple[Sequence[int], Callable[[int], Iterator[int]]]
@@ -112,15 +114,22 @@ class BatchReader:
         comm: all ranks of the run; `reader_communicator()`.
         sp: number of consecutive ranks that share samples.
         ahead_bytes: frames that are read ahead have at most this many bytes, or are those of one micro-batch.
+        features: read in place of frames, where all ranks have those of a micro-batch.
 
     Attributes:
         skipped: what is wrong with each sample that was replaced, by its number; equal on all ranks of a group.
     """
 
     def __init__(
-        self, loader: ShardedDataLoader, comm: Communicator, sp: int, ahead_bytes: int = READ_AHEAD_BYTES
+        self,
+        loader: ShardedDataLoader,
+        comm: Communicator,
+        sp: int,
+        ahead_bytes: int = READ_AHEAD_BYTES,
+        features: StoredTower | None = None,
     ) -> None:
         self._loader, self._comm, self._ahead_bytes = loader, comm, ahead_bytes
+        self._features = features
         self._opening = threading.Lock()  # tokenizers and tables are used by one thread at a time
         first = comm.rank // sp * sp
         self._members = range(first, first + sp)
@@ -174,19 +183,25 @@ class BatchReader:
         """
         slots = [_Slot(sample, replacements(sample)) for sample in samples]
         loaded: LoadedBatch | None = None
+        decode = False
         earlier = None if begun is None else attempt(begun)
         while True:
             error: Exception | None = None
             if loaded is None:
-                loaded, error = attempt(partial(self._load_slots, slots, earlier))
+                loaded, error = attempt(partial(self._load_slots, slots, earlier, decode))
             stopped = isinstance(error, CancelledError)
             earlier = earlier if stopped else None
             bad = error.sample if self._skips and isinstance(error, MediaError) else -1
             fatal = error is not None and bad < 0 and not stopped
-            rows = self._comm.gather_ints([int(fatal), bad])
+            has_features = loaded is not None and loaded.has_features
+            rows = self._comm.gather_ints([int(fatal), bad, int(has_features)])
             if any(row[0] for row in rows):
                 raise_on_all_ranks(self._comm, "reading the training data", error if fatal else None)
             if all(row[1] < 0 for row in rows):
+                if any(row[2] for row in rows) and not all(row[2] for row in rows):
+                    decode = True  # some rank computes features, so all do
+                    loaded = None if has_features else loaded
+                    continue
                 if loaded is None:
                     raise CancelledError
                 return loaded
@@ -197,7 +212,10 @@ class BatchReader:
                     loaded = None
 
     def _load_slots(
-        self, slots: Sequence[_Slot], earlier: tuple[LoadedBatch | None, Exception | None] | None
+        self,
+        slots: Sequence[_Slot],
+        earlier: tuple[LoadedBatch | None, Exception | None] | None,
+        decode: bool,
     ) -> LoadedBatch:
         """Load the samples of the slots, or return or raise what came of it `earlier`, if no slot has changed."""
         loaded, error = earlier or (None, None)
@@ -207,12 +225,17 @@ class BatchReader:
         if isinstance(error, CancelledError) or (error is not None and not bad):
             raise error
         if earlier is None or bad:
-            return self._load(tuple(slot.sample for slot in slots))
+            return self._load(tuple(slot.sample for slot in slots), decode=decode)
         assert loaded is not None
         return loaded
 
-    def _load(self, samples: Sequence[int], admit: Callable[[int], None] | None = None) -> LoadedBatch:
-        """Decode this rank's frames of these samples, once `admit` has admitted their number of bytes."""
+    def _load(
+        self, samples: Sequence[int], admit: Callable[[int], None] | None = None, decode: bool = False
+    ) -> LoadedBatch:
+        """Decode this rank's frames of these samples, once `admit` has admitted their number of bytes.
+
+        With `decode`, frames are decoded although their features are stored.
+        """
         size = 0
         try:
             try:
@@ -222,7 +245,12 @@ class BatchReader:
             finally:
                 if admit is not None:
                     admit(size)  # also without a batch, because the following ones wait for their turn
-            return LoadedBatch(batch.chat, batch.inputs(torch.device("cpu")), tuple(samples))
+            rows = None if self._features is None else self._features.rows(batch)
+            stored = None if decode or rows is None or self._features is None else self._features.stored(rows)
+            arguments = batch.inputs(torch.device("cpu"), decode=stored is None)
+            if rows is not None:
+                arguments[ARGUMENT] = stored or rows
+            return LoadedBatch(batch.chat, arguments, tuple(samples), stored is not None)
         except SeqParError:
             raise
         except (ValueError, TypeError, LookupError, ArithmeticError) as error:  # of a processor, for this content
