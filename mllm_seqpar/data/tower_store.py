@@ -50,6 +50,7 @@ class TowerStore:
         self._identity = ""
         self.shape: tuple[int, ...] | None = None
         self.dtype: torch.dtype | None = None
+        self.order: list[int] = []
         if (self.directory / VIDEO_INDEX).exists():
             raise DataError(
                 f"{directory}: it has features that `mllm-seqpar ask` stored, of one video; {_ELSEWHERE} for training"
@@ -63,7 +64,7 @@ class TowerStore:
             text = path.read_text()
             index = json.loads(text)
             found = dict(index["settings"])
-            shape, dtype = tuple(index["shape"]), getattr(torch, index["dtype"])
+            shape, dtype, order = tuple(index["shape"]), getattr(torch, index["dtype"]), list(index["order"])
         except (OSError, KeyError, TypeError, ValueError, AttributeError) as error:
             raise DataError(
                 f"{path}: not an index of features ({error!r}); delete the directory, or {_ELSEWHERE}"
@@ -74,16 +75,17 @@ class TowerStore:
                     f"{self.directory}: these features were made with {name} = {found.get(name)!r}, now it is "
                     f"{value!r}; {_ELSEWHERE}, or use what they were made with"
                 )
-        self.shape, self.dtype, self._identity = shape, dtype, _digest(text)
+        self.shape, self.dtype, self.order, self._identity = shape, dtype, order, _digest(text)
 
-    def create(self, shape: tuple[int, ...], dtype: torch.dtype) -> None:
-        """Set the shape of the output for one frame, and its dtype, which the first pass finds.
+    def create(self, shape: tuple[int, ...], dtype: torch.dtype, order: list[int]) -> None:
+        """Set the shape of the output for one frame, its dtype and the order of its dimensions in memory.
 
         Raises:
             DataError: the directory has outputs of another shape or dtype, or cannot be written.
         """
         if self.shape is None and not (self.directory / INDEX).exists():
-            index = {"settings": self._settings, "shape": list(shape), "dtype": str(dtype).removeprefix("torch.")}
+            index = {"settings": self._settings, "shape": list(shape), "order": order}
+            index["dtype"] = str(dtype).removeprefix("torch.")
             try:
                 self.directory.mkdir(parents=True, exist_ok=True)
                 with atomic_write(self.directory / INDEX) as temporary:

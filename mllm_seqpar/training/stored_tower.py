@@ -87,20 +87,29 @@ class StoredTower:
             yield
             return
         compute, states, found, done = getattr(self._tower, self._method), rows.states, [], 0
+        order: list[int] = []
 
         def returned(*args: Any, **kwargs: Any) -> Any:
             nonlocal done
             pixels = kwargs["pixel_values"] if "pixel_values" in kwargs else args[0]
             if states is None:
                 output = compute(*args, **kwargs)
-                found.append(self._family.tower_states(output).detach().cpu())
+                computed = self._family.tower_states(output).detach()
+                # Dropout after the tower fills its masks in the order of memory, so the order is stored too.
+                strides = computed.stride()
+                order[:] = sorted(range(computed.dim()), key=lambda dim: -strides[dim])
+                found.append(computed.cpu())
                 return output
             count = self._family.tower_frames(pixels)
             part = states[done : done + count]
             if len(part) < count:  # a run whose result is dropped, on a rank with fewer frames than others
                 part = torch.cat([part, part.new_zeros(count - len(part), *self._shape)])
             done += count
-            return self._family.tower_output(copy_to_device(part.to(self.store.dtype), pixels.device))
+            moved = copy_to_device(part.to(self.store.dtype), pixels.device)
+            ordered = moved.permute(self.store.order).contiguous()
+            return self._family.tower_output(
+                ordered.permute([self.store.order.index(dim) for dim in range(moved.dim())])
+            )
 
         setattr(self._tower, self._method, returned)
         try:
@@ -108,15 +117,15 @@ class StoredTower:
         finally:
             delattr(self._tower, self._method)
         if found:
-            self._save(rows, torch.cat(found))
+            self._save(rows, torch.cat(found), order)
 
     @property
     def _shape(self) -> tuple[int, ...]:
         assert self.store.shape is not None
         return self.store.shape
 
-    def _save(self, rows: TowerRows, states: Tensor) -> None:
-        self.store.create(tuple(states.shape[1:]), states.dtype)
+    def _save(self, rows: TowerRows, states: Tensor, order: list[int]) -> None:
+        self.store.create(tuple(states.shape[1:]), states.dtype, order)
         first = 0
         for key, start, stop in rows.segments:
             if not self.store.has(key, start, stop):

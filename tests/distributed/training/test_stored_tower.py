@@ -1,5 +1,6 @@
 """Layer: gloo ranks. Training on stored outputs of the vision tower is training on frames, bit for bit."""
 
+import itertools
 import json
 import shutil
 from pathlib import Path
@@ -100,12 +101,12 @@ def test_features_of_one_process_are_read_by_two(training_files: Path, tmp_path:
 
 
 def test_features_that_do_not_fit_are_one_sentence(training_files: Path, tmp_path: Path) -> None:
-    features = tmp_path / "features"
+    features, number = tmp_path / "features", itertools.count()
 
     def argv(*more: object) -> list[str]:
-        return arguments(training_files, tmp_path / "out", "--features", features, *more)
+        return arguments(training_files, tmp_path / f"out-{next(number)}", "--features", features, *more)
 
-    with pytest.raises(ConfigError, match=r"3\d of its tensors train, such as .*; freeze it \(--freeze vision\)"):
+    with pytest.raises(ConfigError, match=r"64 of its tensors train, such as .*; freeze it \(--freeze vision\)"):
         fine_tune(argv())
     with pytest.raises(ConfigError, match=r"tensors train, such as .*lora_A.*; freeze it \(--freeze vision\)"):
         fine_tune(argv("--use_peft"))

@@ -3,14 +3,18 @@
 import importlib
 import json
 import logging
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
+from clips import write_clip
 
 from mllm_seqpar.cli.check_data import check
 from mllm_seqpar.data import ChatDataset, VideoSource, decoding, sources
+from mllm_seqpar.data.decoding_work import frames_to_decode
 from mllm_seqpar.data.needle import make_needle_videos
+from mllm_seqpar.data.video import scan
 from mllm_seqpar.errors import ConfigError
 from mllm_seqpar.serving.engine import MediaFile
 
@@ -66,3 +70,35 @@ def test_options_reach_the_decoder(tmp_path: Path, used: list[Any]) -> None:
     assert list(dict.fromkeys(used)) == [(2, "pyav"), (3, "pyav"), (1, "pyav")]
     with pytest.raises(ConfigError, match="--decode_threads: -1 is not allowed"):
         check([str(path), "--decode_threads", "-1"])
+
+
+@pytest.mark.parametrize("suffix", ["mp4", "mkv"])
+def test_frames_to_decode_are_those_since_the_keyframe_or_the_last_entry(tmp_path: Path, suffix: str) -> None:
+    path = write_clip(tmp_path / f"clip.{suffix}", options={"bf": "0", "g": "12", "sc_threshold": "0"})
+    info = scan(path)
+    ticks = info.ticks
+    assert ticks is not None and len(ticks) == 60
+    for frames, expected in (
+        (range(60), 60),
+        ([0], 1),
+        ([20], 9),  # from keyframe 12
+        ([20, 22], 9 + 2),
+        ([20, 30], 9 + 7),  # keyframe 24 is nearer
+        ([11, 12, 59], 12 + 1 + 12),
+        ([5, 5], 6),
+    ):
+        assert frames_to_decode(info.plan(ticks[frame] for frame in frames)) == expected
+
+
+def test_check_data_prints_the_decoding_of_a_data_set(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    clip = write_clip(tmp_path / "clip.mp4", options={"bf": "0", "g": "60", "sc_threshold": "0"})
+    part = {"type": "video", "path": str(clip), "num_frames": 3}
+    content = [part, {"type": "text", "text": "What?"}]
+    record = {"messages": [{"role": "user", "content": content}, {"role": "assistant", "content": "x"}]}
+    (tmp_path / "data.jsonl").write_text(2 * (json.dumps(record) + "\n"))
+    assert check([str(tmp_path / "data.jsonl")]) == 0
+    (line,) = [text for text in capsys.readouterr().out.splitlines() if text.startswith("decoding: ")]
+    # the middles of three parts of 60 frames are frames 10, 30 and 50, of which 51 frames are decoded
+    assert re.fullmatch(
+        r"decoding: 17\.0 frames of the videos for each frame that is used, about \d+\.\d seconds of one core", line
+    )
