@@ -8,6 +8,7 @@ all-gather sums over ranks. The average of parameter gradients over the group is
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 from numbers import Integral
 from typing import Any
 
@@ -103,6 +104,7 @@ def padded_length(total: int, size: int, layout: str) -> int:
     return max(step, (total + step - 1) // step * step)
 
 
+@lru_cache(maxsize=256)
 def sequence_positions(total: int, rank: int, size: int, layout: str) -> Tensor:
     """Return the global positions of the tokens of `rank`, ascending, (total / size,) int64 on the CPU.
 

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, replace
 
 import torch
 
-from mllm_seqpar.comm.agreement import attempt, check_collectively, raise_on_all_ranks
+from mllm_seqpar.comm.agreement import agree, attempt
 from mllm_seqpar.data.decoding_work import decode_rate
 from mllm_seqpar.errors import ConfigError
 from mllm_seqpar.planner.calibrate import AttentionShape, calibrate
@@ -58,10 +58,10 @@ def measure(argv: Sequence[str]) -> None:
     """
     args, problem = attempt(lambda: _parse(argv))
     with launched_ranks(args.device if args else "auto") as (comm, device):
-        raise_on_all_ranks(comm, "options", problem, asdict(args) if args else {})
+        agree(comm, "options", lambda: asdict(args) if args else {}, dict, error=problem)
         assert args is not None  # otherwise all ranks have raised
         output = args.output if comm.rank == 0 else None
-        check_collectively(comm, "output", lambda: None if output is None else require_writable("output", output))
+        agree(comm, "output", lambda: None if output is None else require_writable("output", output))
         dtype = getattr(torch, args.dtype or ("bfloat16" if device.type == "cuda" else "float32"))
         shape = AttentionShape(heads=args.heads, kv_heads=args.kv_heads, dim=args.dim, dtype=dtype)
         cluster = calibrate(comm, device=device, shape=shape, name=args.name)

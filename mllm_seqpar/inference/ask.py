@@ -15,7 +15,7 @@ from transformers.utils import logging
 
 from mllm_seqpar.cli.launch import launched_ranks
 from mllm_seqpar.cli.program_exit import FAILED, run
-from mllm_seqpar.comm.agreement import attempt, raise_on_all_ranks
+from mllm_seqpar.comm.agreement import agree, attempt
 
 from .arguments import parse
 from .data_set import answer_data_set
@@ -39,7 +39,7 @@ def ask(argv: Sequence[str]) -> int:
     """
     args, problem = attempt(lambda: parse(argv))
     with launched_ranks(*((args.device, args.timeout) if args else ())) as (comm, device):
-        raise_on_all_ranks(comm, "arguments", problem, asdict(args) if args else {})
+        agree(comm, "arguments", lambda: asdict(args) if args else {}, dict, error=problem)
         assert args is not None  # otherwise all ranks have raised
         failures = (ask_videos if args.questions is None else answer_data_set)(args, comm, device)
     return FAILED if failures else 0

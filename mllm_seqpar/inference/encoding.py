@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from mllm_seqpar.comm import Group, transfer_communicator
-from mllm_seqpar.comm.agreement import raise_on_all_ranks
+from mllm_seqpar.comm.agreement import agree
 from mllm_seqpar.data.chat_family import ChatFamily, chat_family
 from mllm_seqpar.data.prefetch import read_ahead
 from mllm_seqpar.data.sources import FrameSource
@@ -106,7 +106,7 @@ def encode_video(
             pixels = encoder.read(batches)
             rows = comm.gather_ints([encoder.done, int(encoder.error is not None)])
             if any(failed for _, failed in rows):
-                raise_on_all_ranks(comm, "reading the video", encoder.error)
+                agree(comm, "reading the video", error=encoder.error)
             done = [encoded for encoded, _ in rows]
             if progress is not None:
                 progress(sum(done))

@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from mllm_seqpar.errors import ConfigError, DataError, first_line
+from mllm_seqpar.errors import ConfigError, DataError, SeqParError, first_line
 
 from .adapters import CONFIG as ADAPTER_CONFIG
-from .adapters import base_of_adapter, merge_adapter, refuse_adapter
+from .adapters import add_adapters, base_of_adapter, import_peft, refuse_adapter
 from .hub import local_directory
 
 _SHOWN = 4
@@ -142,6 +142,35 @@ def require_clean(report: Mapping[str, Any], what: str, *, expected: str = "") -
             f"of {expected or 'the model that its config.json describes'}: check that the checkpoint is complete and "
             "that config.json belongs to it"
         )
+
+
+def merge_adapter(model: nn.Module, folder: Path) -> nn.Module:
+    """Return the base model with the adapter in `folder` added to its weights.
+
+    Raises:
+        ConfigError: PEFT is not installed, or cannot read or merge the adapter.
+        DataError: the tensors in the file are not exactly the adapter's.
+    """
+    from safetensors import SafetensorError
+
+    peft = import_peft()
+    try:
+        config = peft.PeftConfig.from_pretrained(str(folder))
+        stored = peft.load_peft_weights(str(folder), device="cpu")
+        adapted = add_adapters(model, config)
+        expected = peft.get_peft_model_state_dict(adapted, save_embedding_layers=False)
+        report = {"missing_keys": expected.keys() - stored.keys(), "unexpected_keys": stored.keys() - expected.keys()}
+        require_clean(report, f"--model {folder}", expected=f"the adapter that {ADAPTER_CONFIG} describes")
+        peft.set_peft_model_state_dict(adapted, stored)
+        return adapted.merge_and_unload()
+    except SeqParError:
+        raise
+    except SafetensorError as error:
+        raise unreadable(folder, error) from error
+    except (OSError, ValueError, TypeError, AttributeError, RuntimeError) as error:
+        raise ConfigError(
+            f"--model {folder}: the adapter cannot be merged into its base model: {first_line(error)}"
+        ) from error
 
 
 def layer_classes(model: nn.Module) -> list[str]:

@@ -12,20 +12,20 @@ They do not go through autograd layer by layer, which would need two such sums a
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Hashable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from mllm_seqpar.attention.call_spec import CallSpec
-from mllm_seqpar.attention.streamed import StreamedKV
+from mllm_seqpar.attention.keys import Keys
 from mllm_seqpar.masks.rectangles import Span
 
 from .host_copies import HostCopies
 from .kv_projection import GradientSums, Projection
-from .visual_features import RecomputedKV, VisualFeatures, VisualKVCache, frame_chunks
+from .visual_features import RecomputedKV, VisualFeatures, frame_chunks
 
 
 class HostGradient:
@@ -81,10 +81,10 @@ class HostFeatures(VisualFeatures):
         copies: the copies to and from the device.
     """
 
-    dtype: torch.dtype
-    anchor: Tensor
-    gradient: HostGradient
-    copies: HostCopies
+    dtype: torch.dtype = field(kw_only=True)
+    anchor: Tensor = field(kw_only=True)
+    gradient: HostGradient = field(kw_only=True)
+    copies: HostCopies = field(kw_only=True)
 
     @classmethod
     def of(cls, features: Tensor, index: Tensor, total_frames: int, dtype: torch.dtype) -> HostFeatures:
@@ -92,29 +92,26 @@ class HostFeatures(VisualFeatures):
         copies = HostCopies(index.device)
         gradient = HostGradient(features, copies)
         anchor = _Anchor.apply(features, gradient)
-        return cls(features.detach(), index, total_frames, dtype, anchor, gradient, copies)
+        return cls(features.detach(), index, total_frames, dtype=dtype, anchor=anchor, gradient=gradient, copies=copies)
 
-    def source(
-        self, spec: CallSpec, project: Projection, modules: Sequence[nn.Module], dtype: torch.dtype
-    ) -> OffloadedKV:
-        """Return the keys and values of a layer; the arguments are those of `RecomputedKV`."""
+    @property
+    def no_frames(self) -> VisualFeatures:
         empty = torch.empty((0, *self.features.shape[1:]), dtype=self.dtype, device=self.index.device)
-        no_frames = VisualFeatures(empty, self.index[:0], self.total_frames)
-        return OffloadedKV(spec, self, RecomputedKV(spec, no_frames, project, modules, dtype))
+        return VisualFeatures(empty, self.index[:0], self.total_frames)
 
     def without_features(self) -> HostFeatures:
         """Return this object with features of no tokens."""
         return replace(self, features=self.features.new_empty(self.features.shape[0], 0, 0))
 
-    def kv_cache(self, total_frames: int) -> VisualKVCache:
-        """Return an empty cache that keeps K and V of these frames in host memory."""
-        from .offload_cache import HostKVCache
-
-        return HostKVCache(self, total_frames)
+    def keys(
+        self, layer: Hashable, spec: CallSpec, project: Projection, modules: Sequence[nn.Module], dtype: torch.dtype
+    ) -> Keys:
+        """Return the keys of a layer, which are projected chunk by chunk."""
+        return OffloadedKV(spec, self, RecomputedKV(spec, self.no_frames, project, modules, dtype))
 
 
 @dataclass(frozen=True)
-class OffloadedKV(StreamedKV):
+class OffloadedKV(Keys):
     """Keys and values that are projected from features in host memory, one chunk of frames at a time.
 
     Attributes:
@@ -123,12 +120,14 @@ class OffloadedKV(StreamedKV):
         projection: the projection, as a source of no frames.
     """
 
+    streamed = True
+
     spec: CallSpec
     visual: HostFeatures
     projection: RecomputedKV
 
     @property
-    def modules(self) -> Sequence[nn.Module]:
+    def modules(self) -> Sequence[nn.Module]:  # type: ignore[override]
         return self.projection.modules
 
     def inputs(self) -> Sequence[Tensor]:
@@ -144,12 +143,12 @@ class OffloadedKV(StreamedKV):
     def without_inputs(self) -> OffloadedKV:
         return replace(self, visual=self.visual.without_features())
 
-    def open(self, inputs: Sequence[Tensor], needed: Sequence[bool] | None = None) -> _Pass:
+    def chunks(self, inputs: Sequence[Tensor], needed: Sequence[bool] | None = None) -> _Pass:
         return _Pass(self, inputs, needed or [False] * len(inputs))
 
 
 class _Pass:
-    """One pass over the chunks of a layer's features; see `attention.streamed.ChunkPass`."""
+    """One pass over the chunks of a layer's features; see `attention.keys.KeyChunks`."""
 
     def __init__(self, source: OffloadedKV, inputs: Sequence[Tensor], needed: Sequence[bool]) -> None:
         visual, (_, features, *self._parameters) = source.visual, inputs

@@ -17,16 +17,13 @@ import zlib
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from mllm_seqpar.attention.call_spec import CallSpec
-from mllm_seqpar.attention.kv_sources import AutocastState, GivenKV
-from mllm_seqpar.attention.streamed import StreamedKV
+from mllm_seqpar.attention.keys import AutocastState, GivenKeys, Keys
 from mllm_seqpar.errors import ShapeError
-from mllm_seqpar.masks import FrameMask
 
 from .fsdp_units import call_within, units_among
 from .kv_projection import GradientSums, Grads, KVProjection, Projection, autograd_grads, parameters_of
@@ -48,11 +45,13 @@ class VisualFeatures:
         features: (frames, tokens, width), the frames of this rank; there may be none.
         index: (frames, ...), what projections may need of each frame: a number, or its rotation.
         total_frames: the number of frames on all ranks.
+        recompute: whether K and V are projected again in backward, instead of saved.
     """
 
     features: Tensor
     index: Tensor
     total_frames: int
+    recompute: bool = True
 
     def __post_init__(self) -> None:
         if self.features.dim() != 3 or self.index.shape[:1] != self.features.shape[:1]:
@@ -61,15 +60,22 @@ class VisualFeatures:
                 "expected (frames, tokens, width) and (frames, ...)"
             )
 
-    def source(
-        self, spec: CallSpec, project: Projection, modules: Sequence[nn.Module], dtype: torch.dtype
-    ) -> RecomputedKV | StreamedKV:
-        """Return the keys and values of a layer; see `RecomputedKV`."""
-        return RecomputedKV(spec, self, project, modules, dtype)
+    @property
+    def no_frames(self) -> VisualFeatures:
+        """Features of no frames, on the device that computes."""
+        return replace(self, features=self.features[:0], index=self.index[:0])
 
-    def kv_cache(self, total_frames: int) -> VisualKVCache:
-        """Return an empty cache for the K and V of these frames."""
-        return VisualKVCache(self, total_frames)
+    def keys(
+        self, layer: Hashable, spec: CallSpec, project: Projection, modules: Sequence[nn.Module], dtype: torch.dtype
+    ) -> Keys:
+        """Return the keys of a layer; see `RecomputedKV`. K and V that backward does not need again are given."""
+        if self.recompute:
+            keys = RecomputedKV(spec, self, project, modules, dtype)
+            if torch.is_grad_enabled() or keys.is_random:  # the same random numbers with and without gradients
+                return keys
+        if not torch.is_grad_enabled():
+            return GivenKeys(spec, *project_all(project, modules, self.features, self.index, dtype))
+        return GivenKeys(spec, *project_whole(project, modules, self.features, self.index, dtype))
 
 
 def frame_chunks(features: Tensor) -> list[slice]:
@@ -151,65 +157,6 @@ def project_chunks(project: Projection, features: Tensor, index: Tensor, dtype: 
     return k, v
 
 
-class VisualKVCache:
-    """K and V of a prompt's frames for decoding: each layer projects the frames of this rank once.
-
-    Copies of a transformers cache share it (`__deepcopy__`), because it never changes after the first pass.
-
-    Attributes:
-        total_frames: the number of frames on all ranks; 0 for the placeholder of a rank without frames.
-        units: the number of mask units on all ranks (frames, or image tiles of frames).
-        tokens_per_unit: keys of one unit.
-    """
-
-    def __init__(self, visual: VisualFeatures, total_frames: int) -> None:
-        self.total_frames = total_frames
-        self.units, self.tokens_per_unit = visual.total_frames, visual.features.shape[1]
-        self.states: dict[Hashable, tuple[Tensor, Tensor]] = {}
-        self._visual: VisualFeatures | None = visual
-        self._last_mask: FrameMask | None = None
-
-    def known_mask(self, mask: FrameMask) -> FrameMask:
-        """Return the mask of the last pass if `mask` is equal to it: its rectangles are planned already."""
-        if self._last_mask is None or not mask.equals(self._last_mask):
-            self._last_mask = mask
-        return self._last_mask
-
-    @classmethod
-    def given(cls, states: dict[Hashable, tuple[Tensor, Tensor]], frames: int, tokens: int) -> VisualKVCache:
-        """Return a cache of existing K and V, for `frames` frames of `tokens` keys that are all on this rank."""
-        some = next(iter(states.values()))[0]
-        empty = VisualFeatures(some.new_empty(0, tokens, 0), torch.zeros(0, dtype=torch.long), frames)
-        cache = cls(empty, frames)
-        cache.states = dict(states)
-        cache.close()
-        return cache
-
-    def keys_values(
-        self, layer: Hashable, project: Projection, modules: Sequence[nn.Module], dtype: torch.dtype
-    ) -> tuple[Tensor, Tensor]:
-        """Return k and v (1, G, keys of this rank, D) of a layer; its first call projects them, with gradients."""
-        if layer not in self.states:
-            assert self._visual is not None, f"layer {layer} has not seen the prompt's first pass"
-            self.states[layer] = project_all(project, modules, self._visual.features, self._visual.index, dtype)
-        return self.states[layer]
-
-    def source(self, spec: CallSpec, k: Tensor, v: Tensor) -> GivenKV | StreamedKV:
-        """Return what `keys_values` returned as a KV source."""
-        return GivenKV(spec, k, v)
-
-    def key_chunks(self, k: Tensor) -> Iterator[tuple[int, Tensor]]:
-        """Yield (first unit on this rank, k (1, G, keys, D)) of chunks of the k that `keys_values` returned."""
-        yield 0, k
-
-    def close(self) -> None:
-        """Release the features after the first pass, in which every layer has projected them."""
-        self._visual = None
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> VisualKVCache:
-        return self
-
-
 class RestoredInputs(tuple[Tensor, ...]):
     """The inputs of a `RecomputedKV` in one backward pass, which `keys_values` and `input_grads` both receive.
 
@@ -221,8 +168,8 @@ class RestoredInputs(tuple[Tensor, ...]):
 
 
 @dataclass(frozen=True)
-class RecomputedKV:
-    """A KV source that is projected from the shared features, in forward and again in backward.
+class RecomputedKV(Keys):
+    """Keys that are projected from the shared features, in forward and again in backward.
 
     Attributes:
         spec: how the group attends to these keys.
@@ -331,6 +278,11 @@ class RecomputedKV:
 
     def _parameters(self) -> list[Tensor]:
         return [parameter for parameter in parameters_of(self.modules) if parameter.requires_grad]
+
+    @property
+    def is_random(self) -> bool:
+        """Whether the projection draws random numbers, as dropout does."""
+        return self._seed is not None
 
     def _uses_random_numbers(self) -> bool:
         for module in self.modules:

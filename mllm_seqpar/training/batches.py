@@ -30,7 +30,7 @@ from torch.utils.data import IterableDataset, get_worker_info
 
 from mllm_seqpar._logging import get_logger
 from mllm_seqpar.comm import Communicator, as_communicator
-from mllm_seqpar.comm.agreement import attempt, raise_on_all_ranks
+from mllm_seqpar.comm.agreement import agree, attempt
 from mllm_seqpar.data.chat import ChatBatch, MediaError
 from mllm_seqpar.data.decoding import decode_threads
 from mllm_seqpar.data.prefetch import ReadAheadLimit
@@ -196,7 +196,7 @@ class BatchReader:
             has_features = loaded is not None and loaded.has_features
             rows = self._comm.gather_ints([int(fatal), bad, int(has_features)])
             if any(row[0] for row in rows):
-                raise_on_all_ranks(self._comm, "reading the training data", error if fatal else None)
+                agree(self._comm, "reading the training data", error=error if fatal else None)
             if all(row[1] < 0 for row in rows):
                 if any(row[2] for row in rows) and not all(row[2] for row in rows):
                     decode = True  # some rank computes features, so all do

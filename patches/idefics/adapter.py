@@ -21,8 +21,14 @@ from transformers.cache_utils import Cache
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 from transformers.utils.output_capturing import capture_outputs
 
-from mllm_seqpar.adapting import AdapterError, ForwardState, FrameShard, KVProjection, Patch, SeqParContext, ShapeError
-from mllm_seqpar.integrations.transformers.attention import (
+from mllm_seqpar.adapting import (
+    AdapterError,
+    ForwardState,
+    FrameShard,
+    KVProjection,
+    Patch,
+    SeqParContext,
+    ShapeError,
     causal_mask,
     merge_heads,
     refuse_dropout,
@@ -84,7 +90,7 @@ def _cross_attention(
         q = self.q_layer_norm(q)
     norm = self.k_layer_norm if self.qk_layer_norms else None
     project = KVProjection((self.k_proj, self.v_proj), self.head_dim, key_norm=norm)
-    o = seqpar.cross_attend(q, index, project, project.modules, self.scaling)
+    o = seqpar.attend(q, [seqpar.frame_keys(q, index, project)], self.scaling)
     return self.o_proj(merge_heads(o)), None
 
 

@@ -35,8 +35,6 @@ from mllm_seqpar.adapting import (
     KVProjection,
     Patch,
     SeqParContext,
-)
-from mllm_seqpar.integrations.transformers.attention import (
     causal_mask,
     merge_heads,
     refuse_dropout,
@@ -102,13 +100,9 @@ def _cross_attention(
     """Attend from this rank's rows (B, s, C) to the tiles of all ranks; return (B, s, C) and no weights."""
     refuse_dropout(self.dropout if self.training else 0.0)
     q = self.q_norm(split_heads(self.q_proj(hidden_states), self.head_dim))
-    project = _projection(self)
-    o = seqpar.cross_attend(q, self.layer_idx, project, project.modules, self.scaling)
+    project = KVProjection((self.k_proj, self.v_proj), self.head_dim, key_norm=self.k_norm)
+    o = seqpar.attend(q, [seqpar.frame_keys(q, self.layer_idx, project)], self.scaling)
     return self.o_proj(merge_heads(o)), None
-
-
-def _projection(self: Any) -> KVProjection:
-    return KVProjection((self.k_proj, self.v_proj), self.head_dim, key_norm=self.k_norm)
 
 
 class MllamaFamily(Family[MllamaInputs]):
@@ -214,7 +208,7 @@ class MllamaFamily(Family[MllamaInputs]):
         gate = state.rows.get("mlp_gate")
         return self.model.model.language_model(
             **decoder_arguments(embeds, positions, mask, cache, state),
-            cross_attention_states=state if state.frames is not None or state.visual_cache is not None else None,
+            cross_attention_states=None if state.frames is None else state,
             full_text_row_masked_out_mask=None if gate is None else gate[:, None, :, None].to(self.model.dtype),
             **kwargs,
         )

@@ -27,15 +27,15 @@ from torch import Tensor, nn
 from mllm_seqpar._transfers import copy_to_device
 from mllm_seqpar.adapting import (
     AdapterError,
+    Communicator,
     ForwardState,
     FrameMask,
     FrameShard,
     KVProjection,
     SeqParContext,
     ShapeError,
+    merge_heads,
 )
-from mllm_seqpar.comm import Communicator
-from mllm_seqpar.integrations.transformers.attention import merge_heads
 from mllm_seqpar.integrations.transformers.family import Family, Visibility
 from mllm_seqpar.integrations.transformers.inputs import ForwardInputs
 from mllm_seqpar.patching.registry import is_instance_by_name
@@ -132,7 +132,7 @@ def cross_attention_forward(attention: Any, index: int) -> Any:
         if uniform is not None:  # a zero query gives the mean of all V, and q has no gradient, as with equal scores
             q = q.masked_fill(uniform[:, None, :, None], 0.0)
         project = KVProjection((self.to_kv,), q.shape[-1])
-        o = media.cross_attend(q, index, project, project.modules, self.scale)
+        o = media.attend(q, [media.frame_keys(q, index, project)], self.scale)
         return self.to_out(merge_heads(o))
 
     return types.MethodType(forward, attention)

@@ -13,12 +13,15 @@ import torch
 from torch import Tensor
 
 from mllm_seqpar._transfers import copy_to_device
+from mllm_seqpar.attention.call_spec import problem_of
+from mllm_seqpar.attention.keys import as_attended
 from mllm_seqpar.errors import ShapeError
 from mllm_seqpar.masks import FrameMask
-from mllm_seqpar.runtime.frame_state import FrameState, select_for_pass
+from mllm_seqpar.runtime.frame_cache import VisualKVCache
+from mllm_seqpar.runtime.frame_state import Frames
 from mllm_seqpar.runtime.offload import HostFeatures, in_host_memory, stored_in_host_memory
 from mllm_seqpar.runtime.text_shards import TextShards
-from mllm_seqpar.runtime.visual_features import VisualFeatures, VisualKVCache
+from mllm_seqpar.runtime.visual_features import VisualFeatures
 from mllm_seqpar.sharding import frame_bounds
 
 from .data_parallel import agree_on_frames
@@ -117,23 +120,35 @@ def frame_arguments(
         return {}
     visual = visual_features(family, inputs, features)
     visibility = visibility_of(family, inputs, visual.total_frames, features.shape[1], inputs.total_frames, placement)
-    frames = FrameState.of(visual, visibility.mask, text, family.units_per_frame(inputs))
-    if visual_cache is None:
-        frames = _select_strategy(family, inputs, text, frames)
+    frames = Frames.of_shards(visual_cache or visual, visibility.mask, text, family.units_per_frame(inputs))
+    if visual_cache is None and family.context.comm.size > 1:
+        frames = _select_strategy(family, inputs, text, visual, frames)
     local = family.context.config.self_attention == "local"
     rows = {name: x if local else text.shard(x, 1) for name, x in visibility.rows.items()}
-    return {"frames": frames, "rows": rows, "visual_cache": visual_cache}
+    return {"frames": frames, "rows": rows}
 
 
-def _select_strategy(family: Family, inputs: ForwardInputs, text: TextShards, frames: FrameState) -> FrameState:
+def _select_strategy(
+    family: Family, inputs: ForwardInputs, text: TextShards, visual: VisualFeatures, frames: Frames
+) -> Frames:
     """Select what `strategy="auto"` uses for this pass, and gather the features if that is "replicate"."""
     context, shape = family.context, family.cross_attention_shape()
-    if context.comm.size == 1:
-        return frames
-    if context.config.strategy == "auto" and shape is not None:
-        frames = select_for_pass(context, shape, text, frames)
-    if context.config.strategy == "replicate" or (frames.selection and frames.selection.strategy == "replicate"):
-        frames = frames.gathered(context.comm, family.unit_index(inputs, frames.visual.total_frames))
+    config = context.config
+    if config.strategy == "auto" and shape is not None:
+        assert context.selector is not None
+        (probe,) = as_attended(visual.features[:0])
+        q_shape, k_shape = (text.batch, shape.heads, text.local, shape.dim), (1, shape.kv_heads)
+        frames.selection = context.selector.select_for_pass(
+            problem_of(q_shape, k_shape, frames.key_lengths, probe.dtype, config.accumulate_dtype),
+            frames.masks,
+            probe,
+            training=torch.is_grad_enabled(),
+            visual_dim=visual.features.shape[2],
+            layers=shape.layers,
+            recompute=config.recompute_visual,
+        )
+    if config.strategy == "replicate" or (frames.selection and frames.selection.strategy == "replicate"):
+        frames = frames.gathered(visual, context.comm, family.unit_index(inputs, visual.total_frames))
     return frames
 
 
@@ -142,8 +157,10 @@ def visual_features(family: Family, inputs: ForwardInputs, features: Tensor) -> 
     per_frame, total = family.units_per_frame(inputs), max(1, inputs.total_frames)
     start, stop = frame_bounds(total, family.context.comm.size)[family.context.comm.rank]
     index = family.unit_index(inputs, total * per_frame)[start * per_frame : stop * per_frame]
-    if family.context.config.visual_offload is None:
-        return VisualFeatures(features, copy_to_device(index, features.device), total * per_frame)
+    config = family.context.config
+    if config.visual_offload is None:
+        index = copy_to_device(index, features.device)
+        return VisualFeatures(features, index, total * per_frame, config.recompute_visual)
     dtype = _features_dtype(family, features) if inputs.frames_are_features else features.dtype
     index = copy_to_device(index, family.embedding_weight().device)
     return HostFeatures.of(features, index, total * per_frame, dtype)

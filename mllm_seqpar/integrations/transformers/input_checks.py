@@ -15,7 +15,8 @@ from transformers.loss.loss_utils import ForCausalLMLoss
 from transformers.utils import TransformersKwargs
 
 from mllm_seqpar.comm import Communicator
-from mllm_seqpar.comm.agreement import fingerprint, require_agreement
+from mllm_seqpar.comm.agreement import agree
+from mllm_seqpar.comm.base import fingerprint
 from mllm_seqpar.config import SeqParConfig
 from mllm_seqpar.errors import ConfigError, ShapeError
 from mllm_seqpar.runtime.visual_features import checksum, sampled_bits
@@ -33,7 +34,10 @@ _COMPARED = (
     *("num_items_in_batch", "training mode", "autocast (checksum of its dtype)", "checksum of the inputs' dtypes"),
     *("checksum of further arguments", "gradient checkpointing", "checksum of requires_grad of the parameters"),
 )
-_RANDOM_STATE = "checksum of the random state"
+_REMEDY = (
+    "Every rank of the group must pass what it would pass to the unpatched model. transformers' Trainer gives each "
+    "rank samples of its own: use mllm_seqpar.SeqParTrainer instead, or SeqParMixin for a subclass"
+)
 _SAMPLED_WEIGHTS = 16
 """Values compared of each parameter."""
 _KNOWN_ARGUMENTS = {*TransformersKwargs.__annotations__, "cache_position", "ignore_index", "logits_to_keep"}
@@ -77,10 +81,12 @@ def require_same_inputs(
                 trained = "".join(str(int(p.requires_grad)) for p in model.parameters())
                 checkpointing = any(getattr(m, "gradient_checkpointing", False) for m in model.modules())
                 numbers += [int(checkpointing), fingerprint(trained)]
-        found = dict(zip(_COMPARED, numbers, strict=False))
-        return found | ({} if model is None else {_RANDOM_STATE: random_state_number(inputs.text.device)})
+        return dict(zip(_COMPARED, numbers, strict=False))
 
-    rows = require_agreement(comm, "forward pass", _COMPARED, describe, (_RANDOM_STATE,))
+    def random_state(_: Any) -> list[int]:
+        return [] if model is None else [random_state_number(inputs.text.device)]
+
+    _, rows = agree(comm, "forward pass", describe, dict, numbers=random_state, remedy=_REMEDY)
     return all(row == rows[0] for row in rows)
 
 

@@ -5,6 +5,7 @@ Shape legend: B samples, L text tokens, F frames of all samples and ranks, f fra
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -62,7 +63,7 @@ class ForwardInputs:
     compare_frames: bool = True
     _host: dict[str, Tensor] = field(default_factory=dict, init=False, repr=False)
 
-    @property
+    @functools.cached_property
     def text(self) -> Tensor:
         """`input_ids` or `inputs_embeds`, whichever was given."""
         given = [x for x in (self.input_ids, self.inputs_embeds) if x is not None]

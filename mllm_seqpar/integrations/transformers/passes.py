@@ -71,7 +71,7 @@ def _uncached_pass(
     embeds, positions, mask = rows_of_pass(family, inputs, state)
     if features is None:
         embeds = with_accumulated_gradients(embeds, family.model)
-    if not state.shards_text or state.text_on_one_process == "masked":
+    if state.takes_mask:
         mask = family.text_mask(embeds, mask, positions, None)
     decoded = family.run_decoder(embeds, positions, mask, None, state, **kwargs)
     out = uncached_outputs(family, inputs, state, decoded, logits_to_keep, kwargs)

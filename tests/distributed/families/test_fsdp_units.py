@@ -225,7 +225,7 @@ def what_fsdp2_does(rank: int, world: int, family: str, mixed: bool, options: Ma
     counts: dict[str, int] = collections.Counter()
     with (
         calls(RegisterPostBackwardFunction, "backward") as gradients,
-        calls(ForwardState, "_new_visual_spec") as visual,
+        calls(ForwardState, "_frame_spec") as visual,
         calls(ForwardState, "_text_spec") as text,
         calls(CallSpec, "_plan_steps") as plans,
         calls(HyperAttention, "rotate_visual") as rotations,

@@ -17,7 +17,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from mllm_seqpar import patch_model
-from mllm_seqpar.patches.mllama.adapter import _projection
 from mllm_seqpar.patches.mplug_owl3.planner import model_sizes
 from mllm_seqpar.patches.mplug_owl3.testing import tiny_frames, tiny_model, tiny_text
 from mllm_seqpar.planner import ParallelSpec
@@ -30,6 +29,7 @@ from mllm_seqpar.planner.memory import (
 )
 from mllm_seqpar.planner.model_sizes import CrossAttentionSizes, ModelSizes, ResamplerSizes, TextSizes, VisionSizes
 from mllm_seqpar.planner.workload import Workload
+from mllm_seqpar.runtime.kv_projection import KVProjection
 
 pytestmark = pytest.mark.rounding
 
@@ -146,7 +146,8 @@ def test_mllama_keys_and_values_save_as_many_bytes_as_planned(dtype: torch.dtype
     features = torch.randn(3, 8, 64, dtype=dtype, requires_grad=True)
 
     def project() -> torch.Tensor:
-        k, v = _projection(attention)(features, torch.zeros(3))
+        linears = attention.k_proj, attention.v_proj
+        k, v = KVProjection(linears, attention.head_dim, key_norm=attention.k_norm)(features, torch.zeros(3))
         return (k * v).sum()  # saves both, as attention does
 
     cross = CrossAttentionSizes(layers=1, heads=4, kv_heads=2, head_dim=16, visual_dim=64, key_norm="float32")

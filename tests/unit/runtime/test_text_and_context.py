@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from mllm_seqpar.attention.kv_sources import AutocastState, as_attended
+from mllm_seqpar.attention.keys import AutocastState, as_attended
 from mllm_seqpar.comm import Communicator, LoopbackCommunicator, LoopbackWorld, run_loopback
 from mllm_seqpar.config import SeqParConfig
 from mllm_seqpar.integrations.transformers.frames import mask_over_samples
@@ -17,7 +17,7 @@ from mllm_seqpar.masks import Rectangle
 from mllm_seqpar.runtime.context import SeqParContext
 from mllm_seqpar.runtime.loss import shifted
 from mllm_seqpar.runtime.star import StarText, block_length
-from mllm_seqpar.runtime.text_kv_cache import CachedTextMask, TextKVCache
+from mllm_seqpar.runtime.text_kv_cache import TextKVCache
 from mllm_seqpar.runtime.text_shards import TextShards, packed_starts
 from mllm_seqpar.runtime.visual_features import checksum, sampled_bits
 
@@ -65,7 +65,7 @@ def test_new_tokens_are_kept_in_turn_and_cropped() -> None:
         cache.extend(4)
         fresh, valid = list(range(4)[cache.fresh]), torch.ones(1, 9).index_fill_(1, torch.tensor([7]), 0)
         visible = [
-            sum(map(visible_entries, CachedTextMask(cache, 4, mask).rectangles(2, window)))
+            sum(map(visible_entries, cache.rectangles(4, mask, 2, window)))
             for mask, window in ((None, None), (None, 3), (valid, None))
         ]
         cache.crop(20)
