@@ -85,11 +85,17 @@ def completion(argv: Sequence[str]) -> None:
 
 
 def options_of(entry: str) -> list[str]:
-    """Return the names of the options that a command's --help shows; none if its module cannot be imported."""
+    """Return the names of a command's options, by its --help_all or --help; none if its module cannot be imported."""
+    found = _shown(entry, "--help")
+    return sorted(_shown(entry, "--help_all") if "--help_all" in found else found)
+
+
+def _shown(entry: str, option: str) -> set[str]:
+    """Return the names of the options in the text that a command prints for an option."""
     text = io.StringIO()
     with contextlib.redirect_stdout(text), contextlib.suppress(SystemExit, ImportError, ConfigError):
-        load_entry(entry)(["--help"])
-    return sorted({name for line in text.getvalue().splitlines() for name in _names(line)})
+        load_entry(entry)([option])
+    return {name for line in text.getvalue().splitlines() for name in _names(line)}
 
 
 def _names(line: str) -> list[str]:

@@ -74,6 +74,8 @@ def test_completion_has_the_options_of_the_help(capsys: pytest.CaptureFixture[st
     assert options["doctor"] == ["--device", "--help", "--num_processes"]
     assert "--num_processes" in options["calibrate"]
     assert {"--mlp_chunk_size", "--no_overlap", "--strategy"} <= set(options["plan"])
+    everything = completion.options_of(COMMANDS["finetune"][0])  # of --help_all
+    assert {"--strategy", "--learning_rate", "--adam_epsilon", "--help_all"} <= set(everything)
     scripts = {shell: completion.script(shell, entries, options) for shell in completion.SHELLS}
     assert '    doctor) options="--device --help --num_processes" ;;' in scripts["bash"]
     assert "    doctor) options=(--device --help --num_processes) ;;" in scripts["zsh"]
