@@ -85,8 +85,6 @@ def own_ranks(
         return
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     rendezvous = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
-    # for collectives of FSDP2 beside the transfers of a patched model; see comm.nccl_settings
-    rendezvous["NCCL_LAUNCH_ORDER_IMPLICIT"] = os.environ.get("NCCL_LAUNCH_ORDER_IMPLICIT", "1")
     rendezvous |= {"WORLD_SIZE": str(count), "LOCAL_WORLD_SIZE": str(count), _MARK: "1"}
     if any(name == "lo" for _, name in socket.if_nameindex()):
         rendezvous.setdefault("GLOO_SOCKET_IFNAME", os.environ.get("GLOO_SOCKET_IFNAME", "lo"))

@@ -216,7 +216,8 @@ def parse(argv: Sequence[str]) -> AskArguments:
         AskArguments,
         argv,
         prog="mllm-seqpar ask",
-        description="Ask about long videos whose frames are sharded over all ranks.",
+        description="Ask about long videos whose frames are sharded over all ranks.\n"
+        "The exit status is 1 if some questions or videos have no answer, and 2 if none has.",
         example='mllm-seqpar ask --num_processes 4 --model DIR --video movie.mp4 --question "Who opens the door?"\n'
         "  mllm-seqpar ask --num_processes 4 --model DIR --questions questions.jsonl --output answers.jsonl --choices",
         ranks=True,

@@ -19,8 +19,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from mllm_seqpar.comm import Group, as_communicator
-from mllm_seqpar.comm.agreement import raise_on_all_ranks
+from mllm_seqpar.comm import Group, transfer_communicator
+from mllm_seqpar.comm.agreement import agree
 from mllm_seqpar.data.chat_family import ChatFamily, chat_family
 from mllm_seqpar.data.prefetch import read_ahead
 from mllm_seqpar.data.sources import FrameSource
@@ -83,7 +83,7 @@ def encode_video(
         VideoError: if this rank's part of the video cannot be read.
         AgreementError: if another rank's part cannot be read; its message is quoted.
     """
-    comm = as_communicator(group)
+    comm = transfer_communicator(group)
     if batch < 1:
         raise ConfigError(f"batch: {batch} is not allowed; give 1 or more")
     family = chat_family(processor)
@@ -98,7 +98,7 @@ def encode_video(
             pixels = encoder.read(batches)
             rows = comm.gather_ints([encoder.done, int(encoder.error is not None)])
             if any(failed for _, failed in rows):
-                raise_on_all_ranks(comm, "reading the video", encoder.error)
+                agree(comm, "reading the video", error=encoder.error)
             done = [encoded for encoded, _ in rows]
             if progress is not None:
                 progress(sum(done))

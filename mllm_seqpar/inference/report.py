@@ -7,10 +7,10 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass
-from pathlib import Path
 
 import torch
 
+from mllm_seqpar.cli.outputs import write_text
 from mllm_seqpar.cli.progress import progress_bar
 
 from .generation import Answer
@@ -84,4 +84,4 @@ class Report:
     def write(self, path: str) -> None:
         rows = [{"video": item.video, "question": item.question, **asdict(item.answer)} for item in self.answers]
         values = asdict(self) | {"answers": rows}
-        Path(path).write_text(json.dumps(values, indent=1) + "\n")
+        write_text(path, json.dumps(values, indent=1) + "\n")

@@ -19,9 +19,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from mllm_seqpar.cli.outputs import require_writable
 from mllm_seqpar.cli.progress import peak_memory
 from mllm_seqpar.comm import Communicator
-from mllm_seqpar.comm.agreement import check_collectively, raise_on_all_ranks
+from mllm_seqpar.comm.agreement import agree
 from mllm_seqpar.data.chat_family import ChatFamily, chat_family
 from mllm_seqpar.data.feature_store import INDEX, FeatureStore, source_meta
 from mllm_seqpar.data.media_files import VIDEO_SUFFIXES
@@ -92,15 +93,18 @@ class VideoInput:
         return facts
 
 
-def ask_videos(args: AskArguments, comm: Communicator, device: torch.device) -> None:
+def ask_videos(args: AskArguments, comm: Communicator, device: torch.device) -> int:
     """Answer each question about each video on the ranks of `comm`: open, load, encode, answer, report.
 
+    Returns:
+        The number of videos that cannot be used, while others are answered; the same on every rank.
+
     Raises:
-        VideoError: on all ranks, after the other videos are answered, if one of several cannot be used.
+        VideoError: on all ranks, if no video can be used.
     """
     times = StageTimes(device)
     with times.measure("open"):
-        inputs = check_collectively(comm, "inputs", lambda: _open(args, comm.rank), RunInputs.facts)
+        inputs = agree(comm, "inputs", lambda: _open(args, comm.rank), RunInputs.facts)
         run = VideoRun(args, inputs, comm, times)
         opened = [run.open(paths) for paths in inputs.videos]
     videos = [video for video in opened if video is not None]
@@ -111,8 +115,12 @@ def ask_videos(args: AskArguments, comm: Communicator, device: torch.device) -> 
             run.ask(video, model)
         run.report(model)
     if run.faults:
-        count = f"{len(run.faults)} of {len(inputs.videos)} videos cannot be used"
-        raise_on_all_ranks(comm, "videos", VideoError(f"{count}; the first: {run.faults[0]}"))
+        text = f"{len(run.faults)} of {len(inputs.videos)} videos cannot be used; the first: {run.faults[0]}"
+        if len(run.faults) == len(inputs.videos):
+            agree(comm, "videos", error=VideoError(text))
+        if comm.rank == 0:
+            print(f"error: {text}", file=sys.stderr, flush=True)  # noqa: T201 - standard output has only the answers
+    return len(run.faults)
 
 
 class VideoRun:
@@ -128,7 +136,7 @@ class VideoRun:
     def open(self, paths: VideoPaths) -> VideoInput | None:
         """Open one of the videos; None if it is one of several and cannot be used."""
         step = partial(_open_video, self._args, self._inputs, paths, self._comm.rank)
-        return self._tried(lambda: check_collectively(self._comm, "inputs", step, VideoInput.facts))
+        return self._tried(lambda: agree(self._comm, "inputs", step, VideoInput.facts))
 
     def ask(self, video: VideoInput, model: nn.Module) -> None:
         """Encode or read a video, and ask all questions about it."""
@@ -144,7 +152,7 @@ class VideoRun:
         for question in self._args.question:
             result = _ask(self._args, self._inputs, model, encoded, question, report, shown)
             self.answers.append(Answered(name, question, result))
-        check_collectively(self._comm, "evidence page", report.write)
+        agree(self._comm, "evidence page", report.write)
 
     def report(self, model: nn.Module) -> None:
         """Write times and memory of all ranks to stderr, and the report to its file."""
@@ -256,7 +264,7 @@ def _create_outputs(args: AskArguments) -> None:
             Path(args.save_features).mkdir(parents=True, exist_ok=True)
         if args.report is not None:
             Path(args.report).parent.mkdir(parents=True, exist_ok=True)
-            Path(args.report).touch()
+            require_writable("report", args.report)
         if args.evidence_html is not None:
             Path(args.evidence_html).parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -271,7 +279,7 @@ def _encoded(
         target = times.device, next(model.parameters()).dtype
         with times.measure("read features"):
             load = partial(load_video, store, inputs.family, comm, *target, mapped=args.visual_offload is not None)
-            return check_collectively(comm, "features", load)
+            return agree(comm, "features", load)
     assert source is not None  # AskArguments requires --video or --features
     show = args.progress and comm.rank == 0
     with times.measure(ENCODE_STAGE), frames_bar(len(source), "reading and encoding", show) as progress:

@@ -121,7 +121,13 @@ def read_cluster(path: str | Path) -> Cluster:
 
 def write_cluster(cluster: Cluster, path: str | Path) -> None:
     """Write a cluster file that `read_cluster` reads back to an equal Cluster."""
+    Path(path).write_text(cluster_text(cluster))
+
+
+def cluster_text(cluster: Cluster) -> str:
+    """Return the text of a cluster file."""
     import yaml
 
     present = {name: value for name, value in asdict(cluster).items() if value is not None}
-    Path(path).write_text(yaml.safe_dump(present, sort_keys=False, width=110))
+    text: str = yaml.safe_dump(present, sort_keys=False, width=110)
+    return text

@@ -12,7 +12,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -31,6 +31,7 @@ from mllm_seqpar.inference.evidence_report import MOMENTS
 from .arguments import ServingOptions
 from .engine import Job, MediaFile
 from .jobs import Impossible, Worker, joined_worker
+from .line_editing import line_editing
 
 ENTRY = "mllm_seqpar.serving.chat:main"
 SIGNAL_POLL = 0.2
@@ -45,7 +46,9 @@ COMMANDS = """\
 /evidence     print the moments of the video that the last answer attends to most
 /help         this list
 /exit         end the chat, as Ctrl-D does
+Tab completes commands and paths. The arrow keys bring back earlier lines, also of earlier chats.
 Ctrl-C stops an answer."""
+_NAMES = tuple(sorted({line.split()[0] for line in COMMANDS.splitlines() if line.startswith("/")}))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,10 +122,12 @@ class Terminal:
         _note(f"{self._args.model} on {ranks} rank{'s' * (ranks > 1)}; /help lists the commands")
         if self._video is not None:
             self._describe_frames()
-        with suppress(EOFError), suppress(ImportError):
-            import readline  # noqa: F401 - editing and history of input lines
+        with line_editing(_NAMES) as keep:
+            self._answer_lines(keep)
 
+    def _answer_lines(self, keep: Callable[[], object]) -> None:
         while (line := self._read_line()) is not None:
+            keep()
             try:
                 if line.startswith("/"):
                     name, _, rest = line.partition(" ")

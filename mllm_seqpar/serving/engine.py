@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from mllm_seqpar.comm import Communicator
-from mllm_seqpar.comm.agreement import check_collectively
+from mllm_seqpar.comm.agreement import agree
 from mllm_seqpar.data.chat_family import ChatText, chat_family
 from mllm_seqpar.data.sources import FrameSource, VideoSource
 from mllm_seqpar.errors import ConfigError
@@ -110,7 +110,7 @@ class Engine:
     """
 
     def __init__(self, args: ServingOptions, comm: Communicator, device: torch.device, keep: int = 1) -> None:
-        self.processor = check_collectively(
+        self.processor = agree(
             comm, "processor", lambda: load_processor(args.model), lambda _: {"model": model_files_digest(args.model)}
         )
         self.family = chat_family(self.processor)
@@ -142,7 +142,7 @@ class Engine:
         """
         conversation = kept = self._conversations.get(job.media)
         if conversation is None:
-            sources = check_collectively(
+            sources = agree(
                 self.comm,
                 "media",
                 lambda: [file.open(self.family) for file in job.media],
@@ -150,7 +150,7 @@ class Engine:
             )
             conversation = Conversation(self.model, self.processor, sources, batch=self._batch)
         limit = job.sampling.max_new_tokens
-        text = check_collectively(self.comm, "prompt", lambda: conversation.prompt(job.messages, limit))
+        text = agree(self.comm, "prompt", lambda: conversation.prompt(job.messages, limit))
         while kept is None and len(self._conversations) >= self._keep:  # before the new one takes memory
             self._conversations.popitem(last=False)
         conversation.encode(progress, interrupted)

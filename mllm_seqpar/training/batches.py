@@ -24,7 +24,7 @@ from torch.utils.data import IterableDataset, get_worker_info
 
 from mllm_seqpar._logging import get_logger
 from mllm_seqpar.comm import Communicator, as_communicator
-from mllm_seqpar.comm.agreement import attempt, raise_on_all_ranks
+from mllm_seqpar.comm.agreement import agree, attempt
 from mllm_seqpar.data.chat import ChatBatch, MediaError
 from mllm_seqpar.data.prefetch import read_ahead
 from mllm_seqpar.errors import ConfigError, DataError, SeqParError
@@ -123,7 +123,7 @@ class BatchReader:
             fatal = error is not None and bad < 0
             rows = self._comm.gather_ints([int(fatal), bad])
             if any(row[0] for row in rows):
-                raise_on_all_ranks(self._comm, "reading the training data", error if fatal else None)
+                agree(self._comm, "reading the training data", error=error if fatal else None)
             if all(row[1] < 0 for row in rows):
                 assert loaded is not None
                 return loaded

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from mllm_seqpar.comm import as_communicator
-from mllm_seqpar.comm.agreement import fingerprint
+from mllm_seqpar.comm.base import fingerprint
 from mllm_seqpar.data.chat import ChatBatch, ChatDataset, load_local_pictures
 from mllm_seqpar.data.chat_family import chat_family
 from mllm_seqpar.data.chat_format import media_parts

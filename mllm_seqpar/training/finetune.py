@@ -23,7 +23,8 @@ from mllm_seqpar._logging import get_logger
 from mllm_seqpar.cli import program_exit
 from mllm_seqpar.cli.launch import require_rendezvous, use_cuda
 from mllm_seqpar.comm import as_communicator
-from mllm_seqpar.comm.agreement import attempt, check_collectively, raise_on_all_ranks
+from mllm_seqpar.comm.agreement import agree, attempt
+from mllm_seqpar.comm.nccl_settings import order_launches
 from mllm_seqpar.data.chat import ChatDataset
 from mllm_seqpar.data.chat_family import chat_family
 from mllm_seqpar.errors import ConfigError, first_line
@@ -137,16 +138,16 @@ def prepare(
     cpu = _start_processes(values or {})
     comm = as_communicator()
     settings = {name: value for name, value in os.environ.items() if name.startswith(_LAUNCH_SETTINGS)}
-    raise_on_all_ranks(comm, "arguments", problem, (values or {}) | settings)
+    agree(comm, "arguments", lambda: (values or {}) | settings, dict, error=problem)
     assert values is not None  # otherwise all ranks have raised
-    options = check_collectively(comm, "arguments", lambda: _options(values, cpu))
+    options = agree(comm, "arguments", lambda: _options(values, cpu))
     output = Path(options.training.output_dir)
-    data, checkpoint, _ = check_collectively(comm, "data", lambda: _open_data(options), lambda opened: opened[-1])
+    data, checkpoint, _ = agree(comm, "data", lambda: _open_data(options), lambda opened: opened[-1])
     require_shared_directory(comm, output)
     if options.training.push_to_hub:
-        names = check_collectively(comm, "hub", lambda: create_repository(options.training) if comm.rank == 0 else "")
+        names = agree(comm, "hub", lambda: create_repository(options.training) if comm.rank == 0 else "")
         options.training.hub_model_id = names
-    model = check_collectively(comm, "model", lambda: _load(options, data.processor))
+    model = agree(comm, "model", lambda: _load(options, data.processor))
     send_buffers(model)
     options.training.use_cache = bool(getattr(getattr(model, "config", None), "use_cache", True))  # stays as it was
     trainer = FineTuneTrainer(
@@ -172,6 +173,7 @@ def _start_processes(values: dict[str, Any]) -> bool:
     from accelerate import PartialState
 
     cpu = bool(values.get("use_cpu")) or not use_cuda("auto")
+    order_launches()
     PartialState(cpu=cpu, timeout=timedelta(seconds=values.get("ddp_timeout", 600)))
     require_rendezvous()
     return cpu

@@ -35,6 +35,7 @@ from mllm_seqpar.patching import patch_of
 from .batches import BatchReader, EpochBatches, EvaluationBatches, reader_communicator
 from .checkpoint_clock import CheckpointClock
 from .data_loader import ShardedDataLoader
+from .host_frames import frame_arguments_of, with_host_frames
 from .resume import RunLayout
 from .sample_order import SampleOrder
 from .terminal_log import TerminalLog
@@ -98,7 +99,10 @@ class FineTuneTrainer(SeqParTrainer):
     def get_train_dataloader(self) -> DataLoader:
         reader = self._reader(self.data.training, self._reading)
         batches = EpochBatches(reader, self.data.order, self._sample_group, lambda: self.state.global_step)
-        return DataLoader(batches, batch_size=None, collate_fn=_unchanged)
+        return DataLoader(batches, batch_size=None, collate_fn=self._frames_on_host)
+
+    def _frames_on_host(self, arguments: Any) -> Any:
+        return with_host_frames(arguments, frame_arguments_of(self.model))
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> DataLoader:
         dataset: Any = self.data.evaluation if eval_dataset is None else eval_dataset
@@ -187,7 +191,7 @@ class FineTuneTrainer(SeqParTrainer):
         self.model.eval()
         with torch.no_grad(), self.compute_loss_context_manager():
             for batch, counts in self._saving_at_errors(dataloader):
-                loss = self.model(**self._prepare_inputs(batch.arguments)).loss
+                loss = self.model(**self._prepare_inputs(self._frames_on_host(batch.arguments))).loss
                 if counts:
                     total += torch.stack([loss.double() * batch.chat.targets, loss.new_tensor(batch.chat.targets)])
                 self.callback_handler.on_prediction_step(self.args, self.state, self.control)

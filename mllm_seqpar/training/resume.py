@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from mllm_seqpar.comm import Communicator
-from mllm_seqpar.comm.agreement import check_collectively
+from mllm_seqpar.comm.agreement import agree
 from mllm_seqpar.errors import ConfigError, first_line
 
 FILE = "seqpar_layout.json"
@@ -147,7 +147,7 @@ def require_shared_directory(comm: Communicator, output: Path) -> None:
             except OSError as error:
                 raise ConfigError(f"--output_dir {output}: cannot be written to: {error}") from error
 
-    check_collectively(comm, "output", touch)
+    agree(comm, "output", touch)
     seen = [row[0] for row in comm.gather_ints([(output / name).exists()])]
     if comm.rank == 0:
         (output / name).unlink()

@@ -11,6 +11,7 @@ and FSDP2 shards parameters over all of them. `SeqParTrainer` changes the follow
   their gradients is the group's gradient (`patch_model`), so the factor must be the number of groups.
 - Evaluation gathers each sample once, and full logits if the caller wants logits. Its loss equals that of one process
   with the same `per_device_eval_batch_size`.
+- Frames stay in host memory (`HostFrames`); the vision tower's runs move those of this rank.
 - FSDP2 works on CPU, where accelerate would silently use DDP, and `save_model` writes an unsharded model.
 - The log has the speed, the exposed communication and the memory of the ranks (`throughput.py`), and a checkpoint is
   resumed only by a run whose steps have equally many samples (`resume.py`).
@@ -48,6 +49,7 @@ from mllm_seqpar.patching.registry import find_adapter
 
 from .evaluation import count_streamed_samples, gather_once, mask_duplicate_samples
 from .export import export_model
+from .host_frames import HostFramesCollator, frame_arguments_of
 from .resume import FILE, RunLayout
 from .throughput import Throughput
 from .trainer_checks import find_parallelism, patched_degree, refuse_rankwise_arguments, refuse_unsupported
@@ -116,6 +118,8 @@ class SeqParMixin(_Base):
             self._patch(self.ref_model, group, seqpar, self.accelerator.autocast)
         set_fsdp_units(self.accelerator, find_adapter(self.model)[1])
         self._throughput = Throughput(_patch_of(self.model), self.args.device)
+        if self._trl is None:  # whose trainers change the frames of a batch
+            self.data_collator: Any = HostFramesCollator(self.data_collator, frame_arguments_of(self.model))
 
     def _patch(self, model: nn.Module, group: Any, seqpar: SeqParConfig | None, autocast: Any = None) -> None:
         inner = find_adapter(model)[1]

@@ -61,6 +61,12 @@ class Terminal:
         return os.waitstatus_to_exitcode(ended[1])
 
 
+@pytest.fixture(autouse=True)
+def history_of_the_tests(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Leave the history of the user's chats alone."""
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+
+
 def test_turns_in_a_terminal_on_two_ranks(inference_files: Path) -> None:
     twin = inference_files / "twin.mp4"
     model = inference_files / "gated"

@@ -49,7 +49,7 @@ def shard_weights_by_fsdp2(enabled: bool) -> Iterator[None]:
     if not enabled or launched_with_fsdp2():
         yield
         return
-    refuse_fsdp1("--shard_weights")
+    refuse_fsdp1_config("--shard_weights")
     before = {name: os.environ.get(name) for name in _FSDP2}
     os.environ.update(_FSDP2)
     try:
@@ -61,12 +61,12 @@ def shard_weights_by_fsdp2(enabled: bool) -> Iterator[None]:
                 os.environ[name] = value
 
 
-def refuse_fsdp1(caller: str) -> None:
+def refuse_fsdp1_config(caller: str) -> None:
     """Raise ConfigError if `accelerate launch` read a config file that asks for FSDP, but not for version 2."""
     if os.environ.get("ACCELERATE_USE_FSDP", "").lower() == "true" and not launched_with_fsdp2():
         raise ConfigError(
-            f"{caller}: the launch configuration has fsdp_version: {os.environ.get('FSDP_VERSION', 1)}; set "
-            "fsdp_version: 2, as configs/fsdp2_*.yaml do"
+            f"{caller}: the launch configuration has fsdp_version: {os.environ.get('FSDP_VERSION', 1)} (FSDP1), with "
+            "which K and V cannot be recomputed in backward; set fsdp_version: 2, as configs/fsdp2_*.yaml do"
         )
 
 
@@ -170,9 +170,15 @@ def allocate(model: nn.Module) -> nn.Module:
 def set_fsdp_units(accelerator, model: nn.Module) -> None:
     """If accelerate shards by FSDP2, set the layer classes that become units and the dtype of gradient reduction.
 
-    Raise ConfigError if fsdp_cpu_ram_efficient_loading is set and does not support the model.
+    Raise ConfigError if accelerate shards by FSDP1, or if fsdp_cpu_ram_efficient_loading is set and the model does not
+    support it.
     """
     if not accelerator.is_fsdp2:
+        if accelerator.distributed_type == "FSDP":
+            raise ConfigError(
+                "accelerate is set up to shard by FSDP1, with which K and V cannot be recomputed in backward; set "
+                "fsdp_version: 2 in its config, or FullyShardedDataParallelPlugin(fsdp_version=2)"
+            )
         return
     if _efficient_loading(accelerator):
         _check_efficient_loading(model)

@@ -28,10 +28,12 @@ assert not absent, absent  # importing loads no model
 for folder in sys.argv[1:]:
     found = [auto.from_pretrained(folder, **options) for auto in (AutoConfig, AutoProcessor)]
     found += [auto.from_pretrained(folder, **options) for auto in (AutoModelForImageTextToText, AutoModel)]
-    found += [auto.from_pretrained(folder, **options) for auto in (AutoImageProcessor, AutoTokenizer)]
-    assert found[-1].chat_template == found[1].chat_template
-    assert found[-2].to_dict() == found[1].image_processor.to_dict()
-    print(*(type(x).__name__ for x in found[:-1]))
+    assert AutoTokenizer.from_pretrained(folder, **options).chat_template == found[1].chat_template
+    if type(AutoImageProcessor) is type:  # transformers 5.17 has it with torchvision only
+        images = AutoImageProcessor.from_pretrained(folder, **options)
+        assert type(images).__name__ == type(found[1].image_processor).__name__
+        assert images.to_dict() == found[1].image_processor.to_dict()
+    print(*(type(x).__name__ for x in found))
 """
 
 
@@ -55,8 +57,7 @@ def test_new_process_loads_a_directory_by_auto_classes_alone(
     done = subprocess.run(command, env=environment, text=True, capture_output=True, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     model = {"MPlugOwl3": "MPlugOwl3ForConditionalGeneration", "OpenFlamingo": "OpenFlamingo"}
-    images = {"MPlugOwl3": "MPlugOwl3ImageProcessor", "OpenFlamingo": "CLIPImageProcessorPil"}
-    expected = [f"{name}Config {name}Processor {model[name]} {model[name]} {images[name]}" for name in folders]
+    expected = [f"{name}Config {name}Processor {model[name]} {model[name]}" for name in folders]
     assert done.stdout.splitlines() == expected
 
 
