@@ -92,7 +92,9 @@ class QwenVLChats(ChatFamily):
     frame_names = PIXELS
     marks = (*map("<|{}|>".format, _MARKS), VIDEO_MARK)
     feature_weights = ("model.visual.", "visual.")
+    tower = ("model.visual", "forward")
     always_sharded = False
+    ragged = True
     budget_of_video = False
     passes_times = False
 

@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass, replace
 import torch
 
 from mllm_seqpar.comm.agreement import agree, attempt
+from mllm_seqpar.data.decoding_work import decode_rate
 from mllm_seqpar.errors import ConfigError
 from mllm_seqpar.planner.calibrate import AttentionShape, calibrate
 from mllm_seqpar.planner.cluster import cluster_text
@@ -64,14 +65,25 @@ def measure(argv: Sequence[str]) -> None:
         dtype = getattr(torch, args.dtype or ("bfloat16" if device.type == "cuda" else "float32"))
         shape = AttentionShape(heads=args.heads, kv_heads=args.kv_heads, dim=args.dim, dtype=dtype)
         cluster = calibrate(comm, device=device, shape=shape, name=args.name)
+        cluster = replace(cluster, decode_rate=_decode_rate())
         rates = kernel_rates(comm, device=device, shape=shape)
         if comm.rank == 0:
             if comm.size == 1:
                 cluster = replace(cluster, source=cluster.source + "; one rank alone: links are not measured")
             sys.stderr.write(f"mllm-seqpar calibrate: {cluster.source}\n")
+            if cluster.decode_rate is not None:
+                sys.stderr.write(f"decoding, one core: {cluster.decode_rate:.3g} frames/s (H.264, 720p)\n")
             for name, rate in rates.items():
                 sys.stderr.write(f"kernel {name}: {rate:.3g} FLOP/s in forward and backward\n")
             write_text(output, cluster_text(cluster))
+
+
+def _decode_rate() -> float | None:
+    """Return the frames per second that one core of this rank decodes; None without PyAV."""
+    try:
+        return round(decode_rate(), 1)
+    except ImportError:
+        return None
 
 
 def _parse(argv: Sequence[str]) -> CalibrateOptions:

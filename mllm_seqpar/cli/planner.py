@@ -79,6 +79,8 @@ def _parser() -> Parser:
     text = "bytes per stored parameter, and per gradient; default: 4, or as --element if nothing is trained"
     plan.add_argument("--parameter", type=int, help=text)
     plan.add_argument("--optimizer", type=int, help="bytes of optimizer state per parameter; default: 8, AdamW")
+    text = "frames of a video that are decoded for each frame that is used, as check-data prints; default: 30"
+    plan.add_argument("--decode_per_frame", type=float, metavar="FRAMES", default=30.0, help=text)
     plan.add_argument("--json", action="store_true", help="print JSON, in seconds and bytes")
     text = "draw one cross-attention layer of the best strategy with matplotlib; the suffix chooses the format"
     plan.add_argument("--timeline", metavar="FILE", help=text)
@@ -114,7 +116,7 @@ def plan(argv: Sequence[str]) -> int:
     if args.samples is not None:
         data_set = DataSet(samples=args.samples, epochs=1.0 if args.epochs is None else args.epochs)
     names = "frames text gpus batch trained self_attention element mlp_chunk_size vision_chunk_size content_tiles "
-    names += "visual_offload lora_r base_parameter"
+    names += "visual_offload lora_r base_parameter decode_per_frame"
     workload = Workload(
         model=read_model(find_file("model", args.model)),
         **{name: getattr(args, name) for name in names.split()},

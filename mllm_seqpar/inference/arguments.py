@@ -10,6 +10,7 @@ from typing import Any
 from mllm_seqpar.cli.launch import DEVICES
 from mllm_seqpar.cli.options import CommandOptions, option, parse_options, parse_tile
 from mllm_seqpar.config import CHOICES, SeqParConfig
+from mllm_seqpar.data.decoding import DECODER_HELP, THREADS_HELP, check_decoding
 from mllm_seqpar.data.formats import DEFAULT_TEMPLATE, check_template
 from mllm_seqpar.errors import ConfigError
 from mllm_seqpar.kernels import available_kernels
@@ -38,6 +39,8 @@ class ModelOptions(CommandOptions):
     num_frames: int | None = option("instead of --fps: this many frames, evenly spaced", None)
     max_frames: int | None = option("if --fps gives more frames: this many, evenly spaced", None)
     encode_batch: int = option("frames that a rank reads and encodes at once", 8)
+    decode_threads: int | None = option(THREADS_HELP, None)
+    decoder: str = option(DECODER_HELP, "pyav")
 
     max_new_tokens: int = option("maximum length of an answer", 256)
     temperature: float = option("0 takes the most likely token each time, above 0 samples", 0.0)
@@ -63,6 +66,7 @@ class ModelOptions(CommandOptions):
 
     def __post_init__(self) -> None:
         self._require_positive("fps", "num_frames", "max_frames", "encode_batch", "timeout")
+        check_decoding(self.decode_threads, self.decoder)
         self._require("dtype", self.dtype in DTYPES, f"one of {', '.join(DTYPES)}")
         self._require("device", self.device in DEVICES, f"one of {', '.join(DEVICES)}")
         if self.fps is not None and self.num_frames is not None:
@@ -91,6 +95,10 @@ class ModelOptions(CommandOptions):
         if self.fps is None and self.num_frames is None:
             options["fps"] = default_fps
         return options
+
+    def decoding(self) -> dict[str, Any]:
+        """Return how `VideoSource.open` decodes, which does not change the frames."""
+        return {"threads": self.decode_threads, "decoder": self.decoder}
 
     def _values(self, names: Iterable[str]) -> dict[str, Any]:
         """Return the values of the names that this command has as options."""

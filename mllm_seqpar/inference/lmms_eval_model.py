@@ -202,7 +202,7 @@ class SimpleSeqParModel(lmms):
         if part["type"] == "image":
             return self._family.image_source(part["path"])
         try:
-            return VideoSource.open(part["path"], **self.options.frame_options(DEFAULT_FPS))
+            return VideoSource.open(part["path"], **self.options.frame_options(DEFAULT_FPS), **self.options.decoding())
         except ImportError as error:  # the message says what to install
             raise ConfigError(str(error)) from error
 

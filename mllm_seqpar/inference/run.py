@@ -32,7 +32,7 @@ from mllm_seqpar.models.loading import load_processor
 from mllm_seqpar.patching import patch_of
 
 from .arguments import DEFAULT_FPS, AskArguments
-from .encoding import EncodedVideo, encode_video
+from .encoding import PARTS, EncodedVideo, encode_video
 from .evidence_report import EvidenceReport
 from .generation import Answer
 from .model_loading import load_patched, model_files_digest
@@ -131,6 +131,7 @@ class VideoRun:
         self.answers: list[Answered] = []
         self.faults: list[str] = []
         self._frames = self._visual_tokens = 0
+        self._parts: Counter[str] = Counter()  # seconds; Counter adds them
         self._several = len(inputs.videos) > 1
 
     def open(self, paths: VideoPaths) -> VideoInput | None:
@@ -144,6 +145,7 @@ class VideoRun:
         if encoded is None:
             return
         self._frames += encoded.frames
+        self._parts.update(encoded.seconds)
         self._visual_tokens += encoded.visual_tokens
         name, shown = video.paths.name, self._comm.rank == 0
         if self._several and shown and self._args.question:
@@ -158,7 +160,9 @@ class VideoRun:
         """Write times and memory of all ranks to stderr, and the report to its file."""
         patch, times = patch_of(model), self._times
         sent = patch.context.comm.bytes.total if patch else 0
-        rows = self._comm.gather_ints([round(peak_memory(times.device) * 1024), sent])
+        microseconds = [round(1e6 * self._parts[part]) for part in PARTS]
+        rows = self._comm.gather_ints([round(peak_memory(times.device) * 1024), sent, *microseconds])
+        parts = [{part: value / 1e6 for part, value in zip(PARTS, row[2:], strict=True)} for row in rows]
         seconds = {name: round(seconds, 4) for name, seconds in times.seconds.items()}
         report = Report(
             self._frames,
@@ -166,9 +170,10 @@ class VideoRun:
             self._comm.size,
             seconds,
             self.answers,
-            [round(kib / 1024, 1) for kib, _ in rows],
-            [sent for _, sent in rows],
+            [round(row[0] / 1024, 1) for row in rows],
+            [row[1] for row in rows],
             times.device.type,
+            parts if any(self._parts.values()) else [],
         )
         if self._comm.rank == 0:
             print(report.summary(), file=sys.stderr, flush=True)  # noqa: T201 - standard output has only the answers
@@ -246,7 +251,7 @@ def _open_video(args: AskArguments, inputs: RunInputs, paths: VideoPaths, rank: 
     source, store, meta = None, None, {}
     if paths.video is not None:
         try:
-            source = VideoSource.open(paths.video, **options)
+            source = VideoSource.open(paths.video, **options, **args.decoding())
         except ImportError as error:  # the message says what to install
             raise ConfigError(str(error)) from error
     if paths.features is not None:

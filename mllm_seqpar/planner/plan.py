@@ -47,6 +47,10 @@ class StrategyPlan:
         return self.forward + self.backward
 
 
+DECODE_RATE = 400.0
+"""Frames per second that one core decodes where the cluster file does not say: H.264 in 720p, measured."""
+
+
 @dataclass(frozen=True)
 class Plan:
     """The estimates of all strategies for one workload on one cluster.
@@ -64,6 +68,12 @@ class Plan:
     illegal: Mapping[str, str]
     text: Candidate
     min_gpus: int | None
+
+    def cores_per_gpu(self, row: StrategyPlan) -> float:
+        """Return how many cores a GPU needs so that decoding the videos of a step takes no longer than the step."""
+        workload = self.workload
+        decoded = workload.batch * workload.frames / workload.gpus * workload.decode_per_frame
+        return decoded / (self.cluster.decode_rate or DECODE_RATE) / row.seconds
 
     @property
     def best(self) -> StrategyPlan:

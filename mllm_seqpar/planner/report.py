@@ -38,7 +38,7 @@ def as_json(plan: Plan, data_set: DataSet | None = None) -> dict[str, Any]:
         },
         "enough_gpus": plan.min_gpus,
         "self_attention": {**_shape_json(text.spec), "call": _call_json(text)},
-        "strategies": [_row_json(row) for row in plan.rows],
+        "strategies": [_row_json(row) | {"cores_per_gpu": plan.cores_per_gpu(row)} for row in plan.rows],
         "not legal": dict(plan.illegal),
     }
     if data_set is not None:
@@ -128,7 +128,7 @@ def _heading(plan: Plan) -> list[str]:
     return [line for paragraph in paragraphs for line in _wrapped(paragraph)]
 
 
-def _cells(row: StrategyPlan, usable: float) -> dict[str, str]:
+def _cells(row: StrategyPlan, usable: float, cores: float) -> dict[str, str]:
     """Return the column of a strategy: a cell with its unit by the name of the line."""
     cross, text = row.parts["cross-attention"], row.parts["self-attention"]
     names = {name: f"  {name}" for name in PARTS} | {"parameters": "  waiting for parameters"}
@@ -138,6 +138,7 @@ def _cells(row: StrategyPlan, usable: float) -> dict[str, str]:
     cells["transfers of attention"] = ""
     for name, part in (("cross", cross), ("self", text)):
         cells |= {f"  {name}, waited for": duration(part.exposed), f"  {name}, overlapped": duration(part.hidden)}
+    cells["data, cores for each GPU"] = f"{cores:.3g}"
     cells["bytes sent by the busiest GPU"] = ""
     cells |= {
         "  cross, within the node": _bytes(cross.node_bytes),
@@ -154,7 +155,7 @@ def _cells(row: StrategyPlan, usable: float) -> dict[str, str]:
 def _table(plan: Plan) -> list[str]:
     """Return the table with a column for each strategy, the best one first."""
     rows = [plan.best, *(row for row in plan.rows if row is not plan.best)]
-    columns = [_cells(row, USABLE * plan.cluster.memory_bytes) for row in rows]
+    columns = [_cells(row, USABLE * plan.cluster.memory_bytes, plan.cores_per_gpu(row)) for row in rows]
     heads = [str(row.spec).partition(" ") for row in rows]
     names = ["", "", *columns[0]]
     body = [[head[0], head[2], *cells.values()] for head, cells in zip(heads, columns, strict=True)]

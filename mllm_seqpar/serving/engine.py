@@ -64,11 +64,12 @@ class MediaFile:
         version = f"{facts.st_size} {facts.st_mtime_ns}"
         return cls(kind=kind, path=os.path.abspath(path), version=version, name=name or path, **sampling)
 
-    def open(self, family: Any) -> FrameSource:
+    def open(self, family: Any, **decoding: Any) -> FrameSource:
+        """Return the frames of the file; `decoding` are the arguments `threads` and `decoder` of `VideoSource`."""
         if self.kind == "image":
             return family.image_source(self.path)
         try:
-            return VideoSource.open(self.path, **{name: getattr(self, name) for name in FRAME_OPTIONS})
+            return VideoSource.open(self.path, **{name: getattr(self, name) for name in FRAME_OPTIONS}, **decoding)
         except ImportError as error:  # the message says what to install
             raise ConfigError(str(error)) from error
 
@@ -115,6 +116,7 @@ class Engine:
         )
         self.family = chat_family(self.processor)
         self.comm, self._batch, self._keep = comm, args.encode_batch, keep
+        self._decoding = args.decoding()
         self.model = load_patched(args, self.family, comm, device)
         self._conversations: OrderedDict[tuple[MediaFile, ...], Conversation] = OrderedDict()
         self.computing = False
@@ -145,7 +147,7 @@ class Engine:
             sources = agree(
                 self.comm,
                 "media",
-                lambda: [file.open(self.family) for file in job.media],
+                lambda: [file.open(self.family, **self._decoding) for file in job.media],
                 lambda opened: {"frames": [len(source) for source in opened]},
             )
             conversation = Conversation(self.model, self.processor, sources, batch=self._batch)

@@ -23,7 +23,7 @@ REFUSED = {
     "fp16": "float16 is not verified with sequence parallelism; use --bf16",
     "torch_compile": "torch.compile does not compile the forward pass of a patched model",
     "auto_find_batch_size": "the order of the data is fixed before training; set --per_device_train_batch_size",
-    "dataloader_num_workers": "each rank reads ahead in one thread, because the ranks agree on bad media while reading",
+    "dataloader_num_workers": "each rank reads ahead in threads, because the ranks agree on bad media while reading",
     "dataloader_drop_last": "samples that do not fill a step are always left out of their epoch",
     "train_sampling_strategy": "samples are shuffled in an order that does not depend on the number of processes",
     "ignore_data_skip": "a resumed run continues with the samples that follow the checkpoint",

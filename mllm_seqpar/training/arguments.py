@@ -10,6 +10,7 @@ from mllm_seqpar._compat import optional_import
 from mllm_seqpar.cli.options import CommandOptions, option, parse_tile
 from mllm_seqpar.config import CHOICES, SeqParConfig
 from mllm_seqpar.data.chat import ON_BAD_MEDIA
+from mllm_seqpar.data.decoding import DECODER_HELP, THREADS_HELP, check_decoding
 from mllm_seqpar.data.formats import DEFAULT_TEMPLATE, check_template
 from mllm_seqpar.errors import ConfigError
 from mllm_seqpar.kernels.registry import kernel_by_name
@@ -64,6 +65,14 @@ class ModelAndData(CommandOptions):
     template: str = option("text of multiple-choice questions, with {question} and {options}", DEFAULT_TEMPLATE)
     fps: float | None = option("frames per second to sample from each video; default: that of the data, else 1", None)
     max_frames: int | None = option("maximum number of frames per video, evenly spaced; default: no limit", None)
+    features: str | None = option(
+        "directory for what the frozen vision tower returns: written in the first epoch, and read later", None
+    )
+    decode_threads: int | None = option(THREADS_HELP, None)
+    decoder: str = option(DECODER_HELP, "pyav")
+    read_ahead_gib: float = option(
+        "frames of the following samples that a rank reads ahead, in GiB of host memory", 4.0
+    )
     max_length: int | None = option("maximum number of text tokens per sample; longer samples are refused", None)
     on_bad_media: str = option("fail, or skip: train on the next sample instead of one whose media are broken", "fail")
     global_batch_size: int | None = option(
@@ -92,6 +101,8 @@ class ModelAndData(CommandOptions):
             if not getattr(self, name):
                 raise ConfigError(f"--{name} is missing; --help lists the options")
         self._require_positive("fps", "max_frames", "max_length", "global_batch_size", "stop_after", "lora_r")
+        self._require_positive("read_ahead_gib")
+        check_decoding(self.decode_threads, self.decoder)
         self._require("save_minutes", self.save_minutes >= 0, "0 or more")
         self._require("on_bad_media", self.on_bad_media in ON_BAD_MEDIA, f"one of {', '.join(ON_BAD_MEDIA)}")
         self._require("save_dtype", self.save_dtype in SAVE_DTYPES, f"one of {', '.join(SAVE_DTYPES)}")

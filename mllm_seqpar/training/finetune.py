@@ -27,6 +27,8 @@ from mllm_seqpar.comm.agreement import agree, attempt
 from mllm_seqpar.comm.nccl_settings import order_launches
 from mllm_seqpar.data.chat import ChatDataset
 from mllm_seqpar.data.chat_family import chat_family
+from mllm_seqpar.data.feature_store import model_fingerprint
+from mllm_seqpar.data.tower_store import TowerStore
 from mllm_seqpar.errors import ConfigError, first_line
 from mllm_seqpar.integrations.accelerate.fsdp2 import (
     allocate,
@@ -197,6 +199,7 @@ def _open_data(options: FineTuneOptions) -> tuple[FineTuneData, Path | None, dic
     refuse_adapter(Path(local_directory(str(run.model))), "training starts from a whole model")
     processor = load_processor(str(run.model))
     sampling = {name: getattr(run, name) for name in ("fps", "max_frames", "max_length", "media_root", "template")}
+    sampling |= {"threads": run.decode_threads, "decoder": run.decoder}
     training = ChatDataset(str(run.data), processor, on_bad_media=run.on_bad_media, **sampling)
     evaluation = ChatDataset(run.eval_data, processor, **sampling) if run.eval_data else None
     sp = options.parallel.sp
@@ -222,7 +225,8 @@ def _open_data(options: FineTuneOptions) -> tuple[FineTuneData, Path | None, dic
     last = last_step(args, order)
     if run.stop_after is not None and not done < run.stop_after <= last:
         raise ConfigError(f"--stop_after {run.stop_after}: the steps of this run are {done + 1} to {last}; give one")
-    data = FineTuneData(processor, training, evaluation, order, data_digest(training))
+    features, ahead = _features(options, processor), int(run.read_ahead_gib * 2**30)
+    data = FineTuneData(processor, training, evaluation, order, data_digest(training), ahead, features)
     facts = {"training data": data.digest, "evaluation data": evaluation and data_digest(evaluation)}
     return data, checkpoint, facts | {"checkpoint": checkpoint, "model's weights": model_digest(str(run.model))}
 
@@ -230,6 +234,21 @@ def _open_data(options: FineTuneOptions) -> tuple[FineTuneData, Path | None, dic
 def last_step(args: TrainingArguments, order: SampleOrder) -> int:
     """Return the number of steps of the schedule."""
     return args.max_steps if args.max_steps > 0 else math.ceil(args.num_train_epochs * order.steps_per_epoch)
+
+
+def _features(options: FineTuneOptions, processor: Any) -> TowerStore | None:
+    """Open --features, after checking that its contents were made as this run would make them."""
+    run = options.run
+    if run.features is None:
+        return None
+    bf16 = options.training.bf16 or os.environ.get("ACCELERATE_MIXED_PRECISION") == "bf16"
+    settings = {
+        "model": model_fingerprint(str(run.model), chat_family(processor).tower_weights),
+        "fps": run.fps,
+        "max_frames": run.max_frames,
+        "precision": ("bf16" if bf16 else "that of the weights") + (", in 4 bits" if run.load_in_4bit else ""),
+    }
+    return TowerStore(run.features, settings)
 
 
 def _load(options: FineTuneOptions, processor: Any) -> nn.Module:

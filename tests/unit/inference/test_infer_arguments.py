@@ -20,6 +20,8 @@ def test_options_become_settings() -> None:
     frames = {"fps": 1.0, "num_frames": None, "max_frames": None, "start": None, "end": 2.5}
     assert parse([*ASK, "--end", "2.5"]).frame_options(default_fps=1.0) == frames
     assert parse([*ASK, "--num_frames", "9"]).frame_options(default_fps=1.0)["fps"] is None
+    assert args.decoding() == {"threads": None, "decoder": "pyav"}
+    assert parse([*ASK, "--decode_threads", "1"]).decoding() == {"threads": 1, "decoder": "pyav"}
     assert args.sampling() == Sampling(max_new_tokens=256, temperature=0.0, top_p=1.0, seed=0)
     assert args.seqpar_config().self_attention == "star"
 
@@ -33,6 +35,8 @@ def test_options_become_settings() -> None:
         ([*ASK, "--fps", "2", "--num_frames", "5"], "--fps 2 and --num_frames 5: give one"),
         ([*ASK, "--features", "f", "--save_features", "g"], "not written again"),
         ([*ASK, "--kernel", "magic"], "--kernel: 'magic' is unknown; choose auto"),
+        ([*ASK, "--decode_threads", "0"], "--decode_threads: 0 is not allowed; give 1 or more"),
+        ([*ASK, "--decoder", "ffmpeg"], "--decoder: 'ffmpeg' is not allowed; give one of pyav, torchcodec"),
         ([*ASK, "--dtype", "int8"], "--dtype: 'int8' is not allowed; give one of auto"),
         ([*ASK, "--top_p", "0"], "top_p: 0.0 is not allowed; give more than 0 and at most 1"),
         ([*ASK, "--seed", "3"], "--seed 3 would have no effect: without --temperature above 0"),

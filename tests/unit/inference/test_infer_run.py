@@ -16,7 +16,7 @@ from mllm_seqpar.errors import AgreementError, ConfigError, DataError, VideoErro
 from mllm_seqpar.inference import Sampling, answer, encode_video, load_for_inference
 from mllm_seqpar.inference.arguments import parse
 from mllm_seqpar.inference.ask import ask as ask_command
-from mllm_seqpar.inference.encoding import EncodedVideo
+from mllm_seqpar.inference.encoding import PARTS, EncodedVideo
 from mllm_seqpar.inference.run import ask_videos
 from mllm_seqpar.inference.stored_features import save_video
 from mllm_seqpar.models.mplug_owl3 import MPlugOwl3ForConditionalGeneration, MPlugOwl3Processor
@@ -98,9 +98,15 @@ def test_evidence_is_printed_reported_and_written(inference_files: Path, tmp_pat
     assert shown.err.count("moments that the answer attends to") == shown.err.count("the text: ") == 2
     assert len(re.findall(r"^moments that .*:\n +1\. +\d+\.\d%  0:0\d\.\d to 0:0", shown.err, re.MULTILINE)) == 2
     assert page.read_text().count('"mean":') == 2
+    assert len(report["encoding_seconds"]) == 2
+    assert all(
+        set(row) == set(PARTS) and row["decode frames"] > 0 < row["encode"] for row in report["encoding_seconds"]
+    )
+    assert report["seconds"]["prefill"] > 0 < report["seconds"]["generate"]
     (summary,) = [line for line in shown.err.splitlines() if "visual tokens" in line]
     assert re.fullmatch(
-        r"12 frames, 48 visual tokens on 2 ranks; open \S+ s, load \S+ s, read and encode \S+ s \(\S+ frames/s\), "
+        r"12 frames, 48 visual tokens on 2 ranks; open \S+ s, load \S+ s, read and encode \S+ s \(\S+ frames/s; "
+        r"decode frames \S+ s, transfer \S+ s, encode \S+ s, wait for frames \S+ s\), "
         r"prefill \S+ s, decode \d+ tokens at \S+ tokens/s; peak memory by rank \(resident\) \d+, \d+ MiB",
         summary,
     )

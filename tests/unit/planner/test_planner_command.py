@@ -116,6 +116,18 @@ def test_plan_prints_the_options_of_patch_model(capsys: pytest.CaptureFixture[st
     assert inference["run"]["parameter"] == 2 and inference["strategies"][0]["memory"]["optimizer"] == 0
 
 
+def test_plan_says_how_many_cores_decode_for_a_gpu(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    shown = plan_json(capsys, "--decode_per_frame", "8")
+    for row in shown["strategies"]:
+        decoded = shown["run"]["frames"] * shown["run"]["batch"] / shown["run"]["gpus"] * 8
+        assert row["cores_per_gpu"] == pytest.approx(decoded / 400 / row["seconds"])
+    assert plan() == 0
+    (line,) = [text for text in capsys.readouterr().out.splitlines() if text.startswith("data, cores for each GPU")]
+    assert float(line.split()[5]) == pytest.approx(30 / 8 * shown["strategies"][0]["cores_per_gpu"], rel=0.01)
+    assert plan("--decode_per_frame", "-1") == 2
+    assert "decode_per_frame: -1.0 is not a number of frames" in capsys.readouterr().err
+
+
 def test_plan_of_lora(capsys: pytest.CaptureFixture[str]) -> None:
     assert plan("--lora_r", "16", "--lora_target", "attention", "mlp", "--base_parameter", "0.5") == 0
     printed = capsys.readouterr().out
@@ -176,7 +188,9 @@ def test_calibrate_writes_a_cluster_file(tmp_path: Path, capsys: pytest.CaptureF
     file = tmp_path / "here.yaml"
     assert main(["calibrate", "--device", "cpu", "--heads", "4", "--dim", "32", "--output", str(file)]) == 0
     cluster = read_cluster(file)
-    assert "measured: 1 ranks on cpu, float32, 4 heads (4 KV heads) of 32" in capsys.readouterr().err
+    printed = capsys.readouterr().err
+    assert "measured: 1 ranks on cpu, float32, 4 heads (4 KV heads) of 32" in printed
+    assert cluster.decode_rate is not None and "decoding, one core: " in printed
     assert cluster.gpus_per_node == 1 and "links are not measured" in cluster.source
     assert plan(cluster=str(file)) == 2
     assert "16 ranks need gpus_per_node, node_link and network_link, which one process" in capsys.readouterr().err
