@@ -56,8 +56,8 @@ class StoredTower:
     def __init__(self, store: TowerStore, family: ChatFamily, model: nn.Module) -> None:
         if family.ragged:
             raise ConfigError(
-                f"the outputs of the vision tower of {family.model_class} cannot be stored: its pictures have different "
-                "numbers of patches; leave the option out"
+                f"--features: outputs of the vision tower of {family.model_class} cannot be stored: its pictures have "
+                "different numbers of patches; leave it out"
             )
         self.store, self._family = store, family
         path, self._method = family.tower
