@@ -20,7 +20,7 @@ export class Media {
   // Why no question can be asked now; empty if one can.
   get obstacle() {
     if (this.state === "uploading") return `${this.file.name} is being uploaded. You can ask when it is complete.`;
-    if (this.state === "refused") return `${this.file.name} cannot be used: ${this.reason}. Try again, or remove it to ask without it.`;
+    if (this.state === "refused") return `${this.file.name}: ${this.reason} Try again, or remove it to ask without it.`;
     return "";
   }
 
@@ -62,7 +62,8 @@ export class Media {
 
   // Notes that the server does not have, or cannot read, the file.
   refuse(reason) {
-    this.reason = reason.replace(/[.\s]+$/, "");
+    const own = reason.startsWith(`${this.file.name}: `) ? reason.slice(this.file.name.length + 2) : reason;
+    this.reason = /[.?!]$/.test(own) ? own : `${own}.`;
     this._to("refused");
   }
 
@@ -99,6 +100,7 @@ export class Media {
     this.state = state;
     $("upload").hidden = state !== "uploading";
     $("again").hidden = state !== "refused";
+    $("unplayable").textContent = "This browser cannot play this video." + (state === "ready" ? " The model can read it." : "");
     $("remove").textContent = state === "uploading" ? "Cancel" : "Remove";
     $("remove").setAttribute("aria-label", state === "uploading" ? "Cancel the upload" : "Remove the file");
     this._changed(other);
