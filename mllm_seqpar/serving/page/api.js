@@ -2,6 +2,8 @@
 
 const UNREACHABLE = "the server cannot be reached; is it still running?";
 
+const LAST_BYTES = 4e6; // more than a browser sends between two reports of its progress
+
 export class ApiError extends Error {
   constructor(message, status) {
     super(message);
@@ -33,7 +35,8 @@ export async function call(path, options = {}) {
   return response;
 }
 
-// Uploads a file; `progress` is called with the part that is sent, 0 to 1. Only XMLHttpRequest reports that.
+// Uploads a file; `progress` is called with the part that is sent, 0 to 1. Only XMLHttpRequest reports that. `signal` ends
+// it unless the server may have stored the file already: the caller then needs its id, to delete it.
 export function upload(file, progress, signal) {
   return new Promise((resolve, reject) => {
     const form = new FormData();
@@ -49,7 +52,9 @@ export function upload(file, progress, signal) {
     });
     request.addEventListener("error", () => reject(new ApiError(UNREACHABLE, 0)));
     request.addEventListener("abort", () => reject(new DOMException("cancelled", "AbortError")));
-    signal.addEventListener("abort", () => request.abort());
+    let sent = 0;
+    request.upload.addEventListener("progress", ({ loaded }) => { sent = loaded; });
+    signal.addEventListener("abort", () => { if (file.size - sent > LAST_BYTES) request.abort(); });
     request.send(form);
   });
 }

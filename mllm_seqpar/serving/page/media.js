@@ -47,8 +47,8 @@ export class Media {
     this._to("uploading", true);
     try {
       const uploaded = await upload(file.chosen, (part) => this._progress(part), controller.signal);
+      if (this.file !== file) return this._discard(uploaded.id); // cancelled while the server stored it
       file.id = uploaded.id;
-      if (this.file !== file) return this._discard(uploaded.id);
       Object.assign(file, await (await call(`v1/files/${file.id}/preview`, { signal: controller.signal })).json());
     } catch (error) {
       if (this.file !== file || error.name === "AbortError") return;

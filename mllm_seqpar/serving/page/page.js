@@ -114,7 +114,7 @@ class AnswerItem {
     following(() => {
       this._end();
       if (note) add(this.item, "p", "note", note);
-      if (moments.length) {
+      if (moments.length && media.file) {
         const show = () => showTimeline(moments, media.file.seconds);
         this.item.append(momentList(moments, media.file, show));
         show();
