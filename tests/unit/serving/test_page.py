@@ -129,6 +129,36 @@ def test_moments_have_pictures_times_and_a_time_line(service: SimpleNamespace, p
     assert page.errors[1:] == []  # the first one is the missing key
 
 
+def test_progress_of_the_encoding_is_shown_and_a_stopped_answer_stays(service: SimpleNamespace, page: Browser) -> None:
+    watch = "new MutationObserver(() => seen.push(document.querySelector('.wait')?.textContent))"
+    page.value(f"window.seen = []; {watch}.observe(messages, {{subtree: true, childList: true}}); null")
+    service.worker.go.clear()
+    submit(page, "What is it?")
+    page.wait("document.querySelector('.text').textContent === 'One'", 20)
+    assert "Frames encoded: 1 of 2" in page.value("seen")
+    page.value("document.getElementById('stop').click(); null")
+    page.wait("document.querySelector('.note')?.textContent === 'Stopped.'", 20)
+    assert service.worker.ended.wait(20)  # the server has stopped too
+    service.worker.go.set()
+    submit(page, "Go on.")
+    page.wait("document.querySelectorAll('.foot').length === 2", 20)
+    assert [m["content"][0]["text"] for m in service.worker.jobs[1].messages] == ["What is it?", "One", "Go on."]
+
+
+def test_dropped_file_is_uploaded_and_others_are_refused(
+    service: SimpleNamespace, page: Browser, arrive: threading.Event
+) -> None:
+    def drop(name: str, kind: str) -> None:
+        file = f"const d = new DataTransfer(); d.items.add(new File(['x'], {name!r}, {{type: {kind!r}}}));"
+        page.value(f"(() => {{ {file} document.body.dispatchEvent(new DragEvent('drop', "
+                   "{dataTransfer: d, bubbles: true, cancelable: true})); })()")  # fmt: skip
+
+    drop("notes.txt", "text/plain")
+    status_is(page, "notes.txt is not a video or an image (text/plain)")
+    drop("movie.mkv", "")  # browsers know no type of some formats
+    status_is(page, "movie.mkv is being uploaded")
+
+
 def test_settings_are_in_the_request_and_stay_after_a_reload(service: SimpleNamespace, page: Browser) -> None:
     page.value("temperature.value = '0.5'; tokens.value = '7'; tokens.dispatchEvent(new Event('change')); null")
     page.call("Page.reload")
