@@ -1,6 +1,7 @@
 """The evidence page: one HTML file that shows which moments of a video the answers attend to.
 
-The page loads nothing but the video itself, from where it is. Its data is JSON inside the file, which its script shows as text only.
+The page loads nothing but the video itself, from where it is. Its data is JSON inside the file, which its script shows
+as text only.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ import base64
 import json
 import os
 from collections.abc import Sequence
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -86,7 +87,7 @@ def _facts(
     end = times[-1].end if len(sources) == 1 and times else None
     facts = [("Video", names or "features without a name"), ("Model", model), ("Frames", count)]
     facts += [("Length", clock(end).removesuffix(".0"))] if end else []
-    written = datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC")
+    written = datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")
     return [(label, text) for label, text in [*facts, ("Written", written)] if text]
 
 

@@ -14,8 +14,7 @@ from browser import CHROMIUM, Browser
 from mllm_seqpar import patch_model
 from mllm_seqpar.comm import Communicator, run_loopback
 from mllm_seqpar.data import VideoSource
-from mllm_seqpar.inference import Sampling, answer, encode_video, load_for_inference
-from mllm_seqpar.inference import evidence_page
+from mllm_seqpar.inference import Sampling, answer, encode_video, evidence_page, load_for_inference
 from mllm_seqpar.inference.evidence import FrameTime, answer_with_evidence, evidence_of, find_moments, frame_times
 from mllm_seqpar.inference.evidence_page import write_evidence_page
 from mllm_seqpar.inference.frame_attention import FrameAttention
@@ -154,7 +153,9 @@ def test_page_shows_the_time_line_of_a_token(page: Path, tmp_path: Path) -> None
         cards = browser.value("[...document.querySelector('ol').children].map(card => card.innerText)")
         assert [card.split("%")[0].split()[-1] for card in cards] == ["75.0", "25.0"]
         assert browser.value("window.hacked") is None
-        browser.value("plots[0].zoom([0, 1]); document.querySelector('[aria-label=\"Logarithmic scale\"]').click(); null")
+        browser.value(
+            "plots[0].zoom([0, 1]); document.querySelector('[aria-label=\"Logarithmic scale\"]').click(); null"
+        )
         labels = browser.value("[...document.querySelector('svg').querySelectorAll('text')].map(x => x.textContent)")
         assert {"10%", "0.01%", "0:00.4"} <= set(labels) and "0:02" not in labels
         assert browser.errors == []

@@ -225,7 +225,10 @@ def test_markdown_adds_no_element_of_the_answer(page: Browser) -> None:
     for end in range(1, len(HOSTILE) + 1, 5):  # as it is streamed
         html_of(page, HOSTILE[:end])
     assert html_of(page, HOSTILE).count("&lt;") == 3
-    assert page.value("document.querySelectorAll('body > div img, body > div script, body > div a, svg[onload]').length") == 0
+    assert (
+        page.value("document.querySelectorAll('body > div img, body > div script, body > div a, svg[onload]').length")
+        == 0
+    )
     assert page.value("window.hacked") is None
     deep = html_of(page, "> " * 5000 + "x\n" + "- " * 5000 + "\n" + "**" * 5000)
     assert deep.count("<blockquote>") < 20
